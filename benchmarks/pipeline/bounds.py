@@ -14,10 +14,10 @@ from benchmarks.pipeline.block_times import BlockTimes
 from benchmarks.pipeline.contender import Contender
 from benchmarks.pipeline.slowed import simulated_slowness, slowness
 from benchmarks.pipeline.workload import Workload
-from ranvier.schedule.limits import rule_limits
 from ranvier.schedule.policies import policy_named
 from ranvier.schedule.simulator import StageTimes, simulate
 
+_NO_LIMIT = 1 << 60  # bytes
 _TORCH_POLICIES = {"Schedule1F1B": "1f1b", "ScheduleGPipe": "gpipe"}
 
 Order = Sequence[Sequence[tuple[int, str, int]]]
@@ -66,8 +66,10 @@ def bound_seconds(contender: Contender, workload: Workload, times: BlockTimes, c
             else:
                 return None
         case "ours":
+            if contender.settings.get("stages_per_rank", 1) > 1:
+                return None  # the engine cuts
             ends = _simulated(contender, workload, times, policy=contender.settings["policy"],
-                              defer_bytes=contender.settings.get("defer_bytes", "auto"))
+                              defer_bytes=contender.settings.get("defer_bytes", _NO_LIMIT))
         case _:
             return None
     return max(*ends, (once + update) / cores)
@@ -82,21 +84,17 @@ def _num_parameters(workload: Workload, times: BlockTimes, stages: Sequence[rang
 
 
 def _simulated(contender: Contender, workload: Workload, times: BlockTimes, *, policy: str,
-               defer_bytes: int | str) -> list[float]:
-    """When each stage has updated its parameters, by the engine's own schedule. The head's products are not deferred,
-    so they count as its backward."""
+               defer_bytes: int) -> list[float]:
+    """When each stage has updated its parameters, by the engine's own schedule. Without a limit that was set, all
+    microbatches may be in flight, and all weight gradients may be deferred: no choice of limits is faster, but for what
+    comes by chance of another order."""
     settings = contender.settings
     ranges = stage_ranges(settings["boundaries"], workload.num_blocks)
-    head = workload.num_blocks - 1
-    stages = []
-    for blocks in ranges:
-        deferring = [block for block in blocks if block != head]
-        stages.append(StageTimes(
-            forward=sum(times.forward[b] for b in blocks),
-            backward=sum(times.backward[b] for b in blocks) + (times.weight[head] if head in blocks else 0.0),
-            weight=sum(times.weight[b] for b in deferring), products=max(1, sum(times.products[b] for b in deferring)),
-            alive_bytes=max(1, sum(times.alive_bytes[b] for b in deferring))))
-    in_flight = settings.get("in_flight", rule_limits([True] * len(stages)).in_flight)
+    stages = [StageTimes(
+        forward=sum(times.forward[b] for b in blocks), backward=sum(times.backward[b] for b in blocks),
+        weight=sum(times.weight[b] for b in blocks), products=max(1, sum(times.products[b] for b in blocks)),
+        alive_bytes=max(1, sum(times.alive_bytes[b] for b in blocks))) for blocks in ranges]
+    in_flight = settings.get("in_flight", workload.microbatches)
     slow = {"jitter": simulated_slowness(slowness(settings["slowness"]))} if "slowness" in settings else {}
     simulated = simulate(
         stages, workload.microbatches, policy_named(policy), in_flight, hop=settings.get("latency_seconds", 0.0),

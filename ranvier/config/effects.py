@@ -280,6 +280,7 @@ CONDITIONS: Mapping[str, Reason] = {
     "pipeline.partition": _partition,
     "pipeline.defer_bytes": _defer_bytes,
     "pipeline.deferred": _deferred,
+    "pipeline.defer_last": _deferred,
     "pipeline.placement": _one_stage_each,
     "pipeline.stages_per_rank":
         lambda run: "the pipeline has one rank" if run.mesh.pipe == 1 else None,

@@ -30,7 +30,7 @@ def on_mesh(run: ResolvedRun, mesh: Mesh) -> ResolvedRun:
     batch = replace(run.batch, microbatch_size=microbatch_size(
         run.batch.microbatch_size, global_size=run.batch.global_size, mesh=mesh))
     pipeline = run.pipeline if has_same_replicas(mesh, run.mesh) else replace(
-        run.pipeline, boundaries=None, deferred=None)
+        run.pipeline, boundaries=None, deferred=None, defer_last=None)
     return replace(run, mesh=mesh, batch=batch, pipeline=pipeline)
 
 

@@ -157,9 +157,14 @@ class Pipeline:
     deferred: tuple[Annotated[int, Ge(0)], ...] | None = None
     """Deferred weight gradients, where `defer_bytes` is auto: for each pipeline rank, the number of microbatches whose
     weight gradients may wait. none: what the fastest simulated schedule uses, within `memory`."""
+    defer_last: Positive | None = None
+    """Deferred weight gradients, where `defer_bytes` is auto: only those of the last so many microbatches of a step.
+    Others are computed in their backward, which is faster on CPUs, whose caches still have their operands then. none:
+    with `deferred`, those of any microbatch; without, what the fastest simulated schedule uses."""
     memory: Annotated[float, Ge(1)] | None = 1.1
-    """Memory limit for automatic `in_flight` and `deferred`: this multiple of what the largest stage needs under 1f1b.
-    If nothing within it is simulated to be as fast as the limits of none, those hold, although they may need more.
+    """Memory limit for automatic `in_flight`, `deferred` and `defer_last`: this multiple of what the largest stage
+    needs under 1f1b. If nothing within it is simulated to be as fast as the limits of none, those hold, although they
+    may need more.
     The simulation has counted times; after the first steps on each mesh it is repeated once with measured times (not
     with `memory_report`). none: no simulation, and as many microbatches in flight as stages, plus the number of stages
     without trainable parameters."""

@@ -433,14 +433,14 @@ def _limits(run: ResolvedRun, layout: Layout, costs: Sequence[BlockCost] | None)
     stages = [layout.blocks(stage) for stage in range(layout.stages.num_stages)]
     trained = {parameter.block for parameter in layout.parameters if parameter.trainable}
     rule = rule_limits([not trained.isdisjoint(blocks) for blocks in stages], layout.stages)
-    return rule.given(run.pipeline.in_flight, run.pipeline.deferred)
+    return rule.given(run.pipeline.in_flight, run.pipeline.deferred, run.pipeline.defer_last)
 
 
 def recomputed_runs(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]]) -> list[list[range]]:
     """Of each stage the runs of its blocks that are computed again, as places on it. They follow from the rule's limit,
     as in the engine, since simulated limits follow from them."""
     rule = rule_limits([any(block.num_trainable for block in blocks) for blocks in stages], run.placement).given(
-        run.pipeline.in_flight, None)
+        run.pipeline.in_flight, None, None)
     return [recomputed_segments(
         run.memory.recompute, [block.name for block in blocks], families.layers_of(run), blocks,
         policy_named(run.pipeline.policy), rule.in_flight, (stage, len(stages))) for stage, blocks in enumerate(stages)]
@@ -472,7 +472,8 @@ def _activations(run: ResolvedRun, costs: Sequence[BlockCost], layout: Layout, s
     found = activation_bytes(costs, segments, StoredMicrobatches(
         stage=stage, num_stages=num_stages, num_microbatches=run.num_microbatches,
         policy=policy_named(run.pipeline.policy), in_flight=limits.in_flight,
-        deferred=limits.deferred[layout.stages.rank_of(stage)], defer_bytes=run.pipeline.defer_bytes,
+        deferred=limits.deferred[layout.stages.rank_of(stage)], last=limits.last,
+        defer_bytes=run.pipeline.defer_bytes,
         update_in_backward=run.optim.update_in_backward, at_peak=at_peak), kept_again)
     if run.model.float8:  # all blocks but the model's first and last
         inner = costs[not stage:len(costs) - (stage == num_stages - 1)]

@@ -28,18 +28,22 @@ Segments = Sequence[Sequence[range]]
 """Of each stage the runs of its blocks, by their places on it, that are recomputed; empty where none are."""
 _ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 _MEMORIES = (1.0, 1.1, 1.25, 1.5, 2.0)
+_DEFERRED_FACTOR = 1.1
+"""How many times as long a weight gradient takes on a CPU if it was deferred: 1.0 to 1.2 were measured, the more the
+faster the cores (docs/experiments.md). On CUDA devices caches hold little of it either way."""
 _STATE_BYTES = 8  # of a parameter that trains: two moments, as of AdamW
 
 
 def pipeline_limits(stages: Sequence[Sequence[BlockCost]], policy: Policy, *, in_flight: int | Literal["auto"],
                     memory: float | None, device: str, element_bytes: int,
-                    deferred: tuple[int, ...] | None = None, placement: StagePlacement | None = None,
-                    segments: Segments = (), num_microbatches: int | None = None) -> Limits:
+                    deferred: tuple[int, ...] | None = None, defer_last: int | None = None,
+                    placement: StagePlacement | None = None, segments: Segments = (),
+                    num_microbatches: int | None = None) -> Limits:
     """The limits of a pipeline.
 
     Args:
         stages: of each stage the costs of its blocks for one microbatch.
-        in_flight, deferred: as in `Pipeline`.
+        in_flight, deferred, defer_last: as in `Pipeline`.
         memory: as `pipeline.memory`; None follows `rule_limits`.
         device: the type of device. element_bytes: of a parameter. placement: by default one stage on each rank.
         segments: what is recomputed. num_microbatches: of a batch on one replica, where that is known.
@@ -49,15 +53,15 @@ def pipeline_limits(stages: Sequence[Sequence[BlockCost]], policy: Policy, *, in
     if memory is not None:
         found = computed_limits(_loads(stages, device, element_bytes, placement.per_rank, segments), policy,
                                 memory=memory, in_flight=given, placement=placement, num_microbatches=num_microbatches)
-        return found.given("auto", deferred)
+        return found.given("auto", deferred, defer_last)
     rule = rule_limits([any(block.num_trainable for block in blocks) for blocks in stages], placement)
-    return rule.given(in_flight, deferred)
+    return rule.given(in_flight, deferred, defer_last)
 
 
 def run_limits(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments: Segments = ()) -> Limits:
     """The limits of a run with these blocks on each stage."""
     return pipeline_limits(stages, policy_named(run.pipeline.policy), in_flight=run.pipeline.in_flight,
-                           deferred=run.pipeline.deferred,
+                           deferred=run.pipeline.deferred, defer_last=run.pipeline.defer_last,
                            memory=run.pipeline.memory, device="cuda" if run.launch.device == "cuda" else "cpu",
                            element_bytes=_ELEMENT_BYTES[run.precision], placement=run.placement, segments=segments,
                            num_microbatches=run.num_microbatches)
@@ -79,6 +83,7 @@ class MemoryChoice:
 
     memory: float
     limits: Limits
+    step: float
     bubble_fraction: float
     peak_memory: float
     num_microbatches: int
@@ -97,7 +102,8 @@ def memory_choices(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segm
         result = predicted(loads, policy, limits, run.placement, run.num_microbatches)
         found.append(MemoryChoice(
             memory=value, limits=limits, num_microbatches=simulated_microbatches(run.mesh.pipe, run.num_microbatches),
-            step_microbatches=run.num_microbatches, bubble_fraction=result.bubble_fraction, peak_memory=result.memory))
+            step_microbatches=run.num_microbatches, step=result.step, bubble_fraction=result.bubble_fraction,
+            peak_memory=result.memory))
     return tuple(found)
 
 
@@ -183,11 +189,10 @@ def measured_choice(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], pre
     limits = computed_limits(timed, policy, memory=memory, placement=run.placement,
                              in_flight=None if pipeline.in_flight == "auto" else pipeline.in_flight,
                              num_microbatches=run.num_microbatches)
-    before, after = (predicted(timed, policy, each, run.placement, run.num_microbatches).bubble_fraction
-                     for each in (present, limits))
-    if (1.0 - before) / (1.0 - after) > 1.0 - _WORTH:
+    before, after = (predicted(timed, policy, each, run.placement, run.num_microbatches) for each in (present, limits))
+    if after.step > (1.0 - _WORTH) * before.step:
         limits, after = present, before
-    return MeasuredChoice(limits=limits, bubble_fraction=after, counted_fraction=before)
+    return MeasuredChoice(limits=limits, bubble_fraction=after.bubble_fraction, counted_fraction=before.bubble_fraction)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,5 +262,6 @@ def _loads(stages: Sequence[Sequence[BlockCost]], device: str, element_bytes: in
             + max((sum(blocks[place].kept_bytes for place in places) for places in runs), default=0),
             graph=sum(blocks[place].kept_bytes for place in behind if place not in inside)
             + sum(blocks[places[0]].input_bytes for places in runs if places) + loss_bytes,
-            operands=operand_bytes(trained, ends_model=is_last)))
+            operands=operand_bytes(trained, ends_model=is_last),
+            deferred_factor=_DEFERRED_FACTOR if device == "cpu" else 1.0))
     return loads

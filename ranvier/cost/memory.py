@@ -73,6 +73,8 @@ class StoredMicrobatches:
     """Most microbatches of a replica on their way."""
     deferred: int
     """Microbatches whose weight gradients may wait."""
+    last: int | None
+    """Only those of so many last ones may."""
     defer_bytes: int | Literal["auto"]
     update_in_backward: bool
     at_peak: tuple[int, float] | None = None
@@ -89,8 +91,11 @@ class StoredMicrobatches:
 
     @property
     def waiting(self) -> float:
-        """Others whose weight gradients wait."""
-        return min(self.num_microbatches - self.stored, self.deferred) if self.at_peak is None else self.at_peak[1]
+        """Others whose weight gradients wait. Of the last ones each is stored or waits."""
+        if self.at_peak is not None:
+            return self.at_peak[1]
+        may_wait = self.num_microbatches if self.last is None else min(self.last, self.num_microbatches)
+        return max(0, min(may_wait - self.stored, self.deferred))
 
 
 def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], microbatches: StoredMicrobatches,

@@ -201,8 +201,9 @@ class PipelineNumbers:
     """Bound on what deferred products keep alive, of all ranks of a pipeline or of each."""
     at_once: int | None
     """Ranks of a pipeline that may compute at once, where ranks share cores."""
+    defer_last: int | None
     room: int | None
-    """As of `Limits`."""
+    """Both as of `Limits`."""
 
 
 def step_pipeline(step: Step, cluster: Cluster) -> PipelineNumbers:
@@ -210,7 +211,8 @@ def step_pipeline(step: Step, cluster: Cluster) -> PipelineNumbers:
     made = _StepCost(step, cluster)
     times = tuple(made.times([made.stage(stage) for stage in range(len(step.stages))]))
     return PipelineNumbers(times=times, num_microbatches=made.count, way=made.way(), in_flight=step.limits.in_flight,
-                           defer_bytes=made.defer(times), at_once=made.at_once(), room=step.limits.room)
+                           defer_bytes=made.defer(times), at_once=made.at_once(), defer_last=made.defer_last,
+                           room=step.limits.room)
 
 
 def rank_threads(cluster: Cluster, mesh: Mesh) -> float:
@@ -278,7 +280,7 @@ class _StepCost:
         times = self.times(rows)
         passed = passage(times, self.count, step.policy, step.limits.in_flight, way=self.way(), exact=exact,
                          defer_bytes=self.defer(times), cores=self.at_once(), placement=self.placement,
-                         room=step.limits.room)
+                         defer_last=self.defer_last, room=step.limits.room)
         partial = (1.0 - self.last) * max(sum(rows[stage].microbatch_seconds for stage in held) for held in self.held)
         shared = self._shared_cores(rows)
         pipeline = max(passed.seconds - partial, shared)
@@ -502,6 +504,11 @@ class _StepCost:
         return asked if asked != "auto" else [
             sum(times[stage].alive_bytes for stage in held) * count
             for held, count in zip(self.held, self.step.limits.deferred, strict=True)]
+
+    @property
+    def defer_last(self) -> int | None:
+        """As of `Limits`, where these say what is deferred."""
+        return self.step.limits.last if self.run.pipeline.defer_bytes == "auto" else None
 
     # --- after the pipeline ------------------------------------------------------------------------------------------
 

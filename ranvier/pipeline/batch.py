@@ -24,6 +24,7 @@ from ranvier.pipeline.nominal_weight import NominalWeight
 from ranvier.pipeline.rank_stages import RankStages
 from ranvier.pipeline.stage import Stage
 from ranvier.pipeline.statistics import BatchStatistics
+from ranvier.schedule.limits import Limits
 from ranvier.schedule.schedule import Action, Done, Policy, Product, RankSchedule, Wait, actions_text
 from ranvier.schedule.spans import Category, Timeline
 
@@ -44,35 +45,37 @@ class BatchRunner:
     Args:
         placement: which rank has which stage. stages: those of this one.
         progress: lets messages and reductions move; called between products.
-        in_flight: most microbatches of a replica under way.
+        limits: of what may be under way.
         look_ahead: how far the host runs ahead of a CUDA device.
-        defer_bytes: most bytes that deferred weight gradients keep alive; None for those of `deferred` microbatches,
-            as forwards show them. room: as of `RankSchedule`.
+        defer_bytes: most bytes that deferred weight gradients keep alive; None for those of the microbatches that
+            `limits` allows, as forwards show them.
         nominal_weight: agrees on the expected weight of a batch before its first backward; None where nobody asks.
         takes_nominal_weight: whether that becomes what losses are divided by.
     """
 
     def __init__(self, *, placement: StagePlacement, at: Coordinates, stages: RankStages, connections: Connections,
                  updater: Updater, statistics: BatchStatistics, timeline: Timeline, progress: Callable[[], None],
-                 policy: Policy, in_flight: int, look_ahead: LookAhead, defer_bytes: int | None, deferred: int,
-                 room: int | None, nominal_weight: NominalWeight | None, takes_nominal_weight: bool) -> None:
+                 policy: Policy, limits: Limits, look_ahead: LookAhead, defer_bytes: int | None,
+                 nominal_weight: NominalWeight | None, takes_nominal_weight: bool) -> None:
         self._at, self._stages, self._connections = at, stages, connections
         self._numbers, self._num_stages = placement.stages_of(at.pipe), placement.num_stages
         self._updater, self._statistics, self._timeline = updater, statistics, timeline
-        self._progress, self._policy, self._in_flight = progress, policy, in_flight
-        self._look_ahead, self._room = look_ahead, room
-        self._limits_follow = defer_bytes is None
-        self.defer_bytes, self._deferred = defer_bytes or 0, deferred if defer_bytes is None else 0
+        self._progress, self._policy, self._look_ahead = progress, policy, look_ahead
         self._deferrable = [0] * len(stages)
         """Of each stage the most that one microbatch's products would keep alive."""
+        self._limits_follow = defer_bytes is None
+        self.defer_bytes, self._deferred = defer_bytes or 0, 0
+        self._defer_last: int | None = None
+        self.use_limits(limits)
         self.nominal_weight, self._takes_nominal_weight = nominal_weight, takes_nominal_weight
         self._call = self._step = 0
 
-    def use_limits(self, in_flight: int, deferred: int, room: int | None) -> None:
-        """Other limits from the next batch on. Bytes that were set stay."""
-        self._in_flight, self._room = in_flight, room
+    def use_limits(self, limits: Limits) -> None:
+        """Limits from the next batch on. Bytes that were set stay."""
+        self._in_flight, self._room = limits.in_flight, limits.room
         if self._limits_follow:
-            self._deferred, self.defer_bytes = deferred, deferred * sum(self._deferrable)
+            self._deferred, self._defer_last = limits.deferred[self._at.pipe], limits.last
+            self.defer_bytes = self._deferred * sum(self._deferrable)
 
     @property
     def _has_loss(self) -> bool:
@@ -92,7 +95,8 @@ class BatchRunner:
             self._connections.tensor_mesh.whole_outputs = keep_outputs
         schedule = RankSchedule(
             stages=self._numbers, num_stages=self._num_stages, num_microbatches=len(batch), policy=self._policy,
-            in_flight=self._in_flight, training=training, defer_bytes=self.defer_bytes, room=self._room)
+            in_flight=self._in_flight, training=training, defer_bytes=self.defer_bytes,
+            defer_last=self._defer_last, room=self._room)
         ran: list[Action] = []
         running: Action | None = None
         try:

@@ -240,8 +240,7 @@ class Engine:
         self._runner = BatchRunner(
             placement=placement, at=self.coordinates, stages=self._stages, connections=self._connections,
             updater=self._updater, statistics=self._statistics, timeline=self.timeline, progress=self._progress,
-            policy=self._policy, in_flight=self.in_flight, deferred=self.limits.deferred[self.coordinates.pipe],
-            room=self.limits.room,
+            policy=self._policy, limits=self.limits,
             look_ahead=LookAhead(settings.look_ahead, device=world.device, num_stages=placement.num_stages),
             defer_bytes=0 if self._updater.in_backward else defer_bytes,  # a waiting product holds a block's gradients
             nominal_weight=NominalWeight(self._connections.all) if dtype is torch.float16 else None,
@@ -261,7 +260,7 @@ class Engine:
 
     def _rule_limits(self, settings: EngineSettings) -> Limits:
         rule = rule_limits([bool(row.num_trainable) for row in self.stages.rows], self.layout.stages)
-        return rule.given(settings.in_flight, settings.deferred)
+        return rule.given(settings.in_flight, settings.deferred, settings.defer_last)
 
     def _choose_limits(self, settings: EngineSettings, plan: RecomputationPlan, dtype: torch.dtype) -> Limits:
         """By the counted costs of blocks; without a sample by a rule."""
@@ -269,7 +268,8 @@ class Engine:
             return self._rule_limits(settings)
         return pipeline_limits(
             self.stages.stage_costs(), self._policy, in_flight=settings.in_flight, deferred=settings.deferred,
-            memory=settings.memory, device=self.world.device.type, element_bytes=dtype.itemsize,
+            defer_last=settings.defer_last, memory=settings.memory, device=self.world.device.type,
+            element_bytes=dtype.itemsize,
             placement=self.layout.stages, segments=[plan.segments(stage) for stage in range(
                 self.layout.stages.num_stages)])
 
@@ -316,7 +316,7 @@ class Engine:
         """From the next batch on have as much under way as `limits` says, the same on every rank. Gradients are the
         same to the bit."""
         self.limits = limits
-        self._runner.use_limits(limits.in_flight, limits.deferred[self.coordinates.pipe], limits.room)
+        self._runner.use_limits(limits)
 
     def rank_of_outputs(self, replica: int = 0) -> int:
         """The first rank of that replica which has the last stage, and so what the model returns."""

@@ -26,6 +26,7 @@ class EngineSettings:
     partition: Literal["cost", "uniform"]
     defer_bytes: int | Literal["auto"]
     deferred: tuple[int, ...] | None
+    defer_last: int | None
     memory: float | None
     look_ahead: int | Literal["auto"]
     recompute: Recompute
@@ -52,6 +53,6 @@ def engine_settings(pipeline: Pipeline, memory: Memory, policy: Policy | str | N
     values: dict[str, Any] = {
         "policy": pipeline.policy if policy is None else policy, "in_flight": pipeline.in_flight,
         "boundaries": pipeline.boundaries, "partition": pipeline.partition, "defer_bytes": pipeline.defer_bytes,
-        "deferred": pipeline.deferred, "memory": pipeline.memory, "look_ahead": pipeline.look_ahead,
-        "recompute": memory.recompute}
+        "deferred": pipeline.deferred, "defer_last": pipeline.defer_last, "memory": pipeline.memory,
+        "look_ahead": pipeline.look_ahead, "recompute": memory.recompute}
     return EngineSettings(**{**values, **{_FIELD_OF[name].split(".")[1]: value for name, value in old.items()}})

@@ -83,7 +83,9 @@ def closed(run: Run) -> ResolvedRun:
     open_axes, mesh = open_axes_of(run), run.mesh
     if isinstance(mesh, MeshSettings):
         mesh = replace(mesh, tile=None).with_sizes(**dict.fromkeys(open_axes, 1))
-    pipeline = replace(run.pipeline, boundaries=None, deferred=None) if "pipe" in open_axes else run.pipeline
+    pipeline = run.pipeline
+    if "pipe" in open_axes:
+        pipeline = replace(pipeline, boundaries=None, deferred=None, defer_last=None)
     size = run.batch.microbatch_size
     return resolve(replace(run, pipeline=pipeline),
                    Facts(mesh=mesh, microbatch_size=mesh.row if size == "auto" else size))

@@ -113,7 +113,7 @@ def variants(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting]
                 optim=replace(run.optim, offload="none" if "offload" in searched else run.optim.offload,
                               shard=mesh.data > 1 if "shard" in searched else run.optim.shard and mesh.data > 1),
                 pipeline=run.pipeline if run.mesh.pipe in (mesh.pipe, "auto") else replace(
-                    run.pipeline, boundaries=None, in_flight="auto", deferred=None)),
+                    run.pipeline, boundaries=None, in_flight="auto", deferred=None, defer_last=None)),
                 Facts(mesh=mesh, microbatch_size=size))
             if not problems(candidate):
                 yield candidate

@@ -28,7 +28,7 @@ _NEAR = 64
 
 def no_mesh(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting]) -> RanvierError:
     """Why there is nothing to compare, and the nearest numbers of ranks for which there is."""
-    alone = resolve(replace(run, pipeline=replace(run.pipeline, boundaries=None, deferred=None)),
+    alone = resolve(replace(run, pipeline=replace(run.pipeline, boundaries=None, deferred=None, defer_last=None)),
                     Facts(mesh=Mesh(), microbatch_size=1))
     if found := problems(alone):
         return found[0]
@@ -153,7 +153,7 @@ def _sparing(run: Run, cluster: Cluster, mesh: Mesh, work: Work) -> Candidate:
     tried = resolve(replace(run, memory=replace(run.memory, recompute="auto"),
                             optim=replace(run.optim, offload=offload, shard=mesh.data > 1),
                             pipeline=replace(run.pipeline, boundaries=None, in_flight="auto", deferred=None,
-                                             defer_bytes=0)),
+                                             defer_last=None, defer_bytes=0)),
                     Facts(mesh=mesh, microbatch_size=1))
     if found := problems(tried):
         return Candidate(run=tried, cost=_NOTHING, reason=str(found[0]))

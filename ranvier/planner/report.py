@@ -168,15 +168,19 @@ def _bottleneck(worst: str, share: float, best: Candidate, plan: Plan) -> str:
 def schedule_text(choices: Sequence[MemoryChoice]) -> str:
     """The schedule of the run, and what more or less memory would make of it."""
     own, *others = choices
-    deferred, room = own.limits.deferred, own.limits.room
+    room = own.limits.room
     some = "" if own.num_microbatches == own.step_microbatches else f" of the step's {own.step_microbatches:,}"
     rows = [("pipeline.memory", *(f"{each.memory:g}" for each in others)),
             ("in flight", *(str(each.limits.in_flight) for each in others)),
             ("most deferred", *(str(max(each.limits.deferred)) for each in others)),
+            ("of the last", *("all" if each.limits.last is None else str(each.limits.last) for each in others)),
             ("peak memory", *(f"{each.peak_memory:.2f}" for each in others)),
-            ("bubble", *(f"{each.bubble_fraction:.1%}" for each in others))]
+            ("bubble", *(f"{each.bubble_fraction:.1%}" for each in others)),
+            ("step time", *(f"{each.step:.3f}" for each in others))]
+    if all(each.limits.last is None for each in others):
+        rows = [row for row in rows if row[0] != "of the last"]
     return "\n".join([f"\nschedule: at most {own.limits.in_flight} microbatches in flight; by rank, weight gradients "
-                      f"of {', '.join(map(str, deferred))} microbatches may be deferred; "
+                      f"of {own.limits.deferred_text} may be deferred; "
                       + ("" if room is None else f"the stages of a rank hold at most {room}; ") + "chosen by a "
                       f"simulation of {own.num_microbatches}{some} microbatches, whose bubble is "
                       f"{own.bubble_fraction:.1%}",

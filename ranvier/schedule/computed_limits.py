@@ -6,6 +6,8 @@ that 1F1B needs for the same stages:
 
     in flight    1F1B's limit p, or up to 2 p
     deferred     per rank, as many microbatches as the rest of the memory holds, and the fastest step uses
+    last         where a deferred product takes longer: those of all microbatches, or only of a step's last ones, which
+                 fill the bubble at its end
     room         with several stages on each rank: what these may hold, which decides what may run early
 
 What is told of the choice comes from the simulation that chooses, in which more memory never makes a step longer.
@@ -17,7 +19,7 @@ from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
 from math import ceil, floor, inf, log10
 
 from ranvier.mesh import StagePlacement
@@ -36,6 +38,11 @@ _BUDGETS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
 """For which limits are looked for, relative to 1F1B's memory: those up to the next above what a rank may need."""
 _TRIES = 8
 """Simulations on the way to a budget, at most."""
+_ROOMS = 6
+"""Values of the room that are tried, about."""
+_MAX_WINDOWS = 4
+"""Ranks of a pipeline with which it is tried whether only a step's last products should wait. Deeper ones wait so much
+at a step's start, too, that all products wait in the fastest simulation, also with a factor of 1.1."""
 _UNIT = 1_000_000
 """The simulation's bytes of what the loads are relative to."""
 
@@ -45,7 +52,8 @@ class StageLoad:
     """One stage, with one microbatch's times in any unit, and bytes in any other.
 
     fixed: bytes that do not depend on the schedule: parameters, gradients, optimizer states, the process. graph: what a
-    microbatch keeps between forward and backward. operands: what its deferred products keep.
+    microbatch keeps between forward and backward. operands: what its deferred products keep. deferred_factor: how many
+    times as long a weight gradient takes if it was deferred, since its operands are no longer in a cache.
     """
 
     forward: float
@@ -55,6 +63,7 @@ class StageLoad:
     fixed: float
     graph: float
     operands: float
+    deferred_factor: float = 1.0
 
 
 def computed_limits(stages: Sequence[StageLoad], policy: Policy, *, memory: float,
@@ -82,10 +91,12 @@ def computed_limits(stages: Sequence[StageLoad], policy: Policy, *, memory: floa
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Of the simulation that chooses. bubble_fraction: share of all ranks' time in which they wait. memory: the peak of
-    the rank that needs most, relative to that of 1F1B with one stage on each rank. at_peak: of each stage the
-    microbatches that it stores at its rank's peak, and how many others' weight gradients wait."""
+    """Of the simulation that chooses. step: its time, relative to one in which no rank waits and nothing is deferred.
+    bubble_fraction: share of all ranks' time in which they wait. memory: the peak of the rank that needs most, relative
+    to that of 1F1B with one stage on each rank. at_peak: of each stage the microbatches that it stores at its rank's
+    peak, and how many others' weight gradients wait."""
 
+    step: float
     bubble_fraction: float
     memory: float
     at_peak: tuple[tuple[int, float], ...]
@@ -98,7 +109,7 @@ def predicted(stages: Sequence[StageLoad], policy: Policy, limits: Limits, place
     case = _Case(stages=_rounded(stages), policy=policy, placement=placement,
                  count=simulated_microbatches(placement.pipe, num_microbatches))
     made = _outcome(case, limits)
-    return Prediction(bubble_fraction=made.bubble_fraction, at_peak=made.at_peak,
+    return Prediction(step=made.step, bubble_fraction=made.bubble_fraction, at_peak=made.at_peak,
                       memory=max(made.peak) / (case.bytes_under_1f1b() or 1.0))
 
 
@@ -116,7 +127,8 @@ def _rounded(stages: Sequence[StageLoad]) -> tuple[StageLoad, ...]:
     return tuple(StageLoad(
         forward=_round(stage.forward / seconds), backward=_round(stage.backward / seconds),
         weight=_round(stage.weight / seconds), trains=stage.trains, fixed=_round(stage.fixed / largest),
-        graph=_round(stage.graph / largest), operands=_round(stage.operands / largest)) for stage in stages)
+        graph=_round(stage.graph / largest), operands=_round(stage.operands / largest),
+        deferred_factor=stage.deferred_factor) for stage in stages)
 
 
 def _round(value: float) -> float:
@@ -136,6 +148,20 @@ class _Case:
         """The stages of a rank."""
         return [self.stages[stage] for stage in self.placement.stages_of(rank)]
 
+    def windows(self) -> list[int | None]:
+        """Of how many last microbatches products may wait, the values that are tried; None is all."""
+        pipe, is_slower = self.placement.pipe, any(stage.deferred_factor > 1.0 for stage in self.stages)
+        tried = (pipe, pipe + ceil(pipe / 2), 2 * pipe) if is_slower and pipe <= _MAX_WINDOWS else ()
+        return [None, *(last for last in tried if last < self.count)]
+
+    def stored_within(self, memory: float) -> int:
+        """Microbatches that each rank can store on its stages in so many bytes, each stage's counted."""
+        stored = []
+        for held in map(self.held, range(self.placement.pipe)):
+            if graph := sum(stage.graph for stage in held):
+                stored.append((memory - sum(stage.fixed for stage in held)) * len(held) / graph)
+        return floor(min(stored, default=0.0) + 1e-6)  # of a whole number that is not exactly one
+
     def bytes_under_1f1b(self) -> float:
         """Of the rank that needs most, with its stages as one."""
         return max(sum(stage.fixed for stage in self.held(rank)) + min(self.placement.pipe - rank, self.count)
@@ -146,12 +172,13 @@ class _Case:
 class _Outcome:
     """Of a simulation; of each rank the most of what it has at once.
 
-    kept: bytes, with what microbatches store. peak: likewise, and with the deferred products that there are then;
-    at_peak: as of `Prediction`.
+    step, at_peak: as of `Prediction`.
+    kept: bytes, with what microbatches store. peak: likewise, and with the deferred products that there are then.
     operands: bytes of the deferred products of one microbatch. used: microbatches whose products wait.
     """
 
     seconds: float
+    step: float
     bubble_fraction: float
     kept: tuple[float, ...]
     peak: tuple[float, ...]
@@ -161,9 +188,9 @@ class _Outcome:
 
     def needs(self, case: _Case, limits: Limits) -> tuple[float, ...]:
         """Bytes of each rank. With one stage, all that it stores and all that may wait, which it reaches in the steady
-        state. With several, the most of both that the simulation has at once: a batch stores most at its start and
-        defers most at its end."""
-        return self.peak if case.placement.per_rank > 1 else tuple(
+        state. With several, and where only the last products may wait, the most of both that the simulation has at
+        once: a batch stores most at its start and defers most at its end."""
+        return self.peak if case.placement.per_rank > 1 or limits.last is not None else tuple(
             kept + waiting * operands
             for kept, waiting, operands in zip(self.kept, limits.deferred, self.operands, strict=True))
 
@@ -201,8 +228,9 @@ def _candidates(case: _Case, budget: float, given: int | None) -> list[_Candidat
     pipe, cap, found = case.placement.pipe, budget * case.bytes_under_1f1b(), list[_Candidate]()
     most = max(pipe, min(2 * pipe, case.count))
     share = 1.0 if case.placement.per_rank == 1 else 0.5  # of the excess; that of several stages depends on all ranks
-    for in_flight in range(pipe, most + 1, max(1, pipe // 4)) if given is None else [given]:
-        limits = Limits(in_flight=in_flight, deferred=(most,) * pipe)
+    flights = range(pipe, most + 1, max(1, pipe // 4)) if given is None else [given]
+    for in_flight, last in product(flights, case.windows()):
+        limits = Limits(in_flight=in_flight, deferred=(most if last is None else last,) * pipe, last=last)
         for _ in range(_TRIES):
             made = _outcome(case, limits)
             found.append(_candidate(case, limits, made))
@@ -219,20 +247,24 @@ def _candidates(case: _Case, budget: float, given: int | None) -> list[_Candidat
 
 
 def _candidates_with_room(case: _Case, budget: float, given: int | None) -> list[_Candidate]:
-    """For each number in flight, from the room that the budget has for equal stages to what an even flow needs, with
-    which nothing could run early. Up to 2 p of few microbatches, too: the flow's intervals are theirs."""
+    """For each number in flight, from the room that the budget has, up to 2 microbatches a stage of the pipeline, to
+    what an even flow needs, with which nothing could run early. Up to 2 p in flight of few microbatches, too: the
+    flow's intervals are theirs."""
     pipe, num_stages, found = case.placement.pipe, case.placement.num_stages, list[_Candidate]()
+    most = min(2 * num_stages, case.stored_within(budget * case.bytes_under_1f1b()))
     for in_flight in range(pipe, 2 * pipe + 1, max(1, pipe // 4)) if given is None else [given]:
         flow = ceil(in_flight * case.placement.per_rank / 2)
-        for room in range(max(flow, floor(budget * num_stages)), flow - 1, -max(1, num_stages // 8)):
-            limits = Limits(in_flight=in_flight, deferred=(room,) * pipe, room=room)
+        rooms = range(max(flow, most), flow - 1, -max(1, ceil((most - flow) / _ROOMS)))
+        for room, last in product(rooms, case.windows()):
+            limits = Limits(in_flight=in_flight, deferred=(room,) * pipe, last=last, room=room)
             found.append(_candidate(case, limits, _outcome(case, limits)))
     return found
 
 
 def _candidate(case: _Case, limits: Limits, made: _Outcome) -> _Candidate:
     """With what is used, and one more: times are not exactly those of the simulation, which stays the same."""
-    limits = replace(limits, deferred=tuple(map(min, limits.deferred, (used + 1 for used in made.used))))
+    most = limits.deferred if limits.last is None else [min(each, limits.last) for each in limits.deferred]
+    limits = replace(limits, deferred=tuple(map(min, most, (used + 1 for used in made.used))))
     return _Candidate(limits=limits, seconds=made.seconds, needs=max(made.needs(case, limits)))
 
 
@@ -250,18 +282,24 @@ def _outcome(case: _Case, limits: Limits) -> _Outcome:
 def _simulation(case: _Case, limits: Limits) -> _Outcome:
     ranks = [case.held(rank) for rank in range(case.placement.pipe)]
     times = [StageTimes(forward=stage.forward, backward=stage.backward, weight=stage.weight, trains=stage.trains,
-                        products=PRODUCTS, kept_bytes=_UNIT * stage.graph, alive_bytes=round(_UNIT * stage.operands))
+                        products=PRODUCTS, kept_bytes=_UNIT * stage.graph, alive_bytes=round(_UNIT * stage.operands),
+                        deferred_factor=stage.deferred_factor)
              for stage in case.stages]
     units = [sum(times[stage].alive_bytes for stage in case.placement.stages_of(rank)) for rank in range(len(ranks))]
     made = simulate(times, case.count, case.policy, limits.in_flight, placement=case.placement, jitter=_varied,
                     hop=_HOP * case.placement.per_rank * max(stage.forward for stage in case.stages), room=limits.room,
+                    defer_last=limits.last,
                     defer_bytes=[unit * waiting for unit, waiting in zip(units, limits.deferred, strict=True)])
     # None before the first that trains has a backward.
     first = next((place for place, stage in enumerate(times) if stage.trains), len(times))
     work = case.count * sum(each.microbatch_seconds if place >= first else each.forward
                             for place, each in enumerate(times)) / len(ranks)
+    deferred = [held[action.turn] for held, actions in zip(ranks, made.actions, strict=True)
+                for action, _, _ in actions if action.kind == "W"]
+    longer = sum((stage.deferred_factor - 1.0) * stage.weight / PRODUCTS for stage in deferred) / len(ranks)
     fixed = [sum(stage.fixed for stage in held) for held in ranks]
-    return _Outcome(seconds=made.seconds, bubble_fraction=max(0.0, 1.0 - work / made.seconds) if made.seconds else 0.0,
+    return _Outcome(seconds=made.seconds, step=made.seconds / work if work else 1.0,
+                    bubble_fraction=max(0.0, 1.0 - (work + longer) / made.seconds) if made.seconds else 0.0,
                     kept=tuple(own + most / _UNIT for own, most in zip(fixed, made.most_kept_bytes, strict=True)),
                     peak=tuple(own + most / _UNIT for own, most in zip(fixed, made.most_alive_bytes, strict=True)),
                     at_peak=made.at_most_alive,

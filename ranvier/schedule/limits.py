@@ -14,19 +14,27 @@ class Limits:
     """What a pipeline may have under way.
 
     in_flight: microbatches of a replica between the first stage's forward and their return. deferred: per rank of a
-    replica's pipeline, the microbatches whose weight-gradient products (of all its stages) may wait. room: of a rank
-    with several stages, the microbatches that these may store or have products of, each stage's counted; what runs is
-    then what is due first (`RankSchedule`). None for no such bound.
+    replica's pipeline, the microbatches whose weight-gradient products (of all its stages) may wait. last: only those
+    of a batch's last so many microbatches. room: of a rank with several stages, the microbatches that these may store
+    or have products of, each stage's counted; what runs is then what is due first (`RankSchedule`). None for no bound.
     """
 
     in_flight: int
     deferred: tuple[int, ...]
+    last: int | None = None
     room: int | None = None
 
-    def given(self, in_flight: int | Literal["auto"], deferred: tuple[int, ...] | None) -> Limits:
-        """With what a user has set in their place."""
+    @property
+    def deferred_text(self) -> str:
+        """Of which microbatches the weight gradients may wait, in words."""
+        counts = ", ".join(map(str, self.deferred))
+        return f"{counts} microbatches" if self.last is None else f"{counts} of a step's last {self.last} microbatches"
+
+    def given(self, in_flight: int | Literal["auto"], deferred: tuple[int, ...] | None, last: int | None) -> Limits:
+        """With what a user has set in their place. `deferred` is given together with `last`."""
         return replace(self, in_flight=self.in_flight if in_flight == "auto" else in_flight,
-                       deferred=self.deferred if deferred is None else deferred)
+                       deferred=self.deferred if deferred is None else deferred,
+                       last=self.last if deferred is None and last is None else last)
 
 
 def rule_limits(trains: Sequence[bool], placement: StagePlacement | None = None) -> Limits:

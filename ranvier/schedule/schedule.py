@@ -123,16 +123,19 @@ class Schedule:
         in_flight: microbatches between stage 0's forward and their return; at least 1.
         training: False runs forwards only.
         defer_bytes: bound on what queued products keep alive; a `DeferBudget` is shared with other stages.
+        defer_last: only the last so many microbatches' products may be queued; None for those of any.
         turn: which of its rank's stages it is.
     """
 
     def __init__(self, *, stage: int, num_stages: int, num_microbatches: int, policy: Policy, in_flight: int,
-                 training: bool = True, defer_bytes: int | DeferBudget = 0, turn: int = 0) -> None:
+                 training: bool = True, defer_bytes: int | DeferBudget = 0, defer_last: int | None = None,
+                 turn: int = 0) -> None:
         assert 0 <= stage < num_stages and in_flight >= 1 and num_microbatches >= 0
         self.stage, self.num_stages, self.num_microbatches = stage, num_stages, num_microbatches
         self.policy, self.training, self.turn = policy, training, turn
         self.budget = DeferBudget(defer_bytes) if isinstance(defer_bytes, int) else defer_bytes
         self.in_flight = policy.in_flight(in_flight, num_microbatches)
+        self._first_deferred = 0 if defer_last is None else num_microbatches - defer_last
         self.forwards_done = 0
         self.returns_done = 0
         self.history: list[Action] = []
@@ -258,8 +261,9 @@ class Schedule:
         if microbatch not in self._expects_backward:
             return Action("C", microbatch, turn=self.turn)
         needed = self._expects_backward[microbatch]
-        room = self.policy.defers and 0 < needed <= self.budget.limit - self.budget.used
-        return Action("B", microbatch, defer=room, turn=self.turn)
+        room = 0 < needed <= self.budget.limit - self.budget.used
+        defer = self.policy.defers and room and microbatch >= self._first_deferred
+        return Action("B", microbatch, defer=defer, turn=self.turn)
 
     def weight(self) -> Action | None:
         """The next queued product."""
@@ -314,11 +318,13 @@ class RankSchedule:
     """
 
     def __init__(self, *, stages: Sequence[int], num_stages: int, num_microbatches: int, policy: Policy, in_flight: int,
-                 training: bool = True, defer_bytes: int = 0, room: int | None = None) -> None:
+                 training: bool = True, defer_bytes: int = 0, defer_last: int | None = None,
+                 room: int | None = None) -> None:
         self.budget, self.room = DeferBudget(defer_bytes), room if training else None
         self.stages = {stage: Schedule(
             stage=stage, num_stages=num_stages, num_microbatches=num_microbatches, policy=policy, in_flight=in_flight,
-            training=training, defer_bytes=self.budget, turn=turn) for turn, stage in enumerate(stages)}
+            training=training, defer_bytes=self.budget, defer_last=defer_last, turn=turn)
+            for turn, stage in enumerate(stages)}
         self._of_turn = list(self.stages.values())
 
     def on_message(self, kind: Literal["forward", "return"], microbatch: int, stage: int) -> None:

@@ -45,8 +45,8 @@ class Change:
     def applied(self, run: ResolvedRun) -> ResolvedRun:
         """`run`, as it was started, as it is after the change."""
         mesh = resized(run.mesh, data=self.data, pipe=self.pipe, row=self.row, col=self.col)
-        deferred = run.pipeline.deferred if self.pipe == run.mesh.pipe else None
-        return replace(run, mesh=mesh, pipeline=replace(run.pipeline, boundaries=self.boundaries, deferred=deferred),
+        pipeline = run.pipeline if self.pipe == run.mesh.pipe else replace(run.pipeline, deferred=None, defer_last=None)
+        return replace(run, mesh=mesh, pipeline=replace(pipeline, boundaries=self.boundaries),
                        batch=replace(run.batch, global_size=self.global_size, microbatch_size=self.microbatch_size))
 
     def document(self) -> dict[str, object]:

@@ -73,7 +73,7 @@ class MeasuredLimits:
             return None
         old, new = engine.limits, found.limits
         self._chosen = {"step": step, "in_flight": new.in_flight, "deferred": list(new.deferred),
-                        "predicted_bubble_fraction": found.bubble_fraction}
+                        "defer_last": new.last, "predicted_bubble_fraction": found.bubble_fraction}
         if new == old:
             return NoteEvent(step=step, event="limits", fields=self._chosen,
                              text=f"by the times {when}, the schedule's limits stay: {limits_text(new)}; predicted "
@@ -103,11 +103,12 @@ def _cached_blocks(now: RankRuntime) -> int:
 
 def with_limits(run: ResolvedRun, limits: Limits) -> ResolvedRun:
     """`run` with its limits in the place of `auto`, for its file."""
-    return replace(run, pipeline=replace(run.pipeline, in_flight=limits.in_flight, deferred=limits.deferred))
+    return replace(run, pipeline=replace(run.pipeline, in_flight=limits.in_flight, deferred=limits.deferred,
+                                         defer_last=limits.last))
 
 
 def limits_text(limits: Limits) -> str:
     """The limits in words."""
     return (f"{limits.in_flight} microbatches may be in flight, and by rank the weight gradients of "
-            f"{', '.join(map(str, limits.deferred))} deferred"
+            f"{limits.deferred_text} deferred"
             + ("" if limits.room is None else f", {limits.room} held by the stages of a rank"))

@@ -130,7 +130,7 @@ def settings_text(run: ResolvedRun, engine: Engine, world: World, data: Prepared
         **({"padding": data.padding} if data.padding else {}),
         "batch": f"{run.batch.global_size} {unit} in microbatches of {run.batch.microbatch_size}",
         "pipeline": f"{run.pipeline.policy}, at most {engine.in_flight} microbatches in flight"
-                    + (f", weight gradients of {', '.join(map(str, engine.limits.deferred))} deferred"
+                    + (f", weight gradients of {engine.limits.deferred_text} deferred"
                        if any(engine.limits.deferred) and run.pipeline.defer_bytes == "auto" else "")
                     + ("" if engine.limits.room is None else f", {engine.limits.room} held by the stages of a rank")
                     + ("" if run.memory.recompute == "none" else f", checkpoints: {run.memory.recompute}"),
@@ -159,7 +159,7 @@ def resolve_remaining(run: ResolvedRun, engine: Engine, world: World, origin: st
     resume = origin if run.resume == "auto" else run.resume  # who repeats the run from its file begins as it did
     pipeline = replace(run.pipeline, boundaries=engine.boundaries or None, in_flight=engine.in_flight)
     if defers_by_limits(run):
-        pipeline = replace(pipeline, deferred=engine.limits.deferred)
+        pipeline = replace(pipeline, deferred=engine.limits.deferred, defer_last=engine.limits.last)
     return replace(run, resume=resume, pipeline=pipeline, optim=optim,
                    comm=comm, launch=replace(run.launch, threads=torch.get_num_threads(),
                                              device="cuda" if world.device.type == "cuda" else "cpu"))

@@ -36,9 +36,10 @@ RUN = resolve(Run(model=Transformer(num_layers=4, hidden=32, heads=4, vocab=512,
                   batch=Batch(global_size=16, microbatch_size=2), pipeline=Pipeline(boundaries=(7,))))
 
 
-def load(forward=1.0, backward=1.0, weight=1.0, *, trains=True, fixed=10.0, graph=0.5, operands=0.4):
+def load(forward=1.0, backward=1.0, weight=1.0, *, trains=True, fixed=10.0, graph=0.5, operands=0.4, factor=1.0):
     return StageLoad(forward=forward, backward=backward if trains else 0.0, weight=weight if trains else 0.0,
-                     trains=trains, fixed=fixed, graph=graph if trains else 0.0, operands=operands if trains else 0.0)
+                     trains=trains, fixed=fixed, graph=graph if trains else 0.0, operands=operands if trains else 0.0,
+                     deferred_factor=factor)
 
 
 def test_the_rule():
@@ -60,7 +61,7 @@ def test_uneven_stages_have_more_in_flight():
 
 MEMORIES = (1.0, 1.1, 1.25, 1.5, 2.0)
 LOADS = st.builds(load, *[st.floats(0.2, 3.0)] * 3, trains=st.booleans(), fixed=st.floats(0.0, 20.0),
-                  graph=st.floats(0.01, 2.0), operands=st.floats(0.01, 2.0))
+                  graph=st.floats(0.01, 2.0), operands=st.floats(0.01, 2.0), factor=st.sampled_from((1.0, 1.1)))
 
 
 def case_of(stages, placement, num_microbatches):
@@ -84,10 +85,10 @@ def test_limits_are_no_slower_than_the_rule_and_within_the_memory(stages, memory
 
 def assert_more_memory_is_never_slower(stages, placement, num_microbatches, memories=MEMORIES):
     policy = MessageDriven()
-    bubbles = [round(predicted(stages, policy, computed_limits(
+    steps = [round(predicted(stages, policy, computed_limits(
         stages, policy, memory=memory, placement=placement, num_microbatches=num_microbatches), placement,
-        num_microbatches).bubble_fraction, 12) for memory in memories]
-    assert bubbles == sorted(bubbles, reverse=True), f"{placement}, {num_microbatches}: {bubbles}"
+        num_microbatches).step, 12) for memory in memories]
+    assert steps == sorted(steps, reverse=True), f"{placement}, {num_microbatches}: {steps}"
 
 
 @pytest.mark.parametrize("num_microbatches", [8, 16])
@@ -96,7 +97,8 @@ def assert_more_memory_is_never_slower(stages, placement, num_microbatches, memo
 def test_more_memory_is_never_slower(pipe, per_rank, num_microbatches):
     choose = random.Random(f"{pipe} {per_rank}")
     stages = [load(*(choose.uniform(0.8, 1.2) for _ in range(3)), fixed=choose.uniform(0.0, 4.0),
-                   graph=choose.uniform(0.8, 1.2), operands=choose.uniform(0.4, 1.2)) for _ in range(pipe * per_rank)]
+                   graph=choose.uniform(0.8, 1.2), operands=choose.uniform(0.4, 1.2),
+                   factor=1.1 if num_microbatches == 8 else 1.0) for _ in range(pipe * per_rank)]
     assert_more_memory_is_never_slower(stages, StagePlacement(pipe=pipe, per_rank=per_rank), num_microbatches)
 
 
@@ -120,6 +122,23 @@ def test_the_choice_is_about_the_microbatches_of_a_batch():
     assert chosen(2).in_flight == 2 < chosen(16).in_flight
     assert simulated_microbatches(2, 7) == 7 and simulated_microbatches(2, 10**6) < 100
     assert chosen(10**6) == chosen(64) == chosen(24)
+
+
+def test_products_that_take_longer_later_wait_at_the_end_only():
+    """Two equal ranks with two stages each: what waits fills the end of a step, and costs nothing before. Elsewhere a
+    deep pipeline lets all wait, as one does whose deferred products take no longer."""
+    placement = StagePlacement(pipe=2, per_rank=2)
+    options = {"memory": 1.5, "placement": placement, "num_microbatches": 8}
+    slower, same = [load(factor=1.1)] * 4, [load()] * 4
+    chosen = computed_limits(slower, MessageDriven(), **options)
+    assert chosen.last is not None and chosen.last < 8 and max(chosen.deferred) <= chosen.last
+    any_waits = replace(chosen, last=None, deferred=(8, 8))
+    last_wait, all_wait = (predicted(slower, MessageDriven(), limits, placement, 8) for limits in (chosen, any_waits))
+    assert last_wait.step < all_wait.step and last_wait.memory <= all_wait.memory
+    assert all_wait.bubble_fraction == pytest.approx(
+        1.0 - (1.0 / all_wait.step) * (1.0 + 0.1 / 3), abs=2e-3), "longer products are no bubble"
+    assert computed_limits(same, MessageDriven(), **options).last is None
+    assert computed_limits([load(factor=1.1)] * 8, MessageDriven(), memory=1.5, num_microbatches=8).last is None
 
 
 def test_where_the_rule_holds():
@@ -175,8 +194,9 @@ def test_memory_against_speed():
     choices = memory_choices(RUN, laid_out(RUN)[0].stage_costs())
     assert [choice.memory for choice in choices] == [1.1, 1.0, 1.1, 1.25, 1.5, 2.0]
     assert choices[0].limits == choices[2].limits == limits_of(RUN)
-    bubbles = [choice.bubble_fraction for choice in choices[1:]]
-    assert bubbles == sorted(bubbles, reverse=True)
+    steps = [choice.step for choice in choices[1:]]
+    assert steps == sorted(steps, reverse=True)
+    assert "step time" + "".join(f"{step:8.3f}" for step in steps) in schedule_text(choices)
     peaks = [choice.peak_memory for choice in choices[1:]]
     assert 1.0 <= peaks[0] < peaks[-1] and peaks[1] <= 1.1
     assert "peak memory" + "".join(f"{peak:8.2f}" for peak in peaks) in schedule_text(choices)

@@ -25,6 +25,7 @@ def settings(pipe):
     yield from (Pipeline(policy="1f1b", in_flight=limit) for limit in (1, pipe, 3 * pipe))
     yield from (Pipeline(policy="message-driven", in_flight=limit, defer_bytes=room)
                 for limit in (1, pipe, 3 * pipe) for room in (0, 3000, "auto", HUGE))
+    yield Pipeline(policy="message-driven", in_flight=3 * pipe, deferred=(3,) * pipe, defer_last=2)
 
 
 def tied_everywhere():

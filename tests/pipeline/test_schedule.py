@@ -224,6 +224,25 @@ def test_actions_of_small_cases(policy, room, first, second):
     assert (text(run, 0), text(run, 1)) == (first, second)
 
 
+@pytest.mark.parametrize(("last", "first", "second"), [
+    (1, "F0 F1 B0 F2 B1 F3 B2 B3 W3", "F0 B0 F1 B1 F2 B2 F3 B3 W3"),
+    (2, "F0 F1 B0 F2 B1 F3 B2 W2 B3 W3", "F0 B0 F1 B1 F2 B2 W2 F3 B3 W3"),
+    (9, "F0 F1 B0 F2 W0 B1 F3 W1 B2 W2 B3 W3", "F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3"),
+])
+def test_only_the_last_products_wait(last, first, second):
+    """Those of one microbatch on each of two stages, of two, and of more than there are."""
+    run = simulate([EQUAL] * 2, 4, MessageDriven(), 2, defer_bytes=2, defer_last=last)
+    assert (text(run, 0), text(run, 1)) == (first, second)
+
+
+def test_a_deferred_product_may_take_longer():
+    stages = [replace(EQUAL, deferred_factor=1.5)] * 2
+    run = simulate(stages, 4, MessageDriven(), 2, defer_bytes=1 << 40, defer_last=1)
+    times = {str(action): stop - start for action, start, stop in run.actions[0]}
+    assert times["W3"] == pytest.approx(1.5 * EQUAL.weight)
+    assert times["B2"] == pytest.approx(EQUAL.backward + EQUAL.weight)
+
+
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 @pytest.mark.parametrize(("depth", "microbatches", "last"), [(1, 0, ""), (1, 1, "F0 B0"), (3, 0, ""), (3, 1, "F0 B0")])
 def test_no_and_one_microbatch(policy, depth, microbatches, last):
