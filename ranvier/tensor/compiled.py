@@ -171,9 +171,10 @@ class CompiledBlocks:
         if module in self.uncompiled:
             return module(state)  # type: ignore[no-any-return]
         try:
-            shapes = self._shapes_of(module, state, scope)
-            scope.calls, scope.keys = 0, _site_keys(scope, shapes.sites, state)
-            return self._run(module, state, shapes)
+            with _without_wide_gradients(module):
+                shapes = self._shapes_of(module, state, scope)
+                scope.calls, scope.keys = 0, _site_keys(scope, shapes.sites, state)
+                return self._run(module, state, shapes)
         except _CANNOT as error:
             self._cannot(module, name, error)
             scope.calls, scope.keys = 0, None
@@ -255,6 +256,20 @@ class CompiledBlocks:
         if any(x._version != version for x, version in seen):
             raise torch._dynamo.exc.Unsupported("the input of a linear layer is changed in place after the layer")
         return _Shapes(tuple(products), scope.calls)
+
+
+@contextmanager
+def _without_wide_gradients(module: nn.Module) -> Iterator[None]:
+    """Its parameters have no gradients of another format than their own, fp32 for bf16: torch up to 2.13 cannot make
+    fake tensors of such parameters, and any call may compile."""
+    wide = [(one, one.grad) for one in module.parameters() if one.grad is not None and one.grad.dtype != one.dtype]
+    for parameter, _ in wide:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in wide:
+            parameter.grad = gradient
 
 
 def _site_keys(scope: keyed_random.Scope, sites: int, state: State) -> Tensor | None:

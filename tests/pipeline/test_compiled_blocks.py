@@ -11,13 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from ranvier.config.run import Memory, Pipeline, Transformer
+from ranvier.config.run import Memory, Optim, Pipeline, Transformer
 from ranvier.errors import ModelError
 from ranvier.mesh import Mesh
 from ranvier.models import bert, gpt, llama, vit
+from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.tensor import compiled
 from ranvier.tensor.weight_gradients import WeightGradients
+from ranvier.testing.ranks import run_ranks
 from tests.pipeline.parity import assert_parity, chain, frozen, on_mesh, points, share
 
 SIZES = dict(hidden=16, heads=4, vocab=23, dropout=0.1, num_classes=5)
@@ -87,6 +89,21 @@ LLAMA = {"kv_heads": 2, "qk_norm": "head", "bias": "qkv", "norms": "both", "embe
 def test_gradients_are_plain_pytorchs(kind, changed, graphs):
     assert_parity(lambda: model_of(kind, **changed), batches_of(kind), Mesh(), compile=True, run_seconds=300.0)
     assert 4 <= len(graphs) <= 10, "blocks that are alike share their graphs, which hold for any length"
+
+
+def test_half_precision_parameters_with_fp32_gradients():
+    """Such parameters have no fake copies in torch, so a compiled block is given them without their gradients."""
+    def gradients(world, compiled):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8))
+        engine = Engine(model, world, loss=lambda y, t: ((y - t).square().sum(), len(t)), dtype=torch.bfloat16,
+                        optim=Optim(), compile=compiled)
+        engine.forward_backward([Microbatch(x, x) for x in torch.ones(2, 4, 8, dtype=torch.bfloat16)])
+        return [one.grad.clone() for one in engine.parameters()]
+
+    plain, compiled = (run_ranks(partial(gradients, compiled=how), 1)[0] for how in (False, True))
+    assert {one.dtype for one in compiled} == {torch.float32}
+    torch.testing.assert_close(compiled, plain, rtol=1e-2, atol=1e-4)
 
 
 @pytest.mark.slow
