@@ -8,6 +8,8 @@ import pytest
 import torch
 
 os.environ.pop("COLUMNS", None)  # of the terminal that tests are started in
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
 hypothesis.settings.register_profile("ranvier", deadline=None)
 hypothesis.settings.load_profile("ranvier")

@@ -12,6 +12,7 @@ B batch, S sequence, V vocabulary, V_j column j's part of it, C classes, R = B S
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.nn import functional
 
 from ranvier.errors import ModelError
 from ranvier.layout import part
+from ranvier.system.machine import has_triton
 from ranvier.tensor.autograd import Function
 from ranvier.tensor.mesh import TensorMesh
 
@@ -55,7 +57,7 @@ class SplitNextTokenLoss(nn.Module):
             least, most = int(targets_BS.where(targets_BS != IGNORED, 0).min()), int(targets_BS.max())
             if least < 0 or most >= self._vocab:
                 raise IndexError(f"a target is out of range of the vocabulary of {self._vocab}: {least} to {most}")
-        return _SplitLoss.apply(logits_BSV, targets_BS, self._start, self._mesh), _num_counted(targets_BS)
+        return _SplitLoss.apply(logits_BSV, targets_BS, self._start, self._vocab, self._mesh), _num_counted(targets_BS)
 
 
 def next_token_loss(logits_BSV: Tensor, targets: object) -> tuple[Tensor, Tensor]:
@@ -130,15 +132,23 @@ def _unfit(logits: Tensor, targets: object, remedy: str) -> ModelError:
 
 
 class _NextTokenLoss(Function):
-    """Cross-entropy that saves nothing but the logits, and returns their memory as their gradient.
+    """Cross-entropy that saves nothing of the logits' size but the logits, and returns their memory as their gradient.
 
-    Blocks of rows go through one scratch block, so that no second tensor of the logits' size exists.
+    On CUDA by two Triton kernels; elsewhere blocks of rows go through one scratch block, so that no second tensor of
+    the logits' size exists.
     """
 
     @staticmethod
     def forward(ctx: Any, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
         logits_RV, targets_R = logits_BSV.flatten(0, -2), targets_BS.flatten()
         counted_R = targets_R != IGNORED
+        ctx.kernel = _kernel(logits_RV)
+        if ctx.kernel is not None:
+            max_R1, sums_2R1 = ctx.kernel.statistics(logits_RV, targets_R)
+            log_sum_R1 = sums_2R1[0].log_().add_(max_R1)
+            if ctx.needs_input_grad[0]:
+                ctx.save_for_backward(logits_BSV, targets_BS, log_sum_R1)
+            return _sum_of_losses(log_sum_R1, sums_2R1[1], targets_R, logits_RV.shape[1])
         index_R1 = targets_R.where(counted_R, 0).unsqueeze(1)
         scratch = _scratch(logits_RV)
         loss_R1 = scratch.new_empty(index_R1.shape)
@@ -152,9 +162,13 @@ class _NextTokenLoss(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        logits_BSV, targets_BS = ctx.saved_tensors
+        logits_BSV, targets_BS, *log_sum_R1 = ctx.saved_tensors
         logits_RV, targets_R = logits_BSV.flatten(0, -2), targets_BS.flatten()
         counted_R = targets_R != IGNORED
+        if ctx.kernel is not None:
+            ctx.kernel.overwrite_with_gradient(logits_RV, targets_R, *log_sum_R1,
+                                               grad.to(torch.float32).where(counted_R, 0))
+            return logits_RV.view_as(logits_BSV), None
         index_R1 = targets_R.where(counted_R, 0).unsqueeze(1)
         scratch = _scratch(logits_RV)
         scale_R1 = grad.to(scratch.dtype).where(counted_R, 0).unsqueeze(1)
@@ -169,49 +183,77 @@ class _SplitLoss(Function):
     """`_NextTokenLoss` of the logits of this column."""
 
     @staticmethod
-    def forward(ctx: Any, logits_BSV: Tensor, targets_BS: Tensor, start: int, mesh: TensorMesh) -> Tensor:
+    def forward(ctx: Any, logits_BSV: Tensor, targets_BS: Tensor, start: int, vocab: int, mesh: TensorMesh) -> Tensor:
         logits_RV, targets_R = logits_BSV.flatten(0, -2), targets_BS.flatten()
-        here_R, index_R1 = _place_in_column(targets_R, start, logits_RV.shape[1])
-        scratch = _scratch(logits_RV)
-        own_max_R1 = scratch.new_empty(len(logits_RV), 1)
-        sums_2R1 = scratch.new_empty(2, len(logits_RV), 1)  # sums of exponentials; the target's logit where it is here
-        for rows, block in _row_blocks(logits_RV, scratch):
-            block.copy_(logits_RV[rows])
-            torch.amax(block, 1, keepdim=True, out=own_max_R1[rows])
-            own_max_R1[rows].clamp_(min=torch.finfo(block.dtype).min)  # a column may have -inf only
-            sums_2R1[1, rows] = block.gather(1, index_R1[rows])
-            torch.sum(block.sub_(own_max_R1[rows]).exp_(), 1, keepdim=True, out=sums_2R1[0, rows])
+        ctx.kernel = _kernel(logits_RV)
+        own_max_R1, sums_2R1 = (_statistics if ctx.kernel is None else ctx.kernel.statistics)(
+            logits_RV, _place_in_column(targets_R, start, logits_RV.shape[1]))
         max_R1 = own_max_R1.clone()
         mesh.over_cols.all_reduce(max_R1, "max").wait()
         sums_2R1[0].mul_((own_max_R1 - max_R1).exp_())
-        sums_2R1[1].masked_fill_(~here_R.unsqueeze(1), 0.0)
         mesh.over_cols.all_reduce(sums_2R1).wait()
         log_sum_R1 = sums_2R1[0].log_().add_(max_R1)
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(logits_BSV, targets_BS, log_sum_R1)
             ctx.start = start
-        return (log_sum_R1 - sums_2R1[1]).squeeze(1).where(targets_R != IGNORED, 0).sum()
+        return _sum_of_losses(log_sum_R1, sums_2R1[1], targets_R, vocab)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits_BSV, targets_BS, log_sum_R1 = ctx.saved_tensors
         logits_RV, targets_R = logits_BSV.flatten(0, -2), targets_BS.flatten()
-        here_R, index_R1 = _place_in_column(targets_R, ctx.start, logits_RV.shape[1])
-        scratch = _scratch(logits_RV)
-        scale_R1 = grad.to(scratch.dtype).where(targets_R != IGNORED, 0).unsqueeze(1)
-        minus_one_R1 = -here_R.to(scratch.dtype).unsqueeze(1)
-        for rows, block in _row_blocks(logits_RV, scratch):
-            torch.sub(logits_RV[rows], log_sum_R1[rows], out=block).exp_()
-            block.scatter_add_(1, index_R1[rows], minus_one_R1[rows])
-            torch.mul(block, scale_R1[rows], out=logits_RV[rows])
-        return logits_RV.view_as(logits_BSV), None, None, None
+        scale_R1 = grad.to(log_sum_R1.dtype).where(targets_R != IGNORED, 0).unsqueeze(1)
+        (_overwrite_with_gradient if ctx.kernel is None else ctx.kernel.overwrite_with_gradient)(
+            logits_RV, _place_in_column(targets_R, ctx.start, logits_RV.shape[1]), log_sum_R1, scale_R1)
+        return logits_RV.view_as(logits_BSV), None, None, None, None
 
 
-def _place_in_column(targets_R: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
-    """Which targets are among a column's `size` logits from `start` on, and their places there (0 for others)."""
-    here_R = (targets_R >= start) & (targets_R < start + size)
-    return here_R, (targets_R - start).where(here_R, 0).unsqueeze(1)
+def _statistics(logits_RV: Tensor, index_R: Tensor) -> tuple[Tensor, Tensor]:
+    """`cross_entropy_kernel.statistics` in torch's operations."""
+    scratch, index_R1 = _scratch(logits_RV), index_R.clamp(min=0).unsqueeze(1)
+    max_R1 = scratch.new_empty(len(logits_RV), 1)
+    sums_2R1 = scratch.new_empty(2, len(logits_RV), 1)
+    for rows, block in _row_blocks(logits_RV, scratch):
+        block.copy_(logits_RV[rows])
+        torch.amax(block, 1, keepdim=True, out=max_R1[rows])
+        max_R1[rows].clamp_(min=torch.finfo(block.dtype).min)  # a column may have -inf only
+        sums_2R1[1, rows] = block.gather(1, index_R1[rows])
+        torch.sum(block.sub_(max_R1[rows]).exp_(), 1, keepdim=True, out=sums_2R1[0, rows])
+    sums_2R1[1].masked_fill_((index_R < 0).unsqueeze(1), 0.0)
+    return max_R1, sums_2R1
+
+
+def _overwrite_with_gradient(logits_RV: Tensor, index_R: Tensor, log_sum_R1: Tensor, scale_R1: Tensor) -> None:
+    """`cross_entropy_kernel.overwrite_with_gradient` in torch's operations."""
+    scratch, index_R1 = _scratch(logits_RV), index_R.clamp(min=0).unsqueeze(1)
+    minus_one_R1 = -(index_R1 == index_R.unsqueeze(1)).to(scratch.dtype)
+    for rows, block in _row_blocks(logits_RV, scratch):
+        torch.sub(logits_RV[rows], log_sum_R1[rows], out=block).exp_()
+        block.scatter_add_(1, index_R1[rows], minus_one_R1[rows])
+        torch.mul(block, scale_R1[rows], out=logits_RV[rows])
+
+
+def _place_in_column(targets_R: Tensor, start: int, size: int) -> Tensor:
+    """[R] places of targets among a column's `size` logits from `start` on; -1 for those elsewhere."""
+    return (targets_R - start).where((targets_R >= start) & (targets_R < start + size), -1)
+
+
+def _sum_of_losses(log_sum_R1: Tensor, target_R1: Tensor, targets_R: Tensor, vocab: int) -> Tensor:
+    """From each row's log of summed exponentials and its target's logit. A target outside the vocabulary, which a GPU
+    cannot report without a wait, gives NaN."""
+    inside_R = (targets_R >= 0) & (targets_R < vocab)
+    return (log_sum_R1 - target_R1).squeeze(1).where(inside_R, torch.nan).where(targets_R != IGNORED, 0).sum()
+
+
+def _kernel(logits_RV: Tensor) -> ModuleType | None:
+    """`cross_entropy_kernel` where it can compute these logits: on CUDA, in fp32 or half precision."""
+    on_device = logits_RV.is_cuda and type(logits_RV) is Tensor and logits_RV.stride(1) == 1  # has values
+    if on_device and logits_RV.numel() and logits_RV.dtype is not torch.float64 and has_triton():
+        from ranvier.tensor import cross_entropy_kernel  # needs Triton
+
+        return cross_entropy_kernel
+    return None
 
 
 def _scratch(logits_RV: Tensor) -> Tensor:
