@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.case import Options, synchronize
-from benchmarks.gpu.programs import Program, batches, engine_of, losses, on_one_rank, world_of_one
+from benchmarks.gpu.programs import Program, batches, engine_of, losses, on_one_rank, seconds_after_kill, world_of_one
 from ranvier.launch.mpiexec import mpi_available
 from ranvier.testing.ranks import RanksFailed, run_processes, run_ranks
 from ranvier.world import World
@@ -239,13 +239,5 @@ def stressed(world: World, row: dict[str, Any], stress: str) -> list[list[float]
 
 def kill(options: Options) -> dict[str, Any]:
     """Seconds from the kill of a rank in a step until the other one has ended by itself."""
-    import time
-
-    program = replace(options.sized(SMALL, TINY), mesh={"pipe": 2}, steps=200)
-    began = time.monotonic()
-    run_processes("benchmarks.gpu.programs:kill_target", 2, "torch", args=[asdict(program), 1, 2], may_fail=[0, 1],
-                  device=options.device.type, timeout_seconds=60.0)
-    seconds = time.monotonic() - began
-    if seconds > 55.0:
-        raise RuntimeError(f"the other rank was still there after {seconds:.0f} s")
+    seconds = seconds_after_kill(replace(options.sized(SMALL, TINY), mesh={"pipe": 2}, steps=200), options.device.type)
     return {"ended_after": seconds, "says": f"start, kill and end took {seconds:.1f} s"}

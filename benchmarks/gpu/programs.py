@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ from ranvier.models.gpt import gpt
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.precision import DTYPES
+from ranvier.testing.ranks import run_processes
 from ranvier.world import World
 
 
@@ -122,8 +126,9 @@ def on_one_rank(program: Program, device: torch.device) -> list[list[float]]:
     return found
 
 
-def kill_target(world: World, row: dict[str, Any], victim: int, step: int) -> int:
-    """Trains until rank `victim` kills itself in `step`; the others are to leave by themselves."""
+def kill_target(world: World, row: dict[str, Any], victim: int, step: int, folder: str) -> int:
+    """Trains until rank `victim` kills itself in `step`; the others are to leave by themselves. The file RANK in
+    `folder` has the step that this rank has begun."""
     program = Program.of(row)
     if world.device.type == "cuda":
         os.environ.update(one_device_environment(world.rank))
@@ -132,10 +137,25 @@ def kill_target(world: World, row: dict[str, Any], victim: int, step: int) -> in
     install_error_handlers(world, Mesh(**program.mesh), stopped_seconds=0.0, hang_seconds=0.0, timeout_seconds=300.0)
     with engine_of(program, world) as engine:
         for number, batch in enumerate(batches(program, engine.mesh, world.rank)):
+            (Path(folder) / str(world.rank)).write_text(str(number))
             if number == step and world.rank == victim:
                 os.kill(os.getpid(), signal.SIGKILL)
             engine.train_batch(batch)
     return program.steps
+
+
+def seconds_after_kill(program: Program, device: str, step: int = 2) -> float:
+    """Seconds that two stages take to start, until one kills itself in `step` and the other has ended by itself.
+    RuntimeError where a rank ended before that step; `RanksFailed` where one stays."""
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.monotonic()
+        run_processes("benchmarks.gpu.programs:kill_target", 2, "torch", args=[asdict(program), 1, step, folder],
+                      may_fail=[0, 1], device=device, timeout_seconds=60.0)
+        seconds = time.monotonic() - began
+        reached = [int(path.read_text()) if (path := Path(folder) / str(rank)).exists() else -1 for rank in range(2)]
+    if reached[1] != step or reached[0] < step - 1:
+        raise RuntimeError(f"the kill was to be in step {step}; the last steps that the ranks began are {reached}")
+    return seconds
 
 
 def one_device_environment(rank: int) -> dict[str, str]:
