@@ -104,9 +104,11 @@ class Scope:
 
 
 class _Current(threading.local):
-    """The scope of each thread. torch.compile traces attributes of thread-local objects, and no ContextVar."""
+    """The scope of each thread. torch.compile traces attributes of thread-local objects, and no ContextVar; torch 2.11
+    would take an attribute of the class before that of the thread."""
 
-    scope: Scope | None = None
+    def __init__(self) -> None:
+        self.scope: Scope | None = None
 
 
 _current = _Current()

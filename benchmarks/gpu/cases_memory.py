@@ -84,6 +84,7 @@ def predict(options: Options) -> dict[str, Any]:
         (predicted,) = laid_out(resolve(run, Facts(device=device.type)))[1]
         row = {"predicted": predicted.device_bytes, "with_overhead": with_overhead(predicted).device_bytes}
         if device.type == "cuda":
+            torch.cuda.init()  # torch 2.11 resets nothing before
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
         with engine_of(program, world_of_one(device)) as engine:

@@ -118,7 +118,7 @@ def _tapped(module: nn.Linear, input: Tensor) -> Tensor:
         return functional.linear(input, module.weight, module.bias)
     call: _Call = module.__dict__["_compiled_call"]
     tap = call.taps[len(call.inputs)]
-    call.inputs.append(input)
+    call.inputs.append(input.detach())  # an output that had a gradient would get one of zeros, to be added
     return _TappedLinear.apply(input, module.weight.detach(), None if module.bias is None else module.bias.detach(),
                                tap, bool(module.__dict__["_compiled_float8"]))
 
@@ -202,7 +202,7 @@ class CompiledBlocks:
         with self._installed(module, _tapped if taps else None):
             result, inputs = self._compiled[kind](module, self._call, state, taps)
         for (_, shape), operand, x in zip(shapes.products, operands, inputs, strict=True):
-            operand.x = x.detach()
+            operand.x = x
             size = x.element_size()
             self._gradients.forward_bytes += x.numel() * size + torch.Size(shape).numel() * size
         return result

@@ -106,6 +106,23 @@ def test_half_precision_parameters_with_fp32_gradients():
     torch.testing.assert_close(compiled, plain, rtol=1e-2, atol=1e-4)
 
 
+def test_operands_of_products_have_no_gradients_in_the_graph(monkeypatch):
+    """Each would be zeros of the operand's size, and a sum with them."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    tangents = []
+
+    def backward(graph, inputs):
+        tangents.append(sum("tangent" in node.name for node in graph.graph.nodes if node.op == "placeholder"))
+        return make_boxed_func(graph.forward)
+
+    monkeypatch.setattr(compiled, "BACKEND", aot_autograd(
+        fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward), bw_compiler=backward))
+    assert_parity(lambda: model_of("gpt"), batches_of("gpt", count=1), Mesh(), compile=True, run_seconds=300.0)
+    assert set(tangents) == {1}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_packed_sequences(kind):
