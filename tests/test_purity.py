@@ -14,7 +14,7 @@ FORBIDDEN = ("torch", "time", "datetime", "socket", "os", "pathlib", "io", "subp
              "secrets", "tempfile", "shutil", "asyncio", "multiprocessing", "mpi4py")
 PURE = ("mesh", "layout", "config.aliases", "config.resolve", "config.rules", "config.parameter_groups",
         "config.presets", "config.other_mesh", "schedule.partition", "schedule.schedule", "schedule.policies",
-        "schedule.limits", "schedule.simulator", "schedule.computed_limits",
+        "schedule.conditions", "schedule.limits", "schedule.simulator", "schedule.computed_limits",
         "schedule.closed_form", "cost.blocks", "cost.limits", "cost.hardware", "cost.collectives", "cost.placement",
         "cost.mesh_shape", "cost.volume", "cost.memory", "cost.published_peaks", "cost.device_overhead", "cost.hybrid",
         "cost.step", "cost.transition", "pipeline.partition",

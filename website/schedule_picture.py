@@ -41,7 +41,8 @@ def simulated(policy: Policy) -> Simulated:
     limits = limits_of(policy)
     stage = StageTimes(forward=FORWARD, backward=BACKWARD, weight=WEIGHT)
     return simulate([stage] * STAGES, MICROBATCHES, policy, policy.in_flight(limits.in_flight, MICROBATCHES),
-                    hop=MESSAGE, defer_bytes=list(limits.deferred) if policy.defers else 0)
+                    hop=MESSAGE, defer_bytes=list(limits.deferred) if policy.defers else 0,
+                    alternating=limits.alternating)
 
 
 def results() -> dict[str, Simulated]:

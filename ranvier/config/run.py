@@ -141,7 +141,7 @@ class Pipeline:
     """Pipeline parallelism: schedule, in-flight limit, partition into stages, deferred weight gradients."""
 
     policy: Literal["message-driven", "1f1b", "gpipe"] = "message-driven"
-    """Pipeline schedule: a stage runs what has arrived, backward before forward (message-driven), or follows a fixed
+    """Pipeline schedule: a stage runs of what has arrived what is due first (message-driven), or follows a fixed
     order (1f1b, gpipe)."""
     in_flight: Positive | Literal["auto"] = "auto"
     """In-flight limit: microbatches of one replica that may be in the pipeline at once. auto: the fastest in a

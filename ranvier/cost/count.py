@@ -474,7 +474,8 @@ def _activations(run: ResolvedRun, costs: Sequence[BlockCost], layout: Layout, s
         policy=policy_named(run.pipeline.policy), in_flight=limits.in_flight,
         deferred=limits.deferred[layout.stages.rank_of(stage)], last=limits.last,
         defer_bytes=run.pipeline.defer_bytes,
-        update_in_backward=run.optim.update_in_backward, at_peak=at_peak), kept_again)
+        update_in_backward=run.optim.update_in_backward, at_peak=at_peak,
+        is_alone=layout.stages.per_rank == 1), kept_again)
     if run.model.float8:  # all blocks but the model's first and last
         inner = costs[not stage:len(costs) - (stage == num_stages - 1)]
         found["workspace"] += max((float8.working_bytes(*product, DTYPES[run.precision].itemsize) for cost in inner

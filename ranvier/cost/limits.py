@@ -15,11 +15,13 @@ from ranvier.cost.memory import PROCESS_BYTES, operand_bytes
 from ranvier.mesh import StagePlacement
 from ranvier.schedule.computed_limits import (
     MAX_SIMULATED_STAGES,
+    UNKNOWN,
     StageLoad,
     computed_limits,
     predicted,
     simulated_microbatches,
 )
+from ranvier.schedule.conditions import Conditions
 from ranvier.schedule.limits import Limits, rule_limits
 from ranvier.schedule.policies import policy_named
 from ranvier.schedule.schedule import Policy
@@ -163,13 +165,14 @@ def expected_seconds(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], fa
 
 
 def measured_choice(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], present: Limits,
-                    seconds: Sequence[tuple[float, float]], segments: Segments = ()) -> MeasuredChoice | None:
+                    seconds: Sequence[tuple[float, float]], segments: Segments = (),
+                    conditions: Conditions = UNKNOWN) -> MeasuredChoice | None:
     """The limits by the times of these ranks; those of now where no others are worth a change. None where nothing is
     chosen by simulation, and where a rank has no times.
 
     Args:
         run: with `auto` as it was asked for. stages, segments: as for `run_limits`. present: the limits of now.
-        seconds: as for `measured_factors`.
+        seconds: as for `measured_factors`. conditions: as for `computed_limits`.
     """
     policy, memory, pipeline = policy_named(run.pipeline.policy), run.pipeline.memory, run.pipeline
     if (memory is None or not defers_by_limits(run) or pipeline.deferred is not None or run.memory_report
@@ -188,8 +191,9 @@ def measured_choice(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], pre
                              weight=load.weight * backward))
     limits = computed_limits(timed, policy, memory=memory, placement=run.placement,
                              in_flight=None if pipeline.in_flight == "auto" else pipeline.in_flight,
-                             num_microbatches=run.num_microbatches)
-    before, after = (predicted(timed, policy, each, run.placement, run.num_microbatches) for each in (present, limits))
+                             num_microbatches=run.num_microbatches, conditions=conditions)
+    before, after = (predicted(timed, policy, each, run.placement, run.num_microbatches, conditions)
+                     for each in (present, limits))
     if after.step > (1.0 - _WORTH) * before.step:
         limits, after = present, before
     return MeasuredChoice(limits=limits, bubble_fraction=after.bubble_fraction, counted_fraction=before.bubble_fraction)

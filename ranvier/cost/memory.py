@@ -77,6 +77,8 @@ class StoredMicrobatches:
     """Only those of so many last ones may."""
     defer_bytes: int | Literal["auto"]
     update_in_backward: bool
+    is_alone: bool = True
+    """Whether it is the only stage of its rank; several have no bounds of their own."""
     at_peak: tuple[int, float] | None = None
     """Of a simulation: the microbatches that the stage stores when its rank needs most, and how many others' weight
     gradients wait then."""
@@ -87,7 +89,8 @@ class StoredMicrobatches:
         if self.at_peak is not None:
             return self.at_peak[0]
         limit = self.policy.in_flight(self.in_flight, self.num_microbatches)
-        return min(self.policy.stored(limit, self.stage, self.num_stages), self.num_microbatches)
+        most = self.policy.stored(limit, self.stage, self.num_stages) if self.is_alone else limit
+        return min(most, self.num_microbatches)
 
     @property
     def waiting(self) -> float:

@@ -203,7 +203,8 @@ class PipelineNumbers:
     """Ranks of a pipeline that may compute at once, where ranks share cores."""
     defer_last: int | None
     room: int | None
-    """Both as of `Limits`."""
+    alternating: bool
+    """These three as of `Limits`."""
 
 
 def step_pipeline(step: Step, cluster: Cluster) -> PipelineNumbers:
@@ -212,7 +213,7 @@ def step_pipeline(step: Step, cluster: Cluster) -> PipelineNumbers:
     times = tuple(made.times([made.stage(stage) for stage in range(len(step.stages))]))
     return PipelineNumbers(times=times, num_microbatches=made.count, way=made.way(), in_flight=step.limits.in_flight,
                            defer_bytes=made.defer(times), at_once=made.at_once(), defer_last=made.defer_last,
-                           room=step.limits.room)
+                           room=step.limits.room, alternating=step.limits.alternating)
 
 
 def rank_threads(cluster: Cluster, mesh: Mesh) -> float:
@@ -280,7 +281,7 @@ class _StepCost:
         times = self.times(rows)
         passed = passage(times, self.count, step.policy, step.limits.in_flight, way=self.way(), exact=exact,
                          defer_bytes=self.defer(times), cores=self.at_once(), placement=self.placement,
-                         defer_last=self.defer_last, room=step.limits.room)
+                         defer_last=self.defer_last, room=step.limits.room, alternating=step.limits.alternating)
         partial = (1.0 - self.last) * max(sum(rows[stage].microbatch_seconds for stage in held) for held in self.held)
         shared = self._shared_cores(rows)
         pipeline = max(passed.seconds - partial, shared)

@@ -72,7 +72,7 @@ class BatchRunner:
 
     def use_limits(self, limits: Limits) -> None:
         """Limits from the next batch on. Bytes that were set stay."""
-        self._in_flight, self._room = limits.in_flight, limits.room
+        self._in_flight, self._room, self._alternating = limits.in_flight, limits.room, limits.alternating
         if self._limits_follow:
             self._deferred, self._defer_last = limits.deferred[self._at.pipe], limits.last
             self.defer_bytes = self._deferred * sum(self._deferrable)
@@ -96,7 +96,7 @@ class BatchRunner:
         schedule = RankSchedule(
             stages=self._numbers, num_stages=self._num_stages, num_microbatches=len(batch), policy=self._policy,
             in_flight=self._in_flight, training=training, defer_bytes=self.defer_bytes,
-            defer_last=self._defer_last, room=self._room)
+            defer_last=self._defer_last, room=self._room, alternating=self._alternating)
         ran: list[Action] = []
         running: Action | None = None
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
@@ -13,6 +14,8 @@ from ranvier.errors import ConfigError
 from ranvier.pictures.figures import COLOURS, INK, clean, new_figure
 from ranvier.planner.simulation import STEADY, Noise, Simulation, simulate_step
 from ranvier.schedule.closed_form import Way
+from ranvier.schedule.computed_limits import StageLoad, computed_limits
+from ranvier.schedule.conditions import Conditions
 from ranvier.schedule.policies import POLICIES
 from ranvier.schedule.schedule import Policy
 from ranvier.schedule.simulator import Simulated, StageTimes
@@ -23,6 +26,7 @@ _LABELS = {"F": "forward", "B": "backward", "W": "weight gradient"}
 _MOST_ACTIONS = 100
 """Of a stage."""
 _MOST_STAGES = 24
+_UNIT = 1 << 20  # bytes, of which products are parts
 
 
 def draw_simulation(found: Simulation, path: Path) -> None:
@@ -69,10 +73,17 @@ def mean_stage(stages: Sequence[StageTimes]) -> StageTimes:
 
 def bubble(stage: StageTimes, pipe: int, count: int, policy: Policy, *, in_flight: int | None = None, hop: float = 0.0,
            noise: Noise = STEADY) -> float:
-    """Of `pipe` equal stages and `count` microbatches."""
+    """Of `pipe` equal stages and `count` microbatches, with the limits that `auto` chooses in 1F1B's memory, or for
+    `in_flight` in that of so many. Deferred products of a microbatch keep half of its activations."""
+    load = StageLoad(forward=stage.forward, backward=stage.backward, weight=stage.weight, trains=True, fixed=0.0,
+                     graph=1.0, operands=0.5)
+    memory = max(1.0, (in_flight or pipe) / pipe)
+    limits = computed_limits([load] * pipe, policy, memory=memory, in_flight=in_flight, num_microbatches=count,
+                             conditions=Conditions(messages=hop / stage.forward, variation=noise.jitter))
     way = Way(transfer=(0.0,) * (pipe - 1), latency=(hop,) * (pipe - 1))
-    return simulate_step([stage] * pipe, count, policy, in_flight or pipe, way=way,
-                         noise=noise).bubble_fraction
+    return simulate_step([replace(stage, alive_bytes=_UNIT)] * pipe, count, policy, limits.in_flight, way=way,
+                         noise=noise, alternating=limits.alternating, defer_last=limits.last,
+                         defer_bytes=[waiting * _UNIT for waiting in limits.deferred]).bubble_fraction
 
 
 def draw_bubbles(axes: Sequence[Axes], stage: StageTimes, pipe: int, count: int, hop: float) -> None:
@@ -82,8 +93,9 @@ def draw_bubbles(axes: Sequence[Axes], stage: StageTimes, pipe: int, count: int,
     limits = sorted({max(1, round(pipe * factor)) for factor in (0.5, 1, 1.5, 2, 3)})
     jitters = (0.0, 0.1, 0.2, 0.4, 0.6)
     for policy in POLICIES:
+        label = policy.name + (", in 1F1B's memory" if policy.defers else "")
         axes[0].plot(depths, [100 * bubble(stage, depth, count, policy, hop=hop) for depth in depths], "o-",
-                     label=policy.name)
+                     label=label)
         axes[1].plot(limits, [100 * bubble(stage, pipe, count, policy, in_flight=limit, hop=hop) for limit in limits],
                      "o-", label=policy.name)
         axes[2].plot(jitters, [100 * mean(bubble(stage, pipe, count, policy, hop=hop, noise=Noise(
@@ -96,4 +108,4 @@ def draw_bubbles(axes: Sequence[Axes], stage: StageTimes, pipe: int, count: int,
         one.set_ylim(bottom=0)
         clean(one)
     axes[0].legend()
-    axes[0].set_title(f"{count} microbatches, a message takes 0.1 of a forward", fontsize="medium")
+    axes[0].set_title(f"{count} microbatches, messages of 0.1 forward", fontsize="medium")

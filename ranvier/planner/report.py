@@ -181,8 +181,9 @@ def schedule_text(choices: Sequence[MemoryChoice]) -> str:
         rows = [row for row in rows if row[0] != "of the last"]
     return "\n".join([f"\nschedule: at most {own.limits.in_flight} microbatches in flight; by rank, weight gradients "
                       f"of {own.limits.deferred_text} may be deferred; "
-                      + ("" if room is None else f"the stages of a rank hold at most {room}; ") + "chosen by a "
-                      f"simulation of {own.num_microbatches}{some} microbatches, whose bubble is "
+                      + ("" if room is None else f"the stages of a rank hold at most {room}; ")
+                      + ("forwards and backwards run in 1F1B's order; " if own.limits.alternating else "")
+                      + f"chosen by a simulation of {own.num_microbatches}{some} microbatches, whose bubble is "
                       f"{own.bubble_fraction:.1%}",
                       *(f"{name:>16}" + "".join(f"{value:>8}" for value in row) for name, *row in rows)])
 

@@ -1,10 +1,12 @@
 """How many microbatches are in flight, and whose weight gradients may wait, where both are auto. Pure.
 
 More microbatches in flight hide messages and uneven stages; more deferred products fill the bubble at the end of a
-batch. Both cost memory. The choice simulates the schedule and takes what is fastest within a multiple of the memory
-that 1F1B needs for the same stages:
+batch. Both cost memory. The choice simulates the schedule, with messages and with times that vary, and takes what is
+fastest within a multiple of the memory that 1F1B needs for the same stages; 1F1B itself is among what is tried, so
+nothing is chosen that is predicted to be slower:
 
     in flight    1F1B's limit p, or up to 2 p
+    order        what is due first, or with p in flight 1F1B's fixed order (alternating)
     deferred     per rank, as many microbatches as the rest of the memory holds, and the fastest step uses
     last         where a deferred product takes longer: those of all microbatches, or only of a step's last ones, which
                  fill the bubble at its end
@@ -16,13 +18,16 @@ What is told of the choice comes from the simulation that chooses, in which more
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise, product
-from math import ceil, floor, inf, log10
+from math import ceil, floor, inf, log10, sqrt
+from statistics import fmean
+from typing import TypeVar
 
 from ranvier.mesh import StagePlacement
+from ranvier.schedule.conditions import Conditions
 from ranvier.schedule.limits import Limits, rule_limits
 from ranvier.schedule.policies import MessageDriven
 from ranvier.schedule.schedule import Action, Policy
@@ -30,8 +35,11 @@ from ranvier.schedule.simulator import PRODUCTS, StageTimes, simulate
 
 MAX_SIMULATED_STAGES = 16
 """Deeper pipelines follow `rule_limits`; their simulation would take seconds."""
-_HOP = 0.01  # of the slowest stage's forward; without messages equal alternatives would be ties
-_VARIATION = 0.02  # of the time of an action, either way
+UNKNOWN = Conditions()
+_DRAWS = 2
+"""Simulations with times of their own, whose mean counts."""
+_LONG = 256
+"""Microbatches times ranks from which on one simulation is enough: its many actions are the mean."""
 _GAIN = 0.002  # of a step; a smaller one is worth no memory
 _DIGITS = 3  # to which loads are rounded, so that counts that differ in details are simulated once
 _BUDGETS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
@@ -43,6 +51,7 @@ _ROOMS = 6
 _MAX_WINDOWS = 4
 """Ranks of a pipeline with which it is tried whether only a step's last products should wait. Deeper ones wait so much
 at a step's start, too, that all products wait in the fastest simulation, also with a factor of 1.1."""
+_Number = TypeVar("_Number", int, float)
 _UNIT = 1_000_000
 """The simulation's bytes of what the loads are relative to."""
 
@@ -68,14 +77,16 @@ class StageLoad:
 
 def computed_limits(stages: Sequence[StageLoad], policy: Policy, *, memory: float,
                     in_flight: int | None = None, placement: StagePlacement | None = None,
-                    num_microbatches: int | None = None) -> Limits:
-    """The fastest limits for these stages. With more memory none are chosen whose step takes longer, as simulated.
+                    num_microbatches: int | None = None, conditions: Conditions = UNKNOWN) -> Limits:
+    """The fastest limits for these stages, with one stage on each rank none that are predicted to be slower than 1F1B.
+    With more memory none are chosen whose step takes longer, as simulated.
 
     Args:
         memory: bytes that a rank may need, relative to those of the largest under 1F1B with one stage on each.
         in_flight: the limit, where it is given.
         placement: which stages each rank has; by default one each.
         num_microbatches: of a batch on one replica; None: not known (`simulated_microbatches`).
+        conditions: what messages take, and how much times vary.
     """
     placement = placement or StagePlacement(pipe=len(stages))
     rule = rule_limits([stage.trains for stage in stages], placement)
@@ -84,9 +95,7 @@ def computed_limits(stages: Sequence[StageLoad], policy: Policy, *, memory: floa
     if (not policy.defers or not placement.pipe > 1 or len(stages) > MAX_SIMULATED_STAGES * min(2, placement.per_rank)
             or not any(stage.trains for stage in stages)):
         return rule
-    case = _Case(stages=_rounded(stages), policy=policy, placement=placement,
-                 count=simulated_microbatches(placement.pipe, num_microbatches))
-    return _best(case, memory, rule, in_flight)
+    return _best(_case(stages, policy, placement, num_microbatches, conditions), memory, rule, in_flight)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +112,9 @@ class Prediction:
 
 
 def predicted(stages: Sequence[StageLoad], policy: Policy, limits: Limits, placement: StagePlacement | None = None,
-              num_microbatches: int | None = None) -> Prediction:
-    """What comes of limits, with `simulated_microbatches`."""
-    placement = placement or StagePlacement(pipe=len(stages))
-    case = _Case(stages=_rounded(stages), policy=policy, placement=placement,
-                 count=simulated_microbatches(placement.pipe, num_microbatches))
+              num_microbatches: int | None = None, conditions: Conditions = UNKNOWN) -> Prediction:
+    """What comes of limits, with `simulated_microbatches`; other arguments as of `computed_limits`."""
+    case = _case(stages, policy, placement or StagePlacement(pipe=len(stages)), num_microbatches, conditions)
     made = _outcome(case, limits)
     return Prediction(step=made.step, bubble_fraction=made.bubble_fraction, at_peak=made.at_peak,
                       memory=max(made.peak) / (case.bytes_under_1f1b() or 1.0))
@@ -135,6 +142,13 @@ def _round(value: float) -> float:
     return round(value, _DIGITS - 1 - floor(log10(value))) if value > 0 else 0.0
 
 
+def _case(stages: Sequence[StageLoad], policy: Policy, placement: StagePlacement, num_microbatches: int | None,
+          conditions: Conditions) -> _Case:
+    rounded = Conditions(messages=round(conditions.messages, 2), variation=round(conditions.variation, 2))
+    return _Case(stages=_rounded(stages), policy=policy, placement=placement, conditions=rounded,
+                 count=simulated_microbatches(placement.pipe, num_microbatches))
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Case:
     """What is simulated. count: microbatches."""
@@ -143,6 +157,12 @@ class _Case:
     policy: Policy
     placement: StagePlacement
     count: int
+    conditions: Conditions = UNKNOWN
+
+    @property
+    def draws(self) -> int:
+        """Simulations whose mean counts."""
+        return _DRAWS if self.conditions.variation and self.count * self.placement.pipe < _LONG else 1
 
     def held(self, rank: int) -> list[StageLoad]:
         """The stages of a rank."""
@@ -205,20 +225,35 @@ class _Candidate:
 
 
 def _best(case: _Case, memory: float, rule: Limits, given: int | None) -> Limits:
-    """What needs least of what is nearly fastest within the memory; the rule where nothing is as fast as that.
+    """What needs least of what is nearly fastest within the memory, and no slower than 1F1B; with several stages on
+    each rank no slower than the rule, which holds where nothing else is within the memory.
 
     Why more memory is never slower: whatever is a candidate with less memory is one with more, those that come anew
     count as needing more than all others, and so only a faster one, which lowers the bound, takes the place of what was
     chosen.
     """
-    ruled, whole = _outcome(case, rule), case.bytes_under_1f1b()
-    found = [_Candidate(limits=rule, seconds=ruled.seconds, needs=max(ruled.needs(case, rule)))]
+    whole = case.bytes_under_1f1b()
+    found = _alternating(case, given) if case.placement.per_rank == 1 else [_ruled(case, rule)]
+    first = found[0]
     for less, budget in pairwise((0.0, *_BUDGETS[:bisect_left(_BUDGETS, memory) + 1])):
         found += [replace(each, needs=max(each.needs, less * whole)) for each in _candidates_of(case, budget, given)]
     within = [each for each in found if each.needs <= memory * whole]
-    bound = min((1 + _GAIN) * min((each.seconds for each in within), default=inf), ruled.seconds)
-    return min((each for each in within if each.seconds <= bound),
-               key=lambda each: (each.needs, each.seconds), default=found[0]).limits
+    bound = min((1 + _GAIN) * min((each.seconds for each in within), default=inf), first.seconds)
+    return min((each for each in within if each.seconds <= bound), key=lambda each: (each.needs, each.seconds),
+               default=first).limits
+
+
+def _alternating(case: _Case, given: int | None) -> list[_Candidate]:
+    """In 1F1B's order: 1F1B itself, and with weight gradients that fill its waits."""
+    in_flight = min(case.placement.pipe, case.count) if given is None else given
+    tried = [Limits(in_flight=in_flight, deferred=(waiting,) * case.placement.pipe, alternating=True)
+             for waiting in (0, in_flight)]
+    return [_candidate(case, limits, _outcome(case, limits)) for limits in tried]
+
+
+def _ruled(case: _Case, rule: Limits) -> _Candidate:
+    made = _outcome(case, rule)
+    return _Candidate(limits=rule, seconds=made.seconds, needs=max(made.needs(case, rule)))
 
 
 def _candidates(case: _Case, budget: float, given: int | None) -> list[_Candidate]:
@@ -226,7 +261,7 @@ def _candidates(case: _Case, budget: float, given: int | None) -> list[_Candidat
     if case.placement.per_rank > 1 and isinstance(case.policy, MessageDriven):
         return _candidates_with_room(case, budget, given)
     pipe, cap, found = case.placement.pipe, budget * case.bytes_under_1f1b(), list[_Candidate]()
-    most = max(pipe, min(2 * pipe, case.count))
+    most = 2 * pipe
     share = 1.0 if case.placement.per_rank == 1 else 0.5  # of the excess; that of several stages depends on all ranks
     flights = range(pipe, most + 1, max(1, pipe // 4)) if given is None else [given]
     for in_flight, last in product(flights, case.windows()):
@@ -280,15 +315,30 @@ def _outcome(case: _Case, limits: Limits) -> _Outcome:
 
 
 def _simulation(case: _Case, limits: Limits) -> _Outcome:
+    """The mean of several draws, and the most that any of them needs."""
+    draws = [_one_simulation(case, limits, draw) for draw in range(case.draws)]
+    largest = max(draws, key=lambda each: max(each.peak))
+    return _Outcome(seconds=fmean(each.seconds for each in draws), step=fmean(each.step for each in draws),
+                    bubble_fraction=fmean(each.bubble_fraction for each in draws), at_peak=largest.at_peak,
+                    operands=largest.operands, kept=_most(each.kept for each in draws),
+                    peak=_most(each.peak for each in draws), used=_most(each.used for each in draws))
+
+
+def _most(draws: Iterable[tuple[_Number, ...]]) -> tuple[_Number, ...]:
+    return tuple(map(max, zip(*draws, strict=True)))
+
+
+def _one_simulation(case: _Case, limits: Limits, draw: int) -> _Outcome:
     ranks = [case.held(rank) for rank in range(case.placement.pipe)]
     times = [StageTimes(forward=stage.forward, backward=stage.backward, weight=stage.weight, trains=stage.trains,
                         products=PRODUCTS, kept_bytes=_UNIT * stage.graph, alive_bytes=round(_UNIT * stage.operands),
                         deferred_factor=stage.deferred_factor)
              for stage in case.stages]
     units = [sum(times[stage].alive_bytes for stage in case.placement.stages_of(rank)) for rank in range(len(ranks))]
-    made = simulate(times, case.count, case.policy, limits.in_flight, placement=case.placement, jitter=_varied,
-                    hop=_HOP * case.placement.per_rank * max(stage.forward for stage in case.stages), room=limits.room,
-                    defer_last=limits.last,
+    slowest = case.placement.per_rank * max(stage.forward for stage in case.stages)
+    made = simulate(times, case.count, case.policy, limits.in_flight, placement=case.placement,
+                    jitter=partial(_varied, case.conditions.variation, draw), hop=case.conditions.messages * slowest,
+                    room=limits.room, defer_last=limits.last, alternating=limits.alternating,
                     defer_bytes=[unit * waiting for unit, waiting in zip(units, limits.deferred, strict=True)])
     # None before the first that trains has a backward.
     first = next((place for place, stage in enumerate(times) if stage.trains), len(times))
@@ -308,12 +358,12 @@ def _simulation(case: _Case, limits: Limits) -> _Outcome:
                                for queued, unit in zip(made.most_queued_bytes, units, strict=True)))
 
 
-def _varied(rank: int, action: Action) -> float:
-    """Times of actions vary, and so a little here, always in the same way. With none, equal stages run in lockstep, and
-    what is chosen is what wins by ties."""
+def _varied(variation: float, draw: int, rank: int, action: Action) -> float:
+    """The factor on the time of an action: evenly spread, of mean 1, and the same whenever it is asked for."""
     mixed = (7919 * rank + 104729 * action.microbatch + 1299709 * action.product + 15485863 * "FBWC".index(action.kind)
-             + 32452843 * action.turn) % 1009
-    return 1.0 + _VARIATION * (mixed / 504.0 - 1.0)
+             + 32452843 * action.turn + 49979687 * draw) * 2654435761 % (1 << 32)
+    mixed = (mixed ^ mixed >> 15) * 2246822519 % (1 << 32)
+    return max(0.05, 1.0 + variation * sqrt(3.0) * ((mixed ^ mixed >> 13) / (1 << 31) - 1.0))
 
 
 _cached_simulation = lru_cache(maxsize=4096)(_simulation)

@@ -17,12 +17,15 @@ class Limits:
     replica's pipeline, the microbatches whose weight-gradient products (of all its stages) may wait. last: only those
     of a batch's last so many microbatches. room: of a rank with several stages, the microbatches that these may store
     or have products of, each stage's counted; what runs is then what is due first (`RankSchedule`). None for no bound.
+    alternating: forwards and backwards run in 1F1B's fixed order, which is fastest where times vary much and nothing
+    may wait.
     """
 
     in_flight: int
     deferred: tuple[int, ...]
     last: int | None = None
     room: int | None = None
+    alternating: bool = False
 
     @property
     def deferred_text(self) -> str:

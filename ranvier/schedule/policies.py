@@ -1,7 +1,7 @@
 """Which ready action runs next. A comparison of policies compares these few lines and nothing else.
 
                  picks                                            4 microbatches, stage 0 of 2
-    message-driven   whatever is there: backward, forward, weight     F0 F1 F2 B0 F3 W0 B1 ...
+    message-driven   what is due first of what is there, weight       F0 F1 B0 F2 W0 B1 ...
     1f1b             forwards up to the depth left, then in turn      F0 F1 B0 F2 B1 F3 B2 B3
     gpipe            all forwards, then all backwards                 F0 F1 F2 F3 B0 B1 B2 B3
 """
@@ -11,20 +11,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ranvier.errors import ConfigError
-from ranvier.schedule.schedule import Action, Policy, Ready
+from ranvier.schedule.schedule import Action, Policy, Ready, due, stored_in_even_flow
 
 
 @dataclass(frozen=True)
 class MessageDriven:
-    """Run what has arrived: a backward first (it frees memory and unblocks the stage before), then a forward; weight
-    gradients fill what would be waits. (AxoNN, Algorithm 2, with deferred weight gradients.)"""
+    """Run of what has arrived what is due first, and store no more than an even flow does; weight gradients fill what
+    would be waits. (AxoNN, Algorithm 2, with deferred weight gradients. There a backward always runs before a forward:
+    the microbatches then bunch together, and stages wait for each other.)
+
+    Alternating, a stage that may store one more waits for a forward although a backward has arrived: 1F1B's order.
+    """
 
     name: str = "message-driven"
     defers: bool = True
 
     def choose(self, ready: Ready) -> Action | None:
         """See `Policy`."""
-        return ready.backward or ready.forward or ready.weight
+        forward, backward = ready.forward, ready.backward
+        if not ready.may_store:
+            forward = None
+        elif ready.alternating and ready.forwards_done < ready.num_microbatches:
+            backward = None
+        if forward is not None and backward is not None:
+            return min(forward, backward, key=lambda each: due(
+                each.kind, each.microbatch, stage=ready.stage, num_stages=ready.num_stages, in_flight=ready.in_flight))
+        return forward or backward or ready.weight
 
     def in_flight(self, in_flight: int, num_microbatches: int) -> int:
         """See `Policy`."""
@@ -32,7 +44,7 @@ class MessageDriven:
 
     def stored(self, in_flight: int, stage: int, num_stages: int) -> int:
         """See `Policy`."""
-        return 1 if stage == num_stages - 1 else in_flight  # the last stage's forward is followed by its backward
+        return stored_in_even_flow(stage=stage, num_stages=num_stages, in_flight=in_flight)
 
 
 @dataclass(frozen=True)

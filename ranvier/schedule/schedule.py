@@ -11,9 +11,8 @@ return, so every queue in the pipeline is bounded, whatever is frozen. Edges are
 products of one weight run in microbatch order under every policy, and sums agree to the bit.
 
 What is ready follows from these rules alone; the policy (policies.py) picks among ready actions. A rank with several
-stages (`RankSchedule`) asks it for each of them, and of its answers runs a backward before a forward before a weight
-gradient, on the later stage first: that is nearer to freeing what is stored. Where what they hold is bounded (`room`)
-it runs of what is ready what is due first.
+stages (`RankSchedule`) asks it for each of them, and of its answers runs what is due first (`due`). Where what they
+hold is bounded (`room`) it runs of all that is ready what is due first.
 """
 
 from __future__ import annotations
@@ -67,6 +66,23 @@ class Product:
     chunk: int
 
 
+Due = tuple[int, bool]
+_NEVER: Due = (1 << 62, False)
+
+
+def due(kind: ActionKind, microbatch: int, *, stage: int, num_stages: int, in_flight: int) -> Due:
+    """When a forward or a return should run on `stage`, in an even flow with `in_flight` microbatches under way:
+    one begins every 2 `num_stages`, and is one stage further every `in_flight`. Of equals forwards are first."""
+    hops = stage if kind == "F" else 2 * (num_stages - 1) - stage
+    return 2 * num_stages * microbatch + in_flight * hops, kind != "F"
+
+
+def stored_in_even_flow(*, stage: int, num_stages: int, in_flight: int) -> int:
+    """Microbatches that `stage` stores at most in the flow of `due`: with as many in flight as stages, those that it
+    stores under 1F1B. The last stage's forward is followed by its backward."""
+    return 1 if stage == num_stages - 1 else max(1, -(-in_flight * (num_stages - stage) // num_stages))
+
+
 @dataclass(frozen=True, slots=True)
 class Ready:
     """What a policy sees: the next action of each kind that could run now, and how far the stage is."""
@@ -81,6 +97,10 @@ class Ready:
     returns_done: int
     in_flight: int
     """The limit that holds for this run."""
+    may_store: bool = True
+    """Whether the stage keeps the activations of fewer microbatches than an even flow does at most."""
+    alternating: bool = False
+    """`Limits.alternating`."""
 
 
 class Policy(Protocol):
@@ -104,10 +124,6 @@ class Policy(Protocol):
         """Most microbatches whose activations `stage` keeps at once, under that limit."""
 
 
-Due = tuple[int, bool]
-_NEVER: Due = (1 << 62, False)
-
-
 @dataclass(slots=True)
 class DeferBudget:
     """What the queued products of a rank keep alive, and may keep alive, in bytes."""
@@ -124,17 +140,20 @@ class Schedule:
         training: False runs forwards only.
         defer_bytes: bound on what queued products keep alive; a `DeferBudget` is shared with other stages.
         defer_last: only the last so many microbatches' products may be queued; None for those of any.
-        turn: which of its rank's stages it is.
+        alternating: as of `Limits`.
+        turn: which of its rank's stages it is. is_alone: whether it is the only one.
     """
 
     def __init__(self, *, stage: int, num_stages: int, num_microbatches: int, policy: Policy, in_flight: int,
                  training: bool = True, defer_bytes: int | DeferBudget = 0, defer_last: int | None = None,
-                 turn: int = 0) -> None:
+                 alternating: bool = False, turn: int = 0, is_alone: bool = True) -> None:
         assert 0 <= stage < num_stages and in_flight >= 1 and num_microbatches >= 0
         self.stage, self.num_stages, self.num_microbatches = stage, num_stages, num_microbatches
         self.policy, self.training, self.turn = policy, training, turn
         self.budget = DeferBudget(defer_bytes) if isinstance(defer_bytes, int) else defer_bytes
-        self.in_flight = policy.in_flight(in_flight, num_microbatches)
+        self.in_flight, self.alternating = policy.in_flight(in_flight, num_microbatches), alternating
+        self._most_stored = stored_in_even_flow(stage=stage, num_stages=num_stages, in_flight=self.in_flight) \
+            if is_alone else num_microbatches
         self._first_deferred = 0 if defer_last is None else num_microbatches - defer_last
         self.forwards_done = 0
         self.returns_done = 0
@@ -224,7 +243,8 @@ class Schedule:
         if backward is not None and backward.kind == "C":
             return backward  # a credit costs nothing and may free the stages before
         ready = Ready(self._forward(), backward, self.weight(), self.stage, self.num_stages, self.num_microbatches,
-                      self.forwards_done, self.returns_done, self.in_flight)
+                      self.forwards_done, self.returns_done, self.in_flight,
+                      len(self._expects_backward) < self._most_stored, self.alternating)
         chosen = self.policy.choose(ready)
         return self.wait_or_done() if chosen is None else self.possible(chosen)
 
@@ -278,10 +298,8 @@ class Schedule:
     # ------------------------------------------------------------------ when it is due
 
     def due(self, kind: ActionKind, microbatch: int) -> Due:
-        """When its forward or return should run, in an even flow with `in_flight` under way: microbatches begin every
-        2 `num_stages`, and are one stage further every `in_flight`. Of equals forwards are first."""
-        hops = self.stage if kind == "F" else 2 * (self.num_stages - 1) - self.stage
-        return 2 * self.num_stages * microbatch + self.in_flight * hops, kind != "F"
+        """When its forward or return of a microbatch should run; see `due`."""
+        return due(kind, microbatch, stage=self.stage, num_stages=self.num_stages, in_flight=self.in_flight)
 
     def next_due(self) -> Due:
         """Of its forwards and returns that have not run, arrived or not."""
@@ -307,9 +325,6 @@ class Schedule:
         return actions_text(self.history)
 
 
-_ORDER = {"C": 0, "B": 1, "F": 2, "W": 3}
-
-
 class RankSchedule:
     """The actions of all stages of one rank for one batch.
 
@@ -319,11 +334,12 @@ class RankSchedule:
 
     def __init__(self, *, stages: Sequence[int], num_stages: int, num_microbatches: int, policy: Policy, in_flight: int,
                  training: bool = True, defer_bytes: int = 0, defer_last: int | None = None,
-                 room: int | None = None) -> None:
+                 room: int | None = None, alternating: bool = False) -> None:
         self.budget, self.room = DeferBudget(defer_bytes), room if training else None
         self.stages = {stage: Schedule(
             stage=stage, num_stages=num_stages, num_microbatches=num_microbatches, policy=policy, in_flight=in_flight,
-            training=training, defer_bytes=self.budget, defer_last=defer_last, turn=turn)
+            training=training, defer_bytes=self.budget, defer_last=defer_last, alternating=alternating, turn=turn,
+            is_alone=len(stages) == 1)
             for turn, stage in enumerate(stages)}
         self._of_turn = list(self.stages.values())
 
@@ -341,15 +357,12 @@ class RankSchedule:
         """The action to run now. Asking again without an event in between gives the same answer."""
         if self.room is not None:
             return self._first_due(self.room) or self._wait_or_done()
-        chosen: Action | None = None
-        waits: Wait | None = None
-        for schedule in reversed(self._of_turn):
-            answer = schedule.next_action()
-            if isinstance(answer, Wait):
-                waits = waits or answer
-            elif isinstance(answer, Action) and (chosen is None or _ORDER[answer.kind] < _ORDER[chosen.kind]):
-                chosen = answer
-        return chosen or waits or Done()
+        answers = [(one, one.next_action()) for one in reversed(self._of_turn)]
+        actions = [(_NEVER if action.kind == "W" else one.due(action.kind, action.microbatch), action)
+                   for one, action in answers if isinstance(action, Action)]
+        if actions:
+            return min(actions, key=_when)[1]
+        return next((answer for _, answer in answers if isinstance(answer, Wait)), Done())
 
     def _first_due(self, room: int) -> Action | None:
         """Of what is ready, what is due first; a forward only where there is room for it and all those due before it.

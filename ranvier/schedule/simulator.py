@@ -79,15 +79,15 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
              hop: float | Callable[[int, int], float] = 0.0, transfer: float | Callable[[int, int], float] = 0.0,
              cores: int | None = None, defer_bytes: int | Sequence[int] | Literal["auto"] = 0,
              training: bool = True, jitter: Callable[[int, Action], float] = lambda rank, action: 1.0,
-             placement: StagePlacement | None = None, defer_last: int | None = None, room: int | None = None
-             ) -> Simulated:
+             placement: StagePlacement | None = None, defer_last: int | None = None, room: int | None = None,
+             alternating: bool = False) -> Simulated:
     """One batch through the pipeline.
 
     hop: seconds of a message, or a function of (source, destination), which are ranks. transfer: seconds for which it
     keeps its edge busy before that, likewise; the next one waits. cores: ranks that may compute at once. jitter: factor
     on the time of an action of a rank.
     defer_bytes: bound on what deferred products keep alive, of all ranks or of each; auto is that of `rule_limits`.
-    placement: which stages each rank has; by default one each. defer_last, room: as of `RankSchedule`.
+    placement: which stages each rank has; by default one each. defer_last, room, alternating: as of `RankSchedule`.
     """
     placement = placement or StagePlacement(pipe=len(stages))
     depth, ranks = placement.num_stages, range(placement.pipe)
@@ -101,7 +101,7 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
     held = [placement.stages_of(rank) for rank in ranks]
     schedules = [RankSchedule(stages=held[rank], num_stages=depth, num_microbatches=num_microbatches, policy=policy,
                               in_flight=in_flight, training=training, defer_bytes=budgets[rank],
-                              defer_last=defer_last, room=room)
+                              defer_last=defer_last, room=room, alternating=alternating)
                  for rank in ranks]
     hop_of = hop if callable(hop) else (lambda source, destination: hop)
     transfer_of = transfer if callable(transfer) else (lambda source, destination: transfer)

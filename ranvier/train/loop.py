@@ -333,7 +333,8 @@ class Training:
             self.elastic.saw_gradients(self.engine)
         self.done, last = step, not self.elastic.left(step)
         self._publish()
-        if (note := self._limits.after_step(self.runtime, step, self.meter.busy)) is not None:
+        if (note := self._limits.after_step(
+                self.runtime, step, self.meter.busy, self.meter.kept)) is not None:
             self._keep_limits(note)
         every = self.run.train.eval_every
         evaluates = last or bool(every and step % every == 0)

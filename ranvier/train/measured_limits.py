@@ -14,8 +14,12 @@ from typing import cast
 from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.count import recomputed_runs
 from ranvier.cost.limits import Factors, expected_seconds, measured_choice, measured_factors
+from ranvier.mesh import Coordinates
+from ranvier.schedule.computed_limits import UNKNOWN
+from ranvier.schedule.conditions import Conditions, measured_conditions
 from ranvier.schedule.limits import Limits
 from ranvier.train.events import NoteEvent
+from ranvier.train.metrics import StepSpans
 from ranvier.train.runtime import RankRuntime
 
 MEASURED_STEPS = 8
@@ -40,13 +44,15 @@ class MeasuredLimits:
         return self._choose(now, step, "before the transition", expected_seconds(
             self._asked, costs, self._before, recomputed_runs(self._asked, costs), _cached_blocks(now)))
 
-    def after_step(self, now: RankRuntime, step: int, busy: Mapping[str, float]) -> NoteEvent | None:
+    def after_step(self, now: RankRuntime, step: int, busy: Mapping[str, float], latest: Sequence[StepSpans]
+                   ) -> NoteEvent | None:
         """One more step has been taken; what has changed with it. busy: seconds in each category of span on this rank.
-        Collective after MEASURED_STEPS."""
+        latest: spans of its last steps. Collective after MEASURED_STEPS."""
         self._steps += 1
         if self._steps != MEASURED_STEPS or now.run.mesh.pipe == 1:
             return None
-        return self._choose(now, step, f"of {MEASURED_STEPS} steps", _seconds_of_ranks(now, busy))
+        return self._choose(now, step, f"of {MEASURED_STEPS} steps", _seconds_of_ranks(now, busy),
+                            _conditions_of_ranks(now, latest))
 
     def block_times(self, now: RankRuntime, busy: Mapping[str, float]) -> Factors | None:
         """What the blocks have taken on this mesh so far, or on the last one with enough steps, as JSON can hold it.
@@ -65,15 +71,18 @@ class MeasuredLimits:
         after = [bubble for step, bubble in bubbles.items() if step > cast(int, self._chosen["step"])]
         return {"limits": {**self._chosen, **({"bubble_fraction": median(after)} if after else {})}}
 
-    def _choose(self, now: RankRuntime, step: int, when: str, seconds: Sequence[tuple[float, float]]
-                ) -> NoteEvent | None:
+    def _choose(self, now: RankRuntime, step: int, when: str, seconds: Sequence[tuple[float, float]],
+                conditions: Conditions = UNKNOWN) -> NoteEvent | None:
         engine, costs = now.engine, now.engine.stages.stage_costs()
-        found = measured_choice(self._asked, costs, engine.limits, seconds, recomputed_runs(self._asked, costs))
+        found = measured_choice(self._asked, costs, engine.limits, seconds, recomputed_runs(self._asked, costs),
+                                conditions)
         if found is None:
             return None
         old, new = engine.limits, found.limits
         self._chosen = {"step": step, "in_flight": new.in_flight, "deferred": list(new.deferred),
-                        "defer_last": new.last, "predicted_bubble_fraction": found.bubble_fraction}
+                        "defer_last": new.last, "alternating": new.alternating,
+                        "predicted_bubble_fraction": found.bubble_fraction,
+                        "messages": conditions.messages, "variation": conditions.variation}
         if new == old:
             return NoteEvent(step=step, event="limits", fields=self._chosen,
                              text=f"by the times {when}, the schedule's limits stay: {limits_text(new)}; predicted "
@@ -95,6 +104,19 @@ def _seconds_of_ranks(now: RankRuntime, busy: Mapping[str, float]) -> list[tuple
     return seconds
 
 
+_MEASURED_SPANS = 3  # steps
+
+
+def _conditions_of_ranks(now: RankRuntime, latest: Sequence[StepSpans]) -> Conditions:
+    """What messages take and how much times vary, in the pipeline of the first replica. Collective."""
+    mine = [(spans.step, span.label, span.start_ns, span.stop_ns)
+            for spans in latest[-_MEASURED_SPANS:] for span in spans.spans if span.category in ("forward", "backward")]
+    mesh, of_ranks = now.run.mesh, now.ranks.gather_objects(mine)
+    pipeline = [{(step, text): (start, stop) for step, text, start, stop in of_ranks[mesh.rank(Coordinates(pipe=pipe))]}
+                for pipe in range(mesh.pipe)]
+    return (measured_conditions(pipeline) if now.run.placement.per_rank == 1 else None) or UNKNOWN
+
+
 def _cached_blocks(now: RankRuntime) -> int:
     """Blocks of the first stage that are read from the cache, which only its ranks know. Collective."""
     found: list[int] = now.ranks.gather_objects(now.engine.cached_blocks)
@@ -111,4 +133,5 @@ def limits_text(limits: Limits) -> str:
     """The limits in words."""
     return (f"{limits.in_flight} microbatches may be in flight, and by rank the weight gradients of "
             f"{limits.deferred_text} deferred"
-            + ("" if limits.room is None else f", {limits.room} held by the stages of a rank"))
+            + ("" if limits.room is None else f", {limits.room} held by the stages of a rank")
+            + (", in 1F1B's order" if limits.alternating else ""))

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 from hypothesis import given, settings
@@ -27,8 +28,10 @@ from ranvier.schedule.computed_limits import (
     predicted,
     simulated_microbatches,
 )
+from ranvier.schedule.conditions import Conditions, measured_conditions
 from ranvier.schedule.limits import Limits, rule_limits
 from ranvier.schedule.policies import GPipe, MessageDriven, OneForwardOneBackward
+from ranvier.schedule.simulator import StageTimes, simulate
 from ranvier.testing.ranks import run_ranks
 from ranvier.train.runtime import build_engine
 
@@ -55,7 +58,7 @@ def test_uneven_stages_have_more_in_flight():
     chosen = computed_limits(stages, MessageDriven(), memory=1.1)
     assert chosen.in_flight > 2
     ruled, made = (predicted(stages, MessageDriven(), limits) for limits in (rule_limits([True] * 2), chosen))
-    assert made.bubble_fraction < 0.5 * ruled.bubble_fraction
+    assert made.bubble_fraction < 0.6 * ruled.bubble_fraction < 0.6 * 0.07
     assert 1.0 == ruled.memory < made.memory <= 1.1
 
 
@@ -69,18 +72,73 @@ def case_of(stages, placement, num_microbatches):
                  count=simulated_microbatches(placement.pipe, num_microbatches))
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.lists(LOADS, min_size=2, max_size=5), st.sampled_from(MEMORIES), st.none() | st.integers(1, 40))
-def test_limits_are_no_slower_than_the_rule_and_within_the_memory(stages, memory, num_microbatches):
+def test_limits_are_no_slower_than_1f1b_and_within_the_memory(stages, memory, num_microbatches):
     """As simulated, of rounded loads. Of the loads themselves no bound holds, since a schedule that follows arrivals
     may become slower where an action becomes faster."""
-    placement, rule = StagePlacement(pipe=len(stages)), rule_limits([stage.trains for stage in stages])
+    placement = StagePlacement(pipe=len(stages))
     chosen = computed_limits(stages, MessageDriven(), memory=memory, num_microbatches=num_microbatches)
+    if not any(stage.trains for stage in stages):
+        assert chosen == rule_limits([False] * len(stages))
+        return
     case = case_of(stages, placement, num_microbatches)
-    made, ruled = (_outcome(case, limits) for limits in (chosen, rule))
-    assert made.seconds <= ruled.seconds
-    if chosen != rule:
-        assert max(made.needs(case, chosen)) <= memory * case.bytes_under_1f1b()
+    made = _outcome(case, chosen)
+    plain = _outcome(replace(case, policy=OneForwardOneBackward()), limits_of_1f1b(len(stages)))
+    assert made.seconds <= plain.seconds * (1 + 1e-9)
+    assert max(made.needs(case, chosen)) <= memory * case.bytes_under_1f1b()
+
+
+def limits_of_1f1b(pipe):
+    return Limits(in_flight=pipe, deferred=(0,) * pipe)
+
+
+@pytest.mark.parametrize(("pipe", "microbatches", "variation", "messages", "recomputed"), [
+    (2, 2, 0.2, 0.05, True), (2, 8, 0.05, 0.2, False), (3, 24, 0.2, 0.2, True), (4, 16, 0.0, 0.05, True),
+    (6, 6, 0.1, 0.1, False), pytest.param(6, 48, 0.2, 0.1, True, marks=pytest.mark.slow),
+    pytest.param(8, 16, 0.1, 0.0, True, marks=pytest.mark.slow),
+    pytest.param(12, 24, 0.2, 0.2, True, marks=pytest.mark.slow),
+    pytest.param(16, 16, 0.1, 0.05, False, marks=pytest.mark.slow)])
+def test_the_choice_is_no_slower_than_1f1b_in_its_memory(pipe, microbatches, variation, messages, recomputed):
+    """On the mean of draws that the choice has not seen, with the messages and the variation that it was told."""
+    stage = load(1.0, 3.0, 0.0, operands=0.0) if recomputed else load()
+    conditions = Conditions(messages=messages, variation=variation)
+    chosen = computed_limits([stage] * pipe, MessageDriven(), memory=1.0, num_microbatches=microbatches,
+                             conditions=conditions)
+    times = [StageTimes(forward=stage.forward, backward=stage.backward, weight=stage.weight, products=4, alive_bytes=4)
+             for _ in range(pipe)]
+
+    def mean(policy, limits):
+        return fmean(simulate(
+            times, microbatches, policy, limits.in_flight, hop=messages, alternating=limits.alternating,
+            defer_bytes=[4 * waiting for waiting in limits.deferred], defer_last=limits.last,
+            jitter=drawn(seed, variation)).seconds for seed in range(8))
+
+    assert mean(MessageDriven(), chosen) <= 1.005 * mean(OneForwardOneBackward(), limits_of_1f1b(pipe))
+    assert chosen.alternating or not (recomputed and variation == 0.2), "fixed order is fastest where times vary much"
+
+
+def drawn(seed, variation):
+    factors = {}
+    choose = random.Random(seed)
+
+    def factor(rank, action):
+        key = rank, action.kind, action.microbatch, action.product
+        if key not in factors:
+            factors[key] = choose.lognormvariate(-variation**2 / 2, variation)
+        return factors[key]
+
+    return factor
+
+
+@pytest.mark.parametrize("pipe", [4, pytest.param(8, marks=pytest.mark.slow), pytest.param(16, marks=pytest.mark.slow)])
+def test_as_many_in_flight_as_stages_are_nearly_enough(pipe):
+    """Equal work, weight gradients that may wait, times that vary by 10 %: 3 m + 2 (p - 1) forwards."""
+    stage = StageTimes(forward=1.0, backward=1.0, weight=1.0, products=4, alive_bytes=4)
+    for count in (2 * pipe, 4 * pipe):
+        seconds = fmean(simulate([stage] * pipe, count, MessageDriven(), pipe, hop=0.02, defer_bytes="auto",
+                                 jitter=drawn(seed, 0.1)).seconds for seed in range(6))
+        assert seconds <= 3 * count + 2 * (pipe - 1)
 
 
 def assert_more_memory_is_never_slower(stages, placement, num_microbatches, memories=MEMORIES):
@@ -158,6 +216,16 @@ def test_only_the_message_driven_policy_of_several_stages_has_room():
     assert chosen.room is not None and chosen.in_flight <= chosen.room <= 4
     assert computed_limits(stages, GPipe(), memory=1.1, placement=placement).room is None
     assert computed_limits(stages, MessageDriven(), memory=1.1).room is None
+
+
+def test_conditions_are_measured_across_clocks_that_differ():
+    """Two ranks, the second one's clock 1000 ahead: messages take 2 forth and 4 back, forwards 10 and 20."""
+    first = {(1, "F0"): (0, 8), (1, "F1"): (8, 20), (1, "B0"): (46, 60), (1, "B1"): (95, 99)}
+    second = {(1, "F0"): (1010, 1030), (1, "B0"): (1030, 1042), (1, "F1"): (1042, 1062), (1, "B1"): (1062, 1080)}
+    found = measured_conditions([first, second])
+    assert found is not None and found.messages == pytest.approx(3 / 20)
+    assert found.variation == pytest.approx((2 / 10 + 0) / 2)
+    assert measured_conditions([first, {}]) is None
 
 
 def limits_of(run):

@@ -39,13 +39,13 @@ def pipelines(draw):
 
 
 @settings(max_examples=100, deadline=None)
-@given(pipelines(), st.sampled_from(POLICIES), st.floats(0.0, 5.0), st.randoms(use_true_random=False))
-def test_every_pipeline_ends_in_order_and_within_its_bounds(pipeline, policy, hop, chance):
+@given(pipelines(), st.sampled_from(POLICIES), st.floats(0.0, 5.0), st.booleans(), st.randoms(use_true_random=False))
+def test_every_pipeline_ends_in_order_and_within_its_bounds(pipeline, policy, hop, alternating, chance):
     stages, microbatches, options = pipeline
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(simulator, "RankSchedule", AskedTwice)
         run = simulate(stages, microbatches, policy, hop=lambda source, destination: hop * chance.random(),
-                       jitter=lambda stage, action: chance.uniform(0.0, 3.0), **options)
+                       jitter=lambda stage, action: chance.uniform(0.0, 3.0), alternating=alternating, **options)
     check_run(run, stages, microbatches, policy, **options)
 
 
@@ -192,9 +192,10 @@ def test_stored_microbatches_of_one_forward_one_backward():
     assert simulate([EQUAL] * 4, 12, GPipe(), 4).most_stored == (12, 12, 12, 12)
 
 
-@pytest.mark.parametrize(("in_flight", "idle"), [(4, 0.295), (8, 0.101)])
+@pytest.mark.parametrize(("in_flight", "idle"), [(4, 0.204), (8, 0.101)])
 def test_hop_times_starve_a_pipeline_as_deep_as_its_limit(in_flight, idle):
-    """4 stages, 32 microbatches, a hop of 0.3 forward times, backward twice the forward; ideal 3/35 = 8.6 %."""
+    """4 stages, 32 microbatches, a hop of 0.3 forward times, backward twice the forward; ideal 3/35 = 8.6 %. Where a
+    backward always runs before a forward, 4 in flight give 29.5 %."""
     times = StageTimes(forward=1.0, backward=1.0, weight=1.0)
     run = simulate([times] * 4, 32, MessageDriven(), in_flight, hop=0.3)
     assert run.bubble_fraction == pytest.approx(idle, abs=5e-4)
@@ -204,7 +205,7 @@ def test_deferred_products_fill_the_waits():
     wanted = simulate([EQUAL] * 4, 16, MessageDriven(), 4, hop=0.3, defer_bytes=1)
     without = simulate([EQUAL] * 4, 16, MessageDriven(), 4, hop=0.3)
     assert 48 / wanted.seconds == pytest.approx(0.86, abs=5e-3)
-    assert 48 / without.seconds == pytest.approx(0.672, abs=5e-3)
+    assert 48 / without.seconds == pytest.approx(0.734, abs=5e-3)
 
 
 def text(run, stage):
@@ -250,6 +251,44 @@ def test_no_and_one_microbatch(policy, depth, microbatches, last):
     assert text(run, depth - 1) == last
 
 
+def test_of_a_forward_and_a_backward_what_is_due_first_runs():
+    """Stage 1 of 4 with four in flight: microbatch m's forward is due at 8 m + 4, its return at 8 m + 20."""
+    one = stage(1, 4, microbatches=8, in_flight=4)
+    for number in range(2):
+        one.on_message("forward", number)
+        run_next(one, "F", expects_backward=True)
+    one.on_message("return", 0)
+    one.on_message("forward", 2)
+    assert run_next(one, "F", expects_backward=True).microbatch == 2, "both are due at 20"
+    one.on_message("forward", 3)
+    assert run_next(one, "B").microbatch == 0, "three are stored, as under 1F1B"
+    one.on_message("return", 1)
+    assert run_next(one, "F").microbatch == 3 and run_next(one, "B").microbatch == 1
+
+
+def test_an_alternating_stage_waits_for_the_forward_that_is_next():
+    one = stage(0, 2, microbatches=4, alternating=True)
+    run_next(one, "F", expects_backward=True)
+    run_next(one, "F", expects_backward=True)
+    one.on_message("return", 0)
+    run_next(one, "B")
+    last = stage(1, 3, microbatches=4, in_flight=3, alternating=True)
+    last.on_message("forward", 0)
+    run_next(last, "F", expects_backward=True)
+    last.on_message("return", 0)
+    assert last.next_action() == Wait(forward=1, backward=None, stage=1)
+    last.on_message("forward", 1)
+    run_next(last, "F", expects_backward=True)
+    assert run_next(last, "B").microbatch == 0
+
+
+@pytest.mark.parametrize("hop", [0.0, 0.3])
+@pytest.mark.parametrize("depth", [2, 5])
+def test_alternating_without_deferral_is_1f1b(depth, hop):
+    alternating = simulate([EQUAL] * depth, 12, MessageDriven(), depth, hop=hop, alternating=True)
+    assert alternating.actions == simulate([EQUAL] * depth, 12, OneForwardOneBackward(), depth, hop=hop).actions
+
+
 def test_frozen_prefix_passes_credits_on():
     frozen = StageTimes(forward=1.0, backward=1.0, weight=1.0, trains=False)
     run = simulate([frozen, frozen, EQUAL], 2, MessageDriven(), 3)
@@ -292,7 +331,7 @@ def test_products_drain_in_reduction_order_at_the_end_and_in_order_of_queueing_b
 
 
 def test_the_oldest_products_run_first_where_a_backward_has_no_room():
-    one = stage(0, 2, defer_bytes=10)
+    one = stage(0, 2, microbatches=2, defer_bytes=10)
     run_next(one, "F", expects_backward=True, deferrable_bytes=10)
     run_next(one, "F", expects_backward=True, deferrable_bytes=10)
     one.on_message("return", 0)
@@ -304,7 +343,7 @@ def test_the_oldest_products_run_first_where_a_backward_has_no_room():
 
 
 def test_a_backward_that_never_fits_empties_the_queue_and_defers_nothing():
-    one = stage(0, 2, defer_bytes=10)
+    one = stage(0, 2, microbatches=2, defer_bytes=10)
     run_next(one, "F", expects_backward=True, deferrable_bytes=10)
     run_next(one, "F", expects_backward=True, deferrable_bytes=11)
     one.on_message("return", 0)

@@ -195,13 +195,13 @@ def test_what_packs_takes_the_quickest_mesh_and_pays_for_the_way(monkeypatch):
     monkeypatch.setattr(transition, "PRIOR_SECONDS", 0.25)
     monkeypatch.setattr(transition, "PRIOR_BYTES_PER_SECOND", 1e12)
     periods = course(elastic(LARGE, auto_pipe=True, auto_dp=True), CLUSTER, Work()).periods
-    assert periods[0].mesh == Mesh(pipe=4) and periods[-1].mesh == Mesh(data=4)
+    assert periods[0].mesh == Mesh(pipe=4) and periods[-1].mesh.data > 1
     moved = [period.transition_seconds for period in periods]
     assert moved[0] == 0 and all(0.25 < seconds < 0.26 for seconds in moved[1:])  # another cut moves blocks, too
     work = Work()
     runs = [replace(LARGE, mesh=mesh) for mesh in (Mesh(pipe=4), Mesh(data=2, pipe=2), Mesh(data=4))]
     others = [run_cost(run, CLUSTER, work.stages(run, periods[-1].frozen)).seconds for run in runs]
-    assert periods[-1].step_seconds == pytest.approx(min(others), rel=0.02)
+    assert min(others) <= periods[-1].step_seconds <= 1.1 * min(others), "one more change would not pay"
     assert {period.mesh.data for period in course(elastic(LARGE, auto_pipe=True), CLUSTER, Work()).periods} == {1}
 
 

@@ -1,0 +1,46 @@
+"""What the actions and messages of a pipeline take, beside the mean times of its stages. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, pstdev
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """messages: seconds of a message, relative to the slowest stage's forward. variation: standard deviation of an
+    action's time, relative to its mean. The defaults are for pipelines of which nothing was measured."""
+
+    messages: float = 0.05
+    variation: float = 0.05
+
+
+_MOST_VARIATION = 0.3
+"""Of steps of a few milliseconds on shared cores much more is measured, and no order is better than another then."""
+Actions = Mapping[tuple[int, str], tuple[float, float]]
+"""Of each action of a rank, by step and text (F3), its start and stop on the rank's clock, in any unit."""
+
+
+def measured_conditions(ranks: Sequence[Actions]) -> Conditions | None:
+    """From what the ranks of one pipeline did, with one stage on each. None where nothing can be told.
+
+    Clocks of ranks may differ. A message takes the least time from the end of an action to the start of the one that it
+    leads to, which has not waited for anything else then: the mean of both ways between two neighbours, in which the
+    difference of their clocks cancels.
+    """
+    forwards = [[stop - start for (_, text), (start, stop) in actions.items() if text.startswith("F")]
+                for actions in ranks]
+    if not all(len(times) > 1 and fmean(times) > 0 for times in forwards):
+        return None
+    ways = [(_least(one, other, "F"), _least(other, one, "B")) for one, other in pairwise(ranks)]
+    messages = [(forth + back) / 2 for forth, back in ways if forth is not None and back is not None]
+    return Conditions(variation=min(_MOST_VARIATION, fmean(pstdev(times) / fmean(times) for times in forwards)),
+                      messages=max(0.0, *messages, 0.0) / max(map(fmean, forwards)))
+
+
+def _least(source: Actions, destination: Actions, kind: str) -> float | None:
+    """From the end of an action on `source` to the start of the same microbatch's on `destination`."""
+    return min((destination[key][0] - stop for key, (_, stop) in source.items()
+                if key in destination and key[1].startswith(kind)), default=None)
