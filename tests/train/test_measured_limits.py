@@ -181,9 +181,9 @@ def test_a_run_takes_the_limits_and_loses_nothing(run, tmp_path, monkeypatch):
     assert "a predicted bubble of 10.0% instead of 20.0%" in told["text"] and told["text"] in text
     assert 0 <= summary["limits"].pop("bubble_fraction") < 1
     assert "of 2, 3 of a step's last 3 microbatches deferred" in told["text"]
-    assert 0 <= summary["limits"].pop("messages") and 0 <= summary["limits"].pop("variation") <= 0.3
-    assert summary["limits"] == {"alternating": False, "step": STEPS, "in_flight": 4, "deferred": [2, 3], "defer_last": 3,
-                                 "predicted_bubble_fraction": 0.1}
+    assert summary["limits"].pop("messages") >= 0 and 0 <= summary["limits"].pop("variation") <= 0.3
+    assert summary["limits"] == {"step": STEPS, "in_flight": 4, "deferred": [2, 3], "defer_last": 3,
+                                 "alternating": False, "predicted_bubble_fraction": 0.1}
     kept = tomllib.loads((tmp_path / "run" / "run.toml").read_text())["pipeline"]
     assert (kept["in_flight"], kept["deferred"], kept["defer_last"]) == (4, [2, 3], 3)
 
