@@ -8,7 +8,8 @@ targets, and how many those are. Blocks are built lazily, so that a rank builds 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
@@ -230,6 +231,17 @@ def as_model(model: Model | nn.Sequential | Sequence[nn.Module] | Mapping[str, n
                  tied=_shared(modules))
 
 
+def ready_made(model: Model) -> list[nn.Module]:
+    """The blocks that exist already, of a model that was given as modules, without what other builders add."""
+    found: list[nn.Module] = []
+    for build in model.blocks.values():
+        while isinstance(build, partial) and build.func is not _ready_made and build.args:
+            build = build.args[0]
+        if isinstance(build, partial) and build.func is _ready_made:
+            found.append(build.args[0])
+    return found
+
+
 def _ready_made(module: nn.Module) -> nn.Module:
     """The builder of a block that is there already."""
     return module
@@ -268,6 +280,32 @@ def initialise(parameter: Tensor, name: str, initial: Initial, seed: int,
         stop = min(start + rows, last)
         index = keyed_random.global_index(shape, [(start, stop), *box[1:]], parameter.device)
         parameter[start - first:stop - first].copy_(draw(key, index) * initial.scale)
+
+
+class StandInModes:
+    """How modules of a block follow the modes of modules of a user's model that they stand for, and that the block does
+    not have: once an original is in another mode than before, so is its stand-in.
+
+    A block has it as its attribute `stand_in_modes`. Copies of a block, and saved ones, follow no other module.
+
+    Args:
+        pairs: (original, stand-in), which is put in the original's mode.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[nn.Module, nn.Module]] = ()) -> None:
+        self._pairs = [(weakref.ref(original), weakref.ref(stand_in)) for original, stand_in in pairs]
+        self._seen: list[bool | None] = [None] * len(self._pairs)
+        self.follow()
+
+    def follow(self) -> None:
+        """Take over the modes that have changed."""
+        for place, (original, stand_in) in enumerate(self._pairs):
+            one, other = original(), stand_in()
+            if one is not None and other is not None and one.training != self._seen[place]:
+                other.training = self._seen[place] = one.training
+
+    def __reduce__(self) -> tuple[type[StandInModes], tuple[()]]:
+        return StandInModes, ()
 
 
 # --- the carried state ------------------------------------------------------------------------------------------------

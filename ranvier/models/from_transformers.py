@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
-from ranvier.block import Loss, Model, State, as_model
+from ranvier.block import Loss, Model, StandInModes, State, as_model
 from ranvier.errors import ModelError
 from ranvier.tensor.split.loss import NextTokenLoss
 
@@ -38,13 +38,14 @@ def from_transformers(model: nn.Module, sample: Mapping[str, Tensor] | Tensor | 
     """The blocks of a Hugging Face decoder, encoder or vision model, cut at its own list of layers
     (`model.model.layers` and its like), for data and pipeline parallelism. Parameters stay the model's own.
 
-        model = ranvier.from_transformers(AutoModelForCausalLM.from_pretrained("folder"))
+        model = ranvier.from_transformers(AutoModelForCausalLM.from_pretrained("folder").train())
         engine = ranvier.Engine(model, world, optimizer=...)
 
     The blocks are run on one sample, and refused where their output is not the model's.
 
     Args:
-        model: in any mode, on one device.
+        model: on one device. Blocks train in the modes that its modules are in: `from_pretrained` of transformers
+            returns models in evaluation mode, which train without dropout until `model.train()`.
         sample: inputs of two or more samples: the main input, or named inputs as the model's forward takes them. By
             default tokens or images of the sizes in `model.config`. Microbatches have the same names.
         loss: by default that of the next token for ...ForCausalLM and ...LMHeadModel, whose targets are the inputs one
@@ -70,6 +71,9 @@ def transformer_blocks(model: nn.Module, sample: Mapping[str, Tensor] | Tensor |
         expected = take(model(**inputs, **plan.options))
         modules = _modules(model, plan, take)
         found = _run(modules, inputs)
+    for module in modules.values():
+        if isinstance(module, (_First, _Last)):
+            module.stand_in_modes.follow()
     _compare(model, expected, found)
     _check_parameters(model, modules)
     return modules
@@ -249,6 +253,7 @@ class _First(nn.Module):
         recorders = [_Recorder(self, size) for size in plan.tuples]
         self.model = _shell(model, plan, {name: _Absent(name) for name, phase in plan.phases.items()
                                           if phase == "after"}, recorders, has_parameters=True)
+        self.stand_in_modes = _shell_modes(model, plan, self.model)
         self._called: list[tuple[tuple[object, ...], TreeSpec]] = []
         self._hidden: Tensor | None = None
 
@@ -353,6 +358,7 @@ class _Last(nn.Module):
             for name, phase in plan.phases.items() if phase == "before"}
         injectors = [_Injector(self._state, size) for size in plan.tuples]
         self.model = _shell(model, plan, stand_ins, injectors, has_parameters=False)
+        self.stand_in_modes = _shell_modes(model, plan, self.model)
 
     def forward(self, state: dict[str, Tensor]) -> State:
         hidden = state["hidden"]
@@ -445,6 +451,10 @@ def _shell(model: nn.Module, plan: _Plan, others: Mapping[str, nn.Module], layer
     parent, _, name = plan.path.rpartition(".")
     copies[parent]._modules[name] = nn.ModuleList(layers)
     return copies[""]
+
+
+def _shell_modes(model: nn.Module, plan: _Plan, shell: nn.Module) -> StandInModes:
+    return StandInModes((model.get_submodule(path), shell.get_submodule(path)) for path in plan.ancestors)
 
 
 # --- the sample, the loss, and the comparison ------------------------------------------------------------------------

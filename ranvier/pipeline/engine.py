@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ranvier.block import Loss, Model, State, as_model, freeze, frozen_prefix
+from ranvier.block import Loss, Model, State, as_model, freeze, frozen_prefix, ready_made
 from ranvier.comm.protocol import Group
 from ranvier.config.arguments import of_engine
 from ranvier.config.parameter_groups import problems as group_problems
@@ -56,6 +56,7 @@ from ranvier.pipeline.examine import Cause, examine
 from ranvier.pipeline.held_parameters import HeldParameters
 from ranvier.pipeline.look_ahead import LookAhead
 from ranvier.pipeline.microbatch import Microbatch
+from ranvier.pipeline.modes import some_train
 from ranvier.pipeline.nominal_weight import NominalWeight
 from ranvier.pipeline.rank_stages import RankStages
 from ranvier.pipeline.recomputation_plan import RecomputationPlan
@@ -93,7 +94,8 @@ class Engine:
 
     Args:
         model: a `Model`, an `nn.Sequential`, or a list or dict of modules; every rank gives the same one and keeps only
-            its stage's blocks, which are moved to the device and `dtype` in place.
+            its stage's blocks, which are moved to the device and `dtype` in place. Training changes no module's mode,
+            evaluation puts all in `eval()` and each one back afterwards.
         world: this rank, from `ranvier.start`.
         mesh: how the ranks are arranged; by default that of `ranvier.start`, else all along `data`.
         loss: (output, targets) -> (sum of losses, weight), for models that do not bring theirs.
@@ -169,7 +171,9 @@ class Engine:
         self._replicas: Replicas | None = None
         self.timeline = timeline_of(world.device)
 
-        model = freeze(as_model(model, loss), frozen, frozen_above)
+        model = as_model(model, loss)
+        self._came_in_evaluation = bool(given := ready_made(model)) and not some_train(given)
+        model = freeze(model, frozen, frozen_above)
         self.layers, self.frozen, self.frozen_above = model.layers, frozen, tuple(frozen_above)
         self.block_names = list(model.blocks)
         self.frozen_blocks = frozen_prefix(model, frozen)
@@ -229,13 +233,13 @@ class Engine:
         gradients = self._updater.gradients
         self._stages = RankStages([Stage(
             [block for block in blocks if block[0] in self.layout.blocks(stage)],
-            still=range(0 if frozen_dropout else self.frozen_blocks),
             loss=model.loss if stage == placement.num_stages - 1 else None, seed=seed, device=world.device,
             progress=self._progress, block_passed=gradients.block_passed, segments=plan.segments(stage),
             mesh=self._connections.tensor_mesh, compile=self._compiles(compile), tables=tables,
             in_float8=float8_layers(blocks, len(self.block_names), world.device) if float8 else (),
             weight_gradients=self._weight_gradients())
-            for stage in placement.stages_of(self.coordinates.pipe)])
+            for stage in placement.stages_of(self.coordinates.pipe)],
+            eval_blocks=range(0 if frozen_dropout else self.frozen_blocks))
         defer_bytes = None if settings.defer_bytes == "auto" else settings.defer_bytes
         self._runner = BatchRunner(
             placement=placement, at=self.coordinates, stages=self._stages, connections=self._connections,
@@ -533,6 +537,7 @@ class Engine:
     def _accumulate(self, microbatches: Batch, *, updates: bool) -> None:
         """Run forwards and backwards, and start every reduction. updates: whether a step follows."""
         self._finish_update()
+        self._name_evaluation_mode()
         for name, parameter in self._parameters.items():
             # an end that `named_parameters` leaves out trains as the one that it shows
             parameter.requires_grad_(self._parameters[self.layout[name].owner].requires_grad)
@@ -554,6 +559,14 @@ class Engine:
             self._updater.gradients.added(tie.parameter)
         self._buffers.start()  # after the reduction of every chunk has begun, so in one order on all replicas
         self._connections.board.action = "the average of gradients over data, and the optimizer"
+
+    def _name_evaluation_mode(self) -> None:
+        """Warn, once, where a whole model came in evaluation mode and trains so."""
+        if self._came_in_evaluation and self.world.rank == 0 and not some_train(
+                module for _, _, module in self._stages.blocks):
+            warnings.warn("the whole model is in evaluation mode, as transformers' from_pretrained returns it, and "
+                          "trains without dropout: call model.train() before training", stacklevel=5)
+        self._came_in_evaluation = False
 
     def _bad_loss(self) -> str | None:
         """"loss is nan", where the mean loss of the global batch is not finite. An infinite one in fp16 may be an

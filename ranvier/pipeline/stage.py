@@ -75,7 +75,6 @@ class Stage:
         progress: called at every block boundary, forward and backward, so that messages move meanwhile.
         block_passed: called with a block's number when the last backward of the batch has passed it and all behind it;
             with the number after the last block's when that backward begins.
-        still: numbers of blocks that compute as in evaluation even while others train.
         mesh: the tensor mesh, whose columns share activations.
         compile: whether blocks are compiled for training, or on a tensor mesh their chains of elementwise operations:
             False, True, or "auto" with a warning for those that cannot be.
@@ -88,12 +87,12 @@ class Stage:
     def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], *, loss: Loss | None, seed: int,
                  device: torch.device, progress: Callable[[], None],
                  block_passed: Callable[[int], None], weight_gradients: WeightGradients,
-                 tables: Collection[nn.Parameter] = (), segments: Sequence[range] = (), still: range = range(0),
+                 tables: Collection[nn.Parameter] = (), segments: Sequence[range] = (),
                  mesh: TensorMesh | None = None, compile: bool | Literal["auto"] = False,
                  in_float8: Collection[nn.Module] = ()) -> None:
         self.blocks, self._loss, self._seed, self._device = blocks, loss, seed, device
         self.training = False
-        self._progress, self._block_passed, self._still, self._mesh = progress, block_passed, still, mesh
+        self._progress, self._block_passed, self._mesh = progress, block_passed, mesh
         self.observe: Callable[[int, State], None] | None = None
         """Given each microbatch's number and what the last block has returned for it."""
         self.loss_factor = 1.0
@@ -136,10 +135,6 @@ class Stage:
         if training:
             self._forwards.install()
             self._lookups.install()
-        for block, _, module in self.blocks:
-            wanted = training and block not in self._still
-            if module.training != wanted:
-                module.train(wanted)
 
     def end(self) -> None:
         """The batch has ended, or failed: the blocks are plain modules again."""

@@ -232,7 +232,8 @@ class CompiledBlocks:
     def _shapes_of(self, module: nn.Module, state: State, scope: keyed_random.Scope) -> _Shapes:
         """Of the block with inputs as these, and with the parameters that train now."""
         tensors = state if isinstance(state, dict) else {"": state}
-        key = (module, (torch.is_grad_enabled(), module.training, tuple(map(is_deferrable, self._forwards.layers_of(
+        modes = tuple(one.training for one in module.modules())
+        key = (module, (torch.is_grad_enabled(), modes, tuple(map(is_deferrable, self._forwards.layers_of(
             module))), tuple((name, one.shape, one.dtype) for name, one in tensors.items())))
         if key not in self._shapes:
             self._shapes[key] = self._examined(module, state, scope)
