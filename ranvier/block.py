@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -212,23 +212,52 @@ def as_model(model: Model | nn.Sequential | Sequence[nn.Module] | Mapping[str, n
     if loss is None:
         raise ModelError("is missing", where="loss",
                          remedy="Pass loss=f with f(output, targets) -> (sum of losses, number of valid targets).")
-    if isinstance(model, (nn.Sequential, nn.ModuleDict)):
-        modules = dict(model._modules)  # named_children() leaves out a module that comes a second time
+    if isinstance(model, nn.Module):
+        modules = dict(_modules_of(model))
     elif isinstance(model, Mapping):
         modules = dict(model)
-    elif isinstance(model, (Sequence, nn.ModuleList)):
+    elif isinstance(model, Sequence):
         modules = {str(index): module for index, module in enumerate(model)}
     else:
-        remedy = "Pass a ranvier.Model, an nn.Sequential, a list of modules, or a dict of them."
-        if isinstance(model, nn.Module):
-            remedy = "Pass ranvier.blocks_of(model), or a list of modules that are called one after the other."
-        raise ModelError("is not a list of blocks", where="model", value=type(model).__name__, remedy=remedy)
+        raise ModelError("is not a list of blocks", where="model", value=type(model).__name__,
+                         remedy="Pass a ranvier.Model, an nn.Sequential, a list of modules, or a dict of them.")
     for name, module in modules.items():
         if not isinstance(module, nn.Module):
             raise ModelError("is not an nn.Module", where=f"block {name}", value=type(module).__name__,
                              remedy="Wrap plain functions in a module with a forward method.")
     return Model(blocks={name: partial(_ready_made, module) for name, module in modules.items()}, loss=loss,
                  tied=_shared(modules))
+
+
+def _modules_of(model: nn.Module) -> Mapping[str, Any]:
+    """The modules of a container that is given as a list of blocks. ModelError for any other module."""
+    if not isinstance(model, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+        raise ModelError("is not a list of blocks", where="model", value=type(model).__name__,
+                         remedy="Pass ranvier.blocks_of(model), or a list of modules that are called one after the "
+                                "other.")
+    if lost := beside_modules(model):
+        remedy = "Pass ranvier.blocks_of(model), which takes a module with a forward of its own."
+        if type(model) in CONTAINERS:
+            remedy = "Give these to its modules, or to a module around it that ranvier.blocks_of takes."
+        raise ModelError(f"has more than modules, which blocks would lose: {', '.join(lost)}", where="model",
+                         value=type(model).__name__, remedy=remedy)
+    return model._modules  # named_children() leaves out a module that comes a second time
+
+
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+"""Exactly these are taken apart: a subclass may do anything."""
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Attributes of a module with hooks that run when it is called, which do not run for its parts."""
+
+
+def beside_modules(container: nn.Module) -> list[str]:
+    """What a module has beside submodules, and would lose if these took its place; empty for a plain container."""
+    found = [] if type(container) in CONTAINERS else [f"the class {type(container).__name__}"]
+    found += ["a forward"] if "forward" in vars(container) else []
+    found += [f"the parameter {name}" for name, one in container._parameters.items() if one is not None]
+    found += [f"the buffer {name}" for name, one in container._buffers.items() if one is not None]
+    return found + [name.strip("_").replace("_", " ") for name in HOOKS if getattr(container, name)]
 
 
 def ready_made(model: Model) -> list[nn.Module]:

@@ -20,13 +20,11 @@ from typing import Any, Literal
 
 from torch import Tensor, fx, nn
 
-from ranvier.block import StandInModes, State
+from ranvier.block import CONTAINERS, StandInModes, State, beside_modules
 from ranvier.errors import ModelError
 from ranvier.models.forward_trace import Trace, trace_forward, unchanged
 from ranvier.models.from_transformers import transformer_blocks
 from ranvier.models.sent_values import name_of, pack, unpack
-
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def blocks_of(module: nn.Module, cut: Sequence[str] | Literal["auto"] = "auto", *, inputs: Sequence[str] | None = None,
@@ -107,7 +105,7 @@ def _cuts(module: nn.Module, cut: Sequence[str] | Literal["auto"]) -> list[str]:
                              remedy=f"Name one of {', '.join(close or paths[:8])}.")
         for name in matching:
             one = module.get_submodule(name)
-            if isinstance(one, (nn.ModuleList, nn.ModuleDict)):
+            if isinstance(one, CONTAINERS) and type(one).forward is nn.Module.forward:
                 raise ModelError("is a list, which is never called", where="cut", value=name,
                                  remedy=f'Name its elements: "{name}.*".')
         found += matching
@@ -115,10 +113,10 @@ def _cuts(module: nn.Module, cut: Sequence[str] | Literal["auto"]) -> list[str]:
 
 
 def _parts(module: nn.Module, prefix: str) -> Iterator[str]:
-    """Children with parameters, and those of lists and sequences in place of these."""
+    """Children with parameters, and those of plain lists and sequences in place of these."""
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        if isinstance(child, _CONTAINERS):
+        if not beside_modules(child):
             yield from _parts(child, f"{path}.")
         elif any(True for _ in child.parameters()):
             yield path

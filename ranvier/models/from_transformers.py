@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
-from ranvier.block import Loss, Model, StandInModes, State, as_model
+from ranvier.block import HOOKS, Loss, Model, StandInModes, State, as_model, beside_modules
 from ranvier.errors import ModelError
 from ranvier.tensor.split.loss import NextTokenLoss
 
@@ -131,8 +131,9 @@ def _plan(model: nn.Module, inputs: dict[str, Tensor]) -> _Plan:
     """Run the model once, and find its list of layers."""
     config = getattr(model, "config", None)
     options: dict[str, object] = {"use_cache": False} if hasattr(config, "use_cache") else {}
-    lists = {name: list(module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
-             and len(module) and all(any(True for _ in layer.parameters()) for layer in module)}
+    lists = {name: list(module) for name, module in model.named_modules()
+             if isinstance(module, nn.ModuleList) and not beside_modules(module) and len(module)
+             and all(any(True for _ in layer.parameters()) for layer in module)}
     order: list[tuple[str, int]] = []
 
     def note(place: tuple[str, int]) -> Callable[..., None]:
@@ -158,6 +159,10 @@ def _plan(model: nn.Module, inputs: dict[str, Tensor]) -> _Plan:
         raise _refused(model, "has no list of layers" if not chains else f"has {len(chains)} lists of layers "
                        f"({', '.join(chains)}), and a pipeline has one", type(model).__name__)
     plan = _Plan(path=chains[0], count=len(lists[chains[0]]), inputs=inputs, options=options)
+    for path in plan.ancestors:
+        if any(getattr(model.get_submodule(path), hooks) for hooks in HOOKS):
+            raise _refused(model, "has hooks, which would run in two blocks", path or type(model).__name__,
+                           "Remove them, or register them on modules that are in one block.")
     _watch(model, plan)
     return plan
 

@@ -93,9 +93,10 @@ class Engine:
     Settings are the sections of a run's configuration; each field is documented there.
 
     Args:
-        model: a `Model`, an `nn.Sequential`, or a list or dict of modules; every rank gives the same one and keeps only
-            its stage's blocks, which are moved to the device and `dtype` in place. Training changes no module's mode,
-            evaluation puts all in `eval()` and each one back afterwards.
+        model: a `Model`, a list or dict of modules, or a plain container of them (`nn.Sequential`, `nn.ModuleList`,
+            `nn.ModuleDict`) without anything of its own; every rank gives the same one and keeps only its stage's
+            blocks, which are moved to the device and `dtype` in place. Training changes no module's mode, evaluation
+            puts all in `eval()` and each one back afterwards.
         world: this rank, from `ranvier.start`.
         mesh: how the ranks are arranged; by default that of `ranvier.start`, else all along `data`.
         loss: (output, targets) -> (sum of losses, weight), for models that do not bring theirs.
