@@ -25,6 +25,9 @@ INITIAL_PIECE = {"cpu": 1 << 16, "cuda": 1 << 22}
 """Elements that are initialised at once. On a CPU the fp64 and int64 temporaries of this many fit a core's cache; a GPU
 is busy with this many, and its temporaries take some 200 MB."""
 
+KEPT_IN_FP32 = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")
+"""Attributes of a model of transformers: names of what stays in fp32 beside half precision, and beside fp16 alone."""
+
 State = Tensor | dict[str, Tensor]
 """The carried state, which blocks hand on: one tensor, or a dict of named tensors. Anything else is refused."""
 
@@ -54,6 +57,8 @@ class Model:
     untied: parameter -> the owner of a tie that it has left, because one of them is frozen (see `freeze`). It starts
         with that parameter's values and optimizer states, and settings that name that parameter apply to it.
     quantized: full name of a frozen weight [out, in] -> the number format, int8 or nf4, in which ranks store it.
+    keep_fp32: names or patterns of modules, parameters and buffers, "block.name", that stay in fp32 beside half
+        precision.
     """
 
     blocks: Mapping[str, Callable[[], nn.Module]]
@@ -64,6 +69,7 @@ class Model:
     alike: Mapping[str, str] = field(default_factory=dict)
     untied: Mapping[str, str] = field(default_factory=dict)
     quantized: Mapping[str, str] = field(default_factory=dict)
+    keep_fp32: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.blocks:

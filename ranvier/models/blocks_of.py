@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from torch import Tensor, fx, nn
 
-from ranvier.block import CONTAINERS, StandInModes, State, beside_modules
+from ranvier.block import CONTAINERS, KEPT_IN_FP32, StandInModes, State, beside_modules
 from ranvier.errors import ModelError
 from ranvier.models.forward_trace import Trace, trace_forward, unchanged
 from ranvier.models.from_transformers import transformer_blocks
@@ -174,8 +174,9 @@ class _Block(nn.Module):
         """Whether the traced code differs between training and evaluation."""
         self.stand_in_modes = StandInModes()
 
-    def follow_modes(self, module: nn.Module) -> None:
+    def stand_for(self, module: nn.Module) -> None:
         """Have the block, and what it has in place of the modules around its submodules, follow their modes."""
+        self.stands_for = type(module)
         pairs = [(module.get_submodule(path), one) for path, one in self.named_modules()]
         self.stand_in_modes = StandInModes((original, one) for original, one in pairs if one is not original)
         self._around = [path for path, one in self.named_modules() if path and one is not module.get_submodule(path)]
@@ -237,6 +238,16 @@ class _Block(nn.Module):
         return state
 
 
+class _Around(nn.Module):
+    """In the place of a module with a cut inside: has what a block needs of it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.stands_for = type(module)
+        for name in KEPT_IN_FP32:
+            setattr(self, name, getattr(module, name, None))
+
+
 def _blocks(module: nn.Module, traces: Mapping[bool, Trace]) -> dict[str, nn.Module]:
     """The blocks of both modes' traces."""
     starts = traces[True].starts
@@ -258,7 +269,7 @@ def _blocks(module: nn.Module, traces: Mapping[bool, Trace]) -> dict[str, nn.Mod
         if id(one) not in placed:  # unused by forward, and part of the module's state nevertheless
             _put(module, blocks[starts[-1]], name)
     for block in blocks.values():
-        block.follow_modes(module)
+        block.stand_for(module)
     return dict(blocks)
 
 
@@ -305,7 +316,7 @@ def _put(module: nn.Module, block: nn.Module, path: str) -> None:
     for parent in parents:
         source = getattr(source, parent)
         if parent not in block._modules:
-            block.add_module(parent, nn.Module())
+            block.add_module(parent, _Around(source))
         block = getattr(block, parent)
     if block is source:
         return  # inside a submodule that the block has

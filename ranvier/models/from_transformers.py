@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
-from ranvier.block import HOOKS, Loss, Model, StandInModes, State, as_model, beside_modules
+from ranvier.block import HOOKS, KEPT_IN_FP32, Loss, Model, StandInModes, State, as_model, beside_modules
 from ranvier.errors import ModelError
 from ranvier.tensor.split.loss import NextTokenLoss
 
@@ -236,9 +236,10 @@ def _modules(model: nn.Module, plan: _Plan, take: Callable[[Any], State]) -> dic
         first.learn()
     layers = list(model.get_submodule(plan.path).children())
     modules: dict[str, nn.Module] = {"embedding": first}
+    kept = {name: getattr(model, name, None) for name in KEPT_IN_FP32}
     for index, layer in enumerate(layers):
         later = set().union(*(call.names for call in plan.calls[index + 1:]))
-        modules[f"layer{index}"] = _Layer(layer, plan.calls[index], later)
+        modules[f"layer{index}"] = _Layer(layer, plan.calls[index], later, kept)
     modules["head"] = _Last(model, plan, take)
     return modules
 
@@ -334,12 +335,15 @@ class _Recorder(nn.Module):
 
 
 class _Layer(nn.Module):
-    """One layer: the carried state to the same with new hidden states. later: tensors that later layers take."""
+    """One layer: the carried state to the same with new hidden states. later: tensors that later layers take. kept: the
+    model's attributes `KEPT_IN_FP32`."""
 
-    def __init__(self, layer: nn.Module, call: _Call, later: set[str]) -> None:
+    def __init__(self, layer: nn.Module, call: _Call, later: set[str], kept: Mapping[str, object]) -> None:
         super().__init__()
         self.layer = layer
         self._call, self._later = call, later
+        for name in KEPT_IN_FP32:
+            setattr(self, name, kept.get(name))
 
     def forward(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         leaves = [state[leaf.name] if isinstance(leaf, _Slot) else leaf for leaf in self._call.leaves]

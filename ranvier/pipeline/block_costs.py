@@ -24,6 +24,7 @@ from torch.utils.module_tracker import ModuleTracker
 from ranvier.block import Model, State, named
 from ranvier.cost.blocks import BlockCost
 from ranvier.errors import ModelError
+from ranvier.pipeline.formats import BlockFormats
 from ranvier.tensor import float8
 from ranvier.tensor.split.linear import SplitLinear
 
@@ -183,7 +184,8 @@ def block_costs(model: Model, inputs: State, targets: object = None,
             continue
         with torch.device("meta"):
             module = build()
-        tensors = {key: value.detach().to("meta", dtype if value.is_floating_point() else value.dtype)
+        formats = BlockFormats.of(model, name, module, dtype)
+        tensors = {key: value.detach().to("meta", formats.of_tensor(key, value))
                    .requires_grad_(value.requires_grad) for key, value in
                    (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))}
         moved, kept, entered = _MovedBytes(), KeptBytes(tensors.values()), _state_bytes(state)

@@ -48,11 +48,13 @@ from ranvier.optim.guard import BadSteps
 from ranvier.optim.optimizer import storage_bytes
 from ranvier.optim.step import GradientStatus, Updater
 from ranvier.pipeline.batch import BatchRunner
+from ranvier.pipeline.block_costs import build_on_meta
 from ranvier.pipeline.build import build_stage, cut, split_model, stage_parameters
 from ranvier.pipeline.connections import Connections
 from ranvier.pipeline.device_timeline import timeline_of
 from ranvier.pipeline.engine_settings import EngineSettings, engine_settings
 from ranvier.pipeline.examine import Cause, examine
+from ranvier.pipeline.formats import check_formats, told
 from ranvier.pipeline.held_parameters import HeldParameters
 from ranvier.pipeline.look_ahead import LookAhead
 from ranvier.pipeline.microbatch import Microbatch
@@ -68,6 +70,7 @@ from ranvier.pipeline.start_values import share_start_values
 from ranvier.pipeline.state_dict import StateDict, load_state, take_state
 from ranvier.pipeline.statistics import BatchStatistics
 from ranvier.pipeline.ties import TiedParameters, gradient_specs, ties_of
+from ranvier.precision import is_half
 from ranvier.schedule.limits import Limits, rule_limits
 from ranvier.schedule.policies import policy_named
 from ranvier.schedule.schedule import Policy
@@ -119,7 +122,11 @@ class Engine:
             from it.
         sample: a microbatch of the usual shape; on several rows a row's share of one. Its values do not matter.
         seed: of initial weights and dropout.
-        dtype: of parameters and activations. float16 scales the loss, and skips steps whose gradients overflow.
+        dtype: of parameters, buffers and activations. float16 scales the loss, and skips steps whose gradients
+            overflow.
+        keep_fp32: names of modules, parameters and buffers, or patterns of them ("*.norm"), that stay in fp32 beside a
+            `dtype` of half precision. They begin with the block's name. What a model of transformers keeps in fp32
+            stays so by itself (`pipeline/formats`); a warning tells which buffers have been cast.
         nominal_weight: expected weight of a global batch. The loss is divided by it before the backward, and gradients
             are corrected to the true weight afterwards. It matters in fp16, where auto takes it from the first batch,
             and a value that is far below that batch's weight lowers the loss scale; elsewhere it only moves rounding,
@@ -149,7 +156,8 @@ class Engine:
                  optim: Optim | None = None, learning_rate: float = 1e-3, pipeline: Pipeline | None = None,
                  policy: Policy | None = None, tensor: TensorParallel | None = None, memory: Memory | None = None,
                  guard: Guard | None = None, sample: Microbatch | None = None, seed: int = 0,
-                 dtype: torch.dtype = torch.float32, nominal_weight: float | Literal["auto"] = "auto",
+                 dtype: torch.dtype = torch.float32, keep_fp32: str | Sequence[str] = (),
+                 nominal_weight: float | Literal["auto"] = "auto",
                  frozen: int = 0, frozen_above: Sequence[int] = (), frozen_dropout: bool = True,
                  buffers: BufferSync = "broadcast", timeout_seconds: float = 300.0, check_order: bool = False,
                  flags: bool = False, compile: bool | Literal["auto"] = "auto", float8: bool = False,
@@ -174,7 +182,15 @@ class Engine:
 
         model = as_model(model, loss)
         self._came_in_evaluation = bool(given := ready_made(model)) and not some_train(given)
+        if keep_fp32:
+            keep_fp32 = [keep_fp32] if isinstance(keep_fp32, str) else keep_fp32
+            model = replace(model, keep_fp32=(*model.keep_fp32, *keep_fp32))
+            if not is_half(dtype) and world.rank == 0:
+                warnings.warn(f"Engine(keep_fp32=...) has no effect: dtype is {dtype}", stacklevel=3)
         model = freeze(model, frozen, frozen_above)
+        if keep_fp32 or is_half(dtype):
+            check_formats(model, build_on_meta(model), dtype, own=optim is not None and optimizer is None,
+                          accumulates_half=optim is not None and optim.accumulate == "half")
         self.layers, self.frozen, self.frozen_above = model.layers, frozen, tuple(frozen_above)
         self.block_names = list(model.blocks)
         self.frozen_blocks = frozen_prefix(model, frozen)
@@ -193,7 +209,11 @@ class Engine:
         self._connections = Connections(world, self.layout, tensor, check_order=check_order)
         if self._connections.tensor_mesh is not None:
             model = split_model(model, self._connections.tensor_mesh)
-        blocks = build_stage(model, self.layout, self.coordinates, seed=seed, dtype=dtype, device=world.device)
+        blocks, self.cast_buffers = build_stage(model, self.layout, self.coordinates, seed=seed, dtype=dtype,
+                                                device=world.device)
+        """Buffers of this rank's blocks that `dtype` has cast to less precision: name -> number format before."""
+        if self.cast_buffers and self.coordinates == Coordinates(pipe=self.coordinates.pipe):
+            warnings.warn(told(self.cast_buffers, dtype), stacklevel=3)
         self._parameters, self._held = stage_parameters(self.layout, blocks), HeldParameters(blocks)
         self._connect(blocks, timeout_seconds)
         self._buffers = self._share_buffers(blocks, buffers)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ranvier import keyed_random
 from ranvier.block import Loss, Model, State, as_model, initialise
+from ranvier.pipeline.formats import BlockFormats
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.modes import put_in_evaluation, restore
 from ranvier.tensor.quantized_weight import QuantizedWeight
@@ -40,8 +41,10 @@ class Reference:
                  optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None) -> None:
         model = as_model(model, loss)
         self._loss, self._seed = model.loss, seed
-        self.modules = {name: build().to(dtype=dtype) for name, build in model.blocks.items()}
+        self.modules = {name: build() for name, build in model.blocks.items()}
         """Block name -> module, in order."""
+        for name, module in self.modules.items():
+            BlockFormats.of(model, name, module, dtype).cast(module, torch.device("cpu"))
         self.parameters: dict[str, nn.Parameter] = {}
         """Global name -> parameter, with one entry for each group of tied parameters."""
         self._share_and_initialise(model)
