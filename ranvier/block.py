@@ -1,9 +1,10 @@
 """The model contract: an ordered list of named blocks and a loss.
 
-A block is an `nn.Module` whose forward takes and returns the *carried state*: one tensor, or a dict of named tensors
-(hidden states, a mask, positions). A block is never split over stages; a stage is a run of consecutive blocks. The
-loss takes what the last block returns and the targets and gives (sum, weight): the sum of the losses of the valid
-targets, and how many those are. Blocks are built lazily, so that a rank builds only the blocks it holds.
+A block is an `nn.Module` whose forward takes and returns the *carried state*: one tensor, a dict of named tensors
+(hidden states, a mask, positions), or a tuple or list. A block is never split over stages; a stage is a run of
+consecutive blocks. The loss takes what the last block returns and the targets and gives (sum, weight): the sum of the
+losses of the valid targets, and how many those are. Blocks are built lazily, so that a rank builds only the blocks it
+holds.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path
 
 from ranvier import keyed_random
 from ranvier.errors import ModelError
 from ranvier.layout import frozen_blocks
+from ranvier.sent_values import SENT, NotSent, pack, unpack
 
 INITIAL_PIECE = {"cpu": 1 << 16, "cuda": 1 << 22}
 """Elements that are initialised at once. On a CPU the fp64 and int64 temporaries of this many fit a core's cache; a GPU
@@ -29,7 +32,9 @@ KEPT_IN_FP32 = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")
 """Attributes of a model of transformers: names of what stays in fp32 beside half precision, and beside fp16 alone."""
 
 State = Tensor | dict[str, Tensor]
-"""The carried state, which blocks hand on: one tensor, or a dict of named tensors. Anything else is refused."""
+"""The carried state, which blocks hand on: one tensor, or a dict of named tensors. A block may also hand on a tuple,
+list or dict, nested too, with a tensor, and beside tensors None, sizes, whole numbers, devices and dtypes
+(`sent_values`); anything else is refused."""
 
 Loss = Callable[[State, object], tuple[Tensor, Tensor | float | int]]
 
@@ -346,26 +351,43 @@ class StandInModes:
 # --- the carried state ------------------------------------------------------------------------------------------------
 
 
-def named(state: State, where: str) -> dict[str, Tensor]:
-    """A carried state as named tensors; a single tensor has the name "". ModelError for anything else."""
+def named(state: object, where: str) -> dict[str, Tensor]:
+    """A carried state as named tensors; a single tensor has the name "", and what is neither a tensor nor a dict of
+    named tensors is packed (`sent_values`). ModelError for what cannot be, or has no tensor."""
     if isinstance(state, Tensor):
         return {"": state}
-    if isinstance(state, dict) and state and all(
-            isinstance(name, str) and name and isinstance(tensor, Tensor) for name, tensor in state.items()):
+    if type(state) is dict and state and all(
+            isinstance(name, str) and name and not name.startswith(_PACKED) and isinstance(tensor, Tensor)
+            for name, tensor in state.items()):
         return state
-    what, remedy = _refusal(state)
-    raise ModelError(f"must return a tensor or a non-empty dict of named tensors{what}", where=where,
+    try:
+        packed = pack("", state, ())
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(state)):
+            return packed
+    except NotSent:
+        pass
+    remedy = "Return the carried state that the next block takes."
+    if isinstance(state, Mapping) and (hint := wrapping_hint(state)) is not None:
+        remedy = f"{hint}."
+    raise ModelError(f"must return a tensor, or {SENT}, with at least one tensor{_odd(state)}", where=where,
                      value=type(state).__name__, remedy=remedy)
 
 
 def carried(tensors: Mapping[str, Tensor]) -> State:
     """The inverse of `named`."""
-    return tensors[""] if "" in tensors else dict(tensors)
+    if "" in tensors:
+        return tensors[""]
+    packed: State = unpack("", tensors, "") if any(name.startswith(_PACKED) for name in tensors) else dict(tensors)
+    return packed
+
+
+_PACKED = "|"
+"""What names of packed values begin with."""
 
 
 def wrapping_hint(state: object) -> str | None:
-    """How to make a block of a module that returns `state`: the line that a module around it needs; None where it
-    returns a carried state, or nothing that could be one."""
+    """How to take a tensor out of what a module returned: the line that a module around it needs; None where it
+    returned a tensor, or nothing that has one."""
     taken = _tensor_in(state)
     return None if taken is None else ("Put a module around it with the line: def forward(self, state): return "
                                        f"self.module(state){taken}")
@@ -382,16 +404,11 @@ def _tensor_in(state: object) -> str | None:
     return next(iter(places), None)
 
 
-def _refusal(state: object) -> tuple[str, str]:
-    """What of `state` is wrong, and what to do."""
-    if (hint := wrapping_hint(state)) is not None:
-        return "", f"{hint}."
-    remedy = "Return the carried state that the next block takes."
-    if isinstance(state, dict):
-        for name, value in state.items():
-            if not isinstance(name, str) or not name:
-                return f", and one key is {name!r}", "Name every tensor with a non-empty text."
-            if not isinstance(value, Tensor):
-                return (f", and under the key {name!r} is a {type(value).__name__}",
-                        "Make it a tensor, or leave it out of the carried state.")
-    return "", remedy
+def _odd(state: object) -> str:
+    """What of `state` cannot be sent."""
+    for path, leaf in tree_leaves_with_path(state):
+        try:
+            pack("", leaf, [torch.empty(1)])
+        except NotSent:
+            return f"; {keystr(path)} is a {type(leaf).__name__}" if path else ""
+    return ""

@@ -24,7 +24,7 @@ from ranvier.block import CONTAINERS, KEPT_IN_FP32, StandInModes, State, beside_
 from ranvier.errors import ModelError
 from ranvier.models.forward_trace import Trace, trace_forward, unchanged
 from ranvier.models.from_transformers import transformer_blocks
-from ranvier.models.sent_values import name_of, pack, unpack
+from ranvier.sent_values import name_of, pack, unpack
 
 
 def blocks_of(module: nn.Module, cut: Sequence[str] | Literal["auto"] = "auto", *, inputs: Sequence[str] | None = None,

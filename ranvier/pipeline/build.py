@@ -84,6 +84,11 @@ def global_parameters(model: Model, modules: dict[str, nn.Module]) -> tuple[Para
     for number, (block, module) in enumerate(modules.items()):
         for name, parameter in module.named_parameters():
             full = f"{block}.{name}"
+            if parameter.is_complex() and parameter.requires_grad:
+                raise ModelError("is complex and trains, and gradients add up as real numbers",
+                                 where=f"parameter {full}", value=parameter.dtype,
+                                 remedy="Hold a parameter of real numbers [..., 2], and compute with "
+                                        "torch.view_as_complex of it.")
             objects[full] = parameter
             found[full] = Parameter(full, tuple(parameter.shape), number, full, parameter.requires_grad,
                                     in_layer=block in layers, origin=model.untied.get(full),
