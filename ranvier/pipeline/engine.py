@@ -62,6 +62,7 @@ from ranvier.pipeline.modes import some_train
 from ranvier.pipeline.nominal_weight import NominalWeight
 from ranvier.pipeline.rank_stages import RankStages
 from ranvier.pipeline.recomputation_plan import RecomputationPlan
+from ranvier.pipeline.replica_randomness import ReplicaRandomness
 from ranvier.pipeline.replicas import Replicas
 from ranvier.pipeline.result import BatchResult
 from ranvier.pipeline.shared_buffers import BufferSync, SharedBuffers, unused_buffer_sync
@@ -121,7 +122,8 @@ class Engine:
             (in fp16: that is NaN) is an error, with the block and microbatch that it began with, and nothing is updated
             from it.
         sample: a microbatch of the usual shape; on several rows a row's share of one. Its values do not matter.
-        seed: of initial weights and dropout.
+        seed: of initial weights and dropout. Dropout of plain modules draws from torch's generator: the first replica
+            from the user's, others, and other rows, from one forked within each batch, so that masks differ.
         dtype: of parameters, buffers and activations. float16 scales the loss, and skips steps whose gradients
             overflow.
         keep_fp32: names of modules, parameters and buffers, or patterns of them ("*.norm"), that stay in fp32 beside a
@@ -179,6 +181,10 @@ class Engine:
         self._closed = False
         self._replicas: Replicas | None = None
         self.timeline = timeline_of(world.device)
+        replica = self.coordinates.data * mesh.row + self.coordinates.row
+        if world.backend.name == "in-process":  # whose ranks share one generator, so that their numbers differ
+            replica = 0
+        self._randomness = ReplicaRandomness(replica, seed, world.device)
 
         model = as_model(model, loss)
         self._came_in_evaluation = bool(given := ready_made(model)) and not some_train(given)
@@ -762,7 +768,8 @@ class Engine:
         self._connections.board.calls += 1
         batch = _as_microbatches(microbatches)
         self._finish_update()
-        self._runner.run(batch, call=self._call, step=self._step, training=training, keep_outputs=keep_outputs)
+        with self._randomness.batch():
+            self._runner.run(batch, call=self._call, step=self._step, training=training, keep_outputs=keep_outputs)
         if not training:
             self._connections.board.action = _OUTSIDE
 
