@@ -62,11 +62,10 @@ class BlockFormats:
     def cast(self, module: nn.Module, device: torch.device) -> dict[str, torch.dtype]:
         """Move the block to `device` and cast it, in place. Returns buffers with their formats before, where these had
         more precision."""
-        module.to(device=device)
         tensors = dict(_floating(module))
         kept = {id(one) for name in self.kept for one in (tensors[name], tensors[name].grad) if one is not None}
         before = {name: buffer.dtype for name, buffer in module.named_buffers()}
-        module._apply(lambda tensor: tensor.to(self._cast(tensor.dtype, id(tensor) in kept)))
+        module._apply(lambda tensor: tensor.to(device, self._cast(tensor.dtype, id(tensor) in kept)))
         return {name: before[name] for name, buffer in module.named_buffers()
                 if buffer.is_floating_point() and buffer.dtype.itemsize < before[name].itemsize}
 
