@@ -3,7 +3,7 @@
     python examples/transformers_model.py          or under torchrun or mpiexec
 
 `from_transformers` cuts it at its own list of layers. In place of the small random model here, take what
-`AutoModelForCausalLM.from_pretrained("folder")` returns.
+`AutoModelForCausalLM.from_pretrained("folder").train()` returns.
 """
 
 import torch

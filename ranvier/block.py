@@ -1,31 +1,40 @@
 """The model contract: an ordered list of named blocks and a loss.
 
-A block is an `nn.Module` whose forward takes and returns the *carried state*: one tensor, or a dict of named tensors
-(hidden states, a mask, positions). A block is never split over stages; a stage is a run of consecutive blocks. The
-loss takes what the last block returns and the targets and gives (sum, weight): the sum of the losses of the valid
-targets, and how many those are. Blocks are built lazily, so that a rank builds only the blocks it holds.
+A block is an `nn.Module` whose forward takes and returns the *carried state*: one tensor, a dict of named tensors
+(hidden states, a mask, positions), or a tuple or list. A block is never split over stages; a stage is a run of
+consecutive blocks. The loss takes what the last block returns and the targets and gives (sum, weight): the sum of the
+losses of the valid targets, and how many those are. Blocks are built lazily, so that a rank builds only the blocks it
+holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path
 
 from ranvier import keyed_random
 from ranvier.errors import ModelError
 from ranvier.layout import frozen_blocks
+from ranvier.sent_values import SENT, NotSent, pack, unpack
 
 INITIAL_PIECE = {"cpu": 1 << 16, "cuda": 1 << 22}
 """Elements that are initialised at once. On a CPU the fp64 and int64 temporaries of this many fit a core's cache; a GPU
 is busy with this many, and its temporaries take some 200 MB."""
 
+KEPT_IN_FP32 = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")
+"""Attributes of a model of transformers: names of what stays in fp32 beside half precision, and beside fp16 alone."""
+
 State = Tensor | dict[str, Tensor]
-"""The carried state, which blocks hand on: one tensor, or a dict of named tensors. Anything else is refused."""
+"""The carried state, which blocks hand on: one tensor, or a dict of named tensors. A block may also hand on a tuple,
+list or dict, nested too, with a tensor, and beside tensors None, sizes, whole numbers, devices and dtypes
+(`sent_values`); anything else is refused."""
 
 Loss = Callable[[State, object], tuple[Tensor, Tensor | float | int]]
 
@@ -53,6 +62,8 @@ class Model:
     untied: parameter -> the owner of a tie that it has left, because one of them is frozen (see `freeze`). It starts
         with that parameter's values and optimizer states, and settings that name that parameter apply to it.
     quantized: full name of a frozen weight [out, in] -> the number format, int8 or nf4, in which ranks store it.
+    keep_fp32: names or patterns of modules, parameters and buffers, "block.name", that stay in fp32 beside half
+        precision.
     """
 
     blocks: Mapping[str, Callable[[], nn.Module]]
@@ -63,6 +74,7 @@ class Model:
     alike: Mapping[str, str] = field(default_factory=dict)
     untied: Mapping[str, str] = field(default_factory=dict)
     quantized: Mapping[str, str] = field(default_factory=dict)
+    keep_fp32: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.blocks:
@@ -211,23 +223,63 @@ def as_model(model: Model | nn.Sequential | Sequence[nn.Module] | Mapping[str, n
     if loss is None:
         raise ModelError("is missing", where="loss",
                          remedy="Pass loss=f with f(output, targets) -> (sum of losses, number of valid targets).")
-    if isinstance(model, (nn.Sequential, nn.ModuleDict)):
-        modules = dict(model._modules)  # named_children() leaves out a module that comes a second time
+    if isinstance(model, nn.Module):
+        modules = dict(_modules_of(model))
     elif isinstance(model, Mapping):
         modules = dict(model)
-    elif isinstance(model, (Sequence, nn.ModuleList)):
+    elif isinstance(model, Sequence):
         modules = {str(index): module for index, module in enumerate(model)}
     else:
-        remedy = "Pass a ranvier.Model, an nn.Sequential, a list of modules, or a dict of them."
-        if isinstance(model, nn.Module):
-            remedy = "Pass ranvier.blocks_of(model), or a list of modules that are called one after the other."
-        raise ModelError("is not a list of blocks", where="model", value=type(model).__name__, remedy=remedy)
+        raise ModelError("is not a list of blocks", where="model", value=type(model).__name__,
+                         remedy="Pass a ranvier.Model, an nn.Sequential, a list of modules, or a dict of them.")
     for name, module in modules.items():
         if not isinstance(module, nn.Module):
             raise ModelError("is not an nn.Module", where=f"block {name}", value=type(module).__name__,
                              remedy="Wrap plain functions in a module with a forward method.")
     return Model(blocks={name: partial(_ready_made, module) for name, module in modules.items()}, loss=loss,
                  tied=_shared(modules))
+
+
+def _modules_of(model: nn.Module) -> Mapping[str, Any]:
+    """The modules of a container that is given as a list of blocks. ModelError for any other module."""
+    if not isinstance(model, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+        raise ModelError("is not a list of blocks", where="model", value=type(model).__name__,
+                         remedy="Pass ranvier.blocks_of(model), or a list of modules that are called one after the "
+                                "other.")
+    if lost := beside_modules(model):
+        remedy = "Pass ranvier.blocks_of(model), which takes a module with a forward of its own."
+        if type(model) in CONTAINERS:
+            remedy = "Give these to its modules, or to a module around it that ranvier.blocks_of takes."
+        raise ModelError(f"has more than modules, which blocks would lose: {', '.join(lost)}", where="model",
+                         value=type(model).__name__, remedy=remedy)
+    return model._modules  # named_children() leaves out a module that comes a second time
+
+
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+"""Exactly these are taken apart: a subclass may do anything."""
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Attributes of a module with hooks that run when it is called, which do not run for its parts."""
+
+
+def beside_modules(container: nn.Module) -> list[str]:
+    """What a module has beside submodules, and would lose if these took its place; empty for a plain container."""
+    found = [] if type(container) in CONTAINERS else [f"the class {type(container).__name__}"]
+    found += ["a forward"] if "forward" in vars(container) else []
+    found += [f"the parameter {name}" for name, one in container._parameters.items() if one is not None]
+    found += [f"the buffer {name}" for name, one in container._buffers.items() if one is not None]
+    return found + [name.strip("_").replace("_", " ") for name in HOOKS if getattr(container, name)]
+
+
+def ready_made(model: Model) -> list[nn.Module]:
+    """The blocks that exist already, of a model that was given as modules, without what other builders add."""
+    found: list[nn.Module] = []
+    for build in model.blocks.values():
+        while isinstance(build, partial) and build.func is not _ready_made and build.args:
+            build = build.args[0]
+        if isinstance(build, partial) and build.func is _ready_made:
+            found.append(build.args[0])
+    return found
 
 
 def _ready_made(module: nn.Module) -> nn.Module:
@@ -270,29 +322,72 @@ def initialise(parameter: Tensor, name: str, initial: Initial, seed: int,
         parameter[start - first:stop - first].copy_(draw(key, index) * initial.scale)
 
 
+class StandInModes:
+    """How modules of a block follow the modes of modules of a user's model that they stand for, and that the block does
+    not have: once an original is in another mode than before, so is its stand-in.
+
+    A block has it as its attribute `stand_in_modes`. Copies of a block, and saved ones, follow no other module.
+
+    Args:
+        pairs: (original, stand-in), which is put in the original's mode.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[nn.Module, nn.Module]] = ()) -> None:
+        self._pairs = [(weakref.ref(original), weakref.ref(stand_in)) for original, stand_in in pairs]
+        self._seen: list[bool | None] = [None] * len(self._pairs)
+        self.follow()
+
+    def follow(self) -> None:
+        """Take over the modes that have changed."""
+        for place, (original, stand_in) in enumerate(self._pairs):
+            one, other = original(), stand_in()
+            if one is not None and other is not None and one.training != self._seen[place]:
+                other.training = self._seen[place] = one.training
+
+    def __reduce__(self) -> tuple[type[StandInModes], tuple[()]]:
+        return StandInModes, ()
+
+
 # --- the carried state ------------------------------------------------------------------------------------------------
 
 
-def named(state: State, where: str) -> dict[str, Tensor]:
-    """A carried state as named tensors; a single tensor has the name "". ModelError for anything else."""
+def named(state: object, where: str) -> dict[str, Tensor]:
+    """A carried state as named tensors; a single tensor has the name "", and what is neither a tensor nor a dict of
+    named tensors is packed (`sent_values`). ModelError for what cannot be, or has no tensor."""
     if isinstance(state, Tensor):
         return {"": state}
-    if isinstance(state, dict) and state and all(
-            isinstance(name, str) and name and isinstance(tensor, Tensor) for name, tensor in state.items()):
+    if type(state) is dict and state and all(
+            isinstance(name, str) and name and not name.startswith(_PACKED) and isinstance(tensor, Tensor)
+            for name, tensor in state.items()):
         return state
-    what, remedy = _refusal(state)
-    raise ModelError(f"must return a tensor or a non-empty dict of named tensors{what}", where=where,
+    try:
+        packed = pack("", state, ())
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(state)):
+            return packed
+    except NotSent:
+        pass
+    remedy = "Return the carried state that the next block takes."
+    if isinstance(state, Mapping) and (hint := wrapping_hint(state)) is not None:
+        remedy = f"{hint}."
+    raise ModelError(f"must return a tensor, or {SENT}, with at least one tensor{_odd(state)}", where=where,
                      value=type(state).__name__, remedy=remedy)
 
 
 def carried(tensors: Mapping[str, Tensor]) -> State:
     """The inverse of `named`."""
-    return tensors[""] if "" in tensors else dict(tensors)
+    if "" in tensors:
+        return tensors[""]
+    packed: State = unpack("", tensors, "") if any(name.startswith(_PACKED) for name in tensors) else dict(tensors)
+    return packed
+
+
+_PACKED = "|"
+"""What names of packed values begin with."""
 
 
 def wrapping_hint(state: object) -> str | None:
-    """How to make a block of a module that returns `state`: the line that a module around it needs; None where it
-    returns a carried state, or nothing that could be one."""
+    """How to take a tensor out of what a module returned: the line that a module around it needs; None where it
+    returned a tensor, or nothing that has one."""
     taken = _tensor_in(state)
     return None if taken is None else ("Put a module around it with the line: def forward(self, state): return "
                                        f"self.module(state){taken}")
@@ -309,16 +404,11 @@ def _tensor_in(state: object) -> str | None:
     return next(iter(places), None)
 
 
-def _refusal(state: object) -> tuple[str, str]:
-    """What of `state` is wrong, and what to do."""
-    if (hint := wrapping_hint(state)) is not None:
-        return "", f"{hint}."
-    remedy = "Return the carried state that the next block takes."
-    if isinstance(state, dict):
-        for name, value in state.items():
-            if not isinstance(name, str) or not name:
-                return f", and one key is {name!r}", "Name every tensor with a non-empty text."
-            if not isinstance(value, Tensor):
-                return (f", and under the key {name!r} is a {type(value).__name__}",
-                        "Make it a tensor, or leave it out of the carried state.")
-    return "", remedy
+def _odd(state: object) -> str:
+    """What of `state` cannot be sent."""
+    for path, leaf in tree_leaves_with_path(state):
+        try:
+            pack("", leaf, [torch.empty(1)])
+        except NotSent:
+            return f"; {keystr(path)} is a {type(leaf).__name__}" if path else ""
+    return ""

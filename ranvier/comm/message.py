@@ -90,7 +90,7 @@ PREAMBLE_BYTES = _PREAMBLE.size + _CHECKSUM.size
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool)}
+    torch.uint8, torch.bool, torch.complex64, torch.complex128)}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 _Fields = tuple[tuple[str, str, tuple[int, ...], bool], ...]
@@ -214,7 +214,8 @@ def total_bytes(wire: Tensor) -> int:
 
 
 def decode(wire: Tensor, source: int, packed: Tensor | None = None) -> Message:
-    """The message in `wire` from rank `source`. Its tensors are views of `wire`, or of `packed` (see `pack`) if given.
+    """The message in `wire` from rank `source`. Its tensors are in the memory of `wire`, or of `packed` (see `pack`) if
+    given, each with a version count of its own: one may be changed in place while autograd has saved another.
 
     ValueError if the bytes are not a message.
     """
@@ -230,7 +231,7 @@ def decode(wire: Tensor, source: int, packed: Tensor | None = None) -> Message:
         raise ValueError(f"the header of this message states {total} bytes, its description {expected}; it has "
                          f"{body.numel()}")
     try:
-        tensors = {name: body[start:stop].view(_DTYPES[dtype]).view(shape)
+        tensors = {name: body[start:stop].view(_DTYPES[dtype]).view(shape).data
                    for (name, dtype, shape, _), (start, stop) in zip(fields, places, strict=True)}
         kind = MessageKind(kind & ~_APART)
     except (RuntimeError, OverflowError, TypeError) as error:

@@ -20,13 +20,11 @@ from typing import Any, Literal
 
 from torch import Tensor, fx, nn
 
-from ranvier.block import State
+from ranvier.block import CONTAINERS, KEPT_IN_FP32, StandInModes, State, beside_modules
 from ranvier.errors import ModelError
 from ranvier.models.forward_trace import Trace, trace_forward, unchanged
 from ranvier.models.from_transformers import transformer_blocks
-from ranvier.models.sent_values import name_of, pack, unpack
-
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+from ranvier.sent_values import name_of, pack, unpack
 
 
 def blocks_of(module: nn.Module, cut: Sequence[str] | Literal["auto"] = "auto", *, inputs: Sequence[str] | None = None,
@@ -37,10 +35,11 @@ def blocks_of(module: nn.Module, cut: Sequence[str] | Literal["auto"] = "auto", 
         engine = ranvier.Engine(ranvier.blocks_of(resnet, cut=["layer2", "layer3"]), world, loss=loss, optimizer=...)
 
     Parameters stay the module's own. A submodule without a cut inside is called as it is. The code around the cuts is
-    traced, and may not depend on values of tensors. `ranvier.testing.check_blocks` compares blocks with the module.
+    traced in both modes, and may not depend on values of tensors. `ranvier.testing.check_blocks` compares blocks with
+    the module.
 
     Args:
-        module: on one device, in any mode.
+        module: on one device. Blocks train in the modes that its modules are in.
         cut: names of submodules, as in `named_modules`; a block begins where each is called. A name may be a pattern:
             "transformer.h.*". By default every child with parameters, and those of lists and sequences; of a Hugging
             Face model its list of layers, as in `from_transformers`.
@@ -64,7 +63,7 @@ def blocks_of(module: nn.Module, cut: Sequence[str] | Literal["auto"] = "auto", 
     with unchanged(module):
         traces = {mode: trace_forward(module, names, arguments, output or carried_output, mode, strict=cut != "auto")
                   for mode in (True, False)}
-        blocks = _blocks(module, traces)
+    blocks = _blocks(module, traces)
     _check_shared_buffers(blocks)
     return blocks
 
@@ -106,7 +105,7 @@ def _cuts(module: nn.Module, cut: Sequence[str] | Literal["auto"]) -> list[str]:
                              remedy=f"Name one of {', '.join(close or paths[:8])}.")
         for name in matching:
             one = module.get_submodule(name)
-            if isinstance(one, (nn.ModuleList, nn.ModuleDict)):
+            if isinstance(one, CONTAINERS) and type(one).forward is nn.Module.forward:
                 raise ModelError("is a list, which is never called", where="cut", value=name,
                                  remedy=f'Name its elements: "{name}.*".')
         found += matching
@@ -114,10 +113,10 @@ def _cuts(module: nn.Module, cut: Sequence[str] | Literal["auto"]) -> list[str]:
 
 
 def _parts(module: nn.Module, prefix: str) -> Iterator[str]:
-    """Children with parameters, and those of lists and sequences in place of these."""
+    """Children with parameters, and those of plain lists and sequences in place of these."""
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        if isinstance(child, _CONTAINERS):
+        if not beside_modules(child):
             yield from _parts(child, f"{path}.")
         elif any(True for _ in child.parameters()):
             yield path
@@ -171,8 +170,20 @@ class _Block(nn.Module):
         super().__init__()
         self._name, self._inputs, self._place = name, tuple(inputs), place
         self._parts: dict[bool, _Part] = {}
+        self._has_modes = False
+        """Whether the traced code differs between training and evaluation."""
+        self.stand_in_modes = StandInModes()
+
+    def stand_for(self, module: nn.Module) -> None:
+        """Have the block, and what it has in place of the modules around its submodules, follow their modes."""
+        self.stands_for = type(module)
+        pairs = [(module.get_submodule(path), one) for path, one in self.named_modules()]
+        self.stand_in_modes = StandInModes((original, one) for original, one in pairs if one is not original)
+        self._around = [path for path, one in self.named_modules() if path and one is not module.get_submodule(path)]
 
     def forward(self, state: State) -> State:
+        if self._has_modes:
+            self._check_modes()
         part = self._parts[self.training]
         if self._place in ("first", "only"):
             values = self._named_inputs(state)
@@ -201,6 +212,14 @@ class _Block(nn.Module):
             state |= pack(name, value, [*taken, *given])
         return state
 
+    def _check_modes(self) -> None:
+        """The traced code is in one mode: refuse others of modules around."""
+        for path in self._around:
+            if self.get_submodule(path).training != self.training:
+                raise ModelError("is in another mode than the module around it, and code around the cuts depends on "
+                                 "the mode", where=f"submodule {path}", value=f"training={not self.training}",
+                                 remedy="Put both in one mode, or cut so that the submodule is called as a whole.")
+
     def _in_place(self, what: str) -> ModelError:
         return ModelError(f"changes {what} in place, which the block before it may still use",
                           where=f"block {self._name}",
@@ -219,6 +238,16 @@ class _Block(nn.Module):
         return state
 
 
+class _Around(nn.Module):
+    """In the place of a module with a cut inside: has what a block needs of it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.stands_for = type(module)
+        for name in KEPT_IN_FP32:
+            setattr(self, name, getattr(module, name, None))
+
+
 def _blocks(module: nn.Module, traces: Mapping[bool, Trace]) -> dict[str, nn.Module]:
     """The blocks of both modes' traces."""
     starts = traces[True].starts
@@ -226,18 +255,22 @@ def _blocks(module: nn.Module, traces: Mapping[bool, Trace]) -> dict[str, nn.Mod
         raise ModelError("are called in another order in evaluation than in training", where="cut",
                          value=traces[False].starts, remedy="Cut where both modes run.")
     inputs = [node.name for node in traces[True].graph.nodes if node.op == "placeholder"]
-    blocks: dict[str, nn.Module] = {}
+    has_modes = len({trace.graph.python_code("self").src for trace in traces.values()}) > 1
+    blocks: dict[str, _Block] = {}
     for number, name in enumerate(starts):
         place: Any = "only" if len(starts) == 1 else "first" if number == 0 else \
             "last" if number == len(starts) - 1 else "between"
         block = blocks[name] = _Block(name, inputs, place)
         for mode, trace in traces.items():
             block._parts[mode] = _part(module, block, trace.graph, number, place in ("last", "only"))
+        block._has_modes = has_modes
     placed = {id(one) for block in blocks.values() for one in (*block.parameters(), *block.buffers())}
     for name, one in (*module.named_parameters(), *module.named_buffers()):
         if id(one) not in placed:  # unused by forward, and part of the module's state nevertheless
             _put(module, blocks[starts[-1]], name)
-    return blocks
+    for block in blocks.values():
+        block.stand_for(module)
+    return dict(blocks)
 
 
 def _part(module: nn.Module, block: nn.Module, graph: fx.Graph, number: int, is_last: bool) -> _Part:
@@ -283,7 +316,7 @@ def _put(module: nn.Module, block: nn.Module, path: str) -> None:
     for parent in parents:
         source = getattr(source, parent)
         if parent not in block._modules:
-            block.add_module(parent, nn.Module())
+            block.add_module(parent, _Around(source))
         block = getattr(block, parent)
     if block is source:
         return  # inside a submodule that the block has

@@ -22,6 +22,7 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 
+from ranvier.block import HOOKS
 from ranvier.errors import ModelError, RanvierError
 
 REMEDY = ("Move this code into the forward of a submodule: modules without a cut inside are not traced "
@@ -149,9 +150,9 @@ def trace_forward(module: nn.Module, cuts: Sequence[str], inputs: Sequence[str],
     for name, one in module.named_modules():
         if not tracer.is_leaf_module(one, name) or one is module:
             one.training = training
-            if one is module and (one._forward_hooks or one._forward_pre_hooks):
-                raise ModelError("has forward hooks, which its blocks would not run", where=type(module).__name__,
-                                 remedy="Remove them, or register them on submodules.")
+            if any(getattr(one, hooks) for hooks in HOOKS):
+                raise ModelError("has hooks, which its blocks would not run", where=name or type(module).__name__,
+                                 remedy="Remove them, or register them on submodules without a cut inside.")
     try:
         with _Recorder(tracer):
             graph = tracer.trace(module)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
-from ranvier.block import Loss, Model, State, as_model
+from ranvier.block import HOOKS, KEPT_IN_FP32, Loss, Model, StandInModes, State, as_model, beside_modules
 from ranvier.errors import ModelError
 from ranvier.tensor.split.loss import NextTokenLoss
 
@@ -38,13 +38,14 @@ def from_transformers(model: nn.Module, sample: Mapping[str, Tensor] | Tensor | 
     """The blocks of a Hugging Face decoder, encoder or vision model, cut at its own list of layers
     (`model.model.layers` and its like), for data and pipeline parallelism. Parameters stay the model's own.
 
-        model = ranvier.from_transformers(AutoModelForCausalLM.from_pretrained("folder"))
+        model = ranvier.from_transformers(AutoModelForCausalLM.from_pretrained("folder").train())
         engine = ranvier.Engine(model, world, optimizer=...)
 
     The blocks are run on one sample, and refused where their output is not the model's.
 
     Args:
-        model: in any mode, on one device.
+        model: on one device. Blocks train in the modes that its modules are in: `from_pretrained` of transformers
+            returns models in evaluation mode, which train without dropout until `model.train()`.
         sample: inputs of two or more samples: the main input, or named inputs as the model's forward takes them. By
             default tokens or images of the sizes in `model.config`. Microbatches have the same names.
         loss: by default that of the next token for ...ForCausalLM and ...LMHeadModel, whose targets are the inputs one
@@ -70,6 +71,9 @@ def transformer_blocks(model: nn.Module, sample: Mapping[str, Tensor] | Tensor |
         expected = take(model(**inputs, **plan.options))
         modules = _modules(model, plan, take)
         found = _run(modules, inputs)
+    for module in modules.values():
+        if isinstance(module, (_First, _Last)):
+            module.stand_in_modes.follow()
     _compare(model, expected, found)
     _check_parameters(model, modules)
     return modules
@@ -127,8 +131,9 @@ def _plan(model: nn.Module, inputs: dict[str, Tensor]) -> _Plan:
     """Run the model once, and find its list of layers."""
     config = getattr(model, "config", None)
     options: dict[str, object] = {"use_cache": False} if hasattr(config, "use_cache") else {}
-    lists = {name: list(module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
-             and len(module) and all(any(True for _ in layer.parameters()) for layer in module)}
+    lists = {name: list(module) for name, module in model.named_modules()
+             if isinstance(module, nn.ModuleList) and not beside_modules(module) and len(module)
+             and all(any(True for _ in layer.parameters()) for layer in module)}
     order: list[tuple[str, int]] = []
 
     def note(place: tuple[str, int]) -> Callable[..., None]:
@@ -154,6 +159,10 @@ def _plan(model: nn.Module, inputs: dict[str, Tensor]) -> _Plan:
         raise _refused(model, "has no list of layers" if not chains else f"has {len(chains)} lists of layers "
                        f"({', '.join(chains)}), and a pipeline has one", type(model).__name__)
     plan = _Plan(path=chains[0], count=len(lists[chains[0]]), inputs=inputs, options=options)
+    for path in plan.ancestors:
+        if any(getattr(model.get_submodule(path), hooks) for hooks in HOOKS):
+            raise _refused(model, "has hooks, which would run in two blocks", path or type(model).__name__,
+                           "Remove them, or register them on modules that are in one block.")
     _watch(model, plan)
     return plan
 
@@ -227,9 +236,10 @@ def _modules(model: nn.Module, plan: _Plan, take: Callable[[Any], State]) -> dic
         first.learn()
     layers = list(model.get_submodule(plan.path).children())
     modules: dict[str, nn.Module] = {"embedding": first}
+    kept = {name: getattr(model, name, None) for name in KEPT_IN_FP32}
     for index, layer in enumerate(layers):
         later = set().union(*(call.names for call in plan.calls[index + 1:]))
-        modules[f"layer{index}"] = _Layer(layer, plan.calls[index], later)
+        modules[f"layer{index}"] = _Layer(layer, plan.calls[index], later, kept)
     modules["head"] = _Last(model, plan, take)
     return modules
 
@@ -249,6 +259,7 @@ class _First(nn.Module):
         recorders = [_Recorder(self, size) for size in plan.tuples]
         self.model = _shell(model, plan, {name: _Absent(name) for name, phase in plan.phases.items()
                                           if phase == "after"}, recorders, has_parameters=True)
+        self.stand_in_modes = _shell_modes(model, plan, self.model)
         self._called: list[tuple[tuple[object, ...], TreeSpec]] = []
         self._hidden: Tensor | None = None
 
@@ -324,12 +335,15 @@ class _Recorder(nn.Module):
 
 
 class _Layer(nn.Module):
-    """One layer: the carried state to the same with new hidden states. later: tensors that later layers take."""
+    """One layer: the carried state to the same with new hidden states. later: tensors that later layers take. kept: the
+    model's attributes `KEPT_IN_FP32`."""
 
-    def __init__(self, layer: nn.Module, call: _Call, later: set[str]) -> None:
+    def __init__(self, layer: nn.Module, call: _Call, later: set[str], kept: Mapping[str, object]) -> None:
         super().__init__()
         self.layer = layer
         self._call, self._later = call, later
+        for name in KEPT_IN_FP32:
+            setattr(self, name, kept.get(name))
 
     def forward(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         leaves = [state[leaf.name] if isinstance(leaf, _Slot) else leaf for leaf in self._call.leaves]
@@ -353,6 +367,7 @@ class _Last(nn.Module):
             for name, phase in plan.phases.items() if phase == "before"}
         injectors = [_Injector(self._state, size) for size in plan.tuples]
         self.model = _shell(model, plan, stand_ins, injectors, has_parameters=False)
+        self.stand_in_modes = _shell_modes(model, plan, self.model)
 
     def forward(self, state: dict[str, Tensor]) -> State:
         hidden = state["hidden"]
@@ -445,6 +460,10 @@ def _shell(model: nn.Module, plan: _Plan, others: Mapping[str, nn.Module], layer
     parent, _, name = plan.path.rpartition(".")
     copies[parent]._modules[name] = nn.ModuleList(layers)
     return copies[""]
+
+
+def _shell_modes(model: nn.Module, plan: _Plan, shell: nn.Module) -> StandInModes:
+    return StandInModes((model.get_submodule(path), shell.get_submodule(path)) for path in plan.ancestors)
 
 
 # --- the sample, the loss, and the comparison ------------------------------------------------------------------------

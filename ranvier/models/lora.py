@@ -199,7 +199,7 @@ def _adapted(build: Callable[[], nn.Module], block: str, targets: Mapping[str, _
                 for kind, parameter in adapter.named_parameters():
                     full = f"{_joined(block, name)}.lora.{kind}"
                     initialise(parameter, full, _start(full, target.in_features), seed)
-        add_adapter(layer, adapter, target.part)
+        add_adapter(layer, adapter.train(layer.training), target.part)
     trained = {parameter for layer in _head_layers(module) for parameter in layer.parameters()} if trains else set()
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(is_adapter(name) or parameter in trained)

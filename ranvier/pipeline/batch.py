@@ -90,7 +90,6 @@ class BatchRunner:
         training step that dropout is keyed by. keep_outputs: whether the last stage keeps what its blocks return."""
         self._call, self._step = call, step
         leads = self._connections.sequencer.leads
-        self._stages.begin(training)
         if self._connections.tensor_mesh is not None:
             self._connections.tensor_mesh.whole_outputs = keep_outputs
         schedule = RankSchedule(
@@ -100,6 +99,7 @@ class BatchRunner:
         ran: list[Action] = []
         running: Action | None = None
         try:
+            self._stages.begin(training)
             self._connections.inbox.begin(call, step, len(batch), schedule.on_message if leads else _unheard)
             if training and self.nominal_weight is not None and not (self._has_loss and batch):
                 self.nominal_weight.start(0.0)

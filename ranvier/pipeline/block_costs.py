@@ -21,9 +21,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
-from ranvier.block import Model, State, named
+from ranvier.block import Model, State, named, wrapping_hint
 from ranvier.cost.blocks import BlockCost
 from ranvier.errors import ModelError
+from ranvier.pipeline.formats import BlockFormats
 from ranvier.tensor import float8
 from ranvier.tensor.split.linear import SplitLinear
 
@@ -183,12 +184,13 @@ def block_costs(model: Model, inputs: State, targets: object = None,
             continue
         with torch.device("meta"):
             module = build()
-        tensors = {key: value.detach().to("meta", dtype if value.is_floating_point() else value.dtype)
+        formats = BlockFormats.of(model, name, module, dtype)
+        tensors = {key: value.detach().to("meta", formats.of_tensor(key, value))
                    .requires_grad_(value.requires_grad) for key, value in
                    (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))}
         moved, kept, entered = _MovedBytes(), KeptBytes(tensors.values()), _state_bytes(state)
         products = _Float8Products()
-        state = _as_leaves(state, trains)
+        state = entered_state = _as_leaves(state, trains)
         trains |= any(tensor.requires_grad for tensor in tensors.values())
         try:
             with torch.enable_grad(), _FlopCounter(custom_mapping=counted) as counter, kept, moved, FusedAttention(), \
@@ -199,7 +201,8 @@ def block_costs(model: Model, inputs: State, targets: object = None,
         except Exception as error:
             raise ModelError(f"does not take {before}: {type(error).__name__}: {error}",
                              where=f"block {name}",
-                             remedy="Make its forward take and return the carried state.") from error
+                             remedy=f"Make its forward take and return the carried state.{_hint(entered_state)}"
+                             ) from error
         outputs = named(state, f"block {name}")
         share, defers = _weights_of(module, counter)
         costs.append(BlockCost(
@@ -220,6 +223,11 @@ def block_costs(model: Model, inputs: State, targets: object = None,
         costs[-1] = replace(costs[-1], moved_bytes=costs[-1].moved_bytes + moved.read + moved.written,
                             operations=costs[-1].operations + moved.operations)
     return costs
+
+
+def _hint(state: State) -> str:
+    hint = wrapping_hint(state)
+    return "" if hint is None else f" If the block before it is none of yours: {hint}."
 
 
 class _WholeBlock:
@@ -273,7 +281,8 @@ def _state_bytes(state: State) -> int:
 
 def _as_leaves(state: State, trains: bool) -> State:
     """The carried state as it enters a stage: leaves that want gradients, where something before them trains."""
-    leaves: State = tree_map(lambda leaf: leaf.detach().requires_grad_(trains and leaf.is_floating_point())
+    leaves: State = tree_map(lambda leaf: leaf.detach().requires_grad_(
+        trains and (leaf.is_floating_point() or leaf.is_complex()))
                              if isinstance(leaf, Tensor) else leaf, state)
     return leaves
 

@@ -20,6 +20,7 @@ from ranvier.errors import ConfigError, ModelError
 from ranvier.layout import Box, Layout, Parameter
 from ranvier.mesh import Coordinates, Mesh, StagePlacement
 from ranvier.pipeline.block_costs import block_costs, build_on_meta
+from ranvier.pipeline.formats import BlockFormats
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.partition import partition_for, uniform
 from ranvier.system.terminal import TextTable
@@ -83,6 +84,11 @@ def global_parameters(model: Model, modules: dict[str, nn.Module]) -> tuple[Para
     for number, (block, module) in enumerate(modules.items()):
         for name, parameter in module.named_parameters():
             full = f"{block}.{name}"
+            if parameter.is_complex() and parameter.requires_grad:
+                raise ModelError("is complex and trains, and gradients add up as real numbers",
+                                 where=f"parameter {full}", value=parameter.dtype,
+                                 remedy="Hold a parameter of real numbers [..., 2], and compute with "
+                                        "torch.view_as_complex of it.")
             objects[full] = parameter
             found[full] = Parameter(full, tuple(parameter.shape), number, full, parameter.requires_grad,
                                     in_layer=block in layers, origin=model.untied.get(full),
@@ -239,19 +245,24 @@ def _table(layout: Layout, names: tuple[str, ...], weights: Sequence[float],
 
 
 def build_stage(model: Model, layout: Layout, at: Coordinates, *, seed: int, dtype: torch.dtype,
-                device: torch.device) -> list[tuple[int, str, nn.Module]]:
+                device: torch.device) -> tuple[list[tuple[int, str, nn.Module]], dict[str, torch.dtype]]:
     """This rank's blocks with their initial weights. Ends of a tie that have one key become one parameter. Weights that
     the model has quantized are, block by block, so that one block at a time is there in full.
 
     Weights of a model that declares `initial` depend on (seed, name, place) alone; others are what the builder made.
+
+    Returns the blocks, and buffers that have lost precision (full name -> format before).
     """
     names = list(model.blocks)
     blocks: list[tuple[int, str, nn.Module]] = []
+    cast: dict[str, torch.dtype] = {}
     here: dict[str, nn.Parameter] = {}
     for number in layout.blocks_on(at.pipe):
         block = names[number]
         with device:
-            module = model.blocks[block]().to(device=device, dtype=dtype)
+            module = model.blocks[block]()
+        before = BlockFormats.of(model, block, module, dtype).cast(module, device)
+        cast |= {f"{block}.{name}": one for name, one in before.items()}
         blocks.append((number, block, module))
         for name, parameter in list(module.named_parameters()):
             full = f"{block}.{name}"
@@ -269,7 +280,7 @@ def build_stage(model: Model, layout: Layout, at: Coordinates, *, seed: int, dty
             if (weight_format := layout[full].quantized) is not None:
                 here[key] = nn.Parameter(QuantizedWeight.of(parameter, weight_format), requires_grad=False)
                 _replace_parameter(module, name, here[key])
-    return blocks
+    return blocks, cast
 
 
 def _replace_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ranvier.block import Loss, Model, State, as_model, freeze, frozen_prefix
+from ranvier.block import Loss, Model, State, as_model, freeze, frozen_prefix, ready_made
 from ranvier.comm.protocol import Group
 from ranvier.config.arguments import of_engine
 from ranvier.config.parameter_groups import problems as group_problems
@@ -48,17 +48,21 @@ from ranvier.optim.guard import BadSteps
 from ranvier.optim.optimizer import storage_bytes
 from ranvier.optim.step import GradientStatus, Updater
 from ranvier.pipeline.batch import BatchRunner
+from ranvier.pipeline.block_costs import build_on_meta
 from ranvier.pipeline.build import build_stage, cut, split_model, stage_parameters
 from ranvier.pipeline.connections import Connections
 from ranvier.pipeline.device_timeline import timeline_of
 from ranvier.pipeline.engine_settings import EngineSettings, engine_settings
 from ranvier.pipeline.examine import Cause, examine
+from ranvier.pipeline.formats import check_formats, told
 from ranvier.pipeline.held_parameters import HeldParameters
 from ranvier.pipeline.look_ahead import LookAhead
 from ranvier.pipeline.microbatch import Microbatch
+from ranvier.pipeline.modes import some_train
 from ranvier.pipeline.nominal_weight import NominalWeight
 from ranvier.pipeline.rank_stages import RankStages
 from ranvier.pipeline.recomputation_plan import RecomputationPlan
+from ranvier.pipeline.replica_randomness import ReplicaRandomness
 from ranvier.pipeline.replicas import Replicas
 from ranvier.pipeline.result import BatchResult
 from ranvier.pipeline.shared_buffers import BufferSync, SharedBuffers, unused_buffer_sync
@@ -67,6 +71,7 @@ from ranvier.pipeline.start_values import share_start_values
 from ranvier.pipeline.state_dict import StateDict, load_state, take_state
 from ranvier.pipeline.statistics import BatchStatistics
 from ranvier.pipeline.ties import TiedParameters, gradient_specs, ties_of
+from ranvier.precision import is_half
 from ranvier.schedule.limits import Limits, rule_limits
 from ranvier.schedule.policies import policy_named
 from ranvier.schedule.schedule import Policy
@@ -92,8 +97,10 @@ class Engine:
     Settings are the sections of a run's configuration; each field is documented there.
 
     Args:
-        model: a `Model`, an `nn.Sequential`, or a list or dict of modules; every rank gives the same one and keeps only
-            its stage's blocks, which are moved to the device and `dtype` in place.
+        model: a `Model`, a list or dict of modules, or a plain container of them (`nn.Sequential`, `nn.ModuleList`,
+            `nn.ModuleDict`) without anything of its own; every rank gives the same one and keeps only its stage's
+            blocks, which are moved to the device and `dtype` in place. Training changes no module's mode, evaluation
+            puts all in `eval()` and each one back afterwards.
         world: this rank, from `ranvier.start`.
         mesh: how the ranks are arranged; by default that of `ranvier.start`, else all along `data`.
         loss: (output, targets) -> (sum of losses, weight), for models that do not bring theirs.
@@ -115,8 +122,13 @@ class Engine:
             (in fp16: that is NaN) is an error, with the block and microbatch that it began with, and nothing is updated
             from it.
         sample: a microbatch of the usual shape; on several rows a row's share of one. Its values do not matter.
-        seed: of initial weights and dropout.
-        dtype: of parameters and activations. float16 scales the loss, and skips steps whose gradients overflow.
+        seed: of initial weights and dropout. Dropout of plain modules draws from torch's generator: the first replica
+            from the user's, others, and other rows, from one forked within each batch, so that masks differ.
+        dtype: of parameters, buffers and activations. float16 scales the loss, and skips steps whose gradients
+            overflow.
+        keep_fp32: names of modules, parameters and buffers, or patterns of them ("*.norm"), that stay in fp32 beside a
+            `dtype` of half precision. They begin with the block's name. What a model of transformers keeps in fp32
+            stays so by itself (`pipeline/formats`); a warning tells which buffers have been cast.
         nominal_weight: expected weight of a global batch. The loss is divided by it before the backward, and gradients
             are corrected to the true weight afterwards. It matters in fp16, where auto takes it from the first batch,
             and a value that is far below that batch's weight lowers the loss scale; elsewhere it only moves rounding,
@@ -146,7 +158,8 @@ class Engine:
                  optim: Optim | None = None, learning_rate: float = 1e-3, pipeline: Pipeline | None = None,
                  policy: Policy | None = None, tensor: TensorParallel | None = None, memory: Memory | None = None,
                  guard: Guard | None = None, sample: Microbatch | None = None, seed: int = 0,
-                 dtype: torch.dtype = torch.float32, nominal_weight: float | Literal["auto"] = "auto",
+                 dtype: torch.dtype = torch.float32, keep_fp32: str | Sequence[str] = (),
+                 nominal_weight: float | Literal["auto"] = "auto",
                  frozen: int = 0, frozen_above: Sequence[int] = (), frozen_dropout: bool = True,
                  buffers: BufferSync = "broadcast", timeout_seconds: float = 300.0, check_order: bool = False,
                  flags: bool = False, compile: bool | Literal["auto"] = "auto", float8: bool = False,
@@ -168,8 +181,22 @@ class Engine:
         self._closed = False
         self._replicas: Replicas | None = None
         self.timeline = timeline_of(world.device)
+        replica = self.coordinates.data * mesh.row + self.coordinates.row
+        if world.backend.name == "in-process":  # whose ranks share one generator, so that their numbers differ
+            replica = 0
+        self._randomness = ReplicaRandomness(replica, seed, world.device)
 
-        model = freeze(as_model(model, loss), frozen, frozen_above)
+        model = as_model(model, loss)
+        self._came_in_evaluation = bool(given := ready_made(model)) and not some_train(given)
+        if keep_fp32:
+            keep_fp32 = [keep_fp32] if isinstance(keep_fp32, str) else keep_fp32
+            model = replace(model, keep_fp32=(*model.keep_fp32, *keep_fp32))
+            if not is_half(dtype) and world.rank == 0:
+                warnings.warn(f"Engine(keep_fp32=...) has no effect: dtype is {dtype}", stacklevel=3)
+        model = freeze(model, frozen, frozen_above)
+        if keep_fp32 or is_half(dtype):
+            check_formats(model, build_on_meta(model), dtype, own=optim is not None and optimizer is None,
+                          accumulates_half=optim is not None and optim.accumulate == "half")
         self.layers, self.frozen, self.frozen_above = model.layers, frozen, tuple(frozen_above)
         self.block_names = list(model.blocks)
         self.frozen_blocks = frozen_prefix(model, frozen)
@@ -188,7 +215,11 @@ class Engine:
         self._connections = Connections(world, self.layout, tensor, check_order=check_order)
         if self._connections.tensor_mesh is not None:
             model = split_model(model, self._connections.tensor_mesh)
-        blocks = build_stage(model, self.layout, self.coordinates, seed=seed, dtype=dtype, device=world.device)
+        blocks, self.cast_buffers = build_stage(model, self.layout, self.coordinates, seed=seed, dtype=dtype,
+                                                device=world.device)
+        """Buffers of this rank's blocks that `dtype` has cast to less precision: name -> number format before."""
+        if self.cast_buffers and self.coordinates == Coordinates(pipe=self.coordinates.pipe):
+            warnings.warn(told(self.cast_buffers, dtype), stacklevel=3)
         self._parameters, self._held = stage_parameters(self.layout, blocks), HeldParameters(blocks)
         self._connect(blocks, timeout_seconds)
         self._buffers = self._share_buffers(blocks, buffers)
@@ -229,13 +260,13 @@ class Engine:
         gradients = self._updater.gradients
         self._stages = RankStages([Stage(
             [block for block in blocks if block[0] in self.layout.blocks(stage)],
-            still=range(0 if frozen_dropout else self.frozen_blocks),
             loss=model.loss if stage == placement.num_stages - 1 else None, seed=seed, device=world.device,
             progress=self._progress, block_passed=gradients.block_passed, segments=plan.segments(stage),
             mesh=self._connections.tensor_mesh, compile=self._compiles(compile), tables=tables,
             in_float8=float8_layers(blocks, len(self.block_names), world.device) if float8 else (),
             weight_gradients=self._weight_gradients())
-            for stage in placement.stages_of(self.coordinates.pipe)])
+            for stage in placement.stages_of(self.coordinates.pipe)],
+            eval_blocks=range(0 if frozen_dropout else self.frozen_blocks))
         defer_bytes = None if settings.defer_bytes == "auto" else settings.defer_bytes
         self._runner = BatchRunner(
             placement=placement, at=self.coordinates, stages=self._stages, connections=self._connections,
@@ -533,6 +564,7 @@ class Engine:
     def _accumulate(self, microbatches: Batch, *, updates: bool) -> None:
         """Run forwards and backwards, and start every reduction. updates: whether a step follows."""
         self._finish_update()
+        self._name_evaluation_mode()
         for name, parameter in self._parameters.items():
             # an end that `named_parameters` leaves out trains as the one that it shows
             parameter.requires_grad_(self._parameters[self.layout[name].owner].requires_grad)
@@ -554,6 +586,14 @@ class Engine:
             self._updater.gradients.added(tie.parameter)
         self._buffers.start()  # after the reduction of every chunk has begun, so in one order on all replicas
         self._connections.board.action = "the average of gradients over data, and the optimizer"
+
+    def _name_evaluation_mode(self) -> None:
+        """Warn, once, where a whole model came in evaluation mode and trains so."""
+        if self._came_in_evaluation and self.world.rank == 0 and not some_train(
+                module for _, _, module in self._stages.blocks):
+            warnings.warn("the whole model is in evaluation mode, as transformers' from_pretrained returns it, and "
+                          "trains without dropout: call model.train() before training", stacklevel=5)
+        self._came_in_evaluation = False
 
     def _bad_loss(self) -> str | None:
         """"loss is nan", where the mean loss of the global batch is not finite. An infinite one in fp16 may be an
@@ -728,7 +768,8 @@ class Engine:
         self._connections.board.calls += 1
         batch = _as_microbatches(microbatches)
         self._finish_update()
-        self._runner.run(batch, call=self._call, step=self._step, training=training, keep_outputs=keep_outputs)
+        with self._randomness.batch():
+            self._runner.run(batch, call=self._call, step=self._step, training=training, keep_outputs=keep_outputs)
         if not training:
             self._connections.board.action = _OUTSIDE
 

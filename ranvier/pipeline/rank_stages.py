@@ -6,17 +6,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ranvier.block import State
+from ranvier.pipeline.modes import follow_originals, put_in_evaluation, restore
 from ranvier.pipeline.stage import Blocks, Stage
 
 
 class RankStages:
-    """stages: by rising number; an action's `turn` is the place of its stage among them."""
+    """stages: by rising number; an action's `turn` is the place of its stage among them. eval_blocks: numbers of blocks
+    that compute as in evaluation even while others train."""
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
-        self._stages = tuple(stages)
+    def __init__(self, stages: Sequence[Stage], *, eval_blocks: range = range(0)) -> None:
+        self._stages, self._eval_blocks = tuple(stages), eval_blocks
+        self._modes: dict[nn.Module, bool] = {}
+        """Of the modules that are in evaluation mode for this batch: their own."""
 
     def __getitem__(self, turn: int) -> Stage:
         return self._stages[turn]
@@ -63,14 +67,19 @@ class RankStages:
         self.last.observe = outputs
 
     def begin(self, training: bool) -> None:
-        """A new batch."""
+        """A new batch: of an evaluation with all blocks in evaluation mode, else in the modes that they are in."""
+        follow_originals(module for _, _, module in self.blocks)
+        self._modes = put_in_evaluation([module for number, _, module in self.blocks
+                                         if not training or number in self._eval_blocks])
         for stage in self._stages:
             stage.begin(training)
 
     def end(self) -> None:
-        """The batch has ended, or failed: the blocks are plain modules again."""
+        """The batch has ended, or failed: the blocks are plain modules again, in their own modes."""
         for stage in self._stages:
             stage.end()
+        restore(self._modes)
+        self._modes = {}
 
     def forget_weights(self) -> None:
         """Weights may have changed, or be wanted no more: those that stay gathered are let go."""

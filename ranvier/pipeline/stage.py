@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,9 @@ from ranvier.block import Loss, State, carried, named, wrapping_hint
 from ranvier.errors import ModelError, RanvierError
 from ranvier.pipeline.block_costs import loss_parts
 from ranvier.pipeline.microbatch import Microbatch
+from ranvier.pipeline.shared_memory import SharedMemory, sharing, unmarked
 from ranvier.schedule.schedule import Product
+from ranvier.tensor.autograd import Function
 from ranvier.tensor.boundaries import detached_names, with_layouts
 from ranvier.tensor.columns import plain
 from ranvier.tensor.deferred_linear import DeferringForwards
@@ -62,6 +64,18 @@ class _Graph:
     loss_dtype: torch.dtype | None
 
 
+class _Enter(Function):
+    """What a stage's blocks are given of a leaf: the same values, which they may change in place as within a stage."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
 Blocks = Sequence[tuple[int, str, nn.Module]]
 """Blocks of a stage: (number in the model, name, module)."""
 
@@ -75,7 +89,6 @@ class Stage:
         progress: called at every block boundary, forward and backward, so that messages move meanwhile.
         block_passed: called with a block's number when the last backward of the batch has passed it and all behind it;
             with the number after the last block's when that backward begins.
-        still: numbers of blocks that compute as in evaluation even while others train.
         mesh: the tensor mesh, whose columns share activations.
         compile: whether blocks are compiled for training, or on a tensor mesh their chains of elementwise operations:
             False, True, or "auto" with a warning for those that cannot be.
@@ -88,12 +101,12 @@ class Stage:
     def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], *, loss: Loss | None, seed: int,
                  device: torch.device, progress: Callable[[], None],
                  block_passed: Callable[[int], None], weight_gradients: WeightGradients,
-                 tables: Collection[nn.Parameter] = (), segments: Sequence[range] = (), still: range = range(0),
+                 tables: Collection[nn.Parameter] = (), segments: Sequence[range] = (),
                  mesh: TensorMesh | None = None, compile: bool | Literal["auto"] = False,
                  in_float8: Collection[nn.Module] = ()) -> None:
         self.blocks, self._loss, self._seed, self._device = blocks, loss, seed, device
         self.training = False
-        self._progress, self._block_passed, self._still, self._mesh = progress, block_passed, still, mesh
+        self._progress, self._block_passed, self._mesh = progress, block_passed, mesh
         self.observe: Callable[[int, State], None] | None = None
         """Given each microbatch's number and what the last block has returned for it."""
         self.loss_factor = 1.0
@@ -101,6 +114,7 @@ class Stage:
         self._weights = weight_gradients
         self._graphs: dict[int, _Graph] = {}
         self._uses: dict[str, list[WeightUse]] = {"forward": [], "backward": []}
+        self._shared = SharedMemory()
         self._last_backward = False
         self._open: list[tuple[int, list[SplitLinear]]] = []
         """Blocks that the last backward of the batch has not passed yet, and their layers."""
@@ -136,10 +150,6 @@ class Stage:
         if training:
             self._forwards.install()
             self._lookups.install()
-        for block, _, module in self.blocks:
-            wanted = training and block not in self._still
-            if module.training != wanted:
-                module.train(wanted)
 
     def end(self) -> None:
         """The batch has ended, or failed: the blocks are plain modules again."""
@@ -173,19 +183,25 @@ class Stage:
     def forward(self, number: int, step: int, microbatch: Microbatch, inputs: Mapping[str, Tensor],
                 requires_grad: frozenset[str], *, training: bool, keep_outputs: bool = False) -> Outcome:
         """Forward of microbatch `number`. `inputs` is what arrived; `requires_grad` names what wants a gradient."""
+        inputs, shared = unmarked(inputs)
         wanted = training and (bool(requires_grad) or any(
             parameter.requires_grad for _, _, module in self.blocks for parameter in module.parameters()))
         leaves = {name: tensor.detach().requires_grad_(training and name in requires_grad)
                   for name, tensor in inputs.items()}
         self._weights.forward_bytes = 0
         with torch.set_grad_enabled(wanted), self._one_pass("forward"):
-            state = self._run_blocks(carried(with_layouts(leaves, self._mesh)), step, microbatch, number)
+            entered = {name: _Enter.apply(leaf) if leaf.requires_grad else leaf for name, leaf in leaves.items()}
+            self._shared = SharedMemory()
+            self._shared.watch(entered, shared)
+            state = self._run_blocks(carried(with_layouts(entered, self._mesh)), step, microbatch, number)
             if self._loss is not None and self.observe is not None:
                 self.observe(number, plain(state))
             if self._loss is not None and not keep_outputs:
                 outputs = {"": self._compute_loss(state, microbatch, number)}
             else:
-                outputs = detached_names(named(state, f"block {self.blocks[-1][1]}"))
+                outputs = self._shared.marked(detached_names(named(state, f"block {self.blocks[-1][1]}")),
+                                              self._device)
+        self._shared.check()
         if keep_outputs and self._loss is not None and self.observe is None:
             self.outputs.append(plain(state))
         roots = {name: get_gradient_edge(tensor) for name, tensor in outputs.items() if tensor.requires_grad}
@@ -210,7 +226,9 @@ class Stage:
                 state = part(state)
             block, name, _ = self.blocks[run[-1]]
             if run[-1] != len(self.blocks) - 1:
-                self._watch_boundary(named(state, f"block {name}"), block + 1)
+                tensors = named(state, f"block {name}")
+                self._watch_boundary(tensors, block + 1)
+                self._shared.watch(tensors := plain(tensors), sharing(tensors))
         return state
 
     def _cached(self, num_blocks: int, state: State, step: int, samples: Tensor, number: int) -> State:
@@ -231,7 +249,8 @@ class Stage:
     def _run_some(self, run: range, step: int, samples: Tensor, number: int, state: State) -> State:
         """Blocks `run`, one after the other; under recomputation again in the backward, with the same randomness."""
         for _, name, module in self.blocks[run.start:run.stop]:
-            with keyed_random.scope(self._seed, step, samples, name) as scope, using(self._fused):
+            with keyed_random.scope(self._seed, step, samples, name) as scope, using(self._fused), \
+                    torch.set_grad_enabled(self.training):  # a frozen block may compute gradients inside
                 try:
                     if self._compiled is None or not self.training:
                         state = module(state)
@@ -247,6 +266,9 @@ class Stage:
                         error.add_note(f"the block was given the carried state, a dict of {', '.join(state)}: around a "
                                        "module that takes tensors put one with the line: def forward(self, state): "
                                        "return self.module(**state)")
+                    elif isinstance(error, (AttributeError, TypeError)) and (hint := wrapping_hint(state)) is not None:
+                        error.add_note(f"the block was given a {type(state).__name__}, which the block before it has "
+                                       f"returned. If that is no block of yours: {hint}")
                     raise
             self._progress()
         return state

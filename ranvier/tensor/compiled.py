@@ -31,7 +31,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from ranvier import keyed_random
-from ranvier.block import State
+from ranvier.block import State, named
 from ranvier.errors import ModelError
 from ranvier.system.compilation import watch
 from ranvier.tensor import float8
@@ -232,8 +232,9 @@ class CompiledBlocks:
 
     def _shapes_of(self, module: nn.Module, state: State, scope: keyed_random.Scope) -> _Shapes:
         """Of the block with inputs as these, and with the parameters that train now."""
-        tensors = state if isinstance(state, dict) else {"": state}
-        key = (module, (torch.is_grad_enabled(), module.training, tuple(map(is_deferrable, self._forwards.layers_of(
+        tensors = named(state, "the carried state")
+        modes = tuple(one.training for one in module.modules())
+        key = (module, (torch.is_grad_enabled(), modes, tuple(map(is_deferrable, self._forwards.layers_of(
             module))), tuple((name, one.shape, one.dtype) for name, one in tensors.items())))
         if key not in self._shapes:
             self._shapes[key] = self._examined(module, state, scope)
@@ -276,7 +277,7 @@ def _site_keys(scope: keyed_random.Scope, sites: int, state: State) -> Tensor | 
     """[sites, b] int64 on the device of the block, or None without dropout."""
     if not sites:
         return None
-    device = next(iter(state.values())).device if isinstance(state, dict) else state.device
+    device = next(iter(named(state, "the carried state").values())).device
     return torch.stack([scope.site_keys(site) for site in range(sites)]).to(device, non_blocking=True)
 
 

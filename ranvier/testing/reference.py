@@ -9,7 +9,8 @@ No pipeline, no messages, no deferred weight gradients: all blocks in order, one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 
 from ranvier import keyed_random
 from ranvier.block import Loss, Model, State, as_model, initialise
+from ranvier.pipeline.formats import BlockFormats
 from ranvier.pipeline.microbatch import Microbatch
+from ranvier.pipeline.modes import put_in_evaluation, restore
 from ranvier.tensor.quantized_weight import QuantizedWeight
 
 Example = tuple[Any, ...]
@@ -38,8 +41,10 @@ class Reference:
                  optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None) -> None:
         model = as_model(model, loss)
         self._loss, self._seed = model.loss, seed
-        self.modules = {name: build().to(dtype=dtype) for name, build in model.blocks.items()}
+        self.modules = {name: build() for name, build in model.blocks.items()}
         """Block name -> module, in order."""
+        for name, module in self.modules.items():
+            BlockFormats.of(model, name, module, dtype).cast(module, torch.device("cpu"))
         self.parameters: dict[str, nn.Parameter] = {}
         """Global name -> parameter, with one entry for each group of tied parameters."""
         self._share_and_initialise(model)
@@ -65,21 +70,20 @@ class Reference:
             weight = self.parameters[name]
             weight.data.copy_(QuantizedWeight.of(weight, weight_format).values())
 
-    def _outputs(self, microbatch: Microbatch, training: bool) -> State:
+    def _outputs(self, microbatch: Microbatch) -> State:
         samples = microbatch.samples if microbatch.samples is not None else torch.zeros(0, dtype=torch.int64)
         assert microbatch.inputs is not None, "a reference needs inputs in every microbatch"
         state = microbatch.inputs
         for name, module in self.modules.items():
-            module.train(training)
             with keyed_random.scope(self._seed, self._step, samples, name):
                 state = module(state)
         return state
 
-    def _sums(self, microbatches: Sequence[Microbatch | Example], training: bool) -> tuple[Tensor, float]:
+    def _sums(self, microbatches: Sequence[Microbatch | Example]) -> tuple[Tensor, float]:
         total, weight = torch.zeros((), dtype=torch.float64), 0.0
         for entry in microbatches:
             microbatch = entry if isinstance(entry, Microbatch) else Microbatch(*entry)
-            loss, count = self._loss(self._outputs(microbatch, training), microbatch.targets)
+            loss, count = self._loss(self._outputs(microbatch), microbatch.targets)
             total, weight = total + loss.reshape(()), weight + float(count)
         return total, weight
 
@@ -89,7 +93,7 @@ class Reference:
         self._step += 1
         for parameter in self.parameters.values():
             parameter.grad = None
-        total, weight = self._sums(microbatches, training=True)
+        total, weight = self._sums(microbatches)
         if not weight:
             return float("nan")
         if total.requires_grad:
@@ -114,14 +118,24 @@ class Reference:
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch | Example]) -> float:
         """Mean loss without dropout; NaN without a valid target."""
-        total, weight = self._sums(microbatches, training=False)
+        with self._evaluation():
+            total, weight = self._sums(microbatches)
         return float(total) / weight if weight else float("nan")
 
     @torch.no_grad()
     def predict(self, microbatches: Sequence[Microbatch | Example]) -> list[State]:
         """Output of the last block for each microbatch, without dropout."""
-        return [self._outputs(entry if isinstance(entry, Microbatch) else Microbatch(*entry), training=False)
-                for entry in microbatches]
+        with self._evaluation():
+            return [self._outputs(entry if isinstance(entry, Microbatch) else Microbatch(*entry))
+                    for entry in microbatches]
+
+    @contextmanager
+    def _evaluation(self) -> Iterator[None]:
+        modes = put_in_evaluation(list(self.modules.values()))
+        try:
+            yield
+        finally:
+            restore(modes)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ranvier import keyed_random
-from ranvier.block import Loss, Model, State, as_model, initialise, named
+from ranvier.block import Loss, Model, State, as_model, beside_modules, initialise, named
 from ranvier.config.run import TensorParallel
 from ranvier.errors import ConfigError, DivisibilityError, ModelError, RanvierError
 from ranvier.layout import part
@@ -104,7 +104,7 @@ def check_split(model: Model | nn.Module | Sequence[nn.Module], sample: Sample,
     """
     has_loss = loss is not None or isinstance(model, Model)
     blocks: Any = model  # as_model checks what it is
-    if isinstance(model, nn.Module) and not isinstance(model, (nn.Sequential, nn.ModuleDict, nn.ModuleList)):
+    if isinstance(model, nn.Module) and beside_modules(model):
         blocks = {"block": model}
     whole = _prepared(as_model(blocks, None if isinstance(model, Model) else loss or _no_loss))
     batch = _doubled(sample if isinstance(sample, Microbatch) else Microbatch(*sample) if isinstance(sample, tuple)

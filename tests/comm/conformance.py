@@ -278,8 +278,8 @@ def misuse_is_named(world: World) -> None:
         with pytest.raises(TransportError, match="must be another one of the"):
             transport.connect([wrong], [], 100)
     transport.connect([(world.rank - 1) % world.size], [other], 100)
-    with pytest.raises(TransportError, match=r"dtype that messages cannot carry .*complex64"):
-        transport.send(other, message(0, torch.ones(1, dtype=torch.complex64)))
+    with pytest.raises(TransportError, match=r"dtype that messages cannot carry .*complex32"):
+        transport.send(other, message(0, torch.ones(1, dtype=torch.complex32)))
     transport.close()
     transport.close()
     for use in (lambda: transport.send(other, message(0)), transport.poll, lambda: transport.wait(1.0),
@@ -550,7 +550,7 @@ def wrong_tensors_are_named(world: World) -> None:
     square = torch.zeros(4 * n, 4)
     wrong: list[tuple[Callable[[], object], str]] = [
         (lambda: group.all_reduce(square.t()), "not contiguous"),
-        (lambda: group.all_reduce(torch.zeros(2, dtype=torch.complex64)), "dtype cannot be reduced"),
+        (lambda: group.all_reduce(torch.zeros(2, dtype=torch.complex32)), "dtype cannot be reduced"),
         (lambda: group.reduce_scatter(torch.zeros(3), torch.zeros(3 * n + 1)), "times as large"),
         (lambda: group.all_gather(torch.zeros(3 * n), torch.zeros(3, dtype=torch.float64)), "differ in dtype"),
         (lambda: group.broadcast(square, n), "root must be"),

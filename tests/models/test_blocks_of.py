@@ -322,7 +322,7 @@ def test_modules_that_have_no_blocks():
         blocks_of(lambda x: x)
     hooked = Forward(lambda m, x: m.b(m.a(x)))
     hooked.register_forward_hook(lambda *_: None)
-    with pytest.raises(ModelError, match="Forward: has forward hooks, which its blocks would not run"):
+    with pytest.raises(ModelError, match="Forward: has hooks, which its blocks would not run"):
         blocks_of(hooked)
     shared = Forward(lambda m, x: m.norm(m.b(m.norm(m.a(x)))))
     shared.norm = nn.BatchNorm1d(4)

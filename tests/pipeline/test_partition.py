@@ -126,6 +126,11 @@ class Dict(nn.Module):
         return {"x": state, "mask": torch.ones(state.shape[0], dtype=torch.bool, device=state.device)}
 
 
+class Named(nn.Module):
+    def forward(self, state):
+        return state, "a"
+
+
 def test_costs_of_named_tensors():
     first, = block_costs(Model(blocks={"a": Dict}, loss=squared), torch.zeros(4, 3))
     assert first.output_bytes == 4 * 3 * 4 + 4
@@ -138,7 +143,9 @@ def test_costs_of_named_tensors():
     ([partial(nn.Linear, 3, 5), partial(nn.Linear, 4, 2)],
      r"block b1: does not take what block b0 returns: RuntimeError: .*Make its forward take and return the carried"),
     ([Dict, partial(nn.Linear, 3, 3)], "block b1: does not take what block b0 returns: TypeError"),
-    ([lambda: nn.LSTM(3, 3)], r"block b0: must return a tensor or a non-empty dict of named tensors \(got 'tuple'\)"),
+    ([lambda: nn.LSTM(3, 3), partial(nn.Linear, 3, 3)],
+     r"block b1: does not take what block b0 returns: TypeError: .* def forward\(self, state\): return self.module\("),
+    ([Named], r"block b0: must return .*; \[1\] is a str \(got 'tuple'\)"),
 ])
 def test_blocks_that_do_not_fit(blocks, says):
     with pytest.raises(ModelError, match=says):

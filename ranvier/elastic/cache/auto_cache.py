@@ -437,7 +437,7 @@ class AutoCache:
             made = compute(first, state, rows)
             if self._device.type == "cuda":  # the result is copied to the host next, which would wait for it anyway
                 torch.cuda.current_stream(self._device).synchronize()
-        return {name: tensor.detach() for name, tensor in made.items()} if isinstance(made, dict) else made.detach()
+        return carried({name: tensor.detach() for name, tensor in named(made, WHERE).items()})
 
     def _weights_are_unchanged(self) -> bool:
         """Whether the frozen blocks left their own weights and buffers alone while they ran."""

@@ -12,6 +12,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten, trees
 
 from ranvier.errors import ModelError
 
+SENT = "tensors, sizes, devices, dtypes, None, whole numbers, and tuples, lists and dicts of them"
+"""What can be packed."""
+
+
+class NotSent(ModelError):
+    """A value that cannot be packed."""
+
 
 def pack(name: str, value: Any, others: Sequence[Any]) -> dict[str, Tensor]:
     """A value as named tensors: a tensor by its name, others by "name|number and kind|structure", where `_as_tensor`
@@ -22,11 +29,13 @@ def pack(name: str, value: Any, others: Sequence[Any]) -> dict[str, Tensor]:
     leaves, spec = tree_flatten(value, is_leaf=lambda one: isinstance(one, torch.Size))
     try:
         structure = "" if spec.is_leaf() else treespec_dumps(spec)
+        if structure and _structure(structure) != spec:  # such as a dict whose keys are tuples
+            raise TypeError("another structure")
         packed = [_as_tensor(leaf, like) for leaf in leaves]
     except (NotImplementedError, TypeError, ValueError) as error:
-        raise ModelError("is used in a later block, and only tensors, sizes, devices, dtypes, None, and tuples, lists "
-                         "and dicts of them can be sent there", where=f"value {name}", value=type(value).__name__,
-                         remedy="Cut elsewhere, or compute it in the block that uses it.") from error
+        raise NotSent(f"is used in a later block, and only {SENT} can be sent there", where=f"value {name}",
+                      value=type(value).__name__,
+                      remedy="Cut elsewhere, or compute it in the block that uses it.") from error
     return {f"{name}|{number}{kind}|{structure}": tensor for number, (kind, tensor) in enumerate(packed)}
 
 
@@ -44,7 +53,7 @@ def _as_tensor(leaf: Any, like: Tensor | None) -> tuple[str, Tensor]:
         kind, dtype = "y", leaf
     elif isinstance(leaf, torch.Size):
         kind, shape = "s", (*shape, *leaf)
-    elif isinstance(leaf, int) and leaf >= 0:
+    elif type(leaf) in (bool, int) and leaf >= 0:
         kind, shape = "b" if isinstance(leaf, bool) else "i", (*shape, int(leaf))
     else:
         raise TypeError(type(leaf).__name__)

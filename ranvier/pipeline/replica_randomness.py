@@ -1,0 +1,58 @@
+"""Random numbers of plain modules, such as `nn.Dropout`, that differ between replicas.
+
+The first replica draws from torch's own generator, as on one device. Users seed that alike on all ranks, so the others
+would draw the same numbers for other samples. Within a batch they draw from the same generator with another seed, which
+follows from its state, the engine's seed and the number of the replica: a program that is seeded again repeats itself.
+
+    generator:   state --(seed of this replica)--> batch draws ... --(state, one number further)--> the user's code
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ranvier import keyed_random
+
+_POSITIVE = (1 << 63) - 1
+
+
+class ReplicaRandomness:
+    """Args:
+        replica: number among the ranks with the same blocks that compute other samples; all of its ranks with the same
+            blocks have the same, and draw alike. seed: of the engine. device: of this rank.
+    """
+
+    def __init__(self, replica: int, seed: int, device: torch.device) -> None:
+        self._replica, self._seed, self._device = replica, seed, device
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Numbers drawn inside are this replica's own. Afterwards the generators are where they were, but for one
+        number where some were drawn."""
+        if self._replica == 0:
+            yield
+            return
+        generators = self._generators()
+        before = [generator.get_state() for generator in generators]
+        for generator, state in zip(generators, before, strict=True):
+            generator.manual_seed(keyed_random.key("replica", self._seed, self._replica, bytes(state.numpy().data))
+                                  & _POSITIVE)
+        began = [generator.get_state() for generator in generators]
+        try:
+            yield
+        finally:
+            for generator, state, first in zip(generators, before, began, strict=True):
+                drawn = not torch.equal(generator.get_state(), first)
+                generator.set_state(state)
+                if drawn:  # or the next batch would draw the same
+                    torch.rand((), generator=generator, device=generator.device)
+
+    def _generators(self) -> list[torch.Generator]:
+        found = [torch.default_generator]
+        if self._device.type == "cuda":
+            index = torch.cuda.current_device() if self._device.index is None else self._device.index
+            found.append(torch.cuda.default_generators[index])
+        return found

@@ -1,0 +1,82 @@
+"""Tensors of one carried state that share memory, such as {"hidden": y, "residual": y}.
+
+Within a stage a change of one in place changes the others; the next stage has each by itself. So that the cut decides
+nothing, a block that changes such a tensor in place is refused, wherever the model is cut.
+
+    block 0 -> {"a": y, "b": y} -> | {"a": y, "b": y, MARK + names: empty} | -> block 1: a.add_(1)      refused
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ranvier.errors import ModelError
+
+_MARK = "\0shared "
+"""What the name of an empty tensor begins with that tells the next stage which tensors share memory."""
+
+
+def sharing(state: Mapping[str, Tensor]) -> list[str]:
+    """Names of the tensors whose memory, from the first to the last element, overlaps that of another."""
+    if len(state) < 2:
+        return []
+    places = {name: _Place.of(tensor) for name, tensor in state.items() if tensor.layout is torch.strided}
+    return [name for name, one in places.items()
+            if any(one.overlaps(two) for other, two in places.items() if other != name)]
+
+
+class _Place(NamedTuple):
+    """The bytes of a storage between which a tensor lies."""
+
+    storage: int
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Place:
+        steps = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        start, size = int(tensor.storage_offset()), tensor.element_size()
+        return cls(tensor.untyped_storage()._cdata, start * size,
+                   (start + 1 + int(steps)) * size if tensor.numel() else start * size)
+
+    def overlaps(self, other: _Place) -> bool:
+        return self.storage == other.storage and self.start < other.stop and other.start < self.stop
+
+
+def unmarked(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """What enters a stage without that note, and the names of what shared memory before."""
+    names = [name for mark in tensors if mark.startswith(_MARK) for name in mark.removeprefix(_MARK).split("\0")]
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(_MARK)}, names
+
+
+class SharedMemory:
+    """Watches tensors that share memory while the blocks of a stage run on one microbatch."""
+
+    def __init__(self) -> None:
+        self._watched: list[tuple[str, Tensor, int]] = []
+
+    def watch(self, state: Mapping[str, Tensor], names: list[str]) -> None:
+        """Notice changes in place of these."""
+        self._watched += [(name, state[name], state[name]._version) for name in names
+                          if not state[name].is_inference()]
+
+    def marked(self, state: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        """What leaves a stage, with a note of what shares memory, or has shared it before an earlier stage."""
+        watched = [_Place.of(tensor) for _, tensor, _ in self._watched]
+        names = {*sharing(state), *(name for name, tensor in state.items() if watched
+                                    and any(map(_Place.of(tensor).overlaps, watched)))}
+        mark = _MARK + "\0".join(sorted(names))
+        return state | {mark: torch.empty(0, dtype=torch.uint8, device=device)} if names else state
+
+    def check(self) -> None:
+        """ModelError where one has been changed; those watched so far are let go."""
+        watched, self._watched = self._watched, []
+        for name, tensor, version in watched:
+            if tensor._version != version:
+                raise ModelError("is changed in place, and shares its memory with another tensor of the carried state, "
+                                 "which a next stage has by itself", where=f'tensor "{name}" of the carried state',
+                                 remedy="Write the operation out of place, or let the block before clone it.")
