@@ -62,6 +62,7 @@ from ranvier.pipeline.recomputation_plan import RecomputationPlan
 from ranvier.pipeline.replicas import Replicas
 from ranvier.pipeline.result import BatchResult
 from ranvier.pipeline.shared_buffers import BufferSync, SharedBuffers, unused_buffer_sync
+from ranvier.pipeline.shared_objects import SharedBufferChanges, StageCopies
 from ranvier.pipeline.stage import Blocks, Stage
 from ranvier.pipeline.start_values import share_start_values
 from ranvier.pipeline.state_dict import StateDict, load_state, take_state
@@ -188,10 +189,13 @@ class Engine:
         self._connections = Connections(world, self.layout, tensor, check_order=check_order)
         if self._connections.tensor_mesh is not None:
             model = split_model(model, self._connections.tensor_mesh)
-        blocks = build_stage(model, self.layout, self.coordinates, seed=seed, dtype=dtype, device=world.device)
+        self._copies = StageCopies()
+        blocks = build_stage(model, self.layout, self.coordinates, seed=seed, dtype=dtype, device=world.device,
+                             copies=self._copies)
         self._parameters, self._held = stage_parameters(self.layout, blocks), HeldParameters(blocks)
         self._connect(blocks, timeout_seconds)
         self._buffers = self._share_buffers(blocks, buffers)
+        self._buffer_changes = SharedBufferChanges(self.stages.shared_buffers, blocks)
 
         if optimizer is not None and not callable(optimizer):
             raise ConfigError("is not a function that makes one of this rank's parameters", where="optimizer",
@@ -543,12 +547,14 @@ class Engine:
         self._stages.set_loss_factor(self._updater.loss_factor)
         self._statistics.begin_training(self._updater.gradients.were_zeroed)
         self._updater.begin(self._step, updates=updates, keep=self._statistics.continues_a_step)
+        self._buffer_changes.begin()
         try:
             self._run(microbatches, training=True)
         except BaseException:
             self._statistics.forget()
             raise
         self._held.check_kept()
+        self._buffer_changes.check()
         self._updater.gradients.all_passed()
         for tie in self._ties.add_gradients(self._call):
             self._updater.gradients.added(tie.parameter)
@@ -713,6 +719,7 @@ class Engine:
             self._finish_update()
             self._stages.forget_weights()
             self._updater.gradients.detach()
+            self._copies.restore()
             self._connections.close(self._replicas)
 
     def abandon(self) -> None:
