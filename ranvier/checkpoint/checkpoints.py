@@ -85,6 +85,7 @@ class _Job:
     step: int
     pieces: list[Piece]
     frozen: list[str]
+    missed_updates: dict[str, int]
     head: dict[str, Any]
     when: Callable[[], bool]
     best: int | None = None
@@ -192,7 +193,7 @@ class Checkpoints:
         head = {**state.numbers(self.engine), "about": {
             **(about or {}), "mesh": str(self.engine.mesh), "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"}}
         job = _Job(number=self._count, step=self.engine.steps, pieces=pieces, frozen=state.frozen(self.engine),
-                   head=head, when=when, best=best)
+                   missed_updates=state.missed_updates(self.engine), head=head, when=when, best=best)
         if not self._background:
             job.part = self._part(job)
         job.stall_seconds = time.monotonic() - began
@@ -277,7 +278,8 @@ class Checkpoints:
                     _key(number): piece.tensor for number, piece in enumerate(job.pieces)}))
         except Exception as error:  # whatever it is: training continues, and the others must know
             return {"error": f"{_said(error)} (rank {self._rank})"}
-        return {"file": file, "tensors": _described(job.pieces), "frozen": job.frozen}
+        return {"file": file, "tensors": _described(job.pieces), "frozen": job.frozen,
+                "missed_updates": job.missed_updates}
 
     def _published(self, job: _Job, temporary: Path) -> Written | None:
         """Wait for all parts, and make a checkpoint of them; None where this is closed first."""
@@ -470,5 +472,6 @@ def _manifest(job: _Job, entries: list[dict[str, Any]]) -> Manifest:
                 place["pieces"] += [(len(parts), key, box) for _, key, box in tensor["pieces"]]
         parts.append(File(**entry["file"]))
     names = sorted({name for entry in entries for name in entry["frozen"]})
-    return Manifest(**job.head, frozen=tuple(names), files=tuple(parts),
+    missed = {name: count for entry in entries for name, count in entry["missed_updates"].items()}
+    return Manifest(**job.head, frozen=tuple(names), missed_updates=missed, files=tuple(parts),
                     tensors=_entry.validate_json(json.dumps(tensors)))

@@ -86,9 +86,9 @@ class Manifest:
     """The class of a user's own optimizer, where rank 0 has one."""
     optimizer_steps: Count | None
     """Updates so far; None where the optimizer is the user's own, which counts by itself."""
-    began_at: dict[str, Count] = field(default_factory=dict)
-    """Parameter -> updates before the first one of its states, where it was frozen and trained again; left out of the
-    file where there is none."""
+    missed_updates: dict[str, Count] = field(default_factory=dict)
+    """Parameter -> updates that left it alone, because it was frozen or no loss reached it; left out of the file where
+    there is none."""
     loss_scale: ScaleState | None
     last_norm: Annotated[FiniteFloat, Ge(0)] | None = None
     """The gradient norm of the last step, where the next one is clipped by it; left out of the file otherwise."""
@@ -124,9 +124,8 @@ def _own_checksum(manifest: Manifest) -> int:
 
 
 def _json(manifest: Manifest) -> bytes:
-    """As files had it before there were `last_norm` and `began_at`, where there is none."""
-    absent = {name for name, value in (("last_norm", manifest.last_norm), ("began_at", manifest.began_at or None))
-              if value is None}
+    """As files had it before there were `last_norm` and `missed_updates`, where there is none."""
+    absent = {name for name in ("last_norm", "missed_updates") if getattr(manifest, name) in (None, {})}
     return _adapter.dump_json(manifest, exclude=absent)
 
 

@@ -333,7 +333,7 @@ def set_parameters(engine: Engine, value: Callable[[str], Tensor | None]) -> Non
     steps = None if engine.flat_optimizer is None else engine.flat_optimizer.steps
     engine.restore_counters(engine.steps, optimizer_steps=steps, loss_scale=None if scale is None else asdict(scale),
                             last_norm=engine.last_norm,
-                            began_at=None if engine.flat_optimizer is None else engine.flat_optimizer.began_at)
+                            missed_updates=missed_updates(engine))
 
 
 def restore_counters(engine: Engine, manifest: Manifest) -> None:
@@ -342,11 +342,14 @@ def restore_counters(engine: Engine, manifest: Manifest) -> None:
     scale, trained = manifest.loss_scale, {one.name for one in engine.layout.parameters if one.trainable}
     has_states = {name for kind, tensors in manifest.tensors.items() if kind not in NO_STATES and kind not in (
         "master", EMA) for name in tensors}
-    began_at = manifest.began_at | {name: manifest.optimizer_steps or 0 for name in manifest.frozen
-                                    if name not in has_states}
+    missed = manifest.missed_updates | {name: manifest.optimizer_steps or 0 for name in manifest.frozen
+                                        if name not in has_states}
+    there = manifest.tensors.get("parameter", {})
+    missed |= {name: missed[origin] for name, origin in _origins(engine).items()
+               if name not in there and origin in missed}
     engine.restore_counters(manifest.step, optimizer_steps=manifest.optimizer_steps, last_norm=manifest.last_norm,
                             loss_scale=None if scale is None else asdict(scale),
-                            began_at={name: steps for name, steps in began_at.items() if steps and name in trained})
+                            missed_updates={name: steps for name, steps in missed.items() if steps and name in trained})
 
 
 def _set_random(engine: Engine, saved: Saved, name: str) -> None:
@@ -426,13 +429,17 @@ def numbers(engine: Engine) -> dict[str, Any]:
     scale = engine.loss_scale
     return {"step": engine.steps, "optimizer": optimizer_name(engine),
             "optimizer_steps": engine.flat_optimizer and engine.flat_optimizer.steps, "last_norm": engine.last_norm,
-            "began_at": {} if engine.flat_optimizer is None else dict(engine.flat_optimizer.began_at),
             "loss_scale": None if scale is None else ScaleState(**asdict(scale))}
 
 
 def optimizer_name(engine: Engine) -> str | None:
     """A user's optimizer by its class; None where there is none on this rank, or it is Ranvier's own."""
     return None if engine.optimizer is None else type(engine.optimizer).__name__
+
+
+def missed_updates(engine: Engine) -> dict[str, int]:
+    """Parameters of this rank that have missed updates of Ranvier's optimizer, and how many."""
+    return {} if engine.flat_optimizer is None else engine.flat_optimizer.missed_updates
 
 
 def frozen(engine: Engine) -> list[str]:

@@ -253,14 +253,15 @@ class Gradients:
             parameter.grad.data.fill_(-0.0)
 
     def left_alone(self, chunk: Chunk) -> set[nn.Parameter]:
-        """Parameters in a reduced chunk that nobody's loss has reached; the same on all who summed it."""
+        """Parameters with sums of a reduced chunk here that nobody's loss has reached; the same on all who have sums of
+        them."""
         start, stop = self.share_of(chunk)
         found = set()
         for spec in chunk.specs:
             if self._unreached.get(spec.parameter):
                 first, last = self.places[spec.parameter]
                 part = self.of(chunk, max(first, start), max(first, start, min(last, stop)))
-                if bool(torch.signbit(part).all()) and not bool(part.any()):
+                if part.numel() and bool(torch.signbit(part).all()) and not bool(part.any()):
                     found.add(spec.parameter)
         return found
 

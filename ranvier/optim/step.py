@@ -482,14 +482,14 @@ class Updater:
     # ------------------------------------------------------------------ what lives from step to step
 
     def restore_counters(self, steps: int | None, loss_scale: Mapping[str, Any] | None, last_norm: float | None,
-                         began_at: Mapping[str, int]) -> None:
+                         missed_updates: Mapping[str, int]) -> None:
         """Parameters and states have been written, as they were after `steps` updates (None: not counted here)."""
         self._settle()
         self._last, self._norm_before = None, None
         if last_norm is not None:
             self._norm_before = torch.tensor(last_norm, dtype=torch.float64, device=self._device)
         if self.flat is not None:
-            self.flat.restore_counters(steps or 0, began_at)
+            self.flat.restore_counters(steps or 0, missed_updates)
         if self.masters is not None:
             self.masters.note_values()
         if self._scale is not None and loss_scale is not None:

@@ -418,14 +418,14 @@ class Engine:
         return self._updater.last_norm
 
     def restore_counters(self, steps: int, *, optimizer_steps: int | None, loss_scale: Mapping[str, Any] | None,
-                         last_norm: float | None = None, began_at: Mapping[str, int] | None = None) -> None:
+                         last_norm: float | None = None, missed_updates: Mapping[str, int] | None = None) -> None:
         """Parameters and optimizer states have been written from outside, as they were after `steps` batches.
 
-        began_at: parameter -> updates before the first one of its states, where that is not the first of all.
+        missed_updates: parameter -> updates that left it alone, where there are any.
         """
         self._step = steps
         self._stages.forget_weights()
-        self._updater.restore_counters(optimizer_steps, loss_scale, last_norm, began_at or {})
+        self._updater.restore_counters(optimizer_steps, loss_scale, last_norm, missed_updates or {})
 
     @property
     def nominal_weight(self) -> tuple[float, bool]:
