@@ -281,11 +281,41 @@ class Updater:
         return self._bad_loss() if self._bad_loss is not None and self._weight() else None
 
     def apply(self, status: GradientStatus) -> None:
-        """Update from the gradients that `average` has left."""
+        """Update from the gradients that `average` has left, and a user may have changed since. Collective where they
+        are clipped."""
+        self.gradients.take_edits()
         if self.flat is not None:
             self.flat.prefetch()
+        if self._optim.clip_norm and not self._clips_late:
+            status = self._recount(status)
         self._apply(status, 1.0)
         self._last = status
+
+    @property
+    def has_averaged(self) -> bool:
+        """Whether `average` has left gradients."""
+        return self._averaged is not None
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the gradients that `average` has left, and a user may have changed since, so that their norm over all
+        ranks is at most `max_norm`, as torch.nn.utils.clip_grad_norm_ does; the norm before. Collective."""
+        assert self._averaged is not None, "there are no averaged gradients"
+        self.gradients.take_edits()
+        norm = self._recount(self._averaged).norm_on_device
+        self.gradients.flat.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def _recount(self, status: GradientStatus) -> GradientStatus:
+        """The status of the averaged gradients as they are now. Starts a reduction over all ranks."""
+        self._squared = torch.zeros(())
+        if self._by_block is not None:
+            self._by_block.zero_()
+            self._by_block_factor = 1.0
+        for chunk in self.gradients.reduced():
+            self._count(chunk)
+        norm = torch.zeros(1, dtype=torch.float64, device=self._device)
+        norm += self._squared
+        return replace(status, squared_norm=norm, work=self._ranks.all_reduce(norm))
 
     def wait(self) -> None:
         """Return when the parameters that other replicas update are here."""

@@ -57,6 +57,7 @@ from ranvier.pipeline.held_parameters import HeldParameters
 from ranvier.pipeline.look_ahead import LookAhead
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.nominal_weight import NominalWeight
+from ranvier.pipeline.rank_parameters import RankParameters
 from ranvier.pipeline.rank_stages import RankStages
 from ranvier.pipeline.recomputation_plan import RecomputationPlan
 from ranvier.pipeline.replicas import Replicas
@@ -369,9 +370,11 @@ class Engine:
         return self._updater.bad_steps
 
     def parameters(self) -> list[nn.Parameter]:
-        """The trainable parameters that this rank owns and an optimizer of it updates, up to date."""
+        """The trainable parameters that this rank owns and an optimizer of it updates, up to date. Where other ranks
+        have others, torch.nn.utils.clip_grad_norm_ warns: use `clip_grad_norm_`."""
         self._updater.wait()
-        return [spec.parameter for spec in self._updater.gradients.owned()]
+        owned = [spec.parameter for spec in self._updater.gradients.owned()]
+        return RankParameters(owned) if self.mesh.size > self.mesh.data else owned
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """All parameters of this rank's blocks by global name, up to date; a tied one by its owner's name, and by its
@@ -518,7 +521,12 @@ class Engine:
 
     @of_engine
     def step(self, result: BatchResult) -> None:
-        """Update this rank's parameters from the gradients of `forward_backward`, and send tied ones to their ends."""
+        """Update this rank's parameters from the gradients of `forward_backward`, and send tied ones to their ends.
+
+        Gradients may have been changed since, on all replicas alike: `parameter.grad` of the parameters that
+        `parameters` returns, in place or replaced; one that is None leaves its parameter alone. `optim.clip_norm` clips
+        them as they are now.
+        """
         self._held.adopt()
         self._connections.board.action = "the optimizer"
         self._updater.learning_rate = self.learning_rate
@@ -528,6 +536,20 @@ class Engine:
         self._updater.apply(result.status)
         self._statistics.forget()
         self._stepped(result.status)
+
+    @of_engine
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Between `forward_backward` and `step`: scale the gradients of all ranks so that their common L2 norm is at
+        most `max_norm`; the norm before, zero-dimensional. All ranks call it.
+
+        `torch.nn.utils.clip_grad_norm_(engine.parameters(), ...)` would clip each stage by its own norm, and
+        `optim.clip_norm` does the same in every step by itself.
+        """
+        if not self._updater.has_averaged:
+            raise ConfigError("has no gradients to clip", where="Engine.clip_grad_norm_", value=max_norm,
+                              remedy="Call it between forward_backward and step; train_batch clips by "
+                                     "--optim.clip-norm.")
+        return self._updater.clip(max_norm)
 
     def zero_grad(self) -> None:
         """The next `forward_backward` begins with gradients of zero; for those who update by themselves."""
