@@ -76,6 +76,17 @@ class ScaleState:
 
 
 @checked(frozen=True, kw_only=True, config=_config)
+class OptimizerGroup:
+    """Parameters that a user's optimizer updates alike (`checkpoint/user_optimizer`)."""
+
+    settings: dict[str, object]
+    """Such as the learning rate."""
+    numbers: tuple[str, ...]
+    """States that are Python numbers, and no tensors."""
+    parameters: tuple[str, ...]
+
+
+@checked(frozen=True, kw_only=True, config=_config)
 class Manifest:
     """All of a checkpoint but the numbers in its tensors."""
 
@@ -84,6 +95,8 @@ class Manifest:
     """Steps taken."""
     optimizer: str | None = None
     """The class of a user's own optimizer, where rank 0 has one."""
+    optimizer_groups: tuple[OptimizerGroup, ...] = ()
+    """The groups of a user's own optimizer; left out of the file where there are none."""
     optimizer_steps: Count | None
     """Updates so far; None where the optimizer is the user's own, which counts by itself."""
     missed_updates: dict[str, Count] = field(default_factory=dict)
@@ -124,8 +137,9 @@ def _own_checksum(manifest: Manifest) -> int:
 
 
 def _json(manifest: Manifest) -> bytes:
-    """As files had it before there were `last_norm` and `missed_updates`, where there is none."""
-    absent = {name for name in ("last_norm", "missed_updates") if getattr(manifest, name) in (None, {})}
+    """As files had it before there were these fields, where there is nothing in them."""
+    absent = {name for name in ("last_norm", "missed_updates", "optimizer_groups")
+              if getattr(manifest, name) in (None, {}, ())}
     return _adapter.dump_json(manifest, exclude=absent)
 
 

@@ -9,6 +9,7 @@
                  shape of its own
     buffer       a module's buffers that its state_dict has         the stage's first rank
     random       torch's own generators, for modules that use them  every rank its own
+    object       a program's objects with a state_dict              every rank its own (`checkpoint/objects`)
 
 Who holds what follows from the layout, so whatever mesh reads them needs boxes of whole tensors and nothing else.
 """
@@ -23,8 +24,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ranvier.checkpoint.manifest import ITEM_BYTES, Manifest, SavedTensor, ScaleState, damaged
+from ranvier.checkpoint.manifest import ITEM_BYTES, Manifest, OptimizerGroup, SavedTensor, ScaleState, damaged
 from ranvier.checkpoint.saved import Saved
+from ranvier.checkpoint.user_optimizer import groups_of, saved_groups, state_on_device, take_settings
 from ranvier.errors import CheckpointError
 from ranvier.layout import Box, Slice, index_of, whole
 from ranvier.models.lora import is_adapter
@@ -33,7 +35,9 @@ from ranvier.optim.average import EMA
 if TYPE_CHECKING:
     from ranvier.pipeline.engine import Engine
 
-NO_STATES = ("parameter", "buffer", "random")
+OBJECT = "object"
+"""The kind of what objects of a program keep (`checkpoint/objects`)."""
+NO_STATES = ("parameter", "buffer", "random", OBJECT)
 """Kinds that are no optimizer state."""
 
 
@@ -214,6 +218,8 @@ def check_fits(engine: Engine, saved: StateSource) -> None:
                                          "has them all).")
     steps = saved.manifest.optimizer_steps
     trains = engine.flat_optimizer is not None or engine.optimizer is not None
+    if engine.optimizer is not None:
+        saved_groups(engine.optimizer, _names_of_updated(engine), saved.manifest.optimizer_groups, where)
     written, used = saved.manifest.optimizer, optimizer_name(engine)
     if steps is None and trains and engine.flat_optimizer is None and None not in (written, used) and written != used:
         raise CheckpointError(f"was written with the optimizer {written}", where=where, value=used,
@@ -408,10 +414,26 @@ def _load_states(engine: Engine, saved: StateSource) -> None:
         saved.read_into(piece.kind, piece.name, piece.box, piece.tensor)
 
 
+def _names_of_updated(engine: Engine) -> dict[nn.Parameter, str]:
+    """What the user's optimizer updates -> the parameter's name."""
+    return {engine.updated(parameter): name for name, parameter in _trained_here(engine).items()}
+
+
+def optimizer_groups(engine: Engine) -> list[OptimizerGroup]:
+    """The groups of a user's optimizer on this rank. CheckpointError for what has no place in a checkpoint."""
+    return [] if engine.optimizer is None else groups_of(engine.optimizer, _names_of_updated(engine))
+
+
 def _make_room(engine: Engine, saved: StateSource) -> None:
-    """The states that a user's optimizer had when the checkpoint was written, whatever it has now."""
+    """The settings and states that a user's optimizer had when the checkpoint was written, whatever it has now."""
     if engine.optimizer is None:
         return
+    numbers: dict[nn.Parameter, Sequence[str]] = {}
+    for group, known in saved_groups(engine.optimizer, _names_of_updated(engine), saved.manifest.optimizer_groups,
+                                     f"checkpoint {saved.folder}"):
+        take_settings(group, known.settings)
+        numbers |= dict.fromkeys(group["params"], known.numbers)
+    group_of = {parameter: group for group in engine.optimizer.param_groups for parameter in group["params"]}
     for name, parameter in _trained_here(engine).items():
         updated = engine.updated(parameter)
         engine.optimizer.state.pop(updated, None)
@@ -421,7 +443,9 @@ def _make_room(engine: Engine, saved: StateSource) -> None:
             if tensors[name].shape:
                 engine.optimizer.state[updated][kind] = torch.zeros_like(updated)
             else:
-                engine.optimizer.state[updated][kind] = saved.read(kind, name)
+                value = saved.read(kind, name)
+                engine.optimizer.state[updated][kind] = value.item() if kind in numbers.get(updated, ()) else \
+                    state_on_device(kind, value, updated, group_of.get(updated, {}))
 
 
 def numbers(engine: Engine) -> dict[str, Any]:

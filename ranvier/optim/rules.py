@@ -29,7 +29,7 @@ from ranvier.optim.muon import Muon
 from ranvier.optim.tensor_update import TensorUpdate
 from ranvier.precision import is_half
 
-_RESERVED = ("parameter", "master", "buffer", "random", "ema", "start", "stop")
+_RESERVED = ("parameter", "master", "buffer", "random", "object", "ema", "start", "stop")
 """Names that states cannot have: checkpoints use them for other tensors."""
 
 
