@@ -158,6 +158,13 @@ def build_on_meta(model: Model) -> dict[str, nn.Module]:
         return {name: build() for name, build in model.blocks.items()}
 
 
+def _tensors_on_meta(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The module's parameters and buffers without data, as they are after `module.to(dtype)`."""
+    return {key: value.detach().to("meta", dtype if value.is_floating_point() else value.dtype)
+            .requires_grad_(value.requires_grad) for key, value in
+            (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))}
+
+
 def _to_meta(value: Any) -> Any:
     return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, value)
 
@@ -183,9 +190,7 @@ def block_costs(model: Model, inputs: State, targets: object = None,
             continue
         with torch.device("meta"):
             module = build()
-        tensors = {key: value.detach().to("meta", dtype if value.is_floating_point() else value.dtype)
-                   .requires_grad_(value.requires_grad) for key, value in
-                   (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))}
+        tensors = _tensors_on_meta(module, dtype)
         moved, kept, entered = _MovedBytes(), KeptBytes(tensors.values()), _state_bytes(state)
         products = _Float8Products()
         state = _as_leaves(state, trains)
@@ -216,7 +221,7 @@ def block_costs(model: Model, inputs: State, targets: object = None,
     if targets is not None:
         targets = _to_meta(targets)
         with _MovedBytes() as moved:
-            check_loss(model, _as_leaves(state, False), targets)
+            check_loss(model, _as_leaves(state, False), targets, dtype)
         costs[-1] = replace(costs[-1], moved_bytes=costs[-1].moved_bytes + moved.read + moved.written,
                             operations=costs[-1].operations + moved.operations)
     return costs
@@ -278,11 +283,14 @@ def _as_leaves(state: State, trains: bool) -> State:
     return leaves
 
 
-def check_loss(model: Model, state: State, targets: object) -> None:
+def check_loss(model: Model, state: State, targets: object, dtype: torch.dtype) -> None:
     """ModelError when the loss does not take the last block's state, or does not return (sum, weight)."""
     try:
         with torch.no_grad():
-            result = model.loss(state, targets)
+            if isinstance(model.loss, nn.Module):
+                result = functional_call(model.loss, _tensors_on_meta(model.loss, dtype), (state, targets))
+            else:
+                result = model.loss(state, targets)
     except Exception as error:
         raise ModelError(f"does not take what the last block returns: {type(error).__name__}: {error}", where="loss",
                          remedy="Its arguments are (output of the last block, targets of the microbatch).") from error

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ranvier.block import Model, initialise
+from ranvier.block import LossBlock, Model, initialise
 from ranvier.comm.meta import MetaGroup
 from ranvier.config.rules import check_boundaries
 from ranvier.config.run import TensorParallel
@@ -168,7 +168,7 @@ class Parts:
                        for module in modules.values()]
         if mesh.stage_size > 1:
             self.parameters, self.shards = _split(self.parameters, modules, mesh, tensor)
-            _check_loss(model, list(modules.values())[-1], mesh)
+            _check_loss(model, [module for module in modules.values() if not isinstance(module, LossBlock)][-1], mesh)
             model = split_model(model, meta_mesh(mesh, tensor, device))
         self.model = model
 

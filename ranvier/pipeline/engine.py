@@ -23,12 +23,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from ranvier.block import Loss, Model, State, as_model, freeze, frozen_prefix
+from ranvier.block import Loss, LossBlock, Model, State, as_model, freeze, frozen_prefix
 from ranvier.comm.protocol import Group
 from ranvier.config.arguments import of_engine
 from ranvier.config.parameter_groups import problems as group_problems
@@ -98,7 +98,8 @@ class Engine:
             its stage's blocks, which are moved to the device and `dtype` in place.
         world: this rank, from `ranvier.start`.
         mesh: how the ranks are arranged; by default that of `ranvier.start`, else all along `data`.
-        loss: (output, targets) -> (sum of losses, weight), for models that do not bring theirs.
+        loss: (output, targets) -> (sum of losses, weight), for models that do not bring theirs. A module with
+            parameters trains, as a last block named loss; on several rows or columns it is refused.
         optimizer: from this rank's parameters to a torch optimizer; None with no `optim` for gradients only. Not called
             on a rank that owns no trainable parameter. With a `dtype` of half precision it updates fp32 master copies,
             which take the parameters' places in its groups once it is built.
@@ -235,7 +236,8 @@ class Engine:
         self._stages = RankStages([Stage(
             [block for block in blocks if block[0] in self.layout.blocks(stage)],
             still=range(0 if frozen_dropout else self.frozen_blocks),
-            loss=model.loss if stage == placement.num_stages - 1 else None, seed=seed, device=world.device,
+            loss=self._loss(model, blocks) if stage == placement.num_stages - 1 else None,
+            seed=seed, device=world.device,
             progress=self._progress, block_passed=gradients.block_passed, segments=plan.segments(stage),
             mesh=self._connections.tensor_mesh, compile=self._compiles(compile), tables=tables,
             in_float8=float8_layers(blocks, len(self.block_names), world.device) if float8 else (),
@@ -252,6 +254,12 @@ class Engine:
             takes_nominal_weight=nominal_weight == "auto")
 
     # ------------------------------------------------------------------ start
+
+    def _loss(self, model: Model, blocks: Blocks) -> Loss:
+        """What the last stage computes: the loss that its last block has, where it has one."""
+        last = blocks[-1][2]
+        whole = isinstance(last, LossBlock) and self._connections.tensor_mesh is None
+        return cast(LossBlock, last).loss if whole else model.loss
 
     def _weight_gradients(self) -> WeightGradients:
         gradients, mesh = self._updater.gradients, self._connections.tensor_mesh
