@@ -194,6 +194,7 @@ class Checkpoints:
         """
         began = time.monotonic()
         _check_about({} if about is None else about)
+        self.engine.check_usable("Checkpoints.save")
         self.claim()
         self._join()
         groups = state.optimizer_groups(self.engine)
@@ -368,6 +369,8 @@ class Checkpoints:
         CheckpointError when a checkpoint is of another model, when one that `path` names is damaged, and when the
         folder has checkpoints but no whole one.
         """
+        if engine_for is None:
+            self.engine.check_usable("Checkpoints.load")
         self._join()
         if path is None:
             with suppress(CheckpointError):

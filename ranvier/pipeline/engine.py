@@ -169,6 +169,7 @@ class Engine:
         self._call = 0
         self._step = 0
         self._closed = False
+        self._failure: str | None = None
         self._replicas: Replicas | None = None
         self.timeline = timeline_of(world.device)
 
@@ -459,6 +460,7 @@ class Engine:
         (`pipeline/state_dict`); `ranvier.Checkpoints` fit any mesh. As with torch, tensors are those that live: copy
         what is to stay as it is. The model and the seed of dropout are the engine's own. All ranks call it.
         """
+        self.check_usable("state_dict")
         return take_state(self)
 
     @of_engine
@@ -467,6 +469,7 @@ class Engine:
 
         Raises CheckpointError, before anything is written, for a state of another mesh, rank, model or optimizer.
         """
+        self.check_usable("load_state_dict")
         load_state(self, state)
         self._statistics.forget()
 
@@ -495,6 +498,7 @@ class Engine:
         give the same number of them. A batch whose weight is zero everywhere updates nothing and warns. Gradients
         of `forward_backward` since the last step are part of this one.
         """
+        self.check_usable("train_batch")
         if not self._updater.updates:
             raise ConfigError("is missing", where="Engine(optimizer=...)",
                               remedy="Give the engine an optimizer, or call forward_backward and update by hand.")
@@ -505,7 +509,8 @@ class Engine:
                               remedy="Set --batch.microbatch-size to a replica's share of the batch, or leave it out.")
         self._updater.learning_rate = self.learning_rate
         self._accumulate(microbatches, updates=True)
-        status = self._updater.finish()
+        with self._working():
+            status = self._updater.finish()
         self._statistics.forget()
         return self._stepped(status, microbatches)
 
@@ -517,11 +522,13 @@ class Engine:
         the sum of all losses over the sum of all weights. `step`, `train_batch` and `zero_grad` end that; so does
         setting all gradients to None or zero.
         """
+        self.check_usable("forward_backward")
         if self._updater.in_backward:
             raise ConfigError("keeps no gradients", where="optim.update-in-backward", value=True,
                               remedy="Call train_batch, or leave the setting out.")
         self._accumulate(microbatches, updates=False)
-        status = self._updater.average()
+        with self._working():
+            status = self._updater.average()
         self._statistics.keep()
         self._buffers.finish()
         self._connections.board.action = _OUTSIDE
@@ -535,13 +542,15 @@ class Engine:
         `parameters` returns, in place or replaced; one that is None leaves its parameter alone. `optim.clip_norm` clips
         them as they are now.
         """
+        self.check_usable("step")
         self._held.adopt()
         self._connections.board.action = "the optimizer"
         self._updater.learning_rate = self.learning_rate
         if result.status is None:
             raise ConfigError("is of an evaluation, which has no gradients", where="Engine.step(result)",
                               remedy="Give the result of forward_backward.")
-        self._updater.apply(result.status)
+        with self._working():
+            self._updater.apply(result.status)
         self._statistics.forget()
         self._stepped(result.status)
 
@@ -553,6 +562,7 @@ class Engine:
         `torch.nn.utils.clip_grad_norm_(engine.parameters(), ...)` would clip each stage by its own norm, and
         `optim.clip_norm` does the same in every step by itself.
         """
+        self.check_usable("clip_grad_norm_")
         if not self._updater.has_averaged:
             raise ConfigError("has no gradients to clip", where="Engine.clip_grad_norm_", value=max_norm,
                               remedy="Call it between forward_backward and step; train_batch clips by "
@@ -583,12 +593,13 @@ class Engine:
         except BaseException:
             self._statistics.forget()
             raise
-        self._held.check_kept()
-        self._buffer_changes.check()
-        self._updater.gradients.all_passed()
-        for tie in self._ties.add_gradients(self._call):
-            self._updater.gradients.added(tie.parameter)
-        self._buffers.start()  # after the reduction of every chunk has begun, so in one order on all replicas
+        with self._working():
+            self._held.check_kept()
+            self._buffer_changes.check()
+            self._updater.gradients.all_passed()
+            for tie in self._ties.add_gradients(self._call):
+                self._updater.gradients.added(tie.parameter)
+            self._buffers.start()  # after the reduction of every chunk has begun, so in one order on all replicas
         self._connections.board.action = "the average of gradients over data, and the optimizer"
 
     def _bad_loss(self) -> str | None:
@@ -623,6 +634,7 @@ class Engine:
     def examine(self, microbatches: Batch) -> Cause:
         """After a bad step: what it began with. Runs its batch again, microbatch by microbatch, and compares what all
         ranks see; collective. What `gradients` gives is of no use afterwards."""
+        self.check_usable("examine")
         if self._updater.in_backward:
             raise ConfigError("has changed the parameters of the step that is to be examined",
                               where="optim.update-in-backward", value=True, remedy="Leave the setting out.")
@@ -686,6 +698,7 @@ class Engine:
     def compare_replicas(self) -> None:
         """Compare, bit by bit, the parameters that several ranks hold alike; collective. RanvierError on every rank,
         with the odd ones out, where they differ."""
+        self.check_usable("compare_replicas")
         self._finish_update()
         self._connections.board.action = "the comparison of replicas"
         self._replicas = self._replicas or Replicas(self.layout, self.world, self._connections.all)
@@ -697,6 +710,7 @@ class Engine:
                  observe: Callable[[int, State], None] | None = None) -> BatchResult:
         """Forward only: loss and weight over the global batch, without dropout. observe: called on the ranks of the
         last stage with each microbatch's number and what the last block has returned for it."""
+        self.check_usable("evaluate")
         self._stages.observe(observe)
         try:
             self._run(microbatches, training=False)
@@ -708,6 +722,7 @@ class Engine:
     def averaged(self) -> Iterator[None]:
         """Inside, parameters are their moving averages (`optim.ema`), for evaluation; collective. They are there twice
         meanwhile. ConfigError without averages."""
+        self.check_usable("averaged")
         flat = self._updater.flat
         if flat is None or not self._updater.has_averages:
             raise ConfigError("keeps no moving average of the parameters", where="optim.ema", value=0.0,
@@ -732,6 +747,7 @@ class Engine:
                 observe: Callable[[int, State], None] | None = None) -> list[State] | None:
         """Forward only, without the loss: what the last block returns, on the last stage's ranks; None elsewhere.
         observe: is called with each microbatch's number and outputs, as by `evaluate`, and the list is empty."""
+        self.check_usable("predict")
         self._stages.observe(observe)
         try:
             self._run(microbatches, training=False, keep_outputs=True)
@@ -742,15 +758,22 @@ class Engine:
     @of_engine
     def close(self) -> None:
         """Give the communicators back; the modules are plain modules again, without gradients (parameters remain views
-        of one buffer where `optim` was given). Idempotent; all ranks call it."""
-        if not self._closed:
-            self._closed = True
-            self._connections.board.calls += 1
+        of one buffer where `optim` was given). Idempotent; all ranks call it. After an error it waits for no other
+        rank. TransportError where others train on."""
+        if self._closed:
+            return
+        self._closed = True
+        calls = self._connections.board.calls
+        self._connections.board.calls += 1
+        if self._failure is None:
             self._finish_update()
-            self._stages.forget_weights()
-            self._updater.gradients.detach()
-            self._copies.restore()
-            self._connections.close(self._replicas)
+        self._stages.forget_weights()
+        self._updater.gradients.detach()
+        self._copies.restore()
+        if self._failure is None:
+            self._connections.close(self._replicas, calls=calls, steps=self._step)
+        else:
+            self._connections.abandon()
 
     def abandon(self) -> None:
         """After a rank is lost, in place of `close` or after a `close` that failed: give back what is this rank's own.
@@ -765,9 +788,33 @@ class Engine:
         self._connections.board.calls += 1
         batch = _as_microbatches(microbatches)
         self._finish_update()
-        self._runner.run(batch, call=self._call, step=self._step, training=training, keep_outputs=keep_outputs)
+        with self._working():
+            self._runner.run(batch, call=self._call, step=self._step, training=training, keep_outputs=keep_outputs)
         if not training:
             self._connections.board.action = _OUTSIDE
+
+    def check_usable(self, call: str) -> None:
+        """RanvierError where the engine is closed, or an earlier call has failed in the middle. call: what is asked of
+        it now, a method of the engine or another's."""
+        where = call if "." in call else f"Engine.{call}"
+        if self._closed:
+            raise RanvierError("is closed" if where != call else "has an engine that is closed", where=where,
+                               remedy="Build a new engine.")
+        if self._failure is not None:
+            raise RanvierError(f"cannot be used: a call of the engine failed in the middle with {self._failure}",
+                               where=where, remedy="Close the engine, build a new one on all ranks, and load a "
+                                                   "checkpoint.")
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Work in which other ranks take part, or which changes the state step by step: after an error inside, nobody
+        knows what there is."""
+        try:
+            yield
+        except BaseException as error:
+            text = error.what if isinstance(error, RanvierError) else str(error)
+            self._failure = self._failure or f"{type(error).__name__}: {text.partition(chr(10))[0]}"
+            raise
 
     def _progress(self) -> None:
         """Let messages and reductions move; called at every block boundary and between products."""
