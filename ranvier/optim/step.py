@@ -20,6 +20,7 @@ With one microbatch blocks may be updated while the backward still runs, and sha
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ranvier.comm.protocol import Group, Work
 from ranvier.config.resolve import bucket_size as resolve_bucket_size
@@ -121,6 +122,18 @@ class GradientStatus:
         return self.squared_norm.sqrt().reshape(())
 
 
+OptimizerFactory = Callable[[list[Any]], torch.optim.Optimizer]
+"""From parameters to a torch optimizer; from (name, parameter) pairs where its first parameter is called
+`named_parameters`."""
+
+
+def _takes_names(optimizer: OptimizerFactory) -> bool:
+    try:
+        return next(iter(inspect.signature(optimizer).parameters), None) == "named_parameters"
+    except (TypeError, ValueError):  # a builtin
+        return False
+
+
 class Updater:
     """The gradients of a rank, and all ways from them to new parameters.
 
@@ -143,7 +156,7 @@ class Updater:
     """
 
     def __init__(self, specs: Sequence[GradientSpec], replicas: Group, ranks: Group, *, optim: Optim, own: bool,
-                 optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None, dtype: torch.dtype,
+                 optimizer: OptimizerFactory | None, dtype: torch.dtype,
                  device: torch.device, nominal_weight: float, send_to_owner: Callable[[GradientSpec], None],
                  weight: Callable[[], float], timeline: Timeline, progress: Callable[[], None],
                  order: FlatOrder | None = None, runs: Sequence[range] = (),
@@ -168,7 +181,10 @@ class Updater:
             placed, offload = resolve_offload(optim, self.gradients, device)
             self.flat = FlatOptimizer(placed, self.gradients, bucket_size=bucket_size, offload=offload)
         self.gradients.allocate()  # not before parameters have moved: they are there twice on the way
-        self.users = optimizer(owned) if optimizer is not None and owned else None
+        self.users = None
+        if optimizer is not None and owned:
+            self.users = optimizer([(spec.name, spec.parameter) for spec in self.gradients.owned()]
+                                   if _takes_names(optimizer) else owned)
         self.masters = MasterCopies(self.users, owned) if self.users is not None and half else None
         self._scale = LossScale(scale=optim.initial_loss_scale, window=optim.loss_scale_window) \
             if dtype is torch.float16 else None

@@ -46,13 +46,14 @@ from ranvier.errors import ConfigError, ModelError, RanvierError
 from ranvier.mesh import Coordinates, Mesh
 from ranvier.optim.guard import BadSteps
 from ranvier.optim.optimizer import storage_bytes
-from ranvier.optim.step import GradientStatus, Updater
+from ranvier.optim.step import GradientStatus, OptimizerFactory, Updater
 from ranvier.pipeline.batch import BatchRunner
 from ranvier.pipeline.build import build_stage, cut, split_model, stage_parameters
 from ranvier.pipeline.connections import Connections
 from ranvier.pipeline.device_timeline import timeline_of
 from ranvier.pipeline.engine_settings import EngineSettings, engine_settings
 from ranvier.pipeline.examine import Cause, examine
+from ranvier.pipeline.full_state import gather_full_state
 from ranvier.pipeline.held_parameters import HeldParameters
 from ranvier.pipeline.look_ahead import LookAhead
 from ranvier.pipeline.microbatch import Microbatch
@@ -61,7 +62,7 @@ from ranvier.pipeline.rank_parameters import RankParameters
 from ranvier.pipeline.rank_stages import RankStages
 from ranvier.pipeline.recomputation_plan import RecomputationPlan
 from ranvier.pipeline.replicas import Replicas
-from ranvier.pipeline.result import BatchResult
+from ranvier.pipeline.result import BatchResult, KeptOutputs
 from ranvier.pipeline.shared_buffers import BufferSync, SharedBuffers, unused_buffer_sync
 from ranvier.pipeline.shared_objects import SharedBufferChanges, StageCopies
 from ranvier.pipeline.stage import Blocks, Stage
@@ -100,7 +101,8 @@ class Engine:
         mesh: how the ranks are arranged; by default that of `ranvier.start`, else all along `data`.
         loss: (output, targets) -> (sum of losses, weight), for models that do not bring theirs. A module with
             parameters trains, as a last block named loss; on several rows or columns it is refused.
-        optimizer: from this rank's parameters to a torch optimizer; None with no `optim` for gradients only. Not called
+        optimizer: from this rank's parameters to a torch optimizer; None with no `optim` for gradients only. One whose
+            first parameter is called `named_parameters` gets (name, parameter) pairs. Not called
             on a rank that owns no trainable parameter. With a `dtype` of half precision it updates fp32 master copies,
             which take the parameters' places in its groups once it is built.
         optim: train with Ranvier's own optimizers, as these settings say: in buckets, offloaded, sharded, with fp32
@@ -145,7 +147,7 @@ class Engine:
     @of_engine
     def __init__(self, /, model: Model | nn.Sequential | Sequence[nn.Module] | Mapping[str, nn.Module], world: World, *,
                  mesh: Mesh | None = None, loss: Loss | None = None,
-                 optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+                 optimizer: OptimizerFactory | None = None,
                  optim: Optim | None = None, learning_rate: float = 1e-3, pipeline: Pipeline | None = None,
                  policy: Policy | None = None, tensor: TensorParallel | None = None, memory: Memory | None = None,
                  guard: Guard | None = None, sample: Microbatch | None = None, seed: int = 0,
@@ -464,6 +466,18 @@ class Engine:
         return take_state(self)
 
     @of_engine
+    def full_state_dict(self) -> dict[str, Tensor] | None:
+        """The whole model's parameters and buffers on the CPU, on rank 0; None on other ranks. All ranks call it.
+
+        Names are "block.parameter", as in the state_dict of an nn.Sequential of the blocks; tied parameters come under
+        all of their names. For models that fit one machine's memory; `ranvier.Checkpoints` write any.
+        """
+        self.check_usable("full_state_dict")
+        self._finish_update()
+        with self._working():
+            return gather_full_state(self, self._connections.all)
+
+    @of_engine
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from what `state_dict` returned on this rank, bit-identical; all ranks call it with their own.
 
@@ -491,12 +505,15 @@ class Engine:
     # ------------------------------------------------------------------ batches
 
     @of_engine
-    def train_batch(self, microbatches: Batch) -> BatchResult:
+    def train_batch(self, microbatches: Batch, *, keep_outputs: bool = False) -> BatchResult:
         """One step: gradients of the mean loss over the global batch, and an update.
 
         microbatches: this replica's share, as Microbatch objects or (inputs, targets) pairs; all ranks of a replica
         give the same number of them. A batch whose weight is zero everywhere updates nothing and warns. Gradients
         of `forward_backward` since the last step are part of this one.
+
+        keep_outputs: the result has what the last block has returned, and the loss of each microbatch
+            (`BatchResult.outputs`, `losses`), on the ranks of the last stage; not on several columns, which have parts.
         """
         self.check_usable("train_batch")
         if not self._updater.updates:
@@ -508,11 +525,12 @@ class Engine:
                               where="optim.update-in-backward", value=True,
                               remedy="Set --batch.microbatch-size to a replica's share of the batch, or leave it out.")
         self._updater.learning_rate = self.learning_rate
-        self._accumulate(microbatches, updates=True)
+        with self._keeping_outputs(keep_outputs) as kept:
+            self._accumulate(microbatches, updates=True)
         with self._working():
             status = self._updater.finish()
         self._statistics.forget()
-        return self._stepped(status, microbatches)
+        return self._stepped(status, microbatches, kept)
 
     @of_engine
     def forward_backward(self, microbatches: Batch) -> BatchResult:
@@ -609,7 +627,20 @@ class Engine:
         good = not math.isnan(loss) if self.loss_scale is not None else math.isfinite(loss)
         return None if good else f"loss is {loss}"
 
-    def _stepped(self, status: GradientStatus, microbatches: Batch | None = None) -> BatchResult:
+    @contextmanager
+    def _keeping_outputs(self, keep: bool) -> Iterator[KeptOutputs | None]:
+        """Inside, the last stage's outputs and losses are kept, where `keep` says so. None on other ranks."""
+        if keep and self.mesh.col > 1:
+            raise ConfigError("has parts of the outputs on each column", where="train_batch(keep_outputs=...)",
+                              value=f"{self.mesh.col} columns", remedy="Call predict, which returns whole ones.")
+        kept = self._stages.last.kept = KeptOutputs() if keep and self.is_last_stage else None
+        try:
+            yield kept
+        finally:
+            self._stages.last.kept = None
+
+    def _stepped(self, status: GradientStatus, microbatches: Batch | None = None,
+                 kept: KeptOutputs | None = None) -> BatchResult:
         """New values go to the other ends of ties; a step without a valid target warns, and a bad one is refused.
         microbatches: all of them, where that is known."""
         if status.refused is not None and self._refuses_bad_losses:
@@ -628,7 +659,7 @@ class Engine:
             warnings.warn(f"step {self._step} is skipped: no valid target in the global batch", stacklevel=4)
         self._buffers.finish()
         self._connections.board.action = _OUTSIDE
-        return BatchResult(self._statistics.sums, self._statistics.work, status)
+        return BatchResult(self._statistics.sums, self._statistics.work, status, kept)
 
     @of_engine
     def examine(self, microbatches: Batch) -> Cause:
