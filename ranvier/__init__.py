@@ -24,6 +24,7 @@ _HOMES = {
     "Pipeline": "ranvier.config.run",
     "TensorParallel": "ranvier.config.run",
     "microbatches": "ranvier.pipeline.microbatch",
+    "shard_loader": "ranvier.data.shard_loader",
     "Mesh": "ranvier.mesh",
     "World": "ranvier.world",
     "Model": "ranvier.block",

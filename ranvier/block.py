@@ -10,10 +10,11 @@ holds.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from itertools import chain
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -211,7 +212,8 @@ def _parameters_of(model: Model, names: Sequence[str]) -> dict[str, nn.Parameter
 
 
 def as_model(model: Model | nn.Sequential | Sequence[nn.Module] | Mapping[str, nn.Module], loss: Loss | None) -> Model:
-    """Any list of blocks as a `Model`. Parameters that two blocks share are found and declared as tied.
+    """Any list of blocks as a `Model`. Parameters that two blocks share are found and declared as tied. A loss with
+    parameters or buffers gets a block for them, the last one.
 
     ModelError when it is none of these, or when a loss is missing or given twice.
     """
@@ -219,7 +221,7 @@ def as_model(model: Model | nn.Sequential | Sequence[nn.Module] | Mapping[str, n
         if loss is not None:
             raise ModelError("was given beside a Model, which has its own", where="loss",
                              remedy="Leave the loss out, or build the Model with it.")
-        return model
+        return _with_loss_block(model)
     if loss is None:
         raise ModelError("is missing", where="loss",
                          remedy="Pass loss=f with f(output, targets) -> (sum of losses, number of valid targets).")
@@ -236,6 +238,8 @@ def as_model(model: Model | nn.Sequential | Sequence[nn.Module] | Mapping[str, n
         if not isinstance(module, nn.Module):
             raise ModelError("is not an nn.Module", where=f"block {name}", value=type(module).__name__,
                              remedy="Wrap plain functions in a module with a forward method.")
+    if _has_state(loss):
+        modules[_free_name(modules)] = LossBlock(loss)
     return Model(blocks={name: partial(_ready_made, module) for name, module in modules.items()}, loss=loss,
                  tied=_shared(modules))
 
@@ -280,6 +284,48 @@ def ready_made(model: Model) -> list[nn.Module]:
         if isinstance(build, partial) and build.func is _ready_made:
             found.append(build.args[0])
     return found
+
+
+class LossBlock(nn.Module):
+    """A block that changes nothing. It has the loss, whose parameters train and whose buffers are kept as those of any
+    block; its stage, the last one, computes the loss."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, state: State) -> State:
+        """`state`."""
+        return state
+
+
+def _has_state(loss: Loss) -> TypeGuard[nn.Module]:
+    """Whether a loss is a module with parameters or buffers."""
+    return isinstance(loss, nn.Module) and any(True for _ in chain(loss.parameters(), loss.buffers()))
+
+
+def _free_name(blocks: Collection[str]) -> str:
+    """The name of a loss's block."""
+    name = "loss"
+    while name in blocks:
+        name += "_"
+    return name
+
+
+def _with_loss_block(model: Model) -> Model:
+    """The model with a block for its loss, where that has parameters or buffers, and no block yet."""
+    if not _has_state(model.loss):
+        return model
+    with torch.device("meta"):
+        last = list(model.blocks.values())[-1]()
+    if isinstance(last, LossBlock):
+        return model
+    if model.initial is not None:
+        raise ModelError("has parameters or buffers of its own, which Model(initial=...) knows nothing of",
+                         where="loss", value=type(model.loss).__name__,
+                         remedy="Leave `initial` out, or give the last block what the loss computes with.")
+    return replace(model, blocks={**model.blocks, _free_name(model.blocks): partial(
+        _ready_made, LossBlock(model.loss))})
 
 
 def _ready_made(module: nn.Module) -> nn.Module:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal, overload
 
 import torch
+from torch import Tensor
 from torch.distributed import Store
 
 from ranvier.comm.hang import HangDetector
-from ranvier.comm.protocol import Backend
+from ranvier.comm.protocol import Backend, Group
 from ranvier.comm.signed_store import SharedStore
+from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 
 
@@ -64,6 +67,7 @@ class World:
     joins: JoinPoint | None = None
     torch_store: Store | None = None
     _first: Backend | None = field(default=None, init=False, repr=False)
+    _users: tuple[Backend, Group] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.members = self.members or tuple(map(str, range(self.size)))
@@ -96,8 +100,56 @@ class World:
         else:
             before.close()
 
+    # ------------------------------------------------------------------ for users' metrics
+
+    def _all_ranks(self) -> Group:
+        """A group of all ranks for the calls below, opened at the first one."""
+        if self._users is None or self._users[0] is not self.backend:
+            self._users = self.backend, self.backend.group("user", [range(self.size)])
+        return self._users[1]
+
+    @overload
+    def all_reduce(self, value: Tensor, op: Literal["sum", "mean", "min", "max"] = "sum") -> Tensor: ...
+
+    @overload
+    def all_reduce(self, value: float, op: Literal["sum", "mean", "min", "max"] = "sum") -> float: ...
+
+    def all_reduce(self, value: Tensor | float, op: Literal["sum", "mean", "min", "max"] = "sum") -> Tensor | float:
+        """The sum, mean, smallest or largest of all ranks' `value`: numbers, or tensors of one shape, which stay as
+        they are. Collective."""
+        if op not in ("sum", "mean", "min", "max"):
+            raise ConfigError("must be sum, mean, min or max", where="World.all_reduce(op=...)", value=op,
+                              remedy="Leave it out for sum.")
+        reduced = _copied(value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64))
+        self._all_ranks().all_reduce(reduced, "sum" if op == "mean" else op).wait()
+        if op == "mean":
+            reduced = reduced / self.size
+        return reduced.reshape(value.shape) if isinstance(value, Tensor) else float(reduced)
+
+    def gather_objects(self, value: object) -> list[Any]:
+        """Every rank's `value`, in the order of ranks: numbers, texts, lists and dicts, as JSON has them. Collective;
+        not for every step."""
+        return self._all_ranks().gather_objects(value)
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """The `value` of rank `source`, on all ranks: a tensor, whose shape all ranks give, or what `gather_objects`
+        takes. Collective."""
+        if not 0 <= source < self.size:
+            raise ConfigError(f"is no rank; there are {self.size}", where="World.broadcast(source=...)", value=source,
+                              remedy="Give the number of a rank.")
+        if not isinstance(value, Tensor):
+            return self._all_ranks().gather_objects(value if self.rank == source else None)[source]
+        sent = _copied(value)
+        self._all_ranks().broadcast(sent, source).wait()
+        return sent.reshape(value.shape)
+
     def close(self) -> None:
         """Close the backend, and the one that this rank was started with. Idempotent; all ranks call it."""
         self.backend.close()
         if self._first is not None:
             self._first.close()
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A flat copy that collectives may write."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)

@@ -21,6 +21,7 @@ import json
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -33,10 +34,12 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ranvier.checkpoint import files, state
-from ranvier.checkpoint.manifest import File, Manifest, SavedTensor, step_folder
+from ranvier.checkpoint.manifest import File, Manifest, OptimizerGroup, SavedTensor, step_folder
+from ranvier.checkpoint.objects import SavedObjects
 from ranvier.checkpoint.ownership import acquire_folders
 from ranvier.checkpoint.saved import Saved, find
 from ranvier.checkpoint.state import Piece
+from ranvier.checkpoint.user_optimizer import merged
 from ranvier.comm.board import read_actions
 from ranvier.errors import CheckpointError, OwnershipError, TransportError
 from ranvier.system.lease import Lease
@@ -85,6 +88,8 @@ class _Job:
     step: int
     pieces: list[Piece]
     frozen: list[str]
+    missed_updates: dict[str, int]
+    optimizer_groups: list[OptimizerGroup]
     head: dict[str, Any]
     when: Callable[[], bool]
     best: int | None = None
@@ -97,10 +102,10 @@ class _Job:
 class Checkpoints:
     """Writes and reads the checkpoints of one engine. All ranks make the same calls, but for `written`.
 
-    Of a torch optimizer its states are kept, not the settings of its groups, such as learning rates: those are the
-    program's. One engine at a time writes to a folder, which its program holds (ranvier.system.lease): the first `load`
-    without a path, or the first `save`, takes it, and clears away what others have left half written. Within one
-    process the last one that takes it has it.
+    A torch optimizer is kept whole: its states, and the settings of its groups, such as learning rates. One engine at a
+    time writes to a folder, which its program holds (ranvier.system.lease): the first `load` without a path, or the
+    first `save`, takes it, and clears away what others have left half written. Within one process the last one that
+    takes it has it.
 
     Args:
         folder: where they are; all ranks must see the same files.
@@ -110,10 +115,13 @@ class Checkpoints:
         background: copy the state and write it while training continues; False writes it before `save` returns, which
             needs no memory for copies.
         lease: on rank 0, where the program holds the folder already; it stays the program's.
+        objects: further objects with `state_dict` and `load_state_dict` that are saved and loaded, by name, such as
+            learning-rate schedulers; None on a rank that has none.
     """
 
     def __init__(self, engine: Engine, folder: Path | str, *, keep: int = 3, keep_every: int = 0,
-                 timeout_seconds: float = 300.0, background: bool = True, lease: Lease | None = None) -> None:
+                 timeout_seconds: float = 300.0, background: bool = True, lease: Lease | None = None,
+                 objects: Mapping[str, object] | None = None) -> None:
         self.engine, self.folder, self._timeout = engine, Path(folder).absolute(), timeout_seconds
         self._keep, self._keep_every, self._background = keep, keep_every, background
         world = engine.world
@@ -132,6 +140,11 @@ class Checkpoints:
         self._untold: list[Written] = []
         self._ended: list[Written] = []
         self._lease, self._own_lease, self._claimed = lease, False, False
+        self._objects = dict(objects or {})
+        self._saved_objects()
+
+    def _saved_objects(self) -> SavedObjects:
+        return SavedObjects(self._objects, self.engine.mesh, self._rank)
 
     # ------------------------------------------------------------------ writing
 
@@ -181,9 +194,11 @@ class Checkpoints:
         """
         began = time.monotonic()
         _check_about({} if about is None else about)
+        self.engine.check_usable("Checkpoints.save")
         self.claim()
         self._join()
-        pieces = state.pieces_to_write(self.engine)
+        groups = state.optimizer_groups(self.engine)
+        pieces = [*state.pieces_to_write(self.engine), *self._saved_objects().pieces()]
         if self._background:
             copies = files.host_copies([piece.tensor for piece in pieces], self._room)
             pieces = [Piece(kind=piece.kind, name=piece.name, shape=piece.shape, box=piece.box, tensor=copy)
@@ -192,7 +207,8 @@ class Checkpoints:
         head = {**state.numbers(self.engine), "about": {
             **(about or {}), "mesh": str(self.engine.mesh), "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"}}
         job = _Job(number=self._count, step=self.engine.steps, pieces=pieces, frozen=state.frozen(self.engine),
-                   head=head, when=when, best=best)
+                   missed_updates=state.missed_updates(self.engine),
+                   optimizer_groups=groups, head=head, when=when, best=best)
         if not self._background:
             job.part = self._part(job)
         job.stall_seconds = time.monotonic() - began
@@ -277,7 +293,9 @@ class Checkpoints:
                     _key(number): piece.tensor for number, piece in enumerate(job.pieces)}))
         except Exception as error:  # whatever it is: training continues, and the others must know
             return {"error": f"{_said(error)} (rank {self._rank})"}
-        return {"file": file, "tensors": _described(job.pieces), "frozen": job.frozen}
+        return {"file": file, "tensors": _described(job.pieces), "frozen": job.frozen,
+                "missed_updates": job.missed_updates,
+                "optimizer_groups": [asdict(group) for group in job.optimizer_groups]}
 
     def _published(self, job: _Job, temporary: Path) -> Written | None:
         """Wait for all parts, and make a checkpoint of them; None where this is closed first."""
@@ -351,6 +369,8 @@ class Checkpoints:
         CheckpointError when a checkpoint is of another model, when one that `path` names is damaged, and when the
         folder has checkpoints but no whole one.
         """
+        if engine_for is None:
+            self.engine.check_usable("Checkpoints.load")
         self._join()
         if path is None:
             with suppress(CheckpointError):
@@ -395,6 +415,10 @@ class Checkpoints:
         problem = None
         try:
             state.load(self.engine, saved)
+            left_out = self._saved_objects().load(saved)
+            if left_out and self._rank == 0:
+                warnings.warn(f"checkpoint {saved.folder} has states that are not loaded: Checkpoints(objects=...) has "
+                              f"no {', '.join(left_out)}", stacklevel=4)
         except Exception as error:
             problem = error if isinstance(error, CheckpointError) else CheckpointError(
                 f"cannot be loaded: {_said(error)}", where=f"checkpoint {saved.folder}",
@@ -470,5 +494,10 @@ def _manifest(job: _Job, entries: list[dict[str, Any]]) -> Manifest:
                 place["pieces"] += [(len(parts), key, box) for _, key, box in tensor["pieces"]]
         parts.append(File(**entry["file"]))
     names = sorted({name for entry in entries for name in entry["frozen"]})
-    return Manifest(**job.head, frozen=tuple(names), files=tuple(parts),
+    missed = {name: count for entry in entries for name, count in entry["missed_updates"].items()}
+    groups = merged(OptimizerGroup(**{**group, "numbers": tuple(group["numbers"]),
+                                      "parameters": tuple(group["parameters"])})
+                    for entry in entries for group in entry["optimizer_groups"])
+    return Manifest(**job.head, frozen=tuple(names), missed_updates=missed, optimizer_groups=groups,
+                    files=tuple(parts),
                     tensors=_entry.validate_json(json.dumps(tensors)))

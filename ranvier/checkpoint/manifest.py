@@ -76,6 +76,17 @@ class ScaleState:
 
 
 @checked(frozen=True, kw_only=True, config=_config)
+class OptimizerGroup:
+    """Parameters that a user's optimizer updates alike (`checkpoint/user_optimizer`)."""
+
+    settings: dict[str, object]
+    """Such as the learning rate."""
+    numbers: tuple[str, ...]
+    """States that are Python numbers, and no tensors."""
+    parameters: tuple[str, ...]
+
+
+@checked(frozen=True, kw_only=True, config=_config)
 class Manifest:
     """All of a checkpoint but the numbers in its tensors."""
 
@@ -84,11 +95,13 @@ class Manifest:
     """Steps taken."""
     optimizer: str | None = None
     """The class of a user's own optimizer, where rank 0 has one."""
+    optimizer_groups: tuple[OptimizerGroup, ...] = ()
+    """The groups of a user's own optimizer; left out of the file where there are none."""
     optimizer_steps: Count | None
     """Updates so far; None where the optimizer is the user's own, which counts by itself."""
-    began_at: dict[str, Count] = field(default_factory=dict)
-    """Parameter -> updates before the first one of its states, where it was frozen and trained again; left out of the
-    file where there is none."""
+    missed_updates: dict[str, Count] = field(default_factory=dict)
+    """Parameter -> updates that left it alone, because it was frozen or no loss reached it; left out of the file where
+    there is none."""
     loss_scale: ScaleState | None
     last_norm: Annotated[FiniteFloat, Ge(0)] | None = None
     """The gradient norm of the last step, where the next one is clipped by it; left out of the file otherwise."""
@@ -124,9 +137,9 @@ def _own_checksum(manifest: Manifest) -> int:
 
 
 def _json(manifest: Manifest) -> bytes:
-    """As files had it before there were `last_norm` and `began_at`, where there is none."""
-    absent = {name for name, value in (("last_norm", manifest.last_norm), ("began_at", manifest.began_at or None))
-              if value is None}
+    """As files had it before there were these fields, where there is nothing in them."""
+    absent = {name for name in ("last_norm", "missed_updates", "optimizer_groups")
+              if getattr(manifest, name) in (None, {}, ())}
     return _adapter.dump_json(manifest, exclude=absent)
 
 

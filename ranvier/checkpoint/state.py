@@ -9,6 +9,7 @@
                  shape of its own
     buffer       a module's buffers that its state_dict has         the stage's first rank
     random       torch's own generators, for modules that use them  every rank its own
+    object       a program's objects with a state_dict              every rank its own (`checkpoint/objects`)
 
 Who holds what follows from the layout, so whatever mesh reads them needs boxes of whole tensors and nothing else.
 """
@@ -23,8 +24,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ranvier.checkpoint.manifest import ITEM_BYTES, Manifest, SavedTensor, ScaleState, damaged
+from ranvier.checkpoint.manifest import ITEM_BYTES, Manifest, OptimizerGroup, SavedTensor, ScaleState, damaged
 from ranvier.checkpoint.saved import Saved
+from ranvier.checkpoint.user_optimizer import groups_of, saved_groups, state_on_device, take_settings
 from ranvier.errors import CheckpointError
 from ranvier.layout import Box, Slice, index_of, whole
 from ranvier.models.lora import is_adapter
@@ -33,7 +35,9 @@ from ranvier.optim.average import EMA
 if TYPE_CHECKING:
     from ranvier.pipeline.engine import Engine
 
-NO_STATES = ("parameter", "buffer", "random")
+OBJECT = "object"
+"""The kind of what objects of a program keep (`checkpoint/objects`)."""
+NO_STATES = ("parameter", "buffer", "random", OBJECT)
 """Kinds that are no optimizer state."""
 
 
@@ -214,6 +218,8 @@ def check_fits(engine: Engine, saved: StateSource) -> None:
                                          "has them all).")
     steps = saved.manifest.optimizer_steps
     trains = engine.flat_optimizer is not None or engine.optimizer is not None
+    if engine.optimizer is not None:
+        saved_groups(engine.optimizer, _names_of_updated(engine), saved.manifest.optimizer_groups, where)
     written, used = saved.manifest.optimizer, optimizer_name(engine)
     if steps is None and trains and engine.flat_optimizer is None and None not in (written, used) and written != used:
         raise CheckpointError(f"was written with the optimizer {written}", where=where, value=used,
@@ -333,7 +339,7 @@ def set_parameters(engine: Engine, value: Callable[[str], Tensor | None]) -> Non
     steps = None if engine.flat_optimizer is None else engine.flat_optimizer.steps
     engine.restore_counters(engine.steps, optimizer_steps=steps, loss_scale=None if scale is None else asdict(scale),
                             last_norm=engine.last_norm,
-                            began_at=None if engine.flat_optimizer is None else engine.flat_optimizer.began_at)
+                            missed_updates=missed_updates(engine))
 
 
 def restore_counters(engine: Engine, manifest: Manifest) -> None:
@@ -342,11 +348,14 @@ def restore_counters(engine: Engine, manifest: Manifest) -> None:
     scale, trained = manifest.loss_scale, {one.name for one in engine.layout.parameters if one.trainable}
     has_states = {name for kind, tensors in manifest.tensors.items() if kind not in NO_STATES and kind not in (
         "master", EMA) for name in tensors}
-    began_at = manifest.began_at | {name: manifest.optimizer_steps or 0 for name in manifest.frozen
-                                    if name not in has_states}
+    missed = manifest.missed_updates | {name: manifest.optimizer_steps or 0 for name in manifest.frozen
+                                        if name not in has_states}
+    there = manifest.tensors.get("parameter", {})
+    missed |= {name: missed[origin] for name, origin in _origins(engine).items()
+               if name not in there and origin in missed}
     engine.restore_counters(manifest.step, optimizer_steps=manifest.optimizer_steps, last_norm=manifest.last_norm,
                             loss_scale=None if scale is None else asdict(scale),
-                            began_at={name: steps for name, steps in began_at.items() if steps and name in trained})
+                            missed_updates={name: steps for name, steps in missed.items() if steps and name in trained})
 
 
 def _set_random(engine: Engine, saved: Saved, name: str) -> None:
@@ -405,10 +414,26 @@ def _load_states(engine: Engine, saved: StateSource) -> None:
         saved.read_into(piece.kind, piece.name, piece.box, piece.tensor)
 
 
+def _names_of_updated(engine: Engine) -> dict[nn.Parameter, str]:
+    """What the user's optimizer updates -> the parameter's name."""
+    return {engine.updated(parameter): name for name, parameter in _trained_here(engine).items()}
+
+
+def optimizer_groups(engine: Engine) -> list[OptimizerGroup]:
+    """The groups of a user's optimizer on this rank. CheckpointError for what has no place in a checkpoint."""
+    return [] if engine.optimizer is None else groups_of(engine.optimizer, _names_of_updated(engine))
+
+
 def _make_room(engine: Engine, saved: StateSource) -> None:
-    """The states that a user's optimizer had when the checkpoint was written, whatever it has now."""
+    """The settings and states that a user's optimizer had when the checkpoint was written, whatever it has now."""
     if engine.optimizer is None:
         return
+    numbers: dict[nn.Parameter, Sequence[str]] = {}
+    for group, known in saved_groups(engine.optimizer, _names_of_updated(engine), saved.manifest.optimizer_groups,
+                                     f"checkpoint {saved.folder}"):
+        take_settings(group, known.settings)
+        numbers |= dict.fromkeys(group["params"], known.numbers)
+    group_of = {parameter: group for group in engine.optimizer.param_groups for parameter in group["params"]}
     for name, parameter in _trained_here(engine).items():
         updated = engine.updated(parameter)
         engine.optimizer.state.pop(updated, None)
@@ -418,7 +443,9 @@ def _make_room(engine: Engine, saved: StateSource) -> None:
             if tensors[name].shape:
                 engine.optimizer.state[updated][kind] = torch.zeros_like(updated)
             else:
-                engine.optimizer.state[updated][kind] = saved.read(kind, name)
+                value = saved.read(kind, name)
+                engine.optimizer.state[updated][kind] = value.item() if kind in numbers.get(updated, ()) else \
+                    state_on_device(kind, value, updated, group_of.get(updated, {}))
 
 
 def numbers(engine: Engine) -> dict[str, Any]:
@@ -426,13 +453,17 @@ def numbers(engine: Engine) -> dict[str, Any]:
     scale = engine.loss_scale
     return {"step": engine.steps, "optimizer": optimizer_name(engine),
             "optimizer_steps": engine.flat_optimizer and engine.flat_optimizer.steps, "last_norm": engine.last_norm,
-            "began_at": {} if engine.flat_optimizer is None else dict(engine.flat_optimizer.began_at),
             "loss_scale": None if scale is None else ScaleState(**asdict(scale))}
 
 
 def optimizer_name(engine: Engine) -> str | None:
     """A user's optimizer by its class; None where there is none on this rank, or it is Ranvier's own."""
     return None if engine.optimizer is None else type(engine.optimizer).__name__
+
+
+def missed_updates(engine: Engine) -> dict[str, int]:
+    """Parameters of this rank that have missed updates of Ranvier's optimizer, and how many."""
+    return {} if engine.flat_optimizer is None else engine.flat_optimizer.missed_updates
 
 
 def frozen(engine: Engine) -> list[str]:

@@ -106,8 +106,16 @@ def read_collective_calls(store: SharedStore, rank: int) -> tuple[int, int]:
     """
     if not store.check([_calls_key(rank)]):
         return 0, 0
-    calls, size = store.get(_calls_key(rank)).decode().split()
+    calls, size, _ = store.get(_calls_key(rank)).decode().split()
     return int(calls), int(size)
+
+
+def read_engine_calls(store: SharedStore, rank: int, engine: str) -> int:
+    """How many collective calls of `engine` (`Board.engine`) `rank` has started; 0 if its last ones were of another."""
+    if not store.check([_calls_key(rank)]):
+        return 0
+    calls, _, name = store.get(_calls_key(rank)).decode().split()
+    return int(calls) if name == engine else 0
 
 
 def find_waiting_rank(store: SharedStore, rank: int, ranks: Sequence[int]) -> int | None:
@@ -160,6 +168,8 @@ class Board:
         self._action, self._since, self._previous, self._changes = "its start", time.monotonic(), "", 0
         self._compiled_before = COMPILATIONS.seconds()
         self._action_thread = threading.get_ident()
+        self.engine = "-"
+        """Name of the engine, the same on all of its ranks."""
         self.calls = 0
         """Number of collective engine calls that this rank has started; see `find_waiting_rank`."""
         self._count = 0
@@ -212,7 +222,7 @@ class Board:
         duration = (f" for {seconds:.0f} s, after {self._previous or 'nothing'}"
                     if seconds >= _SHOW_DURATION_SECONDS else "")
         self._store.set(_action_key(self._rank), f"{self._count} {self._action}{duration}")
-        self._store.set(_calls_key(self._rank), f"{self.calls} {self._mesh.size}")
+        self._store.set(_calls_key(self._rank), f"{self.calls} {self._mesh.size} {self.engine}")
         idle = COMPILATIONS.idle_seconds()
         if idle is not None:
             self._store.set(_compiled_key(self._rank), f"{self._count} {idle}")

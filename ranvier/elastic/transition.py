@@ -48,6 +48,7 @@ class Held:
     pieces: list[Piece]
     numbers: dict[str, Any]
     frozen: list[str]
+    missed_updates: dict[str, int]
 
 
 def take(engine: Engine, room: Held | None = None) -> Held:
@@ -69,7 +70,8 @@ def take(engine: Engine, room: Held | None = None) -> Held:
         pieces.append(Piece(kind=piece.kind, name=piece.name, shape=piece.shape, box=piece.box, tensor=copy))
     numbers = state.numbers(engine)
     scale = numbers["loss_scale"]
-    return Held(pieces=pieces, numbers={**numbers, "loss_scale": scale and asdict(scale)}, frozen=state.frozen(engine))
+    return Held(pieces=pieces, numbers={**numbers, "loss_scale": scale and asdict(scale)}, frozen=state.frozen(engine),
+                missed_updates=state.missed_updates(engine))
 
 
 def hand_over(held: Held | None, engine: Engine | None, backend: Backend, *, timeout_seconds: float) -> int:
@@ -101,10 +103,10 @@ def hand_over(held: Held | None, engine: Engine | None, backend: Backend, *, tim
 def _announced(held: Held | None) -> dict[str, object]:
     """What this rank has, as JSON can hold it. Tensors without dims come with their value."""
     if held is None:
-        return {"pieces": [], "numbers": None, "frozen": []}
+        return {"pieces": [], "numbers": None, "frozen": [], "missed_updates": {}}
     return {"pieces": [[piece.kind, piece.name, piece.shape, piece.box, state.dtype_name(piece.tensor),
                         None if piece.shape else piece.tensor.item()] for piece in held.pieces],
-            "numbers": held.numbers, "frozen": held.frozen}
+            "numbers": held.numbers, "frozen": held.frozen, "missed_updates": held.missed_updates}
 
 
 class _Ranks:
@@ -130,7 +132,9 @@ class _Ranks:
         numbers = dict(announced[0]["numbers"])
         scale = numbers.pop("loss_scale")
         self.manifest = Manifest(**numbers, loss_scale=scale and ScaleState(**scale), files=(), tensors=tensors,
-                                 frozen=tuple(sorted({name for document in announced for name in document["frozen"]})))
+                                 frozen=tuple(sorted({name for document in announced for name in document["frozen"]})),
+                                 missed_updates={name: count for document in announced
+                                                 for name, count in document["missed_updates"].items()})
         self.wanted: dict[str, list[tuple[Box, Tensor]]] = {}
         """Key of a tensor -> box and target of every read."""
 

@@ -21,7 +21,7 @@ class Segment:
 
     tensor: the gradient (`GradientSpec`) of a parameter that is updated as a whole; None where elements are updated by
         themselves.
-    began_at: updates before the first one of these states, which started from zero then.
+    missed_updates: updates of the optimizer that left these elements alone.
     """
 
     start: int
@@ -29,13 +29,13 @@ class Segment:
     learning_rate_factor: float
     weight_decay: float
     tensor: object = None
-    began_at: int = 0
+    missed_updates: int = 0
 
     def like(self, other: Segment) -> bool:
         """Whether both are updated alike, in one piece where they are neighbours."""
         return self.tensor is None and other.tensor is None and (
-            self.learning_rate_factor, self.weight_decay, self.began_at) == (
-                other.learning_rate_factor, other.weight_decay, other.began_at)
+            self.learning_rate_factor, self.weight_decay, self.missed_updates) == (
+                other.learning_rate_factor, other.weight_decay, other.missed_updates)
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,7 @@ class Gradients:
         self._passed = sys.maxsize
         self._versions: dict[nn.Parameter, int] = {}
         self._unreached: dict[nn.Parameter, bool] = {}
+        self._removed: set[nn.Parameter] = set()
         if allocate:
             self.allocate()
 
@@ -138,7 +139,7 @@ class Gradients:
         self._next = self._moving = 0
         self._passed = sys.maxsize
         self._attach()
-        self._unreached = {}
+        self._unreached, self._removed = {}, set()
         self._versions = {spec.parameter: spec.parameter.grad._version for spec in self._specs
                           if spec.parameter.grad is not None}
         for table in self._tables.values():
@@ -253,14 +254,15 @@ class Gradients:
             parameter.grad.data.fill_(-0.0)
 
     def left_alone(self, chunk: Chunk) -> set[nn.Parameter]:
-        """Parameters in a reduced chunk that nobody's loss has reached; the same on all who summed it."""
+        """Parameters with sums of a reduced chunk here that nobody's loss has reached; the same on all who have sums of
+        them."""
         start, stop = self.share_of(chunk)
-        found = set()
+        found = self._removed.intersection(spec.parameter for spec in chunk.specs)
         for spec in chunk.specs:
             if self._unreached.get(spec.parameter):
                 first, last = self.places[spec.parameter]
                 part = self.of(chunk, max(first, start), max(first, start, min(last, stop)))
-                if bool(torch.signbit(part).all()) and not bool(part.any()):
+                if part.numel() and bool(torch.signbit(part).all()) and not bool(part.any()):
                     found.add(spec.parameter)
         return found
 
@@ -288,18 +290,28 @@ class Gradients:
         assert self.complete, "a chunk of gradients is still incomplete"
         return self.reductions.in_order()
 
-    def snapshot(self) -> Tensor:
-        """A copy of the buffer between batches, with what a user has put in the place of a parameter's gradient."""
-        copied = self.flat.clone()
-        for spec in self._specs:
-            start, stop = self.places[spec.parameter]
-            offset, grad = self.chunks[self._chunks_of[spec.parameter].start].offset, spec.parameter.grad
-            place = copied[start + offset:stop + offset]
+    def _place(self, spec: GradientSpec) -> Tensor:
+        """Where the gradient of a parameter is in the buffer, flat."""
+        start, stop = self.places[spec.parameter]
+        offset = self.chunks[self._chunks_of[spec.parameter].start].offset
+        return self.flat[start + offset:stop + offset]
+
+    def take_edits(self) -> None:
+        """Gradients that a user has put in the place of the averaged ones are copied to the buffer. Where a user has
+        set one to None, the parameter is left alone until the next batch."""
+        for spec in self.owned():
+            place, grad = self._place(spec), spec.parameter.grad
             if grad is None:
                 place.zero_()
-            elif grad.data_ptr() != self.flat.data_ptr() + (start + offset) * self.flat.element_size():
-                place.copy_(grad.reshape(-1))
-        return copied
+                self._removed.add(spec.parameter)
+            elif grad.data_ptr() != place.data_ptr():
+                place.copy_(grad.to_dense().reshape(-1))
+                spec.parameter.grad = place.view(spec.parameter.shape).data
+
+    def snapshot(self) -> Tensor:
+        """A copy of the buffer between batches, with what a user has put in the place of a parameter's gradient."""
+        self.take_edits()
+        return self.flat.clone()
 
     def note_values(self) -> None:
         """Gradients are whole; see `were_zeroed`."""

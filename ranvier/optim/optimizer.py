@@ -84,9 +84,10 @@ class FlatOptimizer:
             buckets = [[placed[bucket.number] for bucket in group] for group in buckets]
         self._buckets = dict(zip(map(id, self._chunks), buckets, strict=True))
         self._chunk_of = {bucket.number: chunk for chunk in self._chunks for bucket in self._buckets[id(chunk)]}
-        self.began_at: Mapping[str, int] = {}
-        """Parameter -> updates before its first one, where its states started from zero since: it was frozen."""
+        self._missed: dict[str, int] = {}
+        self._missed_now: set[str] = set()
         self._groups = self._grouped()
+        self._here = self._with_elements_here()
         for name in state_places(gradients, self._rules, self.buckets).sizes:
             check_state_name(name, optim.algorithm)
         self.placement = self._place()
@@ -130,7 +131,17 @@ class FlatOptimizer:
         undecided, self._undecided = self._undecided, None
         if undecided is not None and not undecided():
             self._steps -= 1
+            for name in self._missed_now:
+                self._missed[name] -= 1
+            self._missed_now = set()
         return self._steps
+
+    @property
+    def missed_updates(self) -> dict[str, int]:
+        """Parameter with elements that are updated here -> updates that left it alone, where there are any: it was
+        frozen, or no loss reached it. Waits as `steps` does."""
+        assert self.steps >= 0
+        return {name: count for name, count in self._missed.items() if count and name in self._here}
 
     @property
     def on_device(self) -> bool:
@@ -153,21 +164,22 @@ class FlatOptimizer:
         replaced = {parameter for parameter, (start, stop) in self._gradients.places.items()
                     if start < stop and parameter.data_ptr() != base + start * size}
         _move_into(self.weights, {parameter: self._gradients.places[parameter] for parameter in replaced})
-        for parameter, segment in self._groups:
+        for spec, segment in self._groups:
+            parameter = spec.parameter
             if parameter in replaced or parameter._version != self._versions[parameter]:
                 self._versions[parameter] = parameter._version
                 self.placement.take_parameters(segment.start, segment.stop)
 
     def _note_versions(self) -> None:
         """Parameters are what their master copies say."""
-        self._versions = {parameter: parameter._version for parameter, _ in self._groups}
+        self._versions = {spec.parameter: spec.parameter._version for spec, _ in self._groups}
 
     def begin(self, learning_rate: float, *, skip: Tensor | None = None,
               undecided: Callable[[], bool] | None = None) -> None:
         """A step that is not skipped; after `prefetch`. skip, undecided: where only the device knows whether it is
         (`on_device`), as `Update.skip` has it; asked later, whether the step was one."""
         self._steps = self.steps + 1
-        self._undecided = undecided
+        self._undecided, self._missed_now = undecided, set()
         self._trained = self._segments(set())
         self._update = Update(step=self._steps, learning_rate=learning_rate, factor=1.0, segments=self._trained,
                               skip=skip)
@@ -177,8 +189,17 @@ class FlatOptimizer:
         left_alone = self._gradients.left_alone(chunk)
         self._update.factor = factor
         self._update.segments = self._segments(left_alone) if left_alone else self._trained
+        self._count_missed(chunk, left_alone)
         yield from self.placement.update(self._buckets[id(chunk)], self._update)
         self._gather(chunk)
+
+    def _count_missed(self, chunk: Chunk, left_alone: set[nn.Parameter]) -> None:
+        """Note which parameters of a chunk miss this update; a parameter may be in several chunks."""
+        for spec in chunk.specs:
+            missed = spec.parameter in left_alone or not spec.parameter.requires_grad
+            if missed and spec.name in self._here and spec.name not in self._missed_now:
+                self._missed_now.add(spec.name)
+                self._missed[spec.name] = self._missed.get(spec.name, 0) + 1
 
     def _gather(self, chunk: Chunk) -> None:
         """Start collecting the parameters of a chunk from those that update them. What is sent lies in memory that a
@@ -255,29 +276,40 @@ class FlatOptimizer:
         return StateSlice(parameter=spec.name, start=start - first, stop=stop - first, states=found, whole={
             name: states[name].view(shape) for name, shape in shapes.items() if shape is not None})
 
-    def restore_counters(self, steps: int, began_at: Mapping[str, int]) -> None:
+    def restore_counters(self, steps: int, missed_updates: Mapping[str, int]) -> None:
         """Parameters and `slices` have been written, as they were after `steps` updates."""
-        self._steps, self._undecided, self.began_at = steps, None, began_at
-        self._groups = self._grouped()
+        self._steps, self._undecided = steps, None
+        self._missed, self._missed_now = dict(missed_updates), set()
         self._note_versions()
 
-    def _grouped(self) -> list[tuple[nn.Parameter, Segment]]:
+    def _grouped(self) -> list[tuple[GradientSpec, Segment]]:
         """All parameters that are updated here, in their order in the buffer."""
-        return sorted(((spec.parameter, self._segment(spec)) for spec in self._gradients.owned()),
+        return sorted(((spec, self._segment(spec)) for spec in self._gradients.owned()),
                       key=lambda item: (item[1].start, item[1].stop))
+
+    def _with_elements_here(self) -> set[str]:
+        """The parameters of which this rank updates elements: with sharded states not all that it holds."""
+        found = set()
+        for chunk in self._chunks:
+            start, stop = chunk.share if self.sharded else (chunk.start, chunk.stop)
+            for spec in chunk.specs:
+                first, last = self._gradients.places[spec.parameter]
+                if max(first, start) < min(last, stop):
+                    found.add(spec.name)
+        return found
 
     def _segment(self, spec: GradientSpec) -> Segment:
         """Where a parameter is and how it is updated."""
         start, stop = self._gradients.places[spec.parameter]
         group = group_of(self._optim, spec.rule_name, spec.parameter.dim())
         whole = self._rules.needs_whole(spec.rule_name, spec.whole_shape, in_layer=spec.in_layer)
-        return Segment(start, stop, group.learning_rate_factor, group.weight_decay, spec if whole else None,
-                       self.began_at.get(spec.name, 0))
+        return Segment(start, stop, group.learning_rate_factor, group.weight_decay, spec if whole else None)
 
     def _segments(self, left_alone: set[nn.Parameter]) -> list[Segment]:
         """What is updated now: parameters that have not been frozen since, and which a loss has reached."""
-        return [segment for parameter, segment in self._groups
-                if parameter.requires_grad and parameter not in left_alone]
+        return [replace(segment, missed_updates=missed) if (missed := self._missed.get(spec.name)) else segment
+                for spec, segment in self._groups
+                if spec.parameter.requires_grad and spec.parameter not in left_alone]
 
 
 def uncut_places(gradients: Gradients) -> list[tuple[int, int]]:

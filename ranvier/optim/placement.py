@@ -94,7 +94,7 @@ def _apply(rules: Rules, bucket: Bucket, update: Update, parameters: Tensor, gra
             run = partial(_unless, update.skip, (parameters[here], *own.values()), rule.update)
             if update.skip is not None and isinstance(rule, SkippingRule):
                 run = partial(rule.update_unless, update.skip)
-            run(parameters[here], gradients[here], own, step=update.step - segment.began_at, learning_rate=rate,
+            run(parameters[here], gradients[here], own, step=update.step - segment.missed_updates, learning_rate=rate,
                 weight_decay=segment.weight_decay)
             continue
         spec = cast(GradientSpec, segment.tensor)
@@ -103,7 +103,7 @@ def _apply(rules: Rules, bucket: Bucket, update: Update, parameters: Tensor, gra
         tensors[spec.name] = TensorUpdate(
             shape=spec.whole_shape, parameter=parameters[here].view(shape), gradient=gradients[here].view(shape),
             states={name: found[name].view(own or shape) for name, own in shapes.items()},
-            step=update.step - segment.began_at, learning_rate=rate, weight_decay=segment.weight_decay,
+            step=update.step - segment.missed_updates, learning_rate=rate, weight_decay=segment.weight_decay,
             split=spec.split)
     if tensors and rules.tensors is not None:
         written = [one for tensor in tensors.values() for one in (tensor.parameter, *tensor.states.values())]

@@ -29,7 +29,7 @@ from ranvier.optim.muon import Muon
 from ranvier.optim.tensor_update import TensorUpdate
 from ranvier.precision import is_half
 
-_RESERVED = ("parameter", "master", "buffer", "random", "ema", "start", "stop")
+_RESERVED = ("parameter", "master", "buffer", "random", "object", "ema", "start", "stop")
 """Names that states cannot have: checkpoints use them for other tensors."""
 
 
@@ -42,7 +42,8 @@ class ElementwiseRule(Protocol):
 
     def update(self, parameters: Tensor, gradients: Tensor, states: dict[str, Tensor], *, step: int,
                learning_rate: float, weight_decay: float) -> None:
-        """Update number `step` (from 1). All tensors: [n], one device."""
+        """Update number `step` (from 1) of these elements: updates that left them alone, because they were frozen or no
+        loss reached them, do not count. All tensors: [n], one device."""
 
 
 @runtime_checkable
@@ -73,11 +74,7 @@ class TensorRule(Protocol):
 
 @dataclass(frozen=True)
 class AdamW:
-    """Decoupled weight decay (Loshchilov and Hutter, 2019).
-
-    One step count serves all parameters: the moments of one that is frozen, or reached by no loss, for the first steps
-    are corrected as if they were as old as the run.
-    """
+    """Decoupled weight decay (Loshchilov and Hutter, 2019)."""
 
     optim: Optim
     states = ("exp_avg", "exp_avg_sq")

@@ -20,6 +20,7 @@ With one microbatch blocks may be updated while the backward still runs, and sha
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ranvier.comm.protocol import Group, Work
 from ranvier.config.resolve import bucket_size as resolve_bucket_size
@@ -121,6 +122,18 @@ class GradientStatus:
         return self.squared_norm.sqrt().reshape(())
 
 
+OptimizerFactory = Callable[[list[Any]], torch.optim.Optimizer]
+"""From parameters to a torch optimizer; from (name, parameter) pairs where its first parameter is called
+`named_parameters`."""
+
+
+def _takes_names(optimizer: OptimizerFactory) -> bool:
+    try:
+        return next(iter(inspect.signature(optimizer).parameters), None) == "named_parameters"
+    except (TypeError, ValueError):  # a builtin
+        return False
+
+
 class Updater:
     """The gradients of a rank, and all ways from them to new parameters.
 
@@ -143,7 +156,7 @@ class Updater:
     """
 
     def __init__(self, specs: Sequence[GradientSpec], replicas: Group, ranks: Group, *, optim: Optim, own: bool,
-                 optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None, dtype: torch.dtype,
+                 optimizer: OptimizerFactory | None, dtype: torch.dtype,
                  device: torch.device, nominal_weight: float, send_to_owner: Callable[[GradientSpec], None],
                  weight: Callable[[], float], timeline: Timeline, progress: Callable[[], None],
                  order: FlatOrder | None = None, runs: Sequence[range] = (),
@@ -168,7 +181,10 @@ class Updater:
             placed, offload = resolve_offload(optim, self.gradients, device)
             self.flat = FlatOptimizer(placed, self.gradients, bucket_size=bucket_size, offload=offload)
         self.gradients.allocate()  # not before parameters have moved: they are there twice on the way
-        self.users = optimizer(owned) if optimizer is not None and owned else None
+        self.users = None
+        if optimizer is not None and owned:
+            self.users = optimizer([(spec.name, spec.parameter) for spec in self.gradients.owned()]
+                                   if _takes_names(optimizer) else owned)
         self.masters = MasterCopies(self.users, owned) if self.users is not None and half else None
         self._scale = LossScale(scale=optim.initial_loss_scale, window=optim.loss_scale_window) \
             if dtype is torch.float16 else None
@@ -281,11 +297,41 @@ class Updater:
         return self._bad_loss() if self._bad_loss is not None and self._weight() else None
 
     def apply(self, status: GradientStatus) -> None:
-        """Update from the gradients that `average` has left."""
+        """Update from the gradients that `average` has left, and a user may have changed since. Collective where they
+        are clipped."""
+        self.gradients.take_edits()
         if self.flat is not None:
             self.flat.prefetch()
+        if self._optim.clip_norm and not self._clips_late:
+            status = self._recount(status)
         self._apply(status, 1.0)
         self._last = status
+
+    @property
+    def has_averaged(self) -> bool:
+        """Whether `average` has left gradients."""
+        return self._averaged is not None
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the gradients that `average` has left, and a user may have changed since, so that their norm over all
+        ranks is at most `max_norm`, as torch.nn.utils.clip_grad_norm_ does; the norm before. Collective."""
+        assert self._averaged is not None, "there are no averaged gradients"
+        self.gradients.take_edits()
+        norm = self._recount(self._averaged).norm_on_device
+        self.gradients.flat.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def _recount(self, status: GradientStatus) -> GradientStatus:
+        """The status of the averaged gradients as they are now. Starts a reduction over all ranks."""
+        self._squared = torch.zeros(())
+        if self._by_block is not None:
+            self._by_block.zero_()
+            self._by_block_factor = 1.0
+        for chunk in self.gradients.reduced():
+            self._count(chunk)
+        norm = torch.zeros(1, dtype=torch.float64, device=self._device)
+        norm += self._squared
+        return replace(status, squared_norm=norm, work=self._ranks.all_reduce(norm))
 
     def wait(self) -> None:
         """Return when the parameters that other replicas update are here."""
@@ -482,14 +528,14 @@ class Updater:
     # ------------------------------------------------------------------ what lives from step to step
 
     def restore_counters(self, steps: int | None, loss_scale: Mapping[str, Any] | None, last_norm: float | None,
-                         began_at: Mapping[str, int]) -> None:
+                         missed_updates: Mapping[str, int]) -> None:
         """Parameters and states have been written, as they were after `steps` updates (None: not counted here)."""
         self._settle()
         self._last, self._norm_before = None, None
         if last_norm is not None:
             self._norm_before = torch.tensor(last_norm, dtype=torch.float64, device=self._device)
         if self.flat is not None:
-            self.flat.restore_counters(steps or 0, began_at)
+            self.flat.restore_counters(steps or 0, missed_updates)
         if self.masters is not None:
             self.masters.note_values()
         if self._scale is not None and loss_scale is not None:

@@ -159,6 +159,13 @@ def build_on_meta(model: Model) -> dict[str, nn.Module]:
         return {name: build() for name, build in model.blocks.items()}
 
 
+def _tensors_on_meta(module: nn.Module, formats: BlockFormats) -> dict[str, Tensor]:
+    """The module's parameters and buffers without data, cast."""
+    return {key: value.detach().to("meta", formats.of_tensor(key, value)).requires_grad_(value.requires_grad)
+            for key, value in (*module.named_parameters(remove_duplicate=False),
+                               *module.named_buffers(remove_duplicate=False))}
+
+
 def _to_meta(value: Any) -> Any:
     return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, value)
 
@@ -184,10 +191,7 @@ def block_costs(model: Model, inputs: State, targets: object = None,
             continue
         with torch.device("meta"):
             module = build()
-        formats = BlockFormats.of(model, name, module, dtype)
-        tensors = {key: value.detach().to("meta", formats.of_tensor(key, value))
-                   .requires_grad_(value.requires_grad) for key, value in
-                   (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))}
+        tensors = _tensors_on_meta(module, BlockFormats.of(model, name, module, dtype))
         moved, kept, entered = _MovedBytes(), KeptBytes(tensors.values()), _state_bytes(state)
         products = _Float8Products()
         state = entered_state = _as_leaves(state, trains)
@@ -219,7 +223,7 @@ def block_costs(model: Model, inputs: State, targets: object = None,
     if targets is not None:
         targets = _to_meta(targets)
         with _MovedBytes() as moved:
-            check_loss(model, _as_leaves(state, False), targets)
+            check_loss(model, _as_leaves(state, False), targets, dtype)
         costs[-1] = replace(costs[-1], moved_bytes=costs[-1].moved_bytes + moved.read + moved.written,
                             operations=costs[-1].operations + moved.operations)
     return costs
@@ -287,11 +291,15 @@ def _as_leaves(state: State, trains: bool) -> State:
     return leaves
 
 
-def check_loss(model: Model, state: State, targets: object) -> None:
+def check_loss(model: Model, state: State, targets: object, dtype: torch.dtype) -> None:
     """ModelError when the loss does not take the last block's state, or does not return (sum, weight)."""
     try:
         with torch.no_grad():
-            result = model.loss(state, targets)
+            if isinstance(model.loss, nn.Module):
+                tensors = _tensors_on_meta(model.loss, BlockFormats(dtype=dtype))
+                result = functional_call(model.loss, tensors, (state, targets))
+            else:
+                result = model.loss(state, targets)
     except Exception as error:
         raise ModelError(f"does not take what the last block returns: {type(error).__name__}: {error}", where="loss",
                          remedy="Its arguments are (output of the last block, targets of the microbatch).") from error

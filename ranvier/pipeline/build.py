@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise, product
 from typing import Literal
@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ranvier.block import Model, initialise
+from ranvier.block import LossBlock, Model, initialise
 from ranvier.comm.meta import MetaGroup
 from ranvier.config.rules import check_boundaries
 from ranvier.config.run import TensorParallel
@@ -23,6 +23,7 @@ from ranvier.pipeline.block_costs import block_costs, build_on_meta
 from ranvier.pipeline.formats import BlockFormats
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.partition import partition_for, uniform
+from ranvier.pipeline.shared_objects import StageCopies, buffers_of_several_stages, copy_of
 from ranvier.system.terminal import TextTable
 from ranvier.tensor.layers import VocabularyLinear, block_splits
 from ranvier.tensor.mesh import TensorMesh
@@ -54,6 +55,8 @@ class StageTable:
     costs: tuple[BlockCost, ...] | None
     """Per block, where a sample was given to count with."""
     placement: StagePlacement
+    shared_buffers: Mapping[str, str] = field(default_factory=dict)
+    """As `buffers_of_several_stages` returns it."""
 
     def stage_costs(self) -> list[tuple[BlockCost, ...]]:
         """The costs of each stage's blocks, which must be counted."""
@@ -139,7 +142,7 @@ def cut(model: Model, mesh: Mesh, *, boundaries: Sequence[int] | None, how: Lite
     stages, layout = parts.cut(mesh, costs, boundaries=boundaries, how=how, placement=placement)
     layout.check()
     _check_quantized(layout)
-    return stages, layout
+    return replace(stages, shared_buffers=buffers_of_several_stages(layout, parts.modules)), layout
 
 
 def _check_quantized(layout: Layout) -> None:
@@ -158,19 +161,20 @@ def _check_quantized(layout: Layout) -> None:
 class Parts:
     """A model on a tensor mesh, whatever the number of stages: its parameters, and who holds what of them.
 
-    model: with one rank's part of each block, as it runs on such a device.
+    model: with one rank's part of each block, as it runs on such a device. modules: the whole blocks, of which those
+        that are built lazily have no storage.
     """
 
     def __init__(self, model: Model, mesh: Mesh, tensor: TensorParallel, device: str) -> None:
         self._device = device
-        modules = build_on_meta(model)
+        self.modules = modules = build_on_meta(model)
         self.names = tuple(modules)
         self.parameters, self.shards = global_parameters(model, modules), None
         self._sizes = [1.0 + sum(parameter.numel() for parameter in module.parameters())
                        for module in modules.values()]
         if mesh.stage_size > 1:
             self.parameters, self.shards = _split(self.parameters, modules, mesh, tensor)
-            _check_loss(model, list(modules.values())[-1], mesh)
+            _check_loss(model, [module for module in modules.values() if not isinstance(module, LossBlock)][-1], mesh)
             model = split_model(model, meta_mesh(mesh, tensor, device))
         self.model = model
 
@@ -245,11 +249,14 @@ def _table(layout: Layout, names: tuple[str, ...], weights: Sequence[float],
 
 
 def build_stage(model: Model, layout: Layout, at: Coordinates, *, seed: int, dtype: torch.dtype,
-                device: torch.device) -> tuple[list[tuple[int, str, nn.Module]], dict[str, torch.dtype]]:
-    """This rank's blocks with their initial weights. Ends of a tie that have one key become one parameter. Weights that
-    the model has quantized are, block by block, so that one block at a time is there in full.
+                device: torch.device, copies: StageCopies
+                ) -> tuple[list[tuple[int, str, nn.Module]], dict[str, torch.dtype]]:
+    """This rank's blocks with their initial weights. Ends of a tie that have one key become one parameter, and those of
+    different keys different ones. Weights that the model has quantized are, block by block, so that one block at a time
+    is there in full.
 
     Weights of a model that declares `initial` depend on (seed, name, place) alone; others are what the builder made.
+    copies: takes what is copied, because blocks of several stages share it.
 
     Returns the blocks, and buffers that have lost precision (full name -> format before).
     """
@@ -257,39 +264,53 @@ def build_stage(model: Model, layout: Layout, at: Coordinates, *, seed: int, dty
     blocks: list[tuple[int, str, nn.Module]] = []
     cast: dict[str, torch.dtype] = {}
     here: dict[str, nn.Parameter] = {}
-    for number in layout.blocks_on(at.pipe):
-        block = names[number]
-        with device:
-            module = model.blocks[block]()
-        before = BlockFormats.of(model, block, module, dtype).cast(module, device)
-        cast |= {f"{block}.{name}": one for name, one in before.items()}
-        blocks.append((number, block, module))
-        for name, parameter in list(module.named_parameters()):
-            full = f"{block}.{name}"
-            owner, key = layout[full].owner, layout.key(layout[full])
-            if key in here:
-                if here[key] is not parameter:
-                    _replace_parameter(module, name, here[key])
-                continue
-            here[key] = parameter
-            if model.initial is not None:
+    taken: set[nn.Parameter] = set()
+    for stage in layout.stages.stages_of(at.pipe):
+        copies.begin_stage()
+        for number in layout.blocks(stage):
+            block = names[number]
+            with device:
+                module = model.blocks[block]()
+            before = BlockFormats.of(model, block, module, dtype).cast(module, device)
+            cast |= {f"{block}.{name}": one for name, one in before.items()}
+            module = copies.separate(block, module)
+            blocks.append((number, block, module))
+            for name, parameter in list(module.named_parameters()):
+                full = f"{block}.{name}"
                 whole = layout[full]
-                start = layout[owner].settings_name
-                initialise(parameter.data, start, model.initial(start), seed, whole.shape,
-                           layout.box(whole, at.row, at.col))
-            if (weight_format := layout[full].quantized) is not None:
-                here[key] = nn.Parameter(QuantizedWeight.of(parameter, weight_format), requires_grad=False)
-                _replace_parameter(module, name, here[key])
+                owner, key = whole.owner, layout.key(whole)
+                until_close = copies if parameter in taken else None
+                if key in here:
+                    if here[key] is not parameter:
+                        _replace_parameter(module, name, here[key], until_close)
+                    continue
+                if until_close is not None:  # another stage has it, under another key
+                    parameter = copy_of(parameter)
+                    _replace_parameter(module, name, parameter, until_close)
+                if model.initial is not None:
+                    start = layout[owner].settings_name
+                    initialise(parameter.data, start, model.initial(start), seed, whole.shape,
+                               layout.box(whole, at.row, at.col))
+                if whole.quantized is not None:
+                    parameter = nn.Parameter(QuantizedWeight.of(parameter, whole.quantized), requires_grad=False)
+                    _replace_parameter(module, name, parameter, None)
+                here[key] = parameter
+                taken.add(parameter)
     return blocks, cast
 
 
-def _replace_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Put `parameter` in the place of the one called `name`, under all the names that this has in `module`."""
+def _replace_parameter(module: nn.Module, name: str, parameter: nn.Parameter, until_close: StageCopies | None) -> None:
+    """Put `parameter` in the place of the one called `name`, under all the names that this has in `module`.
+    until_close: takes what was there, where it comes back."""
     replaced = module.get_parameter(name)
     for other, present in list(module.named_parameters(remove_duplicate=False)):
         if present is replaced:
             path, _, leaf = other.rpartition(".")
-            setattr(module.get_submodule(path), leaf, parameter)
+            holder = module.get_submodule(path)
+            if until_close is not None:
+                until_close.replace(holder, leaf, parameter)
+            else:
+                setattr(holder, leaf, parameter)
 
 
 def stage_parameters(layout: Layout, blocks: Sequence[tuple[int, str, nn.Module]]) -> dict[str, nn.Parameter]:

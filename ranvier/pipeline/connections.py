@@ -5,15 +5,18 @@ All ranks open the same in the same order; that order is the one of the calls he
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
 
 from ranvier.comm.board import Board
+from ranvier.comm.closing import Closing
 from ranvier.comm.message import Message
 from ranvier.comm.protocol import Group, Transport
 from ranvier.config.run import TensorParallel
+from ranvier.errors import TransportError
 from ranvier.layout import Layout, TensorAxis
 from ranvier.mesh import Mesh
 from ranvier.pipeline.inbox import Inbox
@@ -68,6 +71,8 @@ class Connections:
         self.board = Board(world.store, rank, mesh, hang=world.hang and world.hang())
         self.data = world.backend.group("data", mesh.groups("data"))
         self.all = world.backend.group("all", [range(mesh.size)])
+        self.board.engine = self.all.gather_objects(os.urandom(4).hex())[0]
+        self._timeout_seconds = timeout_seconds
         self.sequencer = Sequencer(mesh, rank, world.backend, self.board, timeout_seconds, self._check_order)
         self.transport = world.backend.transport("pipeline")
         ranks = sorted({*self._neighbours(), *peers} - {rank})
@@ -129,10 +134,19 @@ class Connections:
         self.transport.close()
         self.board.close()
 
-    def close(self, replicas: Replicas | None) -> None:
-        """Give everything back when all that was sent has left, the group of `replicas` too. Collective."""
+    def close(self, replicas: Replicas | None, *, calls: int, steps: int) -> None:
+        """Give everything back when all that was sent has left, the group of `replicas` too. Collective. calls: of the
+        engine on this rank before; steps: its training batches. TransportError where another rank makes more."""
         self.transport.flush()
+        closing = Closing(self._world.store, self.board.engine, self.rank, self._mesh.size)
+        other = closing.wait(calls, progress=self.transport.progress, seconds=self._timeout_seconds)
+        if other is not None:
+            raise TransportError(f"ended its loop after {steps} batches, while rank {other} goes on",
+                                 where=f"rank {self.rank}", value=self.board.name(self.rank),
+                                 remedy="Give all ranks equally many batches, and close the engine on all of them "
+                                        "after the last one.")
         self.all.barrier()
+        closing.forget()
         self.transport.close()
         self.sequencer.close()
         for group in (*self._groups, self.data):

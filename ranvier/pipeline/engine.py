@@ -23,12 +23,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from ranvier.block import Loss, Model, State, as_model, freeze, frozen_prefix, ready_made
+from ranvier.block import Loss, LossBlock, Model, State, as_model, freeze, frozen_prefix, ready_made
 from ranvier.comm.protocol import Group
 from ranvier.config.arguments import of_engine
 from ranvier.config.parameter_groups import problems as group_problems
@@ -46,7 +46,7 @@ from ranvier.errors import ConfigError, ModelError, RanvierError
 from ranvier.mesh import Coordinates, Mesh
 from ranvier.optim.guard import BadSteps
 from ranvier.optim.optimizer import storage_bytes
-from ranvier.optim.step import GradientStatus, Updater
+from ranvier.optim.step import GradientStatus, OptimizerFactory, Updater
 from ranvier.pipeline.batch import BatchRunner
 from ranvier.pipeline.block_costs import build_on_meta
 from ranvier.pipeline.build import build_stage, cut, split_model, stage_parameters
@@ -55,17 +55,20 @@ from ranvier.pipeline.device_timeline import timeline_of
 from ranvier.pipeline.engine_settings import EngineSettings, engine_settings
 from ranvier.pipeline.examine import Cause, examine
 from ranvier.pipeline.formats import check_formats, told
+from ranvier.pipeline.full_state import gather_full_state
 from ranvier.pipeline.held_parameters import HeldParameters
 from ranvier.pipeline.look_ahead import LookAhead
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.modes import some_train
 from ranvier.pipeline.nominal_weight import NominalWeight
+from ranvier.pipeline.rank_parameters import RankParameters
 from ranvier.pipeline.rank_stages import RankStages
 from ranvier.pipeline.recomputation_plan import RecomputationPlan
 from ranvier.pipeline.replica_randomness import ReplicaRandomness
 from ranvier.pipeline.replicas import Replicas
-from ranvier.pipeline.result import BatchResult
+from ranvier.pipeline.result import BatchResult, KeptOutputs
 from ranvier.pipeline.shared_buffers import BufferSync, SharedBuffers, unused_buffer_sync
+from ranvier.pipeline.shared_objects import SharedBufferChanges, StageCopies
 from ranvier.pipeline.stage import Blocks, Stage
 from ranvier.pipeline.start_values import share_start_values
 from ranvier.pipeline.state_dict import StateDict, load_state, take_state
@@ -103,8 +106,10 @@ class Engine:
             puts all in `eval()` and each one back afterwards.
         world: this rank, from `ranvier.start`.
         mesh: how the ranks are arranged; by default that of `ranvier.start`, else all along `data`.
-        loss: (output, targets) -> (sum of losses, weight), for models that do not bring theirs.
-        optimizer: from this rank's parameters to a torch optimizer; None with no `optim` for gradients only. Not called
+        loss: (output, targets) -> (sum of losses, weight), for models that do not bring theirs. A module with
+            parameters trains, as a last block named loss; on several rows or columns it is refused.
+        optimizer: from this rank's parameters to a torch optimizer; None with no `optim` for gradients only. One whose
+            first parameter is called `named_parameters` gets (name, parameter) pairs. Not called
             on a rank that owns no trainable parameter. With a `dtype` of half precision it updates fp32 master copies,
             which take the parameters' places in its groups once it is built.
         optim: train with Ranvier's own optimizers, as these settings say: in buckets, offloaded, sharded, with fp32
@@ -154,7 +159,7 @@ class Engine:
     @of_engine
     def __init__(self, /, model: Model | nn.Sequential | Sequence[nn.Module] | Mapping[str, nn.Module], world: World, *,
                  mesh: Mesh | None = None, loss: Loss | None = None,
-                 optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+                 optimizer: OptimizerFactory | None = None,
                  optim: Optim | None = None, learning_rate: float = 1e-3, pipeline: Pipeline | None = None,
                  policy: Policy | None = None, tensor: TensorParallel | None = None, memory: Memory | None = None,
                  guard: Guard | None = None, sample: Microbatch | None = None, seed: int = 0,
@@ -179,6 +184,7 @@ class Engine:
         self._call = 0
         self._step = 0
         self._closed = False
+        self._failure: str | None = None
         self._replicas: Replicas | None = None
         self.timeline = timeline_of(world.device)
         replica = self.coordinates.data * mesh.row + self.coordinates.row
@@ -215,14 +221,16 @@ class Engine:
         self._connections = Connections(world, self.layout, tensor, check_order=check_order)
         if self._connections.tensor_mesh is not None:
             model = split_model(model, self._connections.tensor_mesh)
+        self._copies = StageCopies()
         blocks, self.cast_buffers = build_stage(model, self.layout, self.coordinates, seed=seed, dtype=dtype,
-                                                device=world.device)
+                                                device=world.device, copies=self._copies)
         """Buffers of this rank's blocks that `dtype` has cast to less precision: name -> number format before."""
         if self.cast_buffers and self.coordinates == Coordinates(pipe=self.coordinates.pipe):
             warnings.warn(told(self.cast_buffers, dtype), stacklevel=3)
         self._parameters, self._held = stage_parameters(self.layout, blocks), HeldParameters(blocks)
         self._connect(blocks, timeout_seconds)
         self._buffers = self._share_buffers(blocks, buffers)
+        self._buffer_changes = SharedBufferChanges(self.stages.shared_buffers, blocks)
 
         if optimizer is not None and not callable(optimizer):
             raise ConfigError("is not a function that makes one of this rank's parameters", where="optimizer",
@@ -260,7 +268,8 @@ class Engine:
         gradients = self._updater.gradients
         self._stages = RankStages([Stage(
             [block for block in blocks if block[0] in self.layout.blocks(stage)],
-            loss=model.loss if stage == placement.num_stages - 1 else None, seed=seed, device=world.device,
+            loss=self._loss(model, blocks) if stage == placement.num_stages - 1 else None,
+            seed=seed, device=world.device,
             progress=self._progress, block_passed=gradients.block_passed, segments=plan.segments(stage),
             mesh=self._connections.tensor_mesh, compile=self._compiles(compile), tables=tables,
             in_float8=float8_layers(blocks, len(self.block_names), world.device) if float8 else (),
@@ -278,6 +287,12 @@ class Engine:
             takes_nominal_weight=nominal_weight == "auto")
 
     # ------------------------------------------------------------------ start
+
+    def _loss(self, model: Model, blocks: Blocks) -> Loss:
+        """What the last stage computes: the loss that its last block has, where it has one."""
+        last = blocks[-1][2]
+        whole = isinstance(last, LossBlock) and self._connections.tensor_mesh is None
+        return cast(LossBlock, last).loss if whole else model.loss
 
     def _weight_gradients(self) -> WeightGradients:
         gradients, mesh = self._updater.gradients, self._connections.tensor_mesh
@@ -396,9 +411,11 @@ class Engine:
         return self._updater.bad_steps
 
     def parameters(self) -> list[nn.Parameter]:
-        """The trainable parameters that this rank owns and an optimizer of it updates, up to date."""
+        """The trainable parameters that this rank owns and an optimizer of it updates, up to date. Where other ranks
+        have others, torch.nn.utils.clip_grad_norm_ warns: use `clip_grad_norm_`."""
         self._updater.wait()
-        return [spec.parameter for spec in self._updater.gradients.owned()]
+        owned = [spec.parameter for spec in self._updater.gradients.owned()]
+        return RankParameters(owned) if self.mesh.size > self.mesh.data else owned
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """All parameters of this rank's blocks by global name, up to date; a tied one by its owner's name, and by its
@@ -445,14 +462,14 @@ class Engine:
         return self._updater.last_norm
 
     def restore_counters(self, steps: int, *, optimizer_steps: int | None, loss_scale: Mapping[str, Any] | None,
-                         last_norm: float | None = None, began_at: Mapping[str, int] | None = None) -> None:
+                         last_norm: float | None = None, missed_updates: Mapping[str, int] | None = None) -> None:
         """Parameters and optimizer states have been written from outside, as they were after `steps` batches.
 
-        began_at: parameter -> updates before the first one of its states, where that is not the first of all.
+        missed_updates: parameter -> updates that left it alone, where there are any.
         """
         self._step = steps
         self._stages.forget_weights()
-        self._updater.restore_counters(optimizer_steps, loss_scale, last_norm, began_at or {})
+        self._updater.restore_counters(optimizer_steps, loss_scale, last_norm, missed_updates or {})
 
     @property
     def nominal_weight(self) -> tuple[float, bool]:
@@ -475,7 +492,20 @@ class Engine:
         (`pipeline/state_dict`); `ranvier.Checkpoints` fit any mesh. As with torch, tensors are those that live: copy
         what is to stay as it is. The model and the seed of dropout are the engine's own. All ranks call it.
         """
+        self.check_usable("state_dict")
         return take_state(self)
+
+    @of_engine
+    def full_state_dict(self) -> dict[str, Tensor] | None:
+        """The whole model's parameters and buffers on the CPU, on rank 0; None on other ranks. All ranks call it.
+
+        Names are "block.parameter", as in the state_dict of an nn.Sequential of the blocks; tied parameters come under
+        all of their names. For models that fit one machine's memory; `ranvier.Checkpoints` write any.
+        """
+        self.check_usable("full_state_dict")
+        self._finish_update()
+        with self._working():
+            return gather_full_state(self, self._connections.all)
 
     @of_engine
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -483,6 +513,7 @@ class Engine:
 
         Raises CheckpointError, before anything is written, for a state of another mesh, rank, model or optimizer.
         """
+        self.check_usable("load_state_dict")
         load_state(self, state)
         self._statistics.forget()
 
@@ -504,13 +535,17 @@ class Engine:
     # ------------------------------------------------------------------ batches
 
     @of_engine
-    def train_batch(self, microbatches: Batch) -> BatchResult:
+    def train_batch(self, microbatches: Batch, *, keep_outputs: bool = False) -> BatchResult:
         """One step: gradients of the mean loss over the global batch, and an update.
 
         microbatches: this replica's share, as Microbatch objects or (inputs, targets) pairs; all ranks of a replica
         give the same number of them. A batch whose weight is zero everywhere updates nothing and warns. Gradients
         of `forward_backward` since the last step are part of this one.
+
+        keep_outputs: the result has what the last block has returned, and the loss of each microbatch
+            (`BatchResult.outputs`, `losses`), on the ranks of the last stage; not on several columns, which have parts.
         """
+        self.check_usable("train_batch")
         if not self._updater.updates:
             raise ConfigError("is missing", where="Engine(optimizer=...)",
                               remedy="Give the engine an optimizer, or call forward_backward and update by hand.")
@@ -520,10 +555,12 @@ class Engine:
                               where="optim.update-in-backward", value=True,
                               remedy="Set --batch.microbatch-size to a replica's share of the batch, or leave it out.")
         self._updater.learning_rate = self.learning_rate
-        self._accumulate(microbatches, updates=True)
-        status = self._updater.finish()
+        with self._keeping_outputs(keep_outputs) as kept:
+            self._accumulate(microbatches, updates=True)
+        with self._working():
+            status = self._updater.finish()
         self._statistics.forget()
-        return self._stepped(status, microbatches)
+        return self._stepped(status, microbatches, kept)
 
     @of_engine
     def forward_backward(self, microbatches: Batch) -> BatchResult:
@@ -533,11 +570,13 @@ class Engine:
         the sum of all losses over the sum of all weights. `step`, `train_batch` and `zero_grad` end that; so does
         setting all gradients to None or zero.
         """
+        self.check_usable("forward_backward")
         if self._updater.in_backward:
             raise ConfigError("keeps no gradients", where="optim.update-in-backward", value=True,
                               remedy="Call train_batch, or leave the setting out.")
         self._accumulate(microbatches, updates=False)
-        status = self._updater.average()
+        with self._working():
+            status = self._updater.average()
         self._statistics.keep()
         self._buffers.finish()
         self._connections.board.action = _OUTSIDE
@@ -545,16 +584,38 @@ class Engine:
 
     @of_engine
     def step(self, result: BatchResult) -> None:
-        """Update this rank's parameters from the gradients of `forward_backward`, and send tied ones to their ends."""
+        """Update this rank's parameters from the gradients of `forward_backward`, and send tied ones to their ends.
+
+        Gradients may have been changed since, on all replicas alike: `parameter.grad` of the parameters that
+        `parameters` returns, in place or replaced; one that is None leaves its parameter alone. `optim.clip_norm` clips
+        them as they are now.
+        """
+        self.check_usable("step")
         self._held.adopt()
         self._connections.board.action = "the optimizer"
         self._updater.learning_rate = self.learning_rate
         if result.status is None:
             raise ConfigError("is of an evaluation, which has no gradients", where="Engine.step(result)",
                               remedy="Give the result of forward_backward.")
-        self._updater.apply(result.status)
+        with self._working():
+            self._updater.apply(result.status)
         self._statistics.forget()
         self._stepped(result.status)
+
+    @of_engine
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Between `forward_backward` and `step`: scale the gradients of all ranks so that their common L2 norm is at
+        most `max_norm`; the norm before, zero-dimensional. All ranks call it.
+
+        `torch.nn.utils.clip_grad_norm_(engine.parameters(), ...)` would clip each stage by its own norm, and
+        `optim.clip_norm` does the same in every step by itself.
+        """
+        self.check_usable("clip_grad_norm_")
+        if not self._updater.has_averaged:
+            raise ConfigError("has no gradients to clip", where="Engine.clip_grad_norm_", value=max_norm,
+                              remedy="Call it between forward_backward and step; train_batch clips by "
+                                     "--optim.clip-norm.")
+        return self._updater.clip(max_norm)
 
     def zero_grad(self) -> None:
         """The next `forward_backward` begins with gradients of zero; for those who update by themselves."""
@@ -575,16 +636,19 @@ class Engine:
         self._stages.set_loss_factor(self._updater.loss_factor)
         self._statistics.begin_training(self._updater.gradients.were_zeroed)
         self._updater.begin(self._step, updates=updates, keep=self._statistics.continues_a_step)
+        self._buffer_changes.begin()
         try:
             self._run(microbatches, training=True)
         except BaseException:
             self._statistics.forget()
             raise
-        self._held.check_kept()
-        self._updater.gradients.all_passed()
-        for tie in self._ties.add_gradients(self._call):
-            self._updater.gradients.added(tie.parameter)
-        self._buffers.start()  # after the reduction of every chunk has begun, so in one order on all replicas
+        with self._working():
+            self._held.check_kept()
+            self._buffer_changes.check()
+            self._updater.gradients.all_passed()
+            for tie in self._ties.add_gradients(self._call):
+                self._updater.gradients.added(tie.parameter)
+            self._buffers.start()  # after the reduction of every chunk has begun, so in one order on all replicas
         self._connections.board.action = "the average of gradients over data, and the optimizer"
 
     def _name_evaluation_mode(self) -> None:
@@ -602,7 +666,20 @@ class Engine:
         good = not math.isnan(loss) if self.loss_scale is not None else math.isfinite(loss)
         return None if good else f"loss is {loss}"
 
-    def _stepped(self, status: GradientStatus, microbatches: Batch | None = None) -> BatchResult:
+    @contextmanager
+    def _keeping_outputs(self, keep: bool) -> Iterator[KeptOutputs | None]:
+        """Inside, the last stage's outputs and losses are kept, where `keep` says so. None on other ranks."""
+        if keep and self.mesh.col > 1:
+            raise ConfigError("has parts of the outputs on each column", where="train_batch(keep_outputs=...)",
+                              value=f"{self.mesh.col} columns", remedy="Call predict, which returns whole ones.")
+        kept = self._stages.last.kept = KeptOutputs() if keep and self.is_last_stage else None
+        try:
+            yield kept
+        finally:
+            self._stages.last.kept = None
+
+    def _stepped(self, status: GradientStatus, microbatches: Batch | None = None,
+                 kept: KeptOutputs | None = None) -> BatchResult:
         """New values go to the other ends of ties; a step without a valid target warns, and a bad one is refused.
         microbatches: all of them, where that is known."""
         if status.refused is not None and self._refuses_bad_losses:
@@ -621,12 +698,13 @@ class Engine:
             warnings.warn(f"step {self._step} is skipped: no valid target in the global batch", stacklevel=4)
         self._buffers.finish()
         self._connections.board.action = _OUTSIDE
-        return BatchResult(self._statistics.sums, self._statistics.work, status)
+        return BatchResult(self._statistics.sums, self._statistics.work, status, kept)
 
     @of_engine
     def examine(self, microbatches: Batch) -> Cause:
         """After a bad step: what it began with. Runs its batch again, microbatch by microbatch, and compares what all
         ranks see; collective. What `gradients` gives is of no use afterwards."""
+        self.check_usable("examine")
         if self._updater.in_backward:
             raise ConfigError("has changed the parameters of the step that is to be examined",
                               where="optim.update-in-backward", value=True, remedy="Leave the setting out.")
@@ -690,6 +768,7 @@ class Engine:
     def compare_replicas(self) -> None:
         """Compare, bit by bit, the parameters that several ranks hold alike; collective. RanvierError on every rank,
         with the odd ones out, where they differ."""
+        self.check_usable("compare_replicas")
         self._finish_update()
         self._connections.board.action = "the comparison of replicas"
         self._replicas = self._replicas or Replicas(self.layout, self.world, self._connections.all)
@@ -701,6 +780,7 @@ class Engine:
                  observe: Callable[[int, State], None] | None = None) -> BatchResult:
         """Forward only: loss and weight over the global batch, without dropout. observe: called on the ranks of the
         last stage with each microbatch's number and what the last block has returned for it."""
+        self.check_usable("evaluate")
         self._stages.observe(observe)
         try:
             self._run(microbatches, training=False)
@@ -712,6 +792,7 @@ class Engine:
     def averaged(self) -> Iterator[None]:
         """Inside, parameters are their moving averages (`optim.ema`), for evaluation; collective. They are there twice
         meanwhile. ConfigError without averages."""
+        self.check_usable("averaged")
         flat = self._updater.flat
         if flat is None or not self._updater.has_averages:
             raise ConfigError("keeps no moving average of the parameters", where="optim.ema", value=0.0,
@@ -736,6 +817,7 @@ class Engine:
                 observe: Callable[[int, State], None] | None = None) -> list[State] | None:
         """Forward only, without the loss: what the last block returns, on the last stage's ranks; None elsewhere.
         observe: is called with each microbatch's number and outputs, as by `evaluate`, and the list is empty."""
+        self.check_usable("predict")
         self._stages.observe(observe)
         try:
             self._run(microbatches, training=False, keep_outputs=True)
@@ -746,14 +828,22 @@ class Engine:
     @of_engine
     def close(self) -> None:
         """Give the communicators back; the modules are plain modules again, without gradients (parameters remain views
-        of one buffer where `optim` was given). Idempotent; all ranks call it."""
-        if not self._closed:
-            self._closed = True
-            self._connections.board.calls += 1
+        of one buffer where `optim` was given). Idempotent; all ranks call it. After an error it waits for no other
+        rank. TransportError where others train on."""
+        if self._closed:
+            return
+        self._closed = True
+        calls = self._connections.board.calls
+        self._connections.board.calls += 1
+        if self._failure is None:
             self._finish_update()
-            self._stages.forget_weights()
-            self._updater.gradients.detach()
-            self._connections.close(self._replicas)
+        self._stages.forget_weights()
+        self._updater.gradients.detach()
+        self._copies.restore()
+        if self._failure is None:
+            self._connections.close(self._replicas, calls=calls, steps=self._step)
+        else:
+            self._connections.abandon()
 
     def abandon(self) -> None:
         """After a rank is lost, in place of `close` or after a `close` that failed: give back what is this rank's own.
@@ -768,10 +858,33 @@ class Engine:
         self._connections.board.calls += 1
         batch = _as_microbatches(microbatches)
         self._finish_update()
-        with self._randomness.batch():
+        with self._working(), self._randomness.batch():
             self._runner.run(batch, call=self._call, step=self._step, training=training, keep_outputs=keep_outputs)
         if not training:
             self._connections.board.action = _OUTSIDE
+
+    def check_usable(self, call: str) -> None:
+        """RanvierError where the engine is closed, or an earlier call has failed in the middle. call: what is asked of
+        it now, a method of the engine or another's."""
+        where = call if "." in call else f"Engine.{call}"
+        if self._closed:
+            raise RanvierError("is closed" if where != call else "has an engine that is closed", where=where,
+                               remedy="Build a new engine.")
+        if self._failure is not None:
+            raise RanvierError(f"cannot be used: a call of the engine failed in the middle with {self._failure}",
+                               where=where, remedy="Close the engine, build a new one on all ranks, and load a "
+                                                   "checkpoint.")
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Work in which other ranks take part, or which changes the state step by step: after an error inside, nobody
+        knows what there is."""
+        try:
+            yield
+        except BaseException as error:
+            text = error.what if isinstance(error, RanvierError) else str(error)
+            self._failure = self._failure or f"{type(error).__name__}: {text.partition(chr(10))[0]}"
+            raise
 
     def _progress(self) -> None:
         """Let messages and reductions move; called at every block boundary and between products."""

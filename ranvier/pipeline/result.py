@@ -4,20 +4,47 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ranvier.block import State
 from ranvier.comm.protocol import Work
 from ranvier.optim.step import GradientStatus
+
+
+class KeptOutputs:
+    """What the last stage keeps of a training batch, microbatch by microbatch.
+
+    outputs: copies of what the last block has returned, without graph. sums: (sum of losses, weight).
+    """
+
+    def __init__(self) -> None:
+        self.outputs: list[State] = []
+        self.sums: list[tuple[Tensor, Tensor | float | int]] = []
 
 
 class BatchResult:
     """Loss, weight and gradient norm of one batch over the whole mesh.
 
     stats: [2] fp64, (sum of losses, weight), being summed over all ranks by `stats_work`.
-    status: what is known of the gradients; None after an evaluation.
+    status: what is known of the gradients; None after an evaluation. kept: of `train_batch(keep_outputs=True)`, on the
+        ranks of the last stage.
     """
 
-    def __init__(self, stats: Tensor, stats_work: Work, status: GradientStatus | None) -> None:
+    def __init__(self, stats: Tensor, stats_work: Work, status: GradientStatus | None,
+                 kept: KeptOutputs | None = None) -> None:
         self._stats, self._stats_work = stats, stats_work
-        self.status = status
+        self.status, self._kept = status, kept
+
+    @property
+    def outputs(self) -> list[State] | None:
+        """What the last block has returned for each microbatch of this rank, with `train_batch(keep_outputs=True)` on
+        the ranks of the last stage; None elsewhere."""
+        return None if self._kept is None else self._kept.outputs
+
+    @property
+    def losses(self) -> list[float] | None:
+        """The mean loss of each microbatch, where there are `outputs`; nan for one without a valid target."""
+        if self._kept is None:
+            return None
+        return [float(total) / float(weight) if weight else float("nan") for total, weight in self._kept.sums]
 
     @property
     def stepped(self) -> bool:

@@ -28,6 +28,7 @@ from ranvier.block import Loss, State, carried, named, wrapping_hint
 from ranvier.errors import ModelError, RanvierError
 from ranvier.pipeline.block_costs import loss_parts
 from ranvier.pipeline.microbatch import Microbatch
+from ranvier.pipeline.result import KeptOutputs
 from ranvier.pipeline.shared_memory import SharedMemory, sharing, unmarked
 from ranvier.schedule.schedule import Product
 from ranvier.tensor.autograd import Function
@@ -109,6 +110,8 @@ class Stage:
         self._progress, self._block_passed, self._mesh = progress, block_passed, mesh
         self.observe: Callable[[int, State], None] | None = None
         """Given each microbatch's number and what the last block has returned for it."""
+        self.kept: KeptOutputs | None = None
+        """Takes each microbatch's outputs and loss, where somebody wants them."""
         self.loss_factor = 1.0
         """What the loss is multiplied by before the backward."""
         self._weights = weight_gradients
@@ -196,6 +199,9 @@ class Stage:
             state = self._run_blocks(carried(with_layouts(entered, self._mesh)), step, microbatch, number)
             if self._loss is not None and self.observe is not None:
                 self.observe(number, plain(state))
+            if self._loss is not None and self.kept is not None:
+                self.kept.outputs.append(tree_map(  # copies: a loss may reuse the memory of what it is given
+                    lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, plain(state)))
             if self._loss is not None and not keep_outputs:
                 outputs = {"": self._compute_loss(state, microbatch, number)}
             else:
@@ -317,6 +323,8 @@ class Stage:
             if (hint := wrapping_hint(state)) is not None:
                 error.add_note(f"block {self.blocks[-1][1]} returned a {type(state).__name__}. {hint}")
             raise
+        if self.kept is not None:
+            self.kept.sums.append((total.detach().clone(), weight))
         self.loss_and_weight[0] += total.detach().double().reshape(())
         self.loss_and_weight[1] += weight.detach().double().reshape(()) if isinstance(weight, Tensor) else weight
         wide = torch.promote_types(total.dtype, torch.float32)  # a scaled fp16 loss would overflow

@@ -62,7 +62,7 @@ def load_state(engine: Engine, state: Mapping[str, Any]) -> None:
     engine.learning_rate = state["learning_rate"]
     optimizer = state["optimizer"] or {}
     engine.restore_counters(state["steps"], optimizer_steps=optimizer.get("steps"), loss_scale=state["loss_scale"],
-                            last_norm=state.get("last_norm"), began_at=optimizer.get("began_at"))
+                            last_norm=state.get("last_norm"), missed_updates=optimizer.get("missed_updates"))
     engine.nominal_weight = state["nominal_weight"], state["nominal_weight_is_agreed"]
     if engine.bad_steps is not None and state["bad_steps"] is not None:
         engine.bad_steps.load(state["bad_steps"])
@@ -113,7 +113,7 @@ def _optimizer_state(engine: Engine) -> StateDict | None:
             states.setdefault(part.parameter, []).append(
                 {"start": part.start, "stop": part.stop, **part.states, **part.whole})
         return {"kind": engine.optimizer_name, "steps": engine.flat_optimizer.steps, "states": states,
-                "began_at": dict(engine.flat_optimizer.began_at)}
+                "missed_updates": engine.flat_optimizer.missed_updates}
     if engine.optimizer is None:
         return None
     masters = {name: updated.detach() for name, parameter in engine.named_parameters().items()

@@ -21,7 +21,7 @@ from ranvier.config.other_mesh import refit
 from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.memory import KEPT_STEPS
 from ranvier.elastic.freezing import NONE_FROZEN
-from ranvier.elastic.neighbour_copy import states_of_neighbour
+from ranvier.elastic.neighbour_copy import with_states_of_neighbour
 from ranvier.elastic.transition import Held, take
 from ranvier.errors import ConfigError
 from ranvier.launch.losses import Agreement, Losses
@@ -59,7 +59,7 @@ class LastSteps:
         mesh, at, held = now.run.mesh, now.engine.coordinates, take(now.engine, room)
         places = [at]
         if now.run.optim.shard:
-            held = replace(held, pieces=[*held.pieces, *states_of_neighbour(held.pieces, self._group(now))])
+            held = with_states_of_neighbour(held, self._group(now))
             places.append(at.replace("data", (at.data - 1) % mesh.data))
         part: dict[str, object] = {"mesh": dict(mesh.sizes), "places": [asdict(place) for place in places],
                                    "frozen": sorted(now.frozen.layers)}

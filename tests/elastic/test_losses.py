@@ -27,7 +27,8 @@ from ranvier.config import effects
 from ranvier.config.resolve import resolve
 from ranvier.config.run import Comm, Launch, Run, Train
 from ranvier.cost.count import laid_out
-from ranvier.elastic.neighbour_copy import states_of_neighbour
+from ranvier.elastic.neighbour_copy import with_states_of_neighbour
+from ranvier.elastic.transition import Held
 from ranvier.errors import ConfigError, TransportError
 from ranvier.launch import losses as launch_losses
 from ranvier.launch import start
@@ -325,10 +326,14 @@ def test_the_states_of_the_replica_before():
                      tensor=torch.full((1, 2), rank, dtype=torch.bfloat16)),
                *[Piece(kind="exp_avg_sq", name="a", shape=(4,), box=((0, 3),),
                        tensor=torch.arange(3, dtype=torch.float64) + rank)] * rank]
-        return states_of_neighbour(own, world.backend.group("copies", [range(3)]))
+        held = Held(pieces=own, numbers={}, frozen=[], missed_updates={f"of {rank}": rank})
+        found = with_states_of_neighbour(held, world.backend.group("copies", [range(3)]))
+        assert found.pieces[:len(own)] == own
+        return found.pieces[len(own):], found.missed_updates
 
-    for rank, found in enumerate(run_ranks(work, 3)):
+    for rank, (found, missed_updates) in enumerate(run_ranks(work, 3)):
         before = (rank - 1) % 3
+        assert missed_updates == {f"of {rank}": rank, f"of {before}": before}
         assert [(piece.kind, piece.shape, piece.box) for piece in found] == [
             ("step", (), ()), ("exp_avg", (9, 2), ((before, before + 1), (0, 2))),
             *[("exp_avg_sq", (4,), ((0, 3),))] * before]

@@ -52,7 +52,7 @@ def test_a_run_goes_on_after_layers_train_again(sentences, tmp_path, in_one_proc
     folder = first.run_dir / "checkpoint" / "step-12"
     again = replace(first, resume=str(folder), run_dir=tmp_path / "again", mesh=Mesh(data=2))
     run_all(again)
-    assert '"began_at":{"layer1.' in (folder / "manifest.json").read_text()
+    assert '"missed_updates":{"layer1.' in (folder / "manifest.json").read_text()
     assert losses(again) == pytest.approx(in_one_process[12:], rel=1e-9)
 
 

@@ -1,0 +1,129 @@
+"""Objects of a program with a `state_dict` of their own, such as learning-rate schedulers, in a checkpoint.
+
+    Checkpoints(engine, folder, objects={"scheduler": scheduler})
+
+The state of each rank's object is written as JSON, with its tensors beside it (kind "object"). On the mesh that wrote
+it each rank takes its own; on another mesh all take what was alike on all ranks. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ranvier.checkpoint.saved import Saved
+from ranvier.checkpoint.state import OBJECT, Piece
+from ranvier.errors import CheckpointError
+from ranvier.layout import whole
+from ranvier.mesh import Mesh
+
+_DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+_LISTS: dict[str, type[list[Any]] | type[tuple[Any, ...]]] = {"list": list, "tuple": tuple}
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What can be saved and loaded, as torch's schedulers can."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state: numbers, texts, tensors, lists, tuples and dicts."""
+
+    def load_state_dict(self, state_dict: Any) -> object:
+        """Take up what `state_dict` has returned."""
+
+
+class SavedObjects:
+    """The objects of one rank.
+
+    objects: name -> object, or None on a rank that has none. CheckpointError for what is neither.
+    """
+
+    def __init__(self, objects: Mapping[str, object], mesh: Mesh, rank: int) -> None:
+        for name, found in objects.items():
+            if not isinstance(name, str) or not (found is None or isinstance(found, Stateful)):
+                raise CheckpointError("has no state_dict and load_state_dict", where="Checkpoints(objects=...)",
+                                      value=f"{name}: {type(found).__name__}",
+                                      remedy="Give objects={'scheduler': scheduler}.")
+        self._names = set(objects)
+        self._objects = {name: found for name, found in objects.items() if isinstance(found, Stateful)}
+        self._mesh, self._rank = str(mesh), rank
+
+    def pieces(self) -> list[Piece]:
+        """What this rank writes. CheckpointError for a state that is not made of numbers, texts, tensors and the like.
+        """
+        pieces = []
+        for name, found in self._objects.items():
+            tensors: list[Tensor] = []
+            text = json.dumps(_encoded(found.state_dict(), tensors, f"objects[{name!r}]")).encode()
+            tensors.insert(0, torch.frombuffer(bytearray(text), dtype=torch.uint8))
+            for number, tensor in enumerate(tensors):
+                shape = tuple(tensor.shape)
+                pieces.append(Piece(kind=OBJECT, name=json.dumps([name, self._mesh, self._rank, number]), shape=shape,
+                                    box=whole(shape), tensor=tensor.detach()))
+        return pieces
+
+    def load(self, saved: Saved) -> list[str]:
+        """The objects take up their states; names of saved objects that this program has not. CheckpointError where a
+        state is missing, or was different on the ranks of another mesh."""
+        states: dict[str, dict[tuple[str, int], list[str]]] = {}
+        for key in saved.manifest.tensors.get(OBJECT, {}):
+            name, mesh, rank, _ = json.loads(key)
+            states.setdefault(name, {}).setdefault((mesh, rank), []).append(key)
+        for name, found in self._objects.items():
+            if name not in states:
+                raise CheckpointError(f"has no state of the object {name}", where=f"checkpoint {saved.folder}",
+                                      value=sorted(states), remedy="Load it without this object: Checkpoints(objects="
+                                                                   "...) of the program that wrote it has the names.")
+            found.load_state_dict(self._state(saved, name, states[name]))
+        return sorted(set(states) - self._names)
+
+    def _state(self, saved: Saved, name: str, states: Mapping[tuple[str, int], Sequence[str]]) -> Any:
+        """The state that this rank takes."""
+        own = states.get((self._mesh, self._rank))
+        if own is None:
+            first, *others = [_read(saved, keys) for keys in states.values()]
+            if any(len(other) != len(first) or not all(map(torch.equal, other, first)) for other in others):
+                raise CheckpointError(f"has different states of the object {name} for the ranks of its mesh",
+                                      where=f"checkpoint {saved.folder}", value=next(iter(states))[0],
+                                      remedy="Load it on that mesh, or leave the object out.")
+            own = next(iter(states.values()))
+        text, *tensors = _read(saved, own)
+        return _decoded(json.loads(bytes(text.tolist())), tensors)
+
+
+def _read(saved: Saved, keys: Sequence[str]) -> list[Tensor]:
+    return [saved.read(OBJECT, key) for key in sorted(keys, key=lambda key: int(json.loads(key)[3]))]
+
+
+def _encoded(value: object, tensors: list[Tensor], where: str) -> object:
+    """A state as JSON; tensors are numbered. Everything that is no plain value is a list that begins with its kind."""
+    kind = type(value).__name__
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return ["tensor", len(tensors)]
+    if type(value) in _LISTS.values() and isinstance(value, (list, tuple)):
+        return [kind, *(_encoded(one, tensors, f"{where}[{number}]") for number, one in zip(count(), value))]
+    if type(value) in _DICTS.values() and isinstance(value, dict):
+        return [kind, *([_encoded(key, tensors, where), _encoded(one, tensors, f"{where}[{key!r}]")]
+                        for key, one in value.items())]
+    raise CheckpointError("has no place in a checkpoint, in which nothing is pickled", where=where, value=kind,
+                          remedy="Keep numbers, texts, tensors, lists, tuples and dicts in its state_dict.")
+
+
+def _decoded(value: Any, tensors: Sequence[Tensor]) -> Any:
+    if not isinstance(value, list):
+        return value
+    kind, *rest = value
+    if kind == "tensor":
+        return tensors[rest[0] - 1]
+    if kind in _LISTS:
+        return _LISTS[kind](_decoded(one, tensors) for one in rest)
+    return _DICTS[kind]({_decoded(key, tensors): _decoded(one, tensors) for key, one in rest})

@@ -1,0 +1,106 @@
+"""A user's torch optimizer in a checkpoint: the settings of its groups, such as learning rates, by parameter.
+
+A rank has the groups of its own parameters, and another mesh has others, so settings are kept by parameter name. A
+group takes up the settings that its parameters had. What cannot be kept is refused when the checkpoint is written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ranvier.checkpoint.manifest import OptimizerGroup
+from ranvier.errors import CheckpointError
+
+_BESIDE = ("params", "param_names")
+
+
+def groups_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> list[OptimizerGroup]:
+    """The groups as JSON has them. names: of the parameters that the engine knows. CheckpointError for settings or
+    states that have no place in a checkpoint."""
+    for key in optimizer.state_dict().keys() - {"state", "param_groups"}:
+        raise _error(f"has a part of its own in its state_dict, {key}", type(optimizer).__name__)
+    found = []
+    for group in optimizer.param_groups:
+        settings = {key: _plain(key, value) for key, value in group.items() if key not in _BESIDE}
+        numbers = {kind for parameter in group["params"] for kind, value in optimizer.state.get(parameter, {}).items()
+                   if _is_number(kind, value)}
+        found.append(OptimizerGroup(settings=settings, numbers=tuple(sorted(numbers)), parameters=tuple(
+            names[parameter] for parameter in group["params"] if parameter in names)))
+    for parameter in optimizer.state:
+        if not isinstance(parameter, Tensor) and optimizer.state[parameter]:
+            raise _error("has a state of no parameter", str(parameter))
+    return found
+
+
+def _plain(key: str, value: object) -> object:
+    if isinstance(value, Tensor) and not value.dim():
+        return value.item()
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError):
+        raise _error(f"has a setting {key} in its groups that is not JSON", type(value).__name__) from None
+
+
+def _is_number(kind: str, value: object) -> bool:
+    if value is None or isinstance(value, Tensor):
+        return False
+    if isinstance(value, (bool, int, float)):
+        return True
+    raise _error(f"has a state {kind} that is neither a tensor nor a number", type(value).__name__)
+
+
+def _error(what: str, value: str) -> CheckpointError:
+    return CheckpointError(f"{what}, which has no place in a checkpoint", where="the optimizer", value=value,
+                           remedy="Save its state_dict on each rank by yourself, or use optim=.")
+
+
+def merged(groups: Iterable[OptimizerGroup]) -> tuple[OptimizerGroup, ...]:
+    """The groups of all ranks as those of the whole model."""
+    found: dict[str, OptimizerGroup] = {}
+    for group in groups:
+        key = json.dumps([group.settings, group.numbers], sort_keys=True)
+        known = found.get(key, group).parameters
+        found[key] = replace(group, parameters=tuple(sorted({*known, *group.parameters})))
+    return tuple(found.values())
+
+
+def saved_groups(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], saved: Iterable[OptimizerGroup],
+                 where: str) -> list[tuple[dict[str, Any], OptimizerGroup]]:
+    """Each group of the optimizer with parameters that the checkpoint knows, and what it has of them. CheckpointError
+    where their settings differ there."""
+    of = {name: group for group in saved for name in group.parameters}
+    found = []
+    for number, group in enumerate(optimizer.param_groups):
+        known = {id(of[name]): (of[name], name) for parameter in group["params"]
+                 if (name := names.get(parameter)) in of and name is not None}
+        if len(known) > 1:
+            (_, one), (_, other), *_ = known.values()
+            raise CheckpointError(f"has {one} and {other} in groups with different settings, and group {number} of "
+                                  "this optimizer has both", where=where, value=type(optimizer).__name__,
+                                  remedy="Group parameters as the program that wrote it did.")
+        found += [(group, saved_group) for saved_group, _ in known.values()]
+    return found
+
+
+def take_settings(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    """A group takes up saved settings, in the types that it has."""
+    for key, value in settings.items():
+        now = group.get(key)
+        if isinstance(now, Tensor):
+            now.fill_(value)
+        else:
+            group[key] = tuple(value) if isinstance(now, tuple) else value
+
+
+def state_on_device(kind: str, value: Tensor, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """A state that is one number where torch's optimizers expect it: counts of steps on the CPU, unless the update runs
+    on the device alone."""
+    if kind == "step" and not (group.get("capturable") or group.get("fused")):
+        return value
+    return value.to(parameter.device)

@@ -1,0 +1,103 @@
+"""A torch DataLoader on a mesh: each replica takes its share of each batch, as microbatches.
+
+    loader = ranvier.shard_loader(DataLoader(dataset, batch_size=32, shuffle=True), world, microbatch_size=4)
+    for batch in loader:
+        engine.train_batch(batch)
+
+Shuffling samplers draw from each rank's own generator, so the batches are those of rank 0's sampler, sent to all ranks
+when an epoch begins. A rank loads its replica's samples alone, and none where its stage needs neither inputs nor
+targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from ranvier.errors import ConfigError, DataError
+from ranvier.mesh import Mesh
+from ranvier.pipeline.microbatch import Microbatch, microbatches
+from ranvier.world import World
+
+
+def shard_loader(loader: DataLoader[Any], world: World, *, microbatch_size: int,
+                 mesh: Mesh | None = None) -> ShardedLoader:
+    """The batches of `loader`, which each rank gives, as this rank's microbatches.
+
+    loader: of a data set with numbered samples, whose batches are (inputs, targets) pairs with the samples in dim 0.
+    microbatch_size: samples of a microbatch; the last one of a batch may have fewer. mesh: as of the engine.
+
+    Raises DataError for a loader that is none of these, ConfigError for a mesh with several rows.
+    """
+    return ShardedLoader(loader, world, microbatch_size, mesh or world.mesh or Mesh(data=world.size))
+
+
+class ShardedLoader:
+    """See `shard_loader`. Each iteration is an epoch; all ranks begin it together."""
+
+    def __init__(self, loader: DataLoader[Any], world: World, microbatch_size: int, mesh: Mesh) -> None:
+        if mesh.row > 1:
+            raise ConfigError("splits the samples of a microbatch, which shard_loader does not", where="mesh.row",
+                              value=mesh.row, remedy="Cut microbatches by hand: each row takes its part of each.")
+        if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+            raise DataError("has no batches of numbered samples", where="shard_loader(loader)",
+                            value=type(loader.dataset).__name__,
+                            remedy="Give a DataLoader with a batch_size over a data set with __getitem__ and __len__.")
+        if microbatch_size < 1:
+            raise ConfigError("must be at least 1", where="shard_loader(microbatch_size=...)", value=microbatch_size,
+                              remedy="Give samples per microbatch.")
+        self._loader, self._world, self._size, self._mesh = loader, world, microbatch_size, mesh
+        at = mesh.coordinates(world.rank)
+        self._replica = at.data
+        self._needs_samples = at.pipe in (0, mesh.pipe - 1)  # the first stage, and the last one in either placement
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[list[Microbatch]]:
+        shares = [self._share(batch) for batch in self._batches()]
+        if not self._needs_samples:
+            for share in shares:
+                yield [Microbatch(samples=torch.tensor(share[start:start + self._size]))
+                       for start in range(0, len(share), self._size)]
+            return
+        old = self._loader
+        loaded = iter(DataLoader(old.dataset, batch_sampler=[share for share in shares if share],
+                                 num_workers=old.num_workers, collate_fn=old.collate_fn, pin_memory=old.pin_memory,
+                                 timeout=old.timeout, worker_init_fn=old.worker_init_fn,
+                                 multiprocessing_context=old.multiprocessing_context,
+                                 prefetch_factor=old.prefetch_factor))
+        for share in shares:
+            yield self._microbatches(next(loaded), share) if share else []
+
+    def _batches(self) -> Iterator[list[int]]:
+        """The sample numbers of each batch of rank 0's sampler."""
+        found = [list(batch) for batch in self._loader.batch_sampler or ()] if self._world.rank == 0 else []
+        wrong = next((number for batch in found for number in batch if not isinstance(number, Integral)), None)
+        sizes, wrong = self._world.broadcast([[len(batch) for batch in found], wrong and repr(wrong)])
+        if wrong is not None:
+            raise DataError("gives something that is no sample's number", where="the sampler of the DataLoader",
+                            value=wrong, remedy="Give a sampler of whole numbers.")
+        flat = [int(number) for batch in found for number in batch] or [0] * sum(sizes)
+        numbers = self._world.broadcast(torch.tensor(flat, dtype=torch.int64)).tolist()
+        edges = [0]
+        for size in sizes:
+            edges.append(edges[-1] + size)
+        return (numbers[start:stop] for start, stop in pairwise(edges))
+
+    def _share(self, batch: Sequence[int]) -> list[int]:
+        """What this replica has of a batch: replicas' shares follow each other, and differ by one sample at most."""
+        count = self._mesh.data
+        return list(batch[len(batch) * self._replica // count:len(batch) * (self._replica + 1) // count])
+
+    def _microbatches(self, loaded: object, share: Sequence[int]) -> list[Microbatch]:
+        if not isinstance(loaded, (tuple, list)) or len(loaded) != 2:
+            raise DataError("gives batches that are no (inputs, targets) pairs", where="shard_loader(loader)",
+                            value=type(loaded).__name__,
+                            remedy="Give the DataLoader a collate_fn that returns (inputs, targets).")
+        return microbatches(loaded[0], loaded[1], self._size, samples=torch.tensor(share))

@@ -1,0 +1,244 @@
+"""A checkpoint has a user's torch optimizer whole, and the objects that go with it, on every mesh."""
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from ranvier.checkpoint.checkpoints import Checkpoints
+from ranvier.errors import CheckpointError
+from ranvier.mesh import Mesh
+from ranvier.pipeline.engine import Engine
+from ranvier.testing.ranks import run_ranks
+from ranvier.testing.reference import Reference
+from tests.covering import covering
+from tests.pipeline.parity import SEED, assert_close, chain, points, share
+from tests.pipeline.test_unusual_blocks import Plain
+
+make = partial(chain, Plain, Plain, Plain, Plain)
+BATCHES = [points([[2, 1]], seed=seed) for seed in range(6)]
+SCHEDULERS = {
+    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 2, gamma=0.3),
+    "milestones": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 5], gamma=0.3),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=8),
+    "sequence": lambda optimizer: lr_scheduler.SequentialLR(optimizer, [
+        lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(optimizer, 5)], [3])}
+
+
+def grouped(parameters, kind=torch.optim.AdamW, **options):
+    """Weights and biases apart."""
+    groups = [[parameter for parameter in parameters if parameter.dim() == dims] for dims in (2, 1)]
+    return kind([{"params": group, "weight_decay": 0.1 * (2 - place)} for place, group in enumerate(groups) if group],
+                lr=1e-2, **options)
+
+
+def train(engine, scheduler, batches):
+    for batch in batches:
+        engine.train_batch(share(engine, batch if engine.mesh.data == 1 else [batch[0][:1], batch[0][1:]]))
+        if scheduler is not None:
+            scheduler.step()
+
+
+def build(world, mesh, optimizer=grouped):
+    return Engine(make(), world, mesh=mesh, seed=SEED, dtype=torch.float64, optimizer=optimizer)
+
+
+def values(engine):
+    return {name: parameter.detach().clone() for name, parameter in engine.named_parameters().items()}
+
+
+@pytest.mark.parametrize(("after", "scheduled"), covering(
+    [Mesh(pipe=2), Mesh(), Mesh(data=2, pipe=2)], list(SCHEDULERS)), ids=str)
+def test_training_goes_on_as_if_never_interrupted(after, scheduled, tmp_path):
+    reference = Reference(make(), seed=SEED, dtype=torch.float64, optimizer=grouped)
+    scheduler = SCHEDULERS[scheduled](reference._optimizer)
+    for batch in BATCHES:
+        reference.train_batch(batch[0])
+        scheduler.step()
+
+    def first(world):
+        engine = build(world, Mesh(pipe=2))
+        scheduler = SCHEDULERS[scheduled](engine.optimizer)
+        train(engine, scheduler, BATCHES[:3])
+        checkpoints = Checkpoints(engine, tmp_path, objects={"scheduler": scheduler})
+        checkpoints.save()
+        assert not [one.error for one in checkpoints.wait() if one.error]
+
+    def second(world):
+        engine = build(world, after, partial(grouped, eps=1e-3))
+        scheduler = SCHEDULERS[scheduled](engine.optimizer)
+        Checkpoints(engine, tmp_path, objects={"scheduler": scheduler}).load()
+        assert engine.optimizer.param_groups[0]["eps"] == 1e-8
+        train(engine, scheduler, BATCHES[3:])
+        return values(engine), [group["lr"] for group in engine.optimizer.param_groups]
+
+    run_ranks(first, 2)
+    for parameters, rates in run_ranks(second, after.size):
+        assert_close(parameters, {name: reference.parameters[name].detach() for name in parameters})
+        assert rates == [group["lr"] for group in reference._optimizer.param_groups]
+
+
+class Counting(torch.optim.SGD):
+    """Counts in a Python number, and keeps its rate in a tensor."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, lr=torch.tensor(lr), foreach=False)
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["count"] = state.get("count", 0) + 1
+                assert isinstance(state["count"], int)
+        return super().step(closure)
+
+
+def test_numbers_stay_numbers_and_tensors_stay_tensors(tmp_path):
+    def rank(world, load):
+        engine = build(world, Mesh(), partial(Counting, lr=0.5 if load else 0.25))
+        checkpoints = Checkpoints(engine, tmp_path)
+        if load:
+            rate = engine.optimizer.param_groups[0]["lr"]
+            checkpoints.load()
+            assert engine.optimizer.param_groups[0]["lr"] is rate and rate.item() == 0.25
+        train(engine, None, BATCHES[:1])
+        checkpoints.save()
+        assert not [one.error for one in checkpoints.wait() if one.error]
+        checkpoints.close()
+        return {state["count"] for state in engine.optimizer.state.values()}
+
+    assert run_ranks(partial(rank, load=False), 1) == [{1}]
+    assert run_ranks(partial(rank, load=True), 1) == [{2}]
+
+
+def test_other_groups_are_refused(tmp_path):
+    def first(world):
+        checkpoints = Checkpoints(build(world, Mesh()), tmp_path)
+        checkpoints.save()
+        checkpoints.wait()
+        checkpoints.close()
+
+    run_ranks(first, 1)
+    adamw = partial(torch.optim.AdamW, lr=1e-2)
+    with pytest.raises(CheckpointError) as caught:
+        run_ranks(lambda world: Checkpoints(build(world, Mesh(), adamw), tmp_path).load(), 1)
+    assert "group 0 of this optimizer has both" in caught.value.what and "step-0" in caught.value.where
+
+
+class WithAFunction(torch.optim.SGD):
+    def __init__(self, parameters):
+        super().__init__([{"params": parameters, "hook": len}], lr=0.1)
+
+
+class WithAList(torch.optim.SGD):
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.state[parameters[0]]["history"] = [1.0]
+
+
+class WithItsOwnPart(torch.optim.SGD):
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+
+    def state_dict(self):
+        return {**super().state_dict(), "extra": 1}
+
+
+class WithACommonState(torch.optim.SGD):
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.state["common"]["steps"] = 1
+
+
+@pytest.mark.parametrize(("kind", "value"), [(WithAFunction, "builtin_function_or_method"), (WithAList, "list"),
+                                             (WithItsOwnPart, "WithItsOwnPart"), (WithACommonState, "common")])
+def test_what_cannot_be_kept_is_refused(kind, value, tmp_path):
+    with pytest.raises(CheckpointError) as caught:
+        run_ranks(lambda world: Checkpoints(build(world, Mesh(), kind), tmp_path).save(), 1)
+    assert caught.value.where == "the optimizer" and caught.value.value == value
+
+
+# ---------------------------------------------------------------------- objects
+
+ONE_RANK = Mesh(), Mesh()
+
+
+class Kept:
+    """An object whose state is `state`."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return {"state": self.state}
+
+    def load_state_dict(self, state):
+        self.state = state["state"]
+
+
+def through(objects, loaders, tmp_path, meshes=ONE_RANK):
+    """Save `objects(rank)` on the first mesh, load `loaders(rank)` on the second; these."""
+    def first(world):
+        checkpoints = Checkpoints(build(world, meshes[0]), tmp_path, objects=objects(world.rank))
+        checkpoints.save()
+        assert not [one.error for one in checkpoints.wait() if one.error]
+        checkpoints.close()
+
+    def second(world):
+        found = loaders(world.rank)
+        Checkpoints(build(world, meshes[1]), tmp_path, objects=found).load()
+        return found
+
+    run_ranks(first, meshes[0].size)
+    return run_ranks(second, meshes[1].size)
+
+
+def test_every_kind_of_value(tmp_path):
+    state = [1, 2.5, float("inf"), None, True, "text", (1, [2]), {"a": {3: "b"}}, torch.arange(6.0).view(2, 3),
+             torch.tensor(3), nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]
+    (found,) = through(lambda rank: {"kept": Kept(state)}, lambda rank: {"kept": Kept(None)}, tmp_path)
+    assert found["kept"].state[:8] == state[:8]
+    for mine, theirs in zip(found["kept"].state[8:], state[8:], strict=True):
+        assert torch.equal(mine, theirs) and mine.dtype is theirs.dtype
+
+
+def test_each_rank_has_its_own_on_the_mesh_that_wrote_it(tmp_path):
+    ranks = through(lambda rank: {"kept": Kept(rank)}, lambda rank: {"kept": Kept(None)}, tmp_path, (Mesh(data=2),) * 2)
+    assert [found["kept"].state for found in ranks] == [0, 1]
+
+
+def test_on_another_mesh_it_must_be_alike(tmp_path):
+    ranks = through(lambda rank: {"kept": Kept([7]), "here": Kept(1) if rank else None},
+                    lambda rank: {"kept": Kept(None), "here": Kept(None)}, tmp_path / "alike",
+                    (Mesh(data=2), Mesh(pipe=4)))
+    assert [(found["kept"].state, found["here"].state) for found in ranks] == [([7], 1)] * 4
+    with pytest.raises(CheckpointError) as caught:
+        through(lambda rank: {"kept": Kept(rank)}, lambda rank: {"kept": Kept(None)}, tmp_path / "different",
+                (Mesh(data=2), Mesh()))
+    assert "different states of the object kept" in caught.value.what
+
+
+def test_objects_that_are_missing_on_either_side(tmp_path):
+    with pytest.raises(CheckpointError) as caught:
+        through(lambda rank: {"one": Kept(1)}, lambda rank: {"other": Kept(None)}, tmp_path / "here")
+    assert "has no state of the object other" in caught.value.what
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        through(lambda rank: {"one": Kept(1), "two": Kept(2)}, lambda rank: {"two": None}, tmp_path / "there")
+    assert ["no one" in str(one.message) for one in found] == [True]
+
+
+@pytest.mark.parametrize("objects", [{"it": 3}, {3: Kept(1)}])
+def test_what_is_no_object_is_refused(objects, tmp_path):
+    with pytest.raises(CheckpointError) as caught:
+        run_ranks(lambda world: Checkpoints(build(world, Mesh()), tmp_path, objects=objects), 1)
+    assert caught.value.where == "Checkpoints(objects=...)"
+
+
+def test_a_state_of_other_kinds_is_refused(tmp_path):
+    with pytest.raises(CheckpointError) as caught:
+        run_ranks(lambda world: Checkpoints(build(world, Mesh()), tmp_path, objects={"it": Kept([len])}).save(), 1)
+    assert caught.value.where == "objects['it']['state'][0]" and caught.value.value == "builtin_function_or_method"

@@ -1,0 +1,144 @@
+"""What a program does with `parameter.grad` between forward_backward and step is obeyed, as by a plain loop."""
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from ranvier.config.run import Optim
+from ranvier.errors import ConfigError
+from ranvier.mesh import Mesh
+from ranvier.pipeline.engine import Engine
+from ranvier.testing.reference import Reference
+from tests.covering import covering
+from tests.pipeline.parity import SEED, assert_close, merge, on_mesh, points, share
+from tests.pipeline.test_ties import blocks
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+OWN = Optim(weight_decay=0.1, bucket_size=5, chunk_buckets=1)
+KINDS = [{"optimizer": ADAMW}, {"optim": OWN}, {"optim": Optim(weight_decay=0.1, shard=True, offload="stream")},
+         {"optim": Optim(weight_decay=0.1, clip_norm=0.05)}, {"optimizer": ADAMW, "optim": Optim(clip_norm=0.05)}]
+make = partial(blocks, (0, 5))
+
+
+def remove(name, parameter):
+    if name == "b1.linear.weight":
+        parameter.grad = None
+
+
+def remove_all(name, parameter):
+    parameter.grad = None
+
+
+def scale(name, parameter):
+    parameter.grad.mul_(3.0 if name.startswith("b2") else 0.5)
+
+
+def replace(name, parameter):
+    if name != "b3.linear.bias":
+        parameter.grad = parameter.grad.sign() if name.startswith("b0") else 2 * parameter.grad
+
+
+EDITS = [remove, remove_all, scale, replace]
+
+
+def by_torch(edit, steps, max_norm=None):
+    reference = Reference(make(), seed=SEED, dtype=torch.float64)
+    optimizer = ADAMW(reference.parameters.values())
+    norms = []
+    for batch in steps:
+        reference.forward_backward([one for replica in batch for one in replica])
+        for name, parameter in reference.parameters.items():
+            edit(name, parameter)
+        if max_norm is not None:
+            norms.append(float(nn.utils.clip_grad_norm_(reference.parameters.values(), max_norm)))
+        optimizer.step()
+    return {name: value.detach() for name, value in reference.parameters.items()}, norms
+
+
+def batches(mesh):
+    return [points([[2, 1], [1, 2]][:mesh.data], seed=seed) for seed in range(3)]
+
+
+def owned(engine):
+    """The parameters that this rank updates, by name."""
+    updated = set(engine.parameters())
+    return {name: parameter for name, parameter in engine.named_parameters().items() if parameter in updated}
+
+
+def edit_owned(engine, edit):
+    for name, parameter in owned(engine).items():
+        edit(name, parameter)
+
+
+def values(engine):
+    return {name: parameter.detach().clone() for name, parameter in owned(engine).items()}
+
+
+@pytest.mark.parametrize(("mesh", "options", "edit"), covering(
+    [Mesh(), Mesh(data=2), Mesh(pipe=2), Mesh(data=2, pipe=2)], KINDS, EDITS), ids=str)
+def test_edits_are_obeyed(mesh, options, edit):
+    clip = options.get("optim", OWN).clip_norm or None
+    expected, _ = by_torch(edit, batches(mesh), clip)
+
+    def work(engine):
+        for batch in batches(mesh):
+            result = engine.forward_backward(share(engine, batch))
+            edit_owned(engine, edit)
+            engine.step(result)
+        return values(engine)
+
+    assert_close(merge(on_mesh(make, mesh, work, learning_rate=1e-2, **options), mesh), expected)
+
+
+@pytest.mark.parametrize("edit", [lambda name, parameter: None, remove, replace], ids=["none", "remove", "replace"])
+@pytest.mark.parametrize("options", KINDS[:3], ids=["torch", "own", "sharded"])
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2, pipe=2)], ids=str)
+def test_clipping_by_the_norm_of_all_stages(mesh, options, edit):
+    expected, expected_norms = by_torch(edit, batches(mesh), 0.05)
+
+    def work(engine):
+        norms = []
+        for batch in batches(mesh):
+            result = engine.forward_backward(share(engine, batch))
+            edit_owned(engine, edit)
+            norms.append(engine.clip_grad_norm_(0.05).item())
+            engine.step(result)
+        return norms, values(engine)
+
+    norms, parameters = zip(*on_mesh(make, mesh, work, learning_rate=1e-2, **options), strict=True)
+    assert_close(merge(list(parameters), mesh), expected)
+    assert all(found == pytest.approx(expected_norms, rel=1e-12) for found in norms)
+
+
+def test_nothing_to_clip_is_refused():
+    def work(engine: Engine):
+        engine.train_batch(share(engine, points([[2]])))
+        with pytest.raises(ConfigError) as caught:
+            engine.clip_grad_norm_(1.0)
+        assert caught.value.where == "Engine.clip_grad_norm_" and caught.value.value == 1.0
+
+    on_mesh(make, Mesh(), work, optim=OWN)
+
+
+@pytest.mark.parametrize(("mesh", "warns"), [(Mesh(data=2), False), (Mesh(pipe=2), True)], ids=str)
+def test_clipping_a_stage_by_its_own_norm_warns(mesh, warns):
+    def work(engine):
+        engine.forward_backward(share(engine, points([[2]] * mesh.data)))
+        list(engine.parameters())
+        nn.utils.clip_grad_value_(engine.parameters(), 1.0)
+        torch.optim.SGD(engine.parameters(), lr=0.1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            nn.utils.clip_grad_norm_(engine.parameters(), 1.0)
+        return [str(one.message) for one in caught]
+
+    def rank(engine):  # ranks are threads, which share the filters of warnings
+        if engine.world.rank == 0:
+            return work(engine)
+        return engine.forward_backward(share(engine, points([[2]] * mesh.data)))
+
+    found = on_mesh(make, mesh, rank)[0]
+    assert bool(found) is warns and all("engine.clip_grad_norm_" in text for text in found)

@@ -1,0 +1,273 @@
+"""Objects that blocks share by identity, on one stage, on several ranks, and on several stages of one rank."""
+
+import random
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from ranvier.config.run import Memory, Pipeline
+from ranvier.errors import ModelError
+from ranvier.mesh import Mesh
+from ranvier.pipeline.engine import Engine
+from ranvier.testing.ranks import run_ranks
+from ranvier.testing.reference import Reference
+from tests.pipeline.parity import assert_close, merge, points, share, squared
+from tests.pipeline.test_unusual_blocks import Plain
+
+V_SHAPE, INTERLEAVED = Pipeline(stages_per_rank=2), Pipeline(stages_per_rank=2, placement="interleaved")
+
+
+class Outer(nn.Module):
+    """A block with a module that others may have too, by two names, and something of its own."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.own, self.inner, self.again = nn.Linear(4, 4), inner, inner
+
+    def forward(self, x):
+        return x + torch.tanh(self.again(self.own(x)))
+
+
+class Unembed(nn.Module):
+    """A head that multiplies by the weight of another block's layer."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return F.linear(x, self.layer.weight.t())
+
+
+def tied(count, *groups):
+    """Blocks of a linear layer each, with the weights of these groups of blocks tied."""
+    blocks = [Plain() for _ in range(count)]
+    for group in groups:
+        for end in group[1:]:
+            blocks[end].linear.weight = blocks[group[0]].linear.weight
+    return blocks
+
+
+def assert_training(make, mesh, pipeline, memory=None, counts=(2, 1, 3)):
+    """Gradients and parameters of some steps equal those of plain PyTorch; afterwards blocks share what they did."""
+    def build():
+        torch.manual_seed(1)
+        return make()
+
+    def optimizer(parameters):
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    data = [points([counts] * mesh.data, seed=seed) for seed in range(2)]
+    reference = Reference(build(), loss=squared, dtype=torch.float64, optimizer=optimizer)
+    expected = []
+    for batch in data:
+        reference.train_batch([one for replica in batch for one in replica])
+        expected.append(reference.gradients())
+    models = [build() for _ in range(mesh.size)]
+    sharing = [shared_names(model) for model in models]
+
+    def rank(world):
+        engine = Engine(models[world.rank], world, mesh=mesh, loss=squared, dtype=torch.float64, optimizer=optimizer,
+                        pipeline=pipeline, memory=memory)
+        found = []
+        for batch in data:
+            result = engine.forward_backward(share(engine, batch))
+            found.append({name: gradient.clone() for name, gradient in engine.gradients().items()})
+            engine.step(result)
+        parameters = {name: value.detach().clone() for name, value in engine.named_parameters().items()}
+        engine.close()
+        return found, parameters
+
+    ranks = run_ranks(rank, mesh.size)
+    for number, gradients in enumerate(expected):
+        assert_close(merge([found[number] for found, _ in ranks], mesh), gradients)
+    for _, parameters in ranks:
+        known = {name: value for name, value in parameters.items() if name in reference.parameters}
+        assert_close(known, {name: reference.parameters[name].detach() for name in known})
+    assert [shared_names(model) for model in models] == sharing
+
+
+def shared_names(blocks):
+    """Groups of names of one parameter."""
+    names = {}
+    for number, block in enumerate(blocks):
+        for name, parameter in block.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(f"{number}.{name}")
+    return sorted(group for group in names.values() if len(group) > 1)
+
+
+@pytest.mark.parametrize("pipeline", [V_SHAPE, INTERLEAVED], ids=lambda pipeline: pipeline.placement)
+@pytest.mark.parametrize("mesh", [Mesh(pipe=2), Mesh(data=2, pipe=2)], ids=str)
+@pytest.mark.parametrize("ends", [(0, 2), (0, 3), (1, 2), (0, 1, 2), (0, 1, 3), (1, 2, 3), (0, 1, 2, 3)], ids=str)
+def test_ends_on_two_stages_of_a_rank(ends, mesh, pipeline):
+    assert_training(lambda: tied(4, ends), mesh, pipeline)
+
+
+@given(st.randoms(use_true_random=False))
+@settings(max_examples=8)
+def test_any_ties_on_any_stages(draw: random.Random):
+    mesh = Mesh(data=draw.choice([1, 1, 2]), pipe=draw.choice([1, 2, 3]))
+    per_rank = draw.choice([1, 2]) if mesh.pipe > 1 else 1
+    count = mesh.pipe * per_rank + draw.randrange(3)
+    shuffled = draw.sample(range(count), count)
+    cut = draw.randrange(count + 1)
+    groups = [group for group in (shuffled[:cut], shuffled[cut:]) if len(group) > 1]
+    pipeline = Pipeline(stages_per_rank=per_rank, policy=draw.choice(["message-driven", "gpipe"]),
+                        placement=draw.choice(["v-shape", "interleaved"]) if per_rank > 1 else "v-shape")
+    shares_modules = draw.random() < 0.4
+
+    def make():
+        if not shares_modules:
+            return tied(count, *groups)
+        layers = {end: group[0] for group in groups for end in group}
+        owners = [nn.Linear(4, 4) for _ in range(count)]
+        return [Outer(owners[layers.get(number, number)]) for number in range(count)]
+
+    assert_training(make, mesh, pipeline)
+
+
+def one_block_everywhere():
+    return [Plain()] * 5
+
+
+def inside_each_block():
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    return [Outer(inner) for _ in range(4)]
+
+
+def embedding_and_head():
+    embedding = nn.Linear(4, 4, bias=False)
+    return [embedding, Plain(), Plain(), Unembed(embedding)]
+
+
+def with_a_bound_method():
+    class Own(Plain):
+        def __init__(self):
+            super().__init__()
+            self.call = self.multiply
+
+        def multiply(self, x):
+            return self.linear(x)
+
+        def forward(self, x):
+            return torch.tanh(self.call(x))
+
+    return [Own()] * 4
+
+
+def with_hooks():
+    blocks = tied(4, (0, 3))
+    blocks[0].linear.weight.register_hook(lambda gradient: 2 * gradient)
+    return blocks
+
+
+@pytest.mark.parametrize("make", [one_block_everywhere, inside_each_block, embedding_and_head, with_a_bound_method,
+                                  with_hooks])
+@pytest.mark.parametrize("mesh, pipeline, memory", [
+    (Mesh(pipe=2), V_SHAPE, None), (Mesh(pipe=2), INTERLEAVED, None), (Mesh(pipe=2), V_SHAPE, Memory(recompute=1)),
+    (Mesh(pipe=2), Pipeline(stages_per_rank=1), None), (Mesh(), None, None)],
+    ids=["v", "interleaved", "recomputed", "one stage a rank", "one rank"])
+def test_shared_modules(make, mesh, pipeline, memory):
+    assert_training(make, mesh, pipeline, memory)
+
+
+def test_a_module_that_cannot_be_copied_is_named():
+    def make():
+        block = Plain()
+        block.lock = threading.Lock()
+        return [block] * 4
+
+    assert_training(make, Mesh(pipe=2), Pipeline(stages_per_rank=1))
+    with pytest.raises(ModelError) as caught:
+        assert_training(make, Mesh(pipe=2), V_SHAPE)
+    assert caught.value.where in ("block 2", "block 3") and caught.value.value == "Plain"
+    assert "stages_per_rank=1" in caught.value.remedy
+
+
+# ---------------------------------------------------------------------- buffers
+
+class Normed(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4, bias=False), norm
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
+
+
+class Counting(nn.Module):
+    """Changes a buffer, in place or not."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.in_place = in_place
+
+    def forward(self, x):
+        if self.training:
+            self.seen = self.seen.add_(len(x)) if self.in_place else self.seen + len(x)
+        return x
+
+
+class Constant(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.full((), 2.0))
+
+    def forward(self, x):
+        return self.scale * x
+
+
+def normed(kind, *arguments, count=4):
+    def make():
+        norm = kind(*arguments)
+        return [Normed(norm), *[Plain() for _ in range(count - 2)], Normed(norm)]
+    return make
+
+
+PLACES = pytest.mark.parametrize("pipeline", [V_SHAPE, Pipeline(stages_per_rank=1)], ids=["one rank", "two ranks"])
+
+
+@PLACES
+def test_a_batch_norm_of_two_stages_is_refused(pipeline):
+    def rank(world):
+        Engine(normed(nn.BatchNorm1d, 4)(), world, mesh=Mesh(pipe=2), loss=squared, pipeline=pipeline)
+
+    with pytest.raises(ModelError) as caught:
+        run_ranks(rank, 2)
+    assert caught.value.where == "buffer 3.norm.running_mean" and caught.value.value == "nn.BatchNorm1d"
+    assert "0.norm.running_mean" in str(caught.value)
+
+
+def test_a_batch_norm_of_one_stage_is_taken():
+    assert_training(normed(nn.BatchNorm1d, 4), Mesh(), None, counts=(2, 3))
+    assert_training(lambda: [nn.BatchNorm1d(4)] * 2 + [Plain()], Mesh(pipe=2),
+                    Pipeline(stages_per_rank=1, boundaries=(2,)), counts=(2, 3))
+
+
+@PLACES
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_shared_buffer_that_training_changes_is_named_before_the_update(in_place, pipeline):
+    models = [normed(Counting, in_place)() for _ in range(2)]
+    parameters = [parameter for end in (0, 3) for parameter in models[0][end].parameters()]
+    before = [parameter.detach().clone() for parameter in parameters]
+
+    def rank(world):
+        engine = Engine(models[world.rank], world, mesh=Mesh(pipe=2), loss=squared, pipeline=pipeline,
+                        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        engine.train_batch([(torch.randn(2, 4), torch.randn(2, 4))] * 2)
+
+    with pytest.raises(ModelError) as caught:
+        run_ranks(rank, 2)
+    assert caught.value.where in ("buffer 0.norm.seen", "buffer 3.norm.seen")
+    assert all(torch.equal(value, parameter) for value, parameter in zip(before, parameters, strict=True))
+
+
+@PLACES
+def test_a_shared_buffer_that_stays_is_taken(pipeline):
+    assert_training(normed(Constant), Mesh(pipe=2), pipeline)

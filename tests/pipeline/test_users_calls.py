@@ -1,0 +1,141 @@
+"""What programs written for other libraries look for: outputs, whole states, metrics over ranks, named parameters."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from ranvier.config.run import Optim, Pipeline
+from ranvier.errors import ConfigError
+from ranvier.mesh import Mesh
+from ranvier.pipeline.engine import Engine
+from ranvier.testing.ranks import run_ranks
+from ranvier.testing.reference import Reference
+from tests.covering import covering
+from tests.pipeline.parity import SEED, assert_close, on_mesh, points, share, small_gpt, squared, tokens
+from tests.pipeline.test_unusual_blocks import Plain
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+MESHES = [Mesh(), Mesh(data=2), Mesh(pipe=2), Mesh(data=2, pipe=2)]
+
+
+# ---------------------------------------------------------------------- outputs
+
+@pytest.mark.parametrize(("mesh", "pipeline"), covering(MESHES, [Pipeline(), Pipeline(stages_per_rank=1)]), ids=str)
+def test_outputs_and_losses_of_a_training_batch(mesh, pipeline):
+    batch = tokens([[2, 1, 1], [1, 2]][:mesh.data], ignored=0.3)
+    reference = Reference(small_gpt(), seed=SEED, dtype=torch.float64)
+    expected = [reference._outputs(one, training=True).detach() for replica in batch for one in replica]
+    losses = [reference._loss(output.clone(), one.targets) for output, one in zip(
+        expected, (one for replica in batch for one in replica), strict=True)]
+
+    def work(engine):
+        result = engine.train_batch(share(engine, batch), keep_outputs=True)
+        plain = engine.train_batch(share(engine, batch))
+        assert plain.outputs is None and plain.losses is None
+        return engine.coordinates.data if engine.is_last_stage else None, result.outputs, result.losses
+
+    for replica, outputs, found in on_mesh(small_gpt, mesh, work, optimizer=SGD, pipeline=pipeline):
+        if replica is None:
+            assert outputs is None and found is None
+            continue
+        first = sum(map(len, batch[:replica]))
+        for number, output in enumerate(outputs):
+            total, weight = losses[first + number]
+            torch.testing.assert_close(output, expected[first + number], rtol=1e-10, atol=1e-12)
+            assert not output.requires_grad
+            assert found[number] == pytest.approx(float(total) / float(weight), rel=1e-10)
+        assert len(outputs) == len(found) == len(batch[replica])
+
+
+def test_outputs_of_columns_are_refused():
+    with pytest.raises(ConfigError) as caught:
+        on_mesh(small_gpt, Mesh(col=2), lambda engine: engine.train_batch(share(engine, tokens([[1]])),
+                                                                          keep_outputs=True), optimizer=SGD)
+    assert caught.value.where == "train_batch(keep_outputs=...)" and caught.value.value == "2 columns"
+
+
+# ---------------------------------------------------------------------- the whole state
+
+def modules():
+    torch.manual_seed(1)
+    model = nn.Sequential(Plain(), nn.BatchNorm1d(4), Plain(), Plain())
+    model[3].linear.weight = model[0].linear.weight
+    return model
+
+
+@pytest.mark.parametrize(("mesh", "optim"), covering(MESHES, [Optim(), Optim(shard=True)]), ids=str)
+def test_the_whole_state_loads_into_the_module(mesh, optim):
+    models = [modules() for _ in range(mesh.size)]
+
+    def rank(world):
+        engine = Engine(models[world.rank], world, mesh=mesh, loss=squared, dtype=torch.float64, optim=optim)
+        for seed in range(2):
+            engine.train_batch(share(engine, points([[2, 3]] * mesh.data, seed=seed)))
+        held = {name: value.detach().clone() for name, value in engine.named_parameters().items()}
+        return engine.full_state_dict(), held | engine.named_buffers()
+
+    (whole, _), *others = ranks = run_ranks(rank, mesh.size)
+    assert all(state is None for state, _ in others)
+    fresh = modules().double()
+    fresh.load_state_dict(whole)
+    assert torch.equal(fresh[3].linear.weight, fresh[0].linear.weight)
+    for number, (_, held) in enumerate(ranks):
+        for name, value in held.items():
+            assert torch.equal(whole[name], value), (number, name)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(row=2), Mesh(col=2), Mesh(pipe=2, row=2, col=2)], ids=str)
+def test_the_whole_state_on_rows_and_columns(mesh):
+    def work(engine):
+        engine.train_batch(share(engine, tokens([[2]])) if mesh.row == 1 else share(engine, tokens([[1]])))
+        return engine.full_state_dict()
+
+    def start(engine):
+        return engine.full_state_dict()
+
+    one, *_ = on_mesh(small_gpt, Mesh(), start)
+    found, *others = on_mesh(small_gpt, mesh, start)
+    assert_close(found, one)
+    assert all(other is None for other in others)
+    trained, *_ = on_mesh(small_gpt, mesh, work, optimizer=SGD)
+    assert set(trained) == set(one)
+
+
+# ---------------------------------------------------------------------- ranks' values
+
+def test_values_over_all_ranks():
+    def work(world):
+        table = torch.arange(6.0).view(2, 3).t() + world.rank
+        total = world.all_reduce(table)
+        assert torch.equal(total, 3 * table - 3 * world.rank + 3) and total.shape == (3, 2)
+        assert world.all_reduce(world.rank) == 3.0 and world.all_reduce(0.5 + world.rank, "mean") == 1.5
+        assert (world.all_reduce(world.rank, "min"), world.all_reduce(world.rank, "max")) == (0.0, 2.0)
+        assert world.gather_objects({"rank": world.rank, "names": ["a"]})[2] == {"rank": 2, "names": ["a"]}
+        assert world.broadcast(f"from {world.rank}", source=1) == "from 1"
+        assert torch.equal(world.broadcast(table, source=2), table - world.rank + 2)
+        for wrong in (lambda: world.all_reduce(1.0, "product"), lambda: world.broadcast(1, source=3)):
+            with pytest.raises(ConfigError):
+                wrong()
+
+    run_ranks(work, 3)
+
+
+# ---------------------------------------------------------------------- named parameters
+
+def by_name(named_parameters):
+    named = list(named_parameters)
+    return torch.optim.SGD([{"params": [(name, value) for name, value in named if name.endswith("weight")], "lr": 0.1},
+                            {"params": [(name, value) for name, value in named if name.endswith("bias")], "lr": 0.0}])
+
+
+def test_an_optimizer_by_names():
+    def work(world):
+        engine = Engine([Plain(), Plain()], world, mesh=Mesh(pipe=2), loss=squared, dtype=torch.float64,
+                        optimizer=by_name)
+        before = {name: value.detach().clone() for name, value in engine.named_parameters().items()}
+        engine.train_batch(share(engine, points([[2, 1]])))
+        return {name: torch.equal(before[name], value) for name, value in engine.named_parameters().items()}
+
+    assert run_ranks(work, 2) == [{f"{block}.linear.weight": False, f"{block}.linear.bias": True} for block in (0, 1)]
