@@ -68,6 +68,11 @@ class Tokenizer:
         """The text of these tokens, with separators; bytes that are not UTF-8 become the replacement character."""
         return self._inner.decode([int(token) for token in ids], skip_special_tokens=False)
 
+    def numbers(self) -> dict[str, int]:
+        """Token -> number, special ones included."""
+        found: dict[str, int] = self._inner.get_vocab()
+        return found
+
     def number_of(self, token: str) -> int | None:
         """The number of a token, special ones included; None if there is no such token."""
         found: int | None = self._inner.token_to_id(token)

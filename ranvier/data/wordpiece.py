@@ -64,6 +64,11 @@ class WordPiece:
         """The words of these tokens; case and white space may differ from those of the text."""
         return self._inner.decode([int(token) for token in ids], skip_special_tokens=False)
 
+    def numbers(self) -> dict[str, int]:
+        """Token -> number, special ones included."""
+        found: dict[str, int] = self._inner.get_vocab()
+        return found
+
     def text(self) -> str:
         """The content of a tokenizer.json, as `from_folder` and Hugging Face's `tokenizers` read it."""
         return self._inner.to_str(pretty=True)

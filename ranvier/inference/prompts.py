@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ranvier.data import tokenizer as tokenizers
+from ranvier.data.chat import conversation_of
 from ranvier.data.chat_template import ChatTokenizer
+from ranvier.data.tables import Row
 from ranvier.errors import ConfigError
 
 
@@ -34,7 +36,7 @@ class TextPrompts:
 
 class ChatPrompts:
     """A tokenizer with a chat template, in the folder of its tokenizer.json, as transformers saves it. A prompt is a
-    message of the user, or a list of messages with `role` and `content`."""
+    message of the user, a list of messages with `role` and `content`, or an object as a row of the task chat."""
 
     def __init__(self, path: Path) -> None:
         self._tokenizer = ChatTokenizer(path.parent)
@@ -45,7 +47,8 @@ class ChatPrompts:
     def encode(self, prompt: Any) -> list[int]:
         """The tokens of a conversation, up to where the assistant answers."""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return self._tokenizer.tokens(self._tokenizer.render(messages, prompt=True))
+        row = messages if isinstance(messages, dict) else {"messages": messages}
+        return self._tokenizer.prompt(conversation_of(Row("prompt", row)))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens."""
