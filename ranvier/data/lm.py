@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer as InnerTokenizer
 from torch import Tensor
 
 from ranvier.config.run import Run
@@ -303,7 +302,7 @@ def _write(folder: Path, corpus: OpenCorpus, text: str, max_bytes: int, tokenize
                         cut=lambda: bool(cuts))
     progress(f"tokenising {corpus.name}")
     done = reported = 0
-    encode = partial(_encoded, tokenizer.text())
+    encode = partial(_encoded, tokenizer)
     processes = processes_of(progress)
     with open_part(folder / "train") as train, open_part(folder / "eval") as held:
         read = corpus.documents(max_bytes, lambda: cuts.append(True))
@@ -317,6 +316,7 @@ def _write(folder: Path, corpus: OpenCorpus, text: str, max_bytes: int, tokenize
                        for document, is_held in documents)
         for parts, size, is_held in encoded:
             append = held if is_held else train
+            append(tokenizer.start)
             for part in parts:
                 append(part)
             append([tokenizer.end])
@@ -341,14 +341,7 @@ def _pieces(documents: Iterable[tuple[Document, bool]]) -> Iterator[list[tuple[D
         yield piece
 
 
-def _encoded(tokenizer: str, piece: Sequence[tuple[Document, bool]]) -> list[tuple[np.ndarray, int, bool]]:
-    """Tokens, characters, and whether it is held out, of each document. tokenizer: its tokenizer.json."""
-    encode = _loaded(tokenizer).encode
-    return [(np.array(encode(document.text), dtype=np.uint32), len(document.text), is_held)
+def _encoded(tokenizer: Tokenizer, piece: Sequence[tuple[Document, bool]]) -> list[tuple[np.ndarray, int, bool]]:
+    """Tokens, characters, and whether it is held out, of each document."""
+    return [(np.array(tokenizer.encode(document.text), dtype=np.uint32), len(document.text), is_held)
             for document, is_held in piece]
-
-
-@lru_cache(maxsize=1)
-def _loaded(tokenizer: str) -> Tokenizer:
-    """Of a process that encodes piece after piece."""
-    return Tokenizer(InnerTokenizer.from_str(tokenizer))

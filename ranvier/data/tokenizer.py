@@ -13,8 +13,9 @@ import itertools
 import json
 import re
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -41,20 +42,39 @@ _PIECES_AT_ONCE = 64
 
 
 class Tokenizer:
-    """A tokenizer; immutable. vocab: number of tokens, or the largest token's number and 1 where numbers are left out;
-    end: number of the separator; end_text: its text; fingerprint: hash of its content."""
+    """A tokenizer; immutable. This class alone decides with which tokens a text starts.
 
-    def __init__(self, inner: tokenizers.Tokenizer, *, end: str = END_OF_TEXT, cuts: bool = True) -> None:
+    vocab: number of tokens, or the largest token's number and 1 where numbers are left out. end: number of the
+    separator; end_text: its text. start: tokens that its post-processor puts before each text, such as Llama's BOS.
+    nothing: the context of a text that has none: `start`, else the BOS, else the separator, as lm-evaluation-harness
+    takes them. fingerprint: hash of its content.
+
+    begin: text of the BOS, where it has one. cuts: whether a long text may be cut at its line ends. ValueError for a
+    post-processor that puts other tokens than those of the vocabulary before a text.
+    """
+
+    def __init__(self, inner: tokenizers.Tokenizer, *, end: str = END_OF_TEXT, begin: str | None = None,
+                 cuts: bool = True) -> None:
         inner.encode_special_tokens = True
-        self._inner, self._cuts = inner, cuts
+        self._inner, self._cuts, self._begin = inner, cuts, begin
         numbers = inner.get_vocab()
         self.vocab: int = max(numbers.values()) + 1
         self.end: int = numbers[end]
         self.end_text = end
+        self.start = _start_of(inner, self.vocab)
+        self.nothing: tuple[int, ...] = self.start or (numbers.get(begin or end, self.end),)
         self.fingerprint: str = hashlib.blake2b(inner.to_str().encode(), digest_size=8).hexdigest()
 
+    def __reduce__(self) -> tuple[Callable[..., Tokenizer], tuple[object, ...]]:
+        return _rebuild, (self._inner.to_str(), self.end_text, self._begin, self._cuts)
+
+    def encode_from_start(self, text: str) -> list[int]:
+        """Token numbers of a text that nothing precedes, as transformers gives them to the model: at least one."""
+        return [*self.start, *self.encode(text)] or list(self.nothing)
+
     def encode(self, text: str) -> list[int]:
-        """Token numbers of `text`, without a separator; the pieces of a long text are encoded on all cores."""
+        """Token numbers of `text` alone, as they are behind other text; the pieces of a long text are encoded on all
+        cores."""
         return [token for part in self.encode_in_parts(text) for token in part]
 
     def encode_in_parts(self, text: str) -> Iterator[list[int]]:
@@ -78,6 +98,10 @@ class Tokenizer:
         found: int | None = self._inner.token_to_id(token)
         return found
 
+    def token(self, number: int) -> str:
+        """The token of a number."""
+        return str(self._inner.id_to_token(number))
+
     def text(self) -> str:
         """The content of a tokenizer.json, as `load` and Hugging Face's `tokenizers` read it."""
         return self._inner.to_str(pretty=True)
@@ -86,6 +110,24 @@ class Tokenizer:
         """Write `text` to a file. DataError if it cannot be written."""
         with published(path) as file:
             file.write(self.text().encode())
+
+
+@lru_cache(maxsize=1)
+def _rebuild(text: str, end: str, begin: str | None, cuts: bool) -> Tokenizer:
+    """In another process."""
+    return Tokenizer(tokenizers.Tokenizer.from_str(text), end=end, begin=begin, cuts=cuts)
+
+
+def _start_of(inner: tokenizers.Tokenizer, vocab: int) -> tuple[int, ...]:
+    """The tokens that the post-processor puts before a text."""
+    text = "a"
+    alone = inner.encode(text, add_special_tokens=False).ids
+    whole = inner.encode(text, add_special_tokens=True).ids
+    place = next((place for place in range(len(whole) - len(alone) + 1) if whole[place:place + len(alone)] == alone),
+                 None)
+    if place is None or any(token >= vocab for token in whole):
+        raise ValueError("a post-processor that changes a text, or puts unknown tokens around it")
+    return tuple(whole[:place])
 
 
 def pieces(text: str, size: int = _PIECE_CHARACTERS) -> Iterator[str]:
@@ -130,14 +172,14 @@ def load(path: Path, remedy: str = "Delete it; it is then made or fetched again.
 
     Of a plain byte-level BPE only vocabulary and merges are used, after they were checked: the library would allocate
     as much as any number in the file says, and other settings would change the text. Of another one, such as Llama's or
-    Qwen's, all is used but truncation, padding and the tokens that it puts around a text.
+    Qwen's, all is used but truncation, padding and what it puts behind a text.
     """
     if path.exists() and not path.is_file():
         raise _damaged(path, "not a file", remedy)
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         if not _is_plain(document):
-            return _as_published(document, _end_beside(path))
+            return _as_published(document, _named_beside(path, "bos_token"), _named_beside(path, "eos_token"))
         model = document["model"]
         ids, merges = dict(model["vocab"]), [(first, second) for first, second in model["merges"]]
         numbers = [number for number in ids.values() if type(number) is int]
@@ -158,16 +200,20 @@ def _is_plain(document: Any) -> bool:
     steps_aside = document.get("normalizer") is not None or not (step is None or (
         isinstance(step, dict) and step.get("type") == "ByteLevel"))
     vocab, added = document["model"].get("vocab"), document.get("added_tokens")
+    around = document.get("post_processor")
+    if not (around is None or (isinstance(around, dict) and around.get("type") == "ByteLevel")):
+        return False
     others = isinstance(added, list) and any(
         isinstance(one, dict) and one.get("content") not in (vocab if isinstance(vocab, dict) else {}) for one in added)
     return not (steps_aside or others)
 
 
-def _end_beside(path: Path) -> str | None:
-    """`eos_token` of the tokenizer_config.json beside a tokenizer.json: a text, or an object with its content."""
+def _named_beside(path: Path, name: str) -> str | None:
+    """`bos_token` or `eos_token` of the tokenizer_config.json beside a tokenizer.json: a text, or an object with its
+    content."""
     with suppress(OSError, ValueError):
         document = json.loads((path.parent / "tokenizer_config.json").read_text(encoding="utf-8"))
-        end = document.get("eos_token") if isinstance(document, dict) else None
+        end = document.get(name) if isinstance(document, dict) else None
         found = end.get("content") if isinstance(end, dict) else end
         return found if isinstance(found, str) else None
     return None
@@ -176,8 +222,8 @@ def _end_beside(path: Path) -> str | None:
 _MOST_TOKENS = 1 << 24
 
 
-def _as_published(document: dict[str, Any], end_text: str | None) -> Tokenizer:
-    """The tokenizer of a pretrained model. end_text: the token that ends a text, where a file beside it names one.
+def _as_published(document: dict[str, Any], begin_text: str | None, end_text: str | None) -> Tokenizer:
+    """The tokenizer of a pretrained model. begin_text, end_text: its BOS and EOS, where a file beside it names them.
     ValueError or KeyError for one that cannot be read."""
     model = document["model"]
     if model.get("type", "BPE") not in ("BPE", "Unigram"):
@@ -188,12 +234,12 @@ def _as_published(document: dict[str, Any], end_text: str | None) -> Tokenizer:
     if any(type(number) is not int or not 0 <= number < _MOST_TOKENS for number in numbers):
         raise ValueError("a token's number that is none")
     inner = tokenizers.Tokenizer.from_str(json.dumps(
-        {**document, "truncation": None, "padding": None, "post_processor": None}))
+        {**document, "truncation": None, "padding": None}))
     vocab = inner.get_vocab()
     end = next((end for end in (end_text, *_ENDS) if end in vocab), None)
     if end is None:
         raise ValueError(f"no token that ends a text: {', '.join(_ENDS)}")
-    return Tokenizer(inner, end=end, cuts=_has_bytes(document.get("pre_tokenizer")))
+    return Tokenizer(inner, end=end, begin=begin_text, cuts=_has_bytes(document.get("pre_tokenizer")))
 
 
 def _has_bytes(step: object) -> bool:

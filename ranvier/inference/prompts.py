@@ -15,7 +15,7 @@ from ranvier.errors import ConfigError
 
 
 class TextPrompts:
-    """A tokenizer.json. A prompt is a text; one without tokens is the separator of texts."""
+    """A tokenizer.json. A prompt is a text."""
 
     def __init__(self, path: Path) -> None:
         self._tokenizer = tokenizers.load(path)
@@ -27,7 +27,7 @@ class TextPrompts:
         if not isinstance(prompt, str):
             raise ConfigError("are messages, which need a chat template", where="prompts", value=str(prompt)[:80],
                               remedy="Add --chat.")
-        return self._tokenizer.encode(prompt) or [self._tokenizer.end]
+        return self._tokenizer.encode_from_start(prompt)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens."""
