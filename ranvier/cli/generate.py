@@ -102,7 +102,7 @@ class _Writer(Protocol):
     """What prompts and answers are written with."""
 
     vocab: int
-    end: int | None
+    ends: frozenset[int]
 
     def encode(self, prompt: Any) -> list[int]: ...
 
@@ -132,7 +132,7 @@ def _write(model: LanguageModel, writer: _Writer, asked: Sequence[Any], world: W
                           dtype=DTYPES[precision])
     ranks = world.backend.group("generate", [tuple(range(world.size))])
     rounds = texts_of(engine, ranks, [writer.encode(prompt) for prompt in asked], sampling, max_tokens=max_tokens,
-                      longest=model.longest, vocab=min(writer.vocab, model.config.vocab), end=writer.end,
+                      longest=model.longest, vocab=min(writer.vocab, model.config.vocab), ends=writer.ends,
                       is_stopped=lambda written: any(word in writer.decode(written[-_STOP_TOKENS:]) for word in stop))
     streams = world.rank == 0 and len(asked) == 1 and not as_json
     for text in _complete(rounds, writer, sys.stdout if streams else None, stop):

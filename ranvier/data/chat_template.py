@@ -113,6 +113,19 @@ class ChatTokenizer:
         found: str = self._inner.decode([int(token) for token in ids], skip_special_tokens=False)
         return found
 
+    def ends_of_turns(self) -> frozenset[int]:
+        """The special token that the template writes behind a turn of the assistant, if it does so."""
+        content = "Hello"
+        messages = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
+        try:
+            text = self.render(Conversation(messages=messages))
+        except DataError:  # a template of other conversations
+            return frozenset()
+        behind = text[text.rindex(content) + len(content):] if content in text else ""
+        special = set(self._inner.added_tokens_decoder)
+        return frozenset(token for token in self._inner(behind, add_special_tokens=False)["input_ids"][:1]
+                         if token in special) if behind else frozenset()
+
     def render(self, conversation: Conversation, *, prompt: bool = False, turns: int | None = None) -> str:
         """The text of a conversation. prompt: with the beginning of an answer behind it. turns: of its first messages;
         None for all. DataError where the template refuses the conversation."""

@@ -13,7 +13,7 @@ import itertools
 import json
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -45,28 +45,30 @@ class Tokenizer:
     """A tokenizer; immutable. This class alone decides with which tokens a text starts.
 
     vocab: number of tokens, or the largest token's number and 1 where numbers are left out. end: number of the
-    separator; end_text: its text. start: tokens that its post-processor puts before each text, such as Llama's BOS.
-    nothing: the context of a text that has none: `start`, else the BOS, else the separator, as lm-evaluation-harness
-    takes them. fingerprint: hash of its content.
+    separator; end_text: its text. ends: numbers of the tokens that end a text that the model writes: the separator, and
+    those that the files beside the tokenizer name. start: tokens that its post-processor puts before each text, such as
+    Llama's BOS. nothing: the context of a text that has none: `start`, else the BOS, else the separator, as
+    lm-evaluation-harness takes them. fingerprint: hash of its content.
 
     begin: text of the BOS, where it has one. cuts: whether a long text may be cut at its line ends. ValueError for a
     post-processor that puts other tokens than those of the vocabulary before a text.
     """
 
     def __init__(self, inner: tokenizers.Tokenizer, *, end: str = END_OF_TEXT, begin: str | None = None,
-                 cuts: bool = True) -> None:
+                 cuts: bool = True, ends: Collection[int] = ()) -> None:
         inner.encode_special_tokens = True
         self._inner, self._cuts, self._begin = inner, cuts, begin
         numbers = inner.get_vocab()
         self.vocab: int = max(numbers.values()) + 1
         self.end: int = numbers[end]
         self.end_text = end
+        self.ends = frozenset({self.end, *ends})
         self.start = _start_of(inner, self.vocab)
         self.nothing: tuple[int, ...] = self.start or (numbers.get(begin or end, self.end),)
         self.fingerprint: str = hashlib.blake2b(inner.to_str().encode(), digest_size=8).hexdigest()
 
     def __reduce__(self) -> tuple[Callable[..., Tokenizer], tuple[object, ...]]:
-        return _rebuild, (self._inner.to_str(), self.end_text, self._begin, self._cuts)
+        return _rebuild, (self._inner.to_str(), self.end_text, self._begin, self._cuts, self.ends)
 
     def encode_from_start(self, text: str) -> list[int]:
         """Token numbers of a text that nothing precedes, as transformers gives them to the model: at least one."""
@@ -113,9 +115,9 @@ class Tokenizer:
 
 
 @lru_cache(maxsize=1)
-def _rebuild(text: str, end: str, begin: str | None, cuts: bool) -> Tokenizer:
+def _rebuild(text: str, end: str, begin: str | None, cuts: bool, ends: frozenset[int]) -> Tokenizer:
     """In another process."""
-    return Tokenizer(tokenizers.Tokenizer.from_str(text), end=end, begin=begin, cuts=cuts)
+    return Tokenizer(tokenizers.Tokenizer.from_str(text), end=end, begin=begin, cuts=cuts, ends=ends)
 
 
 def _start_of(inner: tokenizers.Tokenizer, vocab: int) -> tuple[int, ...]:
@@ -179,7 +181,7 @@ def load(path: Path, remedy: str = "Delete it; it is then made or fetched again.
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         if not _is_plain(document):
-            return _as_published(document, _named_beside(path, "bos_token"), _named_beside(path, "eos_token"))
+            return _as_published(document, path)
         model = document["model"]
         ids, merges = dict(model["vocab"]), [(first, second) for first, second in model["merges"]]
         numbers = [number for number in ids.values() if type(number) is int]
@@ -187,7 +189,7 @@ def load(path: Path, remedy: str = "Delete it; it is then made or fetched again.
             raise ValueError("gaps in its numbers")
         if missing := {*pre_tokenizers.ByteLevel.alphabet(), END_OF_TEXT} - ids.keys():
             raise ValueError(f"no token {', '.join(sorted(missing))}")
-        return Tokenizer(_byte_level(models.BPE(ids, merges)))
+        return Tokenizer(_byte_level(models.BPE(ids, merges)), ends=_ends_beside(path, ids))
     except Exception as error:  # the library raises plain Exception
         raise _damaged(path, error, remedy) from error
 
@@ -211,19 +213,34 @@ def _is_plain(document: Any) -> bool:
 def _named_beside(path: Path, name: str) -> str | None:
     """`bos_token` or `eos_token` of the tokenizer_config.json beside a tokenizer.json: a text, or an object with its
     content."""
-    with suppress(OSError, ValueError):
-        document = json.loads((path.parent / "tokenizer_config.json").read_text(encoding="utf-8"))
-        end = document.get(name) if isinstance(document, dict) else None
-        found = end.get("content") if isinstance(end, dict) else end
-        return found if isinstance(found, str) else None
-    return None
+    end = _beside(path, "tokenizer_config.json").get(name)
+    found = end.get("content") if isinstance(end, dict) else end
+    return found if isinstance(found, str) else None
+
+
+def _ends_beside(path: Path, numbers: Mapping[str, int]) -> frozenset[int]:
+    """The ends of texts that the files beside a tokenizer.json name: `eos_token`, and as transformers generates texts,
+    `eos_token_id` of generation_config.json, or else of config.json: a number or several."""
+    named = _beside(path, "generation_config.json") or _beside(path, "config.json")
+    ends = named.get("eos_token_id")
+    found = {end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int and end >= 0}
+    text = _named_beside(path, "eos_token")
+    return frozenset(found | ({numbers[text]} if text is not None and text in numbers else set()))
+
+
+def _beside(path: Path, name: str) -> dict[str, Any]:
+    """The content of a JSON file beside a tokenizer.json; empty where there is none that is an object."""
+    with suppress(OSError, ValueError, RecursionError):
+        document = json.loads((path.parent / name).read_text(encoding="utf-8"))
+        return document if isinstance(document, dict) else {}
+    return {}
 
 
 _MOST_TOKENS = 1 << 24
 
 
-def _as_published(document: dict[str, Any], begin_text: str | None, end_text: str | None) -> Tokenizer:
-    """The tokenizer of a pretrained model. begin_text, end_text: its BOS and EOS, where a file beside it names them.
+def _as_published(document: dict[str, Any], path: Path) -> Tokenizer:
+    """The tokenizer of a pretrained model. path: of its tokenizer.json, beside which other files name its BOS and EOS.
     ValueError or KeyError for one that cannot be read."""
     model = document["model"]
     if model.get("type", "BPE") not in ("BPE", "Unigram"):
@@ -236,10 +253,11 @@ def _as_published(document: dict[str, Any], begin_text: str | None, end_text: st
     inner = tokenizers.Tokenizer.from_str(json.dumps(
         {**document, "truncation": None, "padding": None}))
     vocab = inner.get_vocab()
-    end = next((end for end in (end_text, *_ENDS) if end in vocab), None)
+    end = next((end for end in (_named_beside(path, "eos_token"), *_ENDS) if end in vocab), None)
     if end is None:
         raise ValueError(f"no token that ends a text: {', '.join(_ENDS)}")
-    return Tokenizer(inner, end=end, begin=begin_text, cuts=_has_bytes(document.get("pre_tokenizer")))
+    return Tokenizer(inner, end=end, begin=_named_beside(path, "bos_token"), ends=_ends_beside(path, vocab),
+                     cuts=_has_bytes(document.get("pre_tokenizer")))
 
 
 def _has_bytes(step: object) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ class TextPrompts:
     def __init__(self, path: Path) -> None:
         self._tokenizer = tokenizers.load(path)
         self.vocab: int = self._tokenizer.vocab
-        self.end: int | None = self._tokenizer.end
+        self.ends = self._tokenizer.ends
 
     def encode(self, prompt: Any) -> list[int]:
         """The tokens of a text. ConfigError for messages, which need a chat template."""
@@ -40,9 +39,8 @@ class ChatPrompts:
 
     def __init__(self, path: Path) -> None:
         self._tokenizer = ChatTokenizer(path.parent)
-        self._text = tokenizers.load(path)
         self.vocab: int = self._tokenizer.vocab
-        self.end: int | None = _end_of_turn(path.parent, self._text)
+        self.ends = tokenizers.load(path).ends | self._tokenizer.ends_of_turns()
 
     def encode(self, prompt: Any) -> list[int]:
         """The tokens of a conversation, up to where the assistant answers."""
@@ -53,14 +51,3 @@ class ChatPrompts:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens."""
         return self._tokenizer.decode(ids)
-
-
-def _end_of_turn(folder: Path, tokenizer: tokenizers.Tokenizer) -> int:
-    """The token that ends an answer: eos_token of tokenizer_config.json, else the separator of texts."""
-    try:
-        named = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
-    except (OSError, ValueError, AttributeError):
-        return tokenizer.end
-    text = named.get("content") if isinstance(named, dict) else named
-    found = tokenizer.number_of(text) if isinstance(text, str) else None
-    return tokenizer.end if found is None else found

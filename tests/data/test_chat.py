@@ -170,6 +170,13 @@ def test_a_template_that_writes_earlier_turns_otherwise_gives_a_sample_for_each_
         samples[-1][1][-1]]
 
 
+@pytest.mark.parametrize(("template", "end"), [(CHATML, "<|end|>"), (MARKED, "<|end|>"), (OTHER_END, "<s>"),
+                                                ("{{ raise_exception('no') }}", None), (FORGETFUL, None)])
+def test_the_template_says_what_ends_a_turn(tmp_path, template, end):
+    tokenizer = ChatTokenizer(tokenizer_in(tmp_path / "tok", template))
+    assert tokenizer.ends_of_turns() == (set() if end is None else {tokenizer.numbers()[end]})
+
+
 def test_turns_that_are_not_learnt_are_read(tmp_path):
     for template in (CHATML, MARKED):
         tokenizer = ChatTokenizer(tokenizer_in(tmp_path / "tok", template))
