@@ -271,7 +271,7 @@ def _tokenizer(run: Run, corpora: Sequence[OpenCorpus], cache: Path, progress: P
 def _trained(run: Run, corpora: Sequence[OpenCorpus], cache: Path, progress: Progress) -> Tokenizer:
     """A new tokenizer of the run's corpora."""
     same = [part for corpus in corpora for part in (corpus.fingerprint, _limit(run, corpus))]
-    name = fingerprint("bpe", *same, HELD_OUT_EVERY, TOKENIZER_BYTES, run.model.vocab)
+    name = fingerprint("bpe", *same, HELD_OUT_EVERY, TOKENIZER_BYTES, tokenizers.LONGEST_WORD, run.model.vocab)
     path = cache / "tokenizers" / f"{name}.json"
     if not path.exists():
         with one_writer(path, progress):
@@ -279,7 +279,7 @@ def _trained(run: Run, corpora: Sequence[OpenCorpus], cache: Path, progress: Pro
                 names = ", ".join(corpus.name for corpus in corpora)
                 progress(f"training a tokenizer of {run.model.vocab} entries on {names}")
                 tokenizers.train((text for corpus in corpora for text in _training_text(
-                    run, corpus, TOKENIZER_BYTES // len(corpora))), run.model.vocab).save(path)
+                    run, corpus, TOKENIZER_BYTES // len(corpora))), run.model.vocab, progress).save(path)
     return tokenizers.load(path)
 
 

@@ -142,14 +142,41 @@ def pieces(text: str, size: int = _PIECE_CHARACTERS) -> Iterator[str]:
         start = stop
 
 
-def train(texts: Iterable[str], vocab: int) -> Tokenizer:
-    """A byte-level BPE tokenizer with at most `vocab` tokens. DataError below 257."""
+LONGEST_WORD = 200
+"""Characters of a word from which merges are learnt: the time for a word grows with the square of its length."""
+_LONG_WORD = re.compile("|".join(f"{kind}{{{LONGEST_WORD + 1},}}" for kind in (
+    r"[^\W\d_]", r"\d", r"(?:[^\w\s]|_)", r"\s")))
+
+
+def cut_long_words(text: str) -> list[str]:
+    """`text` in parts, of which no one has a longer run of letters, digits, other characters or white space than
+    `LONGEST_WORD`, such as DNA has. Together they are the text."""
+    cuts = [place for word in _LONG_WORD.finditer(text)
+            for place in range(word.start() + LONGEST_WORD, word.end(), LONGEST_WORD)]
+    return [text[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+def train(texts: Iterable[str], vocab: int, tell: Progress = lambda line: None) -> Tokenizer:
+    """A byte-level BPE tokenizer with at most `vocab` tokens. Words longer than `LONGEST_WORD` are cut for it, and
+    `tell` takes how often. DataError below 257."""
     if vocab < SMALLEST_VOCAB:
         raise too_small(vocab)
     inner = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=[END_OF_TEXT], show_progress=False,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    inner.train_from_iterator((piece for text in texts for piece in pieces(text)), trainer)
+    cuts = 0
+
+    def parts() -> Iterator[str]:
+        nonlocal cuts
+        for text in texts:
+            for piece in pieces(text):
+                cut = cut_long_words(piece)
+                cuts += len(cut) - 1
+                yield from cut
+
+    inner.train_from_iterator(parts(), trainer)
+    if cuts:
+        tell(f"cut words longer than {LONGEST_WORD} characters for the training of the tokenizer, at {cuts:,} places")
     return Tokenizer(inner)
 
 
