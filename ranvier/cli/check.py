@@ -19,7 +19,7 @@ from ranvier.cost.limits import MemoryChoice
 from ranvier.cost.memory import PROCESS_BYTES, RankMemory, remedies
 from ranvier.cost.memory_table import memory_table
 from ranvier.cost.tensor_traffic import TensorMeshFacts, tensor_mesh_facts
-from ranvier.data.prepare import known_padding
+from ranvier.data.prepare import cached
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.optim.learning_rate import describe
 from ranvier.pipeline.build import StageTable
@@ -155,12 +155,15 @@ def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = N
     if place is not None and memory and (too_small := _too_small(run, place, memory)) is not None:
         found.append(too_small)
     machine = this_machine(run, memory) if memory and place is None and run.mesh.size <= _MAX_LOCAL_RANKS else None
-    return Report(problems=tuple(found), warnings=(*warnings(run, chosen, asked), *_machine_warnings(run, machine)),
+    data = None if found else cached(run)
+    return Report(problems=tuple(found),
+                  warnings=(*warnings(run, chosen, asked), *_machine_warnings(run, machine),
+                            *(() if data is None else data.warnings)),
                   stages=stages, memory=memory, tensor_mesh=tensor_mesh_facts(run, ranks_per_node), machine=machine,
                   schedule=() if stages is None else memory_curve(run, stages),
                   planned=f"{run.mesh}, microbatches of {run.batch.microbatch_size}" if is_planned else None,
                   cluster=_cluster_line(place, memory) if place is not None and memory else "",
-                  learning_rate=describe(run.train), padding="" if found else known_padding(run))
+                  learning_rate=describe(run.train), padding="" if data is None else data.padding)
 
 
 def print_report(report: Report, values: Sequence[tuple[str, str, str]], *, every_value: bool = False) -> None:

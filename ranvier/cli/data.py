@@ -60,6 +60,7 @@ def prepare(recipe: str, processes: int | None, quiet: bool, as_json: bool, **fl
             tell=lambda line: bar.console.print(line), processes=processes or len(os.sched_getaffinity(0)),
             advance=advance))
     console.print(f"{prepared.about}\n{prepared.epoch_samples:,} samples in an epoch")
+    print_warnings(prepared.warnings)
     if prepared.padding:
         console.print(f"padding: {prepared.padding}")
     seconds = time.monotonic() - began

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--prompt", "prompts", multiple=True, help="A text to continue; may be given several times.")
 @click.option("--prompts", "file", type=click.Path(path_type=Path, exists=True, dir_okay=False),
-              help="A file with one prompt in each line, or a .jsonl file of objects with a field prompt or messages.")
+              help="A file with one prompt in each line, or a .jsonl file of objects with a field prompt or messages, "
+                   "and with --chat tools and chat_template_kwargs.")
 @click.option("--chat", is_flag=True, help="Each prompt is a user's message, in the model's chat template.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=100, show_default=True,
               help="Maximum number of tokens that are generated for each prompt.")
@@ -87,8 +88,9 @@ def _prompts(given: Sequence[str], file: Path | None) -> list[Any]:
             continue
         try:
             document = json.loads(line)
-            found.append(document["prompt"] if "prompt" in document else document["messages"])
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            only = document["prompt"] if "prompt" in document else document["messages"]
+            found.append(document if {"tools", "chat_template_kwargs"} & document.keys() else only)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError("is no JSON object with a field prompt or messages", where=f"{file}, line {number}",
                               value=line[:80], remedy='Write {"prompt": "..."} in each line.') from error
     if not found:
@@ -100,7 +102,7 @@ class _Writer(Protocol):
     """What prompts and answers are written with."""
 
     vocab: int
-    end: int | None
+    ends: frozenset[int]
 
     def encode(self, prompt: Any) -> list[int]: ...
 
@@ -130,7 +132,7 @@ def _write(model: LanguageModel, writer: _Writer, asked: Sequence[Any], world: W
                           dtype=DTYPES[precision])
     ranks = world.backend.group("generate", [tuple(range(world.size))])
     rounds = texts_of(engine, ranks, [writer.encode(prompt) for prompt in asked], sampling, max_tokens=max_tokens,
-                      longest=model.longest, vocab=min(writer.vocab, model.config.vocab), end=writer.end,
+                      longest=model.longest, vocab=min(writer.vocab, model.config.vocab), ends=writer.ends,
                       is_stopped=lambda written: any(word in writer.decode(written[-_STOP_TOKENS:]) for word in stop))
     streams = world.rank == 0 and len(asked) == 1 and not as_json
     for text in _complete(rounds, writer, sys.stdout if streams else None, stop):

@@ -63,6 +63,7 @@ def mesh_problems(run: ResolvedRun, num_ranks: int | None, num_blocks: int | Non
     yield from tensor_problems(mesh, run.tensor)
     yield from schedule_problems(run.placement, run.pipeline.policy, run.pipeline.deferred)
     yield from divisibility_problems(run)
+    yield from _rotary_problems(run)
     if num_layers > MAX_LAYERS:
         yield ConfigError(f"is more than {MAX_LAYERS}, the most that can be cut into stages",
                           where="model.num-layers", value=num_layers, remedy="Use fewer and wider layers.")
@@ -93,6 +94,19 @@ def schedule_problems(placement: StagePlacement, policy: str, deferred: tuple[in
     if placement.per_rank > 1 and policy == "1f1b":
         yield ConfigError("is an order for one stage on each rank", where="pipeline.policy", value=policy,
                           remedy="Set --pipeline.policy message-driven, or --pipeline.stages-per-rank 1.")
+
+
+def _rotary_problems(run: ResolvedRun) -> Iterator[ConfigError]:
+    """Dynamic rotary scaling chooses its base by the length of a sequence, which with packing or padding is not that of
+    the sample."""
+    model, packing, pads = run.model, run.data.packing, run.data.task == "chat" and run.data.padding == "longest"
+    if model.rope_scaling == "dynamic" and model.sequence > (model.rope_positions or model.sequence) and (
+            packing or pads):
+        name, value = ("packing", True) if packing else ("padding", "longest")
+        yield ConfigError("gives samples other lengths than their own, and the rotary scaling dynamic depends on the "
+                          f"length above {model.rope_positions} positions", where=f"data.{name}", value=value,
+                          remedy=f"Set --model.sequence {model.rope_positions} or less"
+                                 + (", or leave --data.packing out." if packing else ", or --data.padding maximum."))
 
 
 def tensor_problems(mesh: Mesh, tensor: TensorParallel) -> Iterator[ConfigError]:

@@ -8,23 +8,26 @@ The loss is that of the tokens that the assistant wrote; the others are read and
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ranvier.config.run import Run
 from ranvier.config.task_form import SHIPPED
-from ranvier.data import quiz
+from ranvier.data import quiz, token_numbers
 from ranvier.data.arrays import Arrays, made_once, write_arrays
 from ranvier.data.cache_folder import cache_folder
-from ranvier.data.chat_template import ChatTokenizer, Message, look_at_folder
+from ranvier.data.chat_template import ChatTokenizer, Conversation, Message, look_at_folder
 from ranvier.data.fingerprint import fingerprint
 from ranvier.data.mixture import Source, join, shares, sources_of, spread
 from ranvier.data.named_files import is_data_set, readable_file, table_name_problems, text_only
+from ranvier.data.offline.pretrained_models import folder_of
 from ranvier.data.padding import padding_text
 from ranvier.data.parallel import map_in_order
 from ranvier.data.publish import Progress, advance, processes_of
@@ -38,6 +41,14 @@ from ranvier.errors import DataError, RanvierError
 FORM = "a JSONL or Parquet file with a column of messages, the name of a data set, or quiz"
 """What may be given, in words."""
 _SETTING = "data.messages-column"
+_TOOLS, _VARIABLES = "tools", "chat_template_kwargs"
+"""Columns with what else the chat template is given: functions, and further variables."""
+_REFUSED = ("functions", "documents", "weight", "train")
+"""Columns that other programs read, and that would have no effect here."""
+_LEARNT: Mapping[str, tuple[object, object]] = {"weight": (0, 1), "train": (False, True)}
+"""Keys of messages -> the values for a turn that is not learnt, and for one that is."""
+_WARNED_SHARE = 0.01
+"""A larger share of left-out samples is warned of."""
 _AT_ONCE = 200
 """Conversations that one process encodes at once."""
 
@@ -71,8 +82,10 @@ class Chat(Task):
             folder = tokenizer_folder(run)
         except DataError as problem:
             return [*found, problem]
-        problem_there = None if folder is None else look_at_folder(folder, run.data.chat_template)
-        return [*found, *([problem_there] if problem_there else [])]
+        if folder is None:
+            return found
+        missing = look_at_folder(folder, run.data.chat_template)
+        return [*found, *(_number_problems(run, folder) if missing is None else [missing])]
 
     def prepare(self, run: Run, progress: Progress) -> Prepared:
         """Tokenised conversations of this run (see ranvier.data.prepare), cut to the sequence. DataError when nothing
@@ -80,11 +93,15 @@ class Chat(Task):
         folder = tokenizer_folder(run, progress)
         assert folder is not None, "asked with a progress"
         tokenizer = ChatTokenizer(folder, run.data.chat_template)
-        if tokenizer.vocab > run.model.vocab and run.model.pretrained is None:
-            raise DataError(f"is smaller than the tokenizer's vocabulary of {tokenizer.vocab}", where="model.vocab",
-                            value=run.model.vocab, remedy=f"Set --model.vocab {tokenizer.vocab} or more.")
+        model = None if run.model.pretrained is None else folder_of(run.model.pretrained, cache_folder(run), progress)
+        token_numbers.check(tokenizer.numbers(), run, model, None if model is None else
+                            token_numbers.numbers_in(model))
         sources = sources_of(run.data, run.data.train or "")
         stored = [_stored(run, source, folder, tokenizer, progress) for source in sources]
+        told = [(f"data.train {source.name}", _counts(pair[0])) for source, pair in zip(sources, stored, strict=True)]
+        if run.data.eval is not None:
+            told.append((f"data.eval {run.data.eval}", _counts(stored[0][1])))
+        left_out = [text for _, one in told if (text := one.text(run.model.sequence))]
         train, held = ([_dataset(run, part) for part in parts] for parts in zip(*stored, strict=True))
         lengths = np.concatenate([samples.sample_lengths for samples, _ in train])
         used = [put([dataset for _, dataset in parts]) for put, parts in ((join, train), (spread, held))]
@@ -97,7 +114,10 @@ class Chat(Task):
             weight=max(1.0, targets / sum(len(one) for _, one in train)), transform=tokenizer.fingerprint,
             padding=padding_text(lengths, run, can_pack=True),
             about=f"{', '.join(source.name for source in sources)}: {counts[0]:,} conversations, {counts[1]:,} held "
-                  f"out, {targets:,} tokens of the assistant in {int(lengths.sum()):,}",
+                  f"out, {targets:,} tokens of the assistant in {int(lengths.sum()):,}"
+                  + "".join(f"; {text}" for text in left_out),
+            warnings=tuple(warning for setting, one in told
+                           if (warning := one.warning(setting, run.model.sequence)) is not None),
             fingerprint=fingerprint("chat", tokenizer.fingerprint, [part.digest for parts in stored for part in parts],
                                     run.data.packing, run.data.mixture, chosen(run)))
 
@@ -113,8 +133,6 @@ def tokenizer_folder(run: Run, progress: Progress | None = None) -> Path | None:
         path = Path(run.data.tokenizer).expanduser()
         return path.parent if path.is_file() else path
     if run.model.pretrained is not None:
-        from ranvier.data.offline.pretrained_models import folder_of
-
         path = Path(run.model.pretrained).expanduser()
         return path if progress is None and path.is_dir() else (
             None if progress is None else folder_of(run.model.pretrained, cache_folder(run), progress))
@@ -122,15 +140,21 @@ def tokenizer_folder(run: Run, progress: Progress | None = None) -> Path | None:
                     remedy="Name the folder of a chat model's tokenizer.")
 
 
+def _number_problems(run: Run, folder: Path) -> list[RanvierError]:
+    """Whether the tokens in the tokenizer's folder are the model's, as far as both are on this machine."""
+    model = token_numbers.local_folder(run)
+    if model is None and run.model.pretrained is not None:
+        return []
+    try:
+        numbers = token_numbers.numbers_in(folder)
+        assert numbers is not None  # the folder has been looked at
+        token_numbers.check(numbers, run, model, None if model is None else token_numbers.numbers_in(model))
+    except DataError as problem:
+        return [problem]
+    return []
+
+
 # --- rows ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Conversation:
-    """messages: at least one. place: in the data set, for errors."""
-
-    messages: Sequence[Message]
-    place: str
 
 
 def open_conversations(name: str, setting: str) -> Table:
@@ -152,9 +176,52 @@ def conversations(name: str, setting: str, column: str | None) -> Iterator[Conve
     """The conversations of a data set. DataError, with the place, for a row that is none."""
     table = open_conversations(name, setting)
     messages = table.column(column, ("messages", "conversation", "conversations"), _SETTING)
+    wanted = [messages, *(other for other in (_TOOLS, _VARIABLES, *_REFUSED) if other in table.columns)]
     with readable_file(Path(name).expanduser(), setting, FORM):
-        for row in table.rows([messages]):
-            yield Conversation(messages=_messages(row, messages), place=row.place)
+        for row in table.rows(wanted):
+            yield conversation_of(row, messages)
+
+
+def conversation_of(row: Row, column: str = "messages") -> Conversation:
+    """The conversation in a row. column: of its messages. DataError, with the place, for a row that has none."""
+    refused = next((name for name in _REFUSED if row.values.get(name) is not None), None)
+    if refused is not None:
+        raise DataError(f"has a column {refused} of a conversation, which has no effect here", where=row.place,
+                        value=repr(row.values[refused])[:80], remedy="Leave the column out of the data set; `weight` "
+                        "and `train` belong to messages, functions into `tools`.")
+    messages = _messages(row, column)
+    unlearnt = frozenset(number for number, message in enumerate(messages) if not _is_learnt(message, row.place))
+    tools = _of_kind(row, _TOOLS, list, 'Give a list of JSON schemas, for example [{"type": "function", ...}].')
+    variables = _of_kind(row, _VARIABLES, dict, 'Give an object, for example {"enable_thinking": false}.')
+    plain = [{key: value for key, value in message.items() if key not in _LEARNT} for message in messages]
+    return Conversation(messages=plain, unlearnt=unlearnt, tools=tools or None, variables=variables or {},
+                        place=row.place)
+
+
+def _of_kind(row: Row, column: str, kind: type, remedy: str) -> Any:
+    """A value of this kind, or the JSON text of one; None where the row has none."""
+    value = row.values.get(column)
+    if isinstance(value, str) and value:
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if value and not isinstance(value, kind):
+        raise DataError(f"has {column} of another kind", where=row.place, value=repr(value)[:80], remedy=remedy)
+    return value
+
+
+def _is_learnt(message: Message, place: str) -> bool:
+    """Whether the keys `weight` and `train` say that a turn of the assistant is learnt, which is so without them."""
+    for key, values in _LEARNT.items():
+        value = message.get(key, values[1])
+        if not isinstance(value, (bool, int, float)) or value not in values:
+            raise DataError(f"has a message whose `{key}` is none of {values[0]} and {values[1]}", where=place,
+                            value=value, remedy="A turn is learnt or not: there are no weights between.")
+        if value and key in message and message["role"] != "assistant":
+            raise DataError(f"has a message with `{key}` {value} which is not the assistant's", where=place,
+                            value=message["role"], remedy="Leave it out: only what the assistant writes is learnt.")
+        if not value:
+            return False
+    return True
 
 
 def _messages(row: Row, column: str) -> list[Message]:
@@ -164,11 +231,19 @@ def _messages(row: Row, column: str) -> list[Message]:
     remedy = 'Give a list of messages, for example [{"role": "user", "content": "..."}, ...].'
     if not isinstance(value, list) or not value:
         raise DataError("is no conversation", where=row.place, value=repr(value)[:80], remedy=remedy)
+    found: list[Message] = []
     for message in value:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+        if isinstance(message, dict) and {"from", "value"} <= message.keys():
+            raise DataError("has a message with `from` and `value`", where=row.place, value=repr(message)[:80],
+                            remedy="Rename `from` role (human: user, gpt: assistant) and `value` content.")
+        has_content = isinstance(message, dict) and (
+            message.get("content") is not None or bool(message.get("tool_calls")))
+        if not has_content or not isinstance(message.get("role"), str):
             raise DataError("has a message without `role` and `content`", where=row.place, value=repr(message)[:80],
                             remedy=remedy)
-    return [{key: part for key, part in message.items() if part is not None} for message in value]
+        # A template may look for `content` without asking whether it is there.
+        found.append({key: part for key, part in message.items() if part is not None or key == "content"})
+    return found
 
 
 # --- tokens ----------------------------------------------------------------------------------------------------------
@@ -190,37 +265,44 @@ def _stored(run: Run, source: Source, folder: Path, tokenizer: ChatTokenizer, pr
     sequence, column = run.model.sequence, run.data.messages_column
     tables = [open_conversations(name, setting).fingerprint
               for setting, name in (("train", source.name), ("eval", run.data.eval)) if name is not None]
-    place = cache_folder(run) / "chat" / fingerprint(tables, column, tokenizer.fingerprint, sequence)
+    place = cache_folder(run) / "chat" / fingerprint(tables, column, tokenizer.fingerprint, sequence, "with counts")
 
     def make() -> None:
         progress(f"tokenising {source.name}")
         encode = partial(_encoded, str(folder), None if run.data.chat_template is None else str(run.data.chat_template),
                          sequence)
-        train = _all(source.name, "train", column, encode, progress)
+        train, counts = _all(source.name, "train", column, encode, sequence, progress)
+        held_counts = counts
         if run.data.eval is not None:
-            held = _all(run.data.eval, "eval", column, encode, progress)
+            held, held_counts = _all(run.data.eval, "eval", column, encode, sequence, progress)
         else:
             out = held_out([one.key for one in train])
             held = [one for one, here in zip(train, out, strict=True) if here]
             train = [one for one, here in zip(train, out, strict=True) if not here]
-        for name, part in (("eval", held), ("train", train)):
+        for name, part, told in (("eval", held, held_counts), ("train", train, counts)):
             if not part:
                 raise DataError("has too few conversations to train on some and hold out others",
                                 where=f"data.train {source.name}", value=len(train) + len(held),
                                 remedy="Give at least two, or more in --data.eval.")
-            _write(place / name, part, tokenizer.vocab)
+            _write(place / name, part, told, tokenizer.vocab)
 
     return made_once(place, make, progress)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Encoded:
-    """A conversation as tokens. key: by which it is held out. is_cut: whether it was longer than the sequence."""
+    """A sample of a conversation. key: by which it is held out, the same for all samples of a conversation. size:
+    tokens before the cut to the sequence. is_silent: whether nothing of all that is learnt."""
 
     tokens: np.ndarray
     is_target: np.ndarray
     key: str
-    is_cut: bool
+    size: int
+    is_silent: bool
+
+
+def _counts(part: Arrays) -> Counts:
+    return Counts(**{name: int(str(value)) for name, value in part.facts.items()})
 
 
 @lru_cache(maxsize=1)
@@ -229,44 +311,81 @@ def _tokenizer(folder: str, template: str | None) -> ChatTokenizer:
     return ChatTokenizer(Path(folder), None if template is None else Path(template))
 
 
-def _encoded(folder: str, template: str | None, sequence: int, piece: Sequence[Conversation]) -> list[_Encoded]:
+def _encoded(folder: str, template: str | None, sequence: int, piece: Sequence[Conversation]) -> list[list[_Encoded]]:
     tokenizer, found = _tokenizer(folder, template), []
     for one in piece:
         try:
-            ids, is_target = tokenizer.encode(one.messages)
+            samples = tokenizer.encode(one)
         except DataError as error:
             raise DataError(error.what, where=one.place, value=error.value, remedy=error.remedy or "") from error
-        found.append(_Encoded(tokens=np.array(ids[:sequence + 1], dtype=np.uint32), is_target=is_target[:sequence + 1],
-                              key=json.dumps(list(one.messages), sort_keys=True, default=str),
-                              is_cut=len(ids) > sequence + 1))
+        key = json.dumps([list(one.messages), one.tools, dict(one.variables)], sort_keys=True, default=str)
+        found.append([_Encoded(tokens=np.array(ids[:sequence + 1], dtype=np.uint32),
+                               is_target=is_target[:sequence + 1], key=key, size=len(ids),
+                               is_silent=not is_target[1:].any()) for ids, is_target in samples])
     return found
 
 
-def _all(name: str, setting: str, column: str | None, encode: Callable[[list[Conversation]], list[_Encoded]],
-         progress: Progress) -> list[_Encoded]:
-    """The conversations of a data set in which the assistant says something. DataError if there is none."""
+def _all(name: str, setting: str, column: str | None, encode: Callable[[list[Conversation]], list[list[_Encoded]]],
+         sequence: int, progress: Progress) -> tuple[list[_Encoded], Counts]:
+    """The samples of a data set in which something is learnt, and what was left out. DataError if there is none."""
     rows = conversations(name, setting, column)
     pieces = iter(lambda: list(islice(rows, _AT_ONCE)), [])
     found: list[_Encoded] = []
+    count = 0
     for piece in map_in_order(encode, pieces, processes_of(progress)):
-        found += piece
-        advance(progress, f"conversations of {name}", len(found))
+        count += len(piece)
+        found += [sample for samples in piece for sample in samples]
+        advance(progress, f"conversations of {name}", count)
     kept = [one for one in found if one.is_target[1:].any()]
-    cut = sum(one.is_cut for one in kept)
-    if cut:
-        progress(f"cut {cut:,} of {len(found):,} conversations of {name} to the sequence")
-    if len(kept) < len(found):
-        progress(f"left out {len(found) - len(kept):,} of {len(found):,} conversations of {name}, in which the "
-                 "assistant says nothing")
+    silent = sum(one.is_silent for one in found)
+    counts = Counts(conversations=count, samples=len(found), silent=silent, too_long=len(found) - len(kept) - silent,
+                    cut=sum(one.size > sequence + 1 for one in kept),
+                    longest=max((one.size - 1 for one in found), default=0))
     if not kept:
-        raise DataError("has no conversation in which the assistant says something", where=f"data.{setting} {name}",
+        raise DataError("has no conversation in which the assistant says something" + (
+            f" within model.sequence {sequence}" if counts.too_long else ""), where=f"data.{setting} {name}",
                         value=len(found), remedy="Give more conversations, or a longer --model.sequence.")
-    return kept
+    return kept, counts
 
 
-def _write(folder: Path, part: Sequence[_Encoded], vocab: int) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """What has become of a data set's conversations.
+
+    samples: of all conversations. silent: of these, where nothing is learnt; too_long: where all that is learnt lies
+    beyond the sequence. cut: of the others, those that are longer than the sequence. longest: positions of the longest.
+    """
+
+    conversations: int
+    samples: int
+    silent: int
+    too_long: int
+    cut: int
+    longest: int
+
+    def text(self, sequence: int) -> str:
+        """In words, for the line of the data; empty where all of it is learnt."""
+        several = f" in {self.samples:,} samples" if self.samples != self.conversations else ""
+        parts = [f"{count:,} of {self.conversations:,}{several} {what}" for count, what in (
+            (self.too_long, f"left out, whose answers lie beyond {sequence} tokens"),
+            (self.silent, "left out, in which the assistant says nothing"), (self.cut, f"cut to {sequence} tokens"))
+            if count]
+        return "; ".join(parts)
+
+    def warning(self, setting: str, sequence: int) -> DataError | None:
+        """Where more than 1 % of the samples are left out."""
+        left_out = self.too_long + self.silent
+        if left_out <= _WARNED_SHARE * self.samples:
+            return None
+        return DataError(f"leaves out {left_out / self.samples:.1%} of its samples: {self.text(sequence)}",
+                         where=setting, value=left_out,
+                         remedy=f"Set a longer --model.sequence: all of it fits into {self.longest}." if self.too_long
+                         else "Leave conversations without answers out of the data set.")
+
+
+def _write(folder: Path, part: Sequence[_Encoded], counts: Counts, vocab: int) -> None:
     lengths = np.array([len(one.tokens) for one in part], dtype=np.int64)
     write_arrays(folder, {
         "tokens": np.concatenate([one.tokens for one in part]).astype(np.uint16 if vocab <= 1 << 16 else np.uint32),
         "is_target": np.concatenate([one.is_target for one in part]).astype(np.uint8),
-        "offsets": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)}, {})
+        "offsets": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)}, asdict(counts))

@@ -5,14 +5,17 @@
 
 The template (Jinja) is rendered by transformers. A template with {% generation %} says itself what the assistant wrote.
 Of any other one, a turn of the assistant is what the template adds to the conversation before it with the prompt for
-an answer; a template that writes earlier turns otherwise once others follow is refused, as no turn has a place then.
+an answer. A template that writes earlier turns otherwise once others follow, as Qwen 3 does without their thoughts,
+gives one sample for each turn of the assistant: the conversation up to this turn, as the model sees it when it writes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,29 @@ _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_confi
 _FORM = "a folder with tokenizer.json, tokenizer_config.json and a chat template, as transformers saves a tokenizer"
 Message = Mapping[str, Any]
 """A turn: `role` (system, user, assistant, ...) and `content`, and what else the template reads."""
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+_OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatbot": "assistant", "model": "assistant"}
+"""Roles of other formats -> ours. A template would write them as they stand, or leave them out."""
+_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """Messages, at least one, and what else the template is given.
+
+    unlearnt: numbers of the assistant's turns that are read and not learnt. tools: JSON schemas of functions.
+    variables: further variables of the template. place: in the data set, for errors.
+    """
+
+    messages: Sequence[Message]
+    unlearnt: frozenset[int] = frozenset()
+    tools: Sequence[Any] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    place: str = "conversation"
+
+
+Sample = tuple[list[int], np.ndarray]
+"""Tokens, and [n] bool: those that the model learns to write."""
 
 
 class ChatTokenizer:
@@ -52,6 +78,9 @@ class ChatTokenizer:
                             value=f"{type(error).__name__}: {error}"[:200], remedy=f"Give {_FORM}.") from error
         if not self._inner.chat_template:
             raise _no_template(folder)
+        template_text = self._inner.chat_template
+        self._source: str = template_text if isinstance(template_text, str) else json.dumps(template_text)
+        self._words = frozenset(re.findall(r"\w+", self._source))
         self.vocab: int = len(self._inner)
         self._document = (folder / _TOKENIZER).read_text(encoding="utf-8")
         self._beside = {name: (folder / name).read_text(encoding="utf-8") for name in _BESIDE
@@ -61,6 +90,11 @@ class ChatTokenizer:
         self.fingerprint: str = hashlib.blake2b(repr((self._document, self._inner.chat_template)).encode(),
                                                 digest_size=8).hexdigest()
 
+    def numbers(self) -> dict[str, int]:
+        """Token -> number, special ones included."""
+        found: dict[str, int] = self._inner.get_vocab()
+        return found
+
     def text(self) -> str:
         """Its tokenizer.json."""
         return self._document
@@ -69,33 +103,105 @@ class ChatTokenizer:
         """Name -> text of the files that belong beside its tokenizer.json, the chat template among them."""
         return self._beside
 
-    def tokens(self, text: str) -> list[int]:
-        """The tokens of a rendered text."""
-        return list(self._inner(text, add_special_tokens=False)["input_ids"])
+    def prompt(self, conversation: Conversation) -> list[int]:
+        """The tokens of a conversation, up to where the assistant answers. DataError as `encode`."""
+        self._check(conversation)
+        return list(self._inner(self.render(conversation, prompt=True), add_special_tokens=False)["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of these tokens, special ones included."""
         found: str = self._inner.decode([int(token) for token in ids], skip_special_tokens=False)
         return found
 
-    def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
-        """The text of a conversation. prompt: with the beginning of an answer behind it. DataError where the template
-        refuses the conversation."""
+    def ends_of_turns(self) -> frozenset[int]:
+        """The special token that the template writes behind a turn of the assistant, if it does so."""
+        content = "Hello"
+        messages = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
         try:
-            found: str = self._inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt)
+            text = self.render(Conversation(messages=messages))
+        except DataError:  # a template of other conversations
+            return frozenset()
+        behind = text[text.rindex(content) + len(content):] if content in text else ""
+        special = set(self._inner.added_tokens_decoder)
+        return frozenset(token for token in self._inner(behind, add_special_tokens=False)["input_ids"][:1]
+                         if token in special) if behind else frozenset()
+
+    def render(self, conversation: Conversation, *, prompt: bool = False, turns: int | None = None) -> str:
+        """The text of a conversation. prompt: with the beginning of an answer behind it. turns: of its first messages;
+        None for all. DataError where the template refuses the conversation."""
+        try:
+            found: str = self._inner.apply_chat_template(
+                list(conversation.messages[:turns]), tokenize=False, add_generation_prompt=prompt,
+                tools=conversation.tools, **conversation.variables)
         except Exception as error:  # jinja2's errors, and whatever the template raises
-            raise DataError("is refused by the chat template", where="conversation",
+            raise DataError("is refused by the chat template", where=conversation.place,
                             value=f"{type(error).__name__}: {error}"[:200],
                             remedy="Correct the messages, or name another --data.chat-template.") from error
         return found
 
-    def encode(self, messages: Sequence[Message]) -> tuple[list[int], np.ndarray]:
-        """Tokens of a conversation, and [n] bool: those that the assistant wrote, its end-of-turn token included."""
-        template = self._inner.chat_template
-        if "{% generation" in template or "{%- generation" in template:
-            return self._by_markers(messages)
-        text = self.render(messages)
-        spans = self._assistant_spans(messages, text)
+    def encode(self, conversation: Conversation) -> list[Sample]:
+        """The samples of a conversation: one, or one for each turn of the assistant that is learnt, where the template
+        writes earlier turns otherwise once others follow. What is learnt includes the end-of-turn token. DataError for
+        keys and roles that the template does not read."""
+        self._check(conversation)
+        if self._has_markers:
+            return [self._by_markers(conversation)]
+        learnt = [number for number, message in enumerate(conversation.messages)
+                  if message["role"] == "assistant" and number not in conversation.unlearnt]
+        text = self.render(conversation)
+        spans = [self._span(conversation, number) for number in learnt]
+        if all(text.startswith(after) for _, after in spans):
+            return [self._sample(text, [(start, len(after)) for start, after in spans])]
+        return [self._sample(after, [(start, len(after))]) for start, after in spans]
+
+    def _check(self, conversation: Conversation) -> None:
+        """Refuse what the template would leave out in silence."""
+        for number, message in enumerate(conversation.messages, start=1):
+            role = message["role"]
+            if role not in _ROLES and (role in _OTHER_ROLES or role not in self._words):
+                ours = _OTHER_ROLES.get(role)
+                raise DataError(f"has the unknown role of message {number}", where=conversation.place, value=role,
+                                remedy=f"Rename it {ours}." if ours else f"Use one of {', '.join(sorted(_ROLES))}.")
+            unknown = sorted(key for key in message.keys() - _KEYS if key not in self._words)
+            if unknown:
+                raise DataError(f"has a key of message {number} that the chat template does not read",
+                                where=conversation.place, value=unknown[0], remedy="Leave it out of the data set, or "
+                                "name a --data.chat-template that reads it.")
+        unread = sorted(name for name in conversation.variables if name not in self._words)
+        if conversation.tools and "tools" not in self._words:
+            unread.insert(0, "tools")
+        if unread:
+            raise DataError(f"has {unread[0]}, which the chat template does not read", where=conversation.place,
+                            value=repr(conversation.variables.get(unread[0], conversation.tools))[:80],
+                            remedy="Leave it out of the data set, or name a --data.chat-template that reads it.")
+
+    @property
+    def _has_markers(self) -> bool:
+        return "{% generation" in self._source or "{%- generation" in self._source
+
+    def _span(self, conversation: Conversation, number: int) -> tuple[int, str]:
+        """Of a turn of the assistant: its first character, and the text of the conversation that ends with it.
+
+        A template whose prompt has more than the turn itself, such as the beginning of a thought, has the turn begin
+        at the first token that is not the prompt's.
+        """
+        before = self.render(conversation, prompt=True, turns=number)
+        after = self.render(conversation, turns=number + 1)
+        if after.startswith(before):
+            return len(before), after
+        common = _common_length(before, after)
+        offsets = self._inner(after, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        start = max((first for first, _ in offsets if first <= common), default=0)
+        earlier = self.render(conversation, turns=number) if number else ""
+        if not after.startswith(earlier) or start <= len(earlier):
+            raise DataError("has no place for a turn of the assistant: the template writes it without its prompt for "
+                            "an answer", where="chat template", value=f"turn {number + 1}",
+                            remedy="Name a --data.chat-template that marks what the assistant writes with "
+                                   "{% generation %} and {% endgeneration %}.")
+        return start, after
+
+    def _sample(self, text: str, spans: Sequence[tuple[int, int]]) -> Sample:
+        """Tokens of a text. spans: first character, and the one after the last, of what is learnt."""
         ids: list[int] = []
         is_target: list[bool] = []
         place = 0
@@ -110,29 +216,36 @@ class ChatTokenizer:
         if ids == whole["input_ids"] or self.decode(ids) == self.decode(whole["input_ids"]):
             return ids, np.array(is_target, dtype=bool)
         # This tokenizer puts a space before each text: of its tokens of the whole those count that begin in a turn.
-        starts = np.array([start if stop > start else -1 for start, stop in whole["offset_mapping"]])
-        written_by = [(starts >= start) & (starts < stop) for start, stop in spans]
-        return list(whole["input_ids"]), np.any([np.zeros(len(starts), dtype=bool), *written_by], axis=0)
+        return list(whole["input_ids"]), _begin_in(whole["offset_mapping"], spans)
 
-    def _by_markers(self, messages: Sequence[Message]) -> tuple[list[int], np.ndarray]:
-        found = self._inner.apply_chat_template(list(messages), tokenize=True, return_dict=True,
-                                                return_assistant_tokens_mask=True)
-        return list(found["input_ids"]), np.array(found["assistant_masks"], dtype=bool)
+    def _by_markers(self, conversation: Conversation) -> Sample:
+        found = self._inner.apply_chat_template(
+            list(conversation.messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
+            tools=conversation.tools, **conversation.variables)
+        ids, is_target = list(found["input_ids"]), np.array(found["assistant_masks"], dtype=bool)
+        if conversation.unlearnt:
+            text = self.render(conversation)
+            # A turn lies between what the text has in common with the conversations before and behind it.
+            ends = [_common_length(text, self.render(conversation, turns=turns)) if turns else 0
+                    for turns in range(len(conversation.messages) + 1)]
+            offsets = self._inner(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+            is_target &= ~_begin_in(offsets, [(ends[number], ends[number + 1]) for number in conversation.unlearnt])
+        return ids, is_target
 
-    def _assistant_spans(self, messages: Sequence[Message], text: str) -> list[tuple[int, int]]:
-        """(first character, the one after the last) of each turn of the assistant in the whole text."""
-        spans = []
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before, after = self.render(messages[:number], prompt=True), self.render(messages[:number + 1])
-            if not (after.startswith(before) and text.startswith(after)):
-                raise DataError("has no place for a turn of the assistant: the template writes a turn otherwise once "
-                                "others follow it, or without its prompt for an answer", where="chat template",
-                                value=f"turn {number + 1}", remedy="Name a --data.chat-template that marks what the "
-                                "assistant writes with {% generation %} and {% endgeneration %}.")
-            spans.append((len(before), len(after)))
-        return spans
+
+def _common_length(one: str, other: str) -> int:
+    """Characters with which both texts begin."""
+    return next((place for place, (here, there) in enumerate(zip(one, other, strict=False)) if here != there),
+                min(len(one), len(other)))
+
+
+def _begin_in(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """[tokens] bool: whether a token's first character is in one of the spans."""
+    starts = np.array([start if stop > start else -1 for start, stop in offsets])
+    found = np.zeros(len(starts), dtype=bool)
+    for start, stop in spans:
+        found |= (starts >= start) & (starts < stop)
+    return found
 
 
 def look_at_folder(folder: Path, template: Path | None) -> DataError | None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer as InnerTokenizer
 from torch import Tensor
 
 from ranvier.config.run import Run
 from ranvier.config.task_form import SHIPPED
+from ranvier.data import token_numbers
 from ranvier.data import tokenizer as tokenizers
 from ranvier.data.cache_folder import cache_folder
 from ranvier.data.corpus import (
@@ -107,8 +107,6 @@ class LanguageModelling(Task):
         cache, sources = cache_folder(run), sources_of(run.data, run.data.corpus)
         corpora = [open_corpus(source.name, cache, progress, run.data.text_column) for source in sources]
         tokenizer = _tokenizer(run, corpora, cache, progress)
-        if tokenizer.vocab > run.model.vocab:
-            raise _vocab_too_small(run.model.vocab, tokenizer.vocab)
         files = [_token_files(run, corpus, tokenizer, progress) for corpus in corpora]
         parts = [[_samples(tokens, run, tokenizer.end) for tokens in pair] for pair in files]
         if run.data.eval is not None:
@@ -148,9 +146,13 @@ LM = LanguageModelling()
 
 
 def _tokenizer_problems(run: Run) -> list[RanvierError]:
-    """What is wrong with the tokenizer."""
-    name = run.data.tokenizer
+    """What is wrong with the tokenizer, as far as it is on this machine."""
+    name, folder = run.data.tokenizer, token_numbers.local_folder(run)
     try:
+        if folder is not None and name != "gpt2":
+            _of_pretrained(run, folder, None)
+        if run.model.pretrained is not None:
+            return []
         smallest = {"bpe": SMALLEST_VOCAB, "gpt2": GPT2_VOCAB}.get(name) or tokenizers.from_path(name).vocab
         kind = {"bpe": "a byte-level tokenizer", "gpt2": "GPT-2's tokenizer"}.get(name, f"the tokenizer {name}")
         if run.model.vocab < smallest:
@@ -239,36 +241,37 @@ def _limit(run: Run, corpus: OpenCorpus) -> int:
     return NO_LIMIT if corpus.is_path else NAMED_BYTES
 
 
-def _of_pretrained(run: Run, cache: Path, progress: Progress) -> Tokenizer | None:
-    """The tokenizer of the model that training starts from, if it has one. DataError for a run with another."""
-    if run.model.pretrained is None:
-        return None
-    path = folder_of(run.model.pretrained, cache, progress) / "tokenizer.json"
-    if not path.is_file():
-        return None
-    own = tokenizers.load(path, remedy="Put the tokenizer.json that belongs to the model into its folder.")
-    if run.data.tokenizer == "bpe":
-        return own
-    given = tokenizers.gpt2(cache, progress) if run.data.tokenizer == "gpt2" else tokenizers.from_path(
-        run.data.tokenizer)
-    if given.fingerprint != own.fingerprint:
-        raise DataError(f"is not the tokenizer of model.pretrained {run.model.pretrained}: the same numbers would be "
-                        "other tokens", where="data.tokenizer", value=run.data.tokenizer,
-                        remedy="Leave it out: the model's own is taken.")
-    return own
+def _of_pretrained(run: Run, folder: Path, gpt2: Tokenizer | None) -> Tokenizer:
+    """The tokenizer of the model that training starts from, in `folder`, or the one that data.tokenizer names; gpt2:
+    GPT-2's, where that is named. DataError where there is none, or its numbers are not those of the model's tokens."""
+    path = folder / token_numbers.TOKENIZER
+    own = tokenizers.load(path, remedy="Put the tokenizer.json that belongs to the model into its folder.") \
+        if path.is_file() else None
+    found = own if run.data.tokenizer == "bpe" else gpt2 or tokenizers.from_path(run.data.tokenizer)
+    if found is None:
+        raise DataError(f"is missing: model.pretrained {run.model.pretrained} has no tokenizer.json, and to a new one "
+                        "its numbers would be other tokens", where="data.tokenizer", value=run.data.tokenizer,
+                        remedy="Name the tokenizer.json of the model: --data.tokenizer FILE.")
+    token_numbers.check(found.numbers(), run, folder, None if own is None else own.numbers())
+    return found
 
 
 def _tokenizer(run: Run, corpora: Sequence[OpenCorpus], cache: Path, progress: Progress) -> Tokenizer:
-    """The run's tokenizer; bpe is trained on its corpora, of each of which it reads equally much."""
-    own = _of_pretrained(run, cache, progress)
-    if own is not None:
-        return own
-    if run.data.tokenizer == "gpt2":
-        return tokenizers.gpt2(cache, progress)
-    if run.data.tokenizer != "bpe":
-        return tokenizers.from_path(run.data.tokenizer)
+    """The run's tokenizer; bpe is trained on its corpora, of each of which it reads equally much. DataError where its
+    numbers are not those of the model's tokens."""
+    gpt2 = tokenizers.gpt2(cache, progress) if run.data.tokenizer == "gpt2" else None
+    if run.model.pretrained is not None:
+        return _of_pretrained(run, folder_of(run.model.pretrained, cache, progress), gpt2)
+    found = gpt2 or (_trained(run, corpora, cache, progress) if run.data.tokenizer == "bpe"
+                     else tokenizers.from_path(run.data.tokenizer))
+    token_numbers.check(found.numbers(), run, None, None)
+    return found
+
+
+def _trained(run: Run, corpora: Sequence[OpenCorpus], cache: Path, progress: Progress) -> Tokenizer:
+    """A new tokenizer of the run's corpora."""
     same = [part for corpus in corpora for part in (corpus.fingerprint, _limit(run, corpus))]
-    name = fingerprint("bpe", *same, HELD_OUT_EVERY, TOKENIZER_BYTES, run.model.vocab)
+    name = fingerprint("bpe", *same, HELD_OUT_EVERY, TOKENIZER_BYTES, tokenizers.LONGEST_WORD, run.model.vocab)
     path = cache / "tokenizers" / f"{name}.json"
     if not path.exists():
         with one_writer(path, progress):
@@ -276,7 +279,7 @@ def _tokenizer(run: Run, corpora: Sequence[OpenCorpus], cache: Path, progress: P
                 names = ", ".join(corpus.name for corpus in corpora)
                 progress(f"training a tokenizer of {run.model.vocab} entries on {names}")
                 tokenizers.train((text for corpus in corpora for text in _training_text(
-                    run, corpus, TOKENIZER_BYTES // len(corpora))), run.model.vocab).save(path)
+                    run, corpus, TOKENIZER_BYTES // len(corpora))), run.model.vocab, progress).save(path)
     return tokenizers.load(path)
 
 
@@ -299,7 +302,7 @@ def _write(folder: Path, corpus: OpenCorpus, text: str, max_bytes: int, tokenize
                         cut=lambda: bool(cuts))
     progress(f"tokenising {corpus.name}")
     done = reported = 0
-    encode = partial(_encoded, tokenizer.text())
+    encode = partial(_encoded, tokenizer)
     processes = processes_of(progress)
     with open_part(folder / "train") as train, open_part(folder / "eval") as held:
         read = corpus.documents(max_bytes, lambda: cuts.append(True))
@@ -313,6 +316,7 @@ def _write(folder: Path, corpus: OpenCorpus, text: str, max_bytes: int, tokenize
                        for document, is_held in documents)
         for parts, size, is_held in encoded:
             append = held if is_held else train
+            append(tokenizer.start)
             for part in parts:
                 append(part)
             append([tokenizer.end])
@@ -337,19 +341,7 @@ def _pieces(documents: Iterable[tuple[Document, bool]]) -> Iterator[list[tuple[D
         yield piece
 
 
-def _encoded(tokenizer: str, piece: Sequence[tuple[Document, bool]]) -> list[tuple[np.ndarray, int, bool]]:
-    """Tokens, characters, and whether it is held out, of each document. tokenizer: its tokenizer.json."""
-    encode = _loaded(tokenizer).encode
-    return [(np.array(encode(document.text), dtype=np.uint32), len(document.text), is_held)
+def _encoded(tokenizer: Tokenizer, piece: Sequence[tuple[Document, bool]]) -> list[tuple[np.ndarray, int, bool]]:
+    """Tokens, characters, and whether it is held out, of each document."""
+    return [(np.array(tokenizer.encode(document.text), dtype=np.uint32), len(document.text), is_held)
             for document, is_held in piece]
-
-
-@lru_cache(maxsize=1)
-def _loaded(tokenizer: str) -> Tokenizer:
-    """Of a process that encodes piece after piece."""
-    return Tokenizer(InnerTokenizer.from_str(tokenizer))
-
-
-def _vocab_too_small(vocab: int, needed: int) -> DataError:
-    return DataError(f"is smaller than the tokenizer's vocabulary of {needed}", where="model.vocab", value=vocab,
-                     remedy=f"Set --model.vocab {needed} or more.")

@@ -61,19 +61,19 @@ def warnings(run: Run) -> list[RanvierError]:
         return list(task.warnings(run))
 
 
-def known_padding(run: Run) -> str:
-    """The share of padding of a run (`Prepared.padding`) whose data is in the cache; empty where nothing is padded, or
-    the data is not there yet. Nothing is made or fetched."""
+def cached(run: Run) -> Prepared | None:
+    """The data of a run where it is in the cache; nothing is made or fetched. None also of plain text, which has
+    nothing to tell, and of data sets of the hub."""
     data = run.data
     names = [name for name in (data.train, data.eval, *data.mixture, data.packing and data.corpus) if name]
     is_plain_text = data.task == "lm" and not data.packing
     is_fetched = run.model.pretrained is not None and not Path(run.model.pretrained).expanduser().is_dir()
     if data.task not in SHIPPED or is_plain_text or is_fetched or any(is_data_set(name) for name in names):
-        return ""
+        return None
     try:
-        return prepare(run, CacheOnly()).padding
+        return prepare(run, CacheOnly())
     except (NotInCache, RanvierError, OSError):
-        return ""
+        return None
 
 
 def prepare(run: Run, progress: Progress = lambda line: None) -> Prepared:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ranvier.config.run import Run
-from ranvier.data import wordpiece
+from ranvier.data import token_numbers, wordpiece
 from ranvier.data.cache_folder import cache_folder
 from ranvier.data.fingerprint import fingerprint
 from ranvier.data.offline.pretrained_models import folder_of
@@ -22,6 +21,12 @@ BUILT_IN = ("bpe", "gpt2")
 def problems(run: Run) -> list[DataError]:
     """What is wrong with the settings of a tokenizer."""
     if run.model.pretrained is not None:
+        folder = token_numbers.local_folder(run)
+        try:
+            if folder is not None:
+                _of_model(run, folder)
+        except DataError as problem:
+            return [problem]
         return []
     if run.data.tokenizer in BUILT_IN:
         return [wordpiece.too_small(run.model.vocab)] if run.model.vocab < SMALLEST_VOCAB else []
@@ -34,15 +39,26 @@ def problems(run: Run) -> list[DataError]:
 
 def _given(run: Run) -> WordPiece:
     """The tokenizer whose file data.tokenizer names. DataError where it is none, or has too many tokens."""
+    tokenizer = _load(run)
+    token_numbers.check(tokenizer.numbers(), run, None, None)
+    return tokenizer
+
+
+def _of_model(run: Run, folder: Path) -> WordPiece:
+    """The tokenizer of the model in this folder, or the one that data.tokenizer names. DataError where its numbers are
+    not those of the model's tokens."""
+    own = wordpiece.from_folder(folder)
+    tokenizer = own if run.data.tokenizer in BUILT_IN else _load(run)
+    token_numbers.check(tokenizer.numbers(), run, folder, own.numbers())
+    return tokenizer
+
+
+def _load(run: Run) -> WordPiece:
     path = Path(run.data.tokenizer).expanduser()
     if not path.is_file():
         raise DataError("is no tokenizer.json that exists", where="data.tokenizer", value=run.data.tokenizer,
                         remedy="Name the tokenizer.json of the model that training starts from, or leave it out.")
-    tokenizer = wordpiece.load(path)
-    if tokenizer.vocab > run.model.vocab:
-        raise DataError(f"is smaller than the tokenizer's vocabulary of {tokenizer.vocab}", where="model.vocab",
-                        value=run.model.vocab, remedy=f"Set --model.vocab {tokenizer.vocab} or more.")
-    return tokenizer
+    return wordpiece.load(path)
 
 
 def run_tokenizer(run: Run, texts: Callable[[], Iterable[str]], source: str, progress: Progress) -> WordPiece:
@@ -50,14 +66,7 @@ def run_tokenizer(run: Run, texts: Callable[[], Iterable[str]], source: str, pro
     the model has a smaller vocabulary than the tokenizer."""
     cache = cache_folder(run)
     if run.model.pretrained is not None:
-        folder = folder_of(run.model.pretrained, cache, progress)
-        tokenizer = wordpiece.from_folder(folder)
-        vocab = _vocab_of(folder, run.model.vocab)
-        if tokenizer.vocab > vocab:
-            raise DataError(f"has a smaller vocabulary than its tokenizer, which has {tokenizer.vocab}",
-                            where=f"model.pretrained {run.model.pretrained}", value=vocab,
-                            remedy="Put the tokenizer that belongs to the model into its folder.")
-        return tokenizer
+        return _of_model(run, folder_of(run.model.pretrained, cache, progress))
     if run.data.tokenizer not in BUILT_IN:
         return _given(run)
     path = cache / "tokenizers" / f"{fingerprint('wordpiece', source, run.model.vocab)}.json"
@@ -67,12 +76,3 @@ def run_tokenizer(run: Run, texts: Callable[[], Iterable[str]], source: str, pro
                 progress(f"training a tokenizer of {run.model.vocab} entries on {run.data.train}")
                 wordpiece.train(texts(), run.model.vocab).save(path)
     return wordpiece.load(path)
-
-
-def _vocab_of(folder: Path, default: int) -> int:
-    """The vocabulary of the model in this folder; how it is read otherwise is not the tokenizer's matter."""
-    try:
-        vocab = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return default
-    return vocab if type(vocab) is int else default

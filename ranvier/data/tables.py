@@ -128,7 +128,19 @@ def json_rows(path: Path, name: str) -> Iterator[Row]:
                 raise DataError("is no JSON", where=where, value=line.strip()[:80], remedy=remedy) from error
             if not isinstance(values, dict):
                 raise DataError("is no JSON object", where=where, value=line.strip()[:80], remedy=remedy)
+            if "\\ud" in line.lower():
+                _check_surrogates(values, where)
             yield Row(where, values)
+
+
+def _check_surrogates(values: dict[str, object], where: str) -> None:
+    """DataError for a text with half of a surrogate pair, which no tokenizer takes and no file can hold."""
+    try:
+        json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise DataError("has half of a surrogate pair, which is no character", where=where,
+                        value=ascii(error.object[error.start:error.end])[1:-1],
+                        remedy="Write the whole character, or U+FFFD in its place.") from error
 
 
 def _separated(path: Path, name: str, separator: str) -> tuple[tuple[str, ...], _Rows]:

@@ -152,6 +152,8 @@ class Prepared:
     """The data in words, for the heading of a run."""
     padding: str = ""
     """The share of padding in words (`ranvier.data.padding`); empty where nothing is padded."""
+    warnings: tuple[RanvierError, ...] = ()
+    """What of the data is used otherwise than the user probably means; every run says it, and so does `check`."""
     weight: float
     """Targets of one sample, of which the loss is an average: 1, or the tokens of a sequence."""
     tokenizer: AnyTokenizer | None = None

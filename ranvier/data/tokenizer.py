@@ -13,8 +13,9 @@ import itertools
 import json
 import re
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -41,20 +42,41 @@ _PIECES_AT_ONCE = 64
 
 
 class Tokenizer:
-    """A tokenizer; immutable. vocab: number of tokens, or the largest token's number and 1 where numbers are left out;
-    end: number of the separator; end_text: its text; fingerprint: hash of its content."""
+    """A tokenizer; immutable. This class alone decides with which tokens a text starts.
 
-    def __init__(self, inner: tokenizers.Tokenizer, *, end: str = END_OF_TEXT, cuts: bool = True) -> None:
+    vocab: number of tokens, or the largest token's number and 1 where numbers are left out. end: number of the
+    separator; end_text: its text. ends: numbers of the tokens that end a text that the model writes: the separator, and
+    those that the files beside the tokenizer name. start: tokens that its post-processor puts before each text, such as
+    Llama's BOS. nothing: the context of a text that has none: `start`, else the BOS, else the separator, as
+    lm-evaluation-harness takes them. fingerprint: hash of its content.
+
+    begin: text of the BOS, where it has one. cuts: whether a long text may be cut at its line ends. ValueError for a
+    post-processor that puts other tokens than those of the vocabulary before a text.
+    """
+
+    def __init__(self, inner: tokenizers.Tokenizer, *, end: str = END_OF_TEXT, begin: str | None = None,
+                 cuts: bool = True, ends: Collection[int] = ()) -> None:
         inner.encode_special_tokens = True
-        self._inner, self._cuts = inner, cuts
+        self._inner, self._cuts, self._begin = inner, cuts, begin
         numbers = inner.get_vocab()
         self.vocab: int = max(numbers.values()) + 1
         self.end: int = numbers[end]
         self.end_text = end
+        self.ends = frozenset({self.end, *ends})
+        self.start = _start_of(inner, self.vocab)
+        self.nothing: tuple[int, ...] = self.start or (numbers.get(begin or end, self.end),)
         self.fingerprint: str = hashlib.blake2b(inner.to_str().encode(), digest_size=8).hexdigest()
 
+    def __reduce__(self) -> tuple[Callable[..., Tokenizer], tuple[object, ...]]:
+        return _rebuild, (self._inner.to_str(), self.end_text, self._begin, self._cuts, self.ends)
+
+    def encode_from_start(self, text: str) -> list[int]:
+        """Token numbers of a text that nothing precedes, as transformers gives them to the model: at least one."""
+        return [*self.start, *self.encode(text)] or list(self.nothing)
+
     def encode(self, text: str) -> list[int]:
-        """Token numbers of `text`, without a separator; the pieces of a long text are encoded on all cores."""
+        """Token numbers of `text` alone, as they are behind other text; the pieces of a long text are encoded on all
+        cores."""
         return [token for part in self.encode_in_parts(text) for token in part]
 
     def encode_in_parts(self, text: str) -> Iterator[list[int]]:
@@ -68,10 +90,19 @@ class Tokenizer:
         """The text of these tokens, with separators; bytes that are not UTF-8 become the replacement character."""
         return self._inner.decode([int(token) for token in ids], skip_special_tokens=False)
 
+    def numbers(self) -> dict[str, int]:
+        """Token -> number, special ones included."""
+        found: dict[str, int] = self._inner.get_vocab()
+        return found
+
     def number_of(self, token: str) -> int | None:
         """The number of a token, special ones included; None if there is no such token."""
         found: int | None = self._inner.token_to_id(token)
         return found
+
+    def token(self, number: int) -> str:
+        """The token of a number."""
+        return str(self._inner.id_to_token(number))
 
     def text(self) -> str:
         """The content of a tokenizer.json, as `load` and Hugging Face's `tokenizers` read it."""
@@ -81,6 +112,24 @@ class Tokenizer:
         """Write `text` to a file. DataError if it cannot be written."""
         with published(path) as file:
             file.write(self.text().encode())
+
+
+@lru_cache(maxsize=1)
+def _rebuild(text: str, end: str, begin: str | None, cuts: bool, ends: frozenset[int]) -> Tokenizer:
+    """In another process."""
+    return Tokenizer(tokenizers.Tokenizer.from_str(text), end=end, begin=begin, cuts=cuts, ends=ends)
+
+
+def _start_of(inner: tokenizers.Tokenizer, vocab: int) -> tuple[int, ...]:
+    """The tokens that the post-processor puts before a text."""
+    text = "a"
+    alone = inner.encode(text, add_special_tokens=False).ids
+    whole = inner.encode(text, add_special_tokens=True).ids
+    place = next((place for place in range(len(whole) - len(alone) + 1) if whole[place:place + len(alone)] == alone),
+                 None)
+    if place is None or any(token >= vocab for token in whole):
+        raise ValueError("a post-processor that changes a text, or puts unknown tokens around it")
+    return tuple(whole[:place])
 
 
 def pieces(text: str, size: int = _PIECE_CHARACTERS) -> Iterator[str]:
@@ -93,14 +142,41 @@ def pieces(text: str, size: int = _PIECE_CHARACTERS) -> Iterator[str]:
         start = stop
 
 
-def train(texts: Iterable[str], vocab: int) -> Tokenizer:
-    """A byte-level BPE tokenizer with at most `vocab` tokens. DataError below 257."""
+LONGEST_WORD = 200
+"""Characters of a word from which merges are learnt: the time for a word grows with the square of its length."""
+_LONG_WORD = re.compile("|".join(f"{kind}{{{LONGEST_WORD + 1},}}" for kind in (
+    r"[^\W\d_]", r"\d", r"(?:[^\w\s]|_)", r"\s")))
+
+
+def cut_long_words(text: str) -> list[str]:
+    """`text` in parts, of which no one has a longer run of letters, digits, other characters or white space than
+    `LONGEST_WORD`, such as DNA has. Together they are the text."""
+    cuts = [place for word in _LONG_WORD.finditer(text)
+            for place in range(word.start() + LONGEST_WORD, word.end(), LONGEST_WORD)]
+    return [text[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+def train(texts: Iterable[str], vocab: int, tell: Progress = lambda line: None) -> Tokenizer:
+    """A byte-level BPE tokenizer with at most `vocab` tokens. Words longer than `LONGEST_WORD` are cut for it, and
+    `tell` takes how often. DataError below 257."""
     if vocab < SMALLEST_VOCAB:
         raise too_small(vocab)
     inner = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=[END_OF_TEXT], show_progress=False,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    inner.train_from_iterator((piece for text in texts for piece in pieces(text)), trainer)
+    cuts = 0
+
+    def parts() -> Iterator[str]:
+        nonlocal cuts
+        for text in texts:
+            for piece in pieces(text):
+                cut = cut_long_words(piece)
+                cuts += len(cut) - 1
+                yield from cut
+
+    inner.train_from_iterator(parts(), trainer)
+    if cuts:
+        tell(f"cut words longer than {LONGEST_WORD} characters for the training of the tokenizer, at {cuts:,} places")
     return Tokenizer(inner)
 
 
@@ -125,14 +201,14 @@ def load(path: Path, remedy: str = "Delete it; it is then made or fetched again.
 
     Of a plain byte-level BPE only vocabulary and merges are used, after they were checked: the library would allocate
     as much as any number in the file says, and other settings would change the text. Of another one, such as Llama's or
-    Qwen's, all is used but truncation, padding and the tokens that it puts around a text.
+    Qwen's, all is used but truncation, padding and what it puts behind a text.
     """
     if path.exists() and not path.is_file():
         raise _damaged(path, "not a file", remedy)
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         if not _is_plain(document):
-            return _as_published(document, _end_beside(path))
+            return _as_published(document, path)
         model = document["model"]
         ids, merges = dict(model["vocab"]), [(first, second) for first, second in model["merges"]]
         numbers = [number for number in ids.values() if type(number) is int]
@@ -140,7 +216,7 @@ def load(path: Path, remedy: str = "Delete it; it is then made or fetched again.
             raise ValueError("gaps in its numbers")
         if missing := {*pre_tokenizers.ByteLevel.alphabet(), END_OF_TEXT} - ids.keys():
             raise ValueError(f"no token {', '.join(sorted(missing))}")
-        return Tokenizer(_byte_level(models.BPE(ids, merges)))
+        return Tokenizer(_byte_level(models.BPE(ids, merges)), ends=_ends_beside(path, ids))
     except Exception as error:  # the library raises plain Exception
         raise _damaged(path, error, remedy) from error
 
@@ -153,26 +229,45 @@ def _is_plain(document: Any) -> bool:
     steps_aside = document.get("normalizer") is not None or not (step is None or (
         isinstance(step, dict) and step.get("type") == "ByteLevel"))
     vocab, added = document["model"].get("vocab"), document.get("added_tokens")
+    around = document.get("post_processor")
+    if not (around is None or (isinstance(around, dict) and around.get("type") == "ByteLevel")):
+        return False
     others = isinstance(added, list) and any(
         isinstance(one, dict) and one.get("content") not in (vocab if isinstance(vocab, dict) else {}) for one in added)
     return not (steps_aside or others)
 
 
-def _end_beside(path: Path) -> str | None:
-    """`eos_token` of the tokenizer_config.json beside a tokenizer.json: a text, or an object with its content."""
-    with suppress(OSError, ValueError):
-        document = json.loads((path.parent / "tokenizer_config.json").read_text(encoding="utf-8"))
-        end = document.get("eos_token") if isinstance(document, dict) else None
-        found = end.get("content") if isinstance(end, dict) else end
-        return found if isinstance(found, str) else None
-    return None
+def _named_beside(path: Path, name: str) -> str | None:
+    """`bos_token` or `eos_token` of the tokenizer_config.json beside a tokenizer.json: a text, or an object with its
+    content."""
+    end = _beside(path, "tokenizer_config.json").get(name)
+    found = end.get("content") if isinstance(end, dict) else end
+    return found if isinstance(found, str) else None
+
+
+def _ends_beside(path: Path, numbers: Mapping[str, int]) -> frozenset[int]:
+    """The ends of texts that the files beside a tokenizer.json name: `eos_token`, and as transformers generates texts,
+    `eos_token_id` of generation_config.json, or else of config.json: a number or several."""
+    named = _beside(path, "generation_config.json") or _beside(path, "config.json")
+    ends = named.get("eos_token_id")
+    found = {end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int and end >= 0}
+    text = _named_beside(path, "eos_token")
+    return frozenset(found | ({numbers[text]} if text is not None and text in numbers else set()))
+
+
+def _beside(path: Path, name: str) -> dict[str, Any]:
+    """The content of a JSON file beside a tokenizer.json; empty where there is none that is an object."""
+    with suppress(OSError, ValueError, RecursionError):
+        document = json.loads((path.parent / name).read_text(encoding="utf-8"))
+        return document if isinstance(document, dict) else {}
+    return {}
 
 
 _MOST_TOKENS = 1 << 24
 
 
-def _as_published(document: dict[str, Any], end_text: str | None) -> Tokenizer:
-    """The tokenizer of a pretrained model. end_text: the token that ends a text, where a file beside it names one.
+def _as_published(document: dict[str, Any], path: Path) -> Tokenizer:
+    """The tokenizer of a pretrained model. path: of its tokenizer.json, beside which other files name its BOS and EOS.
     ValueError or KeyError for one that cannot be read."""
     model = document["model"]
     if model.get("type", "BPE") not in ("BPE", "Unigram"):
@@ -183,12 +278,13 @@ def _as_published(document: dict[str, Any], end_text: str | None) -> Tokenizer:
     if any(type(number) is not int or not 0 <= number < _MOST_TOKENS for number in numbers):
         raise ValueError("a token's number that is none")
     inner = tokenizers.Tokenizer.from_str(json.dumps(
-        {**document, "truncation": None, "padding": None, "post_processor": None}))
+        {**document, "truncation": None, "padding": None}))
     vocab = inner.get_vocab()
-    end = next((end for end in (end_text, *_ENDS) if end in vocab), None)
+    end = next((end for end in (_named_beside(path, "eos_token"), *_ENDS) if end in vocab), None)
     if end is None:
         raise ValueError(f"no token that ends a text: {', '.join(_ENDS)}")
-    return Tokenizer(inner, end=end, cuts=_has_bytes(document.get("pre_tokenizer")))
+    return Tokenizer(inner, end=end, begin=_named_beside(path, "bos_token"), ends=_ends_beside(path, vocab),
+                     cuts=_has_bytes(document.get("pre_tokenizer")))
 
 
 def _has_bytes(step: object) -> bool:

@@ -27,6 +27,10 @@ _MOST_BYTES = 64 << 20
 _MOST_CHARACTERS = 1000
 
 
+_LONGEST_WORD = 100
+"""Characters of a word that is split into tokens; a longer one is [UNK], so nothing is learnt from it."""
+
+
 class WordPiece:
     """A tokenizer; immutable. A special token that is spelt out in a text is encoded as plain characters."""
 
@@ -64,6 +68,11 @@ class WordPiece:
         """The words of these tokens; case and white space may differ from those of the text."""
         return self._inner.decode([int(token) for token in ids], skip_special_tokens=False)
 
+    def numbers(self) -> dict[str, int]:
+        """Token -> number, special ones included."""
+        found: dict[str, int] = self._inner.get_vocab()
+        return found
+
     def text(self) -> str:
         """The content of a tokenizer.json, as `from_folder` and Hugging Face's `tokenizers` read it."""
         return self._inner.to_str(pretty=True)
@@ -79,7 +88,8 @@ def train(texts: Iterable[str], vocab: int) -> WordPiece:
     if vocab < SMALLEST_VOCAB:
         raise too_small(vocab)
     splitter, normaliser = pre_tokenizers.BertPreTokenizer(), normalizers.BertNormalizer(lowercase=True)
-    sentences = [[word for word, _ in splitter.pre_tokenize_str(normaliser.normalize_str(text))] for text in texts]
+    sentences = [[word for word, _ in splitter.pre_tokenize_str(normaliser.normalize_str(text))
+                  if len(word) <= _LONGEST_WORD] for text in texts]
     counts = Counter(character for words in sentences for word in words for character in word)
     most = min(_MOST_CHARACTERS, (vocab - len(SPECIAL)) // 2)
     alphabet = {character for character, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:most]}

@@ -6,7 +6,7 @@ The last stage draws each token and tells all ranks, so a greedy text is the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -27,7 +27,7 @@ Reason = Literal["end", "stop", "length"]
 class Text:
     """A prompt and what has been written behind it.
 
-    reason: why it is complete: its end token (end), a stop word (stop), or the limit of tokens (length); None before.
+    reason: why it is complete: an end token (end), a stop word (stop), or the limit of tokens (length); None before.
     """
 
     number: int
@@ -37,7 +37,7 @@ class Text:
 
 
 def generate(engine: Engine, ranks: Group, prompts: Sequence[Sequence[int]], sampling: Sampling, *, max_tokens: int,
-             longest: int, vocab: int, end: int | None = None,
+             longest: int, vocab: int, ends: Collection[int] = (),
              is_stopped: Callable[[Sequence[int]], bool] = lambda written: False) -> Iterator[list[Text]]:
     """Continue `prompts`; gives the texts that are not complete yet, and those that became so, after each token.
 
@@ -48,7 +48,7 @@ def generate(engine: Engine, ranks: Group, prompts: Sequence[Sequence[int]], sam
         max_tokens: of each text, without its prompt.
         longest: tokens that the model can see at once; a text ends there.
         vocab: tokens that the tokenizer knows; the model may have more.
-        end: the token that ends a text; it is not part of it.
+        ends: the tokens that end a text; they are not part of it.
         is_stopped: whether a text, given by the tokens written so far, is complete.
 
     ConfigError for a prompt that is empty or too long.
@@ -79,15 +79,15 @@ def generate(engine: Engine, ranks: Group, prompts: Sequence[Sequence[int]], sam
                 ranks.broadcast(part, root=root).wait()
                 chosen[replica::mesh.data] = part
             for text in active:
-                _take(text, int(chosen[text.number]), max_tokens, longest, end, is_stopped)
+                _take(text, int(chosen[text.number]), max_tokens, longest, ends, is_stopped)
                 if text.reason is not None:
                     forget(text.number)
             yield active
 
 
-def _take(text: Text, token: int, max_tokens: int, longest: int, end: int | None,
+def _take(text: Text, token: int, max_tokens: int, longest: int, ends: Collection[int],
           is_stopped: Callable[[Sequence[int]], bool]) -> None:
-    if token == end:
+    if token in ends:
         text.reason = "end"
         return
     text.written.append(token)

@@ -102,14 +102,14 @@ def _entries(samples: Tensor, total: Tensor, count: Tensor, right: Tensor) -> It
             yield sample, value, wanted == found
 
 
-def windows(tokens: Sequence[int], prefix: int, longest: int) -> Iterator[Request]:
+def windows(tokens: Sequence[int], prefix: Sequence[int], longest: int) -> Iterator[Request]:
     """A whole text as requests whose continuations are its tokens, each once, in disjoint windows of at most `longest`
-    tokens: the rolling log-likelihood of lm-evaluation-harness with a context of one token. prefix: the token before
-    the first, which separates texts."""
+    tokens: the rolling log-likelihood of lm-evaluation-harness with a context of one token. prefix: the context of the
+    first token, `Tokenizer.nothing`."""
     if not tokens:
         return
     first = min(longest, len(tokens))
-    yield [prefix], tokens[:first]
+    yield list(prefix), tokens[:first]
     for start in range(first, len(tokens), longest):
         stop = min(start + longest, len(tokens))
         end_context = tokens[max(stop - longest - 1, 0):start]

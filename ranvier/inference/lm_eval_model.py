@@ -15,6 +15,7 @@ from lm_eval.tasks import TaskManager
 
 from ranvier.errors import ConfigError
 from ranvier.inference.likelihood import windows
+from ranvier.inference.multiple_choice import encode_pair
 from ranvier.inference.shared_engine import SharedEngine
 
 _MAX_TOKENS = 256
@@ -22,7 +23,7 @@ _MAX_TOKENS = 256
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
-    """Tokenization of pairs is the package's own. Every method is called on rank 0 of the engine."""
+    """Every method is called on rank 0 of the engine."""
 
     def __init__(self, shared: SharedEngine) -> None:
         super().__init__()
@@ -30,8 +31,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     @property
     def eot_token_id(self) -> int:
-        """The separator of texts, also the context of a text without one."""
+        """The separator of texts."""
         return self._shared.tokenizer.end
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The context of a text without one."""
+        return self._shared.tokenizer.nothing[-1]
 
     @property
     def tokenizer_name(self) -> str:
@@ -39,10 +45,16 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return self._shared.tokenizer.fingerprint
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """The tokens of a text; none are put around it."""
-        return self._shared.tokenizer.encode(string)
+        """The tokens of a text that nothing precedes; add_special_tokens False: without those that it starts with."""
+        tokenizer = self._shared.tokenizer
+        return tokenizer.encode(string) if add_special_tokens is False else tokenizer.encode_from_start(string)
 
-    def _loglikelihood_tokens(self, requests: list[tuple[Any, list[int], list[int]]], **kwargs: Any
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """The log-likelihood of each continuation behind its context."""
+        return self._loglikelihood_tokens([(one.args, *encode_pair(self._shared.tokenizer, *one.args))
+                                           for one in requests])
+
+    def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, Sequence[int], Sequence[int]]], **kwargs: Any
                               ) -> list[tuple[float, bool]]:
         found = self._shared.loglikelihoods([(context, continuation) for _, context, continuation in requests])
         for (pair, _, _), answer in zip(requests, found, strict=True):
@@ -52,7 +64,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of each whole text, in disjoint windows."""
-        parts = [list(windows(self.tok_encode(request.args[0]), self.prefix_token_id, self._shared.longest))
+        tokenizer = self._shared.tokenizer
+        parts = [list(windows(tokenizer.encode(request.args[0]), tokenizer.nothing, self._shared.longest))
                  for request in requests]
         scores = iter(self._shared.loglikelihoods([part for text in parts for part in text]))
         found = [sum(next(scores)[0] for _ in text) for text in parts]
@@ -75,8 +88,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             if room < 1:
                 raise ConfigError(f"leaves no room for a prompt: the model sees {self._shared.longest} tokens",
                                   where="max_gen_toks", value=max_tokens, remedy="Set fewer in the task.")
-            prompts = [(self.tok_encode(requests[number].args[0]) or [self.eot_token_id])[-room:]
-                       for number in numbers]
+            prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]
             draws = bool(settings.get("do_sample", settings.get("temperature", 0)))
             texts = self._shared.generate(
                 prompts, until=[until] if isinstance(until, str) else until, max_tokens=max_tokens,

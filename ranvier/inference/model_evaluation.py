@@ -59,8 +59,8 @@ def evaluate(trained: Trained, run: ResolvedRun, runs: Mapping[str, ResolvedRun]
         tokenizer = _tokenizer(trained, run, prepared)
         longest = run.model.max_positions or run.model.sequence
         for name, asked in questions.items():
-            found = loglikelihoods(engine, ranks, requests_of(asked, tokenizer.encode, tokenizer.end),
-                                   longest=longest, microbatch_size=run.batch.microbatch_size)
+            found = loglikelihoods(engine, ranks, requests_of(asked, tokenizer), longest=longest,
+                                   microbatch_size=run.batch.microbatch_size)
             results[name] = accuracies(asked, [value for value, _ in found])
         if tasks is not None:
             results |= tasks.run(engine, ranks, tokenizer, longest=longest, microbatch_size=run.batch.microbatch_size,

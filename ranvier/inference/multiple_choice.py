@@ -12,16 +12,14 @@ the answer is the one with the largest
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ranvier.data.tables import json_rows
+from ranvier.data.tokenizer import Tokenizer
 from ranvier.errors import DataError
 from ranvier.inference.likelihood import Request
-
-Encode = Callable[[str], list[int]]
-"""A text as tokens, without a separator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,22 +63,21 @@ def _question(row: object, place: str) -> Question:
     return Question(context=context, choices=tuple(choices), answer=answer)
 
 
-def requests_of(questions: Sequence[Question], encode: Encode, end: int) -> list[Request]:
-    """One request for each choice of each question, in their order. end: the separator of texts, the context of a
-    choice without one."""
-    return [encode_pair(encode, question.context, f" {choice}", end)
+def requests_of(questions: Sequence[Question], tokenizer: Tokenizer) -> list[Request]:
+    """One request for each choice of each question, in their order."""
+    return [encode_pair(tokenizer, question.context, f" {choice}")
             for question in questions for choice in question.choices]
 
 
-def encode_pair(encode: Encode, context: str, continuation: str, end: int) -> Request:
+def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Request:
     """The tokens of a context and its continuation, cut where the context's own tokens end. Blanks at the end of the
     context belong to the continuation, as they do in the tokens of words."""
     stripped = context.rstrip()
     if not stripped:
-        return [end], encode(context + continuation)
+        return list(tokenizer.nothing), tokenizer.encode(context + continuation)
     continuation = context[len(stripped):] + continuation
-    first = encode(stripped)
-    return first, encode(stripped + continuation)[len(first):]
+    first = tokenizer.encode_from_start(stripped)
+    return first, tokenizer.encode_from_start(stripped + continuation)[len(first):]
 
 
 def accuracies(questions: Sequence[Question], likelihoods: Sequence[float]) -> dict[str, float]:

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ranvier.data import tokenizer as tokenizers
+from ranvier.data.chat import conversation_of
 from ranvier.data.chat_template import ChatTokenizer
+from ranvier.data.tables import Row
 from ranvier.errors import ConfigError
 
 
 class TextPrompts:
-    """A tokenizer.json. A prompt is a text; one without tokens is the separator of texts."""
+    """A tokenizer.json. A prompt is a text."""
 
     def __init__(self, path: Path) -> None:
         self._tokenizer = tokenizers.load(path)
         self.vocab: int = self._tokenizer.vocab
-        self.end: int | None = self._tokenizer.end
+        self.ends = self._tokenizer.ends
 
     def encode(self, prompt: Any) -> list[int]:
         """The tokens of a text. ConfigError for messages, which need a chat template."""
         if not isinstance(prompt, str):
             raise ConfigError("are messages, which need a chat template", where="prompts", value=str(prompt)[:80],
                               remedy="Add --chat.")
-        return self._tokenizer.encode(prompt) or [self._tokenizer.end]
+        return self._tokenizer.encode_from_start(prompt)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens."""
@@ -34,30 +35,19 @@ class TextPrompts:
 
 class ChatPrompts:
     """A tokenizer with a chat template, in the folder of its tokenizer.json, as transformers saves it. A prompt is a
-    message of the user, or a list of messages with `role` and `content`."""
+    message of the user, a list of messages with `role` and `content`, or an object as a row of the task chat."""
 
     def __init__(self, path: Path) -> None:
         self._tokenizer = ChatTokenizer(path.parent)
-        self._text = tokenizers.load(path)
         self.vocab: int = self._tokenizer.vocab
-        self.end: int | None = _end_of_turn(path.parent, self._text)
+        self.ends = tokenizers.load(path).ends | self._tokenizer.ends_of_turns()
 
     def encode(self, prompt: Any) -> list[int]:
         """The tokens of a conversation, up to where the assistant answers."""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return self._tokenizer.tokens(self._tokenizer.render(messages, prompt=True))
+        row = messages if isinstance(messages, dict) else {"messages": messages}
+        return self._tokenizer.prompt(conversation_of(Row("prompt", row)))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens."""
         return self._tokenizer.decode(ids)
-
-
-def _end_of_turn(folder: Path, tokenizer: tokenizers.Tokenizer) -> int:
-    """The token that ends an answer: eos_token of tokenizer_config.json, else the separator of texts."""
-    try:
-        named = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
-    except (OSError, ValueError, AttributeError):
-        return tokenizer.end
-    text = named.get("content") if isinstance(named, dict) else named
-    found = tokenizer.number_of(text) if isinstance(text, str) else None
-    return tokenizer.end if found is None else found

@@ -69,7 +69,7 @@ class SharedEngine:
         texts = [""] * len(command["prompts"])
         for active in generate(self._engine, self._ranks, command["prompts"], Sampling(**command["sampling"]),
                                max_tokens=command["max_tokens"], longest=self.longest, vocab=self._vocab,
-                               end=self.tokenizer.end, is_stopped=is_stopped):
+                               ends=self.tokenizer.ends, is_stopped=is_stopped):
             for text in active:
                 if text.reason is not None:
                     texts[text.number] = text_of(text.written)

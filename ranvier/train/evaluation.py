@@ -43,7 +43,7 @@ def sample_text(engine: Engine, ranks: Group, run: ResolvedRun, data: Prepared, 
     """The prompt, and what the model makes of it, for the task lm. Collective."""
     tokenizer = data.tokenizer
     assert isinstance(tokenizer, Tokenizer)  # of the task lm
-    prompt = tokenizer.encode(run.train.prompt) if run.train.prompt else held_out_line(data)
+    prompt = tokenizer.encode_from_start(run.train.prompt) if run.train.prompt else held_out_line(data)
     by_positions = layout_of(run.tensor) == "sequence"
     tokens = continue_tokens(engine, ranks, run.mesh, device, prompt, seed=run.seed, count=run.train.sample_tokens,
                              longest=run.model.sequence, vocab=tokenizer.vocab,

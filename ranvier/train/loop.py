@@ -261,6 +261,7 @@ class Training:
         loaded = self.resumed.loaded
         notes = [NoteEvent(step=0, event="pretrained", text=text) for text in initial_weights(
             self.engine, self.run, self.pretrained, from_step=None if loaded is None else loaded.step)]
+        notes += [NoteEvent(step=self.done, event="data", text=f"warning: {warning}") for warning in self.data.warnings]
         if self.run.train.epochs is not None:  # how many steps these are is known only now
             notes += [NoteEvent(step=self.done, event="settings", text=str(warning))
                       for warning in length_warnings(self.run.train)]

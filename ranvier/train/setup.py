@@ -112,9 +112,9 @@ def fingerprint(data: Prepared) -> str:
 def held_out_line(data: Prepared) -> list[int]:
     """The start of the first held-out line of some length, as tokens, of the task lm."""
     assert isinstance(data.tokenizer, Tokenizer) and data.first_tokens
-    text = data.tokenizer.decode(data.first_tokens)
+    text = data.tokenizer.decode([token for token in data.first_tokens if token not in data.tokenizer.start])
     line = next((line for line in text.splitlines() if len(line.split()) >= 4), text)
-    return data.tokenizer.encode(line)[:PROMPT_TOKENS] or list(data.first_tokens[:1])
+    return data.tokenizer.encode_from_start(line)[:PROMPT_TOKENS]
 
 
 def settings_text(run: ResolvedRun, engine: Engine, world: World, data: Prepared, elastic: str) -> dict[str, str]:

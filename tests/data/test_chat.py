@@ -14,9 +14,9 @@ import tokenizers
 
 from ranvier.cli import check
 from ranvier.config.run import Batch, Data, Run, Train, Transformer
-from ranvier.data import chat_template, quiz
-from ranvier.data.chat_template import ChatTokenizer
-from ranvier.data.prepare import known_padding, prepare, problems
+from ranvier.data import chat, chat_template, quiz
+from ranvier.data.chat_template import ChatTokenizer, Conversation
+from ranvier.data.prepare import cached, prepare, problems
 from ranvier.data.publish import PreparationProgress
 from ranvier.errors import DataError
 from ranvier.tensor.split.loss import IGNORED
@@ -65,8 +65,14 @@ def run_of(tmp_path, talks=(TALK,) * 12, *, sequence=160, vocab=300, **data):
                          cache_dir=tmp_path / "cache", **data))
 
 
+def encode(tokenizer, talk, **more):
+    """The tokens and targets of a conversation that gives one sample."""
+    sample, = tokenizer.encode(Conversation(messages=talk, **more))
+    return sample
+
+
 def written(tokenizer, talk):
-    ids, is_target = tokenizer.encode(talk)
+    ids, is_target = encode(tokenizer, talk)
     return tokenizer.decode(ids), [tokenizer.decode(part) for part in runs_of(np.array(ids), is_target)]
 
 
@@ -83,8 +89,8 @@ def test_the_assistants_turns_and_their_ends_are_learnt_and_nothing_else(tmp_pat
     assert text == ("<s><|system|>\nBe brief.<|end|>\n<|user|>\nHello?<|end|>\n<|assistant|>\nHi, you.<|end|>\n"
                     "<|user|>\nAnd now?<|end|>\n<|assistant|>\nB\u00fce \U0001f600.<|end|>\n")
     assert parts == ["Hi, you.<|end|>\n", "B\u00fce \U0001f600.<|end|>\n"]
-    ids, is_target = tokenizer.encode(TALK)
-    prompt = tokenizer.encode(TALK[:4])[0]
+    ids, is_target = encode(tokenizer, TALK)
+    prompt = encode(tokenizer, TALK[:4])[0]
     assert ids[:len(prompt)] == prompt and not is_target[len(prompt)]
     assert written(tokenizer, TALK[:2])[1] == []
 
@@ -94,16 +100,16 @@ def test_a_template_may_mark_what_the_assistant_writes(tmp_path):
     assert written(tokenizer, TALK)[1] == ["Hi, you.<|end|>", "B\u00fce \U0001f600.<|end|>"]
     (tmp_path / "other.jinja").write_text(MARKED)
     other = ChatTokenizer(tokenizer_in(tmp_path / "tok"), tmp_path / "other.jinja")
-    assert other.encode(TALK)[0] == tokenizer.encode(TALK)[0] and other.fingerprint == tokenizer.fingerprint
+    assert encode(other, TALK)[0] == encode(tokenizer, TALK)[0] and other.fingerprint == tokenizer.fingerprint
 
 
 def test_templates_that_cannot_be_used_are_named(tmp_path, monkeypatch):
     forgetful = ChatTokenizer(tokenizer_in(tmp_path / "tok", FORGETFUL))
     with pytest.raises(DataError, match=r"chat template: has no place for a turn.*turn 3.*{% generation %}"):
-        forgetful.encode(TALK)
+        encode(forgetful, TALK)
     broken = ChatTokenizer(tokenizer_in(tmp_path / "tok", "{{ raise_exception('no system turn') }}"))
     with pytest.raises(DataError, match=r"is refused by the chat template.*no system turn"):
-        broken.encode(TALK)
+        encode(broken, TALK)
     with pytest.raises(DataError, match=r"data.tokenizer: has no chat template"):
         ChatTokenizer(tokenizer_in(tmp_path / "tok", None))
     with pytest.raises(DataError, match=r"data.tokenizer: has no tokenizer.json"):
@@ -122,15 +128,151 @@ def test_templates_that_cannot_be_used_are_named(tmp_path, monkeypatch):
         ChatTokenizer(tokenizer_in(tmp_path / "tok"))
 
 
+# Templates that write earlier turns otherwise: without their thoughts; with an end of text behind the last turn; with a
+# prompt that begins a thought; with another end of the last turn.
+FORGETS_THOUGHTS = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}{% if message['role'] == 'assistant' %}"
+    "{% if loop.last %}{{ '(' + (message['thinking'] or '') + ')' }}{% endif %}{% endif %}"
+    "{{ message['content'] + '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}")
+ENDS_TEXTS = ("{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+              "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ '<s>' }}{% endif %}")
+BEGINS_THOUGHTS = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'].split('</think>')[-1] + "
+    "'<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|><think>' }}{% endif %}")
+OTHER_END = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}{% if message['role'] == 'assistant' %}"
+    "{{ ': ' }}{% endif %}{{ message['content'] }}{% if loop.last and message['role'] == 'assistant' %}{{ '<s>' }}"
+    "{% else %}{{ '<|end|>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}")
+TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "thinking": "hm"},
+         {"role": "user", "content": "c"}, {"role": "assistant", "content": "d", "thinking": "oh"}]
+
+
+@pytest.mark.parametrize(("template", "samples"), [
+    (FORGETS_THOUGHTS, [("<|user|>a<|end|><|assistant|>(hm)b<|end|>", ["(hm)b<|end|>"]),
+                        ("<|user|>a<|end|><|assistant|>b<|end|><|user|>c<|end|><|assistant|>(oh)d<|end|>",
+                         ["(oh)d<|end|>"])]),
+    (ENDS_TEXTS, [("<|user|>a<|end|><|assistant|>b<|end|><s>", ["b<|end|><s>"]),
+                  ("<|user|>a<|end|><|assistant|>b<|end|><|user|>c<|end|><|assistant|>d<|end|><s>", ["d<|end|><s>"])]),
+    (BEGINS_THOUGHTS, [("<|user|>a<|end|><|assistant|>b<|end|><|user|>c<|end|><|assistant|>d<|end|>",
+                        ["b<|end|>", "d<|end|>"])]),
+    (OTHER_END, [("<|user|>a<|end|><|assistant|>: b<s>", [": b<s>"]),
+                 ("<|user|>a<|end|><|assistant|>: b<|end|><|user|>c<|end|><|assistant|>: d<s>", [": d<s>"])])])
+def test_a_template_that_writes_earlier_turns_otherwise_gives_a_sample_for_each_turn(tmp_path, template, samples):
+    """Each turn is learnt behind the very prompt that it is written for."""
+    template = template.replace("message['thinking'] or ''", "message['thinking'] if 'thinking' in message else ''")
+    template += "{# thinking #}"
+    tokenizer = ChatTokenizer(tokenizer_in(tmp_path / "tok", template))
+    found = tokenizer.encode(Conversation(messages=TURNS))
+    assert [(tokenizer.decode(ids), [tokenizer.decode(part) for part in runs_of(np.array(ids), is_target)])
+            for ids, is_target in found] == samples
+    last = tokenizer.encode(Conversation(messages=TURNS, unlearnt=frozenset({1})))
+    assert [tokenizer.decode(part) for ids, is_target in last for part in runs_of(np.array(ids), is_target)] == [
+        samples[-1][1][-1]]
+
+
+@pytest.mark.parametrize(("template", "end"), [(CHATML, "<|end|>"), (MARKED, "<|end|>"), (OTHER_END, "<s>"),
+                                                ("{{ raise_exception('no') }}", None), (FORGETFUL, None)])
+def test_the_template_says_what_ends_a_turn(tmp_path, template, end):
+    tokenizer = ChatTokenizer(tokenizer_in(tmp_path / "tok", template))
+    assert tokenizer.ends_of_turns() == (set() if end is None else {tokenizer.numbers()[end]})
+
+
+def test_turns_that_are_not_learnt_are_read(tmp_path):
+    for template in (CHATML, MARKED):
+        tokenizer = ChatTokenizer(tokenizer_in(tmp_path / "tok", template))
+        ids, is_target = encode(tokenizer, TALK)
+        without, fewer = encode(tokenizer, TALK, unlearnt=frozenset({2}))
+        assert ids == without and 0 < fewer.sum() < is_target.sum() and not (fewer & ~is_target).any()
+        learnt = tokenizer.decode(np.array(ids)[fewer])
+        assert "B\u00fce" in learnt and "Hi" not in learnt
+
+
+TOOLS = ("{% if tools %}{{ '<|system|>' + tools[0]['name'] }}{% endif %}{% if loud %}{{ '!' }}{% endif %}" + CHATML)
+
+
+def test_tools_variables_and_what_is_not_learnt_come_from_the_data_set(tmp_path):
+    rows = [{"messages": [*TALK[:2], {**TALK[2], "weight": 0}, TALK[3], {**TALK[4], "weight": 1}], "tools": tools,
+             "chat_template_kwargs": {"loud": True}, "id": 7}
+            for tools in ([{"name": "add"}], '[{"name": "add"}]')]
+    (tmp_path / "talks.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tokenizer = ChatTokenizer(tokenizer_in(tmp_path / "tok", TOOLS))
+    for conversation in chat.conversations(str(tmp_path / "talks.jsonl"), "train", None):
+        (ids, is_target), = tokenizer.encode(conversation)
+        assert tokenizer.decode(ids).startswith("<|system|>add!<s>")
+        assert "Hi" not in tokenizer.decode(np.array(ids)[is_target])
+        assert tokenizer.decode(tokenizer.prompt(conversation)).endswith("<|end|>\n<|assistant|>\n")
+
+
+def row(*messages, **more):
+    return json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+                                    *messages], **more})
+
+
+@pytest.mark.parametrize(("line", "value", "remedy"), [
+    (row({"role": "user", "content": "c", "mood": "good"}), "mood", "data.chat-template"),
+    (row({"role": "gpt", "content": "c"}), "gpt", "Rename it assistant"),
+    (row({"role": "narrator", "content": "c"}), "narrator", "Use one of assistant"),
+    (row({"role": "user", "content": "c", "train": True}), "user", "only what the assistant writes"),
+    (row({"role": "assistant", "content": "c", "weight": 0.5}), 0.5, "no weights between"),
+    (row({"role": "user", "content": None}), "content", "Give a list of messages"),
+    (row({"from": "human", "value": "c"}), "human", "gpt: assistant"),
+    (row(tools=[{"name": "add"}]), "add", "data.chat-template"),
+    (row(tools="add"), "add", "JSON schemas"), (row(chat_template_kwargs=[1]), "[1]", "Give an object"),
+    (row(chat_template_kwargs={"loud": True}), "True", "data.chat-template"),
+    (row(functions=[{}]), "[{}]", "functions into `tools`"),
+    (row({"role": "user", "content": "\ud83d half"}), r"\ud83d", "U+FFFD")])
+def test_what_a_conversation_says_without_effect_is_refused_with_its_line(tmp_path, line, value, remedy):
+    run = run_of(tmp_path)
+    path = tmp_path / "talks.jsonl"
+    path.write_text("\n".join([row(), line]))
+    with pytest.raises(DataError) as refused:
+        prepare(run)
+    assert refused.value.where == f"{path} line 2"
+    assert str(value) in str(refused.value.value) and remedy in refused.value.remedy
+
+
+def pretrained_in(folder, *, vocab=300, **tokens):
+    """A folder with the config.json of a model, and the tokenizer of these tests with other tokens at some numbers."""
+    tokenizer_in(folder)
+    (folder / "config.json").write_text(json.dumps({"vocab_size": vocab}))
+    document = json.loads((folder / "tokenizer.json").read_text())
+    for one in document["added_tokens"]:
+        one["content"] = tokens.get(f"number{one['id']}", one["content"])
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    return folder
+
+
+def test_a_tokenizer_must_have_the_tokens_of_the_pretrained_model(tmp_path):
+    def refusal(folder, tokenizer=None):
+        run = run_of(tmp_path, vocab=300, **({} if tokenizer is None else {"tokenizer": str(tokenizer)}))
+        return problems(replace(run, model=replace(run.model, pretrained=str(folder))))
+
+    assert refusal(pretrained_in(tmp_path / "same")) == []
+    found, = refusal(pretrained_in(tmp_path / "other", number258="<|robot|>"))
+    assert (found.where, found.value) == ("data.tokenizer", str(tmp_path / "tok"))
+    assert "'<|user|>'" in found.what or "'<|system|>'" in found.what
+    assert "258" in found.what and "<|robot|>" in found.what
+    found, = refusal(pretrained_in(tmp_path / "small", vocab=260))
+    assert found.where == "data.tokenizer" and "261" in found.what and "260" in found.what
+    fewer = pretrained_in(tmp_path / "fewer")
+    document = json.loads((fewer / "tokenizer.json").read_text())
+    document["added_tokens"].pop()
+    (fewer / "tokenizer.json").write_text(json.dumps(document))
+    assert refusal(fewer) == [], "a new token at a free number"
+    (fewer / "tokenizer.json").write_text("{}")
+    found, = refusal(fewer)
+    assert found.where == str(fewer / "tokenizer.json")
+
+
 # ---------------------------------------------------------------------- the task
 
 def test_inputs_targets_and_lengths_of_conversations(tmp_path):
     run = run_of(tmp_path, [TALK] * 20 + [TALK[:3]] * 20)
     data, tokenizer = prepare(run), ChatTokenizer(tmp_path / "tok")
-    by_length = {len(tokenizer.encode(talk)[0]) - 1: talk for talk in (TALK, TALK[:3])}
+    by_length = {len(encode(tokenizer, talk)[0]) - 1: talk for talk in (TALK, TALK[:3])}
     assert set(data.train.sample_lengths) == set(by_length)
     for number, length in enumerate(data.train.sample_lengths[:5]):
-        ids, is_target = tokenizer.encode(by_length[length])
+        ids, is_target = encode(tokenizer, by_length[length])
         inputs = data.train.inputs(np.array([number]), None, int(length))
         assert inputs[0].tolist() == ids[:-1]
         targets = data.train.targets(np.array([number]), int(length))[0]
@@ -149,11 +291,22 @@ def test_several_processes_write_the_same_files(tmp_path):
 
 
 def test_long_and_silent_conversations(tmp_path):
-    lines = []
-    data = prepare(run_of(tmp_path, [TALK] * 6 + [TALK[:2]] * 6, sequence=60), lines.append)
-    assert max(data.train.sample_lengths) <= 60
-    assert any("cut" in line and "conversations" in line for line in lines)
-    assert any("in which the assistant says nothing" in line for line in lines)
+    run = run_of(tmp_path, [TALK] * 6 + [TALK[:2]] * 6 + [TALK[:1] * 9 + TALK] * 3, sequence=60)
+    assert not check.check(run).warnings
+    for _ in range(2):  # written, and read again
+        data = prepare(run)
+        assert max(data.train.sample_lengths) <= 60
+        assert re.search("; 3 of 15 left out, whose .* 60 tokens; 6 of 15 left out, .*nothing; 6 of 15 cut", data.about)
+        warning, = data.warnings
+        assert warning.where == f"data.train {run.data.train}" and warning.value == 9
+        assert "60.0%" in warning.what and re.search(r"model\.sequence: .* (\d+)\.", warning.remedy)
+    assert [str(one) for one in check.check(run).warnings] == [str(warning)]
+    stream = io.StringIO()
+    run_ranks(lambda world: train(replace(run, run_dir=tmp_path / "run"), "chat", world, stream=stream), 1)
+    assert "warning: data.train" in " ".join(stream.getvalue().split())
+    longest = int(re.search(r"(\d+)\.$", warning.remedy)[1])
+    roomy = prepare(replace(run, model=replace(run.model, sequence=longest)))
+    assert "beyond" not in roomy.about and "cut" not in roomy.about and max(roomy.train.sample_lengths) == longest
     with pytest.raises(DataError, match="has no conversation in which the assistant says something"):
         prepare(run_of(tmp_path, [TALK[:2]] * 6))
     with pytest.raises(DataError, match="has too few conversations to train on some"):
@@ -197,11 +350,11 @@ def test_settings_that_cannot_be(tmp_path):
 def test_a_run_on_conversations_trains_and_check_tells_the_padding(tmp_path, packing):
     run = run_of(tmp_path, [TALK, TALK[:3]] * 20, packing=packing)
     run = replace(run, run_dir=tmp_path / "run", checkpoint=replace(run.checkpoint, every=0))
-    assert known_padding(run) == ""
+    assert cached(run) is None
     out = io.StringIO()
     summary = run_ranks(lambda world: train(run, "chat", world, stream=out), 1)[0]
     assert summary["final_loss"] == summary["final_loss"]
-    told = known_padding(run)
+    told = cached(run).padding
     assert told.count("%") == 3 and told in " ".join(out.getvalue().split())
     assert check.check(run).padding == told
 

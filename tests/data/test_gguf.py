@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.data import tokenizer as own_tokenizers
-from ranvier.data.chat_template import ChatTokenizer
+from ranvier.data.chat_template import ChatTokenizer, Conversation
 from ranvier.data.offline import gguf_file
 from ranvier.data.offline.gguf_file import write_folder
 from ranvier.data.offline.pretrained_models import folder_of
@@ -130,7 +130,8 @@ def test_byte_level_tokens_are_the_models_own(tmp_path):
     there.encode_special_tokens = True
     assert [own.encode(text) for text in TEXTS] == [there.encode(text, add_special_tokens=False).ids for text in TEXTS]
     chat = ChatTokenizer(folder)
-    assert chat.render([{"role": "user", "content": "Hi"}], prompt=True) == "<|begin_of_text|>HiA:"
+    conversation = Conversation(messages=[{"role": "user", "content": "Hi"}])
+    assert chat.render(conversation, prompt=True) == "<|begin_of_text|>HiA:"
 
 
 @pytest.mark.parametrize(("pre", "words"), [

@@ -11,6 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ranvier.config import rules
+from ranvier.config.resolve import resolve
 from ranvier.config.run import Batch, Data, Run, Transformer
 from ranvier.data.padding import padding_shares, padding_text
 from ranvier.data.prepare import prepare
@@ -153,3 +155,15 @@ def test_shares_of_padding():
     alone = replace(run, data=Data())
     assert padding_text(lengths, alone, can_pack=False) == (
         "0.0% padded to the longest of a microbatch (50.0% padded to 8 tokens)")
+
+
+@pytest.mark.parametrize(("sequence", "data", "where"), [
+    (64, {"packing": True}, "data.packing"), (64, {"task": "chat", "train": "quiz"}, "data.padding"),
+    (64, {"task": "chat", "train": "quiz", "padding": "maximum"}, None), (64, {}, None), (32, {"packing": True}, None)])
+def test_dynamic_rotary_scaling_needs_samples_of_their_own_length(sequence, data, where):
+    """Its base depends on the length of the sequence above `rope_positions`."""
+    run = Run(model=Transformer(family="llama", vocab=300, sequence=sequence, num_layers=2, hidden=16, heads=2,
+                                rope_scaling="dynamic", rope_factor=2.0, rope_positions=32), data=Data(**data))
+    found = [problem for problem in rules.problems(resolve(run), num_blocks=None) if "dynamic" in problem.what]
+    assert [problem.where for problem in found] == ([] if where is None else [where])
+    assert all("--model.sequence 32" in problem.remedy for problem in found)

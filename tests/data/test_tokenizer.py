@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import random
 import zipfile
 
 import pytest
@@ -11,8 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranvier.data import tokenizer as module
+from ranvier.data import wordpiece
 from ranvier.data.offline import fetch as fetching
-from ranvier.data.tokenizer import END_OF_TEXT, GPT2_VOCAB, Tokenizer, gpt2, load, pieces, train
+from ranvier.data.tokenizer import (
+    END_OF_TEXT,
+    GPT2_VOCAB,
+    LONGEST_WORD,
+    Tokenizer,
+    cut_long_words,
+    gpt2,
+    load,
+    pieces,
+    train,
+)
 from ranvier.errors import DataError
 
 TEXT = "".join(f"def forward_{number}(self, x):\n    return self.norm(x) + {number}\n\n\n" for number in range(200))
@@ -158,3 +171,33 @@ def test_gpt2s_tokenizer_from_files_put_there_by_hand(small, tmp_path, names):
     (tmp_path / "gpt2" / names[0]).write_text(gpt2_files(small, 1000)[0])
     with pytest.raises(DataError, match="1000 tokens instead of 50257"):
         gpt2(tmp_path, quiet)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", "7", ".", "_", " ", "\u00e9", "ab1"]), st.integers(1, 900)),
+                max_size=6))
+def test_words_are_cut_for_training_and_nothing_is_lost(runs):
+    text = "".join(character * count for character, count in runs)
+    parts = cut_long_words(text)
+    assert "".join(parts) == text
+    for part in parts:
+        for kind in (str.isalpha, str.isdigit, str.isspace, lambda one: not (one.isalnum() or one.isspace())):
+            longest = max((len(list(group)) for is_one, group in itertools.groupby(part, kind) if is_one), default=0)
+            assert longest <= LONGEST_WORD
+
+
+def test_one_word_of_a_whole_file_is_trained_on_and_told():
+    """DNA: without cuts the trainer takes the square of the length."""
+    dna = "".join(random.Random(0).choices("ACGT", k=400_000))
+    lines = []
+    tokenizer = train([dna, "a few words " * 50], 400, lines.append)
+    assert "1,999 places" in lines[0] and len(lines) == 1
+    assert tokenizer.decode(tokenizer.encode(dna[:999])) == dna[:999] and len(tokenizer.encode(dna[:999])) < 999
+    assert tokenizer.vocab == 400
+    train(["a few words " * 50], 300, lines.append)
+    assert len(lines) == 1
+
+
+def test_words_that_wordpiece_never_splits_are_left_out_of_its_training():
+    words = wordpiece.train(["good day " * 20, "x" * 300_000 + " y" * 5], 40)
+    assert words.encode(["x" * 101]) == [[words.numbers()["[UNK]"]]] and not any(
+        "xx" in token for token in words.numbers())

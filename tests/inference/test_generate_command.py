@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 import types
@@ -10,7 +11,7 @@ import pytest
 
 from ranvier.cli.generate import _complete
 from ranvier.cli.main import run_command
-from ranvier.data.tokenizer import train
+from ranvier.data.tokenizer import load, train
 from ranvier.inference.generate import Text
 
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from the brown bear "
@@ -40,14 +41,20 @@ def written(capsys, *args):
 
 def theirs(folder, prompt):
     """What transformers writes, greedily."""
+    import transformers
+
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
+    return tokenizer.decode(their_tokens(folder, prompt), skip_special_tokens=True)
+
+
+def their_tokens(folder, prompt):
     import torch
     import transformers
 
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
     model = transformers.LlamaForCausalLM.from_pretrained(folder)
     ids = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"]])
-    found = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, ids.shape[1]:]
-    return tokenizer.decode(found, skip_special_tokens=True)
+    return model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, ids.shape[1]:].tolist()
 
 
 def test_the_text_is_that_of_transformers(folder, capsys, tmp_path):
@@ -64,6 +71,25 @@ def test_a_users_message_in_the_chat_template(folder, capsys, tmp_path):
     expected = theirs(folder, "user: the dog\nassistant: ")
     assert [one["answer"] for one in written(capsys, folder, "--chat", "--prompt", "the dog", "--prompts", messages)
             ] == [expected, expected]
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize("chat", [False, True])
+def test_an_answer_ends_at_each_end_that_the_model_names(folder, capsys, tmp_path, file, chat):
+    """As in transformers, whose models of chats name other ends than their tokenizer."""
+    prompt = "user: the dog\nassistant: " if chat else "the dog"
+    flags = ["--chat", "--prompt", "the dog"] if chat else ["--prompt", prompt]
+    there = tmp_path / "model"
+    shutil.copytree(folder, there)
+    (there / "generation_config.json").unlink()
+    tokenizer, tokens = load(there / "tokenizer.json"), their_tokens(there, prompt)
+    end = tokens[len(tokens) // 2]
+    document = json.loads((there / file).read_text()) if (there / file).exists() else {}
+    (there / file).write_text(json.dumps(document | {"eos_token_id": [tokenizer.end, end]}))
+    found, = written(capsys, there, *flags)
+    expected = tokens[:tokens.index(end)]
+    assert (found["reason"], found["answer"]) == ("end", tokenizer.decode(expected))
+    assert their_tokens(there, prompt) == [*expected, end]
 
 
 def test_ranks_write_what_one_rank_writes_and_stream_it(folder):

@@ -46,7 +46,7 @@ def theirs(folder):
 
     model = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float64).eval()
     tokenizer = tokenizers.load(folder / "tokenizer.json")
-    requests = requests_of(read_questions(folder / "questions.jsonl"), tokenizer.encode, tokenizer.end)
+    requests = requests_of(read_questions(folder / "questions.jsonl"), tokenizer)
     found = []
     for context, continuation in requests:
         ids = torch.tensor([[*context, *continuation][-49:]])
@@ -84,17 +84,16 @@ def test_accuracies_by_log_likelihood_characters_and_bytes():
 
 
 def test_blanks_belong_to_the_continuation():
-    def encode(text):
-        return [ord(character) for character in text]
-
-    assert encode_pair(encode, "ab ", " c", 0) == (encode("ab"), encode("  c"))
-    assert encode_pair(encode, "", " c", 0) == ([0], encode(" c"))
+    tokenizer = tokenizers.train([], 257)
+    encode = tokenizer.encode
+    assert encode_pair(tokenizer, "ab ", " c") == (encode("ab"), encode("  c"))
+    assert encode_pair(tokenizer, "", " c") == ([tokenizer.end], encode(" c"))
 
 
 def test_windows_are_disjoint_and_full():
     """As lm_eval.utils.get_rolling_token_windows gives them with a context of 1."""
-    found = list(windows(list(range(10)), 99, 4))
-    assert found == [([99], [0, 1, 2, 3]), ([3], [4, 5, 6, 7]), ([5, 6, 7], [8, 9])] and list(windows([], 9, 4)) == []
+    found = list(windows(list(range(10)), [99], 4))
+    assert found == [([99], [0, 1, 2, 3]), ([3], [4, 5, 6, 7]), ([5, 6, 7], [8, 9])] and list(windows([], [9], 4)) == []
     utils = pytest.importorskip("lm_eval.utils")
     assert found == [utils.make_disjoint_window(pair) for pair in utils.get_rolling_token_windows(
         list(range(10)), prefix_token=99, max_seq_len=4, context_len=1)]

@@ -92,7 +92,7 @@ def test_draws_are_the_same_on_every_mesh(model):
 def test_texts_end(model):
     """At the end token, at a stop word, or where the model sees no further; the others continue."""
     model, expected = model
-    first, *_ = texts(model, Mesh(pipe=2), end=expected[0][3])
+    first, *_ = texts(model, Mesh(pipe=2), ends={expected[0][3], 99})
     assert first == (expected[0][:expected[0].index(expected[0][3])], "end")
     stopped = texts(model, Mesh(data=2), is_stopped=lambda written: len(written) == 2)
     assert stopped == [(written[:2], "stop") for written in expected]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from dataclasses import replace
 
@@ -225,6 +226,37 @@ def test_refused_folders(peer, tmp_path, change, text):
     with pytest.raises(RanvierError) as refused:
         AdapterFolder(folder).places(Pretrained(there.base).config, "tokens")
     assert text in str(refused.value) and str(folder) in refused.value.where
+
+
+def test_every_key_of_peft_is_read_neutral_or_refused(peer, tmp_path):
+    """PEFT's own fields, each with a value that no field has by default; and keys that PEFT does not have."""
+    there = peer("GPT2LMHeadModel", False)
+    folder = edited(there, tmp_path, {})
+    document = json.loads((folder / hf_peft.CONFIG).read_text())
+    fields = {field.name for field in dataclasses.fields(peft.LoraConfig)}
+    assert fields == {*hf_peft.READ, *hf_peft.NEUTRAL}, "decide what a new field of PEFT changes"
+    refused = set()
+    for name in (*fields - set(hf_peft.READ), "not_of_peft"):
+        (folder / hf_peft.CONFIG).write_text(json.dumps(document | {name: "another value"}))
+        try:
+            AdapterFolder(folder)
+        except RanvierError as error:
+            assert error.what == f"has {name} that is not supported" and error.value == "another value"
+            refused.add(name)
+    assert refused == {"not_of_peft", *(name for name, values in hf_peft.NEUTRAL.items() if values is not None)}
+    (folder / hf_peft.CONFIG).write_text(json.dumps(document | {"not_of_peft": None, "init_lora_weights": "gaussian"}))
+    AdapterFolder(folder)
+
+
+@pytest.mark.parametrize("method", ["pissa", "pissa_niter_4", "olora"])
+def test_adapters_of_changed_base_weights_are_refused(tmp_path, method):
+    """PEFT has changed the base weights when it made them, so that they are wrong on those of the model."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    changed = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=method))
+    changed.save_pretrained(tmp_path)
+    with pytest.raises(RanvierError) as refused:
+        AdapterFolder(tmp_path)
+    assert (refused.value.what, refused.value.value) == ("has init_lora_weights that is not supported", method)
 
 
 @pytest.mark.parametrize(("name", "content", "text"), [

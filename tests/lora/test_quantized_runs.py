@@ -10,6 +10,7 @@ import torch
 from ranvier.checkpoint.hf.export_model import export
 from ranvier.checkpoint.hf.from_pretrained import settled
 from ranvier.config.run import Checkpoint, Lora, Train, Transformer
+from ranvier.data import tokenizer as tokenizers
 from ranvier.mesh import Mesh
 from ranvier.tensor.quantized_weight import BLOCK, QuantizedWeight
 from tests.covering import quick
@@ -48,6 +49,9 @@ def test_from_a_folder_and_out_again(text, tmp_path, weight_format):  # noqa: F8
     model.save_pretrained(tmp_path / "base")
     train = Train(steps=3, learning_rate=1e-30, eval_sequences=4, sample_tokens=0)
     on_base = Transformer(family="llama", pretrained=str(tmp_path / "base"), sequence=12)
+    for name in ("base", "quantized"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        tokenizers.train(["the quick brown fox"], 300).save(tmp_path / name / "tokenizer.json")
     run = settled(run_of(text, tmp_path / "run", mesh=Mesh(pipe=2), precision="fp32", model=on_base, train=train,
                          lora=replace(LORA, base_format=weight_format)))
     run_all(run)

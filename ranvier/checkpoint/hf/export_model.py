@@ -68,8 +68,8 @@ def export(run: Path, out: Path, *, dtype: str | None = None, shard_bytes: int =
         slots = source.slots()
         with new_folder(out, sum(slot.size_bytes for slot in slots)) as folder:
             found = tokenizer or (tokenizer_of(run, source) if source.config.family != "vit" else None)
-            end = None if found is None else export_tokenizer(folder, found, source.config)
-            ends: dict[str, object] = {"bos_token_id": end, "eos_token_id": end} if source.head == "tokens" else {}
+            named = {} if found is None else export_tokenizer(folder, found, source.config)
+            ends = {"bos_token_id": None, "eos_token_id": None, **named} if source.head == "tokens" else {}
             if source.config.family == "llama" and found is not None:
                 ends |= export_files_beside(folder, found)
             _write_config(folder, source, ends)

@@ -200,8 +200,14 @@ def _window(kind: _Kind, document: Mapping[str, object]) -> dict[str, object]:
 
 
 _ROPE_TYPES = {"default": "none", "linear": "linear", "dynamic": "dynamic", "llama3": "llama3", "yarn": "yarn"}
-_ROPE_KEYS = frozenset({"rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings",
-                        "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"})
+_ROPE_READ = {
+    "default": (), "linear": ("factor",), "dynamic": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor")}
+"""Kind of rotary scaling -> its keys that are read, beside rope_type and rope_theta."""
+_ROPE_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "partial_rotary_factor": (1.0,), "truncate": (True,), "attention_factor": (1.0,), "factor": (1.0,)}
+"""Further keys -> values beside null that leave what is computed as it is."""
 
 
 def _rope(document: Mapping[str, object]) -> dict[str, object]:
@@ -213,13 +219,16 @@ def _rope(document: Mapping[str, object]) -> dict[str, object]:
     named = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(named, str) or named not in _ROPE_TYPES or any(isinstance(one, dict) for one in rope.values()):
         raise _wrong("rope_type", named, f"must be {', '.join(_ROPE_TYPES)}, the same in all layers")
+    for key, value in rope.items():
+        known = key in ("rope_type", "type", "rope_theta", *_ROPE_READ[named])
+        if not known and value is not None and value not in _ROPE_NEUTRAL.get(key, ()):
+            raise _wrong(key, value, f"of the rotary scaling {named} changes what is computed, and is not supported")
     scaling = found["rope_scaling"] = _ROPE_TYPES[named]
     if scaling == "none":
         return found
-    for key, value in rope.items():
-        if key not in _ROPE_KEYS and value not in (None, 1.0, True):
-            raise _wrong(key, value, f"of the rotary scaling {named} changes what is computed, and is not supported")
-    found["rope_factor"] = rope.get("factor", 1.0)
+    if rope.get("factor") is None:
+        raise _wrong("factor", None, f"of the rotary scaling {named} is missing")
+    found["rope_factor"] = rope["factor"]
     if scaling != "linear":
         outer = document.get("original_max_position_embeddings", document.get("max_position_embeddings"))
         found["rope_positions"] = (outer if scaling == "dynamic" else None) or rope.get(

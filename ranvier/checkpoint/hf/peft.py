@@ -40,12 +40,23 @@ _PREFIX = "base_model.model."
 _KINDS = {"lora_A.weight": "A", "lora_B.weight": "B", "lora_magnitude_vector": "magnitude_change",
           "lora_magnitude_vector.weight": "magnitude_change"}
 _TASKS = {"tokens": "CAUSAL_LM", "classes": "SEQ_CLS", "span": "QUESTION_ANS"}
-_MUST_BE: Mapping[str, tuple[object, ...]] = {
-    "peft_type": ("LORA",), "bias": ("none", None), "rank_pattern": ({}, None), "alpha_pattern": ({}, None),
-    "layer_replication": (None,), "trainable_token_indices": (None,), "target_parameters": (None, []),
-    "use_qalora": (False, None), "lora_bias": (False, None), "megatron_config": (None,),
-    "alora_invocation_tokens": (None,)}
-"""Keys of adapter_config.json that change what is computed -> values that we compute."""
+_ANY = None
+READ = ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")
+"""Keys of adapter_config.json that are read."""
+NEUTRAL: Mapping[str, tuple[object, ...] | None] = {
+    **dict.fromkeys(("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+                     "inference_mode", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
+                     "modules_to_save", "fan_in_fan_out", "megatron_core", "qalora_group_size", "runtime_config",
+                     "eva_config"), _ANY),
+    "peft_type": ("LORA",), "bias": ("none",), "rank_pattern": ({},), "alpha_pattern": ({},),
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"), "loftq_config": ({},),
+    "corda_config": (), "lora_ga_config": (), "layer_replication": (), "trainable_token_indices": (),
+    "target_parameters": ([],), "use_qalora": (False,), "lora_bias": (False,), "megatron_config": (),
+    "alora_invocation_tokens": (), "velora_config": (), "monteclora_config": (), "use_bdlora": (False,),
+    "arrow_config": (), "kasa_config": (), "ensure_weight_tying": (False,)}
+"""Further keys -> values beside null that leave what is computed as it is; _ANY where all do, since the names and
+shapes of the tensors say the same. Of the initial values pissa, olora, corda and others, which change the base weights,
+an adapter is right on these weights only."""
 Read = Callable[[str], Tensor]
 """Our parameter's name -> its value."""
 
@@ -224,9 +235,11 @@ class AdapterFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         document = self._document()
-        for key, allowed in _MUST_BE.items():
-            if document.get(key) not in allowed and key in document:
-                raise self._wrong(f"has {key} that is not supported", document[key])
+        for key, value in document.items():
+            allowed = NEUTRAL.get(key, ())
+            if value is not None and key not in READ and allowed is not _ANY and not any(
+                    type(value) is type(one) and value == one for one in allowed):
+                raise self._wrong(f"has {key} that is not supported", value)
         rank, alpha, dropout = (document.get(key, default) for key, default in (
             ("r", 8), ("lora_alpha", 8), ("lora_dropout", 0.0)))
         if not _is_number(rank) or int(rank) != rank or rank < 1 or not _is_number(alpha) or alpha <= 0:

@@ -101,19 +101,20 @@ def export_files_beside(folder: Path, tokenizer: Path) -> dict[str, object]:
                         remedy="Take it from where the model comes from, or delete it.") from error
 
 
-def export_tokenizer(folder: Path, path: Path, config: Transformer) -> int | None:
-    """Copy the tokenizer.json at `path` to `folder`, with a tokenizer_config.json. Returns the number of the token that
-    separates the texts of a GPT. DataError if it is not a tokenizer, or not one for this model."""
-    end = None
+def export_tokenizer(folder: Path, path: Path, config: Transformer) -> dict[str, object]:
+    """Copy the tokenizer.json at `path` to `folder`, with a tokenizer_config.json. Returns the ends of the texts of a
+    GPT, for config.json. DataError if it is not a tokenizer, or not one for this model."""
+    ends: dict[str, object] = {}
     if config.family == "bert":
         vocab = _vocab_of(path)
         special: dict[str, object] = {f"{name}_token": f"[{name.upper()}]" for name in (
             "cls", "sep", "pad", "unk", "mask")}
     else:
         tokenizer = tokenizers.load(path)
-        vocab, end = tokenizer.vocab, tokenizer.end
+        vocab = tokenizer.vocab
+        ends = {"bos_token_id": tokenizer.nothing[-1], "eos_token_id": tokenizer.end}
         special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), tokenizer.end_text) | {
-            "clean_up_tokenization_spaces": False}
+            "bos_token": tokenizer.token(tokenizer.nothing[-1]), "clean_up_tokenization_spaces": False}
     if vocab > config.vocab:
         raise DataError(f"has more tokens than the model, whose vocabulary is {config.vocab}", where=str(path),
                         value=vocab, remedy="Name the run's own with --tokenizer.")
@@ -121,7 +122,7 @@ def export_tokenizer(folder: Path, path: Path, config: Transformer) -> int | Non
     settings = {"tokenizer_class": "PreTrainedTokenizerFast",
                 "model_max_length": config.max_positions or config.sequence, **special}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    return end
+    return ends
 
 
 def tokenizer_beside(run: Path, checkpoint: Path, imported: Path | None = None, fingerprint: object = None

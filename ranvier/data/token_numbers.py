@@ -1,0 +1,83 @@
+"""The check of every task that a tokenizer's numbers stand for the model's tokens.
+
+A model that training starts from gives each number the meaning of its own tokenizer. Another tokenizer may have further
+tokens, at numbers that are free there; a number that stands for another token is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import tokenizers
+
+from ranvier.config.run import Run
+from ranvier.errors import DataError
+
+TOKENIZER = "tokenizer.json"
+
+
+def problem_of(numbers: Mapping[str, int], run: Run, folder: Path | None, own: Mapping[str, int] | None
+               ) -> DataError | None:
+    """What makes a tokenizer unfit for the run's model.
+
+    numbers: token -> number. folder: of `model.pretrained`, in Hugging Face's format; None without one. own: token ->
+    number of the tokenizer in this folder, where it has one.
+    """
+    needed, vocab = max(numbers.values()) + 1, _vocab_of(folder, run.model.vocab)
+    if needed > vocab and folder is None:
+        return DataError(f"is smaller than the tokenizer's vocabulary of {needed}", where="model.vocab", value=vocab,
+                         remedy=f"Set --model.vocab {needed} or more.")
+    if needed > vocab:
+        return DataError(f"has {needed} tokens, and model.pretrained {run.model.pretrained} has only {vocab}",
+                         where="data.tokenizer", value=run.data.tokenizer,
+                         remedy="Put the tokenizer that belongs to the model into its folder, or name it.")
+    if own is None:
+        return None
+    tokens = {number: token for token, number in own.items()}
+    other = min((token for token, number in numbers.items()
+                 if own.get(token, number) != number or tokens.get(number, token) != token),
+                key=numbers.__getitem__, default=None)
+    if other is None:
+        return None
+    return DataError(f"is not the tokenizer of model.pretrained {run.model.pretrained}: {other!r} is token "
+                     f"{numbers[other]} here, which there is {tokens.get(numbers[other])!r}", where="data.tokenizer",
+                     value=run.data.tokenizer, remedy="Leave it out: the model's own is taken.")
+
+
+def check(numbers: Mapping[str, int], run: Run, folder: Path | None, own: Mapping[str, int] | None) -> None:
+    """Raise the `problem_of` a tokenizer, if it has one."""
+    problem = problem_of(numbers, run, folder, own)
+    if problem is not None:
+        raise problem
+
+
+def local_folder(run: Run) -> Path | None:
+    """The folder of `model.pretrained` where it is one on this machine."""
+    path = None if run.model.pretrained is None else Path(run.model.pretrained).expanduser()
+    return path if path is not None and path.is_dir() else None
+
+
+def numbers_in(folder: Path) -> dict[str, int] | None:
+    """Token -> number of the tokenizer.json in a folder; None without one. DataError where it is damaged."""
+    path = folder / TOKENIZER
+    if not path.is_file():
+        return None
+    try:
+        found: dict[str, int] = tokenizers.Tokenizer.from_file(str(path)).get_vocab()
+    except Exception as error:  # the library raises nothing more precise
+        raise DataError("is not a tokenizer", where=str(path), value=str(error).partition("\n")[0],
+                        remedy="Take it from where the model comes from.") from error
+    return found
+
+
+def _vocab_of(folder: Path | None, default: int) -> int:
+    """The vocabulary of the model in this folder; how it is read otherwise is not the tokenizer's matter."""
+    if folder is None:
+        return default
+    try:
+        vocab = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return default
+    return vocab if type(vocab) is int else default
