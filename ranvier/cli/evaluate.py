@@ -101,12 +101,8 @@ def _named(given: Sequence[str]) -> dict[str, str]:
 def _run(trained: Trained, flags: Mapping[str, str]) -> ResolvedRun:
     """The run of the evaluation. ConfigProblems for settings that cannot be."""
     from ranvier.config.resolve import resolve
-    from ranvier.inference.trained import named_code_problems
     from ranvier.planner.problems import problems
 
-    problems_of_code = named_code_problems(trained, flags)
-    if problems_of_code:
-        raise ConfigProblems(problems_of_code)
     merged = read.merge([trained.layer(), read.Layer(origin="flag", values=flags, is_text=True)])
     if merged.problems:
         raise ConfigProblems(merged.problems)

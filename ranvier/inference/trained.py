@@ -21,12 +21,11 @@ from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.checkpoint.hf.tokenizer_files import tokenizer_beside
 from ranvier.checkpoint.saved import Saved
 from ranvier.config import read
-from ranvier.config.named_object import is_object_name
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
 from ranvier.data.named_model import local_path
 from ranvier.data.task import Prepared
-from ranvier.errors import CheckpointError, ConfigError, DataError
+from ranvier.errors import CheckpointError, DataError
 from ranvier.inference.weights import no_averages
 from ranvier.models import families
 from ranvier.optim.average import EMA
@@ -57,7 +56,7 @@ class Trained:
     frozen: int = 0
 
     def layer(self) -> read.Layer:
-        """The settings as a layer below flags."""
+        """The settings as a layer below flags, which may not name Python objects."""
         return read.Layer(origin=str(self.origin), values=self.settings, is_users=False)
 
     def sized(self, run: Run) -> Run:
@@ -152,21 +151,6 @@ def _fill(engine: Engine, saved: Saved, averages: Collection[str]) -> None:
                 kind = EMA if piece.name in averages else "master" if piece.name in kinds.get("master", {}) else kind
             if piece.name in kinds.get(kind, {}):
                 source.read_into(kind, piece.name, piece.box, piece.tensor)
-
-
-def named_code_problems(trained: Trained, chosen: Mapping[str, object]) -> list[ConfigError]:
-    """Settings of a checkpoint that name objects of a user's, and which the user has not named here: importing them
-    runs their code."""
-    found = []
-    for name, value in trained.settings.items():
-        if name not in ("model.family", "data.task", "data.corpus", "data.mixture", "data.eval", "data.eval_sets"):
-            continue
-        parts = [word for part in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(part, str)
-                 for word in part.split("=")]
-        if name not in chosen and any(map(is_object_name, parts)):
-            found.append(ConfigError("is code that the checkpoint names", where=read.flag(name), value=value,
-                                     remedy=f"Name it yourself if you trust it: --{read.flag(name)}."))
-    return found
 
 
 def build_engine(run: ResolvedRun, trained: Trained, world: World) -> Engine:

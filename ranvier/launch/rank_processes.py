@@ -8,7 +8,6 @@ Public as `ranvier.testing.ranks.run_processes`; `ranvier doctor --measure` uses
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import signal
@@ -29,6 +28,7 @@ from ranvier.comm.mixed_backend import MixedBackend
 from ranvier.comm.mpi_backend import MPIBackend
 from ranvier.comm.protocol import Backend
 from ranvier.comm.torch_backend import TorchBackend
+from ranvier.config.named_object import import_named
 from ranvier.launch.mpiexec import mpiexec_command
 from ranvier.world import World
 
@@ -151,7 +151,7 @@ def run_one_rank(where: str) -> None:
                   local_size=job["size"])
     try:
         module, _, function = job["target"].partition(":")
-        result = getattr(importlib.import_module(module), function)(world, *job["args"])
+        result = import_named(module, function)(world, *job["args"])
         backend.close()
         partial = folder / f"{backend.rank}.partial"
         partial.write_text(json.dumps({"result": result}))

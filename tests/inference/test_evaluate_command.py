@@ -225,4 +225,4 @@ def test_code_that_a_checkpoint_names_is_not_imported(runs, capsys, monkeypatch)
     saved.manifest.about["run"]["model"]["family"] = "evil:Family"
     monkeypatch.setattr("ranvier.inference.trained.newest_whole", lambda path, tell: saved)
     assert run_command(["evaluate", str(runs / "lm")]) == 2
-    assert "model.family: is code that the checkpoint names" in capsys.readouterr().err
+    assert "model.family: names code" in capsys.readouterr().err
