@@ -60,3 +60,30 @@ def test_code_that_a_text_names_is_imported_in_one_place():
 
 def test_the_current_folder_is_put_first_nowhere():
     assert not found_in({"sys.path.insert", "path.insert"})
+
+
+STARTS_PROCESSES = {
+    "system/child.py": "the door",
+    "system/parent_death.py": "becomes the command that the door starts",
+    "launch/mpi_start_watch.py": "forks a watcher that runs no program",
+    "data/parallel.py": "a pool whose processes start inside `safe_spawning`",
+}
+STARTERS = ("subprocess.run", "subprocess.Popen", "subprocess.call", "subprocess.check_call", "subprocess.check_output",
+            "subprocess.getoutput", "Popen", "os.system", "os.popen", "os.fork", "os.forkpty", "pty.fork",
+            "ProcessPoolExecutor", "os.posix_spawn", "os.posix_spawnp", "asyncio.create_subprocess_exec",
+            "asyncio.create_subprocess_shell")
+
+
+def starts(name):
+    return name in STARTERS or name.startswith(("os.exec", "os.spawn", "multiprocessing."))
+
+
+def test_child_processes_are_started_in_one_place():
+    found = {str(path.relative_to(ROOT)) for path in sources() for name, _ in calls(path) if starts(name)}
+    assert found == set(STARTS_PROCESSES)
+
+
+def test_only_the_door_builds_the_command_line_of_an_interpreter():
+    # ranks of a user's own program run as the program does; mpiexec lies beside the interpreter
+    allowed = {"system/child.py", "launch/start.py", "launch/mpiexec.py"}
+    assert {str(path.relative_to(ROOT)) for path in sources() if "sys.executable" in path.read_text()} == allowed

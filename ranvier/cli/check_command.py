@@ -31,8 +31,7 @@ def check(recipe: str | None, allow_code: bool, split: str | None, ranks: int | 
           ranks_per_node: int | None, every_value: bool, as_json: bool, **flags: str | None) -> int:
     """List every problem of RECIPE at once, for any number of ranks, with its stages, memory and settings.
 
-    No rank is started, and no weights are allocated. Modules of your own that the settings name are imported, and
-    named before.
+    No rank is started, and no weights are allocated.
     """
     if split is not None:
         # Imported here because tests of models are a tool above the command, not part of it.

@@ -42,7 +42,7 @@ quiet_option = click.option("--quiet", is_flag=True, help="Print warnings and er
 """Option --quiet of commands that write files: scripts read the exit code, or the document of --json."""
 allow_code_option = click.option(
     "--allow-code", is_flag=True,
-    help="Allow a TOML recipe to name Python objects (module:name), whose modules are then imported and run.")
+    help="Import the modules that a file names.")
 """Option --allow-code of commands that read recipes."""
 NUMBER_FORMATS = click.Choice(["fp32", "bf16", "fp16", "fp64"])
 """Type of options for the number format of files."""

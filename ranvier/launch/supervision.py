@@ -6,7 +6,7 @@
     a rank is stopped (SIGSTOP)              likewise, after some seconds
     Ctrl-C, SIGTERM, SIGHUP here             the same signal to all ranks, SIGKILL after a grace period
     SIGTERM, SIGUSR1 if ranks save           the same signal to all ranks, which exit themselves; a second one kills
-    this process is killed outright          the kernel ends the ranks (ranvier.launch.parent_death)
+    this process is killed outright          the kernel ends the ranks (ranvier.system.parent_death)
 
 Each child has a process group of its own, so that Ctrl-C in a terminal reaches only this process, which forwards it
 once. With torch the children are the ranks; with MPI the only child is mpiexec, which starts and numbers the ranks. On
@@ -29,7 +29,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore
@@ -37,7 +36,6 @@ from torch.distributed import PrefixStore, TCPStore
 from ranvier.comm.board import call_with_timeout
 from ranvier.comm.signed_store import SignedStore, private_prefix
 from ranvier.errors import LaunchError
-from ranvier.launch import parent_death
 from ranvier.launch.contact import Contact, connect
 from ranvier.launch.failure_watch import FAILED, FINISHED
 from ranvier.launch.failures import describe_rank, read_mesh
@@ -49,6 +47,8 @@ from ranvier.launch.shared_store import LOOPBACK, create_store, new_secret
 from ranvier.launch.stop import STOP_SIGNALS
 from ranvier.launch.stopped_ranks import CHECK_SECONDS, StoppedRankDetector, find_rank_processes, read_pids
 from ranvier.mesh import Mesh
+from ranvier.system.child import package_path
+from ranvier.system.child import start as start_child
 from ranvier.system.processes import Process, descendants
 
 _GRACE_SECONDS = 3.0
@@ -299,21 +299,14 @@ def _start(mesh: Mesh, transport: str, reason: str, command: Sequence[str], vari
            children: _Children) -> list[_Child]:
     environ = {name: value for name, value in os.environ.items() if not _LAUNCHER_VARIABLES.match(name)}
     environ |= variables
+    environ |= package_path(environ)
     environ[SECRET] = children.secret
     if transport == "mpi":
         more = local_variables(None, mesh.size, children.place, transport, reason) | _terminals()
-        return [_Child(None, _spawn(mpiexec_command(mesh.size, list(command)), environ | more, signal.SIGTERM,
-                                    subprocess.PIPE))]
-    return [_Child(rank, _spawn(command, environ | local_variables(rank, mesh.size, children.place, transport, reason),
-                                signal.SIGKILL, None)) for rank in range(mesh.size)]
-
-
-def _spawn(command: Sequence[str], environ: Mapping[str, str], end_signal: int, output: int | None
-           ) -> subprocess.Popen[bytes]:
-    # The kernel ends the child with this process; its own process group keeps the terminal's Ctrl-C from it.
-    wrapper = [sys.executable, "-I", "-S", str(Path(parent_death.__file__)), str(os.getpid()), str(int(end_signal))]
-    return subprocess.Popen([*wrapper, *command], env=dict(environ), stdin=subprocess.DEVNULL, stdout=output,
-                            stderr=output, process_group=0)
+        return [_Child(None, start_child(mpiexec_command(mesh.size, list(command)), environ=environ | more,
+                                         end_signal=signal.SIGTERM, output=subprocess.PIPE, errors=subprocess.PIPE))]
+    return [_Child(rank, start_child(command, environ=environ | local_variables(
+        rank, mesh.size, children.place, transport, reason))) for rank in range(mesh.size)]
 
 
 def _terminals() -> dict[str, str]:

@@ -133,7 +133,7 @@ def test_a_trial_is_allowed_what_its_run_was_allowed(monkeypatch, tmp_path):
     class Done:
         returncode, stderr = 1, "no"
 
-    monkeypatch.setattr(trial.subprocess, "run", lambda command, **rest: commands.append(command) or Done())
+    monkeypatch.setattr(trial.child, "run", lambda command, **rest: commands.append(command) or Done())
     with pytest.raises(LaunchError):
         trial.step_seconds(Run(), tmp_path / "trial")
     assert "--allow-code" in commands[0]
