@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from ranvier.config.run import Run
 from ranvier.data import wordpiece
@@ -14,6 +14,7 @@ from ranvier.data.offline.pretrained_models import folder_of
 from ranvier.data.publish import Progress, one_writer
 from ranvier.data.wordpiece import SMALLEST_VOCAB, WordPiece
 from ranvier.errors import DataError
+from ranvier.system.untrusted_file import read_json
 
 BUILT_IN = ("bpe", "gpt2")
 """Names of data.tokenizer that are no paths. They are the task lm's; other tasks train a WordPiece."""
@@ -72,7 +73,8 @@ def run_tokenizer(run: Run, texts: Callable[[], Iterable[str]], source: str, pro
 def _vocab_of(folder: Path, default: int) -> int:
     """The vocabulary of the model in this folder; how it is read otherwise is not the tokenizer's matter."""
     try:
-        vocab = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        document: Any = read_json(folder / "config.json", 1 << 24)
+        vocab = document["vocab_size"]
+    except (OSError, ValueError, KeyError, TypeError):
         return default
     return vocab if type(vocab) is int else default

@@ -24,6 +24,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from ranvier.data.offline.fetch import GPT2_TOKENIZER, Command, fetch, run_command
 from ranvier.data.publish import Progress, published
 from ranvier.errors import DataError
+from ranvier.system.untrusted_file import read_json
 
 END_OF_TEXT = "<|endoftext|>"
 """The separator between documents."""
@@ -127,10 +128,8 @@ def load(path: Path, remedy: str = "Delete it; it is then made or fetched again.
     as much as any number in the file says, and other settings would change the text. Of another one, such as Llama's or
     Qwen's, all is used but truncation, padding and the tokens that it puts around a text.
     """
-    if path.exists() and not path.is_file():
-        raise _damaged(path, "not a file", remedy)
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document: Any = read_json(path, _MOST_BYTES)
         if not _is_plain(document):
             return _as_published(document, _end_beside(path))
         model = document["model"]
@@ -161,7 +160,7 @@ def _is_plain(document: Any) -> bool:
 def _end_beside(path: Path) -> str | None:
     """`eos_token` of the tokenizer_config.json beside a tokenizer.json: a text, or an object with its content."""
     with suppress(OSError, ValueError):
-        document = json.loads((path.parent / "tokenizer_config.json").read_text(encoding="utf-8"))
+        document = read_json(path.parent / "tokenizer_config.json", _MOST_CONFIG_BYTES)
         end = document.get("eos_token") if isinstance(document, dict) else None
         found = end.get("content") if isinstance(end, dict) else end
         return found if isinstance(found, str) else None
@@ -169,6 +168,7 @@ def _end_beside(path: Path) -> str | None:
 
 
 _MOST_TOKENS = 1 << 24
+_MOST_BYTES, _MOST_CONFIG_BYTES = 1 << 30, 1 << 24
 
 
 def _as_published(document: dict[str, Any], end_text: str | None) -> Tokenizer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from ranvier.data import tokenizer as tokenizers
 from ranvier.data.chat_template import ChatTokenizer
 from ranvier.errors import ConfigError
+from ranvier.system.untrusted_file import read_json
 
 
 class TextPrompts:
@@ -55,7 +55,8 @@ class ChatPrompts:
 def _end_of_turn(folder: Path, tokenizer: tokenizers.Tokenizer) -> int:
     """The token that ends an answer: eos_token of tokenizer_config.json, else the separator of texts."""
     try:
-        named = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
+        document: Any = read_json(folder / "tokenizer_config.json", 1 << 24)
+        named = document.get("eos_token")
     except (OSError, ValueError, AttributeError):
         return tokenizer.end
     text = named.get("content") if isinstance(named, dict) else named

@@ -19,6 +19,8 @@ from typing import Any
 
 from ranvier.config.run import Log
 from ranvier.errors import ConfigError
+from ranvier.system.atomic_file import write_atomically
+from ranvier.system.untrusted_file import read_bytes
 from ranvier.train.events import EndEvent, EvalEvent, Event, StartEvent, StepEvent, Tracker, TransitionEvent
 from ranvier.train.trackers import scalars
 
@@ -92,13 +94,13 @@ class _ExperimentTracker(ABC):
         return self._run_dir / f"{self.kind}.id"
 
     def _id(self) -> str | None:
-        with suppress(OSError, UnicodeDecodeError):
-            return self._file.read_text(encoding="utf-8").strip() or None
+        with suppress(OSError, ValueError):
+            return read_bytes(self._file, 1000).decode().strip() or None
         return None
 
     def _remember(self, identifier: str) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        self._file.write_text(identifier + "\n", encoding="utf-8")
+        write_atomically(self._file, identifier + "\n")
 
     def _settings(self, event: StartEvent) -> dict[str, str]:
         return {"recipe": event.recipe, "mesh": str(event.mesh), "steps": str(event.steps), **event.settings}
