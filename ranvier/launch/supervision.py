@@ -62,6 +62,10 @@ _LAUNCHER_VARIABLES = re.compile(r"PMI|PMIX_|OMPI_|MPI_LOCAL|HYDI_|HYDRA_|TORCHE
                       r"|MASTER_ADDR|MASTER_PORT)$")
 
 
+_KILL_SECONDS = 5.0
+"""Until the kernel has ended a killed process, at most."""
+
+
 @dataclass
 class _Child:
     """A child process: rank `rank`, or mpiexec (None)."""
@@ -273,6 +277,8 @@ class _Children:
         child = next(child for child in self.started if child.rank == end.rank)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(child.process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            child.process.wait(_KILL_SECONDS)  # a stopped one has not ended yet
         self.started.remove(child)
         self.lost.append(end)
 
@@ -330,14 +336,16 @@ def _signals(more: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _lets_go(children: _Children, mesh: Mesh, wish: str | None, end: _RankEnd) -> bool:
-    """Whether the run, which is told of it, tries to go on without a rank that a signal has killed.
+    """Whether the run, which is told of it, tries to go on without a rank that a signal has killed or stopped.
 
     wish: ID of the request with which these ranks have joined it; None for the ranks with which it was started.
     """
     if end.code >= 0 or end.rank is None or (wish is None and end.rank == 0):
         return False
     name = str(end.rank) if wish is None else member_name(wish, end.rank)
-    loss = Loss(member=name, how=f"was killed by {signal.Signals(-end.code).name}")
+    how = "was stopped by SIGSTOP, and killed" if end.code == -signal.SIGSTOP else \
+        f"was killed by {signal.Signals(-end.code).name}"
+    loss = Loss(member=name, how=how)
     try:
         if wish is not None and rank_of_newcomer(children.store, wish, end.rank) is None:
             return False
@@ -374,7 +382,10 @@ def _first_failure(children: _Children, received: Sequence[int], lets_go: Callab
         if 0 in codes and (rank := children.exited_early()) is not None:
             return _RankEnd(rank, 0)
         if (rank := children.stopped()) is not None:
-            return _RankEnd(rank, -signal.SIGSTOP)
+            end = _RankEnd(rank, -signal.SIGSTOP)
+            if lets_go(end):
+                continue
+            return end
         time.sleep(_POLL_SECONDS)
     return None
 
