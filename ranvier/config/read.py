@@ -35,6 +35,7 @@ from ranvier.config import aliases, named_code, presets
 from ranvier.config.named_object import import_named
 from ranvier.config.run import MeshSettings, Run
 from ranvier.config.section import alternatives, bare, describe
+from ranvier.config.urls import has_user_information, without_user_information
 from ranvier.errors import ConfigError
 from ranvier.system.atomic_file import write_atomically
 
@@ -266,6 +267,11 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, object]:
 def _read(setting: Setting, value: object, layer: Layer) -> object:
     """`value` as the setting's type. ConfigError when it is not one."""
     adapter = _adapter(setting.name)
+    if has_user_information(value):
+        raise ConfigError("has user information in a URL, which would be in run.toml and on the console",
+                          where=setting.flag, value=without_user_information(value),
+                          remedy="Leave name, password or token out of it, and set the environment variables of the "
+                                 "service, such as MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or HF_TOKEN.")
     try:
         if layer.is_text:
             read = adapter.validate_python(_from_text(setting.annotation, str(value)))

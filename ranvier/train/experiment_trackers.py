@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ranvier.config.run import Log
+from ranvier.config.urls import has_user_information, without_user_information
 from ranvier.errors import ConfigError
 from ranvier.system.atomic_file import write_atomically
 from ranvier.system.untrusted_file import read_bytes
@@ -29,7 +30,11 @@ PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "aim": "aim"}
 
 
 def tracker_problems(log: Log) -> Iterator[ConfigError]:
-    """Trackers whose package is not installed here."""
+    """Trackers whose package is not installed here, and user information in the URL of their server."""
+    if has_user_information(log.store):
+        yield ConfigError("has user information in a URL", where="log.store",
+                          value=without_user_information(log.store),
+                          remedy="Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead.")
     for name in log.tracker:
         if find_spec(PACKAGES[name]) is None:
             yield ConfigError(f"needs the package {PACKAGES[name]}, which is not installed", where="log.tracker",
