@@ -13,6 +13,7 @@ import pytest
 
 from ranvier.checkpoint.ownership import acquire_folders
 from ranvier.errors import CheckpointError, OwnershipError
+from ranvier.system import lease
 from ranvier.system.lease import Lease, Owner
 from ranvier.system.processes import process_state
 from ranvier.testing.ranks import run_ranks
@@ -269,3 +270,15 @@ def test_a_program_that_dies_by_kill_9(tmp_path):
     process.kill()
     process.wait()
     assert Lease.acquire([tmp_path], expiry_seconds=3600.0).generations == (2,)
+
+
+@pytest.mark.parametrize(("machine", "is_shown"), [
+    ("{boot} {own}", True), ("{boot} pid:[1]", False), ("{boot} pid:[4026531836]", False), ("other pid:[1]", False),
+    ("other pid:[4026531836]", True), ("machine1", True)])
+def test_a_pid_of_another_container_is_not_printed(monkeypatch, machine, is_shown):
+    monkeypatch.setattr(lease, "_this_machine", lambda: "boot pid:[7]")
+    owner = lease.Owner(host="host1", machine=machine.format(boot="boot", own="pid:[7]"), pid=4711, started="1")
+    assert ("4711" in str(owner)) is is_shown and "host1" in str(owner)
+    watch = lease._Watch(Path("folder"), owner, 1.0, 1.0)
+    refusal = watch._refusal(3, owner)
+    assert ("4711" in str(refusal)) is is_shown and "generation 3" in refusal.what

@@ -13,8 +13,9 @@ ROOT = Path(ranvier.__file__).parent
 FORBIDDEN = ("torch", "time", "datetime", "socket", "os", "pathlib", "io", "subprocess", "threading", "random",
              "secrets", "tempfile", "shutil", "asyncio", "multiprocessing", "mpi4py")
 PURE = ("mesh", "layout", "config.aliases", "config.resolve", "config.rules", "config.parameter_groups",
-        "config.presets", "config.other_mesh", "schedule.partition", "schedule.schedule", "schedule.policies",
-        "schedule.conditions", "schedule.limits", "schedule.simulator", "schedule.computed_limits",
+        "config.presets", "config.other_mesh", "config.urls", "schedule.partition", "schedule.schedule",
+        "schedule.policies", "schedule.conditions", "schedule.limits", "schedule.simulator",
+        "schedule.computed_limits",
         "schedule.closed_form", "cost.blocks", "cost.limits", "cost.hardware", "cost.collectives", "cost.placement",
         "cost.mesh_shape", "cost.volume", "cost.memory", "cost.published_peaks", "cost.device_overhead", "cost.hybrid",
         "cost.step", "cost.transition", "pipeline.partition",

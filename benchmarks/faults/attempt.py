@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 
 from ranvier.cli.main import run_command
-from ranvier.launch import parent_death
 from ranvier.launch import supervision as supervise
+from ranvier.system import parent_death
 from ranvier.testing.faults import Fault, faulty
 from ranvier.world import World
 

@@ -22,7 +22,8 @@ from torch.distributed import PrefixStore, TCPStore
 
 from benchmarks.pipeline.contender import Contender, Kind, Place
 from benchmarks.pipeline.workload import Stepper, Workload
-from ranvier.launch import launchers, parent_death
+from ranvier.launch import launchers
+from ranvier.system import parent_death
 
 _DAY = timedelta(days=1)
 

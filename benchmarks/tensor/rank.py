@@ -28,7 +28,8 @@ from benchmarks.pipeline.contender import Place
 from benchmarks.pipeline.rank import load_libraries, peak_bytes
 from benchmarks.tensor.contender import Contender, Stack, builder
 from benchmarks.tensor.stem import Stem, figures
-from ranvier.launch import launchers, parent_death
+from ranvier.launch import launchers
+from ranvier.system import parent_death
 
 _DAY = timedelta(days=1)
 

@@ -15,6 +15,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ import torch
 from ranvier.checkpoint.manifest import (
     BEST,
     MANIFEST,
+    MOST_BYTES,
     File,
     Manifest,
     checkpoints,
@@ -33,6 +35,7 @@ from ranvier.checkpoint.manifest import (
 from ranvier.checkpoint.tensor_file import Slot, write_tensors
 from ranvier.errors import CheckpointError
 from ranvier.system.pinned_memory import pinned_together
+from ranvier.system.untrusted_file import new_file, read_json
 from ranvier.tensor.quantized_weight import dense
 
 
@@ -49,7 +52,8 @@ def part_name(index: int) -> str:
 def try_to_write(path: Path) -> None:
     """Write a small file and have it on the disk. OSError when that cannot be."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "wb") as file:
+    path.unlink(missing_ok=True)  # left by a start that died
+    with new_file(path) as file:
         file.write(b"\0" * 512)
         file.flush()
         os.fsync(file.fileno())
@@ -78,7 +82,7 @@ def publish(temporary: Path, final: Path, manifest: Manifest, verify: Callable[[
     for problem in contradictions(manifest):  # what could not be read must neither get a name nor make others go
         raise CheckpointError(f"would be damaged: {problem}", where=str(final),
                               remedy="Report this, with the model and the mesh: it is a fault of Ranvier's.")
-    with open(temporary / MANIFEST, "wb") as stream:
+    with new_file(temporary / MANIFEST) as stream:
         stream.write(encode(manifest))
         stream.flush()
         os.fsync(stream.fileno())
@@ -101,12 +105,14 @@ def publish(temporary: Path, final: Path, manifest: Manifest, verify: Callable[[
 def retain(folder: Path, newest: int, *, keep: int, keep_every: int, damaged: Collection[Path] = (),
            best: int | None = None, verify: Callable[[], None] = lambda: None) -> None:
     """Remove all checkpoints but the last `keep` up to that of step `newest`, which has just been written, and those
-    whose step is a multiple of `keep_every` (0: none), or `best`. Those that are known to be `damaged` do not count,
-    and go with what is older than all that stay. Later ones stay: the run went on from before them, and writes them
-    again when it gets there. verify: as in `publish`; what it raises ends the removal."""
+    whose step is a multiple of `keep_every` (0: none), or `best`. Those that are known to be `damaged`, and copies
+    under another step's name, do not count, and go with what is older than all that stay. Later ones stay: the run went
+    on from before them, and writes them again when it gets there. verify: as in `publish`; what it raises ends the
+    removal."""
     steps = [(step_of(path) or 0, path) for path in checkpoints(folder)]  # they have one: a checkpoint is named by it
     found = [(step, path) for step, path in steps if step <= newest]
-    oldest = [step for step, path in found if path not in damaged][:keep][-1]
+    whole = (step for step, path in found if path not in damaged and _is_of_step(path, step))
+    oldest = min(islice(whole, keep), default=newest)
     for step, path in found:
         if step < oldest and step != best and not (keep_every and step % keep_every == 0):
             gone = _aside(path, "removed")
@@ -114,6 +120,15 @@ def retain(folder: Path, newest: int, *, keep: int, keep_every: int, damaged: Co
             with suppress(OSError):
                 os.rename(path, gone)  # never a checkpoint that is half there
             remove(gone)
+
+
+def _is_of_step(path: Path, step: int) -> bool:
+    """Whether a checkpoint's manifest says the step of its folder's name: a copy under another name does not."""
+    try:
+        document = read_json(path / MANIFEST, MOST_BYTES)
+    except (OSError, ValueError):
+        return False
+    return isinstance(document, dict) and document.get("step") == step
 
 
 def mark_best(final: Path) -> None:

@@ -12,7 +12,6 @@ files and one of itself, since a changed digit in it would be another step or an
 from __future__ import annotations
 
 import re
-import stat
 import zlib
 from collections.abc import Iterator
 from dataclasses import field, replace
@@ -26,6 +25,7 @@ from pydantic.dataclasses import dataclass as checked
 
 from ranvier.errors import CheckpointError
 from ranvier.layout import Box, box_size, intersection
+from ranvier.system.untrusted_file import read_bytes
 
 MANIFEST = "manifest.json"
 BEST = "best"
@@ -147,12 +147,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of the checkpoint in `folder`. CheckpointError when it is missing, malformed or contradictory."""
     path = folder / MANIFEST
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
-            raise damaged(folder, f"{MANIFEST} is no file")
-        if found.st_size > MOST_BYTES:
-            raise damaged(folder, f"{MANIFEST} is larger than any manifest", found.st_size)
-        manifest = _adapter.validate_json(path.read_bytes())
+        manifest = _adapter.validate_json(read_bytes(path, MOST_BYTES))
     except OSError as error:
         raise CheckpointError(f"cannot be read: {MANIFEST}: {error.strerror or error}", where=f"checkpoint {folder}",
                               remedy="Name the folder of a checkpoint that is whole, such as checkpoint/step-100."
@@ -167,6 +162,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise damaged(folder, f"{MANIFEST} contradicts itself: {problem}")
     if manifest.crc32 != _own_checksum(manifest):
         raise damaged(folder, f"{MANIFEST} has been changed: its own checksum is another")
+    if step_of(folder) not in (None, manifest.step):
+        raise damaged(folder, f"is of step {manifest.step}, a copy under another name", folder.name)
     return manifest
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 
 import click
 
-from ranvier.cli.options import SettingsCommand, complete_recipe, json_option, read_recipe
+from ranvier.cli.options import SettingsCommand, allow_code_option, complete_recipe, json_option, read_recipe
 from ranvier.cli.problems import print_problems
-from ranvier.config import read
+from ranvier.config import named_code, read
 
 
 @click.command(cls=SettingsCommand, short_help="List all problems of a recipe, with the memory of each rank.")
 @click.argument("recipe", required=False, shell_complete=complete_recipe)
+@allow_code_option
 @click.option("--split", metavar="MODULE:FUNCTION",
               help="Compare a model of your own under tensor parallelism, in every scheme, with the same model on one "
                    "rank. The function takes no arguments and returns (model, sample) or (model, sample, loss), as for "
@@ -25,8 +27,8 @@ from ranvier.config import read
               help="Ranks on each machine, for their placement.")
 @click.option("--all", "every_value", is_flag=True, help="Show all settings, also those at their defaults.")
 @json_option
-def check(recipe: str | None, split: str | None, ranks: int | None, cluster: str | None, ranks_per_node: int | None,
-          every_value: bool, as_json: bool, **flags: str | None) -> int:
+def check(recipe: str | None, allow_code: bool, split: str | None, ranks: int | None, cluster: str | None,
+          ranks_per_node: int | None, every_value: bool, as_json: bool, **flags: str | None) -> int:
     """List every problem of RECIPE at once, for any number of ranks, with its stages, memory and settings.
 
     No rank is started, and no weights are allocated.
@@ -49,14 +51,17 @@ def check(recipe: str | None, split: str | None, ranks: int | None, cluster: str
     from ranvier.launch.start import local_devices
     from ranvier.planner.auto import open_axes_of
 
-    name, resolved = read_recipe(recipe, flags)
+    name, resolved = read_recipe(recipe, flags, allow_code=allow_code)
+    values = read.flatten(resolved.run)
+    for setting, code in named_code.objects_of(values):  # before the import, which may do anything
+        print(f"imports {code} for {read.flag(setting)}, from {resolved.origins[setting]}", flush=True,
+              file=sys.stderr if as_json else sys.stdout)
     if ranks is None and cluster is None and open_axes_of(resolved.run):
         ranks = local_devices(resolved.run.launch.device)  # which `train` would start
     report = check_run(resolved.run, ranks, ranks_per_node, chosen=resolved.chosen,
                        cluster=cluster)
     report = dataclasses.replace(report, problems=(*resolved.problems, *report.problems),
                                  warnings=(*resolved.warnings, *report.warnings))
-    values = read.flatten(resolved.run)
     if resolved.run.train.epochs is not None:
         values["train.steps"] = "by train.epochs"
     rows = [(setting.flag, read.as_text(values[setting.name]), resolved.origins[setting.name])

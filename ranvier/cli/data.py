@@ -8,7 +8,15 @@ import time
 
 import click
 
-from ranvier.cli.options import OF_DATA, SettingsCommand, json_option, quiet_option, read_valid_recipe, recipe_argument
+from ranvier.cli.options import (
+    OF_DATA,
+    SettingsCommand,
+    allow_code_option,
+    json_option,
+    quiet_option,
+    read_valid_recipe,
+    recipe_argument,
+)
 from ranvier.cli.problems import ConfigProblems, print_warnings
 
 
@@ -19,11 +27,13 @@ def data() -> None:
 
 @data.command(cls=SettingsCommand, common=OF_DATA)
 @recipe_argument
+@allow_code_option
 @click.option("--processes", type=click.IntRange(min=1),
               help="Number of processes for tokenization; by default one for each core.")
 @quiet_option
 @json_option
-def prepare(recipe: str, processes: int | None, quiet: bool, as_json: bool, **flags: str | None) -> int:
+def prepare(recipe: str, processes: int | None, quiet: bool, as_json: bool, allow_code: bool,
+            **flags: str | None) -> int:
     """Write the token files of RECIPE into the cache, once for all runs with the same data settings.
 
     A run writes missing token files when it starts, in one process. This command writes them before, in parallel, and
@@ -38,7 +48,7 @@ def prepare(recipe: str, processes: int | None, quiet: bool, as_json: bool, **fl
     from ranvier.data.publish import PreparationProgress
     from ranvier.planner.auto import with_pretrained
 
-    _, resolved = read_valid_recipe(recipe, flags)
+    _, resolved = read_valid_recipe(recipe, flags, allow_code=allow_code)
     run, found = with_pretrained(resolved.run)
     found = [*found, *problems(run)]
     if found:

@@ -60,12 +60,13 @@ def evaluate(model: Path, sets: tuple[str, ...], choices: tuple[str, ...], harne
     trained = open_trained(model, tell, ema=ema)
     tasks = None if harness is None else HarnessTasks(
         names=tuple(harness.split(",")), path=lm_eval_path, limit=lm_eval_limit, shots=lm_eval_shots)
-    run = _run(trained, {name.replace("__", "."): text for name, text in flags.items() if text is not None})
     named = _named(sets)
+    reads_data = bool(named) or not (choices or tasks)
+    run = _run(trained, {name.replace("__", "."): text for name, text in flags.items() if text is not None}, reads_data)
     if trained.pretrained is not None and not named and run.data.eval is None and not choices and tasks is None:
         raise ConfigError("is missing: a folder in Hugging Face's format names none", where="data", value=str(model),
                           remedy="Give --data DATA, --choices FILE or --lm-eval TASKS.")
-    runs = _runs(run, trained, named) if named or not (choices or tasks) else {}
+    runs = _runs(run, trained, named) if reads_data else {}
     world = launch.start(run.mesh, transport=run.comm.transport, launcher=run.launch.launcher,
                          threads=run.launch.threads, device=run.launch.device,
                          timeout_seconds=run.comm.timeout_seconds, flags=True, stream=sys.stderr)
@@ -98,15 +99,14 @@ def _named(given: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _run(trained: Trained, flags: Mapping[str, str]) -> ResolvedRun:
-    """The run of the evaluation. ConfigProblems for settings that cannot be."""
+def _run(trained: Trained, flags: Mapping[str, str], reads_data: bool) -> ResolvedRun:
+    """The run of the evaluation. reads_data: whether the run's data settings are used. ConfigProblems for settings that
+    cannot be."""
     from ranvier.config.resolve import resolve
-    from ranvier.inference.trained import named_code_problems
     from ranvier.planner.problems import problems
 
-    problems_of_code = named_code_problems(trained, flags)
-    if problems_of_code:
-        raise ConfigProblems(problems_of_code)
+    if reads_data and (unnamed := trained.check_places(flags)):
+        raise ConfigProblems(unnamed)
     merged = read.merge([trained.layer(), read.Layer(origin="flag", values=flags, is_text=True)])
     if merged.problems:
         raise ConfigProblems(merged.problems)

@@ -40,6 +40,10 @@ json_option = click.option("--json", "as_json", is_flag=True,
 """Option --json of commands whose result a program may read."""
 quiet_option = click.option("--quiet", is_flag=True, help="Print warnings and errors only.")
 """Option --quiet of commands that write files: scripts read the exit code, or the document of --json."""
+allow_code_option = click.option(
+    "--allow-code", is_flag=True,
+    help="Import the modules that a file names.")
+"""Option --allow-code of commands that read recipes."""
 NUMBER_FORMATS = click.Choice(["fp32", "bf16", "fp16", "fp64"])
 """Type of options for the number format of files."""
 
@@ -168,20 +172,20 @@ def _first_sentence(text: str) -> str:
     return re.split(r"(?<=\w\w)[.:;] | \(|\.$", text, maxsplit=1)[0]
 
 
-def read_recipe(recipe: str, flags: Mapping[str, str | None]) -> tuple[str, read.Merged]:
+def read_recipe(recipe: str, flags: Mapping[str, str | None], *, allow_code: bool) -> tuple[str, read.Merged]:
     """The recipe's short name, and the run with the origin of each setting.
 
-    flags: text of each flag by the name that `SettingsCommand` gives it; None if not given. ConfigError if the recipe
-    cannot be read.
+    flags: text of each flag by the name that `SettingsCommand` gives it; None if not given. allow_code: the option.
+    ConfigError if the recipe cannot be read.
     """
     given = {name.replace("__", "."): text for name, text in flags.items() if text is not None}
-    name, layer = read.load(recipe, keep_folder=given.get("resume") == "auto")
+    name, layer = read.load(recipe, keep_folder=given.get("resume") == "auto", allow_code=allow_code)
     return name, read.merge([layer, read.Layer(origin="flag", values=given, is_text=True)])
 
 
-def read_valid_recipe(recipe: str, flags: Mapping[str, str | None]) -> tuple[str, read.Merged]:
+def read_valid_recipe(recipe: str, flags: Mapping[str, str | None], *, allow_code: bool) -> tuple[str, read.Merged]:
     """`read_recipe` that prints warnings, and raises ConfigProblems for values that cannot be read."""
-    name, resolved = read_recipe(recipe, flags)
+    name, resolved = read_recipe(recipe, flags, allow_code=allow_code)
     if resolved.problems:
         raise ConfigProblems(resolved.problems)
     print_warnings(resolved.warnings)

@@ -6,11 +6,19 @@ from pathlib import Path
 
 import click
 
-from ranvier.cli.options import SettingsCommand, cluster_option, json_option, read_valid_recipe, recipe_argument
+from ranvier.cli.options import (
+    SettingsCommand,
+    allow_code_option,
+    cluster_option,
+    json_option,
+    read_valid_recipe,
+    recipe_argument,
+)
 
 
 @click.command(cls=SettingsCommand, short_help="Find the fastest configuration on a cluster.")
 @recipe_argument
+@allow_code_option
 @cluster_option
 @click.option("--ranks", type=click.IntRange(min=1),
               help="Devices to plan for; by default as many as the recipe's mesh has ranks, or all for an auto mesh.")
@@ -26,9 +34,9 @@ from ranvier.cli.options import SettingsCommand, cluster_option, json_option, re
               help="Name the bottleneck, and show memory against speed for the best configuration.")
 @json_option
 def plan(recipe: str, cluster: str, ranks: int | None, searched: str | None, measure: int | None, out: Path | None,
-         explain: bool, as_json: bool, **flags: str | None) -> int:
+         explain: bool, as_json: bool, allow_code: bool, **flags: str | None) -> int:
     """Find the fastest configuration of RECIPE on a cluster, before anything is started there."""
-    name, resolved = read_valid_recipe(recipe, flags)
+    name, resolved = read_valid_recipe(recipe, flags, allow_code=allow_code)
     from ranvier.planner import plan as planner
 
     planner.plan(name, resolved.run, cluster, ranks=ranks, searched=searched, measure=measure or 0, out=out,

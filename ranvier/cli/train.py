@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from ranvier.cli.options import SettingsCommand, json_option, quiet_option, read_recipe, recipe_argument
+from ranvier.cli.options import (
+    SettingsCommand,
+    allow_code_option,
+    json_option,
+    quiet_option,
+    read_recipe,
+    recipe_argument,
+)
 from ranvier.cli.problems import ConfigProblems, print_warnings
 from ranvier.cli.ranks import work_as_rank
 from ranvier.config import read
@@ -31,10 +38,12 @@ _PLANNED = (*(f"mesh.{axis}" for axis in AXES), "batch.microbatch_size")
 
 @click.command(cls=SettingsCommand, short_help="Train a recipe.")
 @recipe_argument
+@allow_code_option
 @quiet_option
 @json_option
 @click.pass_context
-def train(context: click.Context, /, recipe: str, quiet: bool, as_json: bool, **flags: str | None) -> int:
+def train(context: click.Context, /, recipe: str, allow_code: bool, quiet: bool, as_json: bool, **flags: str | None
+          ) -> int:
     """Train RECIPE: the name of a shipped recipe, a TOML file, or module:function.
 
     Under plain python the local ranks are started for you; under torchrun, mpiexec or srun this process is one of them.
@@ -43,7 +52,7 @@ def train(context: click.Context, /, recipe: str, quiet: bool, as_json: bool, **
     from ranvier.launch.launchers import detect
     from ranvier.train.restart import Restarts
 
-    name, resolved = read_recipe(recipe, flags)
+    name, resolved = read_recipe(recipe, flags, allow_code=allow_code)
     started = detect(os.environ, resolved.run.launch.launcher)
     # open for as long as the process lives: what ends it may still print
     stream = open(os.devnull, "w", encoding="utf-8") if quiet else sys.stderr if as_json else sys.stdout  # noqa: SIM115
@@ -87,7 +96,8 @@ def _close(resolved: read.Merged, started: Started | None, tell: Callable[[str],
     asked, problems = with_pretrained(resolved.run)
     ranks = local_devices(asked.launch.device) if started is None else started.size
     before = None if started is not None else _plan_before(asked, ranks)
-    trial = StartTrial(tell) if started is None and asked.launch.trial and not problems else None
+    trial = StartTrial(tell) if started is None and asked.launch.trial and not (
+        problems or resolved.problems) else None
     run, open_problems = (before, []) if before is not None else with_plan(
         asked, ranks if open_axes_of(asked) or started is not None else None,
         None if started is None else started.local_size, trial=trial)
@@ -115,7 +125,9 @@ def _plan_before(asked: Run, ranks: int) -> ResolvedRun | None:
     size = asked.batch.microbatch_size
     if asked.resume != "auto" or path is None or not path.is_file() or not (open_axes_of(asked) or size == "auto"):
         return None
-    merged = read.merge([read.load(str(path))[1]])
+    layer = read.load(str(path))[1]
+    merged = read.merge([dataclasses.replace(layer, values={
+        name: value for name, value in layer.values.items() if name.startswith(("mesh.", "batch."))})])
     before = merged.run
     found = before.batch.microbatch_size
     if merged.problems or open_axes_of(before) or found == "auto":

@@ -1,6 +1,7 @@
 """Python objects that a recipe names as `module:name`: found, called where they are functions, and checked.
 
-The current directory is searched first, as for recipes, on every rank and under every launcher. The name may stand for
+Installed packages and PYTHONPATH are searched first, then the current directory, on every rank and under every
+launcher: no file there can take the place of a package. The name may stand for
 
     an object      that has what the protocol asks for; it takes no options
     a class        its instance is made with the options as keyword arguments
@@ -9,15 +10,13 @@ The current directory is searched first, as for recipes, on every rank and under
     family = "mixer:family"                def family(depth: int = 2, gated: bool = False) -> ModelFamily:
     options = ["depth=4", "gated=true"]        return Mixer(depth=depth, gated=gated)
 
-Importing a module runs it. Names come from recipes and flags alone, which the user vouches for, and never from a
-checkpoint (docs/security.md).
+Importing a module runs it; `ranvier.config.named_code` says who may name one.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
 import os
 import re
 import sys
@@ -26,7 +25,9 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+from typing import Any
 
 from ranvier.errors import ConfigError, RanvierError
 
@@ -39,12 +40,20 @@ def is_object_name(text: str) -> bool:
 
 
 def module_exists(text: str) -> bool:
-    """Whether the module of `module:name` can be found. Imports the packages that it is in, and not the module."""
-    _search_current_directory()
-    try:
-        return importlib.util.find_spec(text.partition(":")[0]) is not None
-    except (ImportError, ValueError, AttributeError):
-        return False
+    """Whether the module of `module:name` can be found. Imports nothing."""
+    parts = text.partition(":")[0].split(".")
+    spec = _find(parts[0], None) or PathFinder.find_spec(parts[0], [os.getcwd()])
+    for number in range(1, len(parts)):
+        if spec is None or spec.submodule_search_locations is None:
+            return False
+        spec = _find(".".join(parts[:number + 1]), spec.submodule_search_locations)
+    return spec is not None and spec.loader is not None  # a folder without __init__.py has no objects
+
+
+def _find(name: str, places: Sequence[str] | None) -> ModuleSpec | None:
+    """Unlike importlib.util.find_spec, without importing the packages that the module is in."""
+    found = (finder.find_spec(name, places) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+    return next((spec for spec in found if spec is not None), None)
 
 
 @cache
@@ -120,8 +129,8 @@ def blamed(text: str, setting: str, doing: str) -> Iterator[None]:
                           remedy=f"Correct it {_place(error)}.") from error
 
 
-def import_named(module: str, name: str) -> object:
-    """The attribute of a module, found in the current directory first. Raises what the import raises, or
+def import_named(module: str, name: str) -> Any:
+    """The attribute of a module, found in the current directory, too. Raises what the import raises, or
     AttributeError."""
     _search_current_directory()
     return getattr(importlib.import_module(module), name)
@@ -161,7 +170,7 @@ def _similar(module: ModuleType, name: str) -> str:
 def _search_current_directory() -> None:
     # The console script of an environment, unlike `python -m`, does not search it; nor do ranks of some launchers.
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+        sys.path.append(os.getcwd())  # never first: a file there would take the place of a package of its name
 
 
 def _options_setting(setting: str) -> str:

@@ -31,10 +31,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import tomli_w
 from pydantic import TypeAdapter
 
-from ranvier.config import aliases, presets
+from ranvier.config import aliases, named_code, presets
 from ranvier.config.named_object import import_named
 from ranvier.config.run import MeshSettings, Run
 from ranvier.config.section import alternatives, bare, describe
+from ranvier.config.urls import has_user_information, without_user_information
 from ranvier.errors import ConfigError
 from ranvier.system.atomic_file import write_atomically
 
@@ -70,7 +71,8 @@ class Setting:
 class Layer:
     """Values by dotted name, and where they come from: "recipe gpt-tiny", "file mine.toml", "flag".
 
-    is_users: whether a user has chosen the values, which is not so for a shipped recipe and a run's own run.toml.
+    is_users: whether a user has chosen the values, which is not so for a shipped recipe and a run's own run.toml. code:
+    whether values may name Python objects; text of flags may.
     """
 
     origin: str
@@ -79,6 +81,11 @@ class Layer:
     warnings: tuple[ConfigError, ...] = ()
     is_text: bool = False
     is_users: bool = True
+    code: named_code.Permission = "never"
+
+    def code_problem(self, name: str, value: object) -> ConfigError | None:
+        """Why a value of this layer is refused: it names Python objects, and may not. None where it is not."""
+        return named_code.problem(name, value, self.origin, "allowed" if self.is_text else self.code)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +161,7 @@ def merge(layers: Sequence[Layer]) -> Merged:
     origins = dict.fromkeys(values, "default")
     problems: list[ConfigError] = []
     chosen: set[str] = set()
+    places: dict[str, Layer] = {}
     warnings: list[ConfigError] = []
     for layer in (part for given in layers for part in _with_preset(_in_new_spellings(given))):
         problems += layer.problems
@@ -166,13 +174,18 @@ def merge(layers: Sequence[Layer]) -> Merged:
                 continue
             try:
                 values[name] = _read(setting, value, layer)
-                origins[name] = layer.origin
+                origins[name], places[name] = layer.origin, layer
                 chosen = chosen | {name} if layer.is_users else chosen - {name}
             except ConfigError as problem:
                 problems.append(problem)
         for name, other in _overruled(layer, before, values):
             values[other], origins[other] = settings()[other].default, f"{layer.origin}: {flag(name)}"
             chosen.discard(other)
+    for name, layer in places.items():  # at the end: a flag may have replaced what a file names
+        if (refused := layer.code_problem(name, values[name])) is not None:
+            problems.append(refused)
+            values[name], origins[name] = settings()[name].default, "default"
+            chosen.discard(name)
     try:
         run = _build(Run, values)
     except ConfigError as problem:  # of values that are right one by one
@@ -254,6 +267,11 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, object]:
 def _read(setting: Setting, value: object, layer: Layer) -> object:
     """`value` as the setting's type. ConfigError when it is not one."""
     adapter = _adapter(setting.name)
+    if has_user_information(value):
+        raise ConfigError("has user information in a URL, which would be in run.toml and on the console",
+                          where=setting.flag, value=without_user_information(value),
+                          remedy="Leave name, password or token out of it, and set the environment variables of the "
+                                 "service, such as MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or HF_TOKEN.")
     try:
         if layer.is_text:
             read = adapter.validate_python(_from_text(setting.annotation, str(value)))
@@ -351,16 +369,17 @@ def recipe_names() -> list[str]:
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
-def load(recipe: str, *, keep_folder: bool = False) -> tuple[str, Layer]:
+def load(recipe: str, *, keep_folder: bool = False, allow_code: bool = False) -> tuple[str, Layer]:
     """A recipe's short name, for folders and headings, and its layer.
 
     `recipe` is a shipped recipe's name, a preset's, a TOML file, or module:function, whose function takes nothing and
     returns a `Run` or a dict like a TOML file's. keep_folder: a run's own run.toml stands for that run itself, rather
-    than for one like it. ConfigError when it is none of these or cannot be read.
+    than for one like it. allow_code: a TOML file may name Python objects. ConfigError when it is none of these or
+    cannot be read.
     """
     if recipe in recipe_names():
         text = (resources.files("ranvier") / "config" / "recipes" / f"{recipe}.toml").read_bytes()
-        return recipe, replace(_parse(text, f"recipe {recipe}"), is_users=False)
+        return recipe, replace(_parse(text, f"recipe {recipe}"), is_users=False, code="allowed")
     if recipe in presets.PRESETS:
         return recipe, Layer(origin=f"preset {recipe}", values={"model.preset": recipe}, is_users=False)
     path = Path(recipe)
@@ -369,7 +388,7 @@ def load(recipe: str, *, keep_folder: bool = False) -> tuple[str, Layer]:
             if path.exists() and not (path.is_file() or path.is_dir()):
                 raise OSError("it is no file")  # a pipe would be waited for
             layer = _parse(path.read_bytes(), f"file {recipe}")
-            layer = replace(layer, is_users=not _is_own(path, layer))
+            layer = replace(layer, is_users=not _is_own(path, layer), code="allowed" if allow_code else "on request")
             return (_own_name(path, layer), layer) if keep_folder else _without_own_folder(path, layer)
         except (OSError, ValueError) as error:
             if isinstance(error, ConfigError):
@@ -436,10 +455,10 @@ def _call(recipe: str, module: str, function: str) -> Layer:
                           remedy="Name an importable module and a function that takes no arguments.") from error
     if isinstance(made, Run):
         defaults = {name: setting.default for name, setting in settings().items()}
-        return Layer(origin=f"function {recipe}", values={
+        return Layer(origin=f"function {recipe}", code="allowed", values={
             name: value for name, value in flatten(made).items() if value != defaults[name]})
     if isinstance(made, Mapping):
-        return from_dict(made, f"function {recipe}")
+        return replace(from_dict(made, f"function {recipe}"), code="allowed")
     raise ConfigError("must return a ranvier.Run or a dict", where="recipe", value=type(made).__name__,
                       remedy=f"Change what {recipe} returns.")
 
@@ -491,7 +510,8 @@ def write_changes(run: Run, path: Path) -> None:
     values = flatten(run)
     names = {name for name, setting in settings().items()
              if name.startswith(("mesh.", "batch.")) or values[name] != setting.default}
-    read_back = flatten(merge([Layer(origin="", values={name: values[name] for name in names})]).run)
+    read_back = flatten(merge([Layer(origin="", code="allowed", values={
+        name: values[name] for name in names})]).run)
     names |= {name for name, value in values.items() if read_back[name] != value}  # a preset says another value
     write_atomically(path, tomli_w.dumps(document(run, names)))
 

@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ranvier.data.publish import Progress, one_writer, published
 from ranvier.errors import DataError
+from ranvier.system.untrusted_file import open_regular_file, read_json
 
 _ABOUT = "about.json"
 _MOST_ABOUT_BYTES = 1 << 30
@@ -95,9 +97,7 @@ def open_arrays(folder: Path) -> Arrays:
     256 MiB, which are images, are looked at by their size alone."""
     path = folder / _ABOUT
     try:
-        if not path.is_file() or path.stat().st_size > _MOST_ABOUT_BYTES:
-            raise ValueError("no file, or a very large one")
-        about = json.loads(path.read_text(encoding="utf-8"))
+        about: Any = read_json(path, _MOST_ABOUT_BYTES, unshared=True)
         digest = about.pop("digest")
         if digest != _digest(about):
             raise ValueError(f"{_ABOUT} has been changed")
@@ -119,12 +119,19 @@ _HEADERS = threading.Lock()
 
 
 def _open(path: Path, form: Form) -> np.ndarray:
-    if form.dtype not in _TYPES or not path.is_file():
-        raise ValueError(f"{path.name}: no file of a known format")
-    with _HEADERS:
-        array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
-    if array.dtype != np.dtype(form.dtype).newbyteorder("<") or array.shape != form.shape or not array.ndim:
-        raise ValueError(f"{path.name} has {array.dtype} {array.shape} instead of {form.dtype} {form.shape}")
+    if form.dtype not in _TYPES:
+        raise ValueError(f"{path.name}: no known format")
+    wanted = np.dtype(form.dtype).newbyteorder("<")
+    with open_regular_file(path, unshared=True) as file:
+        with _HEADERS:
+            version = np.lib.format.read_magic(file)
+            if version != (1, 0):
+                raise ValueError(f"{path.name} has the form {version}")
+            shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
+        if (dtype, shape, is_fortran) != (wanted, form.shape, False) or not shape:
+            raise ValueError(f"{path.name} has {dtype} {shape} instead of {form.dtype} {form.shape}")
+        array: np.ndarray = np.empty(shape, wanted) if 0 in shape else np.memmap(
+            file, wanted, mode="r", offset=file.tell(), shape=shape)
     if array.nbytes <= _MOST_READ_BYTES:
         digest, rows = hashlib.blake2b(digest_size=16), max(1, _PIECE_BYTES // max(1, array[:1].nbytes))
         for start in range(0, len(array), rows):

@@ -23,6 +23,7 @@ import numpy as np
 
 from ranvier.data.tables import has_package
 from ranvier.errors import DataError
+from ranvier.system.untrusted_file import read_json
 
 _TOKENIZER = "tokenizer.json"
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
@@ -268,8 +269,9 @@ def missing_transformers() -> DataError:
 
 def _has_template(folder: Path) -> bool:
     try:
-        return bool(json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
-    except (OSError, ValueError, AttributeError, RecursionError):
+        document: Any = read_json(folder / "tokenizer_config.json", 1 << 24)
+        return bool(document.get("chat_template"))
+    except (OSError, ValueError, AttributeError):
         return False
 
 

@@ -21,7 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from ranvier.config.named_object import blamed, is_object_name, load_object, module_exists
+from ranvier.config.named_code import names_corpus
+from ranvier.config.named_object import blamed, load_object
 from ranvier.data.documents import TEXT_COLUMN, is_rows, row_documents, text_column
 from ranvier.data.documents import Document as Document
 from ranvier.data.fingerprint import fingerprint
@@ -109,12 +110,6 @@ def split(documents: Iterable[Document]) -> Iterator[tuple[Document, bool]]:
             yield Document(document.name, document.text[cut:]), True
 
 
-def is_own(name: str) -> bool:
-    """Whether `name` is an object of the user's, as module:name: its module can be found, and no file has this name.
-    Data sets of Hugging Face have names of the same form, as NAME:CONFIGURATION."""
-    return is_object_name(name) and _stat(Path(name)) is None and module_exists(name)
-
-
 def own_corpus(name: str) -> OpenCorpus:
     """The user's corpus of this name. ConfigError where it is none."""
     found: Corpus = load_object(name, _SETTING, CORPUS_ATTRIBUTES)  # type: ignore[assignment]  # its attributes are checked
@@ -136,7 +131,7 @@ def own_corpus(name: str) -> OpenCorpus:
 def open_corpus(name: str, cache: Path, progress: Progress, column: str | None = None) -> OpenCorpus:
     """The corpus of this name: python-stdlib, sotu, an existing file or folder, a user's own as module:name, or else a
     Hugging Face data set. column: of the texts in tables (data.text_column); None as `row_texts` chooses it."""
-    if is_own(name):
+    if names_corpus(name):
         return own_corpus(name)
     if name == "python-stdlib":
         return _standard_library(progress)
@@ -304,7 +299,7 @@ def archive_texts(path: Path, folder: str) -> Iterator[Document]:
 
 def missing_package(name: str) -> DataError | None:
     """That a corpus needs the package `datasets`, where that is not installed."""
-    if name in ("python-stdlib", "sotu") or is_own(name) or missing_path(name) is not None:
+    if name in ("python-stdlib", "sotu") or names_corpus(name) or missing_path(name) is not None:
         return None
     path = Path(name).expanduser()
     if _stat(path) is not None and not is_saved(path):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ranvier.config.named_code import names_corpus
 from ranvier.config.run import Run
 from ranvier.config.task_form import SHIPPED
 from ranvier.data import token_numbers
@@ -20,7 +21,6 @@ from ranvier.data.corpus import (
     HELD_OUT_EVERY,
     Document,
     OpenCorpus,
-    is_own,
     look_at_columns,
     missing_package,
     missing_path,
@@ -94,7 +94,7 @@ class LanguageModelling(Task):
         limit = run.data.max_bytes
         found: list[RanvierError] = []
         for source in sources_of(run.data, run.data.corpus) if limit != "auto" else ():
-            there = None if is_own(source.name) else size_bytes(source.name)
+            there = None if names_corpus(source.name) else size_bytes(source.name)
             if limit != "auto" and there is not None and there > limit:
                 found.append(DataError(
                     f"leaves out a part of {source.name}, which has {there:,} bytes", where="data.max-bytes",

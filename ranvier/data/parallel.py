@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import TypeVar
 
+from ranvier.system.child import safe_spawning
+
 _Piece = TypeVar("_Piece")
 _Result = TypeVar("_Result")
 _PIECES_PER_PROCESS = 3
@@ -22,10 +24,13 @@ def map_in_order(work: Callable[[_Piece], _Result], pieces: Iterable[_Piece], pr
         yield from map(work, pieces)
         return
     waiting: deque[Future[_Result]] = deque()
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _use_one_thread) as pool:
+    with safe_spawning():  # it starts a process that tracks its locks
+        pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _use_one_thread)
+    with pool:
         try:
             for piece in pieces:
-                waiting.append(pool.submit(work, piece))
+                with safe_spawning():  # the pool starts its processes as work comes
+                    waiting.append(pool.submit(work, piece))
                 if len(waiting) >= _PIECES_PER_PROCESS * processes:
                     yield waiting.popleft().result()
             while waiting:

@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 from ranvier.errors import DataError
 from ranvier.system.atomic_file import replace_atomically
+from ranvier.system.untrusted_file import open_lock
 
 Progress = Callable[[str], None]
 """Takes one line of text about what is being done."""
@@ -87,7 +88,7 @@ def one_writer(path: Path, progress: Progress) -> Iterator[None]:
         raise NotInCache(str(path))
     with _writable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
+        lock = open_lock(path.with_name(f".{path.name}.lock"))
     try:
         _acquire(lock, path, progress)
         yield

@@ -25,6 +25,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from ranvier.data.offline.fetch import GPT2_TOKENIZER, Command, fetch, run_command
 from ranvier.data.publish import Progress, published
 from ranvier.errors import DataError
+from ranvier.system.untrusted_file import read_json
 
 END_OF_TEXT = "<|endoftext|>"
 """The separator between documents."""
@@ -203,10 +204,8 @@ def load(path: Path, remedy: str = "Delete it; it is then made or fetched again.
     as much as any number in the file says, and other settings would change the text. Of another one, such as Llama's or
     Qwen's, all is used but truncation, padding and what it puts behind a text.
     """
-    if path.exists() and not path.is_file():
-        raise _damaged(path, "not a file", remedy)
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document: Any = read_json(path, _MOST_BYTES)
         if not _is_plain(document):
             return _as_published(document, path)
         model = document["model"]
@@ -258,12 +257,13 @@ def _ends_beside(path: Path, numbers: Mapping[str, int]) -> frozenset[int]:
 def _beside(path: Path, name: str) -> dict[str, Any]:
     """The content of a JSON file beside a tokenizer.json; empty where there is none that is an object."""
     with suppress(OSError, ValueError, RecursionError):
-        document = json.loads((path.parent / name).read_text(encoding="utf-8"))
+        document = read_json(path.parent / name, _MOST_CONFIG_BYTES)
         return document if isinstance(document, dict) else {}
     return {}
 
 
 _MOST_TOKENS = 1 << 24
+_MOST_BYTES, _MOST_CONFIG_BYTES = 1 << 30, 1 << 24
 
 
 def _as_published(document: dict[str, Any], path: Path) -> Tokenizer:

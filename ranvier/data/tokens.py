@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -19,6 +20,7 @@ import numpy.typing as npt
 
 from ranvier.data.publish import published
 from ranvier.errors import DataError
+from ranvier.system.untrusted_file import open_regular_file, read_json
 
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _SCAN = 1 << 22
@@ -108,10 +110,11 @@ def open_tokens(path: Path) -> Tokens:
     about = _about(path.with_suffix(".json"))
     dtype = _DTYPES[about.dtype]
     try:
-        size = binary.stat().st_size if binary.is_file() else 0
-        if size != about.count * dtype.itemsize:
-            raise _damaged(binary, f"should have {about.count * dtype.itemsize} bytes", size)
-        numbers = np.memmap(binary, dtype=dtype, mode="r") if size else np.empty(0, dtype)
+        with open_regular_file(binary, unshared=True) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != about.count * dtype.itemsize:
+                raise _damaged(binary, f"should have {about.count * dtype.itemsize} bytes", size)
+            numbers = np.memmap(file, dtype=dtype, mode="r") if size else np.empty(0, dtype)
     except OSError as error:
         raise _damaged(binary, "cannot be read", error.strerror or str(error)) from error
     digest = hashlib.blake2b(digest_size=16)
@@ -133,17 +136,17 @@ def exists(path: Path) -> bool:
 
 def _about(path: Path) -> About:
     try:
-        if path.exists() and not path.is_file():
-            raise ValueError("it is not a file")
-        if path.stat().st_size > _MOST_ABOUT_BYTES:
-            raise ValueError(f"it has {path.stat().st_size} bytes")
-        about = About(**json.loads(path.read_text(encoding="utf-8")))
+        found = read_json(path, _MOST_ABOUT_BYTES, unshared=True)
+        if not isinstance(found, dict):
+            raise ValueError("is no object")
+        about = About(**found)
         texts = (about.dtype, about.tokenizer, about.corpus, about.digest)
         if not all(type(part) is int and part >= 0 for part in (about.count, about.vocab)) or not all(
                 isinstance(part, str) for part in texts) or about.dtype not in _DTYPES or type(about.cut) is not bool:
             raise ValueError(f"unknown content {about}")
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise _damaged(path, "does not describe a token file", str(error)) from error
+        reason = getattr(error, "strerror", None) or str(error)
+        raise _damaged(path, "does not describe a token file", reason) from error
     return about
 
 

@@ -17,6 +17,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from ranvier.data.publish import published
 from ranvier.errors import DataError
+from ranvier.system.untrusted_file import read_bytes
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 """BERT's special tokens, in the order of a trained vocabulary."""
@@ -174,10 +175,8 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _text(path: Path) -> str:
     try:
-        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
-            raise _damaged(path, "no file, or a very large one")
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_bytes(path, _MOST_BYTES).decode()
+    except (OSError, ValueError) as error:
         raise _damaged(path, error) from error
 
 

@@ -6,10 +6,12 @@ parameters of its own blocks. Code of a user's is only imported where the user n
 
 from __future__ import annotations
 
-import json
+import os
+import tomllib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,7 +23,6 @@ from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.checkpoint.hf.tokenizer_files import tokenizer_beside
 from ranvier.checkpoint.saved import Saved
 from ranvier.config import read
-from ranvier.config.named_object import is_object_name
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
 from ranvier.data.named_model import local_path
@@ -33,12 +34,20 @@ from ranvier.optim.average import EMA
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.precision import DTYPES
+from ranvier.system.untrusted_file import member, read_bytes, read_json
 from ranvier.world import World
 
-KEPT = ("model.", "lora.", "data.", "batch.", "seed", "precision", "train.eval_sequences")
+KEPT = ("model.", "lora.", "batch.", "seed", "precision", "train.eval_sequences", "data.task", "data.options",
+        "data.train_samples", "data.eval_samples", "data.text_column", "data.pair_column", "data.label_column",
+        "data.messages_column", "data.packing", "data.padding", "data.augment", "data.augment_repeats",
+        "data.max_bytes")
 """Beginnings of the settings of a run that its evaluation has, too; place and performance are chosen anew."""
+PLACES = ("data.corpus", "data.mixture", "data.train", "data.eval", "data.eval_sets", "data.tokenizer",
+          "data.chat_template", "model.pretrained")
+"""Settings that name data. A path is read if the run.toml of the run, a file of this user's, names it as well."""
 _LONGEST = 1024
 """Tokens of a sequence of a folder's model, if it has positions for as many."""
+_CONFIG_BYTES = 16 << 20
 _TASK_OF = {"tokens": "lm", "span": "qa", "classes": "classification"}
 
 
@@ -46,7 +55,8 @@ _TASK_OF = {"tokens": "lm", "span": "qa", "classes": "classification"}
 class Trained:
     """settings: by dotted name, of the model, its data and its batch. fill: reads this rank's parameters into an
     engine. frozen: layers that its run has frozen. origin: the folder that was read. labels: names of its classes, by
-    number; tokenizer: the fingerprint of its tokenizer; pretrained: of a folder in Hugging Face's format."""
+    number; tokenizer: the fingerprint of its tokenizer; pretrained: of a folder in Hugging Face's format. unnamed:
+    settings with paths that a checkpoint alone names; they are not among the others."""
 
     settings: Mapping[str, object]
     fill: Callable[[Engine], None]
@@ -55,10 +65,18 @@ class Trained:
     tokenizer: str | None = None
     pretrained: Pretrained | None = None
     frozen: int = 0
+    unnamed: Mapping[str, object] = field(default_factory=dict)
 
     def layer(self) -> read.Layer:
-        """The settings as a layer below flags."""
+        """The settings as a layer below flags, which may not name Python objects."""
         return read.Layer(origin=str(self.origin), values=self.settings, is_users=False)
+
+    def check_places(self, flags: Collection[str]) -> list[ConfigError]:
+        """Paths of data that a checkpoint alone names, and no flag: they may be any, so they are not read."""
+        return [ConfigError("is a path that the checkpoint names, and no run.toml of yours", where=read.flag(name),
+                            value=read.as_text(value), remedy=f"Name it yourself if it is meant: --{read.flag(name)} "
+                                                              f"{read.as_text(value)}.")
+                for name, value in self.unnamed.items() if name not in flags]
 
     def sized(self, run: Run) -> Run:
         """The run with the sizes of the folder's model."""
@@ -97,17 +115,44 @@ def open_trained(path: Path, tell: Callable[[str], None], *, ema: bool = False) 
     if not isinstance(run, dict) or "model" not in run:
         raise CheckpointError("does not say which model it is of", where=f"checkpoint {saved.folder}",
                               remedy="Name a checkpoint of `ranvier train`.")
-    values = {name: value for name, value in read.from_dict(run, str(saved.folder)).values.items()
-              if name.startswith(KEPT)}
+    settings = read.from_dict(run, str(saved.folder)).values
+    values = {name: value for name, value in settings.items() if name.startswith(KEPT) or name in PLACES}
     values.pop("lora.adapters", None)  # where they began; the checkpoint has what they have become
     tokenizer, labels = saved.manifest.about.get("tokenizer"), saved.manifest.about.get("labels")
     beside = tokenizer_beside(path, saved.folder)
     if beside is not None and values.get("data.task") != "chat":
         values |= {"data.tokenizer": str(beside)}
         values.pop("model.pretrained", None)  # for its sizes, which are among the settings, and its tokenizer
+    own = _own_settings(path) or _own_settings(saved.folder.parent.parent)
+    unnamed = {name: value for name in PLACES if name in values and values[name] == settings.get(name)
+               and own.get(name) != (value := values[name]) and any(map(_is_path, _words(value)))}
+    values = {name: value for name, value in values.items() if name not in unnamed}
     return Trained(settings=values, fill=lambda engine: _fill(engine, saved, averages), origin=saved.folder,
                    labels=tuple(map(str, labels)) if isinstance(labels, list) else (),
-                   tokenizer=tokenizer if isinstance(tokenizer, str) else None, frozen=saved.manifest.frozen_layers)
+                   tokenizer=tokenizer if isinstance(tokenizer, str) else None, frozen=saved.manifest.frozen_layers,
+                   unnamed=unnamed)
+
+
+def _own_settings(folder: Path) -> Mapping[str, object]:
+    """The settings in a run's run.toml; none unless that is a file of this user's."""
+    try:
+        return read.from_dict(tomllib.loads(read_bytes(folder / "run.toml", _CONFIG_BYTES, own=True).decode()),
+                              "").values
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+def _words(value: object) -> list[str]:
+    entries = value if isinstance(value, (list, tuple)) else (value,)
+    return [word for entry in entries for word in (str(entry), *str(entry).split("="))]
+
+
+def _is_path(text: str) -> bool:
+    """Whether something of this name is there to be read."""
+    try:
+        return os.path.lexists(os.path.expanduser(text))
+    except ValueError:
+        return False
 
 
 def _of_folder(path: Path) -> Trained:
@@ -131,10 +176,11 @@ def _of_folder(path: Path) -> Trained:
 
 def _labels(path: Path) -> tuple[str, ...]:
     """Names of classes that config.json gives; none where it has only those that transformers makes up."""
-    names = json.loads((path / "config.json").read_bytes()).get("id2label")
     try:
+        document: Any = read_json(member(path, "config.json"), _CONFIG_BYTES)
+        names = document.get("id2label")
         found = tuple(str(names[str(number)]) for number in range(len(names)))
-    except (KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return ()
     return () if any(name == f"LABEL_{number}" for number, name in enumerate(found)) else found
 
@@ -152,21 +198,6 @@ def _fill(engine: Engine, saved: Saved, averages: Collection[str]) -> None:
                 kind = EMA if piece.name in averages else "master" if piece.name in kinds.get("master", {}) else kind
             if piece.name in kinds.get(kind, {}):
                 source.read_into(kind, piece.name, piece.box, piece.tensor)
-
-
-def named_code_problems(trained: Trained, chosen: Mapping[str, object]) -> list[ConfigError]:
-    """Settings of a checkpoint that name objects of a user's, and which the user has not named here: importing them
-    runs their code."""
-    found = []
-    for name, value in trained.settings.items():
-        if name not in ("model.family", "data.task", "data.corpus", "data.mixture", "data.eval", "data.eval_sets"):
-            continue
-        parts = [word for part in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(part, str)
-                 for word in part.split("=")]
-        if name not in chosen and any(map(is_object_name, parts)):
-            found.append(ConfigError("is code that the checkpoint names", where=read.flag(name), value=value,
-                                     remedy=f"Name it yourself if you trust it: --{read.flag(name)}."))
-    return found
 
 
 def build_engine(run: ResolvedRun, trained: Trained, world: World) -> Engine:

@@ -19,7 +19,8 @@ from torch.distributed import TCPStore
 
 from ranvier import __version__
 from ranvier.errors import LaunchError, RanvierError
-from ranvier.system.atomic_file import open_regular_file, write_atomically
+from ranvier.system.atomic_file import write_atomically
+from ranvier.system.untrusted_file import open_regular_file
 from ranvier.world import JoinPoint
 
 NAME = "join.json"

@@ -13,6 +13,7 @@ from pathlib import Path
 from ranvier.errors import LaunchError
 from ranvier.launch.run_function import cloudpickle_module
 from ranvier.launch.start import start
+from ranvier.system import child
 
 
 def main(folder: Path) -> None:
@@ -20,7 +21,7 @@ def main(folder: Path) -> None:
     where = "ranvier.run"
     try:
         settings, function, args = pickle.loads((folder / "job").read_bytes())
-        world = start(**settings, rerun=[sys.executable, "-m", "ranvier.launch.function_rank", str(folder)])
+        world = start(**settings, rerun=child.python("-m", "ranvier.launch.function_rank", str(folder)))
         where = f"rank {world.rank} of {world.size}"
         if world.rank:
             with open(os.devnull, "wb") as nothing:

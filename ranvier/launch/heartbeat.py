@@ -25,7 +25,6 @@ from typing import NoReturn
 
 from ranvier.comm.board import HEARTBEAT_KEY, call_with_timeout
 from ranvier.comm.signed_store import clone_shared_store
-from ranvier.launch import parent_death
 from ranvier.launch.failure_watch import FailureWatch
 from ranvier.launch.launchers import Started
 from ranvier.launch.stopped_ranks import (
@@ -35,6 +34,7 @@ from ranvier.launch.stopped_ranks import (
     find_rank_processes_by_variable,
     publish_pid,
 )
+from ranvier.system import parent_death
 from ranvier.system.processes import Process, ancestors_with
 from ranvier.world import World
 

@@ -8,15 +8,16 @@ import importlib.util
 import os
 import re
 import shutil
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from subprocess import Popen, TimeoutExpired
 from typing import IO, Literal
 
 from ranvier.errors import LaunchError
+from ranvier.system import child
 
 Flavour = Literal["mpich", "open-mpi", "unknown"]
 """Implementation of MPI; those derived from MPICH, such as Intel's, count as it."""
@@ -42,8 +43,8 @@ def flavour(version: str) -> Flavour:
 def _output(*command: str) -> str:
     """Output of `command`. LaunchError if it fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        done = child.run(command, seconds=60)
+    except (OSError, TimeoutExpired) as error:
         raise LaunchError("cannot be run", where=command[0], value=str(error), remedy="Reinstall it.") from error
     if done.returncode != 0:
         lines = (done.stderr or done.stdout).strip().splitlines()
@@ -61,7 +62,7 @@ def mpi_available() -> str | None:
         return "no mpiexec beside the interpreter or on PATH (pip install 'ranvier[mpi]')"
     try:
         starter = flavour(_output(mpiexec, "--version"))
-        library = flavour(_output(sys.executable, "-c", _VERSION_PROGRAM))
+        library = flavour(_output(*child.python("-c", _VERSION_PROGRAM)))
     except LaunchError as error:
         return str(error)
     if "unknown" not in (starter, library) and starter != library:
@@ -103,7 +104,7 @@ class MpiexecOutput:
         self.signal: int | None = None
         """Number of the signal that killed it."""
 
-    def relay(self, process: subprocess.Popen[bytes]) -> list[threading.Thread]:
+    def relay(self, process: Popen[bytes]) -> list[threading.Thread]:
         """Start a thread for each output of `process` that is a pipe; returns these threads, which end with it."""
         pairs = [(process.stdout, 1), (process.stderr, 2)]
         readers = [threading.Thread(target=self._relay, args=pair, daemon=True) for pair in pairs

@@ -8,11 +8,9 @@ Public as `ranvier.testing.ranks.run_processes`; `ranvier doctor --measure` uses
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +18,7 @@ import traceback
 from collections.abc import Collection, Sequence
 from datetime import timedelta
 from pathlib import Path
+from subprocess import STDOUT, Popen, TimeoutExpired
 from typing import Any, Literal
 
 import torch
@@ -29,7 +28,9 @@ from ranvier.comm.mixed_backend import MixedBackend
 from ranvier.comm.mpi_backend import MPIBackend
 from ranvier.comm.protocol import Backend
 from ranvier.comm.torch_backend import TorchBackend
+from ranvier.config.named_object import import_named
 from ranvier.launch.mpiexec import mpiexec_command
+from ranvier.system import child
 from ranvier.world import World
 
 
@@ -61,15 +62,15 @@ def run_processes(target: str, size: int, transport: Literal["torch", "mpi", "mp
         (folder / "job.json").write_text(json.dumps(dict(
             target=target, size=size, transport=transport, args=list(args), port=store.port, device=device,
             timeout_seconds=timeout_seconds)))
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-        command = [sys.executable, "-c", _RANK_PROGRAM, name]
+        environment = child.environment(PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path))
+        command = child.python("-c", _RANK_PROGRAM, name)
         if transport != "torch":
             commands = [mpiexec_command(size, command)]
         else:
             commands = [[*command[:-1], f"{name}:{rank}"] for rank in range(size)]
         with open(folder / "launcher.txt", "wb") as output:
-            children = [subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output,
-                                         stderr=subprocess.STDOUT, start_new_session=True) for command in commands]
+            children = [child.start(command, environ=environment, output=output, errors=STDOUT, end_signal=None,
+                                    new_session=True) for command in commands]
             try:
                 in_time = _wait_for(children, folder, time.monotonic() + timeout_seconds, may_fail)
             finally:
@@ -85,28 +86,28 @@ def run_processes(target: str, size: int, transport: Literal["torch", "mpi", "mp
         return [None if result is None else result["result"] for result in results]
 
 
-def _wait_for(children: list[subprocess.Popen[bytes]], folder: Path, deadline: float, may_fail: Collection[int]
+def _wait_for(children: list[Popen[bytes]], folder: Path, deadline: float, may_fail: Collection[int]
               ) -> bool:
     """Whether all ended in time. Once a rank that may not fail has done so, the others have a short grace."""
     failed = False
-    while any(child.poll() is None for child in children):
+    while any(process.poll() is None for process in children):
         if time.monotonic() > deadline:
             return failed
-        if not failed and any(rank not in may_fail and child.poll() for rank, child in enumerate(children)):
+        if not failed and any(rank not in may_fail and process.poll() for rank, process in enumerate(children)):
             failed, deadline = True, min(deadline, time.monotonic() + _GRACE_SECONDS)
         time.sleep(0.02)
     return True
 
 
-def _end(children: list[subprocess.Popen[bytes]], folder: Path) -> None:
+def _end(children: list[Popen[bytes]], folder: Path) -> None:
     """Kill what is left: launchers first, which end their ranks, then ranks by the process ids that they wrote."""
-    for child in children:
-        if child.poll() is None:
-            child.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(5.0)
-            child.kill()
-            child.wait()
+    for started in children:
+        if started.poll() is None:
+            started.terminate()
+            with contextlib.suppress(TimeoutExpired):
+                started.wait(5.0)
+            started.kill()
+            started.wait()
     for path in folder.glob("*.pid"):
         with contextlib.suppress(ProcessLookupError, ValueError):
             process = int(path.read_text())
@@ -151,7 +152,7 @@ def run_one_rank(where: str) -> None:
                   local_size=job["size"])
     try:
         module, _, function = job["target"].partition(":")
-        result = getattr(importlib.import_module(module), function)(world, *job["args"])
+        result = import_named(module, function)(world, *job["args"])
         backend.close()
         partial = folder / f"{backend.rank}.partial"
         partial.write_text(json.dumps({"result": result}))

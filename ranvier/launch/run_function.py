@@ -17,18 +17,18 @@ import codecs
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from subprocess import PIPE, STDOUT, Popen, TimeoutExpired
 from types import ModuleType
 from typing import Any, Literal
 
 from ranvier.errors import LaunchError
-from ranvier.launch import parent_death
 from ranvier.mesh import Mesh
+from ranvier.system import child
 
 _GRACE_SECONDS = 10.0
 
@@ -79,18 +79,16 @@ def cloudpickle_module() -> ModuleType:
 
 def _run_program(folder: Path) -> int:
     """Run the program that starts the ranks of the job in `folder`, and show its output; returns its exit code."""
-    command = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), str(int(signal.SIGTERM)),
-               sys.executable, "-m", "ranvier.launch.function_rank", str(folder)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, start_new_session=True)
+    environ = child.environment(PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path))  # as it is here
+    process = child.start(child.python("-m", "ranvier.launch.function_rank", str(folder)), environ=environ, output=PIPE,
+                          errors=STDOUT, end_signal=signal.SIGTERM, new_session=True)
     try:
         _show(process)
         return process.wait()
     finally:
         if process.poll() is None:  # Ctrl-C
             process.send_signal(signal.SIGINT)
-            with suppress(subprocess.TimeoutExpired):
+            with suppress(TimeoutExpired):
                 process.wait(_GRACE_SECONDS)  # it ends its ranks first
             process.kill()
             process.wait()
@@ -98,7 +96,7 @@ def _run_program(folder: Path) -> int:
         process.stdout.close()
 
 
-def _show(process: subprocess.Popen[bytes]) -> None:
+def _show(process: Popen[bytes]) -> None:
     """Write the process's output to this one's, which in a notebook is the cell's, until it ends."""
     assert process.stdout is not None
     decoder = codecs.getincrementaldecoder("utf-8")("replace")

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 from typing import Literal, TextIO
 
 import torch
@@ -37,6 +39,7 @@ from ranvier.launch.mpi_start_watch import mpi_start_watch
 from ranvier.launch.mpiexec import mpi_available
 from ranvier.launch.shared_store import open_store
 from ranvier.mesh import Mesh
+from ranvier.system import child
 from ranvier.system.machine import address_towards, available_cores, interface_towards, threads_per_rank
 from ranvier.world import JoinPoint, World
 
@@ -279,7 +282,14 @@ def rerun_command() -> list[str]:
     if command[1:2] and getattr(main, "__file__", None) == "<stdin>":
         raise LaunchError("cannot start ranks from a program on standard input", where="launch",
                           remedy="Put the code into a file and run `python file.py`.")
-    return [sys.executable, *command[1:]]
+    return child.python(*command[1:]) if _is_own_program(main) else [sys.executable, *command[1:]]
+
+
+def _is_own_program(main: ModuleType | None) -> bool:
+    """Whether the program is the command `ranvier`, and not a user's, whose folder is searched for modules."""
+    spec = getattr(main, "__spec__", None)
+    name: str = Path(getattr(main, "__file__", None) or "").stem if spec is None else spec.name.partition(".")[0]
+    return name == "ranvier"
 
 
 def _run_local_ranks(mesh: Mesh, transport: str, threads: int | Literal["auto"], device: str,

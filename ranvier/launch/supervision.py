@@ -6,7 +6,7 @@
     a rank is stopped (SIGSTOP)              likewise, after some seconds
     Ctrl-C, SIGTERM, SIGHUP here             the same signal to all ranks, SIGKILL after a grace period
     SIGTERM, SIGUSR1 if ranks save           the same signal to all ranks, which exit themselves; a second one kills
-    this process is killed outright          the kernel ends the ranks (ranvier.launch.parent_death)
+    this process is killed outright          the kernel ends the ranks (ranvier.system.parent_death)
 
 Each child has a process group of its own, so that Ctrl-C in a terminal reaches only this process, which forwards it
 once. With torch the children are the ranks; with MPI the only child is mpiexec, which starts and numbers the ranks. On
@@ -29,7 +29,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore
@@ -37,7 +36,6 @@ from torch.distributed import PrefixStore, TCPStore
 from ranvier.comm.board import call_with_timeout
 from ranvier.comm.signed_store import SignedStore, private_prefix
 from ranvier.errors import LaunchError
-from ranvier.launch import parent_death
 from ranvier.launch.contact import Contact, connect
 from ranvier.launch.failure_watch import FAILED, FINISHED
 from ranvier.launch.failures import describe_rank, read_mesh
@@ -49,6 +47,8 @@ from ranvier.launch.shared_store import LOOPBACK, create_store, new_secret
 from ranvier.launch.stop import STOP_SIGNALS
 from ranvier.launch.stopped_ranks import CHECK_SECONDS, StoppedRankDetector, find_rank_processes, read_pids
 from ranvier.mesh import Mesh
+from ranvier.system.child import package_path
+from ranvier.system.child import start as start_child
 from ranvier.system.processes import Process, descendants
 
 _GRACE_SECONDS = 3.0
@@ -60,6 +60,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 _LAUNCHER_VARIABLES = re.compile(r"PMI|PMIX_|OMPI_|MPI_LOCAL|HYDI_|HYDRA_|TORCHELASTIC_"
                       r"|(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_\w+"
                       r"|MASTER_ADDR|MASTER_PORT)$")
+
+
+_KILL_SECONDS = 5.0
+"""Until the kernel has ended a killed process, at most."""
 
 
 @dataclass
@@ -273,6 +277,8 @@ class _Children:
         child = next(child for child in self.started if child.rank == end.rank)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(child.process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            child.process.wait(_KILL_SECONDS)  # a stopped one has not ended yet
         self.started.remove(child)
         self.lost.append(end)
 
@@ -299,21 +305,14 @@ def _start(mesh: Mesh, transport: str, reason: str, command: Sequence[str], vari
            children: _Children) -> list[_Child]:
     environ = {name: value for name, value in os.environ.items() if not _LAUNCHER_VARIABLES.match(name)}
     environ |= variables
+    environ |= package_path(environ)
     environ[SECRET] = children.secret
     if transport == "mpi":
         more = local_variables(None, mesh.size, children.place, transport, reason) | _terminals()
-        return [_Child(None, _spawn(mpiexec_command(mesh.size, list(command)), environ | more, signal.SIGTERM,
-                                    subprocess.PIPE))]
-    return [_Child(rank, _spawn(command, environ | local_variables(rank, mesh.size, children.place, transport, reason),
-                                signal.SIGKILL, None)) for rank in range(mesh.size)]
-
-
-def _spawn(command: Sequence[str], environ: Mapping[str, str], end_signal: int, output: int | None
-           ) -> subprocess.Popen[bytes]:
-    # The kernel ends the child with this process; its own process group keeps the terminal's Ctrl-C from it.
-    wrapper = [sys.executable, "-I", "-S", str(Path(parent_death.__file__)), str(os.getpid()), str(int(end_signal))]
-    return subprocess.Popen([*wrapper, *command], env=dict(environ), stdin=subprocess.DEVNULL, stdout=output,
-                            stderr=output, process_group=0)
+        return [_Child(None, start_child(mpiexec_command(mesh.size, list(command)), environ=environ | more,
+                                         end_signal=signal.SIGTERM, output=subprocess.PIPE, errors=subprocess.PIPE))]
+    return [_Child(rank, start_child(command, environ=environ | local_variables(
+        rank, mesh.size, children.place, transport, reason))) for rank in range(mesh.size)]
 
 
 def _terminals() -> dict[str, str]:
@@ -337,14 +336,16 @@ def _signals(more: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _lets_go(children: _Children, mesh: Mesh, wish: str | None, end: _RankEnd) -> bool:
-    """Whether the run, which is told of it, tries to go on without a rank that a signal has killed.
+    """Whether the run, which is told of it, tries to go on without a rank that a signal has killed or stopped.
 
     wish: ID of the request with which these ranks have joined it; None for the ranks with which it was started.
     """
     if end.code >= 0 or end.rank is None or (wish is None and end.rank == 0):
         return False
     name = str(end.rank) if wish is None else member_name(wish, end.rank)
-    loss = Loss(member=name, how=f"was killed by {signal.Signals(-end.code).name}")
+    how = "was stopped by SIGSTOP, and killed" if end.code == -signal.SIGSTOP else \
+        f"was killed by {signal.Signals(-end.code).name}"
+    loss = Loss(member=name, how=how)
     try:
         if wish is not None and rank_of_newcomer(children.store, wish, end.rank) is None:
             return False
@@ -381,7 +382,10 @@ def _first_failure(children: _Children, received: Sequence[int], lets_go: Callab
         if 0 in codes and (rank := children.exited_early()) is not None:
             return _RankEnd(rank, 0)
         if (rank := children.stopped()) is not None:
-            return _RankEnd(rank, -signal.SIGSTOP)
+            end = _RankEnd(rank, -signal.SIGSTOP)
+            if lets_go(end):
+                continue
+            return end
         time.sleep(_POLL_SECONDS)
     return None
 

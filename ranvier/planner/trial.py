@@ -7,18 +7,18 @@ corrects the others, too.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from subprocess import TimeoutExpired
 
 from ranvier.config import read
 from ranvier.config.run import Checkpoint, Elastic, Log, Run
 from ranvier.errors import LaunchError
 from ranvier.planner.search import Plan
+from ranvier.system import child
 
 STEPS, WARMUP = 10, 4
 """Of each run, and those at its start that do not count."""
@@ -55,12 +55,11 @@ def step_seconds(run: Run, folder: Path, *, steps: int = STEPS, warmup: int = WA
                                 sample_tokens=0))
     read.write(run, folder / "run.toml")
     try:
-        done = subprocess.run([sys.executable, "-m", "ranvier", "train", str(folder / "run.toml"), "--run-dir",
-                               str(folder / "results"), "--launch.launcher", "local"], capture_output=True, text=True,
-                              timeout=_SECONDS, check=False)
+        done = child.run(child.python("-m", "ranvier", "train", str(folder / "run.toml"), "--allow-code", "--run-dir",
+                                      str(folder / "results"), "--launch.launcher", "local"), seconds=_SECONDS)
         lines = (folder / "results" / "metrics.jsonl").read_text().splitlines() if done.returncode == 0 else []
         said = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
-    except subprocess.TimeoutExpired:
+    except TimeoutExpired:
         lines, said = [], [f"{steps} steps take longer than {_SECONDS:.0f} s"]
     if not lines:
         raise LaunchError(f"could not be measured: {said[0]}", where="mesh", value=str(run.mesh),

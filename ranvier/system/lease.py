@@ -32,8 +32,8 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from ranvier.errors import CheckpointError, OwnershipError
-from ranvier.system.atomic_file import open_regular_file
 from ranvier.system.processes import process_state
+from ranvier.system.untrusted_file import new_file, open_regular_file
 
 HEARTBEAT_SECONDS = 2.0
 """Time between two heartbeats of an owner."""
@@ -44,6 +44,8 @@ WAIT_SECONDS = 5.0
 _POLL_SECONDS = 0.1
 _LEASE = re.compile(r"\.owner\.([1-9][0-9]{0,11})")
 _COUNT_DIGITS = 12
+_MACHINES_OWN = "pid:[4026531836]"
+"""The first pid namespace of every Linux kernel, in which no container is (PROC_PID_INIT_INO)."""
 _MOST_BYTES = 1 << 14
 
 
@@ -70,16 +72,28 @@ class Owner:
     @classmethod
     def this_process(cls) -> Owner:
         """This process, with a new token."""
-        pid, machine = os.getpid(), ""
-        with suppress(OSError):
-            machine = (Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " "
-                       + os.readlink("/proc/self/ns/pid"))
+        pid, machine = os.getpid(), _this_machine()
         state = process_state(pid)
         return cls(host=socket.gethostname(), machine=machine if state else "", pid=pid,
                    started=state[1] if state else "", since=f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC")
 
+    @property
+    def has_known_pid(self) -> bool:
+        """Whether the process id is that of a machine, or of this process's own container, and not of another one."""
+        own = _this_machine()
+        boot, _, namespace = self.machine.partition(" ")
+        return self.machine == own or (boot != own.partition(" ")[0] and namespace in ("", _MACHINES_OWN))
+
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}"
+        name = f"process {self.pid}" if self.has_known_pid else "a process in a container"
+        return f"{name} on {self.host}"
+
+
+def _this_machine() -> str:
+    """Boot id and pid namespace; "" if unknown."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
+    return ""
 
 
 _owner = TypeAdapter(Owner)
@@ -161,10 +175,11 @@ class _Watch:
         name = "an unknown process" if owner is None else str(owner)
         state = ", which is stopped," if stopped else ""
         since = f" since {owner.since}" if owner is not None and owner.since else ""
+        kill = f" (kill {owner.pid} on {owner.host})" if owner is not None and owner.has_known_pid else ""
         return OwnershipError(
             f"belongs to a run in progress: {name}{state} owns it{since} (generation {generation})",
             where=f"folder {self._folder}",
-            remedy=f"Wait for that run, or end it{f' (kill {owner.pid} on {owner.host})' if owner else ''}, or choose "
+            remedy=f"Wait for that run, or end it{kill}, or choose "
                    f"another --run-dir and --checkpoint.dir. If the folder is a copy, remove "
                    f"{_path(self._folder, generation).name} from it.")
 
@@ -237,15 +252,17 @@ def _claim(folder: Path, watch: _Watch, owner: Owner, on_wait: Callable[[str], N
             time.sleep(_POLL_SECONDS)
             continue
         held = _Held(folder=folder, generation=newest + 1, owner=owner)
+        if _LEASE.fullmatch(held.path.name) is None:
+            raise OwnershipError("has a lease after which none can come, which no run has written",
+                                 where=f"folder {folder}", value=_path(folder, newest).name,
+                                 remedy="Remove that file if no run uses the folder.")
         try:
-            handle = os.open(held.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            with new_file(held.path) as file:
+                file.write(_content(0, owner))
+                file.flush()
+                os.fsync(file.fileno())
         except FileExistsError:
             continue
-        try:
-            os.write(handle, _content(0, owner))
-            os.fsync(handle)
-        finally:
-            os.close(handle)
         there = _generations(folder)
         if there[-1:] != [held.generation]:  # another start was faster, and has removed the lease that was checked
             held.path.unlink(missing_ok=True)

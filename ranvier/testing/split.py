@@ -10,10 +10,7 @@ Ranks are threads of this process. Each mesh and scheme runs the whole chain of 
 from __future__ import annotations
 
 import copy
-import importlib
 import json
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -26,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ranvier import keyed_random
 from ranvier.block import Loss, Model, State, as_model, beside_modules, initialise, named
+from ranvier.config.named_object import import_named
 from ranvier.config.run import TensorParallel
 from ranvier.errors import ConfigError, DivisibilityError, ModelError, RanvierError
 from ranvier.layout import part
@@ -147,10 +145,9 @@ def check_named(target: str, *, as_json: bool = False) -> None:
 def _called(target: str) -> tuple[Model | nn.Module, Sample, Loss | None]:
     """What the function "module:function" returns, with None for a loss that it leaves out."""
     module, _, function = target.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     try:
-        made = getattr(importlib.import_module(module), function)()
+        made: Any = import_named(module, function)
+        made = made()
     except RanvierError:
         raise
     except Exception as error:

@@ -6,6 +6,7 @@ known (a step's numbers are known one step later), then one EndEvent; a run that
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -172,7 +173,8 @@ Event = StartEvent | StepEvent | EvalEvent | NoteEvent | TransitionEvent | EndEv
 
 
 class Tracker(Protocol):
-    """Takes a run's events, on rank 0. An exception from it ends the run: a tracker that may fail catches its own."""
+    """Takes a run's events, on rank 0. An exception from it becomes a warning and never ends the run; further events
+    come all the same."""
 
     def event(self, event: Event) -> None:
         """One more event. Called between steps: whatever it takes is added to the step's time."""
@@ -186,19 +188,26 @@ class Trackers:
 
     def __init__(self, trackers: Sequence[Tracker] = ()) -> None:
         self._trackers = tuple(trackers)
+        self._failed: set[int] = set()
 
     def event(self, event: Event) -> None:
-        """Hand the event to each tracker. What one of them raises ends the run."""
-        for tracker in self._trackers:
-            tracker.event(event)
+        """Hand the event to each tracker. The first exception of each is a warning: the run goes on."""
+        for number, tracker in enumerate(self._trackers):
+            try:
+                tracker.event(event)
+            except Exception as error:
+                self._warn(number, error, "the start" if isinstance(event, StartEvent) else f"step {event.step}")
 
     def close(self) -> None:
-        """Close all, also when one of them fails; the first failure is raised at the end."""
-        failures = []
-        for tracker in self._trackers:
+        """Close all; likewise."""
+        for number, tracker in enumerate(self._trackers):
             try:
                 tracker.close()
-            except Exception as failure:
-                failures.append(failure)
-        if failures:
-            raise failures[0]
+            except Exception as error:
+                self._warn(number, error, "the end of the run")
+
+    def _warn(self, number: int, error: Exception, when: str) -> None:
+        if number not in self._failed:
+            self._failed.add(number)
+            warnings.warn(f"{type(self._trackers[number]).__name__} has failed at {when}; the run goes on without "
+                          f"what it lacks: {type(error).__name__}: {error}", stacklevel=3)

@@ -18,7 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from ranvier.config.run import Log
+from ranvier.config.urls import has_user_information, without_user_information
 from ranvier.errors import ConfigError
+from ranvier.system.atomic_file import write_atomically
+from ranvier.system.untrusted_file import read_bytes
 from ranvier.train.events import EndEvent, EvalEvent, Event, StartEvent, StepEvent, Tracker, TransitionEvent
 from ranvier.train.trackers import scalars
 
@@ -27,7 +30,11 @@ PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "aim": "aim"}
 
 
 def tracker_problems(log: Log) -> Iterator[ConfigError]:
-    """Trackers whose package is not installed here."""
+    """Trackers whose package is not installed here, and user information in the URL of their server."""
+    if has_user_information(log.store):
+        yield ConfigError("has user information in a URL", where="log.store",
+                          value=without_user_information(log.store),
+                          remedy="Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead.")
     for name in log.tracker:
         if find_spec(PACKAGES[name]) is None:
             yield ConfigError(f"needs the package {PACKAGES[name]}, which is not installed", where="log.tracker",
@@ -92,13 +99,13 @@ class _ExperimentTracker(ABC):
         return self._run_dir / f"{self.kind}.id"
 
     def _id(self) -> str | None:
-        with suppress(OSError, UnicodeDecodeError):
-            return self._file.read_text(encoding="utf-8").strip() or None
+        with suppress(OSError, ValueError):
+            return read_bytes(self._file, 1000).decode().strip() or None
         return None
 
     def _remember(self, identifier: str) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        self._file.write_text(identifier + "\n", encoding="utf-8")
+        write_atomically(self._file, identifier + "\n")
 
     def _settings(self, event: StartEvent) -> dict[str, str]:
         return {"recipe": event.recipe, "mesh": str(event.mesh), "steps": str(event.steps), **event.settings}

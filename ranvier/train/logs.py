@@ -19,7 +19,8 @@ from typing import Any, BinaryIO
 
 from ranvier.errors import RanvierError
 from ranvier.mesh import AXES, Mesh
-from ranvier.system.atomic_file import open_regular_file, write_atomically
+from ranvier.system.atomic_file import write_atomically
+from ranvier.system.untrusted_file import append_file, open_regular_file
 from ranvier.train.events import EndEvent, EvalEvent, Event, NoteEvent, StartEvent, StepEvent, TransitionEvent
 
 
@@ -66,7 +67,7 @@ class LineFile:
         self.path = path
         with writing(path):  # never into the file that is there: a former owner of the folder may have it open
             write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
-            self._file = path.open("a", encoding="utf-8")
+            self._file = append_file(path)
 
     def write(self, fields: Mapping[str, object]) -> None:
         """Append one line."""

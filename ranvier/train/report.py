@@ -8,16 +8,17 @@ from __future__ import annotations
 import platform
 import resource
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from subprocess import SubprocessError
 from typing import Any
 
 import torch
 
 from ranvier.mesh import AXES, Mesh
+from ranvier.system import child
 from ranvier.train.history import History
 from ranvier.train.logs import mesh_fields, mesh_text, write_json
 from ranvier.train.pictures import draw_course, draw_loss, draw_timeline
@@ -98,10 +99,9 @@ def commit() -> str | None:
     """The commit that this code is at, with "+" when files differ from it; None outside a repository."""
     here = Path(__file__).resolve().parent
     try:
-        head, changed = (subprocess.run(["git", "-C", str(here), *command], capture_output=True, text=True, timeout=10,
-                                        check=True).stdout.strip()
+        head, changed = (child.run(["git", "-C", str(here), *command], seconds=10, check=True).stdout.strip()
                          for command in (("rev-parse", "HEAD"), ("status", "--porcelain", "--", str(here.parent))))
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, SubprocessError):
         return None
     return head + ("+" if changed else "")
 

@@ -20,7 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from ranvier.errors import RanvierError
-from ranvier.system.atomic_file import open_regular_file, write_atomically
+from ranvier.system.atomic_file import write_atomically
+from ranvier.system.untrusted_file import open_regular_file
 from ranvier.train.logs import read_events
 
 NAME = "resize.json"

@@ -251,7 +251,7 @@ class Saving:
             return None
         self.saved_step = step
         return self.checkpoints.save({
-            "recipe": self._recipe, "run": read.document(self._run), "text": self._text, "versions": versions(),
+            "recipe": self._recipe, "run": read.document(self._run, _TOLD), "text": self._text, "versions": versions(),
             **({"labels": self._labels} if self._labels else {}), "elastic": elastic,
             **({} if self._tokenizer is None else {"tokenizer": self._tokenizer}),
             "samples": self._run.samples_of(step) + self.offset,
@@ -319,6 +319,9 @@ class Saving:
         return CheckpointError(f"cannot be written: {written.error}", where=f"checkpoint {written.folder}",
                                remedy=written.remedy)
 
+
+_TOLD = frozenset(name for name in read.settings() if not name.startswith("log."))
+"""Settings that a checkpoint has: trackers, their projects and servers are nobody's who gets it."""
 
 PLACE = ("mesh.", "batch.microbatch_size", "pipeline.", "tensor.", "comm.", "launch.", "log.", "memory", "checkpoint.",
          "model.compile", "model.attention_kernel", "optim.offload", "optim.bucket_size", "optim.chunk_buckets",

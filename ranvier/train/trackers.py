@@ -10,7 +10,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -293,10 +293,27 @@ class TensorBoard:
                 for stale in self._folder.glob("events.out.tfevents.*"):  # another run's curve would overlay this one's
                     stale.unlink()
             self._writer = SummaryWriter(str(self._folder), purge_step=after + 1 if after else None)
+        self._error: OSError | None = None
+        # its thread would end with the first error, and the queue in front of it would block when it is full
+        file = self._writer.file_writer.event_writer._ev_writer
+        file.write_event, file.flush = self._guarded(file.write_event), self._guarded(file.flush)
+
+    def _guarded(self, write: Callable[..., Any]) -> Callable[..., None]:
+        """`write` until its first error, which the next event raises. Nothing is written after a record that is torn:
+        a reader gets no further than that."""
+        def guarded(*args: object) -> None:
+            if self._error is None:
+                try:
+                    write(*args)
+                except OSError as error:
+                    self._error = error
+        return guarded
 
     def event(self, event: Event) -> None:
-        """Write a step, evaluation, transition, note or sample. RanvierError if it cannot be written."""
+        """Write a step, evaluation, transition, note or sample. RanvierError if an earlier one could not be written."""
         with writing(self._folder):
+            if self._error is not None:
+                raise self._error
             match event:
                 case StepEvent() | EvalEvent() | TransitionEvent():
                     for name, value in scalars(event).items():
@@ -312,3 +329,5 @@ class TensorBoard:
         """Flush and close the event file. RanvierError if it cannot be written."""
         with writing(self._folder):
             self._writer.close()
+            if self._error is not None:
+                raise self._error

@@ -8,6 +8,7 @@ import re
 import shutil
 import struct
 from collections import namedtuple
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,12 +16,16 @@ from hf_folders import SMALL, edit_manifest, parameters, write_checkpoint, write
 from safetensors.torch import load_file, save_file
 
 from ranvier.checkpoint import new_folder
+from ranvier.checkpoint.files import retain
 from ranvier.checkpoint.hf import gpt2 as hf_gpt2
 from ranvier.checkpoint.hf import logits, pretrained
+from ranvier.checkpoint.hf.export_model import newest_whole
+from ranvier.checkpoint.manifest import encode, read_manifest
 from ranvier.checkpoint.saved import checksum
 from ranvier.cli.main import run_command
 from ranvier.config.run import Transformer
 from ranvier.data import tokenizer as tokenizers
+from ranvier.errors import CheckpointError
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +92,7 @@ def test_a_setting_that_is_missing(tmp_path, capsys):
     (b"[]", r"config\.json that is not a JSON object"), (b"[" * 100_000, r"config\.json that cannot be read"),
     (b'{"n_layer": ' + b"1" * 5000 + b"}", r"config\.json that cannot be read"),
     (b"\xff\xfe", r"config\.json that cannot be read"),
-    (b" " * ((1 << 20) + 1), r"config\.json that is larger than any")])
+    (b" " * ((1 << 20) + 1), r"config\.json that cannot be read: has more than")])
 def test_config_files_that_are_none(tmp_path, capsys, content, text):
     model = write_model(tmp_path / "model")
     (model / "config.json").unlink()
@@ -229,7 +234,7 @@ def test_links_that_lead_elsewhere(tmp_path, capsys, name):
     for target in (f"../{name}", tmp_path / name, "/dev/zero", name):
         (model / name).symlink_to(target)
         refused(capsys, tmp_path, ["import", model, tmp_path / "out"],
-                rf"has a link {name} that leads out of it" if target != name else rf"{name}")
+                rf"has a file {name} that cannot be read: is a (link that leads out of its folder|loop of links)")
         (model / name).unlink()
 
 
@@ -238,10 +243,10 @@ def test_what_is_no_plain_file(tmp_path, capsys, name):
     model = write_model(tmp_path / "model")
     (model / name).unlink()
     (model / name).mkdir()
-    refused(capsys, tmp_path, ["import", model, tmp_path / "out"], rf"has no file {name}")
+    refused(capsys, tmp_path, ["import", model, tmp_path / "out"], rf"has a file {name} that cannot be read: is not")
     (model / name).rmdir()
     os.mkfifo(model / name)
-    refused(capsys, tmp_path, ["import", model, tmp_path / "out"], rf"has no file {name}")
+    refused(capsys, tmp_path, ["import", model, tmp_path / "out"], rf"has a file {name} that cannot be read: is not")
 
 
 # --- pytorch_model.bin -----------------------------------------------------------------------------------------------
@@ -347,6 +352,8 @@ def test_the_newest_whole_checkpoint(tmp_path, capsys):
     run = write_checkpoint(tmp_path / "run")
     old, new = run / "checkpoint/step-0", run / "checkpoint/step-7"
     shutil.copytree(old, new)
+    refused(capsys, tmp_path, ["export", new, tmp_path / "out"], r"is of step 0, a copy under another name")
+    (new / "manifest.json").write_bytes(encode(replace(read_manifest(old), step=7)))
     part = bytearray((new / "part-00000.safetensors").read_bytes())
     part[-5] ^= 1
     (new / "part-00000.safetensors").write_bytes(part)
@@ -421,3 +428,23 @@ def test_shapes_are_those_of_the_model():
              for name, parameter in module.named_parameters()}
     shapes = {name: place.shape for name, place in hf_gpt2.places(SMALL).items()}
     assert shapes | {"head.projection.weight": shapes["embedding.token.weight"]} == found
+
+
+def test_a_copy_under_another_step_counts_for_nothing(tmp_path):
+    run = write_checkpoint(tmp_path / "run")
+    folder, manifest = run / "checkpoint", read_manifest(run / "checkpoint/step-0")
+    for step in (1, 2, 3):
+        shutil.copytree(folder / "step-0", folder / f"step-{step}")
+        (folder / f"step-{step}/manifest.json").write_bytes(encode(replace(manifest, step=step)))
+    shutil.copytree(folder / "step-1", folder / "step-9999")
+    shutil.rmtree(folder / "step-2")
+    shutil.copytree(folder / "step-1", folder / "step-2")
+    with pytest.raises(CheckpointError) as raised:
+        read_manifest(folder / "step-9999")
+    assert raised.value.where == f"checkpoint {folder / 'step-9999'}" and raised.value.value == "step-9999"
+    told = []
+    assert newest_whole(run, told.append).folder == folder / "step-3" and "step-9999" in told[0]
+    retain(folder, 3, keep=2, keep_every=0)
+    assert {path.name for path in folder.glob("step-*")} == {"step-1", "step-2", "step-3", "step-9999"}
+    retain(folder, 3, keep=1, keep_every=0)
+    assert {path.name for path in folder.glob("step-*")} == {"step-3", "step-9999"}

@@ -744,7 +744,7 @@ def test_no_manifest_and_one_that_is_too_large(tmp_path, monkeypatch):
         read_manifest(tmp_path)
     (tmp_path / MANIFEST).write_text("{}" * 10)
     monkeypatch.setattr("ranvier.checkpoint.manifest.MOST_BYTES", 5)
-    with pytest.raises(CheckpointError, match=r"manifest.json is larger than any manifest \(got 20\)"):
+    with pytest.raises(CheckpointError, match=r"is not a manifest: has more than 5 bytes"):
         read_manifest(tmp_path)
 
 

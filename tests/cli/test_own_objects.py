@@ -10,9 +10,10 @@ import pytest
 from ranvier.checkpoint.hf.export_model import model_of
 from ranvier.cli.check import check
 from ranvier.config import read
+from ranvier.config.named_code import names_corpus
 from ranvier.config.named_object import is_object_name, load_object, parse_options
 from ranvier.config.run import Data, Elastic, Run, Transformer
-from ranvier.data.corpus import is_own, open_corpus
+from ranvier.data.corpus import open_corpus
 from ranvier.data.prepare import prepare
 from ranvier.errors import CheckpointError, ConfigError, RanvierError
 from ranvier.mesh import Mesh
@@ -259,9 +260,9 @@ def test_a_corpus_that_is_none_is_named(own, name, message):
 def test_a_corpus_of_ones_own(own):
     corpus = open_corpus("own:Pages", own, print)
     assert [document.text for document in corpus.documents(5)] == ["words"] and corpus.is_path
-    assert not is_own("imdb:plain_text"), "a data set of Hugging Face"
+    assert not names_corpus("imdb:plain_text"), "a data set of Hugging Face"
     Path("own:Pages").write_text("text of a file")
-    assert not is_own("own:Pages"), "a file that is there comes first"
+    assert not names_corpus("own:Pages"), "a file that is there comes first"
 
 
 def test_only_module_and_name_are_an_object():

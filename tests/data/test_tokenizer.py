@@ -105,7 +105,7 @@ def test_only_vocabulary_and_merges_are_taken_from_a_file(small, tmp_path):
 
 def test_a_pipe_is_no_tokenizer(tmp_path):
     os.mkfifo(tmp_path / "t.json")
-    with pytest.raises(DataError, match="not a file"):
+    with pytest.raises(DataError, match="not a regular file"):
         load(tmp_path / "t.json")
 
 

@@ -92,7 +92,7 @@ def test_folders_without_their_tokenizer(tmp_path):
         wordpiece.from_folder(tmp_path / "model")
     (tmp_path / "model" / "vocab.txt").unlink()
     (tmp_path / "model" / "vocab.txt").mkdir()
-    with pytest.raises(DataError, match="no file, or a very large one"):
+    with pytest.raises(DataError, match=r"not a regular file|more than|Is a directory"):
         wordpiece.from_folder(tmp_path / "model")
 
 

@@ -59,11 +59,11 @@ def steps(run):
     return [line["step"] for line in run.lines("metrics.jsonl")]
 
 
-def kill(run, process, *, after=5):
-    """Kill a rank after so many more steps; returns once the run has gone on without it."""
+def kill(run, process, *, after=5, number=signal.SIGKILL):
+    """Kill or stop a rank after so many more steps; returns once the run has gone on without it."""
     at, lost = len(steps(run)), len(events(run, "lost"))
     run.wait_until(lambda: len(steps(run)) >= at + after)
-    os.kill(process, signal.SIGKILL)
+    os.kill(process, number)
     run.wait_until(lambda: len(events(run, "lost")) > lost)
 
 
@@ -79,13 +79,14 @@ def check(run, tmp_path, count):
 
 def test_two_of_three_replicas_are_lost_one_after_the_other(start_run, tmp_path):
     """The survivors are the processes that they were, and the second one has another number then."""
-    run = begin(start_run, 3, train__steps=60, checkpoint__every=7, train__eval_every=10)
+    run = begin(start_run, 3, train__steps=60, checkpoint__every=7, train__eval_every=10, launch__stopped_seconds=1)
     run.wait_until(lambda: steps(run))
     ranks = run.ranks()
     kill(run, ranks[1])
     assert {rank: process for rank, process in run.ranks().items() if rank != 1} == {0: ranks[0], 2: ranks[2]}
-    kill(run, ranks[2])
+    kill(run, ranks[2], number=signal.SIGSTOP)
     text = check(run, tmp_path, 60)
+    assert "was stopped by SIGSTOP, and killed; the others try to go on without it" in text
     first, second = events(run, "lost")
     assert (first["ranks"], first["left"], first["mesh"]["data"]) == ([1], 2, 2)
     assert (second["ranks"], second["left"], second["mesh"]["data"]) == ([1], 1, 1)
@@ -552,3 +553,40 @@ def test_on_devices_that_are_found_late(monkeypatch):
 def test_where_it_has_no_effect(run, reason):
     found = effects.CONDITIONS["launch.survive_losses"](resolve(run))
     assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize("survives", [True, False])
+def test_a_stopped_rank_is_lost_as_a_killed_one(monkeypatch, capsys, survives):
+    """Its supervisor kills it and tells the run; where that does not survive losses, it ends as before."""
+    from ranvier.launch import supervision
+    from ranvier.system import child
+
+    monkeypatch.setattr(supervision, "CHECK_SECONDS", 0.05)
+    children = supervision._Children(3, supervision.StoppedRankDetector(1.0), supervision.LOOPBACK, None)
+    children.started = [supervision._Child(rank, child.start(["sleep", "100"])) for rank in range(3)]
+    rank = children.started[1]
+    if survives:
+        children.store.set(launch_losses._SURVIVES, "")
+    received = []
+
+    def lets_go(end):
+        found = supervision._lets_go(children, Mesh(data=3), None, end)
+        received.append(signal.SIGTERM)
+        return found
+
+    try:
+        while not os.path.exists(f"/proc/{rank.process.pid}/stat") or time.sleep(0.2):
+            pass
+        os.kill(rank.process.pid, signal.SIGSTOP)
+        end = supervision._first_failure(children, received, lets_go)
+        if survives:
+            assert end is None and [entry.rank for entry in children.started] == [0, 2]
+            assert rank.process.returncode == -signal.SIGKILL and children.lost[0].code == -signal.SIGSTOP
+            assert Losses._read(children.store) == [Loss(member="1", how="was stopped by SIGSTOP, and killed")]
+            assert "rank 1 (data 1" in capsys.readouterr().err
+        else:
+            assert (end.rank, end.code) == (1, -signal.SIGSTOP) and len(children.started) == 3
+    finally:
+        for entry in [*children.started, rank]:
+            entry.process.kill()
+            entry.process.wait()

@@ -225,4 +225,23 @@ def test_code_that_a_checkpoint_names_is_not_imported(runs, capsys, monkeypatch)
     saved.manifest.about["run"]["model"]["family"] = "evil:Family"
     monkeypatch.setattr("ranvier.inference.trained.newest_whole", lambda path, tell: saved)
     assert run_command(["evaluate", str(runs / "lm")]) == 2
-    assert "model.family: is code that the checkpoint names" in capsys.readouterr().err
+    assert "model.family: names code" in capsys.readouterr().err
+
+
+def test_a_checkpoint_chooses_no_folder_that_is_read(runs, monkeypatch, capsys, tmp_path):
+    """Without a run.toml of the user's that agrees, its paths must be named again; the cache is never its choice."""
+    from ranvier.checkpoint.saved import Saved
+    from ranvier.inference.trained import open_trained
+
+    saved = Saved(next(Path(runs / "lm" / "checkpoint").glob("step-*")))
+    saved.manifest.about["run"]["data"] |= {"corpus": str(tmp_path), "cache_dir": str(tmp_path / "cache")}
+    monkeypatch.setattr("ranvier.inference.trained.newest_whole", lambda path, tell: saved)
+    trained = open_trained(runs / "lm", print)
+    assert trained.unnamed == {"data.corpus": str(tmp_path)}
+    assert not {"data.corpus", "data.cache_dir"} & set(trained.settings)
+    problem, = trained.check_places(())
+    assert (problem.where, problem.value) == ("data.corpus", str(tmp_path))
+    assert not trained.check_places(["data.corpus"])
+    assert run_command(["evaluate", str(runs / "lm")]) == 2
+    assert "data.corpus: is a path that the checkpoint names" in capsys.readouterr().err
+    assert not (tmp_path / "cache").exists()

@@ -1,5 +1,6 @@
 """Every output of the stream of events, alone: files, TensorBoard, console; and what they say when a disk is full."""
 
+import contextlib
 import io
 import json
 import math
@@ -155,7 +156,8 @@ def test_a_full_disk_is_one_clear_error(kind, name, tmp_path):
 def test_a_full_disk_when_tensorboard_closes(tmp_path, monkeypatch):
     """What its library has kept for later reaches the disk only now."""
     tracker = TensorBoard(tmp_path)
-    monkeypatch.setattr(tracker._writer.file_writer.event_writer._ev_writer, "flush", no_space)
+    file = tracker._writer.file_writer.event_writer._ev_writer
+    monkeypatch.setattr(file, "flush", tracker._guarded(no_space))
     with pytest.raises(RanvierError, match=r"tensorboard: cannot be written: No space left on device\. Free"):
         tracker.close()
 
@@ -223,6 +225,47 @@ def test_trackers_all_hear_and_all_close():
 
     both = Trackers([Listener("a"), Listener("b")])
     both.event(example_step(1))
-    with pytest.raises(OSError, match="a"):
+    with pytest.warns(UserWarning, match="Listener has failed at the end of the run.*OSError: a"):
         both.close()
     assert heard == [("a", 1), ("b", 1), ("a", "closed"), ("b", "closed")]
+
+
+def test_a_tracker_that_fails_is_told_once_and_ends_nothing():
+    heard = []
+
+    class Broken:
+        def event(self, event):
+            raise OSError(28, "No space left on device")
+
+        def close(self):
+            raise ValueError
+
+    class Listener:
+        def event(self, event):
+            heard.append(event.step)
+
+        def close(self):
+            heard.append("closed")
+
+    both = Trackers([Broken(), Listener()])
+    with pytest.warns(UserWarning, match="Broken has failed at step 1; .*No space left on device") as told:
+        both.event(example_step(1))
+        both.event(example_step(2))
+        both.close()
+    assert len(told) == 1 and heard == [1, 2, "closed"]
+
+
+@full_disk
+def test_tensorboards_thread_outlives_a_full_disk(tmp_path):
+    """Also when more events come than its queue has places; the next event tells of it."""
+    tracker = TensorBoard(tmp_path)
+    writer = tracker._writer.file_writer.event_writer
+    os.dup2(os.open("/dev/full", os.O_WRONLY), writer._ev_writer._py_recordio_writer._writer.fileno())
+    tracker.event(example_step(1))
+    writer._ev_writer.flush()
+    with pytest.raises(RanvierError, match="tensorboard: cannot be written: No space left on device"):
+        for step in range(2, 40):
+            tracker.event(example_step(step))
+    assert writer._worker.is_alive()
+    with pytest.raises(RanvierError), contextlib.suppress(OSError):
+        tracker.close()

