@@ -55,20 +55,21 @@ class StageMemory:
     stage by stage, or the mesh is not legal."""
 
 
-def mesh_candidates(rules: ElasticRules, present: PresentMesh, depth: int, facts: BlockFacts, *, cached: int,
-                    profile: MicrobatchProfile | None = None, memory: StageMemory | None = None,
+def mesh_candidates(rules: ElasticRules, present: PresentMesh, depth: int, facts: BlockFacts, *, num_ranks: int,
+                    cached: int, profile: MicrobatchProfile | None = None, memory: StageMemory | None = None,
                     among: Collection[tuple[int, int]] | None = None) -> list[MeshCandidate]:
     """The meshes that the run may change to with `depth` frozen layers, the best first, the present one among them.
 
     Args:
+        num_ranks: the ranks that the run has now, idle ones too: some may have been lost, and others may have joined.
         cached: frozen blocks whose outputs the first stage will read (`ElasticRules.cached_blocks`).
         profile: measured numbers of microbatches, where the run goes by them.
         among: (data, pipe) of the meshes that are looked at, beside the present one; None looks at all.
     """
     frozen, first, here = present.frozen_blocks(depth), rules.run.mesh, present.mesh
     if rules.run.elastic.cut == "reference":
-        return [_reference(rules, present, frozen, facts)]
-    ranks = first.size // here.stage_size  # with as many ranks in each stage as now
+        return [_reference(rules, present, frozen, facts, num_ranks)]
+    ranks = num_ranks // here.stage_size  # with as many ranks in each stage as now
     if rules.run.elastic.auto_dp:
         meshes = [(ranks // pipe, pipe) for pipe in range(1, ranks + 1) if ranks % pipe == 0]
     else:
@@ -127,10 +128,10 @@ def candidate_moved_bytes(rules: ElasticRules, present: PresentMesh, candidate: 
                        sharded=rules.run.optim.shard, pipeline=rules.run.pipeline)
 
 
-def _reference(rules: ElasticRules, present: PresentMesh, frozen: int, facts: BlockFacts) -> MeshCandidate:
+def _reference(rules: ElasticRules, present: PresentMesh, frozen: int, facts: BlockFacts, num_ranks: int
+               ) -> MeshCandidate:
     """PipeTransformer's rule (He et al., 2021, Algorithm 1 and section 3.2): by parameters alone."""
-    first = rules.run.mesh
-    ranks = first.size // present.mesh.stage_size
+    first, ranks = rules.run.mesh, num_ranks // present.mesh.stage_size
     sizes = [count / 1e6 for count in facts.num_parameters]
     largest = max(stage_sizes(sizes, greedy(sizes, first.pipe)))
     pipe = compress(sizes, present.mesh.pipe, frozen, largest)

@@ -239,9 +239,10 @@ class Stage:
 
     def _cached(self, num_blocks: int, state: State, step: int, samples: Tensor, number: int) -> State:
         """The state after the first blocks, which a cache has."""
-        def compute(first: int, state: State, rows: Tensor | None) -> State:
+        def compute(first: int, state: State, rows: Tensor | None, *, other_keys: bool = False) -> State:
             theirs = samples if rows is None else samples[rows]
-            state = self._run_some(range(first, num_blocks), step, theirs, number, self._entering(state))
+            state = self._run_some(range(first, num_blocks), -step - 1 if other_keys else step, theirs, number,
+                                   self._entering(state))
             return carried(detached_names(named(state, f"block {self.blocks[num_blocks - 1][1]}")))
 
         assert self._cache is not None

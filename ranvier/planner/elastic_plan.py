@@ -222,8 +222,9 @@ class _PredictedRun:
         chosen, entry = None, None
         if self.first.elastic.auto_pipe:
             candidates = mesh_candidates(
-                self.rules, present, depth, facts, cached=self._cached_blocks(present, depth), profile=profile,
-                memory=self._stage_memory(depth), among=None if moves else again)
+                self.rules, present, depth, facts, num_ranks=self.first.mesh.size,
+                cached=self._cached_blocks(present, depth), profile=profile, memory=self._stage_memory(depth),
+                among=None if moves else again)
             chosen, entry = self.selector.select(
                 present, candidates, facts, depth=depth, step=self.step, ledger=self.ledger,
                 seconds=self._seconds(now, self.frozen, min(self.cached, self.frozen)), remaining_steps=self.left,

@@ -1,24 +1,52 @@
-"""AutoCache in a run: which ranks cache what, when it pays, and what of it is told."""
+"""AutoCache in a run: which ranks cache what, when it pays, and what of it is told.
+
+What may be cached is asked of the data and of the frozen blocks themselves, not of their settings: samples are read for
+several epochs before the run begins, and blocks run twice whenever a cache of them opens.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
+import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ranvier.block import State
 from ranvier.config.resolve import ResolvedRun
 from ranvier.data.loader import Loader
 from ranvier.data.task import Prepared
-from ranvier.elastic.cache.auto_cache import AutoCache, Compute
+from ranvier.elastic.cache.auto_cache import AutoCache, KeyedCompute, remove_run, repeatable
 from ranvier.elastic.cache_profile import Times, decide
 from ranvier.elastic.rules import ElasticRules
+from ranvier.errors import ConfigError
 from ranvier.train.events import Event, NoteEvent
 from ranvier.train.runtime import RankRuntime
 
 _TRIAL_BATCHES = 3
 """Microbatches that are computed, written and read before it is decided whether the cache pays."""
+_COMPARED_EPOCHS = range(1, 4)
+_COMPARED_SAMPLES = 8
+
+
+def check_repeats(data: Prepared) -> None:
+    """ConfigError where a sample has other inputs in another epoch, so that outputs cannot be cached: the task says so,
+    or its first samples show it."""
+    samples = np.arange(min(_COMPARED_SAMPLES, len(data.train)))
+
+    def inputs(epoch: int) -> list[Tensor]:
+        return tree_leaves(data.train.inputs(samples, np.full_like(samples, epoch)))
+
+    first = inputs(0)
+    if data.repeats and all(torch.equal(one, other) for epoch in _COMPARED_EPOCHS
+                            for one, other in zip(first, inputs(epoch), strict=True)):
+        return
+    raise ConfigError("would keep the inputs of one epoch, and the task's samples have others in each",
+                      where="elastic.cache", value=True,
+                      remedy="Leave out --elastic.cache, or have the task give each sample the same inputs in every "
+                             "epoch.")
 
 
 class Caching:
@@ -30,6 +58,10 @@ class Caching:
         self._part = ""  # of each output, that its entries have
         self._now: RankRuntime | None = None
         self._reads = self._seen = 0
+        self._is_checked = False  # whether the frozen blocks have shown that their outputs can be cached
+        self._unrepeatable_from: int | None = None  # frozen layers from which on they cannot
+        if run.elastic.cache:
+            check_repeats(data)
         self._refused_at = 0  # frozen layers at which the cache did not pay; it is tried again with more
 
     @property
@@ -46,7 +78,8 @@ class Caching:
 
     def wanted(self, frozen: int) -> bool:
         """Whether outputs of so many layers would be cached, as far as that is known."""
-        return ElasticRules(self._run).caches(frozen, self._refused_at)
+        repeats = self._unrepeatable_from is None or frozen < self._unrepeatable_from
+        return repeats and ElasticRules(self._run).caches(frozen, self._refused_at)
 
     def enter(self, now: RankRuntime, reads: int) -> bool:
         """Continue with another engine; `reads` samples of the run are still to come. Whether this rank caches now."""
@@ -69,19 +102,26 @@ class Caching:
                 precision=self._run.elastic.cache_precision, device=now.world.device, warn=self._say,
                 agree=self._agree if mesh.stage_size > 1 else None,
                 of_rows=self._of_rows if mesh.row > 1 else None,
-                lengths=now.train_data.lengths, part=part)
+                lengths=now.train_data.lengths, part=part, run=self._name)
         else:
             self._cache.set_blocks(blocks)
-        self._reads, self._seen = reads // now.run.mesh.data, 0
+        self._reads, self._seen, self._is_checked = reads // now.run.mesh.data, 0, False
         self._before = replace(self._cache.counts, seconds=dict(self._cache.counts.seconds))
         engine.use_cache(self._forward, len(blocks))
         return True
 
-    def leave(self) -> None:
-        """This rank does not cache any more, until `enter`."""
+    def leave(self, *, ended: bool = False) -> None:
+        """This rank does not cache any more, until `enter`. ended: nor will the run, whose entries are removed."""
         if self._cache is not None:
             self._cache.close()
             self._cache = None
+        if ended and self._run.elastic.cache and self._run.elastic.cache_dir is not None:
+            remove_run(self._run.elastic.cache_dir, self._name)
+
+    @property
+    def _name(self) -> str:
+        """The run's folder, by which later starts of the run find its entries, and no other run does."""
+        return str(self._run.run_dir and self._run.run_dir.absolute())
 
     def prefetch(self, loader: Loader, step: int, *, more: bool) -> None:
         """Read ahead what `step`, counted from 0, has and, where there are more, the step behind it: its first
@@ -117,12 +157,28 @@ class Caching:
         run = self._run
         return f"{self._data.fingerprint} {self._data.transform} {run.precision} {run.model}"
 
-    def _forward(self, samples: Tensor, inputs: State, compute: Compute) -> State:
+    def _forward(self, samples: Tensor, inputs: State, compute: KeyedCompute) -> State:
+        if not self._is_checked and not self._check(inputs, compute):
+            return compute(0, inputs, None)
         state = self._open_cache.forward(samples, inputs, compute)
         self._seen += 1
         if self._seen == _TRIAL_BATCHES and self._run.elastic.cache_from == "auto":
             self._judge(samples)
         return state
+
+    def _check(self, inputs: State, compute: KeyedCompute) -> bool:
+        """Whether the frozen blocks give the same twice. Where they do not, they are computed from now on."""
+        self._is_checked = True
+        engine, frozen = self._runtime.engine, self._runtime.frozen.prefix
+        problem = repeatable(engine.frozen_stage_blocks(), inputs, compute, self._runtime.world.device)
+        if self._agree(problem is None):
+            return True
+        self._unrepeatable_from = frozen
+        self._say(f"cache off: the {frozen} frozen layers cannot be cached: "
+                  f"{problem or 'those of another rank of the stage are not repeatable'}; "
+                  "--elastic.frozen-dropout false has frozen layers drop nothing")
+        engine.use_cache(None, 0)
+        return False
 
     def _judge(self, samples: Tensor) -> None:
         """Whether reading is faster than computing. Where it is not, layers are computed from now on; where there are

@@ -266,7 +266,7 @@ class Elasticity:
                 **{str(axis): size for axis, size in run.mesh.sizes.items()}, "evaluations": self.evaluations,
                 "boundaries": run.pipeline.boundaries, "global_size": run.batch.global_size,
                 **{f"first_{axis}": size for axis, size in self._first.mesh.sizes.items()},
-                "first_size": self._first.batch.global_size,
+                "first_size": self._first.batch.global_size, "num_ranks": self.num_ranks,
                 "since": list(self._since), "size": self._size,
                 "due": self._due, "unmeasured": self._unmeasured,
                 "norms": self._norms and [norm if isfinite(norm) else None for norm in self._norms],
@@ -305,7 +305,8 @@ class Elasticity:
 
     def restore(self, state: Mapping[str, Any], run: ResolvedRun, engine: Engine) -> Change | None:
         """The transition with which a resumed run returns to its state: its frozen layers and, if it is started on the
-        mesh on which it was started before, its last mesh. None if nothing changes."""
+        mesh on which it was started before, its last mesh. A run that has more ranks now, since some had been lost,
+        takes its first mesh instead. None if nothing changes."""
         self.load(state)
         mesh, frozen = run.mesh, FrozenLayers(int(state["frozen"]), tuple(state.get("frozen_above", ())))
         if max(frozen.layers, default=-1) >= len(engine.layers):
@@ -318,7 +319,8 @@ class Elasticity:
             self._since, self._size = (0, 0), self._first.batch.global_size
             size = self._rules.step_samples(int(state["data"]) if same else mesh.data)
         was = resized(mesh, **{axis: int(state.get(axis, size)) for axis, size in mesh.sizes.items()}) if same else mesh
-        if was.size > self.num_ranks:  # ranks that had joined are gone
+        had = int(state.get("num_ranks", self.num_ranks))  # older checkpoints have none
+        if was.size > self.num_ranks or had < self.num_ranks:  # ranks that had joined are gone, or lost ones are back
             same, was = False, mesh
             size = self._rules.step_samples(mesh.data)
         if not frozen and was == mesh and size == run.batch.global_size == self._size:
@@ -461,7 +463,7 @@ class Elasticity:
         if elastic.auto_pipe and (moves or again or all_meshes):
             profile = self.profile if elastic.profile_microbatches else None
             facts, present = measured_blocks(now, measured, profile), present_mesh(now)
-            candidates = mesh_candidates(self._rules, present, depth, facts,
+            candidates = mesh_candidates(self._rules, present, depth, facts, num_ranks=self.num_ranks,
                                          cached=self._cached_blocks(present, depth, step),
                                          profile=profile, memory=budget.stage_memory(),
                                          among=None if moves or all_meshes else again)

@@ -63,7 +63,7 @@ class Cached:
     def __init__(self, folder, prefix=None, **options):
         self.prefix, self.told = prefix or Prefix(), []
         options = {"fingerprint": "data", "num_samples": NUM_SAMPLES, "quota_bytes": 1 << 24, "precision": "full",
-                   "device": torch.device("cpu"), "warn": self.told.append} | options
+                   "device": torch.device("cpu"), "warn": self.told.append, "verifies": False} | options
         self.cache = AutoCache(folder, blocks=self.prefix.frozen, **options)
 
     def __enter__(self):

@@ -16,6 +16,8 @@ from ranvier.train.elasticity import Elasticity
 from tests.checkpoint.anywhere import assert_same, everything
 from tests.elastic.runs import BY_HAND, StopAfter, Wishes, always, lines, losses, run_all, tiny, transitions
 
+whole_state = Elasticity.whole_state
+
 
 def test_a_stop_at_the_step_of_a_transition(sentences, tmp_path, in_one_process, requests):
     """Ranks that come back from idleness in this transition must know of it."""
@@ -28,6 +30,23 @@ def test_a_stop_at_the_step_of_a_transition(sentences, tmp_path, in_one_process,
     assert [line["mesh"]["pipe"] for line in transitions(run)] == [1, 2]
     run_all(replace(run, resume="auto"))
     assert losses(run) == pytest.approx(in_one_process, rel=1e-9)
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_run_that_had_lost_ranks_uses_all_of_them_when_it_is_resumed(sentences, tmp_path, in_one_process, requests,
+                                                                      monkeypatch, lost):
+    """One that has all its ranks on a smaller mesh, as a user has wished, stays there."""
+    run = tiny(sentences, tmp_path / "run", elastic=replace(BY_HAND, auto_pipe=False, auto_dp=False),
+               checkpoint=Checkpoint(every=0))
+    monkeypatch.setattr(Elasticity, "whole_state", lambda elastic, *args: {
+        **whole_state(elastic, *args), "num_ranks": elastic.num_ranks - lost})
+    run_all(run, trackers=[Wishes(run, {1: dict(data=2, pipe=1)}), StopAfter(7, requests)])
+    monkeypatch.undo()
+    assert transitions(run)[-1]["mesh"]["data"] == 2
+    run_all(replace(run, resume="auto"))
+    assert losses(run) == pytest.approx(in_one_process, rel=1e-9)
+    sizes = transitions(run)[-1]["mesh"]
+    assert (sizes["data"], sizes["pipe"]) == ((1, 4) if lost else (2, 1))
 
 
 @pytest.mark.slow

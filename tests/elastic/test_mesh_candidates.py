@@ -93,10 +93,11 @@ def test_on_devices_nothing_is_shared():
     assert measured_blocks(runtime(mesh, device="cuda"), rows(mesh, cores=range(1))).cores is None
 
 
-def chosen(now, depth, *, cached=0, **elastic):
-    first = replace(now.run, elastic=Elastic(**elastic))
-    return mesh_candidates(ElasticRules(first), present_mesh(now), depth, measured_blocks(now, rows(now.run.mesh)),
-                           cached=cached)
+def chosen(now, depth, *, cached=0, first=None, num_ranks=None, **elastic):
+    """first: the mesh of the run when it was started. num_ranks: those that it has now."""
+    run = replace(now.run, mesh=first or now.run.mesh, elastic=Elastic(**elastic))
+    return mesh_candidates(ElasticRules(run), present_mesh(now), depth, measured_blocks(now, rows(now.run.mesh)),
+                           num_ranks=num_ranks or run.mesh.size, cached=cached)
 
 
 def test_candidates_are_all_meshes_of_all_ranks():
@@ -106,6 +107,21 @@ def test_candidates_are_all_meshes_of_all_ranks():
     assert all(each.samples == 32 for each in found)
     grown = chosen(runtime(Mesh(pipe=4)), 4, auto_pipe=True, auto_dp=True, global_batch="grow")
     assert {each.data: each.samples for each in grown} == {1: 32, 2: 64, 4: 128}
+
+
+@pytest.mark.parametrize("cut", ["exact", "reference"])
+@pytest.mark.parametrize(("first", "now", "num_ranks", "meshes"), [
+    (Mesh(data=2, pipe=2), Mesh(pipe=3), 3, {(1, 3), (3, 1)}),  # one of four was lost
+    (Mesh(pipe=4), Mesh(pipe=2), 3, {(1, 2), (1, 3), (3, 1)}),  # and one of the others is idle
+    (Mesh(pipe=4), Mesh(pipe=2), 2, {(1, 2), (2, 1)}),
+    (Mesh(pipe=2), Mesh(data=2, pipe=2), 4, {(2, 2), (4, 1), (1, 4)}),  # two have joined
+    (Mesh(pipe=2), Mesh(data=2, pipe=2), 6, {(2, 2), (6, 1), (3, 2), (2, 3), (1, 6)})], ids=str)
+def test_candidates_have_the_ranks_that_the_run_has_now(first, now, num_ranks, meshes, cut):
+    found = chosen(runtime(now), 4, first=first, num_ranks=num_ranks, auto_pipe=True, auto_dp=True, cut=cut)
+    assert {(each.data, each.pipe) for each in found} <= meshes
+    assert cut == "reference" or len(found) == len(meshes)
+    without = chosen(runtime(now), 4, first=first, num_ranks=num_ranks, auto_pipe=True, cut=cut)
+    assert all(each.data == now.data and each.data * each.pipe <= num_ranks for each in without)
 
 
 def test_without_replicas_the_others_are_idle():
@@ -168,7 +184,8 @@ def asked(monkeypatch, now, first=None, **options):
     work = measured_blocks(now, rows(now.run.mesh))
     monkeypatch.setattr(module, "best_cut", spy)
     first = replace(first or now.run, elastic=Elastic(auto_pipe=True, auto_dp=True))
-    found = mesh_candidates(ElasticRules(first), present_mesh(now), 4, work, **{"cached": 0, **options})
+    found = mesh_candidates(ElasticRules(first), present_mesh(now), 4, work,
+                            **{"num_ranks": first.mesh.size, "cached": 0, **options})
     return situations, {(each.data, each.pipe): each for each in found}
 
 
@@ -223,7 +240,7 @@ def test_what_the_optimizer_takes_is_measured(optim, frozen, each, holders):
     assert work.update_seconds == pytest.approx((each,) * BLOCKS)
     first = replace(now.run, elastic=Elastic(auto_pipe=True, auto_dp=True))
     seconds = [next(found.seconds for found in mesh_candidates(
-        ElasticRules(first), present_mesh(now), 4, given, cached=0) if found.data == 4)
+        ElasticRules(first), present_mesh(now), 4, given, num_ranks=4, cached=0) if found.data == 4)
         for given in (work, replace(work, update_seconds=(0.0,) * BLOCKS))]
     assert seconds[0] - seconds[1] == pytest.approx(4 * each / holders)  # one stage, of which four blocks train
 

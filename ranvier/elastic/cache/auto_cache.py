@@ -4,6 +4,10 @@
                        entry at a smaller depth -> newly frozen blocks -----> state       upgraded, written
                        no entry -----------------> all frozen blocks -------> state       miss, written
 
+Entries belong to one run. Those of an earlier start of it are compared with what the blocks compute before they are
+used, since their code may have changed; if they differ, all are dropped. `repeatable` says whether blocks may be cached
+at all: whether they give the same twice.
+
 The plain form is `compute(0, inputs, None)`; the result equals it up to the precision of the entries. A disk cannot
 make a run fail: what cannot be read is a miss, and what cannot be written is reported once. (AutoCache: He et al.,
 "PipeTransformer", 2021, section 3.4.)
@@ -17,8 +21,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -37,9 +43,23 @@ from ranvier.elastic.cache.store import (
 from ranvier.elastic.cache.transfer import Counts, Reader, Writer
 from ranvier.elastic.cache_profile import Times
 
-Compute = Callable[[int, State, Tensor | None], State]
-"""(first block, state before it, rows) -> state after the last frozen block. rows: [n] int64 on the CPU, which rows of
-the microbatch the state has, in its order; None for all of them."""
+
+class Compute(Protocol):
+    """The frozen blocks."""
+
+    def __call__(self, first: int, state: State, rows: Tensor | None) -> State:
+        """The state after the last frozen block, from that before block `first`. rows: [n] int64 on the CPU, which rows
+        of the microbatch the state has, in its order; None for all of them."""
+        ...
+
+
+class KeyedCompute(Compute, Protocol):
+    """Frozen blocks that can be run with other random keys."""
+
+    def __call__(self, first: int, state: State, rows: Tensor | None, *, other_keys: bool = False) -> State:
+        """As `Compute`. other_keys: with the random numbers of another step."""
+        ...
+
 
 Block = tuple[int, str, nn.Module]
 """(number in the model, name, module) of a block."""
@@ -48,6 +68,11 @@ _VERSION = 1
 _HASHED_AT_ONCE = 1 << 24
 _ABANDONED_AFTER_SECONDS = 3600.0
 _MAX_BUFFER_CHANGES = 3
+_RUN_DIGITS = 8
+"""Of a file's name that say whose run it is."""
+_TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Relative difference, in norm, of the results of one computation that sums in another order, by number format."""
+_TF32_TOLERANCE = 1e-2
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
@@ -80,6 +105,58 @@ def digests(blocks: Sequence[Block]) -> list[str]:
                 digest.update(piece.clone(memory_format=torch.contiguous_format).view(torch.uint8).cpu().numpy().data)
         found.append(digest.hexdigest())
     return found
+
+
+# --- comparison ------------------------------------------------------------------------------------------------------
+
+
+def equal_states(first: State, second: State, *, tolerance_of: Callable[[Tensor], float]) -> bool:
+    """Whether two states are equal, NaNs and infinities included. tolerance_of: the relative difference in norm that a
+    tensor may have; 0 compares bit for bit."""
+    one, other = named(first, WHERE), named(second, WHERE)
+    if list(one) != list(other):
+        return False
+    for name, tensor in one.items():
+        there, tolerance = other[name], tolerance_of(tensor)
+        if tensor.shape != there.shape or tensor.dtype is not there.dtype:
+            return False
+        if not tolerance or not tensor.dtype.is_floating_point:
+            same = torch.allclose(tensor, there, rtol=0, atol=0, equal_nan=True)
+        else:
+            finite = tensor.isfinite()
+            exact, found = (each.double().where(finite, 0.0) for each in (tensor, there))
+            same = bool((finite == there.isfinite()).all()) and bool(
+                (exact - found).norm() <= tolerance * exact.norm())
+        if not same:
+            return False
+    return True
+
+
+def format_tolerance(tensor: Tensor) -> float:
+    """The relative difference in norm between two computations of one tensor that sum in another order."""
+    tolerance = _TOLERANCES.get(tensor.dtype, 0.0)
+    return _TF32_TOLERANCE if tensor.is_cuda and tensor.dtype is torch.float32 else tolerance
+
+
+@torch.no_grad()
+def repeatable(blocks: Sequence[Block], inputs: State, compute: KeyedCompute, device: torch.device) -> str | None:
+    """Why outputs of these blocks cannot be cached, found by running them twice on one microbatch, with other random
+    keys and another state of torch's generators; None where they can. Equal means bit for bit on a CPU, and within the
+    tolerance of the number format on a GPU, whose kernels may sum in any order. Leaves the generators and the blocks'
+    buffers as they are."""
+    before = [(tensor, tensor.clone(), tensor._version) for _, _, module in blocks for tensor in module.buffers()]
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        first = compute(0, inputs, None)
+        torch.manual_seed(1)
+        second = compute(0, inputs, None, other_keys=True)
+    changed = [(tensor, copy) for tensor, copy, version in before if tensor._version != version]
+    for tensor, copy in changed:
+        tensor.copy_(copy)
+    if changed:
+        return "they change their own buffers as they run"
+    same = equal_states(first, second, tolerance_of=format_tolerance if device.type == "cuda" else lambda tensor: 0.0)
+    return None if same else "they give other outputs when they run again, as dropout does"
 
 
 # --- rows of a microbatch --------------------------------------------------------------------------------------------
@@ -148,6 +225,19 @@ def _join(pieces: Sequence[tuple[Tensor, State]], count: int) -> State:
     return carried(whole)
 
 
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def run_prefix(run: str) -> str:
+    """How the names of the files of a run's cache begin."""
+    return digest_of({"run": run})[:_RUN_DIGITS]
+
+
+def remove_run(folder: Path, run: str) -> None:
+    """Remove the files of a run that has ended, which no process uses."""
+    Folder(folder, 0).remove_unused(prefix=run_prefix(run))
+
+
 # --- the cache -------------------------------------------------------------------------------------------------------
 
 
@@ -171,6 +261,8 @@ class AutoCache:
         num_samples: size of the dataset; samples have numbers below it. Other samples are computed and not cached.
         quota_bytes: the most disk space that all files in the folder may occupy, for all ranks of the machine.
         precision: "half" or "full" (exact).
+        run: names the run that the entries belong to; other runs do not read them.
+        verifies: compare the first entries that were there when their file was opened with what the blocks compute.
         part: which slice of the state this rank has on a tensor parallel mesh ("col 0 of 2").
         agree: the minimum of a bool over the ranks of the stage, if blocks have collectives: all ranks then do the
             same, and a microbatch is a hit only if every rank has all of it. All ranks call it in the same order.
@@ -187,7 +279,8 @@ class AutoCache:
                  quota_bytes: int, precision: Precision, device: torch.device, warn: Callable[[str], None],
                  agree: Callable[[bool], bool] | None = None,
                  of_rows: Callable[[list[str]], list[list[str]]] | None = None, part: str = "whole",
-                 prefetch_bytes: int = 1 << 28, lengths: Lengths = None) -> None:
+                 prefetch_bytes: int = 1 << 28, lengths: Lengths = None, run: str = "",
+                 verifies: bool = True) -> None:
         self._folder = Folder(folder, quota_bytes)
         self._blocks, self._fingerprint, self._num_samples = list(blocks), fingerprint, num_samples
         self._precision, self._device, self._part = precision, torch.device(device), part
@@ -212,6 +305,9 @@ class AutoCache:
         self._digests: list[str] = []
         """Of those of all rows."""
         self._newest: Store | None = None
+        self._run_prefix, self._verifies = run_prefix(run), verifies
+        self._unverified: dict[str, npt.NDArray[np.bool_]] = {}
+        """[samples] by file: the entries that it had when it was opened, until one of them has been compared."""
         self._sources: dict[int, Store | None] = {}
         """By smaller depth, the greatest first: files whose entries can be upgraded. A depth whose file was dropped
         stays, as other ranks of the stage may still have theirs and ask for it."""
@@ -241,6 +337,8 @@ class AutoCache:
             state = self._assemble(rows, found, inputs, compute, new)
         except NotCacheable as reason:
             is_usable, state = self._refuse(reason), self._run("compute", compute, 0, inputs, None)
+        if found and self._verifies and not self._agree(not self._has_unverified(rows, found)):
+            state, new = self._verify(state, inputs, compute), []
         if new and is_usable and self.writes and self._weights_are_unchanged():
             with self._timed("write"):
                 for one in new:
@@ -325,7 +423,10 @@ class AutoCache:
 
     def _find_store(self, key: str) -> Store | None:
         try:
-            return Store.find(self._folder, key, self._precision, self._lengths)
+            store = Store.find(self._folder, key, self._precision, self._lengths)
+            if store is not None and self._verifies:
+                self._unverified[key] = np.fromiter((store.has(sample) for sample in range(self._num_samples)), bool)
+            return store
         except (OSError, NotCacheable) as error:
             self._warn(f"a file of the cache cannot be read ({error})")
             return None
@@ -352,7 +453,35 @@ class AutoCache:
         self._reader.forget()
         for store in self._stores().values():
             store.close()
-        self._newest, self._sources = None, {}
+        self._newest, self._sources, self._unverified = None, {}, {}
+
+    # ------------------------------------------------------------------ entries of an earlier start
+
+    def _has_unverified(self, rows: Rows, found: Sequence[Entries]) -> bool:
+        """Whether one of these entries was in its file when that was opened, and none of the file has been compared."""
+        return any(bool(there[[rows.numbers[place] for place in entries.places.tolist()]].any())
+                   for entries in found if (there := self._unverified.get(entries.store.key)) is not None)
+
+    def _verify(self, state: State, inputs: State, compute: Compute) -> State:
+        """Compare a state that entries have made with that of the blocks, which is returned. If they differ, the
+        entries were made by other code, and all open files become empty."""
+        plain = self._run("verify", compute, 0, inputs, None)
+        stored = torch.float16 if self._precision == "half" else None
+
+        def tolerance_of(tensor: Tensor) -> float:
+            narrowed = stored is not None and tensor.dtype in (torch.float32, torch.float64)
+            return max(format_tolerance(tensor), _TOLERANCES[torch.float16] if narrowed else 0.0)
+
+        self._unverified = {}
+        if not self._agree(equal_states(plain, state, tolerance_of=tolerance_of)):
+            self._reader.forget()
+            for store in self._stores().values():
+                store.clear()
+            self._warn(f"entries in {self._folder.path} differ from what the frozen blocks compute now, so their code "
+                       "has changed since; they are computed again")
+        return plain
+
+    # ------------------------------------------------------------------ keys
 
     def _about(self, depth: int) -> dict[str, Any]:
         """What two entries of one sample must have in common to be the same, as JSON."""
@@ -361,7 +490,7 @@ class AutoCache:
                 "part": self._part, **({} if self._longest is None else {"longest": self._longest})}
 
     def _key(self, depth: int) -> str:
-        return digest_of(self._about(depth))
+        return self._run_prefix + digest_of(self._about(depth))[_RUN_DIGITS:]
 
     # ------------------------------------------------------------------ one microbatch
 

@@ -261,12 +261,14 @@ class Folder:
         return self.quota_bytes - used - used // _METADATA_SHARE - _RESERVED_BYTES
 
     def remove_unused(self, keep: Collection[str] = (), *, min_age_seconds: float = 0.0,
-                      needed_bytes: int | None = None) -> None:
+                      needed_bytes: int | None = None, prefix: str = "") -> None:
         """Remove files that no process uses, the oldest first, until `needed_bytes` are free. The keys in `keep` and
-        files that were written less than `min_age_seconds` ago stay."""
+        files that were written less than `min_age_seconds` ago stay, and those whose keys do not begin with
+        `prefix`."""
         written: dict[str, float] = {}
         for key, entry in self._files():
-            written[key] = max(written.get(key, 0.0), entry.st_mtime)
+            if key.startswith(prefix):
+                written[key] = max(written.get(key, 0.0), entry.st_mtime)
         for key in sorted(written, key=written.__getitem__):
             if needed_bytes is not None and self.free_bytes() >= needed_bytes:
                 return
@@ -421,6 +423,11 @@ class Store:
         self._write_from(own, start + HEADER_BYTES)
         header = _HEADER.pack(_MAGIC, self._tag, sample, zlib.crc32(own))
         self._write_from(memoryview(header + _HEADER_CHECKSUM.pack(zlib.crc32(header))), start)
+
+    def clear(self) -> None:
+        """Drop all entries, for every process that has the file open."""
+        with suppress(OSError):
+            os.ftruncate(self._file, 0)
 
     def own_bytes(self, sample: int) -> int:
         """Bytes of a sample's payload."""

@@ -28,8 +28,8 @@ class Counts:
     written and unwritten (no space, or a value outside half precision's range) count distinct samples of each
     microbatch.
 
-    seconds: of the calling thread for hash (of the weights), compute (misses), upgrade (newly frozen blocks), write and
-    wait (for entries that are being read); of any thread for read.
+    seconds: of the calling thread for hash (of the weights), compute (misses), upgrade (newly frozen blocks), verify
+    (entries of an earlier start), write and wait (for entries that are being read); of any thread for read.
     """
 
     hits: int = 0
@@ -42,7 +42,7 @@ class Counts:
     bytes_read: int = 0
     bytes_written: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(
-        ("hash", "read", "wait", "compute", "upgrade", "write"), 0.0))
+        ("hash", "read", "wait", "compute", "upgrade", "verify", "write"), 0.0))
 
 
 class Reader:
