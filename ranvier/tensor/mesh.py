@@ -7,7 +7,8 @@ With one row this is Megatron-LM's 1D tensor parallelism, and `over_cols` is the
 is 2D tensor parallelism (Optimus: Xu et al., 2021): the microbatch is divided over rows, and features over columns.
 
 Every rank of a stage runs the same layers in the same order, because one schedule decides for the stage. Collectives of
-a group therefore match without tags.
+a group therefore match without tags. Code of a block that calls other layers on one row than on another is found before
+an update (`layer_order`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ranvier.config.run import TensorParallel
 from ranvier.errors import ModelError
 from ranvier.layout.panels import equal_panels, growing_panels
 from ranvier.tensor.activations import Activations, activations_of
+from ranvier.tensor.layer_order import LayerOrder
 from ranvier.tensor.under_way import Arriving, GatheringLayer, GradientSums, WeightGathers, WeightUse
 from ranvier.tensor.workspace import BUFFERS, Workspace
 
@@ -47,7 +49,7 @@ class TensorMesh:
         panel_bytes: largest panel of activations that is gathered or reduced in one piece, with panels as equal as
             possible; None for the settings, or the device's rule.
         check_order: before each layer and after each block, the rows of a column compare which layer they run (slow;
-            for debugging). A layer that one row skips would pair its collectives with those of another layer.
+            for debugging), and so find the exact call at which they part.
     """
 
     def __init__(self, over_rows: Group, over_cols: Group, settings: TensorParallel, *, device: str = "cpu",
@@ -65,6 +67,7 @@ class TensorMesh:
         self._panel_bytes = panel_bytes or (usual if wanted == "auto" else wanted)
         self._panels_grow = device == "cuda" and panel_bytes is None
         self.workspace = Workspace()
+        self.order = LayerOrder(over_rows)
         limit = BUNDLE_ELEMENTS.get(device, 0) // self.num_rows
         self.weights = WeightGathers(limit, self._gather_together)
         self.sums = GradientSums(over_rows, lambda: self.workspace, limit)

@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from ranvier.layout import part
 from ranvier.tensor.autograd import Function
+from ranvier.tensor.layer_order import Pass
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.quantized_weight import dense
 from ranvier.tensor.split.own_part import SplitLayer
@@ -31,6 +32,11 @@ from ranvier.tensor.split.stationary import Gathered
 from ranvier.tensor.splittable import Layer
 from ranvier.tensor.under_way import Arriving, WeightUse
 from ranvier.tensor.weight_gradients import WeightGradients
+
+_PASSES: dict[tuple[bool, bool], Pass] = {
+    (True, True): "backward", (True, False): "backward of the input", (False, True): "backward of the weight",
+    (False, False): "backward"}
+"""Whether the gradients of the input and of the weight are wanted -> the pass."""
 
 
 @dataclass(slots=True, eq=False)
@@ -217,6 +223,7 @@ class SplitLinear(SplitLayer):
         like: of x's shape, without values. x: None where only `panels`, its gathered form, were saved, or where the
         weight's gradient is not wanted. slabs: the column's weight, where it was saved.
         """
+        self.begins(_PASSES[wants_input, wants_weight])
         product, gradients = self._product, self.weight_gradients
         if gradients is not None and (not gradients.in_pass or any(one._backward_hooks for one in self.weights)):
             gradients = None  # a hook sees gradients that go through autograd only
@@ -291,6 +298,7 @@ class SplitLinear(SplitLayer):
 
     def _deferred(self, is_gathered: bool, x: Tensor, dy: Tensor, *panels: Tensor) -> None:
         """Compute a weight gradient that was deferred, and add it to the parameters', or start the sum that will be."""
+        self.begins("deferred weight gradient")
         gathered = [Arriving(one) for one in panels] if is_gathered else None
         self._waiting -= 1
         summed = not self._adds_up or (self._closed and self._unreduced is None and not self._waiting)
