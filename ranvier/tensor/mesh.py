@@ -26,6 +26,7 @@ from ranvier.comm.protocol import Group
 from ranvier.config.run import TensorParallel
 from ranvier.errors import ModelError
 from ranvier.layout.panels import equal_panels, growing_panels
+from ranvier.precision import sum_dtype
 from ranvier.tensor.activations import Activations, activations_of
 from ranvier.tensor.layer_order import LayerOrder
 from ranvier.tensor.under_way import Arriving, GatheringLayer, GradientSums, WeightGathers, WeightUse
@@ -55,7 +56,8 @@ class TensorMesh:
     def __init__(self, over_rows: Group, over_cols: Group, settings: TensorParallel, *, device: str = "cpu",
                  panel_bytes: int | None = None, check_order: bool = False) -> None:
         self.check_order = check_order
-        if settings.reduce_dtype == "fp32":
+        self._device = device
+        if sum_dtype(settings, torch.bfloat16, device) is torch.float32:
             over_rows, over_cols = Fp32Sums(over_rows), Fp32Sums(over_cols)
         self.over_rows, self.over_cols, self.settings = over_rows, over_cols, settings
         # Attributes, not properties: each torch function between layers reads some of them.
@@ -109,16 +111,24 @@ class TensorMesh:
         return [Arriving(share.view(self.num_rows, *layer.weight_shape), bundle)
                 for layer, share in zip(layers, whole.split(sizes, 1), strict=True)]
 
-    def panels(self, x: Tensor, exposed: Literal["first", "last"] | None = None) -> Sequence[slice]:
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The number format of sums of activations of `dtype` over columns."""
+        return sum_dtype(self.settings, dtype, self._device)
+
+    def panels(self, x: Tensor, exposed: Literal["first", "last"] | None = None, *, travels: bool = True,
+               dtype: torch.dtype | None = None) -> Sequence[slice]:
         """The panels in which x, in the layout of the residual stream, is gathered or reduced.
 
         exposed: the one that travels while nothing is computed. On a GPU it is small, and its neighbours grow; a CPU's
-        panels are equal, because transfers take the time of the cores that would compute.
+        panels are equal, because transfers take the time of the cores that would compute. travels: whether there are
+        other ranks to exchange x with; without them it is one panel. dtype: in which it travels, by default its own.
         """
         num_units = self.activations.units(x)
         if not x.numel():  # a row without tokens
             return ()
-        unit_bytes = self.activations.num_parts * x.numel() // num_units * x.element_size()
+        if not travels:
+            return (slice(0, num_units),)
+        unit_bytes = self.activations.num_parts * x.numel() // num_units * (dtype or x.dtype).itemsize
         if exposed is None or not self._panels_grow:
             return equal_panels(num_units, unit_bytes, self._panel_bytes)
         found = growing_panels(num_units, unit_bytes, self._panel_bytes)

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ranvier.layout import part
+from ranvier.precision import wide
 from ranvier.tensor.autograd import Function
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.own_part import SplitLayer
@@ -149,7 +150,7 @@ class _BroadcastEmbedding(Function):
             if mesh.num_rows > 1:
                 mesh.over_rows.reduce(gradient, row).wait()
             if row == mesh.row:
-                own = gradient
+                own = gradient.to(dx.dtype)
         return own, None, None, None, None
 
 
@@ -160,10 +161,11 @@ def _rows_of(block: Tensor, ids: Tensor, start: int) -> Tensor:
 
 
 def _table_gradient(dx: Tensor, ids: Tensor, start: int, stop: int, padding: int | None) -> Tensor:
-    """Gradient of the entries start..stop of a table; the token `padding` has none."""
+    """Gradient of the entries start..stop of a table, in fp32 at least; the token `padding` has none."""
     inside = (ids >= start) & (ids < stop)
     if padding is not None:
         inside &= ids != padding
+    dx = dx.to(wide(dx.dtype))
     gradient = dx.new_zeros(stop - start, dx.shape[-1])
     return gradient.index_add_(0, (ids - start).where(inside, 0).flatten(),
                                (dx * inside.unsqueeze(-1)).reshape(-1, dx.shape[-1]))
@@ -204,8 +206,8 @@ class _SumEmbedding(Function):
         activations, dx = ctx.mesh.activations, dx.contiguous()
         parts, work = activations.gather(dx, slice(0, activations.units(dx)), lambda _, shape: dx.new_empty(shape))
         work.wait()
-        whole = activations.slabs(parts).flatten(0, 1)
-        return _table_gradient(whole, ids.flatten(), *ctx.places), None, None, None
+        whole = parts.flatten(0, -2)
+        return _table_gradient(whole, ids.flatten(), *ctx.places).to(dx.dtype), None, None, None
 
 
 class SplitPositionEmbedding(SplitLayer):

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ranvier.layout import part
+from ranvier.precision import wide
 from ranvier.tensor.autograd import Function
 from ranvier.tensor.layer_order import Pass
 from ranvier.tensor.mesh import TensorMesh
@@ -109,16 +110,24 @@ class SplitLinear(SplitLayer):
         return () if self.bias is None else (self.bias,)
 
     @property
-    def weight_shape(self) -> torch.Size:
-        """Of what `own_weight` returns."""
+    def own_shape(self) -> torch.Size:
+        """[out, in] of this rank's weight."""
         shape: torch.Size = self.weight.shape
         return shape
 
+    @property
+    def weight_shape(self) -> torch.Size:
+        """Of what `own_weight` returns."""
+        features, width = self.own_shape
+        return torch.Size((width, features)) if self._product.transposes_weight else self.own_shape
+
     def own_weight(self, buffer: int = 0) -> Tensor:
-        """This rank's weight as the product takes it, without a graph. buffer: which of the `BUFFERS` of the workspace
-        it may lie in."""
+        """This rank's weight as it travels, [out, in] or transposed, without a graph. buffer: which of the `BUFFERS` of
+        the workspace it may lie in."""
         own: Tensor = dense(self.weight.detach())
-        return own
+        if not self._product.transposes_weight:
+            return own
+        return self.mesh.workspace.take_one(buffer, "own weight", self.weight_shape, own).copy_(own.t())
 
     def own_bias(self) -> Tensor | None:
         """Of the same features, without a graph."""
@@ -126,7 +135,7 @@ class SplitLinear(SplitLayer):
 
     def shares(self, gradient: Tensor) -> list[Tensor]:
         """Of the gradient of what `own_weight` returns, that of each parameter."""
-        return [gradient]
+        return [gradient.t() if self._product.transposes_weight else gradient]
 
     @property
     def _gathers_weight(self) -> bool:
@@ -213,7 +222,7 @@ class SplitLinear(SplitLayer):
             operands.gathered = self._product.gather_x(x.detach())
             for one in (*(operands.gathered or ()), *([] if operands.weight is None else [operands.weight])):
                 self._coming[_storage(one.tensor)] = one
-        return self._product.out_shape(x, self.weight_shape[0])
+        return self._product.out_shape(x, self.own_shape[0])
 
     def backward(self, dy: Tensor, like: Tensor, x: Tensor | None, slabs: Tensor | None, panels: Sequence[Tensor], *,
                  wants_input: bool, wants_weight: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -252,7 +261,7 @@ class SplitLinear(SplitLayer):
             one.wait()
         self._coming.clear()
         if dw is None or gradients is None:
-            return dx, None if dw is None else dw.wait().clone()
+            return dx, None if dw is None else dw.wait().to(self.weights[0].dtype, copy=True)
         self._take(dw, summed)
         return dx, None
 
@@ -275,11 +284,12 @@ class SplitLinear(SplitLayer):
         return dx
 
     def _into(self, dtype: torch.dtype) -> Tensor | None:
-        """The gradient to which dW is added in one product: on one row dW needs no sum over ranks."""
+        """The gradient to which dW of operands of `dtype` is added in one product: on one row dW needs no sum over
+        ranks."""
         if self.mesh.num_rows > 1 or not self._has_one_weight:
             return None
         gradient = self.weight.grad
-        return gradient if gradient is not None and gradient.dtype is dtype else None
+        return gradient if gradient is not None and gradient.dtype is wide(dtype) else None
 
     def _take(self, dw: Arriving, summed: bool) -> None:
         """Add dW to the parameters' gradients: while later products run, where it is on its way and the order of
