@@ -32,6 +32,11 @@ class RanvierError(Exception):
         self.what, self.where, self.remedy = words(self.what), words(self.where), words(self.remedy)
         self.args = (self._text(),)
 
+    def extend(self, text: str) -> None:
+        """Add `text` to what is wrong, such as a report of what other ranks do."""
+        self.what += text
+        self.args = (self._text(),)
+
     def __reduce__(self) -> tuple[Callable[..., RanvierError], tuple[object, ...]]:
         # Exception's own pickles positional arguments only, and these are keywords.
         return _rebuild, (type(self), self.what, self.where, self.value, self.remedy)

@@ -22,6 +22,16 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if is_half(dtype) else dtype
 
 
-def reduce_dtype(settings: Optim | TensorParallel, dtype: torch.dtype) -> torch.dtype:
-    """The number format in which tensors of `dtype` are summed over ranks, as `settings.reduce_dtype` says."""
-    return torch.float32 if is_half(dtype) and settings.reduce_dtype == "fp32" else dtype
+def reduce_dtype(optim: Optim, dtype: torch.dtype) -> torch.dtype:
+    """The number format in which gradients of `dtype` are summed over replicas."""
+    return torch.float32 if is_half(dtype) and optim.reduce_dtype == "fp32" else dtype
+
+
+def sum_dtype(tensor: TensorParallel, dtype: torch.dtype, device: str) -> torch.dtype:
+    """The number format in which activations of `dtype` are summed over columns on such devices, "cpu" or "cuda".
+
+    Partial sums in half precision add a rounding error as large as that of the product itself. GPUs would wait for
+    twice the bytes, which their products no longer hide, so that they do it on request only.
+    """
+    half = tensor.reduce_dtype == "half" or (tensor.reduce_dtype == "auto" and device == "cuda")
+    return dtype if half else wide(dtype)

@@ -79,8 +79,9 @@ class Sizes:
 
     @property
     def volume(self) -> dict[str, int]:
-        """As the formulas of a layer take them."""
-        return {"batch": self.batch, "sequence": self.sequence, "hidden": self.hidden, "itemsize": self.dtype.itemsize}
+        """As the formulas of a layer take them; activations are summed in their own format, as GPUs do."""
+        return {"batch": self.batch, "sequence": self.sequence, "hidden": self.hidden, "itemsize": self.dtype.itemsize,
+                "sum_itemsize": self.dtype.itemsize}
 
 
 class CountedGroup(MetaGroup):
@@ -107,12 +108,14 @@ class Meter:
         self.scheme, self.row, self.col, self.at = scheme, row, col, at
         self.settings, self._panel_bytes = SETTINGS[scheme], panel_bytes
         self._meshes: dict[str, TensorMesh] = {}
+        self._groups: list[tuple[CountedGroup, CountedGroup]] = []
 
     def mesh(self, part: str) -> TensorMesh:
         if part not in self._meshes:
-            self._meshes[part] = TensorMesh(CountedGroup("row", self.row, self.at[0], device=self.device),
-                                            CountedGroup("col", self.col, self.at[1], device=self.device),
-                                            self.settings, device=self.device, panel_bytes=self._panel_bytes)
+            self._groups.append((CountedGroup("row", self.row, self.at[0], device=self.device),
+                                 CountedGroup("col", self.col, self.at[1], device=self.device)))
+            self._meshes[part] = TensorMesh(*self._groups[-1], self.settings, device=self.device,
+                                            panel_bytes=self._panel_bytes)
         return self._meshes[part]
 
     def split(self, block: nn.Module) -> nn.Module:
@@ -132,8 +135,8 @@ class Meter:
         """Of each part so far; "ids" of all together."""
         found = {part: Bytes(mesh.over_cols.bytes_received, mesh.over_rows.bytes_received)
                  for part, mesh in self._meshes.items()}
-        return found | {"ids": Bytes(*(sum(getattr(mesh, axis).id_bytes for mesh in self._meshes.values())
-                                       for axis in ("over_cols", "over_rows")))}
+        return found | {"ids": Bytes(sum(cols.id_bytes for _, cols in self._groups),
+                                     sum(rows.id_bytes for rows, _ in self._groups))}
 
     def run(self, x: Tensor, forward: State) -> dict[str, Volume]:
         """What each part receives in `forward(x)` and in its backward."""

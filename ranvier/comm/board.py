@@ -24,6 +24,7 @@ HEARTBEAT_KEY = "ranvier/beat/"
 """Prefix of the key under which each rank counts its heartbeats (ranvier.launch.heartbeat)."""
 _STORE_SECONDS = 5.0
 _SHOW_DURATION_SECONDS = 3.0
+_UNKNOWN = "not heard from"
 _Result = TypeVar("_Result")
 
 
@@ -170,6 +171,8 @@ class Board:
         self._action_thread = threading.get_ident()
         self.engine = "-"
         """Name of the engine, the same on all of its ranks."""
+        self.place: Callable[[], str] = lambda: ""
+        """Where in its action this rank is, such as a layer and pass."""
         self.calls = 0
         """Number of collective engine calls that this rank has started; see `find_waiting_rank`."""
         self._count = 0
@@ -221,7 +224,9 @@ class Board:
         seconds = self._checks[1] * self._interval
         duration = (f" for {seconds:.0f} s, after {self._previous or 'nothing'}"
                     if seconds >= _SHOW_DURATION_SECONDS else "")
-        self._store.set(_action_key(self._rank), f"{self._count} {self._action}{duration}")
+        place = self.place()
+        action = f"{self._action} ({place})" if place else self._action
+        self._store.set(_action_key(self._rank), f"{self._count} {action}{duration}")
         self._store.set(_calls_key(self._rank), f"{self.calls} {self._mesh.size} {self.engine}")
         idle = COMPILATIONS.idle_seconds()
         if idle is not None:
@@ -262,16 +267,28 @@ class Board:
         The first line is such as "pipe 1 waits 31 s for the forward of microbatch 5 from pipe 0, which is in backward
         2"; one line for each other rank follows.
         """
+        actions = self._actions_of_others()
+        action = actions[source]
+        first = (f"{self.name(self._rank)} waits {seconds:.0f} s for {what} from {self.name(source)}, "
+                 f"which is {action if action.startswith(_UNKNOWN) else f'in {action}'}")
+        return f"{first}\n{self._lines(actions)}"
+
+    def report_all(self) -> str:
+        """One line for each rank with its action and its place in it, for a collective that does not end."""
+        place = self.place()
+        own = f"{self._action} ({place})" if place else self._action
+        return self._lines({self._rank: own} | self._actions_of_others())
+
+    def _actions_of_others(self) -> dict[int, str]:
         call_with_timeout(self._publish)
         time.sleep(2 * self._interval)  # lets ranks that have just started to wait publish that
         others = [rank for rank in range(self._mesh.size) if rank != self._rank]
         published = call_with_timeout(lambda: read_actions(self._store, others))
-        unknown = "not heard from: the store cannot be reached" if published is None else "not heard from"
-        actions = {rank: published[rank][1] if published and rank in published else unknown for rank in others}
-        action = actions[source]
-        first = (f"{self.name(self._rank)} waits {seconds:.0f} s for {what} from {self.name(source)}, "
-                 f"which is {action if action == unknown else f'in {action}'}")
-        return "\n".join([first, *(f"  {self.name(rank)} (rank {rank}): {actions[rank]}" for rank in others)])
+        unknown = f"{_UNKNOWN}: the store cannot be reached" if published is None else _UNKNOWN
+        return {rank: published[rank][1] if published and rank in published else unknown for rank in others}
+
+    def _lines(self, actions: dict[int, str]) -> str:
+        return "\n".join(f"  {self.name(rank)} (rank {rank}): {actions[rank]}" for rank in sorted(actions))
 
     def close(self) -> None:
         """Stop publishing. Idempotent."""

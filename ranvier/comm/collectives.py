@@ -297,8 +297,12 @@ class CheckedGroup:
         places = output.detach().view(runs, members, -1).movedim(1, 0)
         if self._exchanges_pieces(tensor, runs):
             return self._exchange_pieces(places, tensor.detach().view(1, runs, -1).expand(members, -1, -1), own=True)
-        parts = tensor.new_empty(members, runs, tensor.numel() // runs)
-        return ChainedWork(self._all_gather(_bytes(parts), _bytes(tensor)), lambda: places.copy_(parts))
+        parts = self._allocate(tensor, members, runs, tensor.numel() // runs)
+
+        def place() -> None:
+            places.copy_(parts)
+            self._release(parts)
+        return ChainedWork(self._all_gather(_bytes(parts), _bytes(tensor)), place)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
         """See `protocol.Group`."""

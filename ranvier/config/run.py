@@ -196,8 +196,9 @@ class TensorParallel:
     them again (as FSDP's reshard_after_forward=False), and add up the microbatches' weight gradients before they are
     reduced over rows, once a step. Costs the memory of all gathered weights and gradients of a stage."""
     reduce_dtype: Literal["auto", "fp32", "half"] = "auto"
-    """Number format of half-precision activations in reductions along rows and columns; auto is the format of the
-    activations. NCCL adds in this format; CPU backends always add in fp32."""
+    """Number format in which half-precision activations are summed over columns; auto is fp32 on CPU, half on CUDA.
+    half takes half the bytes, and rounds each column's part before the sum, with an error as large as the product's
+    own; NCCL rounds after each addition, too. Weight gradients are always summed over rows in fp32."""
     panel_bytes: Positive | Literal["auto"] = "auto"
     """Not with summa: activations are gathered and reduced along columns in panels of at most so many bytes, one of
     which travels while another is multiplied. On CUDA the panel that no product hides is 4.5 % of the whole, and

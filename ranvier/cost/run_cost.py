@@ -16,7 +16,7 @@ from torch import nn
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
 from ranvier.cost.blocks import BlockCost
-from ranvier.cost.count import recomputed_runs
+from ranvier.cost.count import device_kind, recomputed_runs
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.limits import run_limits
 from ranvier.cost.step import Cost, ElementBytes, PipelineNumbers, StageWork, Step, step_cost, step_pipeline
@@ -26,7 +26,7 @@ from ranvier.optim.average import averages_of
 from ranvier.optim.rules import rules_of, states_per_element, update_flops
 from ranvier.pipeline.block_costs import build_on_meta
 from ranvier.pipeline.build import global_parameters
-from ranvier.precision import DTYPES, is_half, reduce_dtype, wide
+from ranvier.precision import DTYPES, is_half, reduce_dtype, sum_dtype, wide
 from ranvier.schedule.policies import policy_named
 from ranvier.tensor.layers import Embedding, Linear, SharedInputLinear, VocabularyLinear
 
@@ -52,7 +52,7 @@ def step_of(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]]) -> Step:
     formats = ElementBytes(
         parameter=dtype.itemsize, state=state_bytes, reduced=reduce_dtype(optim, dtype).itemsize,
         gradient=state_bytes if optim.accumulate == "fp32" else dtype.itemsize,
-        summed=reduce_dtype(run.tensor, dtype).itemsize)
+        summed=sum_dtype(run.tensor, dtype, device_kind(run)).itemsize)
     states, flops = _update_of(run)
     return Step(
         run=run, policy=policy_named(run.pipeline.policy), limits=limits, bytes=formats,

@@ -9,7 +9,7 @@ from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.placement import best_tile, bytes_between_nodes
 from ranvier.cost.volume import layer_volume, volume_scheme
 from ranvier.layout.panels import first_panel_bytes
-from ranvier.precision import DTYPES, reduce_dtype
+from ranvier.precision import DTYPES, sum_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +54,19 @@ def first_panels(run: ResolvedRun) -> int | None:
     mesh, model, scheme = run.mesh, run.model, volume_scheme(run.tensor)
     if scheme == "summa":
         return None
-    itemsize = DTYPES[run.precision].itemsize
-    whole = run.batch.microbatch_size * model.sequence * model.hidden * itemsize // mesh.row
+    elements = run.batch.microbatch_size * model.sequence * model.hidden // mesh.row
+    gathered, summed = (first_panel_bytes(elements * size) for size in (DTYPES[run.precision].itemsize,
+                                                                        _sum_itemsize(run)))
     recomputed = run.memory.recompute != "none"
     # An all-reduce of activations that are whole on every column receives twice what a reduce-scatter does.
-    count = 2 * (2 + recomputed) if scheme == "megatron" else 6 + 3 * recomputed
-    return round(count * first_panel_bytes(whole) * (mesh.col - 1) / mesh.col)
+    found = 2 * (2 + recomputed) * summed if scheme == "megatron" else (
+        (4 + 2 * recomputed) * gathered + (2 + recomputed) * summed)
+    return round(found * (mesh.col - 1) / mesh.col)
+
+
+def _sum_itemsize(run: ResolvedRun) -> int:
+    """Bytes of an element of activations that are summed over columns."""
+    return sum_dtype(run.tensor, DTYPES[run.precision], "cuda" if run.launch.device == "cuda" else "cpu").itemsize
 
 
 def tensor_mesh_facts(run: ResolvedRun, ranks_per_node: int | None) -> TensorMeshFacts | None:
@@ -70,7 +77,7 @@ def tensor_mesh_facts(run: ResolvedRun, ranks_per_node: int | None) -> TensorMes
     try:
         volume = layer_volume(volume_scheme(run.tensor), row=mesh.row, col=mesh.col, batch=run.batch.microbatch_size,
                               sequence=model.sequence, hidden=model.hidden, itemsize=DTYPES[run.precision].itemsize,
-                              sum_itemsize=reduce_dtype(run.tensor, DTYPES[run.precision]).itemsize)
+                              sum_itemsize=_sum_itemsize(run))
     except ValueError:
         return None
     facts = TensorMeshFacts(row=mesh.row, col=mesh.col, scheme=volume_scheme(run.tensor),

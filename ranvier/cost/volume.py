@@ -132,18 +132,23 @@ _WAYS = {"summa": (_output_stationary, _output_stationary), "stationary": (_outp
 """Of qkv and fc1, and of projection and fc2. Summa's three products receive as much as an output-stationary one."""
 
 
+_GRADIENT_ITEMSIZE = 4
+"""Bytes of an element of a weight's gradient that is summed over rows, at least: fp32."""
+
+
 class _Units(NamedTuple):
     """A and W in bytes, and how many times as many they take in a sum."""
 
     a: float
     w: float
-    widened: float
+    widened_a: float
+    widened_w: float
 
     def bytes(self, multiples: tuple[float, float]) -> Bytes:
         return Bytes(self.a * multiples[0], self.w * multiples[1])
 
     def summed(self, multiples: tuple[float, float]) -> Bytes:
-        return self.bytes((multiples[0] * self.widened, multiples[1] * self.widened))
+        return self.bytes((multiples[0] * self.widened_a, multiples[1] * self.widened_w))
 
 
 def _units(scheme: Scheme, row: int, col: int, batch: int, sequence: int, hidden: int, itemsize: int,
@@ -152,7 +157,8 @@ def _units(scheme: Scheme, row: int, col: int, batch: int, sequence: int, hidden
         raise ValueError(f"{scheme} takes one row, not {row}")
     return _Units(a=batch * sequence * hidden * itemsize * (col - 1) / (row * col),
                   w=hidden * hidden * itemsize * (row - 1) / (row * col),
-                  widened=1.0 if sum_itemsize is None else sum_itemsize / itemsize)
+                  widened_a=1.0 if sum_itemsize is None else sum_itemsize / itemsize,
+                  widened_w=1.0 if sum_itemsize is None else max(itemsize, _GRADIENT_ITEMSIZE) / itemsize)
 
 
 def layer_volume(scheme: Scheme, *, row: int, col: int, batch: int, sequence: int, hidden: int, itemsize: int,
@@ -161,7 +167,8 @@ def layer_volume(scheme: Scheme, *, row: int, col: int, batch: int, sequence: in
 
     Args:
         batch: sequences of the microbatch.
-        itemsize: bytes of an element. sum_itemsize: where sums travel in another format.
+        itemsize: bytes of an element. sum_itemsize: of one of the activations that are summed; sums of weight gradients
+            then travel in fp32 at least. None counts all elements alike.
         last: the layer is the last of its recomputed segment, so the output of fc2 is not computed again. Optimus and
             Megatron as published recompute it: again, with last=False.
     """
@@ -194,7 +201,7 @@ def block_volume(layers: Sequence[SplitLayer], scheme: Scheme, *, row: int, col:
         weights_kept_for: microbatches for which gathered weights of products stay (`tensor.keep_weights`); None where
             each microbatch gathers them, for the backward again. Gradients of kept weights are summed once, too.
         gradient_itemsize: bytes of an element of a gradient that is summed for several microbatches at once; None for
-            `itemsize`.
+            the format in which those of one microbatch are summed.
     """
     sizes = {"row": row, "col": col, "batch": batch, "sequence": sequence, "itemsize": itemsize,
              "sum_itemsize": sum_itemsize}
@@ -207,7 +214,8 @@ def block_volume(layers: Sequence[SplitLayer], scheme: Scheme, *, row: int, col:
         product = _product_volume(units, way, "none" if last and layer.ends_layer else recompute)
         forward, backward = forward + product.forward, backward + product.backward
     if weights_kept_for is not None:
-        wider = (gradient_itemsize or itemsize) / itemsize if weights_kept_for > 1 else 1.0
+        summed = itemsize * units.widened_w
+        wider = (gradient_itemsize or summed) / summed if weights_kept_for > 1 else 1.0
         sums = max(0.0, backward.weights - forward.weights) * wider
         backward = replace(backward, weights=sums / weights_kept_for)
         forward = replace(forward, weights=forward.weights / weights_kept_for)

@@ -128,8 +128,11 @@ def install_error_handlers(world: World, mesh: Mesh, *, stopped_seconds: float, 
             names_culprit=True)
 
     def on_overdue(where: str) -> None:
+        actions = call_with_timeout(lambda: read_actions(world.store, range(world.size))) or {}
+        lines = (f"\n  rank {rank} ({_describe_now(world, mesh, rank)}): {action}"
+                 for rank, (_, action) in actions.items())
         fail(MessageTimeout(
-            "a collective did not end", where=where, value=f"more than {timeout_seconds:g} s",
+            f"a collective did not end{''.join(lines)}", where=where, value=f"more than {timeout_seconds:g} s",
             remedy="See what the other members do, or raise --comm.timeout-seconds."))
 
     def on_left_behind(cause: str, report: Callable[[Callable[[int], str]], str | None]) -> NoReturn:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ranvier.block import named
 from ranvier.comm.message import Message, MessageKind
-from ranvier.errors import ModelError
+from ranvier.errors import MessageTimeout, ModelError, TransportError
 from ranvier.mesh import Coordinates, StagePlacement
 from ranvier.optim.step import Updater
 from ranvier.pipeline.connections import Connections
@@ -122,7 +122,10 @@ class BatchRunner:
                 ran.append(action)
             if self._connections.tensor_mesh is not None:
                 self._connections.tensor_mesh.sums.finish()  # those of the last deferred products
+                self._connections.tensor_mesh.order.end()
         except Exception as error:
+            if running is not None and isinstance(error, TransportError):
+                self._describe(error)
             self._stages.clear()
             board, text = self._connections.board, f"{actions_text(ran)} >{running}<" if running else actions_text(ran)
             error.add_note(f"{board.name(self._connections.rank)}: actions so far: {text.strip() or 'none'}")
@@ -131,6 +134,15 @@ class BatchRunner:
             self._stages.end()
         if training and self.nominal_weight is not None and self.nominal_weight.started:
             self._take_nominal_weight(self.nominal_weight)
+
+    def _describe(self, error: TransportError) -> None:
+        """A collective between layers has failed: say in which layer, and of one that did not end in which layer each
+        rank is."""
+        place = self._connections.board.place()
+        if isinstance(error, MessageTimeout):
+            error.extend(f"\n{self._connections.board.report_all()}")
+        elif place:
+            error.extend(f" (in {place})")
 
     def _allow_deferred(self, turn: int, deferrable_bytes: int) -> None:
         """A forward has shown what its products would keep alive: so many microbatches of all stages may wait."""

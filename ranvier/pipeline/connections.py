@@ -69,6 +69,9 @@ class Connections:
         """
         world, mesh, rank = self._world, self._mesh, self._world.rank
         self.board = Board(world.store, rank, mesh, hang=world.hang and world.hang())
+        if self.tensor_mesh is not None:
+            order = self.tensor_mesh.order
+            self.board.place = lambda: order.place
         self.data = world.backend.group("data", mesh.groups("data"))
         self.all = world.backend.group("all", [range(mesh.size)])
         self.board.engine = self.all.gather_objects(os.urandom(4).hex())[0]

@@ -265,12 +265,11 @@ class Engine:
             bad_steps=BadSteps(guard, self._statistics.loss) if looks_before_update(guard, optim) else None)
         self.optimizer_name = self._optimizer_name(optim, own=own)
         """What updates parameters here: "ranvier adamw", the class of the user's optimizer, or None."""
-        gradients = self._updater.gradients
         self._stages = RankStages([Stage(
             [block for block in blocks if block[0] in self.layout.blocks(stage)],
             loss=self._loss(model, blocks) if stage == placement.num_stages - 1 else None,
             seed=seed, device=world.device,
-            progress=self._progress, block_passed=gradients.block_passed, segments=plan.segments(stage),
+            progress=self._progress, block_passed=self._block_passed, segments=plan.segments(stage),
             mesh=self._connections.tensor_mesh, compile=self._compiles(compile), tables=tables,
             in_float8=float8_layers(blocks, len(self.block_names), world.device) if float8 else (),
             weight_gradients=self._weight_gradients())
@@ -885,6 +884,13 @@ class Engine:
             text = error.what if isinstance(error, RanvierError) else str(error)
             self._failure = self._failure or f"{type(error).__name__}: {text.partition(chr(10))[0]}"
             raise
+
+    def _block_passed(self, block: int) -> None:
+        """The last backward of the batch has left `block`, which may be updated while the backward goes on."""
+        mesh = self._connections.tensor_mesh
+        if mesh is not None and self._updater.in_backward:
+            mesh.order.compare()
+        self._updater.gradients.block_passed(block)
 
     def _progress(self) -> None:
         """Let messages and reductions move; called at every block boundary and between products."""

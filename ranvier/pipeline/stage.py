@@ -380,6 +380,7 @@ class Stage:
         self.forget_weights()
         if self._mesh is not None:
             self._mesh.sums.clear()
+            self._mesh.order.forget()
 
 
 def _compiled_blocks(how: bool | Literal["auto"], gradients: WeightGradients, forwards: DeferringForwards,

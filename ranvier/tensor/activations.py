@@ -10,8 +10,9 @@ parallelism (Optimus: Xu et al., 2021), `whole` that of Megatron-LM's 1D tensor 
 2019), `sequence` that of Megatron-LM's sequence parallelism (Korthikanti et al., 2022).
 
 A product computes on flat tokens: all T tokens of a row. Activations travel in panels, which are runs of `units`:
-tokens, or positions of every sequence where the tokens of one lie on several ranks. A product takes x as slabs
-[k, tokens, width / k] that follow each other in width: as an all-gather leaves them, without a copy.
+tokens, or positions of every sequence where the tokens of one lie on several ranks. A gathered panel is a matrix of
+whole tokens. Partial sums are slabs [k, tokens, width / k] that follow each other in width, as a reduce-scatter takes
+them without a copy; they may be in fp32 where the residual stream is in half precision, and are rounded once.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from ranvier.comm.collectives import ChainedWork, CompletedWork
@@ -36,8 +38,6 @@ class Activations(Protocol):
     """One of the three layouts of the residual stream."""
 
     name: ActivationLayout
-    num_slabs: int
-    """Slabs that the width of a gathered tensor comes in."""
     num_parts: int
     """Ranks whose parts of a panel are gathered."""
     cut_dims: tuple[int, ...]
@@ -56,19 +56,16 @@ class Activations(Protocol):
         """Units of x: what panels are runs of."""
 
     def rows(self, flat: Tensor, x: Tensor, run: slice) -> Tensor:
-        """Of `flat` [T, F], the tokens of a panel of x: a view [n, m, F] of n m tokens, in the order of `slabs`."""
+        """Of `flat` [T, F], the tokens of a panel of x: a view [n, m, F] of n m tokens, in the order of `gather`."""
 
     def gather(self, x: Tensor, run: slice, buffer: Buffer) -> tuple[Tensor, Work]:
-        """Start gathering a panel, which is complete when the work is done."""
+        """Start gathering a panel [.., width], of whole tokens, which is complete when the work is done."""
 
-    def slabs(self, parts: Tensor) -> Tensor:
-        """[k, tokens, width / k] of a gathered panel."""
+    def partial(self, out: Tensor, run: slice, dtype: torch.dtype, buffer: Buffer) -> Tensor:
+        """Slabs of this format for this rank's partial sums of a panel of `out`, a tensor in this layout."""
 
-    def partial(self, out: Tensor, run: slice, buffer: Buffer) -> Tensor:
-        """Slabs for this rank's partial sums of a panel of `out`, a tensor in this layout."""
-
-    def scatter(self, slabs: Tensor, out: Tensor, run: slice, buffer: Buffer) -> Work:
-        """Start summing all columns' slabs; the panel of `out` becomes this rank's part of the sum."""
+    def scatter(self, slabs: Tensor, out: Tensor, run: slice, buffer: Buffer, bias: Tensor | None) -> Work:
+        """Start summing all columns' slabs; the panel of `out` becomes this rank's part of the sum, plus its bias."""
 
 
 class HiddenSplit:
@@ -79,7 +76,7 @@ class HiddenSplit:
 
     def __init__(self, over_cols: Group) -> None:
         self._group = over_cols
-        self.num_slabs = self.num_parts = len(over_cols.ranks)
+        self.num_parts = len(over_cols.ranks)
 
     def whole_dims(self, x: Tensor) -> tuple[int, ...]:
         """[B, S] of x [B, S, H/c]."""
@@ -91,7 +88,7 @@ class HiddenSplit:
 
     def own_width(self, width: int) -> int:
         """H/c."""
-        return width // self.num_slabs
+        return width // self.num_parts
 
     def units(self, x: Tensor) -> int:
         """T tokens."""
@@ -102,22 +99,21 @@ class HiddenSplit:
         return flat[run].unsqueeze(0)
 
     def gather(self, x: Tensor, run: slice, buffer: Buffer) -> tuple[Tensor, Work]:
-        """All-gather: [k, m, H/c]."""
+        """All-gather along the width: [m, H]."""
         panel = _flat(x)[run].contiguous()
-        parts = buffer("gathered", (self.num_slabs, *panel.shape))
-        return parts, self._group.all_gather(parts, panel)
+        if self.num_parts == 1:
+            return panel, CompletedWork()
+        whole = buffer("gathered", (len(panel), self.num_parts * panel.shape[1]))
+        return whole, self._group.all_gather(whole, panel, 1)
 
-    def slabs(self, parts: Tensor) -> Tensor:
-        """The parts."""
-        return parts
-
-    def partial(self, out: Tensor, run: slice, buffer: Buffer) -> Tensor:
+    def partial(self, out: Tensor, run: slice, dtype: torch.dtype, buffer: Buffer) -> Tensor:
         """[c, m, H/c]."""
-        return buffer("partial", (self.num_slabs, *_flat(out)[run].shape))
+        return buffer("partial", (self.num_parts, *_flat(out)[run].shape))
 
-    def scatter(self, slabs: Tensor, out: Tensor, run: slice, buffer: Buffer) -> Work:
+    def scatter(self, slabs: Tensor, out: Tensor, run: slice, buffer: Buffer, bias: Tensor | None) -> Work:
         """Reduce-scatter of the slabs."""
-        return self._group.reduce_scatter(_flat(out)[run], slabs)
+        return _rounded(_flat(out)[run], slabs.dtype, buffer, bias,
+                        lambda total: self._group.reduce_scatter(total, slabs))
 
 
 class SequenceSplit:
@@ -125,7 +121,6 @@ class SequenceSplit:
 
     name: ActivationLayout = "sequence"
     cut_dims: tuple[int, ...] = (0,)
-    num_slabs = 1
 
     def __init__(self, over_cols: Group) -> None:
         self._group = over_cols
@@ -170,27 +165,23 @@ class SequenceSplit:
     def gather(self, x: Tensor, run: slice, buffer: Buffer) -> tuple[Tensor, Work]:
         """All-gather along the sequence: [B, c m, H]."""
         panel = self._panel(x, run).contiguous()
+        if self.num_parts == 1:
+            return panel, CompletedWork()
         whole = buffer("gathered", (panel.shape[0], self.num_parts * panel.shape[1], panel.shape[2]))
         return whole, self._group.all_gather(whole, panel, 1)
 
-    def slabs(self, parts: Tensor) -> Tensor:
-        """One slab [1, B c m, H]."""
-        return parts.view(1, -1, parts.shape[-1])
-
-    def partial(self, out: Tensor, run: slice, buffer: Buffer) -> Tensor:
+    def partial(self, out: Tensor, run: slice, dtype: torch.dtype, buffer: Buffer) -> Tensor:
         """[1, B c m, H]."""
         own = self._panel(out, run)
         return buffer("partial", (1, self.num_parts * own.shape[:-1].numel(), out.shape[-1]))
 
-    def scatter(self, slabs: Tensor, out: Tensor, run: slice, buffer: Buffer) -> Work:
+    def scatter(self, slabs: Tensor, out: Tensor, run: slice, buffer: Buffer, bias: Tensor | None) -> Work:
         """Reduce-scatter along the sequence. Sums of a panel of several sequences are copied to their places after."""
         own = self._panel(out, run)
         whole = slabs.view(own.shape[0], -1, own.shape[2])
         space = buffer("parts", (whole.numel(),)) if len(own) > 1 else None
-        if own.is_contiguous():
-            return self._group.reduce_scatter(own, whole, space, 1)
-        summed = buffer("summed", own.shape)
-        return ChainedWork(self._group.reduce_scatter(summed, whole, space, 1), lambda: own.copy_(summed))
+        return _rounded(own, slabs.dtype, buffer, bias,
+                        lambda total: self._group.reduce_scatter(total, whole, space, 1))
 
 
 class Replicated(HiddenSplit):
@@ -201,24 +192,41 @@ class Replicated(HiddenSplit):
 
     def __init__(self, over_cols: Group) -> None:
         self._group = over_cols
-        self.num_slabs = self.num_parts = 1
+        self.num_parts = 1
 
-    def gather(self, x: Tensor, run: slice, buffer: Buffer) -> tuple[Tensor, Work]:
-        """Nothing travels."""
-        return _flat(x)[run].unsqueeze(0), CompletedWork()
+    def partial(self, out: Tensor, run: slice, dtype: torch.dtype, buffer: Buffer) -> Tensor:
+        """[1, m, H]: the panel of `out` itself, where the all-reduce may work in place."""
+        own = _flat(out)[run].unsqueeze(0)
+        return own if dtype is out.dtype else buffer("partial", own.shape)
 
-    def partial(self, out: Tensor, run: slice, buffer: Buffer) -> Tensor:
-        """The panel of `out` itself, as one slab: the all-reduce works in place."""
-        return _flat(out)[run].unsqueeze(0)
-
-    def scatter(self, slabs: Tensor, out: Tensor, run: slice, buffer: Buffer) -> Work:
-        """All-reduce of the panel of `out`, which the slab is a view of."""
-        return self._group.all_reduce(_flat(out)[run])
+    def scatter(self, slabs: Tensor, out: Tensor, run: slice, buffer: Buffer, bias: Tensor | None) -> Work:
+        """All-reduce of the slab."""
+        own, total = _flat(out)[run], slabs[0]
+        work = self._group.all_reduce(total)
+        if total.dtype is out.dtype and bias is None:
+            return work
+        return ChainedWork(work, lambda: _round(own, total, bias))
 
 
 def _flat(x: Tensor) -> Tensor:
     """[T, width], a view."""
     return x.flatten(0, -2)
+
+
+def _rounded(own: Tensor, dtype: torch.dtype, buffer: Buffer, bias: Tensor | None, start: Callable[[Tensor], Work]
+             ) -> Work:
+    """`start(total)`, a sum of this format, whose total plus bias becomes `own`: in its place where it can."""
+    if dtype is own.dtype and bias is None and own.is_contiguous():
+        return start(own)
+    total = buffer("summed", own.shape)
+    return ChainedWork(start(total), lambda: _round(own, total, bias))
+
+
+def _round(own: Tensor, total: Tensor, bias: Tensor | None) -> None:
+    if bias is None:
+        own.copy_(total)
+    else:
+        torch.add(total, bias, out=own)
 
 
 def activations_of(settings: TensorParallel, over_cols: Group) -> Activations:

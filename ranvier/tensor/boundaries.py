@@ -107,6 +107,8 @@ def guard_layer(module: nn.Module, mesh: TensorMesh, where: str, takes: Activati
     """
     if mesh.check_order and mesh.num_rows > 1:
         module.register_forward_pre_hook(_Hook(mesh, lambda *_: _same_on_rows(mesh, where)))
+    if mesh.num_rows > 1:
+        module.register_forward_pre_hook(_Hook(mesh, lambda *_: mesh.order.record(where, "forward")))
     if mesh.num_cols == 1:
         return
     guard = _LayerGuard(mesh, where, takes, gives, alone=alone, vocab=vocab)

@@ -7,7 +7,8 @@ With one row this is Megatron-LM's 1D tensor parallelism, and `over_cols` is the
 is 2D tensor parallelism (Optimus: Xu et al., 2021): the microbatch is divided over rows, and features over columns.
 
 Every rank of a stage runs the same layers in the same order, because one schedule decides for the stage. Collectives of
-a group therefore match without tags.
+a group therefore match without tags. Code of a block that calls other layers on one row than on another is found before
+an update (`layer_order`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from ranvier.comm.protocol import Group
 from ranvier.config.run import TensorParallel
 from ranvier.errors import ModelError
 from ranvier.layout.panels import equal_panels, growing_panels
+from ranvier.precision import sum_dtype
 from ranvier.tensor.activations import Activations, activations_of
+from ranvier.tensor.layer_order import LayerOrder
 from ranvier.tensor.under_way import Arriving, GatheringLayer, GradientSums, WeightGathers, WeightUse
 from ranvier.tensor.workspace import BUFFERS, Workspace
 
@@ -47,13 +50,14 @@ class TensorMesh:
         panel_bytes: largest panel of activations that is gathered or reduced in one piece, with panels as equal as
             possible; None for the settings, or the device's rule.
         check_order: before each layer and after each block, the rows of a column compare which layer they run (slow;
-            for debugging). A layer that one row skips would pair its collectives with those of another layer.
+            for debugging), and so find the exact call at which they part.
     """
 
     def __init__(self, over_rows: Group, over_cols: Group, settings: TensorParallel, *, device: str = "cpu",
                  panel_bytes: int | None = None, check_order: bool = False) -> None:
         self.check_order = check_order
-        if settings.reduce_dtype == "fp32":
+        self._device = device
+        if sum_dtype(settings, torch.bfloat16, device) is torch.float32:
             over_rows, over_cols = Fp32Sums(over_rows), Fp32Sums(over_cols)
         self.over_rows, self.over_cols, self.settings = over_rows, over_cols, settings
         # Attributes, not properties: each torch function between layers reads some of them.
@@ -65,6 +69,7 @@ class TensorMesh:
         self._panel_bytes = panel_bytes or (usual if wanted == "auto" else wanted)
         self._panels_grow = device == "cuda" and panel_bytes is None
         self.workspace = Workspace()
+        self.order = LayerOrder(over_rows)
         limit = BUNDLE_ELEMENTS.get(device, 0) // self.num_rows
         self.weights = WeightGathers(limit, self._gather_together)
         self.sums = GradientSums(over_rows, lambda: self.workspace, limit)
@@ -106,16 +111,24 @@ class TensorMesh:
         return [Arriving(share.view(self.num_rows, *layer.weight_shape), bundle)
                 for layer, share in zip(layers, whole.split(sizes, 1), strict=True)]
 
-    def panels(self, x: Tensor, exposed: Literal["first", "last"] | None = None) -> Sequence[slice]:
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The number format of sums of activations of `dtype` over columns."""
+        return sum_dtype(self.settings, dtype, self._device)
+
+    def panels(self, x: Tensor, exposed: Literal["first", "last"] | None = None, *, travels: bool = True,
+               dtype: torch.dtype | None = None) -> Sequence[slice]:
         """The panels in which x, in the layout of the residual stream, is gathered or reduced.
 
         exposed: the one that travels while nothing is computed. On a GPU it is small, and its neighbours grow; a CPU's
-        panels are equal, because transfers take the time of the cores that would compute.
+        panels are equal, because transfers take the time of the cores that would compute. travels: whether there are
+        other ranks to exchange x with; without them it is one panel. dtype: in which it travels, by default its own.
         """
         num_units = self.activations.units(x)
         if not x.numel():  # a row without tokens
             return ()
-        unit_bytes = self.activations.num_parts * x.numel() // num_units * x.element_size()
+        if not travels:
+            return (slice(0, num_units),)
+        unit_bytes = self.activations.num_parts * x.numel() // num_units * (dtype or x.dtype).itemsize
         if exposed is None or not self._panels_grow:
             return equal_panels(num_units, unit_bytes, self._panel_bytes)
         found = growing_panels(num_units, unit_bytes, self._panel_bytes)

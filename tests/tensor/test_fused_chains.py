@@ -130,16 +130,16 @@ def elementwise(block, scheme, calls):
 SUMMED = ("stationary", "sequence", "megatron")
 # Attention's copies for products are no arithmetic. Whole RMS norms are one kernel on CUDA, and none here.
 @pytest.mark.parametrize(("kind", "schemes", "left", "left_backward"), [
-    ("gpt attention", SUMMED, {"add_": 1}, {}), ("gpt MLP", SUMMED, {"gelu": 1, "add_": 1}, {}),
-    ("bert MLP", SUMMED, {"gelu": 1, "add_": 1}, {}),
+    ("gpt attention", SUMMED, {}, {}), ("gpt MLP", SUMMED, {"gelu": 1}, {}), ("bert MLP", SUMMED, {"gelu": 1}, {}),
     ("llama attention", ("stationary",), {"clone": 1}, {"clone": 2}), ("llama MLP", ("stationary",), {}, {}),
     ("gemma MLP", ("stationary",), {}, {})])
 def test_what_is_left_uncompiled(kind, schemes, left, left_backward):
-    """Single operations between products or collectives: a bias after a sum over columns, GELU, and in the backward the
-    sum of both gradients of the residual stream."""
+    """Single operations between products or collectives: a bias after a sum over columns, with which that is rounded,
+    GELU, and in the backward the sum of both gradients of the residual stream."""
     for scheme in schemes:
         uncompiled = elementwise(BLOCKS[kind](), scheme, Fused(False))
         forward, backward = elementwise(BLOCKS[kind](), scheme, Chains())
+        forward.pop("add", None)  # the bias, which is no activation of several dims in every scheme
         assert forward == left and backward == left_backward | {"add": 1}
         assert sum(uncompiled[0].values()) > 15 + sum(forward.values())
 

@@ -90,12 +90,14 @@ def test_what_is_counted_is_what_runs(monkeypatch, scheme, row, col, kind, dtype
 
 
 def test_sums_in_fp32_take_twice_the_bytes_of_half():
-    def received(**settings):
-        mesh = meta_mesh(Mesh(col=3), TensorParallel(**settings), "cuda")
+    def received(device="cuda", **settings):
+        mesh = meta_mesh(Mesh(col=3), TensorParallel(**settings), device)
         mesh.over_cols.all_reduce(torch.empty(3000, dtype=torch.bfloat16, device="meta")).wait()
         return mesh.over_cols.bytes_received
 
-    assert (received(), received(reduce_dtype="fp32")) == (2 * 2 * 2000, 2 * 4 * 2000)
+    assert received() == received(reduce_dtype="half") == 2 * 2 * 2000
+    assert received(reduce_dtype="fp32") == 2 * 4 * 2000
+    assert received(device="cpu") == 2 * received(device="cpu", reduce_dtype="half")
 
 
 def test_plans_count_the_panels_of_the_clusters_devices():

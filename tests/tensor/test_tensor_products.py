@@ -45,8 +45,11 @@ def split(mesh, scheme, kind, x, weight, bias, dy):
     else:
         axes = ("col", "row") if kind == "output" else ("row", "col")
 
+    transposes = kind == "output" and scheme != "summa" and mesh.num_rows > 1
+
     def of_weight(whole):
-        return own(mesh, own(mesh, whole, 0, axes[0]), 1, axes[1]).contiguous()
+        mine = own(mesh, own(mesh, whole, 0, axes[0]), 1, axes[1])
+        return (mine.t() if transposes else mine).contiguous()
 
     cut_bias = kind == "output" or mesh.activations.name == "hidden"
     has_bias = kind != "vocabulary"

@@ -233,7 +233,8 @@ def overflowing():
     [Mesh(row=2, col=2), Mesh(data=2, row=2, col=2), Mesh(pipe=2, row=2, col=2)],
     [{}, {"offload": "stream"}, {"clip_norm": 1e6}, {"shard": True}]), ids=str)
 def test_an_overflow_on_one_rank_skips_the_step_everywhere(mesh, options):
-    """In the second batch the gradient of one element of fc1 is beyond fp16: rank (0, 0) alone holds it."""
+    """In the second batch the gradient of one element of fc1 is beyond fp16, in which gradients add up here: rank
+    (0, 0) alone holds it."""
     def work(engine):
         seen = []
         for token in (1, 0, 1, 1):
@@ -245,7 +246,7 @@ def test_an_overflow_on_one_rank_skips_the_step_everywhere(mesh, options):
 
     found = on_mesh(overflowing, mesh, work, dtype=torch.float16, learning_rate=1e-3, nominal_weight=2.0,
                     optim=Optim(algorithm="sgd", momentum=0.0, weight_decay=0.0, bucket_size=3,
-                                initial_loss_scale=128.0, loss_scale_window=2, **options))
+                                initial_loss_scale=128.0, loss_scale_window=2, accumulate="half", **options))
     for seen in found:
         assert [overflow for overflow, _, _ in seen] == [False, True, False, False]
         assert [scale for _, scale, _ in seen] == [128.0, 64.0, 64.0, 128.0]

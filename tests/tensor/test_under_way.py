@@ -187,15 +187,19 @@ def test_small_sums_travel_together():
     on_tensor_mesh(2, 1, Settings(), work)
 
 
-def test_weights_are_sent_from_where_they_are():
-    """A gather makes no copy of a layer's weight."""
+@pytest.mark.parametrize("stationary", ["output", "input"])
+def test_weights_are_sent_from_where_they_are(stationary):
+    """A gather makes no copy of a layer's weight, but for one that travels transposed: this rank's part, in the
+    workspace."""
     def work(mesh):
-        layer = split_layers(Linear(12, 24, stationary="output"), mesh, "layer")
+        layer = split_layers(Linear(12, 24, stationary=stationary), mesh, "layer")
         sent = []
         gather = mesh.over_rows.all_gather
-        mesh.over_rows.all_gather = lambda output, tensor: sent.append(tensor.data_ptr()) or gather(output, tensor)
+        mesh.over_rows.all_gather = lambda output, tensor: sent.append(tensor) or gather(output, tensor)
         layer(torch.randn(2, 4, 6, requires_grad=True)).sum().backward()
-        assert sent == [layer.weight.data_ptr()] * 2
+        transposed = [buffer for (name, _), buffer in mesh.workspace._buffers.items() if name.startswith("own weight")]
+        places = {"output": [one.data_ptr() for one in transposed], "input": [layer.weight.data_ptr()]}[stationary]
+        assert len(sent) == 2 and all(one.data_ptr() in places and one.numel() == layer.weight.numel() for one in sent)
 
     on_tensor_mesh(2, 2, Settings(), work)
 
@@ -245,9 +249,9 @@ def test_a_gather_may_end_while_it_is_saved(stationary):
             layer(x).sum().backward()
         assert not pending and x.grad.isfinite().all()
 
-    def late_gather(gather, pending, output, tensor):
+    def late_gather(gather, pending, output, tensor, dim=0):
         whole = torch.empty_like(output)
-        gather(whole, tensor).wait()
+        gather(whole, tensor, dim).wait()
         pending.append(lambda: output.copy_(whole))
         return Awaited("", Events(), finish=lambda: [write() for write in pending] and pending.clear())
 

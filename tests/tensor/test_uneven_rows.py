@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -12,10 +14,14 @@ from torch import nn
 from torch.nn import functional
 
 from ranvier.block import Model
-from ranvier.config.run import Memory, Pipeline, TensorParallel, Transformer
+from ranvier.comm import inprocess
+from ranvier.comm.board import Board
+from ranvier.config.run import Memory, Optim, Pipeline, TensorParallel, Transformer
+from ranvier.errors import MessageTimeout, ModelError
 from ranvier.launch import mpiexec
 from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
+from ranvier.pipeline import connections
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.tensor import layers
 from ranvier.testing import SplitError, check_split
@@ -23,7 +29,7 @@ from ranvier.testing.ranks import run_processes
 from ranvier.testing.reference import Reference
 from ranvier.world import World
 from tests.covering import quick
-from tests.tensor.split_parity import SCHEMES, SEED, assert_close, gradients_on, on_mesh, share
+from tests.tensor.split_parity import SCHEMES, SEED, assert_close, gradients_on, on_mesh, share, weights_of
 
 HIDDEN, LENGTH = 12, 6
 ODD, EVEN = torch.tensor([1, 3, 5, 7, 9, 11]), torch.tensor([2, 4, 5, 8, 10, 12])
@@ -156,6 +162,109 @@ def test_the_engine_names_it_too():
 
     with pytest.raises(Exception, match="is called on some rows only"):
         on_mesh(make, Mesh(row=2), lambda engine: engine.forward_backward(share(engine, BATCHES)), check_order=True)
+
+
+class OneExpert(Experts):
+    """A row calls one expert, by its first token: the collectives of rows that differ pair without an error."""
+
+    def forward(self, state):
+        tokens, number = state["x"].flatten(0, 1), int(state["ids"].flatten()[0]) % 2
+        y = self.out[number](functional.silu(self.into[number](self.norm(tokens))))
+        return {"x": state["x"] + y.unflatten(0, (-1, LENGTH)), "ids": state["ids"]}
+
+
+def one_expert() -> Model:
+    blocks = {"words": Words(), "first": OneExpert(), "classes": Classes()}
+    return Model(blocks={name: (lambda block=block: block.double()) for name, block in blocks.items()}, loss=class_loss)
+
+
+def refused(batches, mesh: Mesh, make=one_expert, **options) -> list[Exception]:
+    """What every rank raises in place of an update."""
+    def work(engine):
+        before = weights_of(engine)
+        with pytest.raises(Exception) as caught:
+            engine.train_batch(share(engine, batches))
+        assert all(torch.equal(value, engine.blocks[name.partition(".")[0]].get_parameter(name.partition(".")[2]))
+                   for name, value in before.items())
+        engine.abandon()
+        return caught.value
+
+    return on_mesh(make, mesh, work, **{"optim": Optim()} | options)
+
+
+FIRST_DIFFERS = [[Microbatch(torch.stack([ODD, EVEN]), torch.tensor([0, 1]), torch.arange(2))]]
+ORDER_DIFFERS = [[*FIRST_DIFFERS[0], Microbatch(torch.stack([EVEN, ODD]), torch.tensor([2, 1]), torch.arange(2) + 10)]]
+
+
+@pytest.mark.parametrize(("mesh", "scheme", "options"), [
+    (Mesh(row=2, col=2), "summa", {}), (Mesh(row=3), "stationary", {}),
+    (Mesh(row=2), "stationary", {"optim": Optim(update_in_backward=True)}),
+    (Mesh(row=2, col=2), "stationary", {"pipeline": Pipeline(defer_bytes=1 << 40)}),
+    (Mesh(row=2), "stationary", {"memory": Memory(recompute=1)}),
+    (Mesh(row=2), "stationary", {"settings": TensorParallel(keep_weights=True)})])
+def test_layers_that_rows_call_in_different_number_are_named_before_the_update(mesh, scheme, options):
+    """On the parent commit the weights and gradients of one expert meet those of the other, and nothing fails."""
+    batches = FIRST_DIFFERS
+    if mesh.row == 3:
+        batches = [[Microbatch(torch.stack([ODD, EVEN, EVEN + 2]), torch.tensor([0, 1, 2]), torch.arange(3))]]
+    for error in refused(batches, mesh, scheme=scheme, **options):
+        assert isinstance(error, ModelError)
+        assert error.where.startswith("block first.into.")
+        assert min(error.value.values()) == 0 < max(error.value.values())
+        assert set(error.value) == set(range(mesh.row))
+
+
+def test_layers_that_rows_call_in_another_order_are_found():
+    for error in refused(ORDER_DIFFERS, Mesh(row=2)):
+        assert isinstance(error, ModelError)
+        assert "order" in error.what
+
+
+def test_an_evaluation_finds_them_too():
+    def work(engine):
+        with pytest.raises(ModelError) as caught:
+            engine.evaluate(share(engine, FIRST_DIFFERS))
+        engine.abandon()
+        return caught.value.where
+
+    assert all(where.startswith("block first.into.") for where in on_mesh(one_expert, Mesh(row=2), work))
+
+
+def test_the_report_of_a_collective_that_does_not_end_has_the_layer_and_pass_of_each_row(monkeypatch):
+    """Row 1 hangs before its product, and row 0 waits for it until the time limit."""
+    ended = threading.Event()
+
+    class Hangs(OneExpert):
+        def forward(self, state):
+            if int(state["ids"].flatten()[0]) % 2 == 0:
+                self.norm(state["x"])
+                ended.wait(30)
+            return super().forward(state)
+
+    def wait(work):
+        deadline = time.monotonic() + 0.3
+        while not work.done():
+            if time.monotonic() > deadline:
+                raise MessageTimeout("a collective did not end", where="group 'row'", value="0.3 s", remedy="See.")
+            time.sleep(0.01)
+
+    def work(engine):
+        monkeypatch.setattr(inprocess._CollectiveWork, "wait", wait)
+        try:
+            engine.forward_backward(share(engine, FIRST_DIFFERS))
+        except MessageTimeout as error:
+            return str(error)
+        finally:
+            ended.set()
+            engine.abandon()
+
+    def hangs() -> Model:
+        return replace(one_expert(), blocks={**one_expert().blocks, "first": lambda: Hangs().double()})
+
+    monkeypatch.setattr(connections, "Board", partial(Board, interval_seconds=0.05))
+    text = on_mesh(hangs, Mesh(row=2), work)[0]
+    assert "row 0 (rank 0): forward 0 (block first.into.1, forward)" in text
+    assert "row 1 (rank 1): forward 0 (block first.norm, forward)" in text
 
 
 def errors(world: World, scheme: str) -> list[float]:

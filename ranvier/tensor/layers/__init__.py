@@ -29,20 +29,29 @@ methods of `Splittable`.
 import warnings
 
 from ranvier.tensor.columns import local_map
+from ranvier.tensor.layers.convolution import DepthwiseConv1d
 from ranvier.tensor.layers.dropout import Dropout
-from ranvier.tensor.layers.embeddings import Embedding, PatchEmbedding, PositionEmbedding, TokenTypeEmbedding
+from ranvier.tensor.layers.embeddings import (
+    BiasTable,
+    Embedding,
+    PatchEmbedding,
+    PositionEmbedding,
+    TokenTypeEmbedding,
+)
 from ranvier.tensor.layers.gated import gated
 from ranvier.tensor.layers.gelu import gelu
 from ranvier.tensor.layers.linear import ClassifierHead, Linear, ReplicatedLinear, VocabularyLinear
 from ranvier.tensor.layers.linear_group import SharedInputLinear
 from ranvier.tensor.layers.norms import LayerNorm, RMSNorm
 from ranvier.tensor.layers.rotary import Rotary
+from ranvier.tensor.layers.scale import Scalar, Scale
 from ranvier.tensor.layers.softcap import softcap
 from ranvier.tensor.splittable import Splittable, block_splits
 
-__all__ = ["ClassifierHead", "Dropout", "Embedding", "LayerNorm", "Linear", "PatchEmbedding", "PositionEmbedding",
-           "RMSNorm", "ReplicatedLinear", "Rotary", "SharedInputLinear", "Splittable", "TokenTypeEmbedding",
-           "VocabularyLinear", "block_splits", "gated", "gelu", "local_map", "softcap"]
+__all__ = ["BiasTable", "ClassifierHead", "DepthwiseConv1d", "Dropout", "Embedding", "LayerNorm", "Linear",
+           "PatchEmbedding", "PositionEmbedding", "RMSNorm", "ReplicatedLinear", "Rotary", "Scalar", "Scale",
+           "SharedInputLinear", "Splittable", "TokenTypeEmbedding", "VocabularyLinear", "block_splits", "gated", "gelu",
+           "local_map", "softcap"]
 
 _OLD_NAMES = {"SmallEmbedding": TokenTypeEmbedding, "TokenLinear": ClassifierHead, "WholeLinear": ReplicatedLinear}
 

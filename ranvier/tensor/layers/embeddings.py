@@ -1,6 +1,7 @@
 """Embeddings: of tokens, positions, token types and patches.
 
-B batch, S sequence, H hidden width, V vocabulary, F features of a patch. All return the residual stream x_BSH.
+B batch, S sequence, H hidden width, V vocabulary, F features of a patch. All return the residual stream x_BSH, but for
+`BiasTable`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ranvier.tensor.split.embeddings import (
     SummaEmbedding,
     VocabularyEmbedding,
 )
+from ranvier.tensor.split.own_part import with_own_parts
 from ranvier.tensor.splittable import Constraint, Layer, feature_split, hidden_constraint, vocabulary_constraints
 
 
@@ -92,6 +94,34 @@ class TokenTypeEmbedding(_FeatureEmbedding):
     def split(self, mesh: TensorMesh) -> nn.Module:
         """A `SplitTokenTypeEmbedding`."""
         return SplitTokenTypeEmbedding(self, mesh)
+
+
+class BiasTable(Layer, nn.Embedding):
+    """A learned bias of scores for each head and kind of position, such as the distance between two tokens (T5).
+
+        bias = self.table(buckets).permute(2, 0, 1)     # buckets [S, S] int64 -> [heads, S, S]
+        scores = scores + bias                          # [B, heads, S, S], of Linears with units=heads
+
+    Indices must not depend on the column.
+    """
+
+    takes = "ids"
+    gives = "inner"
+
+    def __init__(self, entries: int, heads: int, *, dtype: torch.dtype | None = None) -> None:
+        super().__init__(entries, heads, dtype=dtype)
+
+    def splits(self, settings: TensorParallel) -> dict[str, Split]:
+        """[entries, heads / col]; each row has the gradient of its samples."""
+        return {"weight": Split(((), ("col",)), summed=("row",))}
+
+    def divisibility_constraints(self, mesh: TensorMesh) -> Iterator[Constraint]:
+        """Columns divide the heads."""
+        yield "heads", self.embedding_dim, "col", mesh.num_cols
+
+    def split(self, mesh: TensorMesh) -> nn.Module:
+        """The same layer with this column's heads."""
+        return with_own_parts(self, mesh)
 
 
 class PatchEmbedding(Layer):

@@ -2,57 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ranvier.config.run import TensorParallel
-from ranvier.errors import ModelError
-from ranvier.layout import Split
-from ranvier.tensor.boundaries import sharded_dim
+from ranvier.tensor.layers.over_features import Over, OverFeatures
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.norms import SplitNorm
 from ranvier.tensor.split.own_part import with_own_parts
-from ranvier.tensor.splittable import Constraint, Layer, feature_split
-
-Over = Literal["stream", "inner", "heads"]
-"""What a norm is over: each token's features in the residual stream [B, S, H]; each token's features between an output-
-and an input-stationary Linear [B, S, F]; or the features of each head [..., heads, ..., width]."""
 
 
-class _Norm(Layer):
+class _Norm(OverFeatures):
     """What norms over the last dim share."""
 
     normalized_shape: tuple[int, ...]
-    units: int | None = None
-    """Pieces of the features that columns must not cut, such as heads."""
 
-    def _set_over(self, over: Over) -> None:
-        if over not in ("stream", "inner", "heads"):
-            raise ModelError("must be stream, inner or heads", where=f"over of {type(self).__name__}", value=over,
-                             remedy="Say what the norm is over: the residual stream, activations between two Linears, "
-                                    "or the features of a head.")
-        self.over = self.takes = self.gives = over
-
-    def splits(self, settings: TensorParallel) -> dict[str, Split]:
-        """Weight and bias are sharded as the features are."""
-        split = {"stream": feature_split(settings), "inner": Split((("col",),), summed=("row",)),
-                 "heads": Split(((),), summed=("row", "col"))}[self.over]
-        return {name: split for name, parameter in self._parameters.items() if parameter is not None}
-
-    def divisibility_constraints(self, mesh: TensorMesh) -> Iterator[Constraint]:
-        """Columns divide the features, where they are sharded."""
-        if self._is_sharded(mesh):
-            if self.units is not None:
-                yield "units", self.units, "col", mesh.num_cols
-            yield "features", self.normalized_shape[-1], "col", mesh.num_cols
-
-    def _is_sharded(self, mesh: TensorMesh) -> bool:
-        """Whether the dim that is normalized is sharded over columns."""
-        return sharded_dim(mesh, self.takes, 1) == 0
+    @property
+    def num_features(self) -> int:
+        """Features of the whole last dim."""
+        return self.normalized_shape[-1]
 
 
 class LayerNorm(_Norm, nn.LayerNorm):

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ranvier.layout import part
+from ranvier.precision import wide
 from ranvier.tensor.autograd import Function
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.own_part import SplitLayer
@@ -49,22 +50,22 @@ class HiddenEmbedding(SplitLayer):
         """[B, S, H/c]."""
         counts = self.mesh.over_rows.gather_number(ids.numel())
         if len(set(counts)) == 1:
-            return _AllToAllEmbedding.apply(self.weight, ids, self.mesh, self._padding)
+            return _AllToAllEmbedding.apply(self.weight, ids, self, self._padding)
         padded = functional.pad(ids.reshape(-1), (0, max(counts) - ids.numel()))
-        found = _AllToAllEmbedding.apply(self.weight, padded, self.mesh, self._padding)
+        found = _AllToAllEmbedding.apply(self.weight, padded, self, self._padding)
         return found[:ids.numel()].view(*ids.shape, found.shape[-1])
 
 
 class _AllToAllEmbedding(Function):
     @staticmethod
-    def forward(ctx: Any, table: Tensor, ids: Tensor, mesh: TensorMesh, padding: int | None) -> Tensor:
-        rows = mesh.num_rows
+    def forward(ctx: Any, table: Tensor, ids: Tensor, layer: SplitLayer, padding: int | None) -> Tensor:
+        mesh, rows = layer.mesh, layer.mesh.num_rows
         everyones = ids.reshape(1, -1)
         if rows > 1:
             everyones = ids.new_empty(rows, ids.numel())
             mesh.over_rows.all_gather(everyones, ids.reshape(-1)).wait()
         ctx.save_for_backward(everyones)
-        ctx.mesh, ctx.shape, ctx.padding = mesh, table.shape, -1 if padding is None else padding
+        ctx.layer, ctx.shape, ctx.padding = layer, table.shape, -1 if padding is None else padding
         found = functional.embedding(everyones, table)  # [rows, tokens, H / (c r)]
         if rows > 1:
             received = torch.empty_like(found)
@@ -76,11 +77,13 @@ class _AllToAllEmbedding(Function):
     @once_differentiable
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None, None]:
         everyones, = ctx.saved_tensors
-        rows, width = ctx.mesh.num_rows, ctx.shape[1]
+        ctx.layer.begins("backward")
+        mesh, width = ctx.layer.mesh, ctx.shape[1]
+        rows = mesh.num_rows
         parts = dx.reshape(-1, rows, width).movedim(1, 0).contiguous()
         if rows > 1:
             received = torch.empty_like(parts)
-            ctx.mesh.over_rows.all_to_all(received, parts).wait()
+            mesh.over_rows.all_to_all(received, parts).wait()
             parts = received
         table = torch.ops.aten.embedding_dense_backward(parts, everyones, ctx.shape[0], ctx.padding, False)
         return table, None, None, None
@@ -118,14 +121,14 @@ class SummaEmbedding(SplitLayer):
     def forward(self, ids: Tensor) -> Tensor:
         """ids_BS to [B, S, H/c]."""
         _check_ids(ids, self._vocab)
-        return _BroadcastEmbedding.apply(self.weight, ids, self.mesh, self._vocab, self._padding)
+        return _BroadcastEmbedding.apply(self.weight, ids, self, self._vocab, self._padding)
 
 
 class _BroadcastEmbedding(Function):
     @staticmethod
-    def forward(ctx: Any, table: Tensor, ids: Tensor, mesh: TensorMesh, vocab: int, padding: int | None) -> Tensor:
+    def forward(ctx: Any, table: Tensor, ids: Tensor, layer: SplitLayer, vocab: int, padding: int | None) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.mesh, ctx.vocab, ctx.padding = mesh, vocab, padding
+        mesh, ctx.layer, ctx.vocab, ctx.padding = layer.mesh, layer, vocab, padding
         x = table.new_zeros(*ids.shape, table.shape[1])
         for row in range(mesh.num_rows):
             start, stop = part(vocab, mesh.num_rows, row)
@@ -138,15 +141,16 @@ class _BroadcastEmbedding(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        ctx.layer.begins("backward")
         ids, = ctx.saved_tensors
-        mesh, own = ctx.mesh, None
+        mesh, own = ctx.layer.mesh, None
         for row in range(mesh.num_rows):
             start, stop = part(ctx.vocab, mesh.num_rows, row)
             gradient = _table_gradient(dx, ids, start, stop, ctx.padding)
             if mesh.num_rows > 1:
                 mesh.over_rows.reduce(gradient, row).wait()
             if row == mesh.row:
-                own = gradient
+                own = gradient.to(dx.dtype)
         return own, None, None, None, None
 
 
@@ -157,10 +161,11 @@ def _rows_of(block: Tensor, ids: Tensor, start: int) -> Tensor:
 
 
 def _table_gradient(dx: Tensor, ids: Tensor, start: int, stop: int, padding: int | None) -> Tensor:
-    """Gradient of the entries start..stop of a table; the token `padding` has none."""
+    """Gradient of the entries start..stop of a table, in fp32 at least; the token `padding` has none."""
     inside = (ids >= start) & (ids < stop)
     if padding is not None:
         inside &= ids != padding
+    dx = dx.to(wide(dx.dtype))
     gradient = dx.new_zeros(stop - start, dx.shape[-1])
     return gradient.index_add_(0, (ids - start).where(inside, 0).flatten(),
                                (dx * inside.unsqueeze(-1)).reshape(-1, dx.shape[-1]))
@@ -201,8 +206,8 @@ class _SumEmbedding(Function):
         activations, dx = ctx.mesh.activations, dx.contiguous()
         parts, work = activations.gather(dx, slice(0, activations.units(dx)), lambda _, shape: dx.new_empty(shape))
         work.wait()
-        whole = activations.slabs(parts).flatten(0, 1)
-        return _table_gradient(whole, ids.flatten(), *ctx.places), None, None, None
+        whole = parts.flatten(0, -2)
+        return _table_gradient(whole, ids.flatten(), *ctx.places).to(dx.dtype), None, None, None
 
 
 class SplitPositionEmbedding(SplitLayer):

@@ -35,9 +35,11 @@ class SplitClassifierHead(SplitLayer):
             case "sequence", token:
                 return functional.linear(_TokenOfColumn.apply(x, token, self.mesh), self.weight, self.bias)
             case _, token:
-                own = functional.linear(x if token is None else x[:, token], self.weight)
+                x = x if token is None else x[:, token]
+        dtype, total = x.dtype, self.mesh.sum_dtype(x.dtype)
+        own = functional.linear(x.to(total), self.weight.to(total))
         scores = _SumOverColumns.apply(own, self.mesh)
-        return scores if self.bias is None else scores + self.bias
+        return (scores if self.bias is None else scores + self.bias).to(dtype)
 
 
 class _SumOverColumns(Function):

@@ -22,7 +22,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ranvier.layout import part
+from ranvier.precision import wide
 from ranvier.tensor.autograd import Function
+from ranvier.tensor.layer_order import Pass
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.quantized_weight import dense
 from ranvier.tensor.split.own_part import SplitLayer
@@ -31,6 +33,11 @@ from ranvier.tensor.split.stationary import Gathered
 from ranvier.tensor.splittable import Layer
 from ranvier.tensor.under_way import Arriving, WeightUse
 from ranvier.tensor.weight_gradients import WeightGradients
+
+_PASSES: dict[tuple[bool, bool], Pass] = {
+    (True, True): "backward", (True, False): "backward of the input", (False, True): "backward of the weight",
+    (False, False): "backward"}
+"""Whether the gradients of the input and of the weight are wanted -> the pass."""
 
 
 @dataclass(slots=True, eq=False)
@@ -103,16 +110,24 @@ class SplitLinear(SplitLayer):
         return () if self.bias is None else (self.bias,)
 
     @property
-    def weight_shape(self) -> torch.Size:
-        """Of what `own_weight` returns."""
+    def own_shape(self) -> torch.Size:
+        """[out, in] of this rank's weight."""
         shape: torch.Size = self.weight.shape
         return shape
 
+    @property
+    def weight_shape(self) -> torch.Size:
+        """Of what `own_weight` returns."""
+        features, width = self.own_shape
+        return torch.Size((width, features)) if self._product.transposes_weight else self.own_shape
+
     def own_weight(self, buffer: int = 0) -> Tensor:
-        """This rank's weight as the product takes it, without a graph. buffer: which of the `BUFFERS` of the workspace
-        it may lie in."""
+        """This rank's weight as it travels, [out, in] or transposed, without a graph. buffer: which of the `BUFFERS` of
+        the workspace it may lie in."""
         own: Tensor = dense(self.weight.detach())
-        return own
+        if not self._product.transposes_weight:
+            return own
+        return self.mesh.workspace.take_one(buffer, "own weight", self.weight_shape, own).copy_(own.t())
 
     def own_bias(self) -> Tensor | None:
         """Of the same features, without a graph."""
@@ -120,7 +135,7 @@ class SplitLinear(SplitLayer):
 
     def shares(self, gradient: Tensor) -> list[Tensor]:
         """Of the gradient of what `own_weight` returns, that of each parameter."""
-        return [gradient]
+        return [gradient.t() if self._product.transposes_weight else gradient]
 
     @property
     def _gathers_weight(self) -> bool:
@@ -207,7 +222,7 @@ class SplitLinear(SplitLayer):
             operands.gathered = self._product.gather_x(x.detach())
             for one in (*(operands.gathered or ()), *([] if operands.weight is None else [operands.weight])):
                 self._coming[_storage(one.tensor)] = one
-        return self._product.out_shape(x, self.weight_shape[0])
+        return self._product.out_shape(x, self.own_shape[0])
 
     def backward(self, dy: Tensor, like: Tensor, x: Tensor | None, slabs: Tensor | None, panels: Sequence[Tensor], *,
                  wants_input: bool, wants_weight: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -217,6 +232,7 @@ class SplitLinear(SplitLayer):
         like: of x's shape, without values. x: None where only `panels`, its gathered form, were saved, or where the
         weight's gradient is not wanted. slabs: the column's weight, where it was saved.
         """
+        self.begins(_PASSES[wants_input, wants_weight])
         product, gradients = self._product, self.weight_gradients
         if gradients is not None and (not gradients.in_pass or any(one._backward_hooks for one in self.weights)):
             gradients = None  # a hook sees gradients that go through autograd only
@@ -245,7 +261,7 @@ class SplitLinear(SplitLayer):
             one.wait()
         self._coming.clear()
         if dw is None or gradients is None:
-            return dx, None if dw is None else dw.wait().clone()
+            return dx, None if dw is None else dw.wait().to(self.weights[0].dtype, copy=True)
         self._take(dw, summed)
         return dx, None
 
@@ -268,11 +284,12 @@ class SplitLinear(SplitLayer):
         return dx
 
     def _into(self, dtype: torch.dtype) -> Tensor | None:
-        """The gradient to which dW is added in one product: on one row dW needs no sum over ranks."""
+        """The gradient to which dW of operands of `dtype` is added in one product: on one row dW needs no sum over
+        ranks."""
         if self.mesh.num_rows > 1 or not self._has_one_weight:
             return None
         gradient = self.weight.grad
-        return gradient if gradient is not None and gradient.dtype is dtype else None
+        return gradient if gradient is not None and gradient.dtype is wide(dtype) else None
 
     def _take(self, dw: Arriving, summed: bool) -> None:
         """Add dW to the parameters' gradients: while later products run, where it is on its way and the order of
@@ -291,6 +308,7 @@ class SplitLinear(SplitLayer):
 
     def _deferred(self, is_gathered: bool, x: Tensor, dy: Tensor, *panels: Tensor) -> None:
         """Compute a weight gradient that was deferred, and add it to the parameters', or start the sum that will be."""
+        self.begins("deferred weight gradient")
         gathered = [Arriving(one) for one in panels] if is_gathered else None
         self._waiting -= 1
         summed = not self._adds_up or (self._closed and self._unreduced is None and not self._waiting)

@@ -82,8 +82,8 @@ class SplitLinearGroup(SplitLinear):
         return tuple(one for one in found if one is not None)
 
     @property
-    def weight_shape(self) -> torch.Size:
-        """Of what `own_weight` returns."""
+    def own_shape(self) -> torch.Size:
+        """[out, in] of the rows that this rank multiplies with."""
         features = sum(own.rows.stop - own.rows.start for own in self._owned.values())
         return torch.Size((features, self.weights[0].shape[1]))
 
@@ -94,6 +94,8 @@ class SplitLinearGroup(SplitLinear):
         name, workspace = "weights of one input", self.mesh.workspace
         weight = (workspace.take(name, self.weight_shape, rows[0]) if self.mesh.num_rows == 1
                   else workspace.take_one(buffer, name, self.weight_shape, rows[0]))
+        if self._product.transposes_weight:
+            return torch.cat([one.t() for one in rows], dim=1, out=weight)
         return torch.cat(rows, out=weight)
 
     def own_bias(self) -> Tensor | None:
@@ -104,7 +106,7 @@ class SplitLinearGroup(SplitLinear):
 
     def shares(self, gradient: Tensor) -> list[Tensor]:
         """Of rows that other columns multiply with, zeros."""
-        found = []
+        found, gradient = [], super().shares(gradient)[0]
         sizes = [own.rows.stop - own.rows.start for own in self._owned.values()]
         for one, weight, own in zip(gradient.split(sizes), self.weights, self._owned.values(), strict=True):
             if len(one) == len(weight):

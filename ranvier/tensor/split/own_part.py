@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ranvier.layout import Split
+from ranvier.tensor.layer_order import Pass
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.splittable import Layer
 
@@ -42,6 +43,12 @@ class SplitLayer(nn.Module):
         self.mesh = mesh
         for name, parameter in _own_parts(layer, mesh).items():
             self.register_parameter(name, parameter)
+
+    def begins(self, what: Pass) -> None:
+        """This layer communicates over the rows, which all must do in the same order. Its forward is recorded by a hook
+        (`ranvier.tensor.boundaries`)."""
+        if self.mesh.num_rows > 1:
+            self.mesh.order.record(self.__dict__.get("_split_name", type(self).__name__), what)
 
 
 def with_own_parts(layer: _L, mesh: TensorMesh) -> _L:

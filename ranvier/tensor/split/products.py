@@ -4,7 +4,7 @@
     dx, dW              gradients, together or one at a time
 
 x is in the layout of the residual stream or [.., in_j], y in the other one; see `stationary` and `summa`. The weight is
-[rows, out, in] of a column, on its way or here already; for SUMMA it is this rank's block, [1, out, in].
+[rows, out, in] of a column, or transposed, on its way or here already; for SUMMA it is this rank's block, [1, out, in].
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ class Product(ABC):
 
     gathers_weight = True
     """Whether the weight of a column is gathered, as a whole."""
+    transposes_weight = False
+    """Whether it travels transposed, [rows, in_i, out_j], so that the rows' parts are one matrix; so does its
+    gradient."""
 
     def __init__(self, mesh: TensorMesh) -> None:
         self._mesh = mesh
@@ -55,10 +58,10 @@ class Product(ABC):
     def weight_gradient(self, dy: Tensor, x: Tensor, shape: torch.Size, *, gathered_x: Gathered | None = None,
                         gathered_dy: Gathered | None = None, into: Tensor | None = None,
                         summed: bool = True) -> Arriving | None:
-        """dW [shape], which may lie in the workspace. With `gathered_x` only the shape of x is used, with `gathered_dy`
-        dy is of the shape alone.
+        """dW [shape], in fp32 where operands are in half precision; it may lie in the workspace. With `gathered_x` only
+        the shape of x is used, with `gathered_dy` dy is of the shape alone.
 
-        into: a gradient of the weight's dtype, to which dW is added where no sum over ranks is needed (None is returned
+        into: a gradient in the format of dW, to which that is added where no sum over ranks is needed (None is returned
         then). summed: False for this row's part of the sum over rows, [rows, *shape]; stationary products only.
         """
 
@@ -72,6 +75,10 @@ class Product(ABC):
 class OutputStationary(Product):
     """x is gathered along the row and W along the column; y stays. See `stationary`."""
 
+    def __init__(self, mesh: TensorMesh) -> None:
+        super().__init__(mesh)
+        self.transposes_weight = mesh.num_rows > 1
+
     def out_shape(self, x: Tensor, features: int) -> tuple[int, ...]:
         return (*self._mesh.activations.whole_dims(x), features)
 
@@ -79,8 +86,9 @@ class OutputStationary(Product):
         return stationary.gather_whole(self._mesh, x)
 
     def forward(self, x: Tensor, weight: Arriving, bias: Tensor | None, gathered: Gathered | None) -> Tensor:
-        shape = self.out_shape(x, weight.tensor.shape[1])
-        return stationary.output_forward(self._mesh, x, weight, bias, prod(shape[:-1]), gathered).view(shape)
+        shape = self.out_shape(x, weight.tensor.shape[2 if self.transposes_weight else 1])
+        y = x.new_empty(prod(shape[:-1]), shape[-1])
+        return stationary.output_forward(self._mesh, x, weight, bias, y, gathered).view(shape)
 
     def input_gradient(self, dy: Tensor, like: Tensor, weight: Arriving, gathered: Gathered | None = None) -> Tensor:
         return stationary.output_input_gradient(self._mesh, _flat(dy), weight, like).wait()
@@ -115,8 +123,7 @@ class InputStationary(Product):
 
     def forward(self, x: Tensor, weight: Arriving, bias: Tensor | None, gathered: Gathered | None) -> Tensor:
         out = x.new_empty(self.out_shape(x, weight.tensor.shape[1]))
-        y = stationary.input_forward(self._mesh, _flat(x), weight, out)
-        return y if bias is None else y.add_(bias)
+        return stationary.input_forward(self._mesh, _flat(x), weight, bias, out)
 
     def input_gradient(self, dy: Tensor, like: Tensor, weight: Arriving, gathered: Gathered | None = None) -> Tensor:
         dx, _ = stationary.input_gradients(self._mesh, dy.contiguous(), _flat(like), weight, None, gathered=gathered)

@@ -8,13 +8,16 @@
 block (i, j) of every tensor: its rows are divided in r, its columns in c. The gradients of each product are the other
 two. The dim k, divided in r in one tensor and in c in the other, is passed in panels that lie in one block of each; the
 next panel travels while one is multiplied. On a square mesh a panel is a whole block, which its root sends without a
-copy.
+copy. Half-precision products are added in fp32, over panels and over ranks, and rounded once; A^T B, the gradient of a
+weight, stays in fp32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -22,8 +25,24 @@ from torch import Tensor
 
 from ranvier.comm.protocol import Group, Work
 from ranvier.layout import part
+from ranvier.precision import wide
 from ranvier.tensor.mesh import TensorMesh
-from ranvier.tensor.split.stationary import pieces
+from ranvier.tensor.split.local_products import multiply
+
+
+@lru_cache(maxsize=256)  # each product asks, and sizes are few
+def pieces(width: int, first: int, second: int) -> tuple[tuple[int, slice, int, slice], ...]:
+    """Ranges of `width`, divided into `first` and into `second` slabs, that lie in one slab of each.
+
+    Each is (slab of the first, its range there, slab of the second, its range there).
+    """
+    def place(start: int, stop: int, count: int) -> tuple[int, slice]:
+        slab = next(index for index in range(count) if start < part(width, count, index)[1])
+        begin = part(width, count, slab)[0]
+        return slab, slice(start - begin, stop - begin)
+
+    edges = sorted({part(width, count, index)[0] for count in (first, second) for index in range(count)} | {width})
+    return tuple((*place(start, stop, first), *place(start, stop, second)) for start, stop in pairwise(edges))
 
 
 @dataclass(frozen=True)
@@ -124,15 +143,15 @@ def ab(mesh: TensorMesh, a: Tensor, b: Tensor, width: int, *, flip: bool, bias: 
     """C [T, n_j] of A [T, k_col] and B [k_row, n_j]. width: of the whole k. flip: B is a transposed view."""
     c = a.new_empty(len(a), b.shape[1])
     panels = _panels(mesh, width)
+    total = c
+    if len(panels) > 1 and wide(a.dtype) is not a.dtype:
+        total = mesh.workspace.take("c", c.shape, a.new_empty((), dtype=wide(a.dtype)))
     for panel, (left, right) in _ahead(panels, lambda p: _along_row(mesh, a, p),
                                         lambda p: _down_column(mesh, b, p, flip)):
-        if panel.number == 0 and bias is not None:
-            torch.addmm(bias, left, right.t(), out=c)
-        elif panel.number == 0:
-            torch.mm(left, right.t(), out=c)
-        else:
-            c.addmm_(left, right.t())
-    return c
+        multiply(total, left, right.t(), adds=panel.number > 0, bias=bias if total is c else None)
+    if total is c:
+        return c
+    return c.copy_(total) if bias is None else torch.add(total, bias, out=c)
 
 
 def abt(mesh: TensorMesh, a: Tensor, b: Tensor, width: int, *, flip: bool, out: Tensor | None = None) -> Tensor:
@@ -140,11 +159,13 @@ def abt(mesh: TensorMesh, a: Tensor, b: Tensor, width: int, *, flip: bool, out: 
     for C."""
     start, stop = part(width, mesh.num_cols, mesh.col)
     c = a.new_empty(len(a), stop - start) if out is None else out
+    like = a.new_empty((), dtype=mesh.sum_dtype(a.dtype) if mesh.num_cols > 1 else a.dtype)
 
     def fill() -> Iterator[tuple[_Panel, Tensor]]:
         for panel, (right,) in _ahead(_panels(mesh, width), lambda p: _down_column(mesh, b, p, flip)):
-            partial = mesh.workspace.take(f"c {panel.number % 2}", (len(a), panel.width), a)
-            yield panel, torch.mm(a, right, out=partial)
+            partial = mesh.workspace.take(f"c {panel.number % 2}", (len(a), panel.width), like)
+            multiply(partial, a, right)
+            yield panel, partial
 
     def keep(panel: _Panel, total: Tensor) -> None:
         c[:, panel.in_col].copy_(total)
@@ -154,16 +175,18 @@ def abt(mesh: TensorMesh, a: Tensor, b: Tensor, width: int, *, flip: bool, out: 
 
 
 def atb(mesh: TensorMesh, a: Tensor, b: Tensor, width: int, *, flip: bool) -> Tensor:
-    """C [k_row, n_j] of A [T, k_col] and B [T, n_j]. width: of the whole k. flip: C as a transposed view."""
+    """C [k_row, n_j] of A [T, k_col] and B [T, n_j], in fp32 where those are in half precision. width: of the whole k.
+    flip: C as a transposed view."""
     start, stop = part(width, mesh.num_rows, mesh.row)
     shape = (b.shape[1], stop - start) if flip else (stop - start, b.shape[1])
-    c = a.new_empty(shape)
+    c = a.new_empty(shape, dtype=wide(a.dtype))
 
     def fill() -> Iterator[tuple[_Panel, Tensor]]:
         for panel, (left,) in _ahead(_panels(mesh, width), lambda p: _along_row(mesh, a, p)):
             size = (b.shape[1], panel.width) if flip else (panel.width, b.shape[1])
-            partial = mesh.workspace.take(f"c {panel.number % 2}", size, a)
-            yield panel, torch.mm(b.t(), left, out=partial) if flip else torch.mm(left.t(), b, out=partial)
+            partial = mesh.workspace.take(f"c {panel.number % 2}", size, c)
+            multiply(partial, *((b.t(), left) if flip else (left.t(), b)))
+            yield panel, partial
 
     def keep(panel: _Panel, total: Tensor) -> None:
         (c[:, panel.in_row] if flip else c[panel.in_row]).copy_(total)
