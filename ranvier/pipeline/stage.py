@@ -210,7 +210,7 @@ class Stage:
                 state = part(state)
             block, name, _ = self.blocks[run[-1]]
             if run[-1] != len(self.blocks) - 1:
-                self._watch_boundary(named(state, f"block {name}"), block + 1)
+                self._watch_boundary(plain(named(state, f"block {name}")), block + 1)
         return state
 
     def _cached(self, num_blocks: int, state: State, step: int, samples: Tensor, number: int) -> State:

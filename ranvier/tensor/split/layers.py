@@ -11,6 +11,7 @@ from ranvier.block import Loss
 from ranvier.errors import DivisibilityError, ModelError
 from ranvier.tensor.adapters import split_adapters
 from ranvier.tensor.boundaries import checked_loss, guard_block, guard_layer, named_module, own_hooks
+from ranvier.tensor.closed_parameters import close_parameters
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.loss import NextTokenLoss, SplitNextTokenLoss
 from ranvier.tensor.splittable import Splittable, as_splittable, check_plain, constraints_of, unsplit_parameter
@@ -54,6 +55,7 @@ def _split_modules(module: nn.Module, mesh: TensorMesh, where: str, done: dict[n
         if any(parameter.is_meta for parameter in part_of_it.parameters()):  # parameters that are not sharded
             part_of_it.to_empty(device=torch.get_default_device())
         done[module] = named_module(own_hooks(copy.copy(part_of_it)), where)
+        close_parameters(done[module], mesh)
         guard_layer(done[module], mesh, where, getattr(module, "takes", "same"), getattr(module, "gives", "same"),
                     alone=alone, vocab=getattr(module, "out_features", 0))
         return done[module]
