@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from ranvier.block import Model
 from ranvier.config.run import Memory, TensorParallel, Transformer
+from ranvier.errors import ModelError
 from ranvier.mesh import Mesh
 from ranvier.models import bert
 from ranvier.pipeline.block_costs import block_costs
@@ -27,10 +28,11 @@ from ranvier.pipeline.build import Parts
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.tensor import layers
 from ranvier.tensor.columns import mapped
+from ranvier.tensor.split.layers import split_layers
 from ranvier.testing import SplitError, check_split
 from ranvier.testing.reference import Reference
 from ranvier.testing.split import SCHEMES
-from tests.tensor.split_parity import SEED, assert_close, gradients_on
+from tests.tensor.split_parity import SEED, assert_close, gradients_on, on_tensor_mesh
 
 HIDDEN, HEADS, LENGTH = 12, 6, 6
 IDS = torch.randint(0, 20, (2, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -376,6 +378,33 @@ def test_a_scripted_function_is_refused():
 @torch.jit.script
 def scripted(x: torch.Tensor) -> torch.Tensor:
     return x * 2
+
+
+class Chosen(nn.Module):
+    """A block that chooses one of its methods when it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.back, self.chosen = output(24), inputs(24), self.squared
+
+    def squared(self, x):
+        return x + self.back(self.into(x).square())
+
+    def forward(self, x):
+        return self.chosen(x)
+
+
+def test_a_method_that_is_an_attribute():
+    """It is that of this rank's part, on rows alone too, where it would silently train the whole model's layers."""
+    check_split([Words(), Chosen()], IDS, meshes=[(2, 1), (1, 2)])
+    other = Chosen()
+    other.chosen = Chosen().squared
+    compiled = Chosen()
+    compiled.compile(backend="eager")
+    optimized = torch.compile(Chosen(), backend="eager")
+    for block, name in ((other, "chosen"), (compiled, "compile()"), (optimized, "forward")):
+        with pytest.raises(ModelError, match=re.escape(f"block.{name}: has a function that would run the layers")):
+            on_tensor_mesh(2, 1, TensorParallel(), partial(split_layers, block, where="block"))
 
 
 def test_compiled_helpers_of_a_block():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 
 import torch
 from torch import nn
@@ -68,10 +69,24 @@ def _split_modules(module: nn.Module, mesh: TensorMesh, where: str, done: dict[n
     for name, _ in module.named_parameters(recurse=False):
         raise unsplit_parameter(f"{where}.{name}", module)
     copied = done[module] = named_module(own_hooks(copy.copy(module)), where)
+    _rebind_methods(module, copied, where)
     copied._buffers = dict(module._buffers)
     copied._modules = {name: child and _split_modules(child, mesh, f"{where}.{name}", done, alone=False)
                        for name, child in module._modules.items()}
     return copied
+
+
+def _rebind_methods(module: nn.Module, copied: nn.Module, where: str) -> None:
+    """Methods that are attributes of a module are those of its copy; ModelError for what runs the original's layers."""
+    for name, value in module.__dict__.items():
+        owner = getattr(value, "__self__", None) if isinstance(value, types.MethodType) else None
+        if owner is module:
+            copied.__dict__[name] = types.MethodType(value.__func__, copied)
+        elif isinstance(owner, nn.Module) or (value is not None and name in ("forward", "_compiled_call_impl")):
+            raise ModelError("has a function that would run the layers of the whole model, as torch.compile makes them",
+                             where=f"{where}.{name.replace('_compiled_call_impl', 'compile()')}",
+                             value=type(module).__name__,
+                             remedy="Define a method, or set --model.compile, which compiles the layers' own chains.")
 
 
 def _check_sharing(module: nn.Module, where: str) -> None:
