@@ -407,6 +407,26 @@ def test_a_method_that_is_an_attribute():
             on_tensor_mesh(2, 1, TensorParallel(), partial(split_layers, block, where="block"))
 
 
+def test_floats_are_the_residual_stream_too():
+    """A block that is right where its input is replicated, and is refused or wrong in the middle of a model."""
+    x = torch.randn(2, LENGTH, HIDDEN, generator=torch.Generator().manual_seed(3))
+    by_hand = Own(lambda block, x: block.norm(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True))),
+                  norm=layers.LayerNorm(HIDDEN))
+    wrong = Own(lambda block, x: block.norm(layers.local_map(partial(torch.softmax, dim=-1), x)),
+                norm=layers.LayerNorm(HIDDEN))
+    loss = partial(functional.mse_loss, reduction="sum")
+    for block, status in ((by_hand, "refused"), (wrong, "differs")):
+        with pytest.raises(SplitError, match="1 x 2 with stationary, inputs as the residual stream") as caught:
+            check_split(block, x)
+        found = [one for one in caught.value.outcomes if one.inputs == "stream"]
+        assert {one.status for one in found} == {status} and {one.scheme for one in found} == {"stationary", "summa"}
+        check_split(block, x, inputs="replicated")
+        check_split([block], (x, x), loss=lambda y, t: (loss(y, t), len(t)), meshes=[(1, 2)], schemes=["megatron"])
+    with pytest.raises(SplitError, match="inputs as the residual stream: refused"):
+        check_split(layers.ReplicatedLinear(HIDDEN, HIDDEN), x)
+    check_split(layers.LayerNorm(HIDDEN), x, inputs="stream")
+
+
 def test_compiled_helpers_of_a_block():
     """Within columns torch.compile compiles; between layers it leaves the code to Python, or refuses it by name."""
     counted = []
