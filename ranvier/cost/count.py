@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any, cast
 
@@ -51,7 +51,7 @@ from ranvier.schedule.limits import Limits, rule_limits
 from ranvier.schedule.policies import policy_named
 from ranvier.system.pinned_memory import pinned_bytes
 from ranvier.tensor import float8
-from ranvier.tensor.columns import plain
+from ranvier.tensor.columns import on_local, plain
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.quantized_weight import quantized_bytes
 from ranvier.tensor.split.linear import SplitLinear, SplitVocabularyLinear
@@ -343,7 +343,7 @@ def _tensor_mesh(run: ResolvedRun, model: Model, stages: StageTable, layout: Lay
             trains = tuple(p.trainable for p in layout.parameters_of(pipe) if p.block == blocks.start + place)
             shares = any(times[layout.key(p)] > 1 for p in here if p.block == blocks.start + place)
             alike = (model.alike.get(name, name), place in recomputed, last, trains, shares, tuple(
-                (leaf.shape, leaf.requires_grad) for leaf in tree_leaves(state)))
+                (leaf.shape, leaf.requires_grad) for leaf in tree_leaves(plain(state))))
             if alike not in known:
                 known[alike] = _block_needs(run, part, mesh, name, state, targets if last else None,
                                             recomputed=place in recomputed, shares=shares)
@@ -409,7 +409,7 @@ def _block_needs(run: ResolvedRun, part: Model, mesh: TensorMesh, name: str, sta
     return _BlockNeeds(workspace=dict(mesh.workspace.sizes()), uses=uses, gathered_bytes=gathered,
                        unreduced_bytes=unreduced,
                        arriving_bytes=sum(group.peak_buffer_bytes for group in (rows, cols)), kept_bytes=kept_bytes,
-                       state=tree_map(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), state))
+                       state=tree_map(partial(on_local, lambda x: x.detach().requires_grad_(x.requires_grad)), state))
 
 
 def _stage_costs(layout: Layout, costs: Sequence[BlockCost]) -> list[Sequence[BlockCost]]:

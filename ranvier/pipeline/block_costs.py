@@ -26,6 +26,7 @@ from ranvier.cost.blocks import BlockCost
 from ranvier.errors import ModelError
 from ranvier.pipeline.formats import BlockFormats
 from ranvier.tensor import float8
+from ranvier.tensor.columns import on_local, plain
 from ranvier.tensor.split.linear import SplitLinear
 
 _MOVES_NOTHING = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "scalar_tensor",
@@ -71,7 +72,7 @@ def _tensors(tree: object) -> list[Tensor]:
 
 
 def _tensor_bytes(tensor: Tensor) -> int:
-    return int(tensor.numel()) * tensor.element_size()  # a plain number, of this column's part
+    return plain(tensor).numel() * tensor.element_size()  # of this column's part
 
 
 _FUSED_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -276,7 +277,7 @@ def _weights_of(module: nn.Module, counter: FlopCounterMode) -> tuple[float, boo
 
 def _shapes(state: State) -> tuple[object, ...]:
     leaves, spec = tree_flatten(state)
-    return str(spec), tuple((leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor))
+    return str(spec), tuple((plain(leaf).shape, leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def _state_bytes(state: State) -> int:
@@ -285,9 +286,10 @@ def _state_bytes(state: State) -> int:
 
 def _as_leaves(state: State, trains: bool) -> State:
     """The carried state as it enters a stage: leaves that want gradients, where something before them trains."""
-    leaves: State = tree_map(lambda leaf: leaf.detach().requires_grad_(
-        trains and (leaf.is_floating_point() or leaf.is_complex()))
-                             if isinstance(leaf, Tensor) else leaf, state)
+    def as_leaf(x: Tensor) -> Tensor:
+        return x.detach().requires_grad_(trains and (x.is_floating_point() or x.is_complex()))
+
+    leaves: State = tree_map(lambda leaf: on_local(as_leaf, leaf) if isinstance(leaf, Tensor) else leaf, state)
     return leaves
 
 

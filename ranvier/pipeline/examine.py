@@ -116,7 +116,7 @@ class _Watch:
             self._watch_gradient(output, number + 1, None)
 
     def _watch_gradient(self, state: object, place: int, block: str | None) -> None:
-        for tensor in tree_leaves(state):
+        for tensor in tree_leaves(plain(state)):
             if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
                 tensor.register_hook(
                     lambda gradient: self.note("gradient", [gradient], place, block))

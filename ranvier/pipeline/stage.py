@@ -232,9 +232,9 @@ class Stage:
                 state = part(state)
             block, name, _ = self.blocks[run[-1]]
             if run[-1] != len(self.blocks) - 1:
-                tensors = named(state, f"block {name}")
+                tensors = plain(named(state, f"block {name}"))
                 self._watch_boundary(tensors, block + 1)
-                self._shared.watch(tensors := plain(tensors), sharing(tensors))
+                self._shared.watch(tensors, sharing(tensors))
         return state
 
     def _cached(self, num_blocks: int, state: State, step: int, samples: Tensor, number: int) -> State:

@@ -9,7 +9,8 @@
 
 B batch, S sequence, H hidden width, F inner width; c columns.
 
-Hooks on layers and blocks strip layouts on entry, check them, and mark what is returned. A layer that is given another
+Hooks on layers and blocks strip layouts on entry, check them, and mark what is returned. While a block runs, its code
+cannot read the weights of its layers (`ranvier.tensor.closed_parameters`). A layer that is given another
 layout than it takes refuses it by name; a replicated tensor is converted to any layout. Between stages, and in the
 activation cache, the name of a tensor carries its layout.
 """
@@ -25,15 +26,18 @@ from torch import Tensor, nn
 
 from ranvier.block import Loss
 from ranvier.errors import ModelError
+from ranvier.tensor.closed_parameters import user_code
 from ranvier.tensor.columns import (
     ColumnLayout,
     ColumnTensor,
+    has_own_graph,
     layout_of_tensor,
     mapped,
     mark,
     own_part_of,
     plain,
     refuse,
+    refuse_function,
 )
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.splittable import ActivationKind
@@ -143,7 +147,7 @@ class _LayerGuard(_OfMesh):
 
     def _take(self, x: object) -> object:
         if not isinstance(x, Tensor):
-            return getattr(x, "whole", x)  # a `LocalSize`
+            return x
         layout, x = layout_of_tensor(x), plain(x)
         like = layout, x.shape, x.dtype
         if layout is not None and like == self._fitted:
@@ -229,6 +233,11 @@ def guard_block(module: nn.Module, mesh: TensorMesh, where: str, *, in_chain: bo
     in_chain: the block is one of a model: plain inputs are replicated, others carry their layout, and so do outputs.
     Otherwise the caller passes his part of the residual stream as plain tensors, and gets plain ones.
     """
+    def runs(value: bool) -> Callable[..., None]:
+        return lambda *_: setattr(mesh, "runs_user_code", value)
+
+    module.register_forward_pre_hook(_Hook(mesh, runs(True)))
+    module.register_forward_hook(_Hook(mesh, runs(False)), always_call=True)
     if mesh.check_order and mesh.num_rows > 1:
         module.register_forward_hook(_Hook(mesh, lambda *_: _same_on_rows(mesh, f"the end of {where}")))
     if mesh.num_cols == 1:
@@ -238,7 +247,7 @@ def guard_block(module: nn.Module, mesh: TensorMesh, where: str, *, in_chain: bo
         if not isinstance(x, Tensor) or isinstance(x, ColumnTensor) or not x.is_floating_point():
             return x
         dim = None if in_chain or x.dim() < 2 else sharded_dim(mesh, "stream", x.dim())
-        return mark(x.view_as(x), ColumnLayout(mesh) if dim is None else ColumnLayout(
+        return mark(x, ColumnLayout(mesh) if dim is None else ColumnLayout(
             mesh, dim, x.shape[dim] * mesh.num_cols))
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -254,16 +263,24 @@ def guard_block(module: nn.Module, mesh: TensorMesh, where: str, *, in_chain: bo
 
 def _checked_output(x: Tensor, where: str) -> Tensor:
     """A block's output. A ModelError for a plain one that requires a gradient: its layout is unknown."""
-    if not isinstance(x, ColumnTensor) and x.requires_grad:
+    if isinstance(x, ColumnTensor):
+        if has_own_graph(x):
+            refuse_function(x, where)
+    elif x.requires_grad:
         refuse("returns a tensor without a layout over the columns", f"{list(x.shape)}",
                "Compute it with torch's functions and ranvier.tensor.layers.", where)
     return x
 
 
 def checked_loss(loss: Loss, mesh: TensorMesh, vocab: int | None) -> Loss:
-    """`loss`, which checks and strips the layout of its input: sharded only where it is logits of a sharded `vocab`."""
+    """`loss`, which reads no weights of layers, and checks and strips the layout of its input: sharded only where it
+    is logits of a sharded `vocab`."""
+    def closed(output: Any, targets: object) -> tuple[Tensor, Tensor | float | int]:
+        with user_code(mesh):
+            return loss(output, targets)
+
     if mesh.num_cols == 1:
-        return loss
+        return closed
 
     def on_plain(output: Tensor | dict[str, Tensor], targets: object) -> tuple[Tensor, Tensor | float | int]:
         def take(x: Tensor) -> Tensor:
@@ -280,7 +297,7 @@ def checked_loss(loss: Loss, mesh: TensorMesh, vocab: int | None) -> Loss:
                 refuse("differs from column to column", layout.text(tuple(x.shape)), _REMEDIES["whole"], "loss")
             return plain(x)
 
-        found = loss(mapped(lambda x: take(x) if isinstance(x, Tensor) else x, output), targets)
+        found = closed(mapped(lambda x: take(x) if isinstance(x, Tensor) else x, output), targets)
         checked: tuple[Tensor, Tensor | float | int] = mapped(
             lambda x: check(x) if isinstance(x, Tensor) else x, found)
         return checked
@@ -308,6 +325,6 @@ def with_layouts(state: dict[str, Tensor], mesh: TensorMesh | None) -> dict[str,
         if separator:
             assert mesh is not None  # only a mesh of several columns gives such names
             dim, _, size = text.partition(" of ")
-            x = mark(x.view_as(x), ColumnLayout(mesh, int(dim), int(size)))
+            x = mark(x, ColumnLayout(mesh, int(dim), int(size)))
         found[name] = x
     return found

@@ -77,6 +77,8 @@ class TensorMesh:
         """The layout of the residual stream."""
         self.whole_outputs = False
         """Whether a `VocabularyLinear` returns the logits of the whole vocabulary on every rank: for predictions."""
+        self.runs_user_code = False
+        """Whether code of a block or a loss runs, which must not read parts of weights."""
 
     @contextmanager
     def one_pass(self, uses: list[WeightUse]) -> Iterator[None]:

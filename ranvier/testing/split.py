@@ -5,6 +5,8 @@
     ranvier check --split my_model:sample                  # sample() returns (model, sample) or (model, sample, loss)
 
 Ranks are threads of this process. Each mesh and scheme runs the whole chain of blocks forward and backward once.
+Without a loss, floats [B, S, H] are given twice: as a model's inputs, the same on every column, and as its residual
+stream.
 """
 
 from __future__ import annotations
@@ -15,14 +17,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import sqrt
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ranvier import keyed_random
-from ranvier.block import Loss, Model, State, as_model, beside_modules, initialise, named
+from ranvier.block import Loss, Model, State, as_model, beside_modules, carried, initialise, named
 from ranvier.config.named_object import import_named
 from ranvier.config.run import TensorParallel
 from ranvier.errors import ConfigError, DivisibilityError, ModelError, RanvierError
@@ -30,7 +32,8 @@ from ranvier.layout import part
 from ranvier.mesh import Mesh
 from ranvier.pipeline.build import split_model
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.tensor.columns import layout_of_tensor, mark, plain
+from ranvier.tensor.activations import layout_of
+from ranvier.tensor.columns import ColumnLayout, layout_of_tensor, mark, plain
 from ranvier.tensor.layers import block_splits
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.testing.ranks import RanksFailed, run_ranks
@@ -42,6 +45,8 @@ SCHEMES: dict[Scheme, TensorParallel] = {
     "megatron": TensorParallel(scheme="megatron"),
     "stationary-sequence": TensorParallel(sequence_sharding=True),
     "megatron-sequence": TensorParallel(scheme="megatron", sequence_sharding=True)}
+Feed = Literal["replicated", "stream"]
+"""What floats [B, S, H] are: the same on every column, or split as the scheme splits the residual stream."""
 MESHES = ((1, 2), (2, 1), (2, 2), (2, 3))
 """Rows and columns."""
 Sample = Microbatch | tuple[Any, ...] | Tensor | dict[str, Tensor]
@@ -68,10 +73,12 @@ class SplitOutcome:
     """The tensor that has this error."""
     reason: str = ""
     """Why the model did not run."""
+    inputs: Feed = "replicated"
+    """How it was given floats [B, S, H]."""
 
     def __str__(self) -> str:
         about = self.reason.partition(" (got ")[0] if self.error is None else f"{self.error:.1e} ({self.tensor})"
-        return f"{self.row} x {self.col}  {self.scheme:<19}  {self.status}: {about}"
+        return f"{self.row} x {self.col}  {self.scheme:<19}  {self.status}{_fed(self)}: {about}"
 
 
 class SplitError(ModelError):
@@ -83,7 +90,7 @@ class SplitError(ModelError):
 def check_split(model: Model | nn.Module | Sequence[nn.Module], sample: Sample,
                 *, loss: Loss | None = None, meshes: Sequence[tuple[int, int]] = MESHES,
                 schemes: Sequence[Scheme] = tuple(SCHEMES), tolerance: float = 1e-9,
-                timeout_seconds: float = 60.0) -> tuple[SplitOutcome, ...]:
+                timeout_seconds: float = 60.0, inputs: Feed | Literal["auto"] = "auto") -> tuple[SplitOutcome, ...]:
     """Compare `model` on each mesh (rows, columns) and scheme that the mesh allows with itself on one rank, in fp64.
 
     Args:
@@ -95,6 +102,9 @@ def check_split(model: Model | nn.Module | Sequence[nn.Module], sample: Sample,
         meshes: (rows, columns) pairs. schemes: names in `SCHEMES`.
         tolerance: largest relative error of outputs, loss, and gradients of inputs and of each parameter.
         timeout_seconds: longest wait for a message between the ranks, which are threads.
+        inputs: what floats [B, S, H] of the sample are. "stream": the residual stream, as a block in the middle of a
+            model gets it; "replicated": the same on every column, as its first block does. "auto" is "replicated" with
+            a loss, since the model begins with its data, and without one both, which must agree.
 
     Raises ModelError for a sample that does not fit, SplitError where the model differs or is refused, with the first
     such mesh, scheme and tensor, or line of code. Sizes that a mesh cannot divide are no error, unless no mesh can
@@ -116,10 +126,39 @@ def check_split(model: Model | nn.Module | Sequence[nn.Module], sample: Sample,
         if not bool(torch.isfinite(x).all()):
             raise ModelError("is not finite on one rank, so that nothing can be compared", where=name,
                              remedy="Give another sample, or parameters with which the model computes numbers.")
-    outcomes = tuple(_outcome(whole, batch, expected, mesh, scheme, has_loss, tolerance, timeout_seconds)
-                     for mesh in meshes for scheme in schemes if _differs(scheme, *mesh))
+    def worst(mesh: tuple[int, int], scheme: Scheme) -> SplitOutcome:
+        feeds: list[Feed] = ["replicated"] if inputs == "auto" else [inputs]
+        if inputs == "auto" and not has_loss and _has_stream(batch, mesh[1], scheme):
+            feeds.append("stream")
+        found = [_outcome(whole, batch, expected, mesh, scheme, has_loss, tolerance, timeout_seconds, feed)
+                 for feed in feeds]
+        return max(found, key=lambda one: (_ORDER.index(one.status), one.error or 0.0))
+
+    outcomes = tuple(worst(mesh, scheme) for mesh in meshes for scheme in schemes if _differs(scheme, *mesh))
     _raise_first(outcomes, tolerance)
     return outcomes
+
+
+_ORDER = ("agrees", "cannot be divided", "refused", "differs")
+"""Statuses from best to worst."""
+
+
+def _fed(outcome: SplitOutcome) -> str:
+    return " with inputs as the residual stream" if outcome.inputs == "stream" else ""
+
+
+def _stream_layout(x: object, cols: int, settings: TensorParallel) -> tuple[int, int] | None:
+    """(the dim of x that columns would split if x were the residual stream, its size); None where they do not."""
+    dim = {"hidden": -1, "sequence": -2}.get(layout_of(settings))
+    if cols == 1 or dim is None or not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() != 3 \
+            or x.shape[dim] % cols:
+        return None
+    return x.dim() + dim, x.shape[dim]
+
+
+def _has_stream(batch: Microbatch, cols: int, scheme: Scheme) -> bool:
+    """Whether an input could be the residual stream, and columns split that."""
+    return any(_stream_layout(x, cols, SCHEMES[scheme]) is not None for x in tree_leaves(batch.inputs))
 
 
 def _differs(scheme: Scheme, row: int, col: int) -> bool:
@@ -171,10 +210,12 @@ def _raise_first(outcomes: tuple[SplitOutcome, ...], tolerance: float) -> None:
         error = SplitError(
             f"{first.tensor} differs from one rank's by a relative error of {first.error:.1e}{also}"
             if status == "differs" else f"{status}: {first.reason}{also}",
-            where=f"the model on {first.row} x {first.col} with {first.scheme}",
-            remedy="Look for an operation over a dim that rows or columns share, for sizes that are written down, and "
-                   "for random numbers without a key." if status == "differs" else
-                   "Change what is named there, or leave out the meshes and schemes that are not wanted.")
+            where=f"the model on {first.row} x {first.col} with {first.scheme}{_fed(first).replace(' with', ',', 1)}",
+            remedy="Look for an operation over a dim that rows or columns share, in local_map too, and for random "
+                   "numbers without a key." if status == "differs" else
+                   "Change what is named there, or leave out the meshes and schemes that are not wanted"
+                   + (", or set inputs='replicated' if these are the model's own inputs." if first.inputs == "stream"
+                      else "."))
         error.outcomes = outcomes
         raise error
 
@@ -214,14 +255,20 @@ def _doubled(batch: Microbatch) -> Microbatch:
 
 # ---------------------------------------------------------------------- one run
 
-def _run(model: Model, batch: Microbatch, mesh: TensorMesh | None, has_loss: bool) -> dict[str, Tensor]:
+def _run(model: Model, batch: Microbatch, mesh: TensorMesh | None, has_loss: bool,
+         feed: Feed = "replicated") -> dict[str, Tensor]:
     """Every tensor to compare, by name: whole ones, or (with a mesh) this rank's parts with their layouts."""
-    inputs = tree_map(lambda x: x.clone().requires_grad_() if x.is_floating_point() else x, batch.inputs)
+    given = named(cast(State, batch.inputs), "the inputs")
+    layouts = {name: ColumnLayout(mesh, *split) for name, x in given.items()
+               if mesh is not None and feed == "stream"
+               and (split := _stream_layout(x, mesh.num_cols, mesh.settings)) is not None}
+    parts = {name: _shard(x, layouts[name]) if name in layouts else x for name, x in given.items()}
+    inputs = {name: x.clone().requires_grad_() if x.is_floating_point() else x for name, x in parts.items()}
     blocks = {name: build() for name, build in model.blocks.items()}
     for block in blocks.values():
         for parameter in block.parameters():
             parameter.grad = None
-    state = inputs
+    state = carried({name: mark(x, layouts[name]) if name in layouts else x for name, x in inputs.items()})
     for name, block in blocks.items():
         with keyed_random.scope(_SEED, 0, _samples(batch), name):
             state = block(state)
@@ -236,9 +283,10 @@ def _run(model: Model, batch: Microbatch, mesh: TensorMesh | None, has_loss: boo
     elif wanted:
         torch.autograd.backward([plain(x) for x in wanted.values()],
                                 [_own(_weighting(name, x, mesh), x, mesh) for name, x in wanted.items()])
-    for name, x in named(inputs, "the inputs").items():
+    for name, x in inputs.items():
         if x.is_floating_point():
-            found[f"gradient of input {name}".strip()] = torch.zeros_like(x) if x.grad is None else x.grad
+            gradient = torch.zeros_like(x) if x.grad is None else x.grad
+            found[f"gradient of input {name}".strip()] = mark(gradient, layouts[name]) if name in layouts else gradient
     for name, block in blocks.items():
         for own_name, parameter in block.named_parameters():
             if parameter.requires_grad:
@@ -283,24 +331,28 @@ def _own(whole: Tensor, mine: Tensor, mesh: TensorMesh | None) -> Tensor:
     if mine.dim():
         sizes = mesh.over_rows.gather_number(size)
         whole = whole.narrow(0, sum(sizes[:mesh.row]), size)
-    if layout is not None and layout.dim is not None:
-        start, stop = layout.own()
-        whole = whole.narrow(layout.dim, start, stop - start)
-    return whole
+    return whole if layout is None or layout.dim is None else _shard(whole, layout)
+
+
+def _shard(whole: Tensor, layout: ColumnLayout) -> Tensor:
+    """This column's shard."""
+    start, stop = layout.own()
+    return whole.narrow(layout.sharded_dim, start, stop - start)
 
 
 # ---------------------------------------------------------------------- one mesh and scheme
 
 
 def _outcome(whole: Model, batch: Microbatch, expected: dict[str, Tensor], shape: tuple[int, int], scheme: Scheme,
-             has_loss: bool, tolerance: float, timeout_seconds: float) -> SplitOutcome:
+             has_loss: bool, tolerance: float, timeout_seconds: float, feed: Feed) -> SplitOutcome:
     mesh, settings = Mesh(row=shape[0], col=shape[1]), SCHEMES[scheme]
-    outcome = partial(SplitOutcome, row=shape[0], col=shape[1], scheme=scheme)
+    outcome = partial(SplitOutcome, row=shape[0], col=shape[1], scheme=scheme, inputs=feed)
 
     def rank(world: World) -> dict[str, tuple[float, float]]:
         over_rows = world.backend.group("row", mesh.groups("row"))
         over_cols = world.backend.group("col", mesh.groups("col"))
-        return _compared(whole, batch, expected, TensorMesh(over_rows, over_cols, settings, check_order=True), has_loss)
+        return _compared(whole, batch, expected, TensorMesh(over_rows, over_cols, settings, check_order=True), has_loss,
+                         feed)
 
     try:
         ranks = run_ranks(rank, mesh.size, timeout_seconds=timeout_seconds)
@@ -322,8 +374,8 @@ def _outcome(whole: Model, batch: Microbatch, expected: dict[str, Tensor], shape
     return outcome(status="agrees" if errors[worst] <= tolerance else "differs", error=errors[worst], tensor=worst)
 
 
-def _compared(whole: Model, batch: Microbatch, expected: dict[str, Tensor], mesh: TensorMesh, has_loss: bool
-              ) -> dict[str, tuple[float, float]]:
+def _compared(whole: Model, batch: Microbatch, expected: dict[str, Tensor], mesh: TensorMesh, has_loss: bool,
+              feed: Feed) -> dict[str, tuple[float, float]]:
     """Name -> (norm of the difference, norm of what is expected), each of this rank's part."""
     samples = _samples(batch)
     count = len(samples)
@@ -333,7 +385,7 @@ def _compared(whole: Model, batch: Microbatch, expected: dict[str, Tensor], mesh
     mine = Microbatch(inputs, targets, samples[start:stop])
     splits = {f"gradient of {block}.{name}": split for block, build in whole.blocks.items()
               for name, split in block_splits(block, build(), mesh.settings, mesh.num_cols).items()}
-    found = _run(split_model(whole, mesh), mine, mesh, has_loss)
+    found = _run(split_model(whole, mesh), mine, mesh, has_loss, feed)
     errors = {}
     for name, wanted in expected.items():
         if name not in found:
@@ -355,6 +407,6 @@ def _compared(whole: Model, batch: Microbatch, expected: dict[str, Tensor], mesh
         x = plain(x).detach()
         if x.shape != wanted.shape:
             raise ModelError(f"has another shape than one rank's part, {list(wanted.shape)}", where=name,
-                             value=list(x.shape), remedy="Read sizes from tensors; do not write them down.")
+                             value=list(x.shape), remedy="Return from local_map this column's shard alone.")
         errors[name] = (float((x.double() - wanted.double()).norm()), float(wanted.double().norm()))
     return errors

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import io
+import math
 import random
 import re
+import threading
 from collections import Counter, OrderedDict, namedtuple
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,17 +20,19 @@ from torch.utils._pytree import tree_map
 
 from ranvier.block import Model
 from ranvier.config.run import Memory, TensorParallel, Transformer
+from ranvier.errors import ModelError
 from ranvier.mesh import Mesh
 from ranvier.models import bert
 from ranvier.pipeline.block_costs import block_costs
 from ranvier.pipeline.build import Parts
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.tensor import layers
-from ranvier.tensor.columns import LocalSize, mapped
+from ranvier.tensor.columns import mapped
+from ranvier.tensor.split.layers import split_layers
 from ranvier.testing import SplitError, check_split
 from ranvier.testing.reference import Reference
 from ranvier.testing.split import SCHEMES
-from tests.tensor.split_parity import SEED, assert_close, gradients_on
+from tests.tensor.split_parity import SEED, assert_close, gradients_on, on_tensor_mesh
 
 HIDDEN, HEADS, LENGTH = 12, 6, 6
 IDS = torch.randint(0, 20, (2, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -119,7 +125,32 @@ def within_heads(block, x):
     return changed + block.back(layers.local_map(attended, block.qkv(x), block.score(x)))
 
 
+def whole_sizes(block, x):
+    """Numbers, branches, constants and views from sizes, each of which is that of the whole tensor."""
+    inner = block.into(x)
+    scale = x.shape[-1] ** -0.5 * math.log(x.size(1)) * float(np.sqrt(x.shape[1:].numel())) / int(x.shape[-1])
+    if inner.shape[-1] >= 24:
+        inner = inner * (divmod(inner.size(-1), 5)[1] + inner.numel() / len(inner))
+    slopes = 0.5 ** torch.arange(HEADS, dtype=x.dtype)[:, None]
+    wide = inner.view(len(x), LENGTH, HEADS, -1) * slopes
+    wide = wide.reshape(*wide.shape[:-2], -1, wide.shape[-1]).transpose(1, 2) + wide.new_ones(4)
+    return x * scale + block.back(wide.transpose(1, 2).reshape(*x.shape[:2], inner.shape[-1]))
+
+
+def in_place(block, x):
+    """What layers return is changed in place."""
+    inner = block.into(x)
+    inner.mul_(2).add_(1).relu_()
+    y = block.norm(block.back(inner))
+    y += x
+    y[..., None].squeeze(-1).mul_(block.score(x).tanh_())
+    return y
+
+
 RIGHT = {
+    "sizes": lambda: Own(whole_sizes, into=output(24, units=HEADS), back=inputs(24, units=HEADS)),
+    "in place": lambda: Own(in_place, into=output(24), back=inputs(24), norm=layers.RMSNorm(HIDDEN),
+                            score=layers.ClassifierHead(HIDDEN, 1, token=None)),
     "within heads": lambda: Own(within_heads, qkv=output(3 * HIDDEN, units=HEADS), back=inputs(units=HEADS),
                                 score=layers.ClassifierHead(HIDDEN, 1, token=None)),
     "gate": lambda: Own(gate, score=layers.ClassifierHead(HIDDEN, 1, token=None)),
@@ -191,13 +222,42 @@ def test_attention_with_a_mask_is_counted_on_columns():
 
 # ---------------------------------------------------------------------- what is refused, by name
 
+FREE = nn.Parameter(torch.ones(HIDDEN, dtype=torch.float64))
+
+
+class Unit(torch.autograd.Function):
+    """The identity, whose gradient is divided by its norm over features."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy / (1 + dy.norm(dim=-1, keepdim=True))
+
+
+def hooked(block, x):
+    if x.requires_grad:
+        x.register_hook(lambda dx: dx / dx.norm())
+    return x
+
+
+def without_gradients(function):
+    def compute(block, x):
+        with torch.no_grad():
+            scale = function(x)
+        return x * scale
+    return compute
+
+
 REFUSED = {
     "a norm of the stream": (lambda block, x: functional.rms_norm(x, (HIDDEN,)), "stationary",
                              "torch.nn.functional.rms_norm over a dim that is sharded over columns", "layers.RMSNorm"),
     "a mean of features": (lambda block, x: x * x.pow(2).mean(-1, keepdim=True), "stationary",
                            "mean along dim 2, which is sharded over columns,", "RMSNorm or LayerNorm"),
     "a softmax over heads": (lambda block, x: block.back(block.into(x).softmax(-1)), "megatron",
-                             "softmax along dim 2, which is sharded over columns,", "Use the layers"),
+                             "softmax along dim 2, which is sharded over columns,", "layers.local_map"),
     "a norm across heads": (lambda block, x: block.back(functional.layer_norm(block.into(x), (HIDDEN,))), "stationary",
                             "torch.nn.functional.layer_norm over a dim that is sharded over columns", "over='inner'"),
     "two output-stationary products": (lambda block, x: block.back(block.into(block.into(x))), "megatron",
@@ -207,29 +267,55 @@ REFUSED = {
                                           "block 1.back: takes activations between two Linears", "leads from the"),
     "a residual around the inside": (lambda block, x: x + block.into(x), "megatron-sequence",
                                      "add of tensors with different layouts over columns", "Go from one to the"),
-    "a layer's parameter": (lambda block, x: x @ block.norm.weight.diag(), "megatron",
+    "a layer's parameter": (lambda block, x: x @ FREE.diag(), "megatron",
                             "with a parameter outside of its layer", "Call the layer"),
     "dropout": (lambda block, x: functional.dropout(x, 0.1), "stationary", "torch.nn.functional.dropout",
                 "layers.Dropout"),
     "dropout of what is replicated": (lambda block, x: functional.dropout(x, 0.1), "megatron",
                                       "torch.nn.functional.dropout draws different numbers on each rank",
                                       "layers.Dropout"),
-    "a constant of local size": (lambda block, x: x * torch.arange(x.shape[-1]), "stationary",
-                                 "of a tensor with 6 of 12 elements along the dim that is sharded over columns",
-                                 "zeros_like"),
-    "the local size as a number": (lambda block, x: x * x.shape[-1] ** -0.5, "stationary",
-                                   "uses the local size of a dim that is sharded over columns as if", "settings"),
-    "a written size": (lambda block, x: block.back(block.into(x).unflatten(-1, (2, -1)).flatten(2)), "stationary",
-                       "unflatten with -1, (2, -1)", "leave it as -1"),
+    "a view that columns do not divide": (
+        lambda block, x: block.back(block.into(x).unflatten(-1, (3, -1)).flatten(2)), "stationary",
+        "unflatten with -1, (3, -1)", "the columns divide the new size"),
+    "a view with features in another order": (lambda block, x: x.reshape(-1, HIDDEN, LENGTH).mT, "stationary",
+                                              "reshape with -1, 12, 6", "in front of the dims"),
     "an index of a token that another column has": (lambda block, x: x[:, [4]] + x, "megatron-sequence",
-                                                    "__getitem__ (index 4 is out of bounds", "Use the layers"),
-    "an index of a feature": (lambda block, x: x * x[..., :1], "stationary", "__getitem__ with", "Read the size"),
+                                                    "__getitem__ with (slice(None, None, None), [4])", "in front"),
+    "an index of a feature": (lambda block, x: x * x[..., :1], "stationary", "__getitem__ with", "in front of"),
     "a matrix product over features": (lambda block, x: x @ torch.eye(HIDDEN, dtype=x.dtype), "stationary",
-                                       "matmul along the dim that is sharded over columns", "Use the layers"),
-    "an unknown function": (lambda block, x: torch.fft.fft(x).real, "stationary", "fft_fft", "Use the layers"),
+                                       "matmul along the dim that is sharded over columns", "layers.local_map"),
+    "an unknown function": (lambda block, x: torch.fft.fft(x).real, "stationary", "fft_fft", "layers.local_map"),
+    "an autograd function": (lambda block, x: x + block.back(Unit.apply(block.into(x))), "megatron",
+                             "block 1.back (test_column_layouts.py", "local_map"),
+    "an autograd function that a block returns": (lambda block, x: Unit.apply(x), "stationary",
+                                                  "is the result of the autograd.Function Unit", "local_map"),
+    "an autograd function of what is replicated": (lambda block, x: x * Unit.apply(block.score(x)), "stationary",
+                                                   "is the result of the autograd.Function Unit", "local_map"),
+    "a hook": (hooked, "stationary", "register_hook", "local_map"),
+    "vmap": (lambda block, x: torch.func.vmap(torch.sin)(x), "stationary", "aten.sin.default is called past torch",
+             "local_map"),
+    "vmap without gradients": (without_gradients(torch.func.vmap(torch.sin)), "stationary",
+                               "aten.sin.default is called past torch", "local_map"),
+    "torch.tensor": (lambda block, x: x * torch.tensor(x), "stationary", "aten._to_copy.default is called past torch",
+                     "local_map"),
+    "the memory": (lambda block, x: x * x.data_ptr(), "stationary", "data_ptr", "local_map"),
+    "numpy": (lambda block, x: x + torch.from_numpy(x.detach().numpy()), "stationary", "numpy", "local_map"),
+    "numbers": (lambda block, x: x * x.detach().tolist()[0][0][0], "stationary", "tolist", "local_map"),
+    "memory of the caller": (without_gradients(lambda x: torch.sin(x, out=torch.empty(x.shape, dtype=x.dtype))),
+                             "stationary",
+                             "sin cannot be computed", "local_map"),
+    "sizes that change in place": (lambda block, x: x * block.score(x).squeeze_(-1)[..., None], "stationary",
+                                   "changes the sizes of a tensor in place", "returns a new tensor"),
+    "a tensor that local_map was not given": (
+        lambda block, x: layers.local_map(lambda y: y.detach() * block.score(x), x), "stationary",
+        "local_map's function computes with a tensor between layers", "Pass it to local_map"),
+    "a weight": (lambda block, x: x * float(block.into.weight.detach().norm()), "stationary",
+                 "weight of a layer that is split over rows and columns is read outside", "Call the layer"),
+    "all weights": (lambda block, x: x * sum(float(one.detach().norm()) for one in block.parameters()), "megatron",
+                    "parameters() of a layer that is split over rows and columns is read outside", "Call the layer"),
     "ids of a part": (lambda block, x: block.words((x[..., None] > 0).long().flatten(2)), "stationary",
                       "block 1.words: takes integers that are the same on every column", "from the block's inputs"),
-    "a parameter beside a shard": (lambda block, x: layers.local_map(torch.mul, x, block.norm.weight), "stationary",
+    "a parameter beside a shard": (lambda block, x: layers.local_map(torch.mul, x, FREE), "stationary",
                                    "local_map with a parameter outside of its layer", "Call the layer"),
     "a shard beside what is replicated": (lambda block, x: layers.local_map(lambda x, _: x, x, block.into(x)),
                                           "megatron", "local_map of a replicated tensor and a shard", "Give the shard"),
@@ -238,7 +324,7 @@ REFUSED = {
     "a part of uneven shards": (lambda block, x: layers.local_map(lambda y: y[..., :1], block.logits(x)), "stationary",
                                 "local_map cannot tell which dim of the result is sharded", "must keep it"),
     "tokens and samples merged": (lambda block, x: x.flatten(0, 1).view_as(x), "megatron-sequence", "flatten with 0, 1",
-                                  "keep the dim in front"),
+                                  "is in front of the dims"),
 }
 
 
@@ -246,17 +332,137 @@ REFUSED = {
 def test_refused_by_name(name):
     compute, scheme, what, remedy = REFUSED[name]
     block = Own(compute, into=output(), back=inputs(), norm=layers.LayerNorm(HIDDEN), words=layers.Embedding(3, HIDDEN),
-                logits=layers.VocabularyLinear(HIDDEN, 5))
+                logits=layers.VocabularyLinear(HIDDEN, 5), score=layers.ClassifierHead(HIDDEN, 1, token=None))
     with pytest.raises(SplitError, match=re.escape(what)) as caught:
         check_split([Words(), block], IDS, meshes=[(1, 2)], schemes=[scheme])
     assert remedy in str(caught.value) and "block 1" in str(caught.value)
-    assert ": takes" in what or re.search(r"test_column_layouts\.py, line \d+", str(caught.value))
+    assert ": takes" in what or name.endswith("returns") or re.search(r"test_column_layouts\.py, line \d+",
+                                                                     str(caught.value))
 
 
 def test_a_loss_of_each_columns_own():
     with pytest.raises(SplitError, match=r"sum over all dims cannot be computed from one column's shard"):
         check_split([Words()], (IDS, torch.zeros(2, LENGTH, HIDDEN)), meshes=[(1, 2)], schemes=["stationary"],
                     loss=lambda y, t: (((y - t) ** 2).sum(), 1))
+
+
+def test_a_loss_reads_no_weights():
+    """On rows alone, too, where each rank has a part of each weight."""
+    block = Own(lambda block, x: block.score(x), score=layers.ClassifierHead(HIDDEN, 3))
+
+    def compute(y, t):
+        return functional.cross_entropy(y, t, reduction="sum") + reading.split.score.weight.detach().norm(), len(t)
+
+    class Reading(nn.Module):
+        """A block that tells the loss of itself."""
+
+        def __init__(self, block):
+            super().__init__()
+            self.block = block
+
+        def forward(self, x):
+            reading.split = self.block
+            return self.block(x)
+
+    reading = threading.local()
+    with pytest.raises(SplitError, match=r"test_column_layouts\.py, line \d+\): weight of a layer that is split"):
+        check_split([Words(), Reading(block)], (IDS, IDS[:, 0] % 3), meshes=[(2, 1)], schemes=["stationary"],
+                    loss=compute)
+
+
+def test_a_scripted_function_is_refused():
+    with pytest.raises(SplitError, match="TorchScript"):
+        check_split([Words(), Own(lambda block, x: scripted(x))], IDS, meshes=[(1, 2)], schemes=["stationary"])
+
+
+@torch.jit.script
+def scripted(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+class Chosen(nn.Module):
+    """A block that chooses one of its methods when it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.back, self.chosen = output(24), inputs(24), self.squared
+
+    def squared(self, x):
+        return x + self.back(self.into(x).square())
+
+    def forward(self, x):
+        return self.chosen(x)
+
+
+def test_a_method_that_is_an_attribute():
+    """It is that of this rank's part, on rows alone too, where it would silently train the whole model's layers."""
+    check_split([Words(), Chosen()], IDS, meshes=[(2, 1), (1, 2)])
+    other = Chosen()
+    other.chosen = Chosen().squared
+    compiled = Chosen()
+    compiled.compile(backend="eager")
+    optimized = torch.compile(Chosen(), backend="eager")
+    for block, name in ((other, "chosen"), (compiled, "compile()"), (optimized, "forward")):
+        with pytest.raises(ModelError, match=re.escape(f"block.{name}: has a function that would run the layers")):
+            on_tensor_mesh(2, 1, TensorParallel(), partial(split_layers, block, where="block"))
+
+
+def test_floats_are_the_residual_stream_too():
+    """A block that is right where its input is replicated, and is refused or wrong in the middle of a model."""
+    x = torch.randn(2, LENGTH, HIDDEN, generator=torch.Generator().manual_seed(3))
+    by_hand = Own(lambda block, x: block.norm(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True))),
+                  norm=layers.LayerNorm(HIDDEN))
+    wrong = Own(lambda block, x: block.norm(layers.local_map(partial(torch.softmax, dim=-1), x)),
+                norm=layers.LayerNorm(HIDDEN))
+    loss = partial(functional.mse_loss, reduction="sum")
+    for block, status in ((by_hand, "refused"), (wrong, "differs")):
+        with pytest.raises(SplitError, match="1 x 2 with stationary, inputs as the residual stream") as caught:
+            check_split(block, x)
+        found = [one for one in caught.value.outcomes if one.inputs == "stream"]
+        assert {one.status for one in found} == {status} and {one.scheme for one in found} == {"stationary", "summa"}
+        check_split(block, x, inputs="replicated")
+        check_split([block], (x, x), loss=lambda y, t: (loss(y, t), len(t)), meshes=[(1, 2)], schemes=["megatron"])
+    with pytest.raises(SplitError, match="inputs as the residual stream: refused"):
+        check_split(layers.ReplicatedLinear(HIDDEN, HIDDEN), x)
+    check_split(layers.LayerNorm(HIDDEN), x, inputs="stream")
+
+
+def test_compiled_helpers_of_a_block():
+    """Within columns torch.compile compiles; between layers it leaves the code to Python, or refuses it by name."""
+    counted = []
+
+    def counting(graph, example):
+        counted.append(graph)
+        return graph
+
+    within = torch.compile(lambda x, y: torch.sin(x) * y, backend=counting)
+    block = partial(Own, into=output(24), back=inputs(24), score=layers.ClassifierHead(HIDDEN, 1, token=None))
+    compute = partial(check_split, sample=IDS, meshes=[(1, 2)], schemes=["stationary", "megatron"])
+    compute([Words(), block(lambda block, x: x + block.back(layers.local_map(within, block.into(x), block.score(x))))])
+    assert counted
+    for number, function in enumerate((lambda x: x * 2, lambda x: torch.sin(x).unflatten(-1, (2, -1)).flatten(-2))):
+        helper = torch.compile(function, backend="eager", fullgraph=number == 0)
+        with pytest.raises(SplitError) as caught:
+            compute([Words(), block(lambda block, x, helper=helper: x + block.back(helper(block.into(x))))])
+        assert {one.status for one in caught.value.outcomes} == {"refused"}
+
+
+@pytest.mark.parametrize("convert", ["type_as", "to", "copy"])
+def test_a_buffer_stays_a_plain_tensor(convert):
+    """Whatever a block makes of it, and on every rank."""
+    found = []
+
+    def compute(block, x):
+        score = block.score(x)
+        scale = {"type_as": block.scale.type_as, "to": block.scale.to, "copy": lambda y: block.scale.expand_as(y[0])}
+        found.append(type(block.scale))
+        return x * (score * scale[convert](score)).sigmoid()
+
+    block = Own(compute, score=layers.ClassifierHead(HIDDEN, 1, token=None))
+    block.register_buffer("scale", torch.full((1,), 2.0, dtype=torch.float64))
+    check_split([Words(), block], IDS, meshes=[(1, 2)])
+    assert type(block.scale) is torch.Tensor and set(found) == {torch.Tensor}
+    torch.save(block.state_dict(), io.BytesIO())
 
 
 def test_a_layer_that_does_not_say_what_it_gives():
@@ -274,15 +480,6 @@ def test_a_layer_that_does_not_say_what_it_gives():
 def test_a_norm_of_something_else():
     with pytest.raises(Exception, match="over of RMSNorm: must be stream, inner or heads"):
         layers.RMSNorm(8, over="tokens")
-
-
-def test_local_sizes():
-    size = LocalSize(6, 12)
-    assert [0] * size == size * [0] == [0] * 6
-    assert (size // 2).whole == 6 and (2 * size - 1).whole == 23 and list(range(size)) == list(range(6))
-    for wrong in (lambda: size / 2, lambda: size ** 0.5, lambda: 1 / size, lambda: size * 0.5, lambda: float(size)):
-        with pytest.raises(Exception, match="uses the local size of a dim that is sharded over columns"):
-            wrong()
 
 
 # ---------------------------------------------------------------------- many small modules: right, or refused

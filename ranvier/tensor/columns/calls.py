@@ -7,11 +7,9 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from ranvier.tensor.columns.local_size import MISUSE, LocalSize
-from ranvier.tensor.columns.refusal import refuse
-from ranvier.tensor.columns.tensor import Args, ColumnTensor, Func, Kwargs
+from ranvier.tensor.columns.refusal import LOCAL_MAP, refuse
+from ranvier.tensor.columns.tensor import Args, Func, Kwargs, layouts_text
 
-_ANY_REMEDY = "Use the layers of ranvier.tensor.layers for what crosses a dim that is sharded over columns."
 _NORM_OR_SCORES = "Use ranvier.tensor.layers.RMSNorm or LayerNorm for a norm, and ClassifierHead for scores of tokens."
 REMEDIES = {
     "rms_norm": "Use ranvier.tensor.layers.RMSNorm, with over='inner' between an output- and an input-stationary "
@@ -44,19 +42,11 @@ def sizes_or_dims(args: Args, place: int, kwargs: Kwargs, *names: str) -> list[A
     return [given] if any(name in kwargs for name in names) else list(args[place:])
 
 
-def refuse_local_sizes(func: Func, args: Args, kwargs: Kwargs) -> None:
-    """ModelError where a `LocalSize` is used as a number in pointwise arithmetic: one rank would use the global one."""
-    for one in (*args, *kwargs.values()):
-        if isinstance(one, LocalSize):
-            refuse(f"{function_name(func)} {MISUSE}", f"{int(one)} of {one.whole}",
-                   "Take the number from the model's settings.")
-
-
 def refuse_call(func: Func, operands: Iterable[Tensor], what: str = "", remedy: str = "") -> NoReturn:
     """Raise a ModelError that names the function, the operands' layouts and what to use instead."""
     name = function_name(func)
-    refuse(f"{f'{name} {what}'.strip()} cannot be computed from one column's shard", _layouts_text(operands),
-           remedy or REMEDIES.get(name.rpartition(".")[2], _ANY_REMEDY))
+    refuse(f"{f'{name} {what}'.strip()} cannot be computed from one column's shard", layouts_text(operands),
+           remedy or REMEDIES.get(name.rpartition(".")[2], LOCAL_MAP))
 
 
 def function_name(func: Func) -> str:
@@ -66,8 +56,3 @@ def function_name(func: Func) -> str:
         return f"Tensor.{getattr(func, '__self__').__name__}"  # noqa: B009
     module = getattr(func, "__module__", None)
     return f"{module}.{name}" if module in ("torch.nn.functional", "torch.functional") else name
-
-
-def _layouts_text(operands: Iterable[Tensor]) -> str:
-    return " and ".join(one.columns.text(tuple(one.size())) if isinstance(one, ColumnTensor)
-                        else f"{list(one.size())} without a layout" for one in operands)

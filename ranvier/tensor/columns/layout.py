@@ -11,6 +11,7 @@ backward). This file works on plain tensors; `ranvier.tensor.columns.dispatch` a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,11 +53,17 @@ class ColumnLayout(NamedTuple):
         """The same layout with another sharded dim, which may have another global size."""
         return ColumnLayout(self.mesh, dim, self.size if size is None else size)
 
+    def whole(self, shape: Sequence[int]) -> list[int]:
+        """The sizes of the whole tensor, from those of this column's shard."""
+        sizes = list(shape)
+        sizes[self.sharded_dim] = self.size
+        return sizes
+
     def text(self, shape: tuple[int, ...]) -> str:
         """A tensor's local `shape` and layout for messages: [4, 6, 12 of 24 on each of 2 columns]."""
         if self.dim is None:
-            return f"{list(map(int, shape))} on every column"
-        sizes = [f"{int(size)} of {self.size}" if dim == self.dim else str(int(size)) for dim, size in enumerate(shape)]
+            return f"{list(shape)} on every column"
+        sizes = [f"{size} of {self.size}" if dim == self.dim else str(size) for dim, size in enumerate(shape)]
         return f"[{', '.join(sizes)}] on each of {self.mesh.num_cols} columns"
 
 

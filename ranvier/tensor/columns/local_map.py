@@ -11,7 +11,7 @@ from torch import Tensor
 from ranvier.tensor.columns.calls import refuse_call
 from ranvier.tensor.columns.layout import ColumnLayout, summed_gradient
 from ranvier.tensor.columns.refusal import refuse
-from ranvier.tensor.columns.tensor import layout_of_tensor, mark, plain
+from ranvier.tensor.columns.tensor import ColumnTensor, layout_of_tensor, mapped, mark, plain
 
 
 def local_map(function: Callable[..., Tensor], x: Tensor, *others: Any) -> Tensor:
@@ -24,18 +24,26 @@ def local_map(function: Callable[..., Tensor], x: Tensor, *others: Any) -> Tenso
 
     Args:
         x: a tensor between layers.
-        others: passed on; shards of tensors too. A replicated tensor's gradient is summed over the columns.
+        others: passed on; of tensors, those in lists, tuples and dicts too, this column's shards. A replicated tensor's
+            gradient is summed over the columns.
 
     Raises:
         ModelError: for a parameter among `others`, or a tensor computed from one outside of its layer; for a shard
-            beside a replicated x; for a result with another number of dims than x, or of another size where shards
-            differ in size.
+            beside a replicated x; for a tensor between layers that `function` uses and is not given; for a result with
+            another number of dims than x, or of another size where shards differ in size.
     """
     layout = layout_of_tensor(x)
     if layout is None:
         return function(x, *others)
     values = plain(x)
-    y = function(values, *(_own(one, layout, x) if isinstance(one, Tensor) else one for one in others))
+
+    def own(one: Any) -> Any:
+        return _own(one, layout, x) if isinstance(one, Tensor) else one
+
+    y = function(values, *[own(one) if isinstance(one, Tensor) else mapped(own, one) for one in others])
+    if isinstance(y, ColumnTensor):
+        refuse("local_map's function computes with a tensor between layers that it was not given",
+               y.columns.text(tuple(y.local.shape)), "Pass it to local_map as an argument of the function.")
     if layout.dim is None or y.shape == values.shape:
         return mark(y, layout)
     if y.dim() != values.dim() or (y.shape[layout.dim] != values.shape[layout.dim] and not layout.is_even):

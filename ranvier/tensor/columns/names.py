@@ -52,19 +52,18 @@ RANDOM = frozenset(functions("""dropout dropout1d dropout2d dropout3d alpha_drop
     native_dropout"""))
 """Functions that draw from torch's generator, whose state differs from rank to rank."""
 
-_PROPERTIES = """dtype device requires_grad is_leaf grad_fn ndim is_cuda is_cpu is_meta is_sparse is_quantized is_nested
-    layout _version output_nr grad itemsize _base _backward_hooks grad_dtype is_mkldnn is_xpu is_mps
-    retains_grad name"""
-LAYOUT_FREE = frozenset(functions("""dim ndimension stride storage_offset is_contiguous is_floating_point is_complex
-    is_signed element_size get_device data_ptr untyped_storage register_hook retain_grad
-    register_post_accumulate_grad_hook requires_grad_ is_pinned is_same_size __hash__ __repr__ __str__ __format__
-    is_tensor is_inference _is_view _typed_storage""", Tensor, torch) + [
-        getter(name) for name in _PROPERTIES.split() if hasattr(Tensor, name)] + [
-        getattr(Tensor, name).__set__ for name in ("requires_grad", "grad", "_backward_hooks")])
-"""Functions that run as on any tensor: what they return does not depend on the layout."""
+_PROPERTIES = """shape ndim nbytes dtype device layout itemsize is_cuda is_cpu is_meta is_sparse is_quantized is_nested
+    is_mkldnn is_xpu is_mps"""
+OF_WHOLE = frozenset(functions("""dim ndimension size numel nelement __len__ is_floating_point is_complex is_signed
+    element_size get_device is_same_size is_tensor __hash__""", Tensor, torch) + list(map(getter, _PROPERTIES.split())))
+"""Sizes and properties, which the tensor itself has: they are those of the whole tensor."""
+
+OF_LOCAL = frozenset([getter("requires_grad"), getter("is_leaf"), *functions("is_contiguous", Tensor)])
+"""Properties that this column's shard has."""
 
 ALONG_DIMS: tuple[tuple[str, int, int | None], ...] = (
     ("""sum nansum mean nanmean amax amin prod any all logsumexp softmax log_softmax softmin cumsum cumprod cummax
-     cummin logcumsumexp argmax argmin var std var_mean std_mean max min count_nonzero""", 1, None),
-    ("sort argsort glu", 1, -1), ("topk kthvalue", 2, -1), ("norm", 2, None), ("normalize", 2, 1), ("roll", 2, None))
+     cummin logcumsumexp argmax argmin var std var_mean std_mean max min count_nonzero flip narrow select""", 1, None),
+    ("sort argsort glu", 1, -1), ("unbind", 1, 0), ("split split_with_sizes chunk tensor_split", 2, 0),
+    ("topk kthvalue", 2, -1), ("norm", 2, None), ("normalize", 2, 1), ("roll", 2, None))
 """(names, the place of `dim` among the arguments, its default) of functions along dims."""

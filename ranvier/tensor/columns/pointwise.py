@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ranvier.tensor.columns.calls import argument, refuse_call, refuse_local_sizes, sizes_or_dims
+from ranvier.tensor.columns.calls import argument, refuse_call
 from ranvier.tensor.columns.layout import ColumnLayout, own_part_of, summed_gradient
-from ranvier.tensor.columns.local_size import LocalSize
 from ranvier.tensor.columns.names import IN_PLACE
 from ranvier.tensor.columns.tensor import (
     Args,
     Func,
     Kwargs,
     layout_of_tensor,
+    local,
+    locals_of,
     mapped,
     mark,
     mark_all,
-    plain,
     sharded_layout,
     tensors_in,
 )
@@ -47,30 +47,27 @@ def common_layout(func: Func, operands: Sequence[Tensor], result_dims: int) -> t
 
 
 def convert(func: Func, one: Tensor, from_right: int, layout: ColumnLayout, operands: Sequence[Tensor]) -> Tensor:
-    """`one` as an operand beside others whose sharded dim is `from_right` places from the right.
+    """This column's part of `one`, an operand beside others whose sharded dim is `from_right` places from the right.
 
     A replicated operand of size 1 there is broadcast; of the global size, each column takes its shard.
     """
     if sharded_layout(one) is not None:
-        return one
-    one = plain(one)
+        return local(one)  # type: ignore[no-any-return]
+    one = local(one)
     size = one.size(-from_right) if one.dim() >= from_right else 1
     if size == 1:
         return summed_gradient(one, layout.mesh)
     if size != layout.size:
         refuse_call(func, operands,
                     f"of a tensor with {size} of {layout.size} elements along the dim that is sharded over columns",
-                    "Make it with the global size (each column then takes its shard), or like another tensor: "
-                    "zeros_like(x).")
+                    "Make it with the size that the tensor reports (each column then takes its shard), or like another "
+                    "tensor: zeros_like(x).")
     return own_part_of(one, one.dim() - from_right, layout)
 
 
 def pointwise(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Functions whose every result depends on the elements at the same place of the operands."""
     operands = tensors_in((*args, *kwargs.values()) if kwargs else args)
-    if "out" in kwargs:
-        refuse_call(func, operands, "into memory of the caller", "Leave out= away.")
-    refuse_local_sizes(func, args, kwargs)
     if func in (torch.where, Tensor.where) and len(operands) < 2:
         refuse_call(func, operands, "of a condition alone")
     dims = max(one.dim() for one in operands)
@@ -79,9 +76,11 @@ def pointwise(func: Func, args: Args, kwargs: Kwargs) -> Any:
                     "Use the form that returns a new tensor.")
     from_right, layout = common_layout(func, operands, dims)
     if any(sharded_layout(one) is None for one in operands):
-        args, kwargs = mapped(lambda one: convert(func, one, from_right, layout, operands)
-                              if isinstance(one, Tensor) else one, (tuple(args), kwargs))
-    return mark_all(func(*args, **kwargs), layout.moved(dims - from_right))
+        own, named = mapped(lambda one: convert(func, one, from_right, layout, operands)
+                            if isinstance(one, Tensor) else one, (tuple(args), kwargs))
+    else:
+        own, named = locals_of(args, kwargs)
+    return mark_all(func(*own, **named), layout.moved(dims - from_right), args[0] if func in IN_PLACE else None)
 
 
 def join(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
@@ -99,15 +98,12 @@ def join(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
 def like_first(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Functions whose result has the first operand's layout: copies, conversions, tensors of constants."""
     layout = layout_of_tensor(args[0])
-    result = func(*args, **kwargs)
-    return result if layout is None else mark(result, layout)
+    own, named = locals_of(args, kwargs)
+    result = func(*own, **named)
+    return result if layout is None else mark_all(result, layout, args[0])
 
 
 def new_tensor(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
-    """x.new_zeros(sizes) and the like: sharded where a size was read from a sharded dim."""
-    sizes = sizes_or_dims(args, 1, kwargs, "size")
-    sharded = [dim for dim, size in enumerate(sizes) if isinstance(size, LocalSize)]
-    result = func(*args, **kwargs)
-    mesh = args[0].columns.mesh
-    return mark(result, ColumnLayout(mesh, sharded[0], sizes[sharded[0]].whole) if len(sharded) == 1
-                else ColumnLayout(mesh))
+    """x.new_zeros(sizes) and the like: sizes are whole, so the tensor is replicated."""
+    own, named = locals_of(args, kwargs)
+    return mark(func(*own, **named), ColumnLayout(args[0].columns.mesh))

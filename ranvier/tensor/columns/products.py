@@ -14,7 +14,17 @@ from ranvier.tensor.columns import shapes
 from ranvier.tensor.columns.calls import REMEDIES, argument, refuse_call
 from ranvier.tensor.columns.layout import summed_gradient
 from ranvier.tensor.columns.pointwise import convert
-from ranvier.tensor.columns.tensor import Args, Func, Kwargs, mark, mark_all, plain, sharded_layout, tensors_in
+from ranvier.tensor.columns.tensor import (
+    Args,
+    Func,
+    Kwargs,
+    local,
+    locals_of,
+    mark,
+    mark_all,
+    sharded_layout,
+    tensors_in,
+)
 
 FUSED_ATTENTION: Func = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """What `pipeline.partition` counts attention as."""
@@ -37,8 +47,8 @@ def matmul(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         refuse_call(func, [a, b], "of tensors with different layouts over columns")
     if not batch and place != (2 if sharded_a else 1):
         refuse_call(func, [a, b], "along the dim that is sharded over columns")
-    operands = [one if own is not None else
-                convert(func, one, place, layout, [a, b]) if batch else summed_gradient(plain(one), layout.mesh)
+    operands = [local(one) if own is not None else
+                convert(func, one, place, layout, [a, b]) if batch else summed_gradient(local(one), layout.mesh)
                 for one, own in ((a, sharded_a), (b, sharded_b))]
     return mark(torch.matmul(*operands), layout.moved(dims - place))
 
@@ -50,8 +60,8 @@ def linear(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     if layout is None or layout.dim == x.dim() - 1 or sharded_layout(weight) \
             or (bias is not None and sharded_layout(bias)):
         refuse_call(func, tensors_in((*args, *kwargs.values())), "along the dim that is sharded over columns")
-    others = [None if one is None else summed_gradient(plain(one), layout.mesh) for one in (weight, bias)]
-    return mark(func(x, *others), layout)
+    others = [None if one is None else summed_gradient(local(one), layout.mesh) for one in (weight, bias)]
+    return mark(func(local(x), *others), layout)
 
 
 def attention(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -82,7 +92,8 @@ def attention(func: Func, args: Args, kwargs: Kwargs) -> Any:
             kwargs = kwargs | {"attn_mask": mask}
         else:
             args = (*args[:3], mask, *args[4:])
-    return mark_all(func(*args, **kwargs), layout_of_query.moved(query.dim() - place))
+    own, named_own = locals_of(args, kwargs)
+    return mark_all(func(*own, **named_own), layout_of_query.moved(query.dim() - place))
 
 
 def einsum(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
@@ -97,8 +108,8 @@ def einsum(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     label, layout = next(iter(shared))[0], next(one for one in layouts if one is not None)
     if len(shared) > 1 or label not in output or any(names.count(label) > 1 for names in inputs):
         refuse_call(func, operands, f"{args[0]!r} along a dim that is sharded over columns")
-    given = [one if own is not None else
+    given = [local(one) if own is not None else
              convert(func, one, len(names) - names.index(label), layout, operands) if label in names
-             else summed_gradient(plain(one), layout.mesh)
+             else summed_gradient(local(one), layout.mesh)
              for one, names, own in zip(operands, inputs, layouts, strict=True)]
     return mark(func(args[0], *given), layout.moved(output.index(label)))

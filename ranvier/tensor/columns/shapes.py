@@ -1,8 +1,4 @@
-"""Where a sharded dim is after a view, a permutation or an index: pure arithmetic on shapes.
-
-Each function takes the local shape, the sharded dim and the call's arguments, and returns the dim's new place (and,
-where it may be merged or divided, its new global size), or None where the result is no shard of one dim.
-"""
+"""Where a sharded dim is after a view, a permutation or an index: pure arithmetic on whole sizes."""
 
 from __future__ import annotations
 
@@ -12,60 +8,31 @@ from typing import Any
 
 from torch import Tensor
 
-from ranvier.tensor.columns.local_size import LocalSize
 
-Place = tuple[int, int, int]
-"""(the new dim, times, over): its new global size is the old one * times / over."""
-
-
-def flatten(shape: Sequence[int], dim: int, start: int, stop: int) -> Place | None:
-    """Dims start..stop, both included, become one."""
-    start, stop = start % len(shape), stop % len(shape)
-    if not start <= dim <= stop:
-        return (dim if dim < start else dim - (stop - start)), 1, 1
-    if prod(shape[start:dim]) != 1:  # shards of this column would alternate with those of others
-        return None
-    return start, prod(shape[dim + 1:stop + 1]), 1
+def inferred(shape: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """`sizes` of a view of a tensor of `shape`, with the number in place of a -1."""
+    known = prod(size for size in sizes if size != -1)
+    return [prod(shape) // known if size == -1 and known else size for size in sizes]
 
 
-def unflatten(dim: int, unflattened: int, sizes: Sequence[int]) -> Place | None:
-    """Dim `unflattened` becomes `sizes`."""
-    if unflattened != dim:
-        return (dim if dim < unflattened else dim + len(sizes) - 1), 1, 1
-    place = _local_place(sizes)
-    if place is None or prod(sizes[:place]) != 1:
-        return None
-    return dim + place, 1, prod(sizes[place + 1:]) or 1
+def begins_at(shape: Sequence[int], dim: int, sizes: Sequence[int]) -> int | None:
+    """The dim of `sizes` that begins where `dim` of `shape` does: with as many elements before it. None without one.
 
-
-def reshape(shape: Sequence[int], dim: int, sizes: Sequence[int], result: Sequence[int]) -> Place | None:
-    """The whole shape becomes `sizes` (as the call has them), which is `result`."""
-    place = _local_place(sizes)
-    if place is None or prod(result[:place]) != prod(shape[:dim]):
-        return None
-    return place, prod(shape[dim + 1:]), prod(result[place + 1:]) or 1
-
-
-def _local_place(sizes: Sequence[int]) -> int | None:
-    """Which of a call's sizes differs from that on one rank: the one read from a sharded dim, else the -1.
-
-    Sizes that are written down are the same on any mesh. None where no size differs, or several do.
+    Dims that `shape` and `sizes` have alike, at the front or at the end, tell it where a size is 0, too.
     """
-    read = [place for place, size in enumerate(sizes) if isinstance(size, LocalSize)]
-    found = read or [place for place, size in enumerate(sizes) if size == -1]
-    return found[0] if len(found) == 1 else None
-
-
-def expanded(shape: Sequence[int], dim: int, sizes: Sequence[int]) -> int | None:
-    """Broadcast to `sizes`, aligned to the right."""
-    place = dim + len(sizes) - len(shape)
-    size = sizes[place]
-    return place if size == -1 or (isinstance(size, LocalSize) and size == shape[dim]) else None
-
-
-def permuted(num_dims: int, dim: int, dims: Sequence[int]) -> int:
-    """`dims` in the order of the result."""
-    return [one % num_dims for one in dims].index(dim)
+    behind = len(shape) - dim
+    if len(sizes) >= behind and list(sizes[len(sizes) - behind:]) == list(shape[dim:]):
+        return len(sizes) - behind
+    place = 0
+    while place < min(dim, len(sizes)) and shape[place] == sizes[place]:
+        place += 1
+    before, passed = prod(shape[place:dim]), 1
+    while place < len(sizes) and before:
+        if passed == before and sizes[place] != 1:
+            return place
+        passed *= sizes[place]
+        place += 1
+    return None
 
 
 def transposed(num_dims: int, dim: int, first: int, second: int) -> int:

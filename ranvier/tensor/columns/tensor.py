@@ -1,15 +1,17 @@
-"""`ColumnTensor`: a tensor that carries its layout over the columns of a tensor mesh."""
+"""`ColumnTensor`: a tensor that is split over the columns of a tensor mesh, with the sizes of the whole tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, TypeVar, overload
+from typing import Any, ClassVar, NoReturn, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from ranvier.errors import ModelError
 from ranvier.tensor.columns.layout import ColumnLayout
+from ranvier.tensor.columns.refusal import LOCAL_MAP, refuse
 
 Args = Sequence[Any]
 """Positional arguments of a torch function: whatever the caller gave."""
@@ -24,38 +26,78 @@ _untracked = torch._C.DisableTorchFunctionSubclass
 class ColumnTensor(Tensor):
     """A tensor of a split model on one of several columns. `mark` makes one, `plain` is the inverse.
 
-    It has no storage of its own format: it is an ordinary tensor whose torch functions go through `dispatch`.
+    It has the sizes of the whole tensor and no memory: `local`, an ordinary tensor, has this column's shard and its
+    graph. Torch functions compute on `local` (`dispatch`). Whatever goes past them, to the memory or to autograd,
+    finds neither: an operation of torch's dispatcher is a ModelError, and what `autograd.Function.apply` returns has a
+    graph of its own, which `plain` and `dispatch` refuse.
     """
 
+    local: Tensor
+    """This column's shard; all of a replicated tensor."""
     columns: ColumnLayout
     """How it is laid out over the columns."""
     dispatch: ClassVar[Callable[[Func, Args, Kwargs], Any]]
     """Computes a torch function and marks its results. The package binds it: the rules import this class."""
 
+    @staticmethod
+    def __new__(cls: type[ColumnTensor], local: Tensor, columns: ColumnLayout) -> ColumnTensor:
+        sizes = local.shape if columns.dim is None else columns.whole(local.shape)
+        # It always asks for a gradient, so that `Function.apply` gives a graph to whatever it returns.
+        x: ColumnTensor = Tensor._make_wrapper_subclass(
+            cls, sizes, dtype=local.dtype, device=local.device,
+            requires_grad=local.is_floating_point() or local.is_complex())
+        torch._C._set_throw_on_mutable_data_ptr(x)  # its memory is a null pointer
+        x.local, x.columns = local, columns
+        return x
+
     @classmethod
     def __torch_function__(cls, func: Func, types: Iterable[type], args: Args = (),
                            kwargs: Kwargs | None = None) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # which may leave the code to Python instead
+            raise ModelError("is traced by torch.compile, which cannot follow layouts over columns",
+                             where="a tensor between layers",
+                             remedy="Compile what each column computes by itself: local_map(compiled, x).")
         with _untracked():
             return cls.dispatch(func, args, kwargs or {})
 
+    @classmethod
+    def __torch_dispatch__(cls,  # type: ignore[override]
+                           func: Func, types: Iterable[type], args: Args = (),
+                           kwargs: Kwargs | None = None) -> Any:
+        if func is torch.ops.aten.detach.default:  # hooks of saved tensors
+            return ColumnTensor(args[0].local.detach(), args[0].columns)
+        found = [one for one in tensors_in((*args, *(kwargs or {}).values())) if isinstance(one, ColumnTensor)]
+        refuse(f"{func} is called past torch's Python functions (by vmap, jit, torch.tensor or a hook)",
+               layouts_text(found), LOCAL_MAP)
 
-def mark(x: Tensor, layout: ColumnLayout) -> Tensor:
-    """`x` itself, which carries `layout` from now on. Its storage, its graph and its identity stay."""
-    if type(x) is Tensor:
-        x.__class__ = ColumnTensor
-    if isinstance(x, ColumnTensor):
-        x.columns = layout
-    return x
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ColumnTensor({self.columns.text(tuple(self.local.shape))}, {self.local!r})"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self) if self.columns.dim is not None else format(self.local, spec)
 
 
-def mark_all(result: _T, layout: ColumnLayout) -> _T:
-    """Mark every tensor of a torch function's result."""
+def mark(x: Tensor, layout: ColumnLayout) -> ColumnTensor:
+    """The tensor of which `x` is this column's shard (all of it, where `layout` is replicated). `x` stays as it is."""
+    return ColumnTensor(x.local if isinstance(x, ColumnTensor) else x, layout)
+
+
+def mark_all(result: _T, layout: ColumnLayout, changed: object = None) -> _T:
+    """A torch function's result with every tensor marked. changed: the operand that the function may have changed in
+    place, and then returns."""
+    found: object = result
     if isinstance(result, Tensor):
-        mark(result, layout)
-    elif isinstance(result, (list, tuple)):
-        for one in result:
-            mark_all(one, layout)
-    return result
+        if isinstance(changed, ColumnTensor) and result is changed.local:
+            if list(changed.size()) != (list(result.shape) if layout.dim is None else layout.whole(result.shape)):
+                refuse("changes the sizes of a tensor in place", layouts_text([changed]),
+                       "Use the form that returns a new tensor.")
+            return changed  # type: ignore[return-value]
+        found = ColumnTensor(result, layout)
+    elif type(result) in (list, tuple):
+        found = type(result)(mark_all(one, layout) for one in result)  # type: ignore[call-arg, attr-defined]
+    elif isinstance(result, tuple):  # torch.return_types: topk, max
+        found = type(result)([mark_all(one, layout) for one in result])
+    return found  # type: ignore[return-value]
 
 
 @overload
@@ -65,9 +107,45 @@ def plain(x: _T) -> _T: ...
 def plain(x: object) -> object:
     """`x`, a tensor or a tree of them, without layouts: what layers and the runtime compute with."""
     if isinstance(x, ColumnTensor):
-        with _untracked():
-            return x.as_subclass(Tensor)
+        if has_own_graph(x):
+            refuse_function(x)
+        return x.local
     return x if isinstance(x, Tensor) else mapped(lambda leaf: plain(leaf) if isinstance(leaf, Tensor) else leaf, x)
+
+
+def refuse_function(x: ColumnTensor, where: str | None = None) -> NoReturn:
+    """Raise a ModelError for what an autograd.Function has returned: its backward sees one column's shard alone.
+
+    where: as of `refuse`.
+    """
+    with _untracked():
+        name = type(x.grad_fn).__name__.removesuffix("Backward")
+    refuse(f"is the result of the autograd.Function {name}, whose backward would compute from one column's shard",
+           layouts_text([x]), LOCAL_MAP, where)
+
+
+
+def has_own_graph(x: ColumnTensor) -> bool:
+    """Whether an autograd.Function has returned it. The graph of all others is that of their shards."""
+    with _untracked():
+        return x.grad_fn is not None
+
+
+def on_local(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`call` of a tensor; of a `ColumnTensor`, `call` of this column's shard, which keeps its sizes and layout."""
+    return mark(call(plain(x)), x.columns) if isinstance(x, ColumnTensor) else call(x)
+
+
+def local(x: Any) -> Any:
+    """This column's shard of a `ColumnTensor`; anything else as it is."""
+    return x.local if isinstance(x, ColumnTensor) else x
+
+
+def locals_of(args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], Kwargs]:
+    """A call's arguments with the shards of `ColumnTensor`s in their place."""
+    found = tuple([one.local if isinstance(one, ColumnTensor) else mapped(local, one)
+                   if isinstance(one, (list, tuple, dict)) else one for one in args])
+    return found, {name: mapped(local, one) for name, one in kwargs.items()} if kwargs else kwargs
 
 
 def mapped(call: Callable[[Any], Any], tree: Any) -> Any:
@@ -88,9 +166,15 @@ def layout_of_tensor(x: Tensor) -> ColumnLayout | None:
     return x.columns if isinstance(x, ColumnTensor) else None
 
 
-def sharded_layout(x: Tensor) -> ColumnLayout | None:
-    """The layout of a sharded tensor; None for a replicated or a plain one."""
+def sharded_layout(x: Any) -> ColumnLayout | None:
+    """The layout of a sharded tensor; None for a replicated or a plain one, and for what is no tensor."""
     return x.columns if isinstance(x, ColumnTensor) and x.columns.dim is not None else None
+
+
+def layouts_text(operands: Iterable[Tensor]) -> str:
+    """Sizes and layouts of the operands of a call, for messages."""
+    return " and ".join(one.columns.text(tuple(one.local.shape)) if isinstance(one, ColumnTensor)
+                        else f"{list(one.shape)} without a layout" for one in operands)
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:

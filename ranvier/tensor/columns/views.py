@@ -1,192 +1,179 @@
-"""Rules of shapes, views, permutations and indices: the sharded dim is followed to its place in the result.
+"""Rules of views, permutations and indices: the sharded dim is followed to its place in the result.
 
-A rule `view(func, args, kwargs, find)` runs the function and asks `find(x, dim, args, kwargs, result)` for the new
-place of the sharded dim: a dim, or a `shapes.Place`, or None where the result is no shard of one dim.
+Sizes in calls are those of whole tensors. A view is computed with this column's size at the place of the sharded dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from ranvier.tensor.columns import shapes
-from ranvier.tensor.columns.calls import argument, refuse_call, sizes_or_dims
-from ranvier.tensor.columns.local_size import LocalSize
+from ranvier.tensor.columns.calls import argument, function_name, refuse_call, sizes_or_dims
+from ranvier.tensor.columns.layout import ColumnLayout
 from ranvier.tensor.columns.pointwise import convert
-from ranvier.tensor.columns.tensor import Args, Func, Kwargs, mark_all, sharded_layout, tensors_in
+from ranvier.tensor.columns.reductions import untouched
+from ranvier.tensor.columns.refusal import refuse
+from ranvier.tensor.columns.tensor import (
+    Args,
+    Func,
+    Kwargs,
+    layouts_text,
+    local,
+    locals_of,
+    mark,
+    mark_all,
+    sharded_layout,
+    tensors_in,
+)
 
-Find = Callable[[Tensor, int, Args, Kwargs, Any], shapes.Place | int | None]
+Place = Callable[[Tensor, int, Args, Kwargs], int | None]
+"""(x, its sharded dim, the call's arguments) -> that dim's place in the result; None where the result is no shard."""
+_KEEP_IN_FRONT = ("A view is a shard of the whole view where the sharded dim is in front of the dims that it is merged "
+                  "with, or divided into, and the columns divide the new size: unflatten(-1, (heads, width)).")
 
 
-def view(func: Func, args: Args, kwargs: Kwargs, find: Find) -> Any:
-    """A view of a sharded tensor, with the sharded dim where `find` says; see the top of the file."""
+def _sharded(func: Func, args: Args) -> tuple[Tensor, ColumnLayout]:
     x = args[0]
     layout = sharded_layout(x)
     if layout is None:
         refuse_call(func, tensors_in(args))
-    try:
-        result = func(*args, **kwargs)
-    except (RuntimeError, IndexError, ValueError) as error:  # sizes written down, which fit the whole tensor only
-        refuse_call(func, [x], f"({error})")
-    place = find(x, layout.sharded_dim, args, kwargs, result)
-    dim, times, over = place if isinstance(place, tuple) else (place, 1, 1)
-    if dim is None or (times != over and not layout.is_even) or layout.size * times % over:
-        refuse_call(func, [x], f"with {', '.join(map(str, args[1:]))}" if args[1:] else "",
-                    "Read the size of the sharded dim from the tensor, or leave it as -1, and keep the dim in front of "
-                    "those it is merged with: unflatten(-1, (-1, width)).")
-    return mark_all(result, layout.moved(dim, layout.size * times // over))
+    return x, layout
 
 
-# ---------------------------------------------------------------------- sizes
-
-
-def sizes_of(x: Tensor) -> torch.Size:
-    """x's local sizes; that of a sharded dim is a `LocalSize`."""
-    layout, sizes = sharded_layout(x), list(x.size())
-    if layout is not None:
-        dim = layout.sharded_dim
-        sizes[dim] = LocalSize(sizes[dim], layout.size)
-    return torch.Size(sizes)
-
-
-def size(func: Func, args: Args, kwargs: Kwargs) -> torch.Size | int:
-    """x.shape, x.size(), x.size(dim)."""
-    dim = argument(args, kwargs, 1, "dim")
-    return sizes_of(args[0]) if dim is None else sizes_of(args[0])[dim]
-
-
-def length(func: Func, args: Args, kwargs: Kwargs) -> int:
-    """len(x): refused for a sharded first dim, because Python turns a `LocalSize` into a plain int there."""
-    x: Tensor = args[0]
-    layout = sharded_layout(x)
-    if layout is not None and layout.dim == 0:
-        refuse_call(func, [x])
-    return x.size(0)
-
-
-def num_elements(func: Func, args: Args, kwargs: Kwargs) -> int:
-    """x.numel(): local and global count, as a `LocalSize`."""
-    x = args[0]
-    count, local = x.numel(), x.size(x.columns.dim)
-    return LocalSize(count, count // local * x.columns.size if local else 0)
+def _refuse_view(func: Func, args: Args, x: Tensor, what: str = "") -> NoReturn:
+    refuse_call(func, [x], what or (f"with {', '.join(map(str, args[1:]))}" if args[1:] else ""), _KEEP_IN_FRONT)
 
 
 # ---------------------------------------------------------------------- new shapes
 
 
-def reshaped(x: Tensor, dim: int, args: Args, kwargs: Kwargs, result: Tensor) -> shapes.Place | None:
-    """view and reshape to sizes."""
-    sizes = sizes_or_dims(args, 1, kwargs, "shape", "size")
-    if sizes and not all(isinstance(size, int) for size in sizes):
-        return None  # view(dtype)
-    return shapes.reshape(tuple(x.size()), dim, sizes, tuple(result.size()))
+def reshaped(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
+    """view, reshape, view_as, reshape_as, flatten, unflatten: the same elements in dims of other sizes."""
+    x, layout = _sharded(func, args)
+    dim, shape, name = layout.sharded_dim, list(x.size()), func.__name__
+    if name == "flatten":
+        start = argument(args, kwargs, 1, "start_dim", default=0) % x.dim()
+        stop = argument(args, kwargs, 2, "end_dim", default=-1) % x.dim() + 1
+        sizes = [*shape[:start], torch.Size(shape[start:stop]).numel(), *shape[stop:]]
+    elif name == "unflatten":
+        start, parts = argument(args, kwargs, 1, "dim") % x.dim(), list(argument(args, kwargs, 2, "sizes"))
+        sizes = [*shape[:start], *shapes.inferred(shape[start:start + 1], parts), *shape[start + 1:]]
+    elif name.endswith("_as"):
+        sizes = list(argument(args, kwargs, 1, "other").size())
+    else:
+        sizes = sizes_or_dims(args, 1, kwargs, "shape", "size")
+        if not all(isinstance(size, int) for size in sizes):
+            _refuse_view(func, args, x)  # view(dtype)
+        sizes = shapes.inferred(shape, sizes)
+    place = shapes.begins_at(shape, dim, sizes)
+    if place is None or torch.Size(sizes).numel() != x.numel():
+        _refuse_view(func, args, x)
+    own = list(sizes)
+    if sizes[place] == layout.size:
+        own[place] = local(x).size(dim)
+    elif layout.is_even and sizes[place] % layout.mesh.num_cols == 0:
+        own[place] = sizes[place] // layout.mesh.num_cols
+    else:
+        _refuse_view(func, args, x)
+    try:
+        result = local(x).view(own) if name.startswith("view") else local(x).reshape(own)
+    except RuntimeError as error:  # strides, of which view makes none
+        _refuse_view(func, args, x, f"({error})")
+    return mark(result, layout.moved(place, sizes[place]))
 
 
-def reshaped_as(x: Tensor, dim: int, args: Args, kwargs: Kwargs, result: Tensor) -> shapes.Place | None:
-    """view_as and reshape_as: without a sharded dim in `other` the place is unknown."""
-    other = argument(args, kwargs, 1, "other")
-    sizes = sizes_of(other) if sharded_layout(other) is not None else ()
-    return shapes.reshape(tuple(x.size()), dim, sizes, tuple(result.size()))
-
-
-def flattened(x: Tensor, dim: int, args: Args, kwargs: Kwargs, result: Tensor) -> shapes.Place | None:
-    """flatten(start_dim, end_dim)."""
-    return shapes.flatten(tuple(x.size()), dim, argument(args, kwargs, 1, "start_dim", default=0),
-                          argument(args, kwargs, 2, "end_dim", default=-1))
-
-
-def unflattened(x: Tensor, dim: int, args: Args, kwargs: Kwargs, result: Tensor) -> shapes.Place | None:
-    """unflatten(dim, sizes)."""
-    return shapes.unflatten(dim, argument(args, kwargs, 1, "dim") % x.dim(), argument(args, kwargs, 2, "sizes"))
-
-
-def expanded(x: Tensor, dim: int, args: Args, kwargs: Kwargs, result: Tensor) -> int | None:
-    """expand, expand_as, broadcast_to."""
+def expanded(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
+    """expand, expand_as, broadcast_to: the sharded dim keeps its size. Sizes are aligned to the right."""
+    x, layout = _sharded(func, args)
     other = argument(args, kwargs, 1, "other", "size", "shape")
-    sizes = sizes_of(other) if isinstance(other, Tensor) else sizes_or_dims(args, 1, kwargs, "size", "shape")
-    return shapes.expanded(tuple(x.size()), dim, sizes)
+    sizes = list(other.size()) if isinstance(other, Tensor) else sizes_or_dims(args, 1, kwargs, "size", "shape")
+    place = layout.sharded_dim + len(sizes) - x.dim()
+    if place < 0 or sizes[place] not in (-1, layout.size):
+        _refuse_view(func, args, x)
+    return mark(local(x).expand([-1 if at == place else size for at, size in enumerate(sizes)]), layout.moved(place))
 
 
-def repeated(x: Tensor, dim: int, args: Args, kwargs: Kwargs, result: Tensor) -> int | None:
+def repeated(x: Tensor, dim: int, args: Args, kwargs: Kwargs) -> int | None:
     """repeat(counts), once along the sharded dim."""
     counts = sizes_or_dims(args, 1, kwargs, "repeats")
     place = dim + len(counts) - x.dim()
     return place if counts[place] == 1 else None
 
 
-def repeat_interleaved(x: Tensor, dim: int, args: Args, kwargs: Kwargs, result: Tensor) -> shapes.Place | int | None:
+def repeat_interleaved(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """repeat_interleave(count, dim): copies of an element are neighbours, so shards stay shards."""
+    x, layout = _sharded(func, args)
     count, along = argument(args, kwargs, 1, "repeats"), argument(args, kwargs, 2, "dim")
-    if along is None or not isinstance(count, int) or isinstance(count, LocalSize):
-        return None
-    return (dim, count, 1) if along % x.dim() == dim else dim
+    if along is None or not isinstance(count, int):
+        refuse_call(func, [x], "with another count for each element, or over all dims")
+    if along % x.dim() != layout.dim:
+        return untouched(func, args, kwargs, [along])  # type: ignore[no-any-return]
+    if not layout.is_even:
+        _refuse_view(func, args, x)
+    return mark(local(x).repeat_interleave(count, along), layout.moved(layout.sharded_dim, layout.size * count))
 
 
-def unsqueezed(x: Tensor, dim: int, args: Args, kwargs: Kwargs, result: Tensor) -> int:
+def squeezed(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
+    """squeeze(dims): those whose whole size is 1."""
+    x, layout = _sharded(func, args)
+    dims = argument(args, kwargs, 1, "dim")
+    dims = range(x.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
+    removed = [one % x.dim() for one in dims if x.size(one) == 1]
+    return mark(local(x).squeeze(tuple(removed)), layout.moved(shapes.without(layout.sharded_dim, removed)))
+
+
+# ---------------------------------------------------------------------- the same sizes at another place
+
+
+def placed(func: Func, args: Args, kwargs: Kwargs, place: Place) -> Any:
+    """A function that leaves the sharded dim as it is, at the place that `place` says."""
+    x, layout = _sharded(func, args)
+    found = place(x, layout.sharded_dim, args, kwargs)
+    if found is None:
+        _refuse_view(func, args, x)
+    own, named = locals_of(args, kwargs)
+    try:
+        return mark_all(func(*own, **named), layout.moved(found))
+    except (RuntimeError, IndexError, ValueError) as error:
+        refuse(f"{function_name(func)} ({error})", layouts_text([x]), _KEEP_IN_FRONT)
+
+
+def unsqueezed(x: Tensor, dim: int, args: Args, kwargs: Kwargs) -> int:
     """unsqueeze(dim)."""
     return dim + int(argument(args, kwargs, 1, "dim") % (x.dim() + 1) <= dim)
 
 
-def squeezed(x: Tensor, dim: int, args: Args, kwargs: Kwargs, result: Tensor) -> int | None:
-    """squeeze(dims). A sharded dim of local size 1 would vanish on this column only."""
-    dims = argument(args, kwargs, 1, "dim")
-    dims = range(x.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
-    removed = [one % x.dim() for one in dims if x.size(one) == 1]
-    return None if dim in removed else shapes.without(dim, removed)
-
-
-# ---------------------------------------------------------------------- permutations
-
-
-def permuted(x: Tensor, dim: int, args: Args, kwargs: Kwargs, result: Tensor) -> int:
+def permuted(x: Tensor, dim: int, args: Args, kwargs: Kwargs) -> int:
     """permute(dims)."""
-    return shapes.permuted(x.dim(), dim, sizes_or_dims(args, 1, kwargs, "dims"))
+    return [one % x.dim() for one in sizes_or_dims(args, 1, kwargs, "dims")].index(dim)
 
 
-def transposed(x: Tensor, dim: int, args: Args, kwargs: Kwargs, result: Tensor) -> int:
+def transposed(x: Tensor, dim: int, args: Args, kwargs: Kwargs) -> int:
     """transpose, swapaxes, swapdims."""
     return shapes.transposed(x.dim(), dim, argument(args, kwargs, 1, "dim0", "axis0"),
                              argument(args, kwargs, 2, "dim1", "axis1"))
 
 
-def matrix_transposed(x: Tensor, dim: int, args: Args, kwargs: Kwargs, result: Tensor) -> int:
-    """x.mT, x.mH."""
+def matrix_transposed(x: Tensor, dim: int, args: Args, kwargs: Kwargs) -> int:
+    """x.mT."""
     return shapes.transposed(x.dim(), dim, -2, -1)
 
 
-def reversed_dims(x: Tensor, dim: int, args: Args, kwargs: Kwargs, result: Tensor) -> int:
-    """x.t(), x.T, x.H."""
+def reversed_dims(x: Tensor, dim: int, args: Args, kwargs: Kwargs) -> int:
+    """x.t(), x.T."""
     return x.dim() - 1 - dim
 
 
-def moved(x: Tensor, dim: int, args: Args, kwargs: Kwargs, result: Tensor) -> int:
+def moved(x: Tensor, dim: int, args: Args, kwargs: Kwargs) -> int:
     """movedim, moveaxis."""
     return shapes.moved(x.dim(), dim, argument(args, kwargs, 1, "source"), argument(args, kwargs, 2, "destination"))
 
 
-# ---------------------------------------------------------------------- parts
-
-
-def selected(x: Tensor, dim: int, args: Args, kwargs: Kwargs, result: Any) -> int | None:
-    """select and unbind, of dims that are not sharded, which vanish."""
-    along = argument(args, kwargs, 1, "dim", default=0) % x.dim()
-    return None if along == dim else shapes.without(dim, [along])
-
-
-def narrowed(x: Tensor, dim: int, args: Args, kwargs: Kwargs, result: Any) -> int | None:
-    """narrow and index_select, of dims that are not sharded."""
-    return None if argument(args, kwargs, 1, "dim", default=0) % x.dim() == dim else dim
-
-
-def split(x: Tensor, dim: int, args: Args, kwargs: Kwargs, result: Any) -> int | None:
-    """split, chunk and the like, along dims that are not sharded."""
-    return None if argument(args, kwargs, 2, "dim", default=0) % x.dim() == dim else dim
-
-
-def indexed(x: Tensor, dim: int, args: Args, kwargs: Kwargs, result: Any) -> int | None:
+def indexed(x: Tensor, dim: int, args: Args, kwargs: Kwargs) -> int | None:
     """x[index], where the index is the same on every column."""
     if any(sharded_layout(one) is not None for one in tensors_in(args[1:])):
         return None
@@ -197,36 +184,18 @@ def set_item(func: Func, args: Args, kwargs: Kwargs) -> None:
     """x[index] = value."""
     x, index, value = args
     operands, layout = tensors_in(args), sharded_layout(x)
-    if layout is None:
+    place = None if layout is None else indexed(x, layout.sharded_dim, args[:2], {})
+    if layout is None or place is None:
         refuse_call(func, operands)
-    place = indexed(x, layout.sharded_dim, args[:2], {}, None)
-    if place is None:
-        refuse_call(func, operands)
+    (own_index,), _ = locals_of((index,), {})
     if isinstance(value, Tensor):
-        from_right, other = x[index].dim() - place, sharded_layout(value)
+        from_right, other = local(x)[own_index].dim() - place, sharded_layout(value)
         if other is not None and (value.dim() - other.sharded_dim, other.size) != (from_right, layout.size):
             refuse_call(func, operands)
         value = convert(func, value, from_right, layout, operands)
-    func(x, index, value)
+    func(local(x), own_index, value)
 
 
 def iterate(func: Func, args: Args, kwargs: Kwargs) -> Iterator[Tensor]:
     """for part in x."""
-    return iter(view(torch.unbind, args, kwargs, selected))
-
-
-def diagonal_masked(x: Tensor, dim: int, args: Args, kwargs: Kwargs, result: Tensor) -> int | None:
-    """tril and triu, whose last two dims are not sharded."""
-    return dim if dim < x.dim() - 2 else None
-
-
-def padded(x: Tensor, dim: int, args: Args, kwargs: Kwargs, result: Tensor) -> int | None:
-    """functional.pad, nothing along the sharded dim. Widths come in pairs, that of the last dim first."""
-    widths = argument(args, kwargs, 1, "pad")
-    place = 2 * (x.dim() - 1 - dim)
-    return None if any(widths[place:place + 2]) else dim
-
-
-def flipped(x: Tensor, dim: int, args: Args, kwargs: Kwargs, result: Tensor) -> int | None:
-    """flip(dims)."""
-    return None if dim in [one % x.dim() for one in sizes_or_dims(args, 1, kwargs, "dims")] else dim
+    return iter(untouched(torch.unbind, args, kwargs, [0]))

@@ -13,14 +13,14 @@
 
 On one rank they are torch's own: `Linear` is an nn.Linear that also says how it may be sharded. On a row x col mesh
 `ranvier.tensor.split.layers.split_layers` replaces those of a block by tensor-parallel ones, which hold their shard of
-the parameters. The model's code does not change, and does not depend on the scheme. It follows three rules:
+the parameters. The model's code does not change, and does not depend on the scheme. It follows two rules:
 
     the residual stream is what `Linear(stationary="input")`, embeddings and norms return; any dim may be sharded
     between an output- and an input-stationary Linear a tensor has all tokens of a row, and a shard of the features
-    sizes are read from tensors, or left to unflatten(-1, ...): never written down
 
-On several columns each activation carries its layout. An operation that breaks a rule is refused by name: it either
-computes what it computes on one rank, gradients included, or raises a ModelError (`ranvier.tensor.columns`). What is
+On several columns each activation carries its layout, and has the sizes of the whole tensor. An operation that breaks a
+rule is refused by name: it either computes what it computes on one rank, gradients included, or raises a ModelError
+(`ranvier.tensor.columns`), as does reading a layer's weights outside of it. What is
 computed for each head by itself may go through `local_map`, which passes plain shards to it and checks nothing inside.
 `ranvier.testing.check_split` compares a model with the unsplit one. A layer of your own takes part if it has the
 methods of `Splittable`.

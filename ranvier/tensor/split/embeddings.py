@@ -71,7 +71,7 @@ class _AllToAllEmbedding(Function):
             received = torch.empty_like(found)
             mesh.over_rows.all_to_all(received, found).wait()
             found = received
-        return found.movedim(0, 1).reshape(*ids.shape, rows * table.shape[1])
+        return found.movedim(0, 1).reshape(*ids.shape, rows * table.shape[1]).data  # as of `_Multiply`
 
     @staticmethod
     @once_differentiable

@@ -91,7 +91,7 @@ class _TokensOfColumns(Function):
         ctx.mesh, ctx.length = mesh, x.shape[1]
         whole = x.new_empty(mesh.num_cols, *x.shape)
         mesh.over_cols.all_gather(whole, x.contiguous()).wait()
-        return whole.movedim(0, 1).flatten(1, 2)
+        return whole.movedim(0, 1).flatten(1, 2).data  # no view, which a block could not change in place
 
     @staticmethod
     @once_differentiable

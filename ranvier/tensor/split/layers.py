@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from ranvier.block import Loss
 from ranvier.errors import DivisibilityError, ModelError
 from ranvier.tensor.adapters import split_adapters
 from ranvier.tensor.boundaries import checked_loss, guard_block, guard_layer, named_module, own_hooks
+from ranvier.tensor.closed_parameters import close_parameters
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.loss import NextTokenLoss, SplitNextTokenLoss
 from ranvier.tensor.splittable import Splittable, as_splittable, check_plain, constraints_of, unsplit_parameter
@@ -54,6 +56,7 @@ def _split_modules(module: nn.Module, mesh: TensorMesh, where: str, done: dict[n
         if any(parameter.is_meta for parameter in part_of_it.parameters()):  # parameters that are not sharded
             part_of_it.to_empty(device=torch.get_default_device())
         done[module] = named_module(own_hooks(copy.copy(part_of_it)), where)
+        close_parameters(done[module], mesh)
         guard_layer(done[module], mesh, where, getattr(module, "takes", "same"), getattr(module, "gives", "same"),
                     alone=alone, vocab=getattr(module, "out_features", 0))
         return done[module]
@@ -66,10 +69,24 @@ def _split_modules(module: nn.Module, mesh: TensorMesh, where: str, done: dict[n
     for name, _ in module.named_parameters(recurse=False):
         raise unsplit_parameter(f"{where}.{name}", module)
     copied = done[module] = named_module(own_hooks(copy.copy(module)), where)
+    _rebind_methods(module, copied, where)
     copied._buffers = dict(module._buffers)
     copied._modules = {name: child and _split_modules(child, mesh, f"{where}.{name}", done, alone=False)
                        for name, child in module._modules.items()}
     return copied
+
+
+def _rebind_methods(module: nn.Module, copied: nn.Module, where: str) -> None:
+    """Methods that are attributes of a module are those of its copy; ModelError for what runs the original's layers."""
+    for name, value in module.__dict__.items():
+        owner = getattr(value, "__self__", None) if isinstance(value, types.MethodType) else None
+        if owner is module:
+            copied.__dict__[name] = types.MethodType(value.__func__, copied)
+        elif isinstance(owner, nn.Module) or (value is not None and name in ("forward", "_compiled_call_impl")):
+            raise ModelError("has a function that would run the layers of the whole model, as torch.compile makes them",
+                             where=f"{where}.{name.replace('_compiled_call_impl', 'compile()')}",
+                             value=type(module).__name__,
+                             remedy="Define a method, or set --model.compile, which compiles the layers' own chains.")
 
 
 def _check_sharing(module: nn.Module, where: str) -> None:

@@ -366,7 +366,7 @@ class _Multiply(Function):
 
     @staticmethod
     def forward(ctx: Any, saved: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-        return compute()
+        return compute().data  # no view, which autograd would not let a block change in place
 
     @staticmethod
     @once_differentiable

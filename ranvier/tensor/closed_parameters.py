@@ -1,0 +1,85 @@
+"""Parameters of split layers, which code of a block or a loss cannot read: a rank has a part of each.
+
+`layer.weight.norm()` in a block, or a penalty in a loss, would be that of one rank's part, and its gradient, too. While
+a block or a loss runs, only the layer itself and this package read them. Between batches anyone does: optimizers,
+averages and saves compute with parts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import ItemsView, Iterator, ValuesView
+from contextlib import contextmanager
+from types import FrameType
+
+from torch import nn
+
+from ranvier.tensor.columns import refuse
+from ranvier.tensor.mesh import TensorMesh
+
+_Parameter = nn.Parameter | None
+
+
+class ClosedParameters(dict[str, _Parameter]):
+    """In place of `_parameters` of a split layer and its parts: each read while code of a block runs is checked."""
+
+    def __init__(self, parameters: dict[str, _Parameter], mesh: TensorMesh) -> None:
+        super().__init__(parameters)
+        self.mesh = mesh
+
+    def __getitem__(self, name: str) -> _Parameter:
+        if self.mesh.runs_user_code:
+            self._check(sys._getframe(1), name)
+        return super().__getitem__(name)
+
+    def items(self) -> ItemsView[str, _Parameter]:  # type: ignore[override]  # of dict, which has a class of its own
+        """All parameters by name: `parameters()` and `state_dict()` of a module read them."""
+        if self.mesh.runs_user_code:
+            self._check(sys._getframe(1), "parameters()")
+        return super().items()
+
+    def values(self) -> ValuesView[_Parameter]:  # type: ignore[override]
+        """All parameters."""
+        if self.mesh.runs_user_code:
+            self._check(sys._getframe(1), "parameters()")
+        return super().values()
+
+    def _check(self, frame: FrameType | None, name: str) -> None:
+        """ModelError unless the code that reads is this package's or the layer's own; torch's reads for another."""
+        while frame is not None:
+            module = frame.f_globals.get("__name__", "")
+            if module.startswith("ranvier."):
+                return
+            if module != nn.Module.__module__:  # whose code reads for any other
+                reader = frame.f_locals.get("self")
+                if isinstance(reader, nn.Module) and self._belongs_to(reader):
+                    return
+                if not module.startswith("torch."):
+                    break
+            frame = frame.f_back
+        else:
+            return
+        refuse(f"{name} of a layer that is split over rows and columns is read outside of the layer",
+               f"one of {self.mesh.num_rows} x {self.mesh.num_cols} ranks' parts",
+               "Call the layer. A penalty on weights is optim.weight_decay.")
+
+    def _belongs_to(self, module: nn.Module) -> bool:
+        """Whether they are those of a layer, or of a part of it."""
+        return isinstance(module._parameters, ClosedParameters) and any(
+            each._parameters is self for each in module.modules())
+
+
+def close_parameters(layer: nn.Module, mesh: TensorMesh) -> None:
+    """Let only the layer and its parts read their parameters while code of a block runs."""
+    for module in layer.modules():
+        module.__dict__["_parameters"] = ClosedParameters(module._parameters, mesh)
+
+
+@contextmanager
+def user_code(mesh: TensorMesh) -> Iterator[None]:
+    """Inside, a loss runs, which reads no parameters of split layers."""
+    mesh.runs_user_code = True
+    try:
+        yield
+    finally:
+        mesh.runs_user_code = False
