@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
@@ -37,7 +37,7 @@ from ranvier.tensor.lookups import LookupForwards
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.linear import SplitLinear
 from ranvier.tensor.under_way import WeightUse
-from ranvier.tensor.weight_gradients import WeightGradients
+from ranvier.tensor.weight_gradients import WeightGradients, root_of
 
 if TYPE_CHECKING:
     from ranvier.tensor.compiled import CompiledBlocks
@@ -188,7 +188,7 @@ class Stage:
                 outputs = detached_names(named(state, f"block {self.blocks[-1][1]}"))
         if keep_outputs and self._loss is not None and self.observe is None:
             self.outputs.append(plain(state))
-        roots = {name: get_gradient_edge(tensor) for name, tensor in outputs.items() if tensor.requires_grad}
+        roots = {name: root_of(tensor) for name, tensor in outputs.items() if tensor.requires_grad}
         kept = bool(roots) or any(leaf.requires_grad for leaf in leaves.values())
         if kept:
             self._graphs[number] = _Graph({name: leaf for name, leaf in leaves.items() if leaf.requires_grad}, roots,
@@ -258,6 +258,8 @@ class Stage:
 
         def hook(gradient: Tensor) -> None:
             nonlocal missing
+            if not self._weights.in_pass:
+                return  # a block or the loss calls autograd for purposes of its own
             missing -= 1
             self._progress()
             if missing == 0 and self._last_backward:
@@ -319,14 +321,9 @@ class Stage:
                           for block, _, module in self.blocks]
             self._block_passed(self.blocks[-1][0] + 1)
         arrived = tuple(gradients[name] for name in names)
-
-        def run() -> None:
-            if roots:
-                torch.autograd.backward(roots, arrived)
-
         try:
             with self._one_pass("backward"):
-                products = self._weights.backward_pass(number, run, defer, last=last)
+                products = self._weights.backward_pass(number, roots, arrived, defer, last=last)
                 if last:
                     self._close(self.blocks[0][0])
         except SystemExit as error:

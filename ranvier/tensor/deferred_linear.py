@@ -126,6 +126,7 @@ class _DeferrableLinear(Function):
             layer.gradients.add(grown, (x, dy), partial(add_gradients, ctx.weight, ctx.bias, in_float8=layer.in_float8),
                                 at_once=layer.steps_aside)
             return dx, None, None, None
+        layer.steps_aside = True
         rows, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         db = rows.sum(0) if ctx.needs_input_grad[2] else None
         return dx, float8.weight_gradient(x, rows, weight.dtype) if layer.in_float8 else rows.t().mm(x), db, None
@@ -146,8 +147,12 @@ def is_plain(parameter: Tensor) -> bool:
 class _DeferrableForward:
     """The forward of a plain nn.Linear, with its weight gradients going through `gradients`.
 
-    Inside a transform of torch.func (vmap, grad, jvp) it computes what nn.Linear computes, and does so from then on:
-    else the queue and autograd would add to one gradient in an order that depends on the schedule's policy.
+    Inside a transform of torch.func (vmap, grad, jvp) it computes what nn.Linear computes.
+
+    steps_aside: its products never wait, from the first time on that autograd may add to the same gradient by itself
+    (in a transform, or where a block calls autograd for purposes of its own): the order in which the queue and autograd
+    add would depend on the schedule's policy. Implicit layers and reentrant checkpointing first run without gradients,
+    so that this is known before any backward.
     """
 
     def __init__(self, module: nn.Linear, gradients: WeightGradients, *, in_float8: bool = False) -> None:
@@ -157,14 +162,14 @@ class _DeferrableForward:
 
     def __call__(self, input: Tensor) -> Tensor:
         module, x = self._module, input
-        if not (torch.is_grad_enabled() and isinstance(x, Tensor) and is_deferrable(module)
-                and not torch.is_autocast_enabled(x.device.type)):
+        if not isinstance(x, Tensor) or not is_deferrable(module) or torch.is_autocast_enabled(x.device.type):
             return functional.linear(x, module.weight, module.bias)
-        if self.steps_aside or is_transformed():
+        if is_transformed() or not torch.is_grad_enabled():
             self.steps_aside = True
             return functional.linear(x, module.weight, module.bias)
         y = _DeferrableLinear.apply(x, module.weight, module.bias, self)
-        self.gradients.forward_bytes += x.numel() * x.element_size() + y.numel() * y.element_size()
+        if not self.steps_aside:
+            self.gradients.forward_bytes += x.numel() * x.element_size() + y.numel() * y.element_size()
         return y
 
     def __reduce__(self) -> tuple[type[partial[Any]], tuple[object, ...]]:
