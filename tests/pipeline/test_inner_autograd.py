@@ -17,8 +17,8 @@ POLICIES = [Pipeline(policy="message-driven", defer_bytes=1 << 20), Pipeline(pol
 
 
 class FixedPoint(nn.Module):
-    """An implicit layer, as in the tutorial of Kolter, Duvenaud and Johnson: a hook solves for the gradient at the fixed
-    point z = f(z, x)."""
+    """An implicit layer, as in the tutorial of Kolter, Duvenaud and Johnson: a hook solves for the gradient at the
+    fixed point z = f(z, x)."""
 
     def __init__(self):
         super().__init__()
