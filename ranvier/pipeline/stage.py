@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import checkpoint
 
 from ranvier import keyed_random
 from ranvier.block import Loss, State, carried, named, wrapping_hint
 from ranvier.errors import ModelError, RanvierError
 from ranvier.pipeline.block_costs import loss_parts
 from ranvier.pipeline.microbatch import Microbatch
+from ranvier.pipeline.segment import Segment
 from ranvier.schedule.schedule import Product
 from ranvier.tensor.boundaries import detached_names, with_layouts
 from ranvier.tensor.columns import plain
@@ -114,7 +114,8 @@ class Stage:
         for layer in (layer for segment in segments for place in segment for layer in modules[place].modules()):
             if isinstance(layer, SplitLinear):
                 layer.recomputed = True
-        self._runs, self._segments = runs_of(len(blocks), segments), segments
+        self._segments = segments
+        self._use_runs(runs_of(len(blocks), segments))
         self._cache: Callable[[Tensor, State, Callable[..., State]], State] | None = None
         self.cached_blocks = 0
         """Blocks that `use_cache` has given to a cache."""
@@ -134,6 +135,8 @@ class Stage:
         self.outputs = []
         self.forget_weights()
         if training:
+            for segment in self._recomputed.values():
+                segment.begin()
             self._forwards.install()
             self._lookups.install()
         for block, _, module in self.blocks:
@@ -160,8 +163,13 @@ class Stage:
         """The first blocks, which are frozen, are computed by `forward` in training, or (None) again by themselves."""
         self._cache, self.cached_blocks = forward, num_blocks if forward is not None else 0
         rest = [range(max(segment.start, self.cached_blocks), segment.stop) for segment in self._segments]
-        self._runs = [run for run in runs_of(len(self.blocks), [segment for segment in rest if len(segment)])
-                      if run[0].start >= self.cached_blocks]
+        self._use_runs([run for run in runs_of(len(self.blocks), [segment for segment in rest if len(segment)])
+                        if run[0].start >= self.cached_blocks])
+
+    def _use_runs(self, runs: list[tuple[range, bool]]) -> None:
+        self._runs = runs
+        self._recomputed = {run: Segment([(name, module) for _, name, module in self.blocks[run.start:run.stop]])
+                            for run, recomputed in runs if recomputed}
 
     @property
     def stored(self) -> int:
@@ -204,10 +212,8 @@ class Stage:
             state = self._cached(self.cached_blocks, state, step, samples, number)
         for run, recomputed in runs:
             part = partial(self._run_some, run, step, samples, number)
-            if recomputed and torch.is_grad_enabled():
-                state = checkpoint(part, state, use_reentrant=False)
-            else:
-                state = part(state)
+            again = recomputed and torch.is_grad_enabled()
+            state = self._recomputed[run].run(part, state) if again else part(state)
             block, name, _ = self.blocks[run[-1]]
             if run[-1] != len(self.blocks) - 1:
                 self._watch_boundary(named(state, f"block {name}"), block + 1)

@@ -134,8 +134,7 @@ class _DeferrableLinear(Function):
 
 def is_deferrable(module: nn.Linear) -> bool:
     """Whether weight and bias are plain parameters without hooks on their gradients, and the weight trains."""
-    return (is_plain(module.weight) and module.weight.requires_grad and (module.bias is None or is_plain(module.bias))
-            and not nn.utils.parametrize.is_parametrized(module))
+    return (is_plain(module.weight) and module.weight.requires_grad and (module.bias is None or is_plain(module.bias)))
 
 
 def is_plain(parameter: Tensor) -> bool:
@@ -201,9 +200,10 @@ def is_transformed() -> bool:
 
 
 def _takes(module: nn.Module) -> bool:
-    """Whether `module` computes exactly nn.Linear's product: no forward of its own, by class or by assignment."""
+    """Whether `module` computes exactly nn.Linear's product with parameters of its own: no forward of its own, by class
+    or by assignment, and no parametrization, which each look at the weight would evaluate."""
     return (isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, PaddedLinear.forward)
-            and "forward" not in module.__dict__)
+            and "forward" not in module.__dict__ and {"weight", "bias"} <= module._parameters.keys())
 
 
 class DeferringForwards:
