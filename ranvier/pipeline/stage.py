@@ -80,6 +80,7 @@ class Stage:
         compile: whether blocks are compiled for training, or on a tensor mesh their chains of elementwise operations:
             False, True, or "auto" with a warning for those that cannot be.
         in_float8: linear layers whose products are in float8 while the stage trains.
+        may_wait: whether weight gradients may ever be deferred; else plain nn.Linear layers of a user stay as they are.
         tables: lookup tables whose gradients are added to row by row.
         segments: runs of blocks (places in `blocks`) that keep only what enters them, and are computed again in their
             backward. Their weight gradients are never deferred: their operands have only just been recomputed.
@@ -90,7 +91,7 @@ class Stage:
                  block_passed: Callable[[int], None], weight_gradients: WeightGradients,
                  tables: Collection[nn.Parameter] = (), segments: Sequence[range] = (), still: range = range(0),
                  mesh: TensorMesh | None = None, compile: bool | Literal["auto"] = False,
-                 in_float8: Collection[nn.Module] = ()) -> None:
+                 in_float8: Collection[nn.Module] = (), may_wait: bool = True) -> None:
         self.blocks, self._loss, self._seed, self._device = blocks, loss, seed, device
         self.training = False
         self._progress, self._block_passed, self._still, self._mesh = progress, block_passed, still, mesh
@@ -121,7 +122,8 @@ class Stage:
         """Blocks that `use_cache` has given to a cache."""
         at_once = {place for segment in segments for place in segment}
         self._forwards = DeferringForwards([module for place, module in enumerate(modules) if place not in at_once],
-                                            [modules[place] for place in sorted(at_once)], weight_gradients, in_float8)
+                                            [modules[place] for place in sorted(at_once)], weight_gradients, in_float8,
+                                            may_wait=may_wait)
         whole = compile if mesh is None else False
         self._lookups = LookupForwards(modules, tables if whole is False else (), weight_gradients)
         self._compiled = _compiled_blocks(whole, weight_gradients, self._forwards,

@@ -19,6 +19,7 @@ from torch.nn import functional
 from ranvier.tensor import float8
 from ranvier.tensor.autograd import Function
 from ranvier.tensor.split.linear import SplitLinear
+from ranvier.tensor.splittable import Layer
 from ranvier.tensor.weight_gradients import WeightGradients
 
 _ROW_MULTIPLE = 128
@@ -218,19 +219,23 @@ class DeferringForwards:
             checks whether the weight is trainable, so freezing later needs nothing more.
         others: blocks of the same stage whose weight gradients autograd computes.
         in_float8: layers of both whose products are in float8 (`float8`).
+        may_wait: whether products may be deferred at all. Where none is, plain layers of a user stay as they are;
+            those of `ranvier.tensor.layers` add straight to their gradients all the same.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], others: Sequence[nn.Module], gradients: WeightGradients,
-                 in_float8: Collection[nn.Module] = ()) -> None:
+                 in_float8: Collection[nn.Module] = (), *, may_wait: bool = True) -> None:
         modules = list(dict.fromkeys(module for block in blocks for module in block.modules()))
         elsewhere = {parameter for module in (*(m for block in others for m in block.modules()),
                                               *(module for module in modules
                                                 if not (_takes(module) or isinstance(module, SplitLinear))))
                      for parameter in module.parameters(recurse=False)}
         free = {module: None for module in modules if elsewhere.isdisjoint(module.parameters(recurse=False))}
+        ours = {inner for module in modules if isinstance(module, Layer) for inner in module.modules()}
         self._gradients = gradients
         self._forwards = {module: _DeferrableForward(module, gradients, in_float8=module in in_float8)
-                          for module in free if isinstance(module, nn.Linear) and _takes(module)}
+                          for module in free if isinstance(module, nn.Linear) and _takes(module)
+                          and (may_wait or module in ours or module in in_float8)}
         self.float8_forwards = {module: _Float8Forward(module) for block in (*blocks, *others)
                                 for module in block.modules() if module in in_float8 and module not in self._forwards
                                 and isinstance(module, nn.Linear) and _takes(module)}

@@ -1,5 +1,7 @@
 """The queue of deferred products: their order, what they keep alive, and what is left after a failure."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -9,9 +11,10 @@ from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.schedule.schedule import Product
 from ranvier.tensor.deferred_linear import DeferringForwards
+from ranvier.tensor.layers import ReplicatedLinear
 from ranvier.tensor.weight_gradients import WeightGradients, root_of
 from ranvier.testing.ranks import run_ranks
-from tests.pipeline.parity import points, squared
+from tests.pipeline.parity import assert_parity, chain, on_mesh, points, share, squared
 
 
 class Log:
@@ -214,3 +217,27 @@ def test_what_a_block_computes_inside_the_backward_is_not_queued():
     for name, gradient in zip(gradients(block), expected, strict=True):
         torch.testing.assert_close(gradients(block)[name], gradient)
     torch.testing.assert_close(seen[0], expected[0])
+
+
+def patched(engine):
+    """Names of linear layers that have a forward of Ranvier's while a batch runs."""
+    seen, names = set(), {module: f"{block}.{name}" for block, whole in engine.blocks.items()
+                          for name, module in whole.named_modules() if isinstance(module, nn.Linear)}
+    for module in engine.blocks.values():
+        module.register_forward_pre_hook(
+            lambda *call: seen.update(name for module, name in names.items() if "forward" in module.__dict__))
+    engine.forward_backward(share(engine, points([[2, 1]])))
+    return seen
+
+
+@pytest.mark.parametrize(("mesh", "pipeline", "plain"), [
+    (Mesh(), Pipeline(), False), (Mesh(), Pipeline(stages_per_rank=2), False),
+    (Mesh(), Pipeline(defer_bytes=0), False), (Mesh(), Pipeline(deferred=(0,), defer_last=1), False),
+    (Mesh(), Pipeline(defer_bytes=1 << 20), True), (Mesh(), Pipeline(deferred=(1,), defer_last=1), True),
+    (Mesh(pipe=2), Pipeline(), True), (Mesh(pipe=2), Pipeline(policy="1f1b"), True)], ids=str)
+def test_plain_layers_stay_as_they_are_where_nothing_may_wait(mesh, pipeline, plain):
+    """On one stage nothing is deferred unless the caller wants it; layers of Ranvier's own add as they do elsewhere."""
+    model = partial(chain, partial(nn.Linear, 4, 4), partial(ReplicatedLinear, 4, 4), partial(nn.Linear, 4, 4))
+    found = set().union(*on_mesh(model, mesh, patched, pipeline=pipeline))
+    assert found == ({"b0.", "b1.", "b2."} if plain else {"b1."})
+    assert_parity(model, points([[2, 1]]), mesh, pipeline=pipeline)
