@@ -166,9 +166,10 @@ class Changes(Reads):
 
 @pytest.mark.parametrize(("block", "why"), [(Reads, "_local_scalar_dense"), (Changes, "changed in place")])
 def test_a_block_that_cannot_be_compiled_is_named(block, why):
+    """What a layer takes must stay as it is where its product may wait."""
     with pytest.raises(ModelError, match=rf"block b0: cannot be compiled: .*{why}(.|\n)*--model.compile false"):
         on_mesh(lambda: chain(block), Mesh(), lambda engine: engine.forward_backward(share(engine, points([[2]]))),
-                compile=True)
+                pipeline=Pipeline(defer_bytes=1 << 20), compile=True)
 
 
 def test_evaluation_is_uncompiled_and_right():
