@@ -26,7 +26,7 @@ from ranvier.tensor import layers
 from ranvier.tensor.layers import rotary
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.layers import split_layers
-from ranvier.tensor.weight_gradients import WeightGradients
+from ranvier.tensor.weight_gradients import WeightGradients, root_of
 from ranvier.train.metrics import Meter
 from ranvier.world import World
 from tests.ordered_collectives import LoneBackend
@@ -281,7 +281,7 @@ def deferred(cuda):
     layer.may_wait = True
     y = layer(torch.ones(2, 4, 6, device=DEVICE))
     dy = torch.ones_like(y)
-    layer.weight_gradients.backward_pass(0, lambda: y.backward(dy), True)
+    layer.weight_gradients.backward_pass(0, [root_of(y)], [dy], True)
     layer.weight_gradients.run(0, 0)
 
 

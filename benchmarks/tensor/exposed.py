@@ -19,7 +19,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -38,7 +37,7 @@ from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.layers import split_layers
 from ranvier.tensor.split.linear import SplitLinear
 from ranvier.tensor.under_way import WeightUse
-from ranvier.tensor.weight_gradients import WeightGradients
+from ranvier.tensor.weight_gradients import WeightGradients, root_of
 
 LAYERS = 8
 """Of a stage. What its first weight and its last gradients expose counts once, whatever their number."""
@@ -214,7 +213,7 @@ def transfers(case: Case, cluster: Cluster | None = None) -> list[Transfer]:
                 for layer in layers:
                     y = cast(Tensor, checkpoint(layer, y, use_reentrant=False)) if case.recomputed else layer(y)
             with mesh.one_pass(backward):
-                products = gradients.backward_pass(0, partial(y.backward, torch.empty_like(y)), case.deferred)
+                products = gradients.backward_pass(0, [root_of(y)], [torch.empty_like(y)], case.deferred)
             for number in range(len(products)):
                 gradients.run(0, number)
             mesh.sums.finish()

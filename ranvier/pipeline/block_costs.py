@@ -266,7 +266,8 @@ def _weights_of(module: nn.Module, counter: FlopCounterMode) -> tuple[float, boo
     total, flops = sum(weight.numel() for weight in weights), counter.get_total_flops()
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
     linear = [weight.requires_grad for layer in module.modules() if isinstance(layer, (nn.Linear, SplitLinear))
-              for weight in (layer.weights if isinstance(layer, SplitLinear) else (layer.weight,))]
+              for weight in (layer.weights if isinstance(layer, SplitLinear) else (layer._parameters.get("weight"),))
+              if weight is not None]  # to look at a parametrised weight would evaluate it
     defers = not linear or any(linear)
     if trained == total or not flops or not any(parameter.requires_grad for parameter in module.parameters()):
         return 1.0, defers

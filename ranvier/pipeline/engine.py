@@ -271,6 +271,7 @@ class Engine:
             seed=seed, device=world.device,
             progress=self._progress, block_passed=self._block_passed, segments=plan.segments(stage),
             mesh=self._connections.tensor_mesh, compile=self._compiles(compile), tables=tables,
+            may_wait=mesh.pipe > 1 or settings.sets_deferral,  # under any policy, so that all agree to the bit
             in_float8=float8_layers(blocks, len(self.block_names), world.device) if float8 else (),
             weight_gradients=self._weight_gradients())
             for stage in placement.stages_of(self.coordinates.pipe)],

@@ -31,6 +31,11 @@ class EngineSettings:
     look_ahead: int | Literal["auto"]
     recompute: Recompute
 
+    @property
+    def sets_deferral(self) -> bool:
+        """Whether weight gradients are deferred because the caller wants it so."""
+        return self.defer_bytes not in ("auto", 0) or any(self.deferred or ())
+
 
 def engine_settings(pipeline: Pipeline, memory: Memory, policy: Policy | str | None,
                     earlier: Mapping[str, object]) -> EngineSettings:

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import checkpoint
 
 from ranvier import keyed_random
 from ranvier.block import Loss, State, carried, named, wrapping_hint
@@ -29,6 +28,7 @@ from ranvier.errors import ModelError, RanvierError
 from ranvier.pipeline.block_costs import loss_parts
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.result import KeptOutputs
+from ranvier.pipeline.segment import Segment
 from ranvier.pipeline.shared_memory import SharedMemory, sharing, unmarked
 from ranvier.schedule.schedule import Product
 from ranvier.tensor.autograd import Function
@@ -40,7 +40,7 @@ from ranvier.tensor.lookups import LookupForwards
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.linear import SplitLinear
 from ranvier.tensor.under_way import WeightUse
-from ranvier.tensor.weight_gradients import WeightGradients
+from ranvier.tensor.weight_gradients import WeightGradients, root_of
 
 if TYPE_CHECKING:
     from ranvier.tensor.compiled import CompiledBlocks
@@ -94,6 +94,7 @@ class Stage:
         compile: whether blocks are compiled for training, or on a tensor mesh their chains of elementwise operations:
             False, True, or "auto" with a warning for those that cannot be.
         in_float8: linear layers whose products are in float8 while the stage trains.
+        may_wait: whether weight gradients may ever be deferred; else plain nn.Linear layers of a user stay as they are.
         tables: lookup tables whose gradients are added to row by row.
         segments: runs of blocks (places in `blocks`) that keep only what enters them, and are computed again in their
             backward. Their weight gradients are never deferred: their operands have only just been recomputed.
@@ -104,7 +105,7 @@ class Stage:
                  block_passed: Callable[[int], None], weight_gradients: WeightGradients,
                  tables: Collection[nn.Parameter] = (), segments: Sequence[range] = (),
                  mesh: TensorMesh | None = None, compile: bool | Literal["auto"] = False,
-                 in_float8: Collection[nn.Module] = ()) -> None:
+                 in_float8: Collection[nn.Module] = (), may_wait: bool = True) -> None:
         self.blocks, self._loss, self._seed, self._device = blocks, loss, seed, device
         self.training = False
         self._progress, self._block_passed, self._mesh = progress, block_passed, mesh
@@ -131,13 +132,15 @@ class Stage:
         for layer in (layer for segment in segments for place in segment for layer in modules[place].modules()):
             if isinstance(layer, SplitLinear):
                 layer.recomputed = True
-        self._runs, self._segments = runs_of(len(blocks), segments), segments
+        self._segments = segments
+        self._use_runs(runs_of(len(blocks), segments))
         self._cache: Callable[[Tensor, State, Callable[..., State]], State] | None = None
         self.cached_blocks = 0
         """Blocks that `use_cache` has given to a cache."""
         at_once = {place for segment in segments for place in segment}
         self._forwards = DeferringForwards([module for place, module in enumerate(modules) if place not in at_once],
-                                            [modules[place] for place in sorted(at_once)], weight_gradients, in_float8)
+                                            [modules[place] for place in sorted(at_once)], weight_gradients, in_float8,
+                                            may_wait=may_wait)
         whole = compile if mesh is None else False
         self._lookups = LookupForwards(modules, tables if whole is False else (), weight_gradients)
         self._compiled = _compiled_blocks(whole, weight_gradients, self._forwards,
@@ -151,6 +154,8 @@ class Stage:
         self.outputs = []
         self.forget_weights()
         if training:
+            for segment in self._recomputed.values():
+                segment.begin()
             self._forwards.install()
             self._lookups.install()
 
@@ -173,8 +178,13 @@ class Stage:
         """The first blocks, which are frozen, are computed by `forward` in training, or (None) again by themselves."""
         self._cache, self.cached_blocks = forward, num_blocks if forward is not None else 0
         rest = [range(max(segment.start, self.cached_blocks), segment.stop) for segment in self._segments]
-        self._runs = [run for run in runs_of(len(self.blocks), [segment for segment in rest if len(segment)])
-                      if run[0].start >= self.cached_blocks]
+        self._use_runs([run for run in runs_of(len(self.blocks), [segment for segment in rest if len(segment)])
+                        if run[0].start >= self.cached_blocks])
+
+    def _use_runs(self, runs: list[tuple[range, bool]]) -> None:
+        self._runs = runs
+        self._recomputed = {run: Segment([(name, module) for _, name, module in self.blocks[run.start:run.stop]])
+                            for run, recomputed in runs if recomputed}
 
     @property
     def stored(self) -> int:
@@ -210,7 +220,7 @@ class Stage:
         self._shared.check()
         if keep_outputs and self._loss is not None and self.observe is None:
             self.outputs.append(plain(state))
-        roots = {name: get_gradient_edge(tensor) for name, tensor in outputs.items() if tensor.requires_grad}
+        roots = {name: root_of(tensor) for name, tensor in outputs.items() if tensor.requires_grad}
         kept = bool(roots) or any(leaf.requires_grad for leaf in leaves.values())
         if kept:
             self._graphs[number] = _Graph({name: leaf for name, leaf in leaves.items() if leaf.requires_grad}, roots,
@@ -226,10 +236,8 @@ class Stage:
             state = self._cached(self.cached_blocks, state, step, samples, number)
         for run, recomputed in runs:
             part = partial(self._run_some, run, step, samples, number)
-            if recomputed and torch.is_grad_enabled():
-                state = checkpoint(part, state, use_reentrant=False)
-            else:
-                state = part(state)
+            again = recomputed and torch.is_grad_enabled()
+            state = self._recomputed[run].run(part, state) if again else part(state)
             block, name, _ = self.blocks[run[-1]]
             if run[-1] != len(self.blocks) - 1:
                 tensors = plain(named(state, f"block {name}"))
@@ -287,6 +295,8 @@ class Stage:
 
         def hook(gradient: Tensor) -> None:
             nonlocal missing
+            if not self._weights.in_pass:
+                return  # a block or the loss calls autograd for purposes of its own
             missing -= 1
             self._progress()
             if missing == 0 and self._last_backward:
@@ -350,14 +360,9 @@ class Stage:
                           for block, _, module in self.blocks]
             self._block_passed(self.blocks[-1][0] + 1)
         arrived = tuple(gradients[name] for name in names)
-
-        def run() -> None:
-            if roots:
-                torch.autograd.backward(roots, arrived)
-
         try:
             with self._one_pass("backward"):
-                products = self._weights.backward_pass(number, run, defer, last=last)
+                products = self._weights.backward_pass(number, roots, arrived, defer, last=last)
                 if last:
                     self._close(self.blocks[0][0])
         except SystemExit as error:

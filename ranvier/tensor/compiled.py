@@ -251,8 +251,8 @@ class CompiledBlocks:
         mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
         has_products = torch.is_grad_enabled() and any(map(is_deferrable, self._forwards.layers_of(module)))
         # In a recomputed segment there are none, and a graph of fake tensors would count as saved by the segment.
-        with self._installed(module, partial(_recorded, record) if has_products else None), mode, \
-                torch.set_grad_enabled(has_products):
+        with self._installed(module, partial(_recorded, record) if has_products else None), \
+                _unchanged(module), mode, torch.set_grad_enabled(has_products):
             module(tree_map(mode.from_tensor, state))
         if any(x._version != version for x, version in seen):
             raise torch._dynamo.exc.Unsupported("the input of a linear layer is changed in place after the layer")
@@ -279,6 +279,25 @@ def _site_keys(scope: keyed_random.Scope, sites: int, state: State) -> Tensor | 
         return None
     device = next(iter(named(state, "the carried state").values())).device
     return torch.stack([scope.site_keys(site) for site in range(sites)]).to(device, non_blocking=True)
+
+
+@contextmanager
+def _unchanged(block: nn.Module) -> Iterator[None]:
+    """A forward on fake tensors leaves the block's modules as they were: whatever it assigns is gone afterwards, and
+    what it writes into buffers (operations without fake tensors are real ones) goes to copies."""
+    before = [(module, dict(module._buffers), dict(module.__dict__)) for module in block.modules()]
+    copies = {id(buffer): buffer.clone() for _, buffers, _ in before for buffer in buffers.values()
+              if buffer is not None}
+    for module, buffers, _ in before:
+        module._buffers.update({name: None if buffer is None else copies[id(buffer)]
+                                for name, buffer in buffers.items()})
+    try:
+        yield
+    finally:
+        for module, buffers, attributes in before:
+            for held, kept in ((module._buffers, buffers), (module.__dict__, attributes)):
+                held.clear()
+                held.update(kept)
 
 
 def _kind_of(module: nn.Module) -> object:

@@ -19,6 +19,7 @@ from torch.nn import functional
 from ranvier.tensor import float8
 from ranvier.tensor.autograd import Function
 from ranvier.tensor.split.linear import SplitLinear
+from ranvier.tensor.splittable import Layer
 from ranvier.tensor.weight_gradients import WeightGradients
 
 _ROW_MULTIPLE = 128
@@ -126,6 +127,7 @@ class _DeferrableLinear(Function):
             layer.gradients.add(grown, (x, dy), partial(add_gradients, ctx.weight, ctx.bias, in_float8=layer.in_float8),
                                 at_once=layer.steps_aside)
             return dx, None, None, None
+        layer.steps_aside = True
         rows, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         db = rows.sum(0) if ctx.needs_input_grad[2] else None
         return dx, float8.weight_gradient(x, rows, weight.dtype) if layer.in_float8 else rows.t().mm(x), db, None
@@ -133,8 +135,7 @@ class _DeferrableLinear(Function):
 
 def is_deferrable(module: nn.Linear) -> bool:
     """Whether weight and bias are plain parameters without hooks on their gradients, and the weight trains."""
-    return (is_plain(module.weight) and module.weight.requires_grad and (module.bias is None or is_plain(module.bias))
-            and not nn.utils.parametrize.is_parametrized(module))
+    return (is_plain(module.weight) and module.weight.requires_grad and (module.bias is None or is_plain(module.bias)))
 
 
 def is_plain(parameter: Tensor) -> bool:
@@ -146,8 +147,12 @@ def is_plain(parameter: Tensor) -> bool:
 class _DeferrableForward:
     """The forward of a plain nn.Linear, with its weight gradients going through `gradients`.
 
-    Inside a transform of torch.func (vmap, grad, jvp) it computes what nn.Linear computes, and does so from then on:
-    else the queue and autograd would add to one gradient in an order that depends on the schedule's policy.
+    Inside a transform of torch.func (vmap, grad, jvp) it computes what nn.Linear computes.
+
+    steps_aside: its products never wait, from the first time on that autograd may add to the same gradient by itself
+    (in a transform, or where a block calls autograd for purposes of its own): the order in which the queue and autograd
+    add would depend on the schedule's policy. Implicit layers and reentrant checkpointing first run without gradients,
+    so that this is known before any backward.
     """
 
     def __init__(self, module: nn.Linear, gradients: WeightGradients, *, in_float8: bool = False) -> None:
@@ -157,14 +162,14 @@ class _DeferrableForward:
 
     def __call__(self, input: Tensor) -> Tensor:
         module, x = self._module, input
-        if not (torch.is_grad_enabled() and isinstance(x, Tensor) and is_deferrable(module)
-                and not torch.is_autocast_enabled(x.device.type)):
+        if not isinstance(x, Tensor) or not is_deferrable(module) or torch.is_autocast_enabled(x.device.type):
             return functional.linear(x, module.weight, module.bias)
-        if self.steps_aside or is_transformed():
+        if is_transformed() or not torch.is_grad_enabled():
             self.steps_aside = True
             return functional.linear(x, module.weight, module.bias)
         y = _DeferrableLinear.apply(x, module.weight, module.bias, self)
-        self.gradients.forward_bytes += x.numel() * x.element_size() + y.numel() * y.element_size()
+        if not self.steps_aside:
+            self.gradients.forward_bytes += x.numel() * x.element_size() + y.numel() * y.element_size()
         return y
 
     def __reduce__(self) -> tuple[type[partial[Any]], tuple[object, ...]]:
@@ -196,9 +201,10 @@ def is_transformed() -> bool:
 
 
 def _takes(module: nn.Module) -> bool:
-    """Whether `module` computes exactly nn.Linear's product: no forward of its own, by class or by assignment."""
+    """Whether `module` computes exactly nn.Linear's product with parameters of its own: no forward of its own, by class
+    or by assignment, and no parametrization, which each look at the weight would evaluate."""
     return (isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, PaddedLinear.forward)
-            and "forward" not in module.__dict__)
+            and "forward" not in module.__dict__ and {"weight", "bias"} <= module._parameters.keys())
 
 
 class DeferringForwards:
@@ -213,19 +219,23 @@ class DeferringForwards:
             checks whether the weight is trainable, so freezing later needs nothing more.
         others: blocks of the same stage whose weight gradients autograd computes.
         in_float8: layers of both whose products are in float8 (`float8`).
+        may_wait: whether products may be deferred at all. Where none is, plain layers of a user stay as they are;
+            those of `ranvier.tensor.layers` add straight to their gradients all the same.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], others: Sequence[nn.Module], gradients: WeightGradients,
-                 in_float8: Collection[nn.Module] = ()) -> None:
+                 in_float8: Collection[nn.Module] = (), *, may_wait: bool = True) -> None:
         modules = list(dict.fromkeys(module for block in blocks for module in block.modules()))
         elsewhere = {parameter for module in (*(m for block in others for m in block.modules()),
                                               *(module for module in modules
                                                 if not (_takes(module) or isinstance(module, SplitLinear))))
                      for parameter in module.parameters(recurse=False)}
         free = {module: None for module in modules if elsewhere.isdisjoint(module.parameters(recurse=False))}
+        ours = {inner for module in modules if isinstance(module, Layer) for inner in module.modules()}
         self._gradients = gradients
         self._forwards = {module: _DeferrableForward(module, gradients, in_float8=module in in_float8)
-                          for module in free if isinstance(module, nn.Linear) and _takes(module)}
+                          for module in free if isinstance(module, nn.Linear) and _takes(module)
+                          and (may_wait or module in ours or module in in_float8)}
         self.float8_forwards = {module: _Float8Forward(module) for block in (*blocks, *others)
                                 for module in block.modules() if module in in_float8 and module not in self._forwards
                                 and isinstance(module, nn.Linear) and _takes(module)}

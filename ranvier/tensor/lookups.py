@@ -52,11 +52,12 @@ class _RowLookup(Function):
 
 
 def _takes(module: nn.Module) -> bool:
-    """Whether `module` is a plain table on a CPU: no forward of its own, by class or by assignment. A GPU would have to
-    wait for the number of rows."""
+    """Whether `module` is a plain table on a CPU: no forward of its own, by class or by assignment, and no
+    parametrization, which each look at the weight would evaluate. A GPU would have to wait for the number of rows."""
     return (isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
-            and "forward" not in module.__dict__ and module.max_norm is None and not module.scale_grad_by_freq
-            and not module.sparse and module.num_embeddings >= LEAST_ROWS and module.weight.device.type == "cpu")
+            and "forward" not in module.__dict__ and "weight" in module._parameters and module.max_norm is None
+            and not module.scale_grad_by_freq and not module.sparse
+            and module.num_embeddings >= LEAST_ROWS and module.weight.device.type == "cpu")
 
 
 def lookup_tables(blocks: Iterable[nn.Module]) -> set[nn.Parameter]:
@@ -77,7 +78,7 @@ class _LookupForward:
     def __call__(self, input: Tensor) -> Tensor:
         module, weight = self._module, self._module.weight
         if (torch.is_grad_enabled() and weight.requires_grad and is_plain(weight) and not is_transformed()
-                and not nn.utils.parametrize.is_parametrized(module) and 2 * input.numel() <= len(weight)):
+                and 2 * input.numel() <= len(weight)):
             padding = -1 if module.padding_idx is None else module.padding_idx
             return _RowLookup.apply(weight, input, padding, self._gradients)
         return functional.embedding(input, weight, module.padding_idx)
@@ -93,7 +94,7 @@ class LookupForwards:
     def __init__(self, blocks: Iterable[nn.Module], tables: Collection[nn.Parameter], gradients: WeightGradients
                  ) -> None:
         self._forwards = {module: _LookupForward(module, gradients) for block in blocks for module in block.modules()
-                          if isinstance(module, nn.Embedding) and module.weight in tables}
+                          if isinstance(module, nn.Embedding) and module._parameters.get("weight") in tables}
 
     def install(self) -> None:
         """Before a batch."""

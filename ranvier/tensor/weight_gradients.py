@@ -15,7 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ranvier.schedule.schedule import Product
 
@@ -50,31 +52,44 @@ class WeightGradients:
         self._chunk_of, self._on_queued, self._on_added = chunk_of, on_queued, on_added
         self._waiting: dict[tuple[int, int], _Operands] = {}
         self._fresh: list[_Operands] | None = None
-        self._in_pass = False
+        self._task: int | None = None
+        """Autograd's number of the backward that runs."""
         self.last = False
         """Whether no backward of the batch follows the one that runs."""
         self.forward_bytes = 0
         """Bytes that deferring the products of all forward passes since the last reset would keep alive."""
 
-    def backward_pass(self, microbatch: int, backward: Callable[[], None], defer: bool, *,
+    def backward_pass(self, microbatch: int, roots: Sequence[GradientEdge], gradients: Sequence[Tensor], defer: bool, *,
                       last: bool = False) -> list[Product]:
-        """Run `backward`. With `defer` its products wait under (microbatch, number); returns their descriptions. last:
-        no other backward of the batch follows."""
+        """Run autograd from `roots` (of `root_of`) with their gradients. With `defer` products wait under (microbatch,
+        number); returns their descriptions. last: no other backward of the batch follows."""
         fresh: list[_Operands] = []
-        self._fresh, self._in_pass, self.last = fresh if defer else None, True, last
+        self._fresh, self.last = fresh if defer else None, last
+        begin = [root.node.register_prehook(self._begin_pass) for root in roots]
         try:
-            backward()
+            if roots:
+                torch.autograd.backward(roots, gradients)
         finally:
-            self._fresh, self._in_pass = None, False
+            self._fresh, self._task = None, None
+            for handle in begin:
+                handle.remove()
         for number, operands in enumerate(fresh):
             self._waiting[microbatch, number] = operands
         return [Product(size, min(map(self._chunk_of, operands.parameters)))
                 for size, operands in zip(_freed_bytes(fresh), fresh, strict=True)]
 
+    def _begin_pass(self, gradients: Sequence[Tensor]) -> None:
+        self._task = torch._C._current_graph_task_id()
+
     @property
     def in_pass(self) -> bool:
-        """Whether the stage's backward runs now. A block may call autograd for purposes of its own, outside of it."""
-        return self._in_pass
+        """Whether the stage's own backward runs this code.
+
+        False in an autograd call of a block: outside of the backward, or inside it, by a hook or a function (an
+        implicit layer that solves for its gradient, reentrant checkpointing). What such a call computes for a weight
+        may be no part of the weight's gradient, so it goes where the call sends it.
+        """
+        return self._task is not None and torch._C._current_graph_task_id() == self._task
 
     @property
     def defers(self) -> bool:
@@ -113,6 +128,11 @@ class WeightGradients:
         """Drop all products: the batch has failed."""
         self._waiting.clear()
         self._fresh = None
+
+
+def root_of(tensor: Tensor) -> GradientEdge:
+    """Where the backward of a stage's output begins: a node of its own, so that no hook of a block runs before it."""
+    return get_gradient_edge(tensor.view_as(tensor))
 
 
 def _alone(tensor: Tensor) -> Tensor:

@@ -26,12 +26,16 @@ MESHES = [Mesh(), Mesh(data=2, pipe=2), Mesh(data=3)]
 STOP = Guard()
 
 
-def faulty(model, block, fault, *, samples, steps=None):
+def faulty(model, block, fault, *, samples, steps=None, by_hook=True):
     """`model` whose block applies `fault(output, module)` where the microbatch has one of `samples`, in all steps or in
-    those given."""
+    those given; by a hook, which no recomputed block may have, or by a forward in place of its own."""
     def build():
         module = model.blocks[block]()
-        module.register_forward_hook(hook)
+        if by_hook:
+            module.register_forward_hook(hook)
+        else:
+            forward = module.forward
+            module.forward = lambda *args: hook(module, args, forward(*args))
         return module
 
     def hook(module, args, output):
@@ -266,7 +270,7 @@ def test_the_first_microbatch_is_named_where_several_are_bad():
 @pytest.mark.parametrize(("mesh", "sample", "microbatch", "replica", "checkpoint"), [
     *((*SAMPLES[2], checkpoint) for checkpoint in (1, 2)), *((*sample, "none") for sample in SAMPLES)], ids=str)
 def test_the_block_whose_gradients_are_not_finite_is_named(mesh, sample, microbatch, replica, checkpoint):
-    make = partial(lambda: faulty(small_gpt(), "layer1.mlp", infinite_gradient, samples=[sample]))
+    make = partial(lambda: faulty(small_gpt(), "layer1.mlp", infinite_gradient, samples=[sample], by_hook=False))
     cause = examined(make, mesh, batch_of(mesh, 0), memory=Memory(recompute=checkpoint))
     assert str(cause) in [f"block layer1.mlp, microbatch {microbatch} of replica {replica}: the gradient of its input "
                           f"has {flaw}" for flaw in ("inf", "nan")]

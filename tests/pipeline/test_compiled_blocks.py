@@ -20,7 +20,10 @@ from ranvier.pipeline.microbatch import Microbatch
 from ranvier.tensor import compiled
 from ranvier.tensor.weight_gradients import WeightGradients
 from ranvier.testing.ranks import run_ranks
-from tests.pipeline.parity import assert_parity, chain, frozen, on_mesh, points, share
+from ranvier.testing.reference import Reference
+from tests.pipeline.parity import SEED, assert_parity, chain, frozen, on_mesh, points, share
+from tests.pipeline.test_recomputed_state import KEPT, linear
+from tests.pipeline.test_recomputed_state import model as model_with_buffers
 
 SIZES = dict(hidden=16, heads=4, vocab=23, dropout=0.1, num_classes=5)
 
@@ -197,9 +200,10 @@ class Changes(Reads):
 
 @pytest.mark.parametrize(("block", "why"), [(Reads, "_local_scalar_dense"), (Changes, "changed in place")])
 def test_a_block_that_cannot_be_compiled_is_named(block, why):
+    """What a layer takes must stay as it is where its product may wait."""
     with pytest.raises(ModelError, match=rf"block b0: cannot be compiled: .*{why}(.|\n)*--model.compile false"):
         on_mesh(lambda: chain(block), Mesh(), lambda engine: engine.forward_backward(share(engine, points([[2]]))),
-                compile=True)
+                pipeline=Pipeline(defer_bytes=1 << 20), compile=True)
 
 
 def test_evaluation_is_uncompiled_and_right():
@@ -266,3 +270,23 @@ def test_stages_that_compile_for_longer_than_a_message_may_take(monkeypatch):
     assert_parity(lambda: chain(partial(nn.Linear, 4, 4, dtype=torch.float64), partial(nn.Linear, 4, 4,
                   dtype=torch.float64)), points([[2]]), Mesh(pipe=2), compile=True, timeout_seconds=2.0,
                   run_seconds=100.0)
+
+
+def test_buffers_change_once():
+    """A forward on fake tensors, which shows the shapes, changes none, and leaves no fake tensor in its place; under
+    recomputation the second forward changes none."""
+    blocks = [linear, *(KEPT[name] for name in ("batch norm", "average in place", "average replaced")), linear]
+    make, batch = partial(model_with_buffers, *blocks), points([[3, 3]])
+    reference = Reference(make(), seed=SEED, dtype=torch.float64)
+    reference.forward_backward(batch[0])
+
+    def work(engine):
+        engine.forward_backward(share(engine, batch))
+        return engine.gradients(), engine.named_buffers()
+
+    (gradients, buffers), = on_mesh(make, Mesh(), work, memory=Memory(recompute=1), compile=True)
+    expected = {f"{block}.{name}": buffer for block, module in reference.modules.items()
+                for name, buffer in module.named_buffers()}
+    for found, wanted in ((gradients, reference.gradients()), (buffers, expected)):
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)

@@ -1,5 +1,7 @@
 """The queue of deferred products: their order, what they keep alive, and what is left after a failure."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -9,9 +11,10 @@ from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.schedule.schedule import Product
 from ranvier.tensor.deferred_linear import DeferringForwards
-from ranvier.tensor.weight_gradients import WeightGradients
+from ranvier.tensor.layers import ReplicatedLinear
+from ranvier.tensor.weight_gradients import WeightGradients, root_of
 from ranvier.testing.ranks import run_ranks
-from tests.pipeline.parity import points, squared
+from tests.pipeline.parity import assert_parity, chain, on_mesh, points, share, squared
 
 
 class Log:
@@ -24,6 +27,9 @@ class Log:
                                      lambda parameter: self.said.append(("added", self.names[parameter])))
         self.forwards = DeferringForwards([block], others, self.queue)
         self.forwards.install()
+
+    def backward(self, loss, microbatch=0, *, defer=True):
+        return self.queue.backward_pass(microbatch, [root_of(loss)], [torch.ones_like(loss)], defer)
 
 
 def linear_pair():
@@ -41,7 +47,7 @@ def test_deferred_products_are_those_of_autograd():
     log = Log(block)
     plain(x).square().sum().backward()
     loss = block(x).square().sum()
-    products = log.queue.backward_pass(7, loss.backward, defer=True)
+    products = log.backward(loss, 7)
     assert gradients(block) == {"0.weight": None, "0.bias": None, "1.weight": None}
     assert len(log.queue) == 2
     assert log.said == [("queued", "1.weight"), ("queued", "0.weight"), ("queued", "0.bias")]
@@ -55,7 +61,7 @@ def test_deferred_products_are_those_of_autograd():
 
 def test_nothing_is_queued_where_nothing_is_deferred():
     log = Log(block := linear_pair())
-    assert log.queue.backward_pass(0, block(torch.ones(1, 3).double()).sum().backward, defer=False) == []
+    assert log.backward(block(torch.ones(1, 3).double()).sum(), defer=False) == []
     assert log.said == [] and len(log.queue) == 0
     assert all(gradient is not None for gradient in gradients(block).values())
 
@@ -67,7 +73,7 @@ def test_sums_do_not_depend_on_when_products_run():
     for order in ["at once", "each", "after"]:
         log = Log(block := linear_pair())
         for number, x in enumerate(inputs):
-            products = log.queue.backward_pass(number, block(x).square().sum().backward, defer=order != "at once")
+            products = log.backward(block(x).square().sum(), number, defer=order != "at once")
             if order == "each":
                 for product in range(len(products)):
                     log.queue.run(number, product)
@@ -82,7 +88,7 @@ def test_what_products_free():
     """The first layer's input is 4 x 3, its output's gradient and the second's input 4 x 5, the last gradient 4 x 2."""
     log = Log(block := linear_pair(), chunk_of=lambda parameter: len(log.names[parameter]))
     x = torch.randn(4, 3, dtype=torch.float64)
-    products = log.queue.backward_pass(0, block(x).square().sum().backward, defer=True)
+    products = log.backward(block(x).square().sum())
     assert products == [Product((4 * 5 + 4 * 2) * 8, len("1.weight")), Product((4 * 3 + 4 * 5) * 8, len("0.bias"))]
     assert log.queue.forward_bytes == sum(product.alive_bytes for product in products)
 
@@ -98,13 +104,13 @@ def test_what_is_shared_is_freed_by_the_last_that_holds_it():
 
     log = Log(block := Shared().double())
     x = torch.randn(4, 3, dtype=torch.float64)
-    first, second = log.queue.backward_pass(0, block(x).square().sum().backward, defer=True)
+    first, second = log.backward(block(x).square().sum())
     assert first.alive_bytes == 0 and second.alive_bytes == (4 * 3 + 4 * 2) * 8
 
 
 def test_a_part_of_something_larger_is_copied():
     log, large = Log(block := linear_pair()), torch.randn(1000, 3, dtype=torch.float64)
-    log.queue.backward_pass(0, block(large[:4]).square().sum().backward, defer=True)
+    log.backward(block(large[:4]).square().sum())
     assert all(tensor.untyped_storage().data_ptr() != large.untyped_storage().data_ptr()
                for operands in log.queue._waiting.values() for tensor in operands.tensors)
 
@@ -114,7 +120,7 @@ def test_a_frozen_bias_or_weight():
     log = Log(block)
     block[0].bias.requires_grad_(False)
     block[1].weight.requires_grad_(False)
-    products = log.queue.backward_pass(0, block(torch.ones(1, 3).double()).sum().backward, defer=True)
+    products = log.backward(block(torch.ones(1, 3).double()).sum())
     assert [word for word, _ in log.said] == ["queued"] and len(products) == 1
     log.queue.run(0, 0)
     assert {name for name, gradient in gradients(block).items() if gradient is not None} == {"0.weight"}
@@ -138,12 +144,12 @@ def test_a_backward_that_breaks_leaves_nothing_behind():
     x, switch = torch.ones(1, 3).double(), [True]
     loss = block[1](Breaks.apply(block[0](x), switch)).sum()
     with pytest.raises(ValueError, match="broken"):
-        log.queue.backward_pass(0, loss.backward, defer=True)
+        log.backward(loss, 0)
     assert not log.queue.in_pass
     log.queue.clear()
     assert len(log.queue) == 0
     switch.clear()
-    products = log.queue.backward_pass(0, block[1](Breaks.apply(block[0](x), switch)).sum().backward, defer=True)
+    products = log.backward(block[1](Breaks.apply(block[0](x), switch)).sum())
     assert len(products) == 2 and len(log.queue) == 2
 
 
@@ -196,3 +202,42 @@ def test_which_layers_are_taken():
     assert taken == [0, 5, 6]
     log.forwards.remove()
     assert ["forward" in module.__dict__ for module in block] == [False, False, True, False, False, False, False]
+
+
+def test_what_a_block_computes_inside_the_backward_is_not_queued():
+    """An inner autograd call of a hook on the loss itself, the first that autograd calls; its layer waits no more."""
+    log = Log(block := linear_pair())
+    x, seen = torch.ones(1, 3, dtype=torch.float64), []
+    inner = block(x).sum()
+    loss = block(x).sum()
+
+    loss.register_hook(lambda gradient: seen.append(torch.autograd.grad(inner, block[0].weight)[0]))
+    expected = torch.autograd.grad(block(x).sum(), list(block.parameters()))
+    assert [len(log.backward(loss)), len(log.queue)] == [0, 0]
+    for name, gradient in zip(gradients(block), expected, strict=True):
+        torch.testing.assert_close(gradients(block)[name], gradient)
+    torch.testing.assert_close(seen[0], expected[0])
+
+
+def patched(engine):
+    """Names of linear layers that have a forward of Ranvier's while a batch runs."""
+    seen, names = set(), {module: f"{block}.{name}" for block, whole in engine.blocks.items()
+                          for name, module in whole.named_modules() if isinstance(module, nn.Linear)}
+    for module in engine.blocks.values():
+        module.register_forward_pre_hook(
+            lambda *call: seen.update(name for module, name in names.items() if "forward" in module.__dict__))
+    engine.forward_backward(share(engine, points([[2, 1]])))
+    return seen
+
+
+@pytest.mark.parametrize(("mesh", "pipeline", "plain"), [
+    (Mesh(), Pipeline(), False), (Mesh(), Pipeline(stages_per_rank=2), False),
+    (Mesh(), Pipeline(defer_bytes=0), False), (Mesh(), Pipeline(deferred=(0,), defer_last=1), False),
+    (Mesh(), Pipeline(defer_bytes=1 << 20), True), (Mesh(), Pipeline(deferred=(1,), defer_last=1), True),
+    (Mesh(pipe=2), Pipeline(), True), (Mesh(pipe=2), Pipeline(policy="1f1b"), True)], ids=str)
+def test_plain_layers_stay_as_they_are_where_nothing_may_wait(mesh, pipeline, plain):
+    """On one stage nothing is deferred unless the caller wants it; layers of Ranvier's own add as they do elsewhere."""
+    model = partial(chain, partial(nn.Linear, 4, 4), partial(ReplicatedLinear, 4, 4), partial(nn.Linear, 4, 4))
+    found = set().union(*on_mesh(model, mesh, patched, pipeline=pipeline))
+    assert found == ({"b0.", "b1.", "b2."} if plain else {"b1."})
+    assert_parity(model, points([[2, 1]]), mesh, pipeline=pipeline)

@@ -31,7 +31,7 @@ from ranvier.tensor.layers import Linear
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.layers import split_layers
 from ranvier.tensor.split.linear import SplitLinear
-from ranvier.tensor.weight_gradients import WeightGradients
+from ranvier.tensor.weight_gradients import WeightGradients, root_of
 from ranvier.testing.ranks import run_ranks
 from tests.covering import quick
 
@@ -260,7 +260,7 @@ def test_deferred_weight_gradients_receive_no_more(scheme, row, col, stationary)
     y = layer(x)
     volume = layer_volume(scheme, row=row, col=col, **SMALL.volume).products[name]
     assert received() == volume.forward
-    products = gradients.backward_pass(0, lambda: y.backward(torch.empty_like(y)), defer=True)
+    products = gradients.backward_pass(0, [root_of(y)], [torch.empty_like(y)], defer=True)
     assert len(products) == 1 and x.grad is not None
     at_once = received()
     gradients.run(0, 0)

@@ -13,6 +13,7 @@ from ranvier.config.run import TensorParallel as Settings
 from ranvier.tensor import layers
 from ranvier.tensor.split.layers import split_layers
 from ranvier.tensor.split.loss import NextTokenLoss
+from ranvier.tensor.weight_gradients import WeightGradients, root_of
 from ranvier.testing.reference import relative_error
 from tests.covering import quick
 from tests.tensor.split_parity import (
@@ -63,6 +64,31 @@ def linear(stationary, rows, **options):
 
 
 # ---------------------------------------------------------------------- products
+
+@pytest.mark.parametrize("stationary", ["output", "input"])
+def test_autograd_inside_the_backward_queues_nothing(stationary):
+    """A hook that differentiates the same layer: that product goes to the hook, and the layer's own waits no more."""
+    make, x, dy, enter, leave = linear(stationary, 2)
+
+    def gradient(mesh, *, inside):
+        layer = split_layers(make(), mesh, "block")
+        layer.weight_gradients = WeightGradients(*[lambda parameter: 0] * 3)
+        layer.may_wait = layer.has_own_weights = True
+        own_x = enter(mesh, x).clone().requires_grad_()
+        inner, y = layer(own_x), layer(own_x)
+        if inside:
+            y.register_hook(lambda dy: torch.autograd.grad(inner, own_x, dy)[0].sum() * 0 + dy)
+        products = layer.weight_gradients.backward_pass(0, [root_of(y)], [leave(mesh, dy).clone()], True)
+        assert len(products) == (not inside)
+        for number in range(len(products)):
+            layer.weight_gradients.run(0, number)
+        mesh.sums.finish()
+        return layer.weight.grad.clone()
+
+    for alone, beside in on_tensor_mesh(2, 2, SCHEMES["stationary"],
+                                        lambda mesh: [gradient(mesh, inside=inside) for inside in (False, True)]):
+        assert relative_error(beside, alone) <= TOLERANCE
+
 
 @pytest.mark.parametrize("panel_bytes", quick(1, [None, 3000]))
 @pytest.mark.parametrize("bias", [True, False])

@@ -199,6 +199,8 @@ class SplitLinear(SplitLayer):
         operands, weights, biases = _Operands(), self.weights, self.biases
         compute = partial(self._compute, x.detach(), operands)
         if not (torch.is_grad_enabled() and any(one.requires_grad for one in (x, *weights, *biases))):
+            if self.weight_gradients is not None and any(one.requires_grad for one in weights):
+                self.may_wait = False  # a block may call autograd for purposes of its own, which adds by itself
             return compute()
         y = _Multiply.apply(_Save.apply(x, self, operands, *weights, *biases), compute)
         gradients = self.weight_gradients
@@ -234,7 +236,9 @@ class SplitLinear(SplitLayer):
         """
         self.begins(_PASSES[wants_input, wants_weight])
         product, gradients = self._product, self.weight_gradients
-        if gradients is not None and (not gradients.in_pass or any(one._backward_hooks for one in self.weights)):
+        if gradients is not None and not gradients.in_pass:
+            gradients, self.may_wait = None, False
+        elif gradients is not None and any(one._backward_hooks for one in self.weights):
             gradients = None  # a hook sees gradients that go through autograd only
         weight = None
         if wants_input:

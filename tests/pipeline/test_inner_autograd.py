@@ -1,0 +1,168 @@
+"""Blocks that call autograd inside the stage's backward, or in its forward: gradients are plain torch's, and alike to
+the bit under every policy."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ranvier.config.run import Pipeline
+from ranvier.mesh import Mesh
+from tests.pipeline.parity import assert_parity, chain, chunks_of, points
+
+POLICIES = [Pipeline(policy="message-driven", defer_bytes=1 << 20), Pipeline(policy="1f1b"), Pipeline(policy="gpipe"),
+            Pipeline(policy="message-driven", deferred=(9, 9), defer_last=1)]
+
+DEFERRING = [replace(policy, defer_bytes=1 << 20) for policy in POLICIES[:3]]
+"""Where one stage defers plain layers: where it is set."""
+
+
+class FixedPoint(nn.Module):
+    """An implicit layer, as in the tutorial of Kolter, Duvenaud and Johnson: a hook solves for the gradient at the
+    fixed point z = f(z, x)."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def step(self, z, x):
+        return torch.tanh(0.3 * self.inner(z) + self.outer(x))
+
+    def forward(self, x):
+        with torch.no_grad():
+            z = torch.zeros_like(x)
+            for _ in range(20):
+                z = self.step(z, x)
+        z = self.step(z, x)
+        start = z.clone().detach().requires_grad_()
+        end = self.step(start, x)
+
+        def solve(gradient):
+            y = gradient
+            for _ in range(20):
+                y = torch.autograd.grad(end, start, y, retain_graph=True)[0] + gradient
+            return y
+
+        z.register_hook(solve)
+        return z
+
+
+class _Adjoint(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, module, x, *parameters):
+        ctx.module = module
+        ctx.save_for_backward(x, *parameters)
+        return module.field(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, *parameters = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = ctx.module.field(x)
+        return None, *torch.autograd.grad(y, (x, *parameters), gradient)
+
+
+class Adjoint(nn.Module):
+    """A function whose backward computes the forward again, as adjoints of differential equations do."""
+
+    def __init__(self, also=False):
+        super().__init__()
+        self.linear, self.also = nn.Linear(4, 4), also
+
+    def field(self, x):
+        return x + torch.tanh(self.linear(x))
+
+    def forward(self, x):
+        y = _Adjoint.apply(self, x, *self.parameters())
+        return y + self.linear(x) if self.also else y
+
+
+class Checkpointed(nn.Module):
+    """A layer inside reentrant checkpointing, whose backward is a backward in the backward; `also` uses it outside."""
+
+    def __init__(self, also=False):
+        super().__init__()
+        self.linear, self.also = nn.Linear(4, 4), also
+
+    def forward(self, x):
+        before = self.linear(x) if self.also else x
+        return before + checkpoint(lambda x: torch.tanh(self.linear(x)), x, use_reentrant=True)
+
+
+class Carries(nn.Module):
+    """Carries itself, for `Penalised`, and two outputs."""
+
+    def __init__(self, first=False):
+        super().__init__()
+        self.left, self.right, self.first = nn.Linear(4, 4), nn.Linear(4, 4), first
+
+    def forward(self, state):
+        x, y, z = (state, state, state) if self.first else (state["x"], state["y"], state["z"])
+        x = self.left(x) if self.first else x
+        return {"x": x, "y": torch.tanh(self.left(y) + x), "z": torch.tanh(self.right(z))}
+
+
+class Penalised(nn.Module):
+    """Adds the gradient of one output with respect to an earlier block's, which crosses block boundaries."""
+
+    def forward(self, state):
+        x, y, z = state["x"], state["y"], state["z"]
+        return y + z + torch.autograd.grad(y.square().sum(), x, create_graph=True)[0]
+
+
+linear = partial(nn.Linear, 4, 4)
+BLOCKS = {"fixed point": FixedPoint, "adjoint": Adjoint, "adjoint and plain": partial(Adjoint, True),
+          "checkpoint": Checkpointed, "checkpoint and plain": partial(Checkpointed, True)}
+
+
+def alike(model, batches, mesh, policies=POLICIES, **options):
+    first, *others = (assert_parity(model, batches, mesh, pipeline=policy, **options) for policy in policies)
+    for other in others:
+        wrong = [name for name, value in first.gradients.items() if not torch.equal(other.gradients[name], value)]
+        assert not wrong
+
+
+@pytest.mark.parametrize("place", [1, 3], ids=["inside", "at the end"])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_autograd_inside_the_backward(block, place):
+    """Also as the last block of a stage, where a hook of the block runs before any other node."""
+    blocks = [linear] * 6
+    blocks[place - 1] = BLOCKS[block]
+    alike(partial(chain, *blocks), points([[2, 3, 1]] * 2), Mesh(data=2, pipe=2))
+
+
+def test_on_one_rank():
+    model = partial(chain, linear, *BLOCKS.values(), linear)
+    alike(model, points([[2, 3]]), Mesh(), DEFERRING)
+    alike(model, points([[2, 3]]), Mesh(), POLICIES[1:3])
+
+
+def test_a_gradient_within_the_forward_that_crosses_blocks():
+    """It passes some tensors of a block boundary, and not all: the stage's own backward has not passed the block."""
+    model = partial(chain, linear, partial(Carries, True), Carries, Carries, Penalised, linear)
+    alike(model, points([[2, 3, 1]] * 2), Mesh(data=2), DEFERRING, optim=chunks_of(4))
+
+
+class Looked(nn.Module):
+    """An embedding inside reentrant checkpointing, and outside."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(200, 4)
+
+    def forward(self, ids):
+        zero = torch.zeros((), dtype=self.table.weight.dtype, requires_grad=True)
+        again = checkpoint(lambda zero: self.table(ids.long().reshape(-1)) + zero, zero, use_reentrant=True)
+        return again + self.table(ids.long().reshape(-1).flip(0))
+
+
+def test_lookups_inside_the_backward():
+    batches = points([[2, 3, 1]] * 2, width=1)
+    for batch in batches:
+        for one in batch:
+            one.inputs.copy_(torch.arange(len(one.inputs)).view(-1, 1) * 7 % 200)
+    alike(partial(chain, Looked, linear, linear), batches, Mesh(data=2, pipe=2))

@@ -1,0 +1,293 @@
+"""What blocks do to their state and to themselves, where activations are recomputed: done once, or refused by name."""
+
+from functools import partial
+from threading import Lock
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+
+from ranvier.block import Model
+from ranvier.config.run import Memory
+from ranvier.errors import ModelError
+from ranvier.mesh import Mesh
+from ranvier.testing.reference import Reference
+from tests.pipeline.parity import SEED, assert_parity, gradients_on, on_mesh, points, share, squared
+
+linear = partial(nn.Linear, 4, 4)
+
+
+SEEDING = Lock()
+
+
+def model(*blocks):
+    """Builders' own values, the same each time: ranks are threads, which share torch's generator."""
+    def build(number, block):
+        with SEEDING:
+            torch.manual_seed(number)
+            return block()
+
+    return Model(blocks={f"b{number}": partial(build, number, block) for number, block in enumerate(blocks)},
+                 loss=squared)
+
+
+# ---------------------------------------------------------------------- buffers
+
+class Tanh(nn.Module):
+    """A layer before which, and after which, others are put."""
+
+    def __init__(self, before=nn.Identity, after=nn.Identity):
+        super().__init__()
+        self.before, self.linear, self.after = before(), linear(), after()
+
+    def forward(self, x):
+        return torch.tanh(self.after(self.linear(self.before(x))))
+
+
+class Averaged(nn.Module):
+    """Subtracts a running mean, which it keeps in a buffer: written in place, in its data, or replaced."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("first", None)
+
+    def forward(self, x):
+        if self.first is None:
+            self.first = x.detach().mean(0)
+        y = x - self.mean + self.first
+        now = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        if self.how == "replaced":
+            self.mean = now
+        elif self.how == "in place":
+            self.mean.copy_(now)
+        else:
+            self.mean.data.copy_(now)
+        return y
+
+
+class Counts(nn.Module):
+    """Counts its calls, computes by that count, and remembers a tensor that it makes in the first of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = linear(), 0
+
+    def forward(self, x):
+        self.calls += 1
+        if not hasattr(self, "first"):
+            self.first = x.detach().mean()
+        self.last = torch.tanh(self.linear(x))
+        return self.last * self.calls + self.first
+
+
+class Shared(nn.Module):
+    """The same normalisation twice, and two names for one buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.scale = Averaged("in place")
+        self.register_buffer("mean", self.scale.mean)
+
+    def forward(self, x):
+        return self.norm(x) + self.norm(self.scale(x) + self.mean)
+
+
+KEPT = {"batch norm": partial(Tanh, after=partial(nn.BatchNorm1d, 4)),
+        "cumulative batch norm": partial(Tanh, after=partial(nn.BatchNorm1d, 4, momentum=None)),
+        "instance norm": partial(Tanh, after=lambda: nn.Sequential(
+            nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten())),
+        "spectral norm": lambda: parametrizations.spectral_norm(linear()),
+        "spectral norm by a hook": lambda: spectral_norm(linear()),
+        "weight norm by a hook": lambda: weight_norm(linear()),
+        "pruned": lambda: prune.l1_unstructured(linear(), "weight", 3),
+        "shared": Shared,
+        "attributes": Counts,
+        **{f"average {how}": partial(Tanh, before=partial(Averaged, how))
+           for how in ("in place", "in data", "replaced")}}
+
+
+@pytest.mark.filterwarnings("ignore:.*(weight_norm|lower than).*")
+@pytest.mark.parametrize("recompute", [1, 2])
+@pytest.mark.parametrize("block", KEPT)
+def test_buffers_change_once(block, recompute):
+    """Gradients and buffers of several steps are those of plain torch, with several microbatches under way."""
+    make = partial(model, linear, KEPT[block], KEPT[block], linear)
+    batches = [points([[3, 2, 4]], seed=seed) for seed in range(2)]
+    reference = Reference(make(), seed=SEED, dtype=torch.float64)
+    expected = []
+    for batch in batches:
+        reference.forward_backward(batch[0])
+        expected.append(reference.gradients())
+    buffers = {f"{block}.{name}": buffer for block, module in reference.modules.items()
+               for name, buffer in module.named_buffers()}
+
+    def work(engine):
+        found = []
+        for batch in batches:
+            engine.zero_grad()
+            engine.forward_backward(share(engine, batch))
+            found.append({name: gradient.clone() for name, gradient in engine.gradients().items()})
+        assert [module.calls for module in engine.blocks.values() if isinstance(module, Counts)] in ([], [6])
+        return found, {name: buffer.clone() for name, buffer in engine.named_buffers().items()}
+
+    ranks = on_mesh(make, Mesh(pipe=2), work, memory=Memory(recompute=recompute))
+    for step, gradients in enumerate(expected):
+        found = {name: value for found, _ in ranks for name, value in found[step].items()}
+        for name, gradient in gradients.items():  # that of a bias before a normalisation is zero
+            torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12)
+    found = {name: value for _, kept in ranks for name, value in kept.items()}
+    assert buffers or block in ("weight norm by a hook", "attributes")
+    for name, buffer in buffers.items():
+        torch.testing.assert_close(found[name], buffer, rtol=1e-10, atol=1e-12)
+
+
+def test_a_buffer_that_changes_later_is_refused():
+    """From the second batch on, in place: what it was before is nowhere."""
+    class Later(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.calls = linear(), 0
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            if self.calls > 2:
+                self.count += 1
+            return self.linear(x) * (1 + self.count)
+
+    def work(engine):
+        engine.forward_backward(share(engine, points([[1, 2]])))
+        engine.forward_backward(share(engine, points([[1, 2]])))
+
+    with pytest.raises(ModelError) as caught:
+        on_mesh(partial(model, linear, Later), Mesh(), work, memory=Memory(recompute=1))
+    assert caught.value.where == "buffer b1.count" and "recompute" in caught.value.remedy
+
+
+# ---------------------------------------------------------------------- hooks
+
+def test_hooks_of_others_are_refused():
+    """When the engine is built, and when a hook is put there afterwards."""
+    def hooked():
+        block = Tanh()
+        block.linear.register_forward_hook(lambda module, inputs, output: None)
+        return block
+
+    def adds(engine):
+        engine.forward_backward(share(engine, points([[1, 2]])))
+        handle = engine.blocks["b1"].register_forward_pre_hook(lambda module, inputs: None)
+        with pytest.raises(ModelError) as caught:
+            engine.forward_backward(share(engine, points([[1, 2]])))
+        assert caught.value.where == "b1"
+        handle.remove()
+
+    with pytest.raises(ModelError) as caught:
+        on_mesh(partial(model, linear, hooked), Mesh(), lambda engine: None, memory=Memory(recompute=1))
+    assert caught.value.where == "b1.linear" and "<lambda>" in caught.value.value
+    assert "recompute" in caught.value.remedy
+    on_mesh(partial(model, linear, hooked), Mesh(), lambda engine: None)
+    on_mesh(partial(model, linear, Tanh), Mesh(), adds, memory=Memory(recompute=1))
+
+
+# ---------------------------------------------------------------------- the carried state
+
+class Opens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x):
+        return {"h": self.linear(x), "mask": x[:, :1] > 0}
+
+
+class Assigns(Opens):
+    def forward(self, state):
+        state["h"] = state["h"] + torch.tanh(self.linear(state["h"])) * state["mask"]
+        return state
+
+
+class Pops(Opens):
+    def forward(self, state):
+        h = state.pop("h")
+        state.setdefault("before", h)
+        state["h"] = h + torch.tanh(self.linear(h)) * state["mask"] + state["before"]
+        return state
+
+
+class Closes(Opens):
+    def forward(self, state):
+        return self.linear(state["h"]) * state["mask"]
+
+
+@pytest.mark.parametrize("recompute", [1, 2, 3])
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2, pipe=2)], ids=str)
+@pytest.mark.parametrize("block", [Assigns, Pops])
+def test_a_state_that_blocks_change(block, mesh, recompute):
+    """A block puts other tensors into the dict that it was given, and takes some out."""
+    assert_parity(partial(model, Opens, block, block, block, Closes), points([[2, 1, 3]] * mesh.data), mesh,
+                  memory=Memory(recompute=recompute))
+
+
+class InPlace(Opens):
+    """Changes a tensor of its state in place."""
+
+    def forward(self, state):
+        h = state["h"]
+        h += torch.tanh(self.linear(h.clone()))
+        return state
+
+
+class Passes(Opens):
+    """Needs the state's tensor again, and passes it on."""
+
+    def forward(self, state):
+        return {**state, "mask": state["mask"] * torch.tanh(self.linear(state["h"]))}
+
+
+@pytest.mark.parametrize(("blocks", "where", "what"), [
+    ([Opens, InPlace, Closes], "block b1", "tensor h of the carried state"),
+    ([Opens, Passes, InPlace, Closes], "block b2", "tensor h of the carried state"),
+    ([linear, partial(nn.ReLU, inplace=True), linear], "block b1", "the carried state"),
+])
+def test_a_tensor_that_is_changed_in_place_is_named(blocks, where, what):
+    """Where it is recomputed, and only there."""
+    batches = points([[2, 1]])
+    with pytest.raises(ModelError) as caught:
+        gradients_on(partial(model, *blocks), batches, Mesh(), memory=Memory(recompute=1))
+    assert caught.value.where == where and what in caught.value.what and "recompute" in caught.value.remedy
+
+
+def test_a_tensor_that_a_later_block_changes_in_place_is_named():
+    """By the segment that needs it, which has passed it on: the block that changes it is not recomputed itself."""
+    def layered(*blocks):
+        made = model(*blocks)
+        return Model(blocks=made.blocks, loss=made.loss, layers=(("b0",), ("b1",)))
+
+    with pytest.raises(ModelError) as caught:
+        gradients_on(partial(layered, Opens, Passes, InPlace, Closes), points([[2, 1]]), Mesh(),
+                     memory=Memory(recompute=1))
+    assert caught.value.where == "block b1" and "tensor h of the carried state" in caught.value.what
+
+
+class WithinItself(nn.Module):
+    """Changes tensors of its own in place, as residual networks do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x):
+        y = self.linear(x)
+        y += x
+        return functional.relu_(y)
+
+
+@pytest.mark.parametrize("recompute", [1, 2])
+def test_tensors_of_a_block_may_change_in_place(recompute):
+    assert_parity(partial(model, linear, WithinItself, WithinItself, linear), points([[2, 1]]), Mesh(pipe=2),
+                  memory=Memory(recompute=recompute))
