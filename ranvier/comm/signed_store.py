@@ -32,6 +32,7 @@ class SignedStore:
     """The methods of a torch store that Ranvier uses, with values signed by `secret`."""
 
     def __init__(self, store: Store, secret: str) -> None:
+        assert secret, "an empty secret signs nothing"
         self.store, self._secret = store, secret
 
     def clone(self) -> SignedStore:

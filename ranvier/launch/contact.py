@@ -19,6 +19,7 @@ from torch.distributed import TCPStore
 
 from ranvier import __version__
 from ranvier.errors import LaunchError, RanvierError
+from ranvier.launch.stores import connect_store
 from ranvier.system.atomic_file import write_atomically
 from ranvier.system.untrusted_file import open_regular_file
 from ranvier.world import JoinPoint
@@ -70,6 +71,8 @@ def read_contact(run_dir: Path) -> Contact:
         found = json.loads(content)
         version, contact = found["version"], Contact(address=str(found["address"]), port=int(found["port"]),
                                                      secret=str(found["secret"]))
+        if not contact.secret:
+            raise ValueError("no secret")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise RanvierError("is damaged", where=str(run_dir / NAME), value=type(error).__name__,
                            remedy="Stop the run, and start it again with --resume auto.") from error
@@ -85,8 +88,7 @@ def connect(contact: Contact) -> TCPStore:
     where = f"store of the run at {contact.address}:{contact.port}"
     try:
         socket.create_connection((contact.address, contact.port), timeout=_CONNECT_SECONDS).close()
-        return TCPStore(contact.address, contact.port, is_master=False, wait_for_workers=False,
-                        timeout=timedelta(seconds=_CONNECT_SECONDS))
+        return connect_store(contact.address, contact.port, timedelta(seconds=_CONNECT_SECONDS))
     except (OSError, RuntimeError, OverflowError) as error:
         raise LaunchError("cannot be reached", where=where, value=str(error).partition("\n")[0],
                           remedy="If the run was killed, start it again with --resume auto. From another machine, "

@@ -59,13 +59,18 @@ def detect(environ: Mapping[str, str], setting: Setting = "auto") -> Started | N
     """The rank that `environ` describes, or None under plain python.
 
     ConfigError if two launchers contradict each other, if `setting` names a launcher that did not start this process,
-    or if a launcher's variables are incomplete.
+    if a launcher's variables are incomplete, or if the secret is empty.
     """
     started = _detect(environ, setting)
     if started is not None and started.rank >= started.size:
         raise ConfigError(f"is not possible: {started}", where="launch.launcher", value=setting,
                           remedy=f"Start the command with {started.launcher} itself, or set --launch.launcher.")
-    return started and replace(started, secret=environ.get(SECRET) or None)
+    secret = environ.get(SECRET)
+    if started is not None and secret is not None and not secret.strip():
+        raise ConfigError("is empty, so that values of the ranks' store would not be signed", where=SECRET,
+                          value=secret,
+                          remedy=f"Export a random one, such as {SECRET}=$(openssl rand -hex 32), or unset it.")
+    return started and replace(started, secret=secret)
 
 
 def _detect(environ: Mapping[str, str], setting: Setting) -> Started | None:

@@ -22,14 +22,16 @@ from subprocess import STDOUT, Popen, TimeoutExpired
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from ranvier.comm.mixed_backend import MixedBackend
 from ranvier.comm.mpi_backend import MPIBackend
 from ranvier.comm.protocol import Backend
+from ranvier.comm.signed_store import signed
 from ranvier.comm.torch_backend import TorchBackend
 from ranvier.config.named_object import import_named
 from ranvier.launch.mpiexec import mpiexec_command
+from ranvier.launch.shared_store import new_secret
+from ranvier.launch.stores import LOOPBACK, connect_store, create_store
 from ranvier.system import child
 from ranvier.world import World
 
@@ -58,10 +60,10 @@ def run_processes(target: str, size: int, transport: Literal["torch", "mpi", "mp
     """
     with tempfile.TemporaryDirectory(prefix="ranvier-ranks-") as name:
         folder = Path(name)
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store, secret = create_store(LOOPBACK, 0, timedelta(seconds=timeout_seconds)), new_secret()
         (folder / "job.json").write_text(json.dumps(dict(
-            target=target, size=size, transport=transport, args=list(args), port=store.port, device=device,
-            timeout_seconds=timeout_seconds)))
+            target=target, size=size, transport=transport, args=list(args), port=store.port, secret=secret,
+            device=device, timeout_seconds=timeout_seconds)))
         environment = child.environment(PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path))
         command = child.python("-c", _RANK_PROGRAM, name)
         if transport != "torch":
@@ -133,17 +135,18 @@ def run_one_rank(where: str) -> None:
     name, _, rank_text = where.partition(":")
     folder, job = Path(name), json.loads((Path(name) / "job.json").read_text())
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", job["port"], is_master=False, timeout=timedelta(seconds=job["timeout_seconds"]))
+    torch_store, store = signed(connect_store(LOOPBACK, job["port"], timedelta(seconds=job["timeout_seconds"])),
+                                job["secret"])
     backend: Backend
     if job["transport"] != "torch":
         messages = backend = MPIBackend(torch.device(job["device"]), job["timeout_seconds"])
         device = _device(job["device"], backend.rank)
         if job["transport"] == "mpi+torch":
-            backend = MixedBackend(messages, TorchBackend(messages.rank, job["size"], store, device,
+            backend = MixedBackend(messages, TorchBackend(messages.rank, job["size"], torch_store, device,
                                                           job["timeout_seconds"]))
     else:
         device = _device(job["device"], int(rank_text))
-        backend = TorchBackend(int(rank_text), job["size"], store, device, job["timeout_seconds"])
+        backend = TorchBackend(int(rank_text), job["size"], torch_store, device, job["timeout_seconds"])
     (folder / f"{backend.rank}.pid").write_text(str(os.getpid()))
     with open(folder / f"{backend.rank}.txt", "wb") as output:
         os.dup2(output.fileno(), 1)

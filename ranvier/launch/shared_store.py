@@ -25,11 +25,11 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from ranvier.comm.signed_store import SharedStore, signed
 from ranvier.errors import LaunchError
 from ranvier.launch.launchers import Started
+from ranvier.launch.stores import LOOPBACK, connect_store, create_store, create_store_everywhere
 from ranvier.system.machine import address_towards
 
 _REMEDY = "Set MASTER_ADDR and MASTER_PORT, the same for all ranks, to a free port of rank 0's machine."
 _TORCHRUN_REMEDY = "Give torchrun on each machine --local-addr and the address by which the others reach that machine."
-LOOPBACK = "127.0.0.1"
 _REFUSED_SECONDS = 2.0
 _POLL_SECONDS = 0.02
 
@@ -37,17 +37,6 @@ _POLL_SECONDS = 0.02
 def new_secret() -> str:
     """A random secret of 256 bits, in hexadecimal."""
     return secrets.token_hex(32)
-
-
-def create_store(address: str, port: int, timeout: timedelta) -> TCPStore:
-    """Host a store in this process that listens on `address` only; port 0 picks a free one.
-
-    timeout: of the store's blocking calls. OSError if it cannot listen.
-    """
-    listener = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
-    port = listener.getsockname()[1]
-    return TCPStore(address, port, is_master=True, timeout=timeout, wait_for_workers=False,
-                    master_listen_fd=listener.detach())
 
 
 def open_store(started: Started, timeout_seconds: float) -> tuple[Store, SharedStore]:
@@ -64,8 +53,7 @@ def open_store(started: Started, timeout_seconds: float) -> tuple[Store, SharedS
         _await_launchers_store(started, host, port, timeout_seconds)
     remedy = _TORCHRUN_REMEDY if started.agent_store and started.launcher == "torchrun" else _REMEDY
     try:
-        store = _host_store(host, port, started, timeout) if hosts else TCPStore(
-            host, port, is_master=False, timeout=timeout)
+        store = _host_store(host, port, started, timeout) if hosts else connect_store(host, port, timeout)
     except Exception as error:
         what = "cannot listen there" if hosts else "rank 0 cannot be reached there"
         raise LaunchError(f"{what}: {str(error).partition(chr(10))[0]}", where="launch", value=f"{host}:{port}",
@@ -165,7 +153,7 @@ def _host_store(host: str, port: int, started: Started, timeout: timedelta) -> T
             except OSError as error:
                 if error.errno != errno.EADDRNOTAVAIL:
                     raise
-    return TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False)
+    return create_store_everywhere(host, port, timeout)
 
 
 def _open_through_mpi(started: Started, timeout: timedelta) -> tuple[Store, SharedStore]:
@@ -181,10 +169,9 @@ def _open_through_mpi(started: Started, timeout: timedelta) -> tuple[Store, Shar
         other = next((host for host in hosts if host != hosts[0]), None)
         address = LOOPBACK if other is None else address_towards(other)
         # If the route to the other machine is unknown: on all interfaces, under this machine's name.
-        store = create_store(address, 0, timeout) if address else TCPStore(socket.getfqdn(), 0, is_master=True,
-                                                                           timeout=timeout, wait_for_workers=False)
+        store = create_store(address, 0, timeout) if address else create_store_everywhere(socket.getfqdn(), 0, timeout)
         contact = (address or socket.getfqdn(), store.port, new_secret())
     contact = MPI.COMM_WORLD.bcast(contact)
     assert contact is not None, "rank 0 sends it"
     host, port, secret = contact
-    return signed(store or TCPStore(host, port, is_master=False, timeout=timeout), secret)
+    return signed(store or connect_store(host, port, timeout), secret)

@@ -27,6 +27,10 @@ class StopRequest:
         self.reason = ""
         """The first request, such as "SIGTERM"; "" if there was none."""
         self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
+        self.install(signals)
+
+    def install(self, signals: Sequence[int] = STOP_SIGNALS) -> None:
+        """From now on the signals request a stop. On a thread that is not the main one this does nothing."""
         if threading.current_thread() is threading.main_thread():
             for number in signals:
                 if signal.getsignal(number) is not signal.SIG_IGN:

@@ -43,9 +43,10 @@ from ranvier.launch.joining import WISH, member_name, rank_of_newcomer
 from ranvier.launch.launchers import SECRET, local_variables
 from ranvier.launch.losses import Loss, report_loss, why_given_up
 from ranvier.launch.mpiexec import MpiexecOutput, mpiexec_command
-from ranvier.launch.shared_store import LOOPBACK, create_store, new_secret
+from ranvier.launch.shared_store import new_secret
 from ranvier.launch.stop import STOP_SIGNALS
 from ranvier.launch.stopped_ranks import CHECK_SECONDS, StoppedRankDetector, find_rank_processes, read_pids
+from ranvier.launch.stores import LOOPBACK, create_store
 from ranvier.mesh import Mesh
 from ranvier.system.child import package_path
 from ranvier.system.child import start as start_child

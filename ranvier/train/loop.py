@@ -111,9 +111,9 @@ def train_as_newcomer(joined: JoinedRun, world: World) -> dict[str, object]:
 
 @contextmanager
 def _part_of(run: ResolvedRun, world: World) -> Iterator[StopRequest]:
-    """One rank's part in `run`: it hears of a request to stop, and explains a lack of memory."""
+    """One rank's part in `run`: it may be asked to stop, and explains a lack of memory."""
     try:
-        with StopRequest() as stop, deterministic_algorithms(run.deterministic):
+        with StopRequest(signals=()) as stop, deterministic_algorithms(run.deterministic):
             yield stop
     except Exception as error:
         explanation = explain_out_of_memory(error, run, where=f"rank {world.rank}")
@@ -211,6 +211,7 @@ class Training:
         """`start`, and then all that the run does; returns its summary."""
         try:
             start()
+            self._stop.install()  # before, there is nothing to save, and signals end the process at once
             self._begin_survival()
             while self.summary is None:
                 try:

@@ -18,6 +18,7 @@ import torch
 
 from ranvier.comm.inprocess import InProcessWorld
 from ranvier.comm.signed_store import SharedStore, signed
+from ranvier.config.resolve import ResolvedRun
 from ranvier.errors import ConfigError, DataError, LaunchError, RanvierError
 from ranvier.launch.contact import Contact, connect
 from ranvier.launch.devices import claim_device, visible_devices
@@ -71,6 +72,12 @@ def join_run(run_dir: Path, started: Started, sizes: Mapping[str, int], *, secon
               + f" of {world.size}", file=stream, flush=True)
     return world, JoinedRun(run=run, recipe=said["recipe"], data=data, origin=said["origin"],
                             rank_flops_per_second=said["rank_flops_per_second"])
+
+
+def run_to_join(contact: Contact, run_dir: Path) -> ResolvedRun:
+    """The settings of the run in `run_dir`, for the process that starts those that join it. RanvierError where the run
+    cannot be reached, or has another version of torch."""
+    return read_run(_said(signed(connect(contact), contact.secret)[1], run_dir), run_dir)
 
 
 def _said(store: SharedStore, run_dir: Path) -> dict[str, Any]:

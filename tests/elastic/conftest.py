@@ -43,8 +43,8 @@ def requests(monkeypatch):
     """The requests to stop, of all ranks."""
     made = []
 
-    def kept():
-        made.append(StopRequest(signals=()))
+    def kept(signals):
+        made.append(StopRequest(signals))
         return made[-1]
 
     monkeypatch.setattr(loop, "StopRequest", kept)

@@ -12,6 +12,7 @@ import threading
 from dataclasses import replace
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
 from ranvier.cli.main import run_command
@@ -21,10 +22,10 @@ from ranvier.config import read
 from ranvier.config.resolve import resolve
 from ranvier.config.run import Comm, Data, Elastic, Launch, Run
 from ranvier.errors import ConfigError, LaunchError, RanvierError
-from ranvier.launch import contact, devices, joining, start
+from ranvier.launch import contact, devices, joining, start, supervision
 from ranvier.launch.contact import Contact, connect, read_contact
 from ranvier.launch.joining import Call, Newcomer
-from ranvier.launch.shared_store import create_store
+from ranvier.launch.stores import create_store
 from ranvier.mesh import Mesh
 from ranvier.planner.problems import problems
 from ranvier.train.joining import RUN, read_run, wanted_mesh, why_not
@@ -360,6 +361,20 @@ def test_newcomers_read_the_run_as_it_was_asked_for(tmp_path):
                       elastic=Elastic(freeze="manual", manual=("3:1", "5:2")), launch=Launch(join_address="127.0.0.1")))
     said = json.loads(json.dumps({"run": read.document(run), "tile": run.mesh.tile}))
     assert read_run(said, tmp_path / "there") == replace(run, run_dir=tmp_path / "there")
+
+
+def test_the_supervisor_of_newcomers_has_the_runs_limit_for_stopped_ranks(tmp_path, monkeypatch):
+    run = resolve(Run(mesh=Mesh(), data=Data(cache_dir=tmp_path), launch=Launch(
+        join_address="127.0.0.1", stopped_seconds=7.0)))
+    store = create_store("127.0.0.1", 0, SECOND)
+    signed(store, "ab")[1].set(RUN, json.dumps({
+        "run": read.document(run), "tile": None, "torch": torch.__version__.partition("+")[0]}))
+    (tmp_path / "run.toml").touch()
+    contact.write_contact(tmp_path, JoinPoint(address="127.0.0.1", port=store.port, secret="ab"))
+    found = []
+    monkeypatch.setattr(supervision, "supervise", lambda *args, **options: (
+        found.append(options["stopped_seconds"]), supervision.Outcome(code=0))[1])
+    assert run_command(["join", str(tmp_path)]) == 0 and found == [7.0]
 
 
 def test_each_newcomer_claims_a_device_of_its_own():

@@ -12,8 +12,9 @@ from ranvier.comm.signed_store import SignedStore, private_prefix, signed
 from ranvier.errors import LaunchError
 from ranvier.launch import shared_store
 from ranvier.launch.launchers import Started, detect
-from ranvier.launch.shared_store import agree_on_start, create_store, new_secret, open_store
+from ranvier.launch.shared_store import agree_on_start, new_secret, open_store
 from ranvier.launch.stopped_ranks import read_pids
+from ranvier.launch.stores import create_store
 from ranvier.system.machine import address_towards
 
 SECOND = timedelta(seconds=5)

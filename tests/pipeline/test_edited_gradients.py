@@ -78,7 +78,8 @@ def values(engine):
 
 
 @pytest.mark.parametrize(("mesh", "options", "edit"), covering(
-    [Mesh(), Mesh(data=2), Mesh(pipe=2), Mesh(data=2, pipe=2)], KINDS, EDITS), ids=str)
+    [Mesh(), Mesh(data=2), Mesh(pipe=2), Mesh(data=2, pipe=2)], KINDS, EDITS),
+    ids=lambda one: getattr(one, "__name__", str(one)))
 def test_edits_are_obeyed(mesh, options, edit):
     clip = options.get("optim", OWN).clip_norm or None
     expected, _ = by_torch(edit, batches(mesh), clip)

@@ -22,6 +22,7 @@ from ranvier.cli.train import check_folder
 from ranvier.config.run import Batch, Checkpoint, Data, Guard, Optim, Run, Train, Transformer
 from ranvier.errors import CheckpointError, ConfigError, OwnershipError, RanvierError, UnsavedError
 from ranvier.launch import failures as failure
+from ranvier.launch.stop import STOP_SIGNALS, StopRequest
 from ranvier.mesh import Mesh
 from ranvier.system import atomic_file
 from ranvier.system.lease import Lease, Owner
@@ -510,6 +511,18 @@ def test_a_run_that_is_told_to_stop_saves(text, whole, tmp_path, monkeypatch, ra
     assert lines(tmp_path / "events.jsonl")[-1]["event"] == "stopped"
     run_all(tiny(text, tmp_path, resume="auto"))
     assert losses(tmp_path) == losses(whole)
+
+
+def test_signals_end_a_run_at_once_that_has_not_begun(text, tmp_path, monkeypatch):
+    """They are requests to stop once there is something to save, and not while data and ranks are prepared."""
+    order, prepare_run, step, install = [], loop.prepare_run, loop.Training.step, StopRequest.install
+    monkeypatch.setattr(StopRequest, "install", lambda stop, signals=STOP_SIGNALS: (
+        order.append("signals") if signals else None, install(stop, signals)))
+    monkeypatch.setattr(loop, "prepare_run", lambda *args: (order.append("data"), prepare_run(*args))[1])
+    monkeypatch.setattr(loop.Training, "step", lambda training, number: (
+        order.append("step"), step(training, number))[1])
+    run_all(tiny(text, tmp_path, mesh=Mesh(), steps=1))
+    assert order == ["data", "signals", "step"]
 
 
 @pytest.mark.parametrize(("flags", "message"), [

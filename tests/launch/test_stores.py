@@ -1,0 +1,127 @@
+"""Stores are hosted and connected to in one file, within a limit, and with signals handled meanwhile."""
+
+import ast
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore
+
+import ranvier
+from ranvier.comm.signed_store import SignedStore
+from ranvier.errors import ConfigError, LaunchError, RanvierError
+from ranvier.launch import contact, stores
+from ranvier.launch.contact import Contact, connect, read_contact
+from ranvier.launch.launchers import detect
+from ranvier.launch.rank_processes import run_processes
+from ranvier.launch.stores import connect_store, create_store
+
+ROOT = Path(ranvier.__file__).parent
+HOSTS_EVERYWHERE = {"launch/stores.py", "launch/shared_store.py"}
+
+
+@pytest.fixture
+def silent(monkeypatch):
+    """A port that accepts connections and says nothing."""
+    monkeypatch.setattr(stores, "_GRACE_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def test_a_store_that_answers():
+    store = create_store("127.0.0.1", 0, timedelta(seconds=5))
+    store.set("key", "value")
+    assert connect_store("127.0.0.1", store.port, timedelta(seconds=5)).get("key") == b"value"
+
+
+def test_a_port_that_says_nothing(silent, monkeypatch):
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        connect_store("127.0.0.1", silent, timedelta(seconds=0.2))
+    monkeypatch.setattr(contact, "_CONNECT_SECONDS", 0.2)
+    with pytest.raises(LaunchError) as refused:
+        connect(Contact(address="127.0.0.1", port=silent, secret="s"))
+    assert f"127.0.0.1:{silent}" in refused.value.where
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_wait(silent, number):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(number, stop)
+    began, timer = time.monotonic(), threading.Timer(0.2, os.kill, (os.getpid(), number))
+    try:
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            connect_store("127.0.0.1", silent, timedelta(seconds=300))
+    finally:
+        timer.join()
+        signal.signal(number, before)
+    assert time.monotonic() - began < 30
+
+
+def test_a_port_where_nobody_listens():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with pytest.raises(RuntimeError):
+        connect_store("127.0.0.1", port, timedelta(seconds=0.2))
+
+
+# ---------------------------------------------------------------------- one place
+
+def calls(tree):
+    """(name of the function that is called, keywords) of each call."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)
+            yield name, {keyword.arg for keyword in node.keywords}
+
+
+def test_no_other_file_makes_a_store():
+    """Nor has torch make one from an address."""
+    for path in sorted(ROOT.rglob("*.py")):
+        name = path.relative_to(ROOT).as_posix()
+        for called, keywords in calls(ast.parse(path.read_text())):
+            assert called not in ("TCPStore", "FileStore", "rendezvous") or name == "launch/stores.py", (name, called)
+            assert called != "create_store_everywhere" or name in HOSTS_EVERYWHERE, name
+            assert called != "init_process_group" or ("store" in keywords and "init_method" not in keywords), name
+
+
+# ---------------------------------------------------------------------- secrets
+
+@pytest.mark.parametrize("secret", ["", "  "])
+def test_an_empty_secret_is_refused(secret):
+    variables = {"PMI_RANK": "0", "PMI_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+    with pytest.raises(ConfigError) as refused:
+        detect(variables | {"RANVIER_SECRET": secret})
+    assert refused.value.where == "RANVIER_SECRET" and refused.value.value == secret
+    assert detect({"RANVIER_SECRET": secret}) is None  # no rank: the command gives its ranks one
+    with pytest.raises(AssertionError):
+        SignedStore(HashStore(), "")
+
+
+def test_a_contact_without_a_secret_is_damaged(tmp_path):
+    (tmp_path / "run.toml").touch()
+    (tmp_path / "join.json").write_text(json.dumps({"version": ranvier.__version__, "address": "127.0.0.1", "port": 1,
+                                                    "secret": ""}))
+    os.chmod(tmp_path / "join.json", 0o600)
+    with pytest.raises(RanvierError) as refused:
+        read_contact(tmp_path)
+    assert refused.value.where == str(tmp_path / "join.json")
+
+
+def kind_of_store(world):
+    world.store.set(f"rank {world.rank}", "here")
+    return type(world.store).__name__
+
+
+def test_ranks_that_are_processes_have_a_signed_store():
+    assert run_processes(f"{__name__}:kind_of_store", 1, "torch") == ["SignedStore"]
