@@ -1,5 +1,6 @@
 """What the cache asks of the frozen blocks and of the data themselves, and whose entries it reads."""
 
+import threading
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,6 +16,7 @@ from ranvier.elastic.cache.auto_cache import equal_states, format_tolerance, rep
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.tensor.layers import Dropout as KeyedDropout
+from ranvier.testing.ranks import run_ranks
 from ranvier.train.caching import check_repeats
 from tests.elastic.cached import HIT, MISS, Cached, Prefix, same
 from tests.elastic.runs import BY_HAND, events, losses, read_rows, run_all, tiny
@@ -183,6 +185,33 @@ def test_a_deeper_states_source_is_compared_too(tmp_path, monkeypatch):
         state, _ = again(0, 1)
         same(state, edited.truth((0, 1)))
         assert len(again.told) == 1
+
+
+def test_ranks_of_a_stage_compare_together(tmp_path):
+    """Only one of them has other code; both compute anew."""
+    votes, meeting = [True, True], threading.Barrier(2, timeout=20)
+
+    def work(world):
+        rank, found = world.backend.rank, []
+
+        def agree(mine):
+            votes[rank] = mine
+            meeting.wait()
+            both = all(votes)
+            meeting.wait()
+            return both
+
+        for start in range(2):
+            prefix = Prefix()
+            if start and rank:
+                prefix.blocks[0][2].forward = lambda state: state + 1.0
+            with Cached(tmp_path, prefix, agree=agree, part=f"col {rank} of 2", verifies=True) as cached:
+                found += [cached.right(0, 1), cached.right(0, 1), cached.right(0, 1)]
+                found.append(len(cached.told))
+        return found
+
+    expected = [MISS, HIT, HIT, 0, MISS, MISS, HIT, 1]
+    assert run_ranks(work, 2) == [expected, expected]
 
 
 def test_entries_belong_to_one_run(tmp_path):
