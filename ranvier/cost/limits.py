@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ranvier.config.resolve import ResolvedRun
+from ranvier.config.run import Optim
 from ranvier.cost.blocks import BlockCost
 from ranvier.cost.memory import PROCESS_BYTES, operand_bytes
 from ranvier.mesh import StagePlacement
@@ -33,11 +34,23 @@ _MEMORIES = (1.0, 1.1, 1.25, 1.5, 2.0)
 _DEFERRED_FACTOR = 1.1
 """How many times as long a weight gradient takes on a CPU if it was deferred: 1.0 to 1.2 were measured, the more the
 faster the cores (docs/experiments.md). On CUDA devices caches hold little of it either way."""
-_STATE_BYTES = 8  # of a parameter that trains: two moments, as of AdamW
+
+
+def trained_bytes(optim: Optim | None, *, device: str, element_bytes: int) -> float:
+    """Bytes on a device of a parameter that trains, beside its value: its gradient, and what the optimizer keeps there,
+    two moments as of AdamW and a master copy of half-precision ones. optim: None for an optimizer of the user's."""
+    wide = max(4, element_bytes)
+    if optim is None:
+        return element_bytes + 2 * wide
+    states = wide * (2 + (element_bytes < wide))
+    share = {"none": 1.0, "auto": 1.0, "stream": 0.0, "host": 0.0}.get(
+        optim.offload, 1.0 - (0.5 if optim.offload_share == "auto" else optim.offload_share))
+    gradient = wide if optim.accumulate == "fp32" else element_bytes
+    return gradient + states * (share if device == "cuda" else 1.0)  # a CPU's device memory is the host's
 
 
 def pipeline_limits(stages: Sequence[Sequence[BlockCost]], policy: Policy, *, in_flight: int | Literal["auto"],
-                    memory: float | None, device: str, element_bytes: int,
+                    memory: float | None, device: str, element_bytes: int, trained_bytes: float,
                     deferred: tuple[int, ...] | None = None, defer_last: int | None = None,
                     placement: StagePlacement | None = None, segments: Segments = (),
                     num_microbatches: int | None = None) -> Limits:
@@ -47,14 +60,16 @@ def pipeline_limits(stages: Sequence[Sequence[BlockCost]], policy: Policy, *, in
         stages: of each stage the costs of its blocks for one microbatch.
         in_flight, deferred, defer_last: as in `Pipeline`.
         memory: as `pipeline.memory`; None follows `rule_limits`.
-        device: the type of device. element_bytes: of a parameter. placement: by default one stage on each rank.
+        device: the type of device. element_bytes, trained_bytes: of a parameter, and of one that
+            trains beside that. placement: by default one stage on each rank.
         segments: what is recomputed. num_microbatches: of a batch on one replica, where that is known.
     """
     placement = placement or StagePlacement(pipe=len(stages))
     given = None if in_flight == "auto" else in_flight
     if memory is not None:
-        found = computed_limits(_loads(stages, device, element_bytes, placement.per_rank, segments), policy,
-                                memory=memory, in_flight=given, placement=placement, num_microbatches=num_microbatches)
+        loads = _loads(stages, device, element_bytes, trained_bytes, placement.per_rank, segments)
+        found = computed_limits(loads, policy, memory=memory, in_flight=given, placement=placement,
+                                num_microbatches=num_microbatches)
         return found.given("auto", deferred, defer_last)
     rule = rule_limits([any(block.num_trainable for block in blocks) for blocks in stages], placement)
     return rule.given(in_flight, deferred, defer_last)
@@ -64,7 +79,7 @@ def run_limits(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments
     """The limits of a run with these blocks on each stage."""
     return pipeline_limits(stages, policy_named(run.pipeline.policy), in_flight=run.pipeline.in_flight,
                            deferred=run.pipeline.deferred, defer_last=run.pipeline.defer_last,
-                           memory=run.pipeline.memory, device="cuda" if run.launch.device == "cuda" else "cpu",
+                           memory=run.pipeline.memory, device=_device(run), trained_bytes=_trained_bytes(run),
                            element_bytes=_ELEMENT_BYTES[run.precision], placement=run.placement, segments=segments,
                            num_microbatches=run.num_microbatches)
 
@@ -245,10 +260,15 @@ def _device(run: ResolvedRun) -> str:
 
 
 def _loads_of(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments: Segments) -> list[StageLoad]:
-    return _loads(stages, _device(run), _ELEMENT_BYTES[run.precision], run.placement.per_rank, segments)
+    return _loads(stages, _device(run), _ELEMENT_BYTES[run.precision], _trained_bytes(run), run.placement.per_rank,
+                  segments)
 
 
-def _loads(stages: Sequence[Sequence[BlockCost]], device: str, element_bytes: int, per_rank: int,
+def _trained_bytes(run: ResolvedRun) -> float:
+    return trained_bytes(run.optim, device=_device(run), element_bytes=_ELEMENT_BYTES[run.precision])
+
+
+def _loads(stages: Sequence[Sequence[BlockCost]], device: str, element_bytes: int, trained_bytes: float, per_rank: int,
            segments: Segments) -> list[StageLoad]:
     loads = []
     for stage, times in enumerate(_block_times(stages, device, segments)):
@@ -261,7 +281,7 @@ def _loads(stages: Sequence[Sequence[BlockCost]], device: str, element_bytes: in
         loads.append(StageLoad(
             forward=sum(each.forward for each in times), backward=sum(each.backward for each in times),
             weight=sum(each.weight for each in times), trains=any(block.num_trainable for block in blocks),
-            fixed=sum(block.num_parameters * element_bytes + block.num_trainable * (element_bytes + _STATE_BYTES)
+            fixed=sum(block.num_parameters * element_bytes + block.num_trainable * trained_bytes
                       for block in blocks) + (PROCESS_BYTES / per_rank if device == "cpu" else 0)
             + max((sum(blocks[place].kept_bytes for place in places) for places in runs), default=0),
             graph=sum(blocks[place].kept_bytes for place in behind if place not in inside)

@@ -31,6 +31,7 @@ from typing import Literal
 from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.blocks import BlockCost
 from ranvier.errors import ConfigError
+from ranvier.schedule.policies import policy_named
 from ranvier.schedule.schedule import Policy
 
 PROCESS_BYTES = 330 << 20
@@ -203,6 +204,11 @@ def remedies(run: ResolvedRun, *, shared: bool, on_host: bool = False) -> list[s
     if run.num_microbatches == 1 and not (run.optim.update_in_backward or run.optim.clip_norm
                                           or run.precision == "fp16"):
         found.append("set --optim.update-in-backward true")
+    if run.mesh.pipe > 1 and policy_named(run.pipeline.policy).defers:
+        if run.pipeline.memory is not None and run.pipeline.memory > 1:
+            found.append(f"lower --pipeline.memory to 1 (it is {run.pipeline.memory:g})")
+        else:
+            found.append("set --pipeline.policy 1f1b")
     if run.launch.survive_losses:
         found.append("leave --launch.survive-losses out")
     if run.checkpoint.background and on_host:

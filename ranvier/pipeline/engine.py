@@ -41,7 +41,7 @@ from ranvier.config.rules import (
     tensor_problems,
 )
 from ranvier.config.run import Guard, Memory, Optim, Pipeline, TensorParallel
-from ranvier.cost.limits import pipeline_limits
+from ranvier.cost.limits import pipeline_limits, trained_bytes
 from ranvier.errors import ConfigError, ModelError, RanvierError
 from ranvier.mesh import Coordinates, Mesh
 from ranvier.optim.guard import BadSteps
@@ -217,7 +217,7 @@ class Engine:
                                        placement=placement)
         plan = RecomputationPlan(layout=self.layout, table=self.stages, layers=model.layers, policy=self._policy,
                                  in_flight=self._rule_limits(settings).in_flight, recompute=settings.recompute)
-        self.limits = self._choose_limits(settings, plan, dtype)
+        self.limits = self._choose_limits(settings, plan, dtype, optim)
         self._connections = Connections(world, self.layout, tensor, check_order=check_order)
         if self._connections.tensor_mesh is not None:
             model = split_model(model, self._connections.tensor_mesh)
@@ -308,14 +308,16 @@ class Engine:
         rule = rule_limits([bool(row.num_trainable) for row in self.stages.rows], self.layout.stages)
         return rule.given(settings.in_flight, settings.deferred, settings.defer_last)
 
-    def _choose_limits(self, settings: EngineSettings, plan: RecomputationPlan, dtype: torch.dtype) -> Limits:
+    def _choose_limits(self, settings: EngineSettings, plan: RecomputationPlan, dtype: torch.dtype,
+                       optim: Optim | None) -> Limits:
         """By the counted costs of blocks; without a sample by a rule."""
         if self.stages.costs is None:
             return self._rule_limits(settings)
         return pipeline_limits(
             self.stages.stage_costs(), self._policy, in_flight=settings.in_flight, deferred=settings.deferred,
             defer_last=settings.defer_last, memory=settings.memory, device=self.world.device.type,
-            element_bytes=dtype.itemsize,
+            element_bytes=dtype.itemsize, trained_bytes=trained_bytes(
+                optim, device=self.world.device.type, element_bytes=dtype.itemsize),
             placement=self.layout.stages, segments=[plan.segments(stage) for stage in range(
                 self.layout.stages.num_stages)])
 
