@@ -34,6 +34,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ranvier.tensor.columns import plain
+
 _COPIES = ("aten::copy_", "aten::_to_copy", "aten::_foreach_copy_", "aten::set_")
 _HOST_INDEX = ("aten::index", "aten::_index_put_impl_", "aten::index_put_", "aten::index_put")
 _CPU_DEVICE, _CPU_TO, _CPU_NUMPY = Tensor.device, Tensor.to, Tensor.numpy
@@ -130,6 +132,7 @@ class FakeCuda:
 
     def place(self, tensor: Tensor) -> int | None:
         """The number of the tensor's device; None on the host."""
+        tensor = plain(tensor)  # which has the storage of a ColumnTensor
         if tensor.is_sparse or tensor.is_meta:
             return None
         return self._places.get(weakref.ref(tensor.untyped_storage()))

@@ -147,7 +147,7 @@ class KeptBytes(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(self._pack, lambda tensor: tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
+        storage = plain(tensor).untyped_storage()
         if storage._cdata not in self._seen:
             self._seen[storage._cdata] = storage
             self.count += storage.nbytes()
