@@ -30,7 +30,7 @@ from ranvier.mesh import StagePlacement
 from ranvier.schedule.conditions import Conditions
 from ranvier.schedule.limits import Limits, rule_limits
 from ranvier.schedule.policies import MessageDriven
-from ranvier.schedule.schedule import Action, Policy
+from ranvier.schedule.schedule import Action, Policy, stored_in_even_flow
 from ranvier.schedule.simulator import PRODUCTS, StageTimes, simulate
 
 MAX_SIMULATED_STAGES = 16
@@ -92,10 +92,23 @@ def computed_limits(stages: Sequence[StageLoad], policy: Policy, *, memory: floa
     rule = rule_limits([stage.trains for stage in stages], placement)
     if in_flight is not None:
         rule = replace(rule, in_flight=in_flight)
-    if (not policy.defers or not placement.pipe > 1 or len(stages) > MAX_SIMULATED_STAGES * min(2, placement.per_rank)
-            or not any(stage.trains for stage in stages)):
+    if not policy.defers or not placement.pipe > 1 or not any(stage.trains for stage in stages):
         return rule
+    if len(stages) > MAX_SIMULATED_STAGES * min(2, placement.per_rank):
+        return rule if placement.per_rank > 1 else _within_memory(rule, stages, memory)
     return _best(_case(stages, policy, placement, num_microbatches, conditions), memory, rule, in_flight)
+
+
+def _within_memory(rule: Limits, stages: Sequence[StageLoad], memory: float) -> Limits:
+    """The rule with no more deferred than the memory holds beside what stages store, where that is not simulated."""
+    depth = len(stages)
+    most = memory * max(stage.fixed + (depth - place) * stage.graph for place, stage in enumerate(stages))
+    deferred = []
+    for place, (stage, waiting) in enumerate(zip(stages, rule.deferred, strict=True)):
+        stored = stored_in_even_flow(stage=place, num_stages=depth, in_flight=rule.in_flight)
+        left = most - stage.fixed - stored * stage.graph
+        deferred.append(max(0, min(waiting, floor(left / stage.operands))) if stage.operands else waiting)
+    return replace(rule, deferred=tuple(deferred))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,8 @@ import psutil
 import pytest
 import torch
 
+from ranvier.cli import check
+from ranvier.config import read
 from ranvier.config.resolve import ResolvedRun, resolve
 from ranvier.config.run import Batch, Memory, Optim, Pipeline, TensorParallel, Train, Transformer
 from ranvier.cost.count import laid_out
@@ -156,6 +158,23 @@ def test_remedies_are_those_that_are_left():
     frugal = replace(run, batch=Batch(microbatch_size=1), memory=Memory(recompute="auto"), precision="bf16",
                      optim=Optim(shard=True, offload="stream"))
     assert remedies(frugal, shared=True) == remedies(frugal, shared=False) == ["raise --mesh.pipe, with more ranks"]
+    stages = replace(frugal, mesh=Mesh(pipe=2))
+    assert remedies(stages, shared=False)[0] == "lower --pipeline.memory to 1 (it is 1.1)"
+    plain = replace(stages, pipeline=replace(stages.pipeline, memory=1.0))
+    assert remedies(plain, shared=False)[0] == "set --pipeline.policy 1f1b"
+
+
+@pytest.mark.parametrize(("name", "ranks"), [
+    ("gpt-12b", 48), pytest.param("gpt-50b", 192, marks=pytest.mark.slow),
+    pytest.param("gpt-24b", 96, marks=pytest.mark.slow), pytest.param("gpt-100b", 384, marks=pytest.mark.slow)])
+def test_recipes_of_the_paper_fit_their_devices_as_they_do_under_1f1b(name, ranks):
+    """AxoNN's own configurations, on Summit."""
+    run = read.merge([read.load(name)[1]]).run
+    auto, plain = (check.check(replace(run, pipeline=replace(run.pipeline, policy=policy)), ranks, cluster="summit")
+                   for policy in ("message-driven", "1f1b"))
+    assert not [problem for one in (auto, plain) for problem in one.problems if "memory" in problem.where]
+    most, most_plain = (max(entry.device_bytes for entry in one.memory) for one in (auto, plain))
+    assert most <= 1.12 * most_plain
 
 
 def test_a_containers_limit_counts(tmp_path):
