@@ -6,16 +6,18 @@ tokens, at numbers that are free there; a number that stands for another token i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
 from ranvier.config.run import Run
 from ranvier.errors import DataError
+from ranvier.system.untrusted_file import read_bytes, read_json
 
 TOKENIZER = "tokenizer.json"
+_MOST_TOKENIZER_BYTES, _MOST_CONFIG_BYTES = 1 << 30, 1 << 24
 
 
 def problem_of(numbers: Mapping[str, int], run: Run, folder: Path | None, own: Mapping[str, int] | None
@@ -62,10 +64,11 @@ def local_folder(run: Run) -> Path | None:
 def numbers_in(folder: Path) -> dict[str, int] | None:
     """Token -> number of the tokenizer.json in a folder; None without one. DataError where it is damaged."""
     path = folder / TOKENIZER
-    if not path.is_file():
+    if not path.exists():
         return None
     try:
-        found: dict[str, int] = tokenizers.Tokenizer.from_file(str(path)).get_vocab()
+        text = read_bytes(path, _MOST_TOKENIZER_BYTES).decode("utf-8")
+        found: dict[str, int] = tokenizers.Tokenizer.from_str(text).get_vocab()
     except Exception as error:  # the library raises nothing more precise
         raise DataError("is not a tokenizer", where=str(path), value=str(error).partition("\n")[0],
                         remedy="Take it from where the model comes from.") from error
@@ -77,7 +80,8 @@ def _vocab_of(folder: Path | None, default: int) -> int:
     if folder is None:
         return default
     try:
-        vocab = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        document: Any = read_json(folder / "config.json", _MOST_CONFIG_BYTES)
+        vocab = document["vocab_size"]
+    except (OSError, ValueError, KeyError, TypeError):
         return default
     return vocab if type(vocab) is int else default

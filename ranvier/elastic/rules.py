@@ -33,11 +33,16 @@ class ElasticRules:
         size = self.run.samples_of(1)
         return size if self.run.elastic.global_batch == "keep" else max(1, size * data // self.run.mesh.data)
 
+    @property
+    def may_cache(self) -> bool:
+        """Whether outputs of frozen layers are cached at some time."""
+        return self.run.elastic.cache
+
     def caches(self, frozen: int, refused_at: int) -> bool:
         """Whether outputs of `frozen` layers would be cached, as far as that is known. refused_at: frozen layers at
         which the cache did not pay; with "auto" it is tried again with more."""
         cache_from = self.run.elastic.cache_from
-        return self.run.elastic.cache and frozen > (refused_at if cache_from == "auto" else cache_from - 1)
+        return self.may_cache and frozen > (refused_at if cache_from == "auto" else cache_from - 1)
 
     def cached_blocks(self, present: PresentMesh, depth: int, *, epoch_samples: int, asked_after: int) -> int:
         """Frozen blocks that most steps until the policy is asked again, `asked_after` steps, read from the cache if

@@ -60,7 +60,8 @@ class Caching:
         self._reads = self._seen = 0
         self._is_checked = False  # whether the frozen blocks have shown that their outputs can be cached
         self._unrepeatable_from: int | None = None  # frozen layers from which on they cannot
-        if run.elastic.cache:
+        self._may_cache = ElasticRules(run).may_cache
+        if self._may_cache:
             check_repeats(data)
         self._refused_at = 0  # frozen layers at which the cache did not pay; it is tried again with more
 
@@ -115,7 +116,7 @@ class Caching:
         if self._cache is not None:
             self._cache.close()
             self._cache = None
-        if ended and self._run.elastic.cache and self._run.elastic.cache_dir is not None:
+        if ended and self._may_cache and self._run.elastic.cache_dir is not None:
             remove_run(self._run.elastic.cache_dir, self._name)
 
     @property
