@@ -188,7 +188,7 @@ def test_choices_far_ahead_lose_where_times_vary():
     found = run_ahead.efficiencies(pipeline, range(3))
     assert found["launch"] < found["completion"] < found["launch, 1"]
     even = run_ahead.efficiencies(replace(pipeline, jitter=0.0), [0])
-    assert even["launch"] > even["launch, 1"] > even["completion"]
+    assert even["launch"] >= even["launch, 1"] > even["completion"]
 
 
 # ---------------------------------------------------------------------- launches

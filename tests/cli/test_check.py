@@ -115,7 +115,7 @@ def test_memory_follows_the_microbatches_in_flight():
     one = activations(pipeline__in_flight="1")
     assert activations(pipeline__policy="gpipe") == [8 * size for size in one]
     assert activations(pipeline__policy="1f1b") == [(4 - stage) * size for stage, size in enumerate(one)]
-    assert activations(pipeline__memory="none") == [4 * size for size in one[:3]] + one[3:]
+    assert activations(pipeline__memory="none") == [(4 - stage) * size for stage, size in enumerate(one)]
     assert activations(pipeline__memory="none", batch__global_size="8") == [2 * size for size in one[:3]] + one[3:]
     assert activations()[0] > 4 * one[0], "beside a process that needs most of the memory"
 
@@ -300,7 +300,7 @@ def test_the_memory_of_a_cluster_is_compared_instead_of_this_machine():
 def test_what_a_cluster_has_too_little_of():
     report = check.check(run_with(**LLAMA, batch__microbatch_size="8"), 16, cluster="h100")
     assert [problem.where for problem in report.problems] == ["memory of the device"]
-    assert "a rank of stage 1 needs" in str(report.problems[0]) and "--memory.recompute auto" in str(report.problems[0])
+    assert "a rank of stage 0 needs" in str(report.problems[0]) and "--memory.recompute auto" in str(report.problems[0])
     report = check.check(run_with(mesh__data="32", batch__microbatch_size="1"), 32, cluster="laptop")
     assert "has more ranks than Laptop has devices (8)" in str(report.problems[0])
     assert "a rank needs at most" in report.cluster

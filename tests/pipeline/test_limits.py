@@ -66,6 +66,8 @@ MEMORIES = (1.0, 1.1, 1.25, 1.5, 2.0)
 LOADS = st.builds(load, *[st.floats(0.2, 3.0)] * 3, trains=st.booleans(), fixed=st.floats(0.0, 20.0),
                   graph=st.floats(0.01, 2.0), operands=st.floats(0.01, 2.0), factor=st.sampled_from((1.0, 1.1)))
 
+TRAINED = LOADS.filter(lambda one: one.trains)
+
 
 def case_of(stages, placement, num_microbatches):
     return _Case(stages=_rounded(stages), policy=MessageDriven(), placement=placement,
@@ -73,15 +75,12 @@ def case_of(stages, placement, num_microbatches):
 
 
 @settings(max_examples=20)
-@given(st.lists(LOADS, min_size=2, max_size=5), st.sampled_from(MEMORIES), st.none() | st.integers(1, 40))
+@given(st.lists(TRAINED, min_size=2, max_size=5), st.sampled_from(MEMORIES), st.none() | st.integers(1, 40))
 def test_limits_are_no_slower_than_1f1b_and_within_the_memory(stages, memory, num_microbatches):
     """As simulated, of rounded loads. Of the loads themselves no bound holds, since a schedule that follows arrivals
     may become slower where an action becomes faster."""
     placement = StagePlacement(pipe=len(stages))
     chosen = computed_limits(stages, MessageDriven(), memory=memory, num_microbatches=num_microbatches)
-    if not any(stage.trains for stage in stages):
-        assert chosen == rule_limits([False] * len(stages))
-        return
     case = case_of(stages, placement, num_microbatches)
     made = _outcome(case, chosen)
     plain = _outcome(replace(case, policy=OneForwardOneBackward()), limits_of_1f1b(len(stages)))

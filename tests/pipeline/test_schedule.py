@@ -103,7 +103,7 @@ def test_what_is_due_first_ends_in_order_and_within_the_room(pipeline, pipe, roo
     """Whatever actions and messages take and whatever trains. What all need that run when they are due is exceeded only
     by what there is room for."""
     stages, microbatches, options = pipeline
-    placement = StagePlacement(pipe=pipe, per_rank=max(1, len(stages) // pipe), how=how)
+    placement = StagePlacement(pipe=pipe, per_rank=max(2, len(stages) // pipe), how=how)
     stages = [stages[number % len(stages)] for number in range(placement.num_stages)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(simulator, "RankSchedule", AskedTwice)
