@@ -61,13 +61,27 @@ class BlockFormats:
 
     def cast(self, module: nn.Module, device: torch.device) -> dict[str, torch.dtype]:
         """Move the block to `device` and cast it, in place. Returns buffers with their formats before, where these had
-        more precision."""
+        more precision.
+
+        One buffer under several names stays one, as a parameter does; `module.to` would make several of it.
+        """
         tensors = dict(_floating(module))
         kept = {id(one) for name in self.kept for one in (tensors[name], tensors[name].grad) if one is not None}
-        before = {name: buffer.dtype for name, buffer in module.named_buffers()}
-        module._apply(lambda tensor: tensor.to(device, self._cast(tensor.dtype, id(tensor) in kept)))
-        return {name: before[name] for name, buffer in module.named_buffers()
-                if buffer.is_floating_point() and buffer.dtype.itemsize < before[name].itemsize}
+        before = dict(module.named_buffers())
+        buffers = {id(buffer) for buffer in before.values()}  # `before` holds them, so that no number is used again
+        moved: dict[int, Tensor] = {}
+
+        def move(tensor: Tensor) -> Tensor:
+            if (found := moved.get(id(tensor))) is not None:
+                return found
+            result = tensor.to(device, self._cast(tensor.dtype, id(tensor) in kept))
+            if id(tensor) in buffers:
+                moved[id(tensor)] = moved[id(result)] = result  # a module under several names moves several times
+            return result
+
+        module._apply(move)
+        return {name: before[name].dtype for name, buffer in module.named_buffers()
+                if buffer.is_floating_point() and buffer.dtype.itemsize < before[name].dtype.itemsize}
 
     def _cast(self, dtype: torch.dtype, is_kept: bool) -> torch.dtype:
         if dtype.is_complex:

@@ -112,7 +112,7 @@ def test_import_generate_and_evaluate_take_a_gguf_file(tmp_path, file, capsys, c
     text = generated(capsys, str(file), "--prompt", "The arrow")
     assert text == generated(capsys, str(tmp_path / "start"), "--prompt", "The arrow") and text
     tokenizer = transformers.AutoTokenizer.from_pretrained(next((cache / "pretrained").glob("model-*")))
-    ids = tokenizer("The arrow", return_tensors="pt", add_special_tokens=False)
+    ids = tokenizer("The arrow", return_tensors="pt")
     written = model_of().generate(**ids, max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=281)
     assert text == tokenizer.decode(written[0, ids["input_ids"].shape[1]:])
     (tmp_path / "text.txt").write_text(TEXT * 40)

@@ -129,6 +129,23 @@ def test_it_has_no_effect_beside_full_precision():
     assert set(found.values()) == {torch.float64}
 
 
+@pytest.mark.parametrize(("keep", "expected"), [((), HALF), (("a.*",), torch.float32)])
+def test_a_buffer_under_several_names_stays_one(keep, expected):
+    """Two modules that have it, and one module at two places."""
+    class Table(nn.Module):
+        def __init__(self, table):
+            super().__init__()
+            self.register_buffer("table", table)
+
+    table = torch.linspace(0, 1, 4, dtype=torch.float64)
+    inner = Table(table)
+    block = nn.ModuleDict({"one": nn.Sequential(inner), "two": nn.Sequential(inner), "other": Table(table)})
+    model = replace(as_model({"a": block}, squared), keep_fp32=keep)
+    cast = BlockFormats.of(model, "a", block, HALF).cast(block, torch.device("cpu"))
+    assert block["one"][0].table is block["two"][0].table is block["other"].table
+    assert block["other"].table.dtype is expected and cast == {"one.0.table": torch.float64}
+
+
 def test_complex_tensors_stay_complex():
     block = nn.Linear(2, 2)
     block.register_buffer("waves", torch.ones(3, dtype=torch.complex64))
