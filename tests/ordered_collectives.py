@@ -5,7 +5,7 @@ A collective runs on an agent of its own, as an NCCL kernel or a thread of Gloo'
 order either, since `protocol.Group` promises none. Peers send what this rank sends, or zeros.
 
     with OrderedCuda() as cuda:
-        world = World(backend=LoneBackend(cuda, size=2), ...)
+        world = World(backend=LoneBackend(cuda, size=2), store=LoneStore(), ...)
 """
 
 from __future__ import annotations
@@ -23,6 +23,14 @@ from ranvier.comm.collectives import locate_in_partition
 from ranvier.comm.inprocess import InProcessWorld
 from ranvier.comm.torch_group import TorchGroup, TorchWork, WaitRegistry
 from tests.stream_order import ROOT, Clock, OrderedCuda, Site, join
+
+
+class LoneStore(dist.HashStore):
+    """A store in which the peers close each engine as soon as this rank does."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether it has the keys."""
+        return all(key.startswith("ranvier/closing/") for key in keys) or super().check(keys)
 
 
 def waiting() -> set[Site]:

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map
@@ -29,7 +28,7 @@ from ranvier.tensor.split.layers import split_layers
 from ranvier.tensor.weight_gradients import WeightGradients, root_of
 from ranvier.train.metrics import Meter
 from ranvier.world import World
-from tests.ordered_collectives import LoneBackend
+from tests.ordered_collectives import LoneBackend, LoneStore
 from tests.stream_order import DEVICE, ROOT, OrderedCuda
 from tests.tensor import test_families_gradients as families
 from tests.tensor.split_parity import SCHEMES, tiny_gpt
@@ -72,7 +71,7 @@ OTHER = {
 
 
 def world_of(cuda, size, rank=0):
-    return World(backend=LoneBackend(cuda, size, rank), store=dist.HashStore(), launcher="test", device=DEVICE,
+    return World(backend=LoneBackend(cuda, size, rank), store=LoneStore(), launcher="test", device=DEVICE,
                  local_rank=rank, local_size=size)
 
 
