@@ -26,6 +26,7 @@ from ranvier.pipeline import connections
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.sequencer import Sequencer
 from ranvier.schedule.schedule import Action
+from ranvier.tensor.layers import local_map
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
 from tests.covering import covering
@@ -86,7 +87,7 @@ class Sharded(nn.Module):
         meet(self._groups, 1, sample)
         time.sleep(self._seconds)
         y = torch.tanh(self.linear(x))
-        y = _MeetInBackward.apply(y, self._groups, sample)
+        y = local_map(_MeetInBackward.apply, y, self._groups, sample)
         return torch.cat([x[:, :1], y[:, 1:]], dim=1)
 
 

@@ -9,6 +9,7 @@ import torch
 from ranvier.comm.collectives import ChainedWork
 from ranvier.config.run import Memory, Pipeline
 from ranvier.config.run import TensorParallel as Settings
+from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
 from ranvier.pipeline import connections
 from ranvier.tensor.layers import Linear
@@ -18,7 +19,15 @@ from ranvier.tensor.split.layers import split_layers
 from ranvier.tensor.under_way import Arriving, GradientSums, WeightGathers
 from ranvier.tensor.weight_gradients import WeightGradients
 from ranvier.tensor.workspace import Workspace
-from tests.tensor.split_parity import assert_parity, gradients_on, on_tensor_mesh, share, tiny_gpt, token_batches
+from tests.tensor.split_parity import (
+    assert_parity,
+    gradients_on,
+    on_mesh,
+    on_tensor_mesh,
+    share,
+    tiny_gpt,
+    token_batches,
+)
 
 
 class Events(list):
@@ -323,21 +332,26 @@ def test_tied_gradients_have_one_order_of_additions(mesh):
 
 
 def test_sums_of_a_failed_batch_are_forgotten(late, monkeypatch):
-    """One that a deferred product has started when the next one fails is not added to the next batch's gradients."""
+    """One that a deferred product has started when the next one fails is added to no gradient; the engine refuses."""
     run, begun = WeightGradients.run, threading.local()
 
     def fails(gradients, microbatch, product):
         begun.products = getattr(begun, "products", 0) + 1
         if begun.products == 2:
+            begun.under_way = len(begun.sums._line)
             raise ZeroDivisionError
         run(gradients, microbatch, product)
 
-    def before(engine):
+    def work(engine):
+        begun.sums = engine._connections.tensor_mesh.sums
         with pytest.raises(ZeroDivisionError):
-            engine.forward_backward(share(engine, token_batches(mesh, seed=1)))
-        engine.zero_grad()
+            engine.forward_backward(share(engine, token_batches(mesh)))
+        assert begun.under_way > 0
+        assert len(begun.sums._line) == 0
+        with pytest.raises(RanvierError) as caught:
+            engine.forward_backward(share(engine, token_batches(mesh)))
+        assert caught.value.where == "Engine.forward_backward" and "ZeroDivisionError" in caught.value.what
 
     mesh = Mesh(row=2)
     monkeypatch.setattr(WeightGradients, "run", fails)
-    assert_parity(partial(tiny_gpt, num_layers=2, dropout=0.0), token_batches(mesh), mesh,
-                  pipeline=Pipeline(defer_bytes=1 << 40), also=before)
+    on_mesh(partial(tiny_gpt, num_layers=2, dropout=0.0), mesh, work, pipeline=Pipeline(defer_bytes=1 << 40))

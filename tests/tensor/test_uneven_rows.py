@@ -17,7 +17,7 @@ from ranvier.block import Model
 from ranvier.comm import inprocess
 from ranvier.comm.board import Board
 from ranvier.config.run import Memory, Optim, Pipeline, TensorParallel, Transformer
-from ranvier.errors import MessageTimeout, ModelError
+from ranvier.errors import MessageTimeout, ModelError, RanvierError
 from ranvier.launch import mpiexec
 from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
@@ -129,21 +129,37 @@ def test_in_the_engine(keep, checkpoint, defer_bytes, pipe):
 
 @pytest.mark.parametrize("defer_bytes", [0, 1 << 40])
 def test_kept_weights_that_the_last_microbatch_does_not_use(defer_bytes):
-    """What earlier microbatches have added up is still summed over rows; nothing is left of a batch that failed."""
+    """What earlier microbatches have added up is still summed over rows."""
     even, mixed = torch.arange(2, 14, 2), torch.tensor([3, 4, 6, 8, 9, 12])
     batches = [[Microbatch(ids, ids[:, 0] % 3, torch.arange(2) + 10 * number) for number, ids in enumerate(
         (torch.stack([mixed, mixed + 1]), torch.stack([mixed, mixed + 2]), torch.stack([even, even])))]]
 
-    def failed(engine):
-        *others, last = share(engine, batches)
-        with pytest.raises(IndexError):
-            engine.forward_backward([*others, replace(last, targets=last.targets + 99)])
-
-    outcome = gradients_on(partial(routed, skips=True), batches, Mesh(row=2, col=2), also=failed,
+    outcome = gradients_on(partial(routed, skips=True), batches, Mesh(row=2, col=2),
                            settings=TensorParallel(keep_weights=True), pipeline=Pipeline(defer_bytes=defer_bytes))
     reference = Reference(routed(skips=True), seed=SEED, dtype=torch.float64)
     reference.forward_backward(batches[0])
     assert_close(outcome.gradients, reference.gradients())
+
+
+def test_a_batch_that_failed_lets_go_of_kept_weights():
+    """And the engine refuses to go on."""
+    def work(engine):
+        *others, last = share(engine, BATCHES)
+        clear, kept = engine._stages.clear, []
+
+        def clearing():
+            kept.extend(engine._stages.gathered_weights())
+            clear()
+
+        engine._stages.clear = clearing
+        with pytest.raises(IndexError):
+            engine.forward_backward([*others, replace(last, targets=last.targets + 99)])
+        assert kept and not engine._stages.gathered_weights() and engine._stages.stored == 0
+        with pytest.raises(RanvierError) as caught:
+            engine.forward_backward([*others, last])
+        assert caught.value.where == "Engine.forward_backward" and "IndexError" in caught.value.what
+
+    on_mesh(routed, Mesh(row=2, col=2), work, settings=TensorParallel(keep_weights=True))
 
 
 def test_a_layer_that_one_row_leaves_out_is_named():
