@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ranvier.config.run import Run
 from ranvier.errors import RanvierError
 from ranvier.testing.trackers import check_tracker, example_run, example_step
 from ranvier.train.events import NoteEvent, StartEvent, Trackers
@@ -42,6 +43,93 @@ def lines(path):
 @pytest.mark.parametrize("kind", [MetricsFile, EventsFile, TensorBoard])
 def test_files_conform(kind, tmp_path):
     check_tracker(lambda: kind(tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize("kind", [PlainConsole, LiveConsole])
+def test_consoles_conform(kind, tmp_path):
+    check_tracker(lambda: kind(io.StringIO()), tmp_path)
+
+
+def test_history_conforms():
+    check_tracker(History)
+
+
+def test_metrics_has_one_complete_object_a_step(tmp_path):
+    feed(MetricsFile(tmp_path), example_run(tmp_path))
+    steps = lines(tmp_path / "metrics.jsonl")
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    for field in ("loss", "tokens", "tokens_per_second", "step_seconds", "bubble_fraction", "grad_norm", "wait_seconds",
+                  "learning_rate", "flops_per_second", "model_flops_utilisation"):
+        assert all(field in step for step in steps), field
+    assert steps[0]["loss"] == 7.9 and steps[0]["tokens"] == 4096 and steps[0]["tokens_per_second"] == 8192
+    assert steps[1]["loss"] is None and steps[1]["tokens_per_second"] == 0, "a number that is none is null"
+    assert "eval_loss" not in steps[0] and steps[3]["eval_loss"] == 7.5 and steps[3]["eval_code_loss"] == 6.5
+
+
+def test_events_each_have_step_and_event(tmp_path):
+    feed(EventsFile(tmp_path), example_run(tmp_path))
+    events = lines(tmp_path / "events.jsonl")
+    assert [(event["step"], event["event"]) for event in events] == [
+        (0, "start"), (2, "skipped"), (4, "eval"), (4, "eval"), (4, "end")]
+    assert [event.get("name") for event in events[2:4]] == [None, "code"]
+    assert events[0]["mesh"] == {"data": 2, "pipe": 2, "row": 1, "col": 1} and events[1]["tokens"] == 0
+
+
+def test_a_line_is_in_the_file_at_once(tmp_path):
+    metrics = MetricsFile(tmp_path)
+    metrics.event(example_step(1))
+    assert len(lines(tmp_path / "metrics.jsonl")) == 1
+    metrics.close()
+
+
+def test_tensorboard_holds_the_curves(tmp_path):
+    for _ in range(2):  # the second run replaces the first's curves
+        feed(TensorBoard(tmp_path), example_run(tmp_path))
+    files = list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
+    assert len(files) == 1
+    written = files[0].read_bytes()
+    for tag in (b"train/loss", b"speed/tokens_per_second", b"eval/loss", b"eval/code/loss", b"notes/skipped",
+                b"sample"):
+        assert tag in written, tag
+
+
+def step_lines(tmp_path, events, steps=1000, **settings):
+    stream = io.StringIO()
+    start = StartEvent(**{**example_run(tmp_path)[0].__dict__, "steps": steps})
+    feed(PlainConsole(stream, **settings), [start, *events])
+    text = stream.getvalue()
+    assert "\x1b" not in text and "\r" not in text
+    return [line for line in text.splitlines() if line.startswith("step")]
+
+
+def test_plain_console_has_one_whole_line_every_few_steps(tmp_path):
+    lines = step_lines(tmp_path, [example_step(step, num_ranks=4, memory_bytes=3 << 30) for step in range(1, 1001)],
+                       every=50)
+    assert len(lines) == 21 and lines[0].startswith("step    1/1000") and lines[-1].startswith("step 1000/1000")
+    assert lines[1].endswith("7:55 left")
+    for part in ("loss", "grad norm", "lr ", "8,192 tokens/s", "2,048/rank", "40% of matmul rate", "memory 3.00 GiB",
+                 "bubble 10%"):
+        assert part in lines[0], part
+    assert "MFU 40%" in step_lines(tmp_path, [example_step(1, against_published_peak=True)])[0]
+
+
+def test_plain_console_prints_slow_steps_and_evaluations_too(tmp_path):
+    seconds = iter(range(0, 10_000, 12))
+    lines = step_lines(tmp_path, [example_step(step) for step in range(1, 11)], every=1000, clock=lambda: next(seconds))
+    assert [line.split("/")[0] for line in lines] == ["step    1", "step    4", "step    7", "step   10"]
+    assert len(step_lines(tmp_path, [example_step(step, eval_loss=3.0) for step in (2, 3)], every=1000)) == 2
+
+
+def test_what_experts_read_comes_with_verbose(tmp_path):
+    start = StartEvent(**{**example_run(tmp_path)[0].__dict__, "stages": "the stages",
+                          "settings": {"model": "a model", "pipeline": "limits of the schedule"}})
+    note = NoteEvent(step=8, event="limits", text="chosen again", verbose=True)
+    for verbose in (False, True):
+        stream = io.StringIO()
+        feed(PlainConsole(stream, verbose=verbose), [start, note])
+        text = stream.getvalue()
+        assert "a model" in text
+        assert {part in text for part in ("the stages", "limits of the schedule", "chosen again")} == {verbose}
 
 
 @pytest.mark.parametrize("kind", [PlainConsole, LiveConsole])
@@ -127,8 +215,8 @@ def test_live_console_shows_progress_in_place(tmp_path):
             return True
 
     stream = Terminal()
-    assert isinstance(console(io.StringIO()), PlainConsole) and isinstance(console(stream), LiveConsole)
-    feed(console(stream), example_run(tmp_path))
+    assert isinstance(console(io.StringIO(), Run()), PlainConsole) and isinstance(console(stream, Run()), LiveConsole)
+    feed(console(stream, Run()), example_run(tmp_path))
     text = stream.getvalue()
     assert "step 4/4" in text and "0:00 left" in text and "8,192 tokens/s" in text and "once upon a [time]" in text
 
