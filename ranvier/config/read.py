@@ -402,9 +402,9 @@ def load(recipe: str, *, keep_folder: bool = False, allow_code: bool = False) ->
     """A recipe's short name, for folders and headings, and its layer.
 
     `recipe` is a shipped recipe's name, a preset's, a folder in Hugging Face format, a TOML file, or module:function,
-    whose function takes nothing and returns a `Run` or a dict like a TOML file's. keep_folder: a run's own run.toml stands for that run itself, rather
-    than for one like it. allow_code: a TOML file may name Python objects. ConfigError when it is none of these or
-    cannot be read.
+    whose function takes nothing and returns a `Run` or a dict like a TOML file's. keep_folder: a run's own run.toml
+    stands for that run itself, rather than for one like it. allow_code: a TOML file may name Python objects.
+    ConfigError when it is none of these or cannot be read.
     """
     if recipe in recipe_names():
         text = (resources.files("ranvier") / "config" / "recipes" / f"{recipe}.toml").read_bytes()

@@ -15,6 +15,8 @@ counted from the operation that creates it until its last owner, often autograd,
 from __future__ import annotations
 
 import contextlib
+import resource
+import sys
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -40,7 +40,6 @@ from ranvier.launch.stop import StopRequest
 from ranvier.models import families
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.result import BatchResult
-from ranvier.precision import DTYPES
 from ranvier.schedule.spans import Category
 from ranvier.system.lease import Lease
 from ranvier.system.memory_tracker import peak_memory_bytes
@@ -199,8 +198,9 @@ class Training:
         if world.rank == 0:
             self.requests = Requests(world, self.run_dir)
             more = experiment_trackers(self.run.log, self.run_dir, continues=self.resumed.continues)
-            self.outputs, damaged = open_outputs(self.run_dir, self.history, [console(stream, self.run), *more, *trackers],
-                                                 after=self.done if self.resumed.continues else None)
+            self.outputs, damaged = open_outputs(
+                self.run_dir, self.history, [console(stream, self.run), *more, *trackers],
+                after=self.done if self.resumed.continues else None)
             self.resumed.notes.extend(
                 [*damaged, *self.requests.refuse_all(self.done, "it was made before the run began")])
 
