@@ -353,11 +353,40 @@ def _unknown(name: str, value: object, origin: str) -> ConfigError:
     name = name or '""'
     if isinstance(value, Mapping) and (near := difflib.get_close_matches(name, sections(), n=1)):
         return ConfigError("is not a section", where=name, value=f"in {origin}", remedy=f"Did you mean [{near[0]}]?")
+    if (elsewhere := name_elsewhere(name)) is not None:
+        return ConfigError(f"is not a setting, in {origin}", where=name, value=value,
+                           remedy=f"Did you mean {elsewhere}?")
     names = {**{known: known for known in settings()}, **{known.rpartition(".")[2]: known for known in settings()}}
     near = difflib.get_close_matches(name.replace("-", "_"), names, n=1) or difflib.get_close_matches(
         name.replace("-", "_").rpartition(".")[2], names, n=1)
     remedy = f"Did you mean {names[near[0]]}?" if near else "`ranvier train --help-all` lists all settings."
     return ConfigError(f"is not a setting, in {origin}", where=name, value=value, remedy=remedy)
+
+
+_ELSEWHERE = types.MappingProxyType({
+    "lr": "train.learning_rate", "max_lr": "train.learning_rate", "learning_rate": "train.learning_rate",
+    "batch_size": "batch.global_size", "global_batch_size": "batch.global_size", "bs": "batch.global_size",
+    "micro_batch_size": "batch.microbatch_size", "per_device_train_batch_size": "batch.microbatch_size",
+    "max_steps": "train.steps", "train_iters": "train.steps", "num_train_epochs": "train.epochs",
+    "max_grad_norm": "optim.clip_norm", "clip_grad": "optim.clip_norm", "grad_clip": "optim.clip_norm",
+    "lr_scheduler": "train.schedule", "lr_scheduler_type": "train.schedule", "warmup": "train.warmup_steps",
+    "seq_length": "model.sequence", "seq_len": "model.sequence", "max_length": "model.sequence",
+    "block_size": "model.sequence", "dataset": "data.corpus", "output_dir": "run_dir", "logging_steps": "log.every",
+    "dtype": "precision", "mixed_precision": "precision", "bf16": "precision", "fp16": "precision",
+    "gradient_checkpointing": "memory.recompute", "activation_checkpointing": "memory.recompute",
+    "dp": "mesh.data", "pp": "mesh.pipe", "tp": "mesh.col", "fsdp": "mesh.row",
+    "data_parallel": "mesh.data", "pipeline_parallel": "mesh.pipe", "tensor_parallel": "mesh.col",
+    "pipeline_model_parallel_size": "mesh.pipe", "tensor_model_parallel_size": "mesh.col",
+    "model_name_or_path": "model.pretrained", "load_from": "resume", "save_steps": "checkpoint.every"})
+"""Names of settings in other programs -> ours."""
+
+_RECIPES_ELSEWHERE = types.MappingProxyType({"nanogpt": "gpt-tiny", "nanochat": "gpt-tiny", "gpt2": "gpt2-small",
+                                             "gpt-2": "gpt2-small", "llama": "llama-tiny", "bert": "bert-sentiment"})
+
+
+def name_elsewhere(name: str) -> str | None:
+    """Our setting for the name, or the last part of it, that another program has: "train.lr", "batch-size"."""
+    return _ELSEWHERE.get(name.replace("-", "_").rpartition(".")[2])
 
 
 # --- recipes ---------------------------------------------------------------------------------------------------------
@@ -372,17 +401,21 @@ def recipe_names() -> list[str]:
 def load(recipe: str, *, keep_folder: bool = False, allow_code: bool = False) -> tuple[str, Layer]:
     """A recipe's short name, for folders and headings, and its layer.
 
-    `recipe` is a shipped recipe's name, a preset's, a TOML file, or module:function, whose function takes nothing and
-    returns a `Run` or a dict like a TOML file's. keep_folder: a run's own run.toml stands for that run itself, rather
-    than for one like it. allow_code: a TOML file may name Python objects. ConfigError when it is none of these or
-    cannot be read.
+    `recipe` is a shipped recipe's name, a preset's, a folder in Hugging Face format, a TOML file, or module:function,
+    whose function takes nothing and returns a `Run` or a dict like a TOML file's. keep_folder: a run's own run.toml
+    stands for that run itself, rather than for one like it. allow_code: a TOML file may name Python objects.
+    ConfigError when it is none of these or cannot be read.
     """
     if recipe in recipe_names():
         text = (resources.files("ranvier") / "config" / "recipes" / f"{recipe}.toml").read_bytes()
         return recipe, replace(_parse(text, f"recipe {recipe}"), is_users=False, code="allowed")
     if recipe in presets.PRESETS:
-        return recipe, Layer(origin=f"preset {recipe}", values={"model.preset": recipe}, is_users=False)
+        return recipe, Layer(origin=f"preset {recipe}", is_users=False,
+                             values={"model.preset": recipe, **presets.PRETRAINING})
     path = Path(recipe)
+    if (path / "config.json").is_file():
+        return path.absolute().name, Layer(origin=f"folder {recipe}", is_users=False,
+                                           values={"model.pretrained": recipe, **presets.FINE_TUNING})
     if path.suffix == ".toml":
         try:
             if path.exists() and not (path.is_file() or path.is_dir()):
@@ -398,9 +431,11 @@ def load(recipe: str, *, keep_folder: bool = False, allow_code: bool = False) ->
     module, colon, function = recipe.partition(":")
     if colon:
         return function, _call(recipe, module, function)
-    near = difflib.get_close_matches(recipe, [*recipe_names(), *presets.PRESETS], n=1, cutoff=0.4)
-    raise ConfigError("is neither a shipped recipe, a .toml file nor module:function", where="recipe", value=recipe,
-                      remedy=f"Did you mean {near[0]}?" if near else f"Shipped are: {', '.join(recipe_names())}.")
+    near = [_RECIPES_ELSEWHERE[recipe.lower()]] if recipe.lower() in _RECIPES_ELSEWHERE else difflib.get_close_matches(
+        recipe, [*recipe_names(), *presets.PRESETS], n=1, cutoff=0.4)
+    raise ConfigError("is neither a recipe, a preset, a folder with config.json, a .toml file nor module:function",
+                      where="recipe", value=recipe,
+                      remedy=f"Did you mean {near[0]}?" if near else f"Recipes are: {', '.join(recipe_names())}.")
 
 
 def _without_own_folder(path: Path, layer: Layer) -> tuple[str, Layer]:

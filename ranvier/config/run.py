@@ -346,7 +346,7 @@ class Guard(_Renamed):
 
 @section
 class Log:
-    """Experiment trackers beside the run's own files, console and TensorBoard."""
+    """What the console prints, and experiment trackers beside the run's own files and TensorBoard."""
 
     tracker: tuple[Literal["wandb", "mlflow", "aim"], ...] = ()
     """Experiment trackers that get the curves and settings of the run: wandb (Weights & Biases), mlflow, aim; several
@@ -358,6 +358,9 @@ class Log:
     default."""
     offline: bool = False
     """wandb: keep everything in the run's folder, for `wandb sync`, and connect to no server."""
+    every: Positive = 10
+    """Steps from one printed line to the next. A line is also printed after the first and the last step, after each
+    evaluation, and when none was printed for 30 seconds; metrics.jsonl has every step."""
 
 
 @section
@@ -678,6 +681,8 @@ class Run:
     bit-identical. Slower, most of all in attention."""
     memory_report: bool = False
     """Print predicted and measured memory by category, side by side, at the end of the run."""
+    verbose: bool = False
+    """Print more: all settings and stages at the start, and what the schedule's limits are chosen from."""
     resume: str = "none"
     """Checkpoint to resume from: the newest complete one in the run's folder (auto; without one the run starts from the
     beginning), a checkpoint or a folder of checkpoints (a path), or none. auto reshards to another mesh if another

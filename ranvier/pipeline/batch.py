@@ -99,7 +99,7 @@ class BatchRunner:
         ran: list[Action] = []
         running: Action | None = None
         try:
-            self._stages.begin(training)
+            self._stages.begin(training, len(batch))
             self._connections.inbox.begin(call, step, len(batch), schedule.on_message if leads else _unheard)
             if training and self.nominal_weight is not None and not (self._has_loss and batch):
                 self.nominal_weight.start(0.0)

@@ -269,7 +269,8 @@ class Engine:
             [block for block in blocks if block[0] in self.layout.blocks(stage)],
             loss=self._loss(model, blocks) if stage == placement.num_stages - 1 else None,
             seed=seed, device=world.device,
-            progress=self._progress, block_passed=self._block_passed, segments=plan.segments(stage),
+            progress=self._progress if world.size > 1 else None, block_passed=self._block_passed,
+            segments=plan.segments(stage),
             mesh=self._connections.tensor_mesh, compile=self._compiles(compile), tables=tables,
             may_wait=mesh.pipe > 1 or settings.sets_deferral,  # under any policy, so that all agree to the bit
             in_float8=float8_layers(blocks, len(self.block_names), world.device) if float8 else (),
