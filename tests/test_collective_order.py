@@ -120,11 +120,13 @@ def told(engine, batch):
 
 
 def asked_to_stop(engine, batch):
-    assert not Meter(Timeline(), engine._connections.all, torch.device("cpu")).step(1, engine.train_batch(batch), 0.1).stop_requested
+    meter = Meter(Timeline(), engine._connections.all, torch.device("cpu"))
+    assert not meter.step(1, engine.train_batch(batch), 0.1).stop_requested
 
 
 def asked_to_resize(engine, batch):
-    assert not Meter(Timeline(), engine._connections.all, torch.device("cpu")).step(1, engine.train_batch(batch), 0.1).resize_requested
+    meter = Meter(Timeline(), engine._connections.all, torch.device("cpu"))
+    assert not meter.step(1, engine.train_batch(batch), 0.1).resize_requested
 
 
 def compared(engine, batch):

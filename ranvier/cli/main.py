@@ -27,6 +27,7 @@ from ranvier.cli.problems import ConfigProblems, print_error, print_problems
 from ranvier.cli.resize import resize
 from ranvier.cli.simulate import simulate
 from ranvier.cli.train import train
+from ranvier.cli.watch import watch
 from ranvier.errors import RanvierError
 
 if TYPE_CHECKING:
@@ -97,6 +98,6 @@ def command() -> None:
     """
 
 
-for _subcommand in (train, check, plan, simulate, generate, evaluate, export_run, import_model, resize, join, data,
-                    doctor):
+for _subcommand in (train, check, plan, simulate, generate, evaluate, export_run, import_model, resize, join, watch,
+                    data, doctor):
     command.add_command(_subcommand)

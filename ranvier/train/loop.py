@@ -62,6 +62,7 @@ from ranvier.train.memory import check_fits, explain_out_of_memory, report_text
 from ranvier.train.metrics import Meter, PendingStep
 from ranvier.train.peak import peak_rate
 from ranvier.train.report import summarise, write_report
+from ranvier.train.report_page import ReportPage
 from ranvier.train.requests import Requests, join_note
 from ranvier.train.runtime import RankRuntime, build_runtime, with_frozen
 from ranvier.train.sample_quality import expectation, frequency_entropy
@@ -198,8 +199,9 @@ class Training:
         if world.rank == 0:
             self.requests = Requests(world, self.run_dir)
             more = experiment_trackers(self.run.log, self.run_dir, continues=self.resumed.continues)
+            self._page = ReportPage(self._asked, recipe, self.run_dir, self.history)
             self.outputs, damaged = open_outputs(
-                self.run_dir, self.history, [console(stream, self.run), *more, *trackers],
+                self.run_dir, self.history, [console(stream, self.run), self._page, *more, *trackers],
                 after=self.done if self.resumed.continues else None)
             self.resumed.notes.extend(
                 [*damaged, *self.requests.refuse_all(self.done, "it was made before the run began")])
@@ -269,6 +271,7 @@ class Training:
                       for warning in length_warnings(self.run.train)]
         self.run = resolve_remaining(self.run, self.engine, self.world, self.saving.origin)
         if self.world.rank == 0:
+            self._page.run = self.run
             self._write_settings(self.run)
             if self.data.tokenizer is not None:
                 write_tokenizer(self.data.tokenizer, self.run_dir)
@@ -439,6 +442,8 @@ class Training:
             predicted = laid_out(run, self.runtime.frozen.prefix, self.runtime.frozen.above)[1]
             if world.device.type == "cuda":
                 predicted = tuple(with_overhead(entry, context=True) for entry in predicted)
+            self._page.finish(summary, timelines, run.mesh, predicted, on_cpu=world.device.type == "cpu")
+            pictures = [self._page.path, *pictures]
             report = report_text(predicted, summary["memory"],
                                  lambda rank: run.mesh.coordinates(rank).pipe) if run.memory_report else None
             note = None if text is None else expectation(summary["eval_loss"], frequency_entropy(self.data.train))

@@ -132,20 +132,20 @@ def report_text(predicted: Sequence[RankMemory], measured: Sequence[Mapping[str,
     rows: list[list[str]] = []
     largest = [max((facts for rank, facts in enumerate(measured) if stage_of(rank) == entry.pipe),
                    key=lambda facts: sum(facts["device"].values())) for entry in predicted]
-    folded = [{"device": _folded(entry.device), "host": dict(entry.host)} for entry in predicted]
+    entries = [{"device": folded(entry.device), "host": dict(entry.host)} for entry in predicted]
     for place in ("device", "host"):
-        names = dict.fromkeys(name for facts in (*folded, *largest) for name, size in facts[place].items() if size)
+        names = dict.fromkeys(name for facts in (*entries, *largest) for name, size in facts[place].items() if size)
         for name in names:
-            sizes = [facts[place].get(name, 0) for pair in zip(folded, largest, strict=True) for facts in pair]
+            sizes = [facts[place].get(name, 0) for pair in zip(entries, largest, strict=True) for facts in pair]
             rows.append([name if place == "device" else f"host {name}", *(f"{size / 2**20:,.1f}" for size in sizes)])
         if names:
-            sums = [sum(facts[place].values()) for pair in zip(folded, largest, strict=True) for facts in pair]
+            sums = [sum(facts[place].values()) for pair in zip(entries, largest, strict=True) for facts in pair]
             rows.append([f"{place} in all", *(f"{size / 2**20:,.1f}" for size in sums)])
     return str(TextTable(header=["memory in MiB", *(f"stage {entry.pipe}\n{kind}" for entry in predicted
                                                     for kind in ("predicted", "measured"))], rows=rows, words=(0,)))
 
 
-def _folded(device: Mapping[str, int]) -> dict[str, int]:
+def folded(device: Mapping[str, int]) -> dict[str, int]:
     """The prediction with the categories that one measurement covers in one."""
     lasting = {name: size for name, size in device.items() if name not in _WORKING}
     return lasting | {"working": sum(device.get(name, 0) for name in _WORKING)}

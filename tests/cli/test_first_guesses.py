@@ -10,8 +10,9 @@ from ranvier.errors import ConfigError
 from tests.hf_peers import peer, saved
 
 
-@pytest.mark.parametrize(("flag", "setting"), [("--train.lr", "--train.learning-rate"), ("--lr", "--train.learning-rate"),
-                                               ("--batch-size", "--batch.global-size"), ("--tp", "--mesh.col")])
+@pytest.mark.parametrize(("flag", "setting"), [
+    ("--train.lr", "--train.learning-rate"), ("--lr", "--train.learning-rate"), ("--batch-size", "--batch.global-size"),
+    ("--tp", "--mesh.col")])
 def test_settings_of_other_programs_are_named(flag, setting, capsys):
     assert run_command(["train", "gpt-tiny", flag, "1"]) == 2
     assert setting in capsys.readouterr().err
