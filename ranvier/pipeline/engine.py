@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from ranvier.block import Loss, LossBlock, Model, State, as_model, freeze, frozen_prefix, ready_made
+from ranvier.block import Loss, LossBlock, Model, Modules, State, as_model, freeze, frozen_prefix, ready_made
 from ranvier.comm.protocol import Group
 from ranvier.config.arguments import of_engine
 from ranvier.config.parameter_groups import problems as group_problems
@@ -76,7 +76,6 @@ from ranvier.pipeline.statistics import BatchStatistics
 from ranvier.pipeline.ties import TiedParameters, gradient_specs, ties_of
 from ranvier.precision import is_half
 from ranvier.schedule.limits import Limits, rule_limits
-from ranvier.schedule.policies import policy_named
 from ranvier.schedule.schedule import Policy
 from ranvier.system.machine import has_triton
 from ranvier.tensor.float8 import float8_layers
@@ -151,13 +150,12 @@ class Engine:
         flags: whether errors name the command's flags, rather than arguments.
         compile, float8: as `model.compile` and `model.float8` in a run: whether blocks are compiled, and whether their
             linear layers multiply in float8.
-        earlier: arguments of the last release that are fields of a section now; they warn.
 
     Raises ModelError or ConfigError for what does not fit, on every rank alike.
     """
 
     @of_engine
-    def __init__(self, /, model: Model | nn.Sequential | Sequence[nn.Module] | Mapping[str, nn.Module], world: World, *,
+    def __init__(self, /, model: Model | Modules, world: World, *,
                  mesh: Mesh | None = None, loss: Loss | None = None,
                  optimizer: OptimizerFactory | None = None,
                  optim: Optim | None = None, learning_rate: float = 1e-3, pipeline: Pipeline | None = None,
@@ -167,9 +165,8 @@ class Engine:
                  nominal_weight: float | Literal["auto"] = "auto",
                  frozen: int = 0, frozen_above: Sequence[int] = (), frozen_dropout: bool = True,
                  buffers: BufferSync = "broadcast", timeout_seconds: float = 300.0, check_order: bool = False,
-                 flags: bool = False, compile: bool | Literal["auto"] = "auto", float8: bool = False,
-                 **earlier: Any) -> None:
-        settings = engine_settings(pipeline or Pipeline(), memory or Memory(), policy, earlier)
+                 flags: bool = False, compile: bool | Literal["auto"] = "auto", float8: bool = False) -> None:
+        settings = engine_settings(pipeline or Pipeline(), memory or Memory(), policy)
         tensor = tensor or TensorParallel()
         self.flags = flags
         mesh = mesh or world.mesh or Mesh(data=world.size)
@@ -177,10 +174,7 @@ class Engine:
             raise ConfigError(f"has {mesh.size} ranks, but {world.size} were started", where="mesh", value=str(mesh),
                               remedy="Make data x pipe x row x col equal to the number of ranks.")
         self.world, self.mesh, self.coordinates = world, mesh, mesh.coordinates(world.rank)
-        self._policy = policy_named(settings.policy)
-        if settings.in_flight != "auto" and settings.in_flight < 1:
-            raise ConfigError("must be at least 1", where="pipeline.in-flight", value=settings.in_flight,
-                              remedy="Use auto, or a whole number; fewer than the number of stages leave some idle.")
+        self._policy = settings.policy
         self._call = 0
         self._step = 0
         self._closed = False
