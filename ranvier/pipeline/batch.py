@@ -90,8 +90,6 @@ class BatchRunner:
         training step that dropout is keyed by. keep_outputs: whether the last stage keeps what its blocks return."""
         self._call, self._step = call, step
         leads = self._connections.sequencer.leads
-        if self._connections.tensor_mesh is not None:
-            self._connections.tensor_mesh.whole_outputs = keep_outputs
         schedule = RankSchedule(
             stages=self._numbers, num_stages=self._num_stages, num_microbatches=len(batch), policy=self._policy,
             in_flight=self._in_flight, training=training, defer_bytes=self.defer_bytes,

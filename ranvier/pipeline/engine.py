@@ -539,7 +539,8 @@ class Engine:
         of `forward_backward` since the last step are part of this one.
 
         keep_outputs: the result has what the last block has returned, and the loss of each microbatch
-            (`BatchResult.outputs`, `losses`), on the ranks of the last stage; not on several columns, which have parts.
+            (`BatchResult.outputs`, `losses`), on the ranks of the last stage. Columns gather what each has a part of,
+            so all of them say so alike.
         """
         self.check_usable("train_batch")
         if not self._updater.updates:
@@ -665,9 +666,6 @@ class Engine:
     @contextmanager
     def _keeping_outputs(self, keep: bool) -> Iterator[KeptOutputs | None]:
         """Inside, the last stage's outputs and losses are kept, where `keep` says so. None on other ranks."""
-        if keep and self.mesh.col > 1:
-            raise ConfigError("has parts of the outputs on each column", where="train_batch(keep_outputs=...)",
-                              value=f"{self.mesh.col} columns", remedy="Call predict, which returns whole ones.")
         kept = self._stages.last.kept = KeptOutputs() if keep and self.is_last_stage else None
         try:
             yield kept

@@ -33,7 +33,7 @@ from ranvier.pipeline.shared_memory import SharedMemory, sharing, unmarked
 from ranvier.schedule.schedule import Product
 from ranvier.tensor.autograd import Function
 from ranvier.tensor.boundaries import detached_names, with_layouts
-from ranvier.tensor.columns import plain
+from ranvier.tensor.columns import gather_whole, plain
 from ranvier.tensor.deferred_linear import DeferringForwards
 from ranvier.tensor.fused import Fused, using
 from ranvier.tensor.lookups import LookupForwards
@@ -207,19 +207,14 @@ class Stage:
             self._shared = SharedMemory()
             self._shared.watch(entered, shared)
             state = self._run_blocks(carried(with_layouts(entered, self._mesh)), step, microbatch, number)
-            if self._loss is not None and self.observe is not None:
-                self.observe(number, plain(state))
-            if self._loss is not None and self.kept is not None:
-                self.kept.outputs.append(tree_map(  # copies: a loss may reuse the memory of what it is given
-                    lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, plain(state)))
+            if self._loss is not None:
+                self._show(state, number, whole=keep_outputs)
             if self._loss is not None and not keep_outputs:
                 outputs = {"": self._compute_loss(state, microbatch, number)}
             else:
                 outputs = self._shared.marked(detached_names(named(state, f"block {self.blocks[-1][1]}")),
                                               self._device)
         self._shared.check()
-        if keep_outputs and self._loss is not None and self.observe is None:
-            self.outputs.append(plain(state))
         roots = {name: root_of(tensor) for name, tensor in outputs.items() if tensor.requires_grad}
         kept = bool(roots) or any(leaf.requires_grad for leaf in leaves.values())
         if kept:
@@ -228,6 +223,18 @@ class Stage:
         return Outcome(tensors={name: tensor.detach() for name, tensor in outputs.items()},
                        requires_grad=frozenset(roots), expects_backward=kept,
                        deferrable_bytes=self._weights.forward_bytes)
+
+    def _show(self, state: State, number: int, *, whole: bool) -> None:
+        """Give what the last block has returned to those who want it. whole: it is wanted whole on every column, and
+        all of them do this; else an observer gets a column's own part."""
+        if self.kept is not None:
+            self.kept.outputs.append(tree_map(  # copies: a loss may reuse the memory of what it is given
+                lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, gather_whole(state)))
+        shown = gather_whole(state) if whole else plain(state)
+        if self.observe is not None:
+            self.observe(number, shown)
+        elif whole:
+            self.outputs.append(shown)
 
     def _run_blocks(self, state: State, step: int, microbatch: Microbatch, number: int) -> State:
         samples = microbatch.samples if microbatch.samples is not None else torch.zeros(0, dtype=torch.int64)
