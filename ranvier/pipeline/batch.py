@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ranvier.block import named
 from ranvier.comm.message import Message, MessageKind
-from ranvier.errors import MessageTimeout, ModelError, TransportError
+from ranvier.errors import MessageTimeout, TransportError
 from ranvier.mesh import Coordinates, StagePlacement
 from ranvier.optim.step import Updater
 from ranvier.pipeline.connections import Connections
@@ -230,9 +230,6 @@ class BatchRunner:
         if stage > 0:
             message = self._connections.inbox.take("forward", number, stage, self._connections.rank_of(stage - 1))
             return self._to_device(message.tensors), message.requires_grad
-        if microbatch.inputs is None:
-            raise ModelError("has no inputs on the first stage", where=f"microbatch {number}",
-                             remedy="Give the ranks of the first stage the inputs of every microbatch.")
         return self._to_device(named(microbatch.inputs, f"inputs of microbatch {number}")), frozenset()
 
     def _to_device(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map
 from ranvier import keyed_random
 from ranvier.block import Loss, State, carried, named, wrapping_hint
 from ranvier.errors import ModelError, RanvierError
+from ranvier.pipeline.autocast import casting
 from ranvier.pipeline.block_costs import loss_parts
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.result import KeptOutputs
@@ -95,6 +96,7 @@ class Stage:
             False, True, or "auto" with a warning for those that cannot be.
         in_float8: linear layers whose products are in float8 while the stage trains.
         may_wait: whether weight gradients may ever be deferred; else plain nn.Linear layers of a user stay as they are.
+        autocast: the format to which torch casts the operands of products in forwards and the loss; None for no casts.
         tables: lookup tables whose gradients are added to row by row.
         segments: runs of blocks (places in `blocks`) that keep only what enters them, and are computed again in their
             backward. Their weight gradients are never deferred: their operands have only just been recomputed.
@@ -105,8 +107,10 @@ class Stage:
                  block_passed: Callable[[int], None], weight_gradients: WeightGradients,
                  tables: Collection[nn.Parameter] = (), segments: Sequence[range] = (),
                  mesh: TensorMesh | None = None, compile: bool | Literal["auto"] = False,
-                 in_float8: Collection[nn.Module] = (), may_wait: bool = True) -> None:
+                 in_float8: Collection[nn.Module] = (), may_wait: bool = True,
+                 autocast: torch.dtype | None = None) -> None:
         self.blocks, self._loss, self._seed, self._device = blocks, loss, seed, device
+        self._autocast = autocast
         self.training = False
         self._progress, self._block_passed, self._mesh = progress, block_passed, mesh
         self.observe: Callable[[int, State], None] | None = None
@@ -146,6 +150,11 @@ class Stage:
         self._compiled = _compiled_blocks(whole, weight_gradients, self._forwards,
                                           [modules[place] for place in at_once])
         self._fused = Fused(False if mesh is None else compile)
+
+    def check(self) -> None:
+        """ModelError where blocks are in a state in which they cannot train."""
+        for segment in self._recomputed.values():
+            segment.check()
 
     def begin(self, training: bool) -> None:
         """A new batch."""
@@ -202,7 +211,7 @@ class Stage:
         leaves = {name: tensor.detach().requires_grad_(training and name in requires_grad)
                   for name, tensor in inputs.items()}
         self._weights.forward_bytes = 0
-        with torch.set_grad_enabled(wanted), self._one_pass("forward"):
+        with torch.set_grad_enabled(wanted), self._one_pass("forward"), casting(self._autocast, self._device):
             entered = {name: _Enter.apply(leaf) if leaf.requires_grad else leaf for name, leaf in leaves.items()}
             self._shared = SharedMemory()
             self._shared.watch(entered, shared)
@@ -327,9 +336,6 @@ class Stage:
         return nullcontext() if self._mesh is None else self._mesh.one_pass(self._uses[direction])
 
     def _compute_loss(self, state: State, microbatch: Microbatch, number: int) -> Tensor:
-        if microbatch.targets is None:
-            raise ModelError("has no targets on the last stage", where=f"microbatch {number}",
-                             remedy="Give the ranks of the last stage the targets of every microbatch.")
         assert self._loss is not None, "only the last stage has a loss"
         targets = tree_map(lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, microbatch.targets)
         try:
