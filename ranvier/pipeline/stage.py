@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map
 from ranvier import keyed_random
 from ranvier.block import Loss, State, carried, named, wrapping_hint
 from ranvier.errors import ModelError, RanvierError
+from ranvier.pipeline import hooked_states
 from ranvier.pipeline.autocast import casting
 from ranvier.pipeline.block_costs import loss_parts
 from ranvier.pipeline.microbatch import Microbatch
@@ -206,6 +207,7 @@ class Stage:
                 requires_grad: frozenset[str], *, training: bool, keep_outputs: bool = False) -> Outcome:
         """Forward of microbatch `number`. `inputs` is what arrived; `requires_grad` names what wants a gradient."""
         inputs, shared = unmarked(inputs)
+        inputs, with_hooks = hooked_states.unmarked(inputs)
         wanted = training and (bool(requires_grad) or any(
             parameter.requires_grad for _, _, module in self.blocks for parameter in module.parameters()))
         leaves = {name: tensor.detach().requires_grad_(training and name in requires_grad)
@@ -215,14 +217,16 @@ class Stage:
             entered = {name: _Enter.apply(leaf) if leaf.requires_grad else leaf for name, leaf in leaves.items()}
             self._shared = SharedMemory()
             self._shared.watch(entered, shared)
+            hooked_states.refuse_outside(entered, with_hooks, self._in_pass)
             state = self._run_blocks(carried(with_layouts(entered, self._mesh)), step, microbatch, number)
             if self._loss is not None:
                 self._show(state, number, whole=keep_outputs)
             if self._loss is not None and not keep_outputs:
                 outputs = {"": self._compute_loss(state, microbatch, number)}
             else:
-                outputs = self._shared.marked(detached_names(named(state, f"block {self.blocks[-1][1]}")),
-                                              self._device)
+                outputs = detached_names(named(state, f"block {self.blocks[-1][1]}"))
+                with_hooks = hooked_states.hooked(outputs)
+                outputs = hooked_states.marked(self._shared.marked(outputs, self._device), with_hooks, self._device)
         self._shared.check()
         roots = {name: root_of(tensor) for name, tensor in outputs.items() if tensor.requires_grad}
         kept = bool(roots) or any(leaf.requires_grad for leaf in leaves.values())
@@ -301,8 +305,14 @@ class Stage:
                         error.add_note(f"the block was given a {type(state).__name__}, which the block before it has "
                                        f"returned. If that is no block of yours: {hint}")
                     raise
+            if name != self.blocks[-1][1]:
+                hooked_states.between_blocks(plain(state), self._in_pass)
             self._progress()
         return state
+
+    def _in_pass(self) -> bool:
+        """Whether the stage's own backward runs, and no autograd call of a block or the loss."""
+        return self._weights.in_pass
 
     def _watch_boundary(self, state: Mapping[str, Tensor], block: int) -> None:
         """Have the backward pass report that it has left `block`: all gradients of the state before it are known."""
