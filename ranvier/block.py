@@ -37,7 +37,11 @@ State = Tensor | dict[str, Tensor]
 list or dict, nested too, with a tensor, and beside tensors None, sizes, whole numbers, devices and dtypes
 (`sent_values`); anything else is refused."""
 
-Loss = Callable[[State, object], tuple[Tensor, Tensor | float | int]]
+Loss = Callable[[Any, Any], tuple[Tensor, Tensor | float | int]]
+"""(what the last block returns, targets) -> (sum of losses, weight). Both arguments are the user's own."""
+
+Modules = nn.Sequential | nn.ModuleList | nn.ModuleDict | Sequence[nn.Module] | Mapping[str, nn.Module]
+"""Blocks that exist already, in order."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +215,7 @@ def _parameters_of(model: Model, names: Sequence[str]) -> dict[str, nn.Parameter
     return found
 
 
-def as_model(model: Model | nn.Sequential | Sequence[nn.Module] | Mapping[str, nn.Module], loss: Loss | None) -> Model:
+def as_model(model: Model | Modules, loss: Loss | None) -> Model:
     """Any list of blocks as a `Model`. Parameters that two blocks share are found and declared as tied. A loss with
     parameters or buffers gets a block for them, the last one.
 

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from ranvier.block import Initial, Loss, Model, as_model, initialise
+from ranvier.block import Initial, Loss, Model, Modules, as_model, initialise
 from ranvier.config.run import Lora
 from ranvier.errors import ConfigError, ModelError
 from ranvier.tensor.adapters import Adapter, AdapterForm, add_adapter
@@ -46,7 +46,7 @@ class _Target:
     units: int | None = None
 
 
-def with_adapters(model: Model | nn.Sequential | Sequence[nn.Module] | Mapping[str, nn.Module], lora: Lora, *,
+def with_adapters(model: Model | Modules, lora: Lora, *,
                   loss: Loss | None = None, seed: int = 0) -> Model:
     """`model` with adapters in the linear layers that `lora.targets` names, and everything else frozen, but for the
     linear layers of the last block with `lora.train_head`. `lora.adapters` is not read.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ranvier.block import named
 from ranvier.comm.message import Message, MessageKind
-from ranvier.errors import MessageTimeout, ModelError, TransportError
+from ranvier.errors import MessageTimeout, TransportError
 from ranvier.mesh import Coordinates, StagePlacement
 from ranvier.optim.step import Updater
 from ranvier.pipeline.connections import Connections
@@ -90,8 +90,6 @@ class BatchRunner:
         training step that dropout is keyed by. keep_outputs: whether the last stage keeps what its blocks return."""
         self._call, self._step = call, step
         leads = self._connections.sequencer.leads
-        if self._connections.tensor_mesh is not None:
-            self._connections.tensor_mesh.whole_outputs = keep_outputs
         schedule = RankSchedule(
             stages=self._numbers, num_stages=self._num_stages, num_microbatches=len(batch), policy=self._policy,
             in_flight=self._in_flight, training=training, defer_bytes=self.defer_bytes,
@@ -232,9 +230,6 @@ class BatchRunner:
         if stage > 0:
             message = self._connections.inbox.take("forward", number, stage, self._connections.rank_of(stage - 1))
             return self._to_device(message.tensors), message.requires_grad
-        if microbatch.inputs is None:
-            raise ModelError("has no inputs on the first stage", where=f"microbatch {number}",
-                             remedy="Give the ranks of the first stage the inputs of every microbatch.")
         return self._to_device(named(microbatch.inputs, f"inputs of microbatch {number}")), frozenset()
 
     def _to_device(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

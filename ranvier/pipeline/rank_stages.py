@@ -66,6 +66,11 @@ class RankStages:
         """Give `outputs` each microbatch's number and what the last block returns for it; None: no more."""
         self.last.observe = outputs
 
+    def check(self) -> None:
+        """ModelError where blocks are in a state in which they cannot train, before anything has begun."""
+        for stage in self._stages:
+            stage.check()
+
     def begin(self, training: bool, num_microbatches: int) -> None:
         """A new batch: of an evaluation with all blocks in evaluation mode, else in the modes that they are in."""
         follow_originals(module for _, _, module in self.blocks)

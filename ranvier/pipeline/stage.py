@@ -25,6 +25,8 @@ from torch.utils._pytree import tree_map
 from ranvier import keyed_random
 from ranvier.block import Loss, State, carried, named, wrapping_hint
 from ranvier.errors import ModelError, RanvierError
+from ranvier.pipeline import hooked_states
+from ranvier.pipeline.autocast import casting
 from ranvier.pipeline.block_costs import loss_parts
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.result import KeptOutputs
@@ -33,7 +35,7 @@ from ranvier.pipeline.shared_memory import SharedMemory, sharing, unmarked
 from ranvier.schedule.schedule import Product
 from ranvier.tensor.autograd import Function
 from ranvier.tensor.boundaries import detached_names, with_layouts
-from ranvier.tensor.columns import plain
+from ranvier.tensor.columns import gather_whole, plain
 from ranvier.tensor.columns.tensor import mapped
 from ranvier.tensor.deferred_linear import DeferringForwards
 from ranvier.tensor.fused import Fused, using
@@ -97,6 +99,7 @@ class Stage:
             False, True, or "auto" with a warning for those that cannot be.
         in_float8: linear layers whose products are in float8 while the stage trains.
         may_wait: whether weight gradients may ever be deferred; else plain nn.Linear layers of a user stay as they are.
+        autocast: the format to which torch casts the operands of products in forwards and the loss; None for no casts.
         tables: lookup tables whose gradients are added to row by row.
         segments: runs of blocks (places in `blocks`) that keep only what enters them, and are computed again in their
             backward. Their weight gradients are never deferred: their operands have only just been recomputed.
@@ -107,8 +110,10 @@ class Stage:
                  block_passed: Callable[[int], None], weight_gradients: WeightGradients,
                  tables: Collection[nn.Parameter] = (), segments: Sequence[range] = (),
                  mesh: TensorMesh | None = None, compile: bool | Literal["auto"] = False,
-                 in_float8: Collection[nn.Module] = (), may_wait: bool = True) -> None:
+                 in_float8: Collection[nn.Module] = (), may_wait: bool = True,
+                 autocast: torch.dtype | None = None) -> None:
         self.blocks, self._loss, self._seed, self._device = blocks, loss, seed, device
+        self._autocast = autocast
         self.training = self._trains = False
         self._progress, self._block_passed, self._mesh = progress, block_passed, mesh
         self.observe: Callable[[int, State], None] | None = None
@@ -153,6 +158,11 @@ class Stage:
     def loss_and_weight(self) -> Tensor:
         """[2] fp64: sums of loss and weight over the forwards since `begin`."""
         return torch.stack([self._loss_sum, self._weight_sum])
+
+    def check(self) -> None:
+        """ModelError where blocks are in a state in which they cannot train."""
+        for segment in self._recomputed.values():
+            segment.check()
 
     def begin(self, training: bool, num_microbatches: int) -> None:
         """A new batch."""
@@ -206,28 +216,26 @@ class Stage:
                 requires_grad: frozenset[str], *, training: bool, keep_outputs: bool = False) -> Outcome:
         """Forward of microbatch `number`. `inputs` is what arrived; `requires_grad` names what wants a gradient."""
         inputs, shared = unmarked(inputs)
+        inputs, with_hooks = hooked_states.unmarked(inputs)
         wanted = training and (bool(requires_grad) or self._trains)
         leaves = {name: tensor.detach().requires_grad_(training and name in requires_grad)
                   for name, tensor in inputs.items()}
         self._weights.forward_bytes = 0
-        with torch.set_grad_enabled(wanted), self._one_pass("forward"):
+        with torch.set_grad_enabled(wanted), self._one_pass("forward"), casting(self._autocast, self._device):
             entered = {name: _Enter.apply(leaf) if leaf.requires_grad else leaf for name, leaf in leaves.items()}
             self._shared = SharedMemory()
             self._shared.watch(entered, shared)
+            hooked_states.refuse_outside(entered, with_hooks, self._in_pass)
             state = self._run_blocks(carried(with_layouts(entered, self._mesh)), step, microbatch, number)
-            if self._loss is not None and self.observe is not None:
-                self.observe(number, plain(state))
-            if self._loss is not None and self.kept is not None:
-                self.kept.outputs.append(tree_map(  # copies: a loss may reuse the memory of what it is given
-                    lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, plain(state)))
+            if self._loss is not None:
+                self._show(state, number, whole=keep_outputs)
             if self._loss is not None and not keep_outputs:
                 outputs = {"": self._compute_loss(state, microbatch, number)}
             else:
-                outputs = self._shared.marked(detached_names(named(state, f"block {self.blocks[-1][1]}")),
-                                              self._device)
+                outputs = detached_names(named(state, f"block {self.blocks[-1][1]}"))
+                with_hooks = hooked_states.hooked(outputs)
+                outputs = hooked_states.marked(self._shared.marked(outputs, self._device), with_hooks, self._device)
         self._shared.check()
-        if keep_outputs and self._loss is not None and self.observe is None:
-            self.outputs.append(plain(state))
         roots = {name: root_of(tensor) for name, tensor in outputs.items() if tensor.requires_grad}
         kept = bool(roots) or any(leaf.requires_grad for leaf in leaves.values())
         if kept:
@@ -236,6 +244,18 @@ class Stage:
         return Outcome(tensors={name: tensor.detach() for name, tensor in outputs.items()},
                        requires_grad=frozenset(roots), expects_backward=kept,
                        deferrable_bytes=self._weights.forward_bytes)
+
+    def _show(self, state: State, number: int, *, whole: bool) -> None:
+        """Give what the last block has returned to those who want it. whole: it is wanted whole on every column, and
+        all of them do this; else an observer gets a column's own part."""
+        if self.kept is not None:
+            self.kept.outputs.append(tree_map(  # copies: a loss may reuse the memory of what it is given
+                lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, gather_whole(state)))
+        shown = gather_whole(state) if whole else plain(state)
+        if self.observe is not None:
+            self.observe(number, shown)
+        elif whole:
+            self.outputs.append(shown)
 
     def _run_blocks(self, state: State, step: int, microbatch: Microbatch, number: int) -> State:
         samples = microbatch.samples if microbatch.samples is not None else torch.zeros(0, dtype=torch.int64)
@@ -295,9 +315,15 @@ class Stage:
                         error.add_note(f"the block was given a {type(state).__name__}, which the block before it has "
                                        f"returned. If that is no block of yours: {hint}")
                     raise
+            if name != self.blocks[-1][1]:
+                hooked_states.between_blocks(plain(state), self._in_pass)
             if self._progress is not None:
                 self._progress()
         return state
+
+    def _in_pass(self) -> bool:
+        """Whether the stage's own backward runs, and no autograd call of a block or the loss."""
+        return self._weights.in_pass
 
     def _use_fused(self) -> AbstractContextManager[None]:
         return using(self._fused) if self._fused.compiles else nullcontext()
@@ -335,9 +361,6 @@ class Stage:
         return nullcontext() if self._mesh is None else self._mesh.one_pass(self._uses[direction])
 
     def _compute_loss(self, state: State, microbatch: Microbatch, number: int) -> Tensor:
-        if microbatch.targets is None:
-            raise ModelError("has no targets on the last stage", where=f"microbatch {number}",
-                             remedy="Give the ranks of the last stage the targets of every microbatch.")
         assert self._loss is not None, "only the last stage has a loss"
         targets = mapped(lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, microbatch.targets)
         try:

@@ -183,7 +183,7 @@ class _LayerGuard(_OfMesh):
             assert self._entered is not None
             return self._entered[0]
         if gives == "vocabulary":
-            return ColumnLayout(mesh) if mesh.whole_outputs else ColumnLayout(mesh, y.dim() - 1, self._vocab)
+            return ColumnLayout(mesh, y.dim() - 1, self._vocab)
         dim = sharded_dim(mesh, gives, y.dim())
         return ColumnLayout(mesh) if dim is None else ColumnLayout(mesh, dim, y.shape[dim] * mesh.num_cols)
 

@@ -75,8 +75,6 @@ class TensorMesh:
         self.sums = GradientSums(over_rows, lambda: self.workspace, limit)
         self.activations: Activations = activations_of(settings, self.over_cols)
         """The layout of the residual stream."""
-        self.whole_outputs = False
-        """Whether a `VocabularyLinear` returns the logits of the whole vocabulary on every rank: for predictions."""
         self.runs_user_code = False
         """Whether code of a block or a loss runs, which must not read parts of weights."""
 

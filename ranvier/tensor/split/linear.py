@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from ranvier.layout import part
 from ranvier.precision import wide
@@ -379,28 +378,11 @@ class _Multiply(Function):
 
 
 class SplitVocabularyLinear(SplitLinear):
-    """A `VocabularyLinear` on the mesh: logits of this column's part of `vocab`, `part(vocab, columns, column)`.
-
-    It returns all logits where `TensorMesh.whole_outputs` is set.
-    """
+    """A `VocabularyLinear` on the mesh: logits [B, S, V_j] of this column's part of `vocab`, `part(vocab, columns,
+    column)`."""
 
     def __init__(self, layer: Layer, mesh: TensorMesh, vocab: int) -> None:
         self._vocab = vocab
         start, stop = part(self._vocab, mesh.num_cols, mesh.col)
         super().__init__(layer, mesh, SummaVocabulary(mesh, self._vocab, stop - start)
                          if mesh.settings.scheme == "summa" else OutputStationary(mesh))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """logits [B, S, V_j] of column j."""
-        logits = super().forward(x)
-        return self._whole(logits) if self.mesh.whole_outputs else logits
-
-    def _whole(self, logits: Tensor) -> Tensor:
-        """All columns' logits: [..., vocab]. Parts differ by one at most; an all-gather needs equal ones, so they are
-        padded."""
-        columns = self.mesh.num_cols
-        sizes = [stop - start for start, stop in (part(self._vocab, columns, index) for index in range(columns))]
-        padded = functional.pad(logits, (0, max(sizes) - logits.shape[-1])).contiguous()
-        whole = padded.new_empty(columns, *padded.shape)
-        self.mesh.over_cols.all_gather(whole, padded).wait()
-        return torch.cat([one[..., :size] for one, size in zip(whole, sizes, strict=True)], dim=-1)
