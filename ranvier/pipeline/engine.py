@@ -220,6 +220,8 @@ class Engine:
         self.limits = self._choose_limits(settings, plan, dtype, optim)
         self._connections = Connections(world, self.layout, tensor, check_order=check_order)
         if self._connections.tensor_mesh is not None:
+            if mesh.col > 1 and world.backend.name != "in-process":
+                self._randomness.is_compared, self._connections.tensor_mesh.order.drawn = True, self._randomness.drawn
             model = split_model(model, self._connections.tensor_mesh)
         self._copies = StageCopies()
         blocks, self.cast_buffers = build_stage(model, self.layout, self.coordinates, seed=seed, dtype=dtype,

@@ -109,11 +109,10 @@ def guard_layer(module: nn.Module, mesh: TensorMesh, where: str, takes: Activati
     alone: it is called with its own part, as a plain tensor. vocab: the whole vocabulary of a layer that gives a part
     of it.
     """
-    if mesh.check_order and mesh.num_rows > 1:
-        module.register_forward_pre_hook(_Hook(mesh, lambda *_: _same_on_rows(mesh, where)))
-    if mesh.num_rows > 1:
-        module.register_forward_pre_hook(_Hook(mesh, lambda *_: mesh.order.record(where, "forward")))
+    if mesh.check_order:
+        module.register_forward_pre_hook(_Hook(mesh, lambda *_: mesh.order.compare_place(where)))
     if mesh.num_cols == 1:
+        module.register_forward_pre_hook(_Hook(mesh, lambda *_: mesh.order.record(where, "forward")))
         return
     guard = _LayerGuard(mesh, where, takes, gives, alone=alone, vocab=vocab)
     module.register_forward_pre_hook(guard.before, with_kwargs=True)
@@ -135,6 +134,7 @@ class _LayerGuard(_OfMesh):
 
     def before(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The layer's arguments without layouts."""
+        self._mesh.order.record(self._where, "forward")
         self._entered, take = None, self._take
         return (tuple([take(one) if isinstance(one, Tensor) else mapped(take, one) for one in args]),
                 mapped(take, kwargs) if kwargs else kwargs)
@@ -188,15 +188,6 @@ class _LayerGuard(_OfMesh):
         return ColumnLayout(mesh) if dim is None else ColumnLayout(mesh, dim, y.shape[dim] * mesh.num_cols)
 
 
-def _same_on_rows(mesh: TensorMesh, where: str) -> None:
-    """ModelError unless all rows of a column call the same layer now."""
-    places = mesh.over_rows.gather_objects(where)
-    if len(set(places)) > 1:
-        raise ModelError("is called on some rows only", value=dict(enumerate(places)),
-                         where=min(places, key=lambda place: place.startswith("the end")),
-                         remedy="Call every layer on every row, with no tokens (x[:0]) where a row has none for it.")
-
-
 def _as_taken(x: Tensor, layout: ColumnLayout | None, mesh: TensorMesh, kind: ActivationKind, where: str) -> Tensor:
     """A layer's input, a plain tensor that had `layout`, in the layout that the layer takes."""
     if layout is None and (x.requires_grad or isinstance(x, nn.Parameter)):
@@ -238,8 +229,8 @@ def guard_block(module: nn.Module, mesh: TensorMesh, where: str, *, in_chain: bo
 
     module.register_forward_pre_hook(_Hook(mesh, runs(True)))
     module.register_forward_hook(_Hook(mesh, runs(False)), always_call=True)
-    if mesh.check_order and mesh.num_rows > 1:
-        module.register_forward_hook(_Hook(mesh, lambda *_: _same_on_rows(mesh, f"the end of {where}")))
+    if mesh.check_order:
+        module.register_forward_hook(_Hook(mesh, lambda *_: mesh.order.compare_place(f"the end of {where}")))
     if mesh.num_cols == 1:
         return
 

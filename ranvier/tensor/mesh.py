@@ -7,8 +7,8 @@ With one row this is Megatron-LM's 1D tensor parallelism, and `over_cols` is the
 is 2D tensor parallelism (Optimus: Xu et al., 2021): the microbatch is divided over rows, and features over columns.
 
 Every rank of a stage runs the same layers in the same order, because one schedule decides for the stage. Collectives of
-a group therefore match without tags. Code of a block that calls other layers on one row than on another is found before
-an update (`layer_order`).
+a group therefore match without tags. Code of a block that calls other layers on one rank than on another is found
+before an update (`layer_order`).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class TensorMesh:
         device: the kind of device, "cpu" or "cuda".
         panel_bytes: largest panel of activations that is gathered or reduced in one piece, with panels as equal as
             possible; None for the settings, or the device's rule.
-        check_order: before each layer and after each block, the rows of a column compare which layer they run (slow;
-            for debugging), and so find the exact call at which they part.
+        check_order: before each layer and after each block, rows and columns compare which layer they run (slow; for
+            debugging), and so find the exact call at which they part.
     """
 
     def __init__(self, over_rows: Group, over_cols: Group, settings: TensorParallel, *, device: str = "cpu",
@@ -69,7 +69,7 @@ class TensorMesh:
         self._panel_bytes = panel_bytes or (usual if wanted == "auto" else wanted)
         self._panels_grow = device == "cuda" and panel_bytes is None
         self.workspace = Workspace()
-        self.order = LayerOrder(over_rows)
+        self.order = LayerOrder(over_rows, over_cols)
         limit = BUNDLE_ELEMENTS.get(device, 0) // self.num_rows
         self.weights = WeightGathers(limit, self._gather_together)
         self.sums = GradientSums(over_rows, lambda: self.workspace, limit)

@@ -45,7 +45,14 @@ def _sharded(func: Func, args: Args) -> tuple[Tensor, ColumnLayout]:
 
 
 def _refuse_view(func: Func, args: Args, x: Tensor, what: str = "") -> NoReturn:
-    refuse_call(func, [x], what or (f"with {', '.join(map(str, args[1:]))}" if args[1:] else ""), _KEEP_IN_FRONT)
+    refuse_call(func, [x], what or (f"with {', '.join(map(_shown, args[1:]))}" if args[1:] else ""), _KEEP_IN_FRONT)
+
+
+def _shown(argument: object) -> str:
+    """An argument in a message: of tensors, whose values may fill a page, the sizes."""
+    if isinstance(argument, (tuple, list)):
+        return f"({', '.join(map(_shown, argument))})"
+    return f"a tensor of {list(argument.size())}" if isinstance(argument, Tensor) else str(argument)
 
 
 # ---------------------------------------------------------------------- new shapes
