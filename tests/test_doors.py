@@ -101,6 +101,7 @@ OPENS_FILES = {
     "launch/failures.py": "/dev/null", "launch/start.py": "the terminal of the command",
     "launch/devices.py": "/proc", "system/machine.py": "/proc and /sys", "system/processes.py": "/proc",
     "system/lease.py": "/proc; a lease that `open_regular_file` has read", "train/timeline.py": "/proc",
+    "data/template_process.py": "/proc",
     # folders that this process has made, and nobody else can write
     "planner/trial.py": "a temporary folder", "launch/function_rank.py": "a temporary folder",
     "launch/rank_processes.py": "a temporary folder", "launch/run_function.py": "a temporary folder",

@@ -438,7 +438,8 @@ class Transformer:
     heads: Positive = 4
     """Attention heads; divides `hidden`."""
     vocab: Annotated[int, Ge(2)] = 2048
-    """Size of the vocabulary; the byte-level tokenizer needs at least 257."""
+    """Size of the vocabulary; the byte-level tokenizer needs at least 257. More than model.pretrained has gives it rows
+    for further tokens, which begin at the mean of the others."""
     sequence: Positive = 128
     """Tokens in one training sequence."""
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.0

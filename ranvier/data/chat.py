@@ -314,10 +314,7 @@ def _tokenizer(folder: str, template: str | None) -> ChatTokenizer:
 def _encoded(folder: str, template: str | None, sequence: int, piece: Sequence[Conversation]) -> list[list[_Encoded]]:
     tokenizer, found = _tokenizer(folder, template), []
     for one in piece:
-        try:
-            samples = tokenizer.encode(one)
-        except DataError as error:
-            raise DataError(error.what, where=one.place, value=error.value, remedy=error.remedy or "") from error
+        samples = tokenizer.encode(one)
         key = json.dumps([list(one.messages), one.tools, dict(one.variables)], sort_keys=True, default=str)
         found.append([_Encoded(tokens=np.array(ids[:sequence + 1], dtype=np.uint32),
                                is_target=is_target[:sequence + 1], key=key, size=len(ids),

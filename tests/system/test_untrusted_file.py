@@ -100,7 +100,7 @@ def test_a_lock_names_its_holder(tmp_path):
         handle = open_lock(tmp_path / ".x.lock")
         with pytest.raises(BlockingIOError):
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        assert str(os.getpid()) in os.pread(handle, 100, 0).decode()
+        assert str(os.getpid()) in os.pread(handle, 1000, 0).decode()
         os.close(handle)
 
 
