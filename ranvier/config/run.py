@@ -646,7 +646,7 @@ class Elastic:
     cache_dir: Path | None = None
     """Folder on each machine for cached outputs, kept until the run has ended; none uses a temporary folder."""
     cache_bytes: Bytes = 8_000_000_000
-    """Maximum size of the cache on a machine, in bytes."""
+    """Maximum size of the run's cache on a machine, in bytes."""
     cache_precision: Literal["half", "full"] = "half"
     """Number format of cached outputs."""
     frozen_dropout: bool = True

@@ -18,7 +18,8 @@ from ranvier.block import State
 from ranvier.config.resolve import ResolvedRun
 from ranvier.data.loader import Loader
 from ranvier.data.task import Prepared
-from ranvier.elastic.cache.auto_cache import AutoCache, KeyedCompute, remove_run, repeatable
+from ranvier.elastic.cache.auto_cache import AutoCache, Compute, repeatable
+from ranvier.elastic.cache.store import RunFolder
 from ranvier.elastic.cache_profile import Times, decide
 from ranvier.elastic.rules import ElasticRules
 from ranvier.errors import ConfigError
@@ -98,12 +99,12 @@ class Caching:
         if self._cache is None:
             self._part = part
             self._cache = AutoCache(
-                self._run.elastic.cache_dir, blocks=blocks, fingerprint=self._fingerprint(),
-                num_samples=len(self._data.train), quota_bytes=self._run.elastic.cache_bytes,
+                self._folder(), blocks=blocks, fingerprint=self._fingerprint(),
+                num_samples=len(self._data.train), max_bytes=self._run.elastic.cache_bytes,
                 precision=self._run.elastic.cache_precision, device=now.world.device, warn=self._say,
                 agree=self._agree if mesh.stage_size > 1 else None,
                 of_rows=self._of_rows if mesh.row > 1 else None,
-                lengths=now.train_data.lengths, part=part, run=self._name)
+                lengths=now.train_data.lengths, part=part)
         else:
             self._cache.set_blocks(blocks)
         self._reads, self._seen, self._is_checked = reads // now.run.mesh.data, 0, False
@@ -112,17 +113,18 @@ class Caching:
         return True
 
     def leave(self, *, ended: bool = False) -> None:
-        """This rank does not cache any more, until `enter`. ended: nor will the run, whose entries are removed."""
+        """This rank does not cache any more, until `enter`. ended: nor will the run, whose entries are removed.
+        Those in the temporary folder are removed as soon as no rank uses them."""
         if self._cache is not None:
             self._cache.close()
             self._cache = None
-        if ended and self._may_cache and self._run.elastic.cache_dir is not None:
-            remove_run(self._run.elastic.cache_dir, self._name)
+        if self._may_cache and (ended or self._run.elastic.cache_dir is None):
+            self._folder().remove()
 
-    @property
-    def _name(self) -> str:
-        """The run's folder, by which later starts of the run find its entries, and no other run does."""
-        return str(self._run.run_dir and self._run.run_dir.absolute())
+    def _folder(self) -> RunFolder:
+        """That of this run: later starts of it find its entries, and no other run does."""
+        run_dir = self._run.run_dir
+        return RunFolder(self._run.elastic.cache_dir, str(run_dir and run_dir.absolute()))
 
     def prefetch(self, loader: Loader, step: int, *, more: bool) -> None:
         """Read ahead what `step`, counted from 0, has and, where there are more, the step behind it: its first
@@ -158,7 +160,7 @@ class Caching:
         run = self._run
         return f"{self._data.fingerprint} {self._data.transform} {run.precision} {run.model}"
 
-    def _forward(self, samples: Tensor, inputs: State, compute: KeyedCompute) -> State:
+    def _forward(self, samples: Tensor, inputs: State, compute: Compute) -> State:
         if not self._is_checked and not self._check(inputs, compute):
             return compute(0, inputs, None)
         state = self._open_cache.forward(samples, inputs, compute)
@@ -167,7 +169,7 @@ class Caching:
             self._judge(samples)
         return state
 
-    def _check(self, inputs: State, compute: KeyedCompute) -> bool:
+    def _check(self, inputs: State, compute: Compute) -> bool:
         """Whether the frozen blocks give the same twice. Where they do not, they are computed from now on."""
         self._is_checked = True
         engine, frozen = self._runtime.engine, self._runtime.frozen.prefix
@@ -205,7 +207,7 @@ class Caching:
         """Seconds of a sample since the last transition: what an entry saves, reading it and writing it."""
         cache = self._open_cache
         times, now, before = cache.times(samples), cache.counts, self._before
-        upgraded, computed = now.upgraded - before.upgraded, now.computed - before.computed
+        upgraded, computed = now.upgraded - before.upgraded, now.misses - before.misses
         if times is None or not (upgraded or computed):
             return None
         if upgraded:

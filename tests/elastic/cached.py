@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ranvier.elastic.cache.auto_cache import AutoCache
+from ranvier.elastic.cache.store import RunFolder
 
 NUM_SAMPLES = 40
 
@@ -60,11 +61,12 @@ class Prefix:
 class Cached:
     """A cache, used as the first stage uses it."""
 
-    def __init__(self, folder, prefix=None, **options):
+    def __init__(self, folder, prefix=None, *, run="run", **options):
         self.prefix, self.told = prefix or Prefix(), []
-        options = {"fingerprint": "data", "num_samples": NUM_SAMPLES, "quota_bytes": 1 << 24, "precision": "full",
+        options = {"fingerprint": "data", "num_samples": NUM_SAMPLES, "max_bytes": 1 << 24, "precision": "full",
                    "device": torch.device("cpu"), "warn": self.told.append, "verifies": False} | options
-        self.cache = AutoCache(folder, blocks=self.prefix.frozen, **options)
+        self.folder = RunFolder(folder, run)
+        self.cache = AutoCache(self.folder, blocks=self.prefix.frozen, **options)
 
     def __enter__(self):
         return self
@@ -100,6 +102,11 @@ def same(state, truth):
     assert state.dtype is truth.dtype and state.shape == truth.shape and not state.requires_grad
     plain = {"copy": True, "memory_format": torch.contiguous_format}
     assert torch.equal(*(each.flatten().to(each.dtype, **plain).view(torch.uint8) for each in (state, truth)))
+
+
+def files(folder, end):
+    """Those of all runs of a folder whose names end so."""
+    return sorted(folder.glob(f"*/*.{end}"))
 
 
 MISS, HIT = [(0, None)], []

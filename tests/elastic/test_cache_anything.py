@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.elastic.cached import NUM_SAMPLES, Cached, Prefix
+from tests.elastic.cached import NUM_SAMPLES, Cached, Prefix, files
 
 SAMPLES = st.lists(st.integers(0, NUM_SAMPLES + 1), min_size=0, max_size=9)
 STEPS = st.lists(st.one_of(
@@ -32,19 +32,19 @@ def damage(path, place):
 
 
 @pytest.mark.slow
-@given(steps=STEPS, wide=st.booleans(), state=st.sampled_from(["tensor", "dict"]), quota=st.sampled_from(
+@given(steps=STEPS, wide=st.booleans(), state=st.sampled_from(["tensor", "dict"]), most=st.sampled_from(
     [0, 60_000, 200_000, 1 << 24]))
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-def test_every_state_is_the_plain_one(tmp_path_factory, steps, wide, state, quota):
-    """Two ranks in one folder, whose quota is for nothing, little, some or all of it."""
+def test_every_state_is_the_plain_one(tmp_path_factory, steps, wide, state, most):
+    """Two ranks in one folder, whose limit is for nothing, little, some or all of it."""
     folder = tmp_path_factory.mktemp("cache")
 
     def opened():
-        return Cached(folder, Prefix(depth=2, width=400 if wide else 6, state=state), quota_bytes=quota)
+        return Cached(folder, Prefix(depth=2, width=400 if wide else 6, state=state), max_bytes=most)
 
     ends = [opened(), opened()]
     for what, which, value in steps:
-        files = sorted(folder.iterdir())
+        found = files(folder, "*")
         match what:
             case "forward":
                 ends[which].right(*value)
@@ -57,11 +57,11 @@ def test_every_state_is_the_plain_one(tmp_path_factory, steps, wide, state, quot
             case "reopen":
                 ends[which].cache.close()
                 ends[which] = opened()
-            case "damage" if files:
-                damage(files[which % len(files)], value)
-            case "remove" if files:
-                files[which % len(files)].unlink()
-        assert sum(512 * path.stat().st_blocks for path in folder.iterdir()) <= max(quota, 1 << 16)
+            case "damage" if found:
+                damage(found[which % len(found)], value)
+            case "remove" if found:
+                found[which % len(found)].unlink()
+        assert sum(512 * path.stat().st_blocks for path in files(folder, "*")) <= most + (1 << 16)
     for end in ends:
         end.right(*range(NUM_SAMPLES))
         end.cache.close()

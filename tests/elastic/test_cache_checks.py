@@ -12,13 +12,13 @@ from examples.own_family import Convolutional, Mixer
 from examples.own_task import Digits, LargeSums
 from ranvier import keyed_random
 from ranvier.config.run import Batch, Data, Elastic, Optim, Run, Train, Transformer
-from ranvier.elastic.cache.auto_cache import equal_states, format_tolerance, repeatable, run_prefix
+from ranvier.elastic.cache.auto_cache import equal_states, format_tolerance, repeatable
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.tensor.layers import Dropout as KeyedDropout
 from ranvier.testing.ranks import run_ranks
 from ranvier.train.caching import check_repeats
-from tests.elastic.cached import HIT, MISS, Cached, Prefix, same
+from tests.elastic.cached import HIT, MISS, Cached, Prefix, files, same
 from tests.elastic.runs import BY_HAND, events, losses, read_rows, run_all, tiny
 
 CPU = torch.device("cpu")
@@ -218,8 +218,7 @@ def test_entries_belong_to_one_run(tmp_path):
     with Cached(tmp_path, run="a") as first, Cached(tmp_path, run="b") as other:
         assert first.right(0, 1) == other.right(0, 1) == MISS
         assert first.right(0, 1) == other.right(0, 1) == HIT
-    names = {path.name[:8] for path in tmp_path.glob("*.bin")}
-    assert names == {run_prefix("a"), run_prefix("b")}
+        assert {path.parent for path in files(tmp_path, "bin")} == {first.folder.path, other.folder.path}
 
 
 def test_a_run_that_ends_leaves_no_entries(tmp_path, sentences):

@@ -1,25 +1,22 @@
 """Whatever a disk, a stranger or a killed writer leaves in the folder: a miss, never a wrong entry or a crash."""
 
-import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import zlib
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ranvier.elastic.cache.store import Folder, RowFormat, Store, digest_of
-from tests.elastic.cached import HIT, MISS, Cached, Prefix
+from ranvier.elastic.cache.store import HEADER_BYTES, RowFormat, RunFolder, Store
+from tests.elastic.cached import HIT, MISS, Cached, Prefix, files
 
 EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-def files(folder, end):
-    return sorted(folder.glob(f"*.{end}"))
 
 
 @pytest.fixture
@@ -29,7 +26,7 @@ def written(tmp_path):
         cached.right(0, 1, 2, 3)
         cached.deepen(4)
         cached.right(0, 1)
-    return tmp_path, {path: path.read_bytes() for path in tmp_path.iterdir()}
+    return tmp_path, {path: path.read_bytes() for path in files(tmp_path, "*")}
 
 
 def restore(contents):
@@ -40,7 +37,7 @@ def restore(contents):
 @given(data=st.data())
 @EXAMPLES
 def test_changed_bytes_anywhere_are_misses(written, data):
-    """Up to eight bytes of any of the four files, in heads, payloads, between slots, in descriptions."""
+    """Up to eight bytes of any of the four files, in checksums, payloads, between slots, in descriptions."""
     folder, contents = written
     restore(contents)
     for _ in range(data.draw(st.integers(1, 8))):
@@ -56,15 +53,15 @@ def test_changed_bytes_anywhere_are_misses(written, data):
 
 
 def test_every_single_changed_byte_of_a_slot_is_noticed(tmp_path):
-    """Exhaustive over head and payload; bytes that only fill up are not looked at."""
+    """Exhaustive over checksum and payload; bytes that only fill up are not looked at."""
     with Cached(tmp_path, Prefix(width=1)) as cached:
         cached.right(0, 1)
         path, store = files(tmp_path, "bin")[0], cached.cache._newest
-        for place in range(store.stride, store.stride + 32 + 20):
+        for place in [*range(4), *range(HEADER_BYTES, store.stride)]:
             with open(path, "r+b") as file:
-                file.seek(place)
+                file.seek(store.stride + place)
                 byte = file.read(1)[0]
-                file.seek(place)
+                file.seek(store.stride + place)
                 file.write(bytes([byte ^ 0x10]))
             assert cached.right(1, 0) == [(0, [0])], place
             assert cached.right(1, 0) == HIT
@@ -108,45 +105,30 @@ def test_entries_of_another_file_under_this_name(tmp_path):
         assert one.right(0, 1) == MISS
 
 
-def lie(**changes):
-    def change(text):
-        text = text | changes
-        text.pop("digest")
-        return json.dumps(text | {"digest": digest_of(text)})
-    return change
+def checked(text):
+    return f"{zlib.crc32(text.encode())} {text}"
 
 
-HOSTILE = [
-    lambda text: "", lambda text: "[]", lambda text: "null", lambda text: "[" * 100_000, lambda text: "{" * 1000,
-    lambda text: '{"digest": ' + "9" * 5000 + "}", lambda text: json.dumps(text)[:-3], lambda text: "\0",
-    lambda text: json.dumps(text | {"digest": None}), lambda text: json.dumps(text | {"form": []}),
-    lie(form=None), lie(form=[]), lie(form=[["", [5, 6], "float32"], ["", [5, 6], "float32"]]),
-    lie(form=[["", [], ""]]), lie(form=[["a", [5], "float32"], ["", [5], "float32"]]),
-    lie(form=[["", [-1], "float32"]]), lie(form=[["", [True], "float32"]]), lie(form=[["", [1.5], "float32"]]),
-    lie(form=[["", ["x"], "float32"]]), lie(form=[[5, [1], "float32"]]), lie(form=[["", [5, 6], "complex64"]]),
-    lie(form=[["", [1 << 60], "float32"]]), lie(form=[["", [5, 6]]]),
-    lie(form=[["x", [1], "float32"]] * 2000), lie(form=[["", [1] * 100, "float32"]]), lie(form=[["", [5], [5]]]),
-    lie(key="../../etc/passwd"), lie(key=5), lie(key="0" * 32)]
-
-
-@pytest.mark.parametrize("number", range(len(HOSTILE)))
-def test_hostile_descriptions(written, number):
-    folder, contents = written
+@pytest.mark.parametrize("text", [
+    "", "\0", "5", "5 [null, []]", "9" * 5000, "x" * 300_000, checked(""), checked("null"), checked("[null]"),
+    checked("[null, []]"), checked("[" * 100_000), checked("[null, 5]"), checked('[null, [["", [5, 6]]]]'),
+    checked('[null, [["", [5, 6], "complex64"]]]'), checked('[null, [["", ["x"], "float32"]]]')],
+    ids=range(15))
+def test_descriptions_that_are_damaged(written, text):
+    folder, _ = written
     for path in files(folder, "json"):
-        path.write_text(HOSTILE[number](json.loads(contents[path])))
+        path.write_text(text)
     with Cached(folder) as cached:
-        assert cached.right(3, 0, 1, 2) == MISS
+        cached.right(3, 0, 1, 2)
         assert cached.right(3, 0, 1, 2) == HIT
         assert not cached.told
 
 
-@pytest.mark.parametrize("form", [[["", [5, 7], "float32"]], [["x", [5, 6], "float32"]], [["", [5, 6], "int32"]],
-                                  [["", [0], "float32"]], [["", [1 << 39] * 3, "float64"]]])
-def test_descriptions_of_another_form(written, form):
+def test_a_description_of_another_form(written):
     """As whole as ours, but of states that this run does not have."""
-    folder, contents = written
+    folder, _ = written
     for path in files(folder, "json"):
-        path.write_text(lie(form=form)(json.loads(contents[path])))
+        path.write_text(checked('[null, [["", [5, 7], "float32"]]]'))
     with Cached(folder) as cached:
         for _ in range(2):
             assert cached.right(3, 0, 1, 2) == MISS
@@ -178,7 +160,7 @@ def test_things_that_are_no_files(written, instead, end):
     with Cached(folder) as cached:
         for _ in range(2):
             cached.right(3, 0, 1, 2)
-    for path in folder.glob("*.elsewhere"):
+    for path in files(folder, "elsewhere"):
         assert path.read_bytes() == contents[path.with_suffix(f".{end}")]
 
 
@@ -186,12 +168,10 @@ def test_a_folder_that_cannot_be_made_or_goes_away(tmp_path):
     (tmp_path / "file").write_text("")
     with Cached(tmp_path / "file") as cached:
         assert cached.right(0) == MISS and cached.right(0) == MISS
-        assert len(cached.told) == 1 and "nothing more is written" in cached.told[0]
+        assert len(cached.told) == 1 and "cannot be used" in cached.told[0]
     with Cached(tmp_path / "cache") as cached:
         cached.right(0)
-        for path in (tmp_path / "cache").iterdir():
-            path.unlink()
-        (tmp_path / "cache").rmdir()
+        shutil.rmtree(tmp_path / "cache")
         assert cached.right(0, 1) == [(0, [1])]
         assert len(cached.told) == 1
 
@@ -202,10 +182,12 @@ WRITER = """
 import os, random, sys, numpy as np
 from pathlib import Path
 from tests.elastic.test_cache_damage import BIG, KEY
-from ranvier.elastic.cache.store import Folder, Store
+from ranvier.elastic.cache.store import RunFolder, Store
 
 def write(folder, samples, seed):
-    store = Store.create(Folder(folder, 1 << 30), KEY, BIG, "full", {})
+    run = RunFolder(folder, "run")
+    run.open()
+    store = Store.create(run, KEY, 1, BIG, None)
     choose = random.Random(seed)
     while True:
         sample, text = choose.randrange(samples), choose.randrange(1 << 40)
@@ -232,7 +214,8 @@ BIG = RowFormat.of(torch.zeros(1, 1 << 16, dtype=torch.int64), "full")
 def check(store, samples):
     """Every entry that can be read is whole and its sample's own; how many there are."""
     entries = store.read(range(samples))
-    for place, row in zip(entries.places.tolist(), entries.payload.view(torch.int64), strict=True):
+    for place, row in zip(
+            entries.places.tolist(), entries.slots.view(torch.int64)[:, HEADER_BYTES // 8:], strict=True):
         assert (row == row[0]).all() and int(row[0]) % 64 == place
     return len(entries.places)
 
@@ -240,8 +223,9 @@ def check(store, samples):
 def kill_writers(folder, rounds, samples=12):
     """Two writers at once, killed at a random moment, again and again, while all is read; how many entries were not
     whole afterwards, and how many were."""
-    folder.joinpath("cache").mkdir()
-    store = Store.create(Folder(folder / "cache", 1 << 30), KEY, BIG, "full", {})
+    run = RunFolder(folder / "cache", "run")
+    run.open()
+    store = Store.create(run, KEY, 1, BIG, None)
     mother = subprocess.Popen([sys.executable, "-c", WRITER, str(folder / "cache"), str(samples)],
                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     torn = whole = 0
@@ -265,6 +249,7 @@ def kill_writers(folder, rounds, samples=12):
         mother.wait(20)
         mother.stdout.close()
         store.close()
+        run.close()
     return torn, whole
 
 
@@ -303,7 +288,7 @@ with Cached(folder, Prefix(depth=2)) as cached:
 
 @pytest.mark.slow
 def test_processes_that_write_and_read_at_once(tmp_path):
-    """Each sees the other's entries, and every state equals the plain one to the bit."""
+    """Every state equals the plain one to the bit, also where one is at another depth and removes the other's files."""
     pair = [subprocess.Popen([sys.executable, "-c", RUN, str(tmp_path), str(seed)], stdin=subprocess.PIPE,
                              stdout=subprocess.PIPE, text=True) for seed in range(2)]
     for process in pair:
@@ -316,6 +301,6 @@ def test_processes_that_write_and_read_at_once(tmp_path):
         told, _ = process.communicate(timeout=60)
         assert process.returncode == 0
         hits, upgraded, misses, wrote, rest = told.split(maxsplit=4)
-        assert rest.strip() == "[]" and int(hits) > 10 * (int(upgraded) + int(misses))
+        assert rest.strip() == "[]" and int(hits) > 5 * (int(upgraded) + int(misses))
         written += int(wrote)
     assert 120 <= written <= 240  # 40 samples at 3 depths; what both computed at once was written twice

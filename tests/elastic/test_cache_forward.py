@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from ranvier.elastic.cache.auto_cache import AutoCache, digests
-from ranvier.elastic.cache.store import Store
+from ranvier.elastic.cache.store import HEADER_BYTES, Store
 from ranvier.testing.ranks import run_ranks
-from tests.elastic.cached import HIT, MISS, NUM_SAMPLES, Cached, Prefix, same
+from tests.elastic.cached import HIT, MISS, NUM_SAMPLES, Cached, Prefix, files, same
 
 
 @pytest.mark.parametrize("state", ["tensor", "dict"])
@@ -42,7 +42,7 @@ def test_half_precision_keeps_eleven_bits_and_masks_exactly(tmp_path, dtype, err
             assert (difference <= error * truth[name].double().abs() + 2.0 ** -25).all()
         assert (difference > 0).any() == (error > 0)
         x, mask, place, scalar = 64, 16, 240, 16  # two bytes a number, a byte, eight; each filled up to 16
-        assert cached.cache.counts.bytes_written == 8 * (x + mask + place + scalar)
+        assert cached.cache.counts.bytes_written == 8 * (16 + x + mask + place + scalar)
 
 
 def test_numbers_beyond_half_precision_are_not_kept(tmp_path):
@@ -85,23 +85,10 @@ def test_other_weights_or_buffers_are_a_miss(tmp_path, change):
         change(cached.prefix)
         assert cached.right(1, 2) == MISS  # in the same run
         assert cached.right(1, 2) == HIT
-    with Cached(tmp_path) as first:
-        assert first.right(1, 2) == HIT
     changed = Prefix()
     change(changed)
     with Cached(tmp_path, changed) as again:
         assert again.right(1, 2) == HIT  # in the next one
-
-
-def test_weights_that_change_and_change_back_are_a_hit(tmp_path):
-    with Cached(tmp_path) as cached:
-        cached.right(1, 2)
-        weight = cached.prefix.blocks[0][2].scale
-        before = weight.clone()
-        weight.zero_()
-        assert cached.right(1, 2) == MISS
-        weight.copy_(before)
-        assert cached.right(1, 2) == HIT
 
 
 @pytest.mark.parametrize("when", ["epoch", "depth"])
@@ -163,22 +150,20 @@ def test_some_rows_are_there_and_only_the_others_are_computed(tmp_path):
         assert (counts.hits, counts.misses, counts.written) == (7, 5, 5)
 
 
-def test_repeats_are_computed_once_and_come_back_in_place(tmp_path):
+def test_repeats_come_back_in_place(tmp_path):
     with Cached(tmp_path, Prefix(state="dict")) as cached:
-        assert cached.right(2, 1, 2, 2) == [(0, [0, 1])]
+        assert cached.right(2, 1, 2, 2) == MISS
         assert cached.right(1, 2, 1, 1) == HIT
-        assert cached.right(1, 5, 5, 1) == [(0, [1])]
+        assert cached.right(1, 5, 5, 1) == [(0, [1, 2])]
         counts = cached.cache.counts
-        assert (counts.hits, counts.misses, counts.computed, counts.written) == (6, 6, 3, 3)
+        assert (counts.hits, counts.misses, counts.written) == (6, 6, 6)
 
 
-def test_rows_that_are_no_samples_are_computed_and_not_kept(tmp_path):
+def test_microbatches_with_other_numbers_than_those_of_samples_are_computed_and_not_kept(tmp_path):
     with Cached(tmp_path) as cached:
-        filled = NUM_SAMPLES + 1
-        assert cached.right(4, filled, 5, filled) == MISS
-        assert cached.right(4, filled, 5, filled) == [(0, [1, 3])]
-        assert cached.right(4, 5) == HIT
-        assert cached.right(filled) == MISS and cached.right(filled) == MISS
+        assert cached.right(4, NUM_SAMPLES, 5) == MISS and cached.right(4, NUM_SAMPLES, 5) == MISS
+        assert cached.right(4, 5) == MISS and cached.right(4, 5) == HIT
+        assert cached.right(4, NUM_SAMPLES) == MISS
         assert cached.cache.counts.written == 2
 
 
@@ -188,18 +173,19 @@ def test_an_upgrade_runs_only_the_newly_frozen_blocks(tmp_path):
         cached.deepen(4)
         assert cached.right(0, 1) == [(2, None)]
         assert cached.right(0, 1) == HIT
-        cached.deepen(6)  # sample 2 is at depth 2, samples 0 and 1 at 4, sample 3 nowhere
-        assert cached.right(3, 2, 1, 0) == [(4, [2, 3]), (2, [1]), (0, [0])]
+        cached.deepen(6)  # samples 0 and 1 are at depth 4; sample 2 is at depth 2, which is no source any more
+        assert cached.right(3, 2, 1, 0) == [(4, [2, 3]), (0, [0, 1])]
+        assert len(files(tmp_path, "bin")) == 2
         assert cached.right(0, 1, 2, 3) == HIT
         counts = cached.cache.counts
-        assert (counts.hits, counts.upgraded, counts.misses, counts.written) == (6, 5, 4, 9)
+        assert (counts.hits, counts.upgraded, counts.misses, counts.written) == (6, 4, 5, 9)
 
 
 def test_an_upgrade_of_repeats(tmp_path):
     with Cached(tmp_path, Prefix(depth=2)) as cached:
         cached.right(0, 1)
         cached.deepen(4)
-        assert cached.right(1, 0, 1) == [(2, [0, 1])]
+        assert cached.right(1, 0, 1) == [(2, None)]
         assert cached.right(1, 0, 1) == HIT
 
 
@@ -221,9 +207,8 @@ def test_a_later_run_upgrades_what_an_earlier_one_left(tmp_path):
 
 
 def test_a_rank_finds_what_another_writes_meanwhile(tmp_path):
-    """Both have opened before there was a file."""
     with Cached(tmp_path) as one, Cached(tmp_path) as other:
-        assert other.right(NUM_SAMPLES) == MISS  # no sample, so nothing is written
+        assert other.right(5) == MISS
         one.right(0)
         assert other.right(0) == HIT
         assert other.right(1) == MISS
@@ -317,7 +302,7 @@ def test_states_that_are_no_rows_are_not_kept_and_told_once(tmp_path, made, mess
             assert cached(0, 1)[1] == MISS
         cached(1, 1)
         assert len(cached.told) == 1 and message in cached.told[0]
-    assert not list(tmp_path.glob("*.bin"))
+    assert not files(tmp_path, "bin")
 
 
 def test_inputs_that_are_no_rows_are_not_kept(tmp_path):
@@ -328,7 +313,7 @@ def test_inputs_that_are_no_rows_are_not_kept(tmp_path):
         assert len(cached.told) == 1
 
 
-def test_blocks_that_change_their_own_buffers_turn_the_cache_off(tmp_path):
+def test_outputs_of_blocks_that_change_their_own_buffers_are_not_kept(tmp_path):
     """A norm that gathers statistics as it runs."""
     prefix = Prefix(depth=1)
 
@@ -341,7 +326,6 @@ def test_blocks_that_change_their_own_buffers_turn_the_cache_off(tmp_path):
         for _ in range(5):
             cached(0, 1)
         assert cached.cache.counts.misses == 10 and cached.cache.counts.written == 0
-        assert len(cached.told) == 1 and "change their own buffers" in cached.told[0]
 
 
 def test_nothing_frozen_and_empty_microbatches(tmp_path):
@@ -422,19 +406,20 @@ def test_what_was_read_ahead_is_not_read_again(tmp_path, monkeypatch):
         for future in cached.cache._reader._ahead.values():
             future.result()
         assert cached.right(0, 1) == HIT and cached.right(2, 3, 2) == HIT
-        assert readers == [(True, [0, 1]), (True, [2, 3])]
+        assert readers == [(True, [0, 1]), (True, [2, 3, 2])]
         assert cached.right(1, 0) == HIT  # not foreseen
         assert readers[2:] == [(False, [1, 0])]
         assert not cached.cache._reader._ahead
 
 
 def test_what_was_not_there_when_read_ahead_is_looked_for_again(tmp_path):
-    with Cached(tmp_path) as cached, Cached(tmp_path) as other:
+    """As where a sample of the last step of an epoch is one of the first step of the next."""
+    with Cached(tmp_path) as cached:
         cached.right(0)
         cached.cache.prefetch([torch.tensor([0, 1])])
         for future in cached.cache._reader._ahead.values():
             future.result()
-        other.right(1)
+        cached.right(1)
         assert cached.right(0, 1) == HIT
 
 
@@ -608,7 +593,7 @@ def test_entries_have_the_positions_of_their_own_samples(tmp_path, precision):
         assert calls == [(4, None)] and torch.allclose(own_part(state, (0, 4)), own_part(
             cached.prefix.truth([0, 4]), (0, 4)), atol=1e-2 if precision == "half" else 0, rtol=0)
     record = 16 * (-(-(6 * (4 if precision == "full" else 2)) // 16) + 1)
-    assert short == sum(int(Ragged.lengths[sample]) for sample in (0, 1, 2, 3, 4, 5, 9)) * record
+    assert short == sum(int(Ragged.lengths[sample]) for sample in (0, 1, 2, 3, 4, 5, 9)) * record + 7 * HEADER_BYTES
 
 
 def test_states_without_positions_are_not_kept(tmp_path):

@@ -19,9 +19,8 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,46 +29,38 @@ from torch import Tensor, nn
 
 from ranvier.block import State, carried, named
 from ranvier.elastic.cache.store import (
+    HEADER_BYTES,
     WHERE,
     Entries,
-    Folder,
     Lengths,
     NotCacheable,
     Precision,
+    Reader,
     RowFormat,
+    RunFolder,
     Store,
     digest_of,
 )
-from ranvier.elastic.cache.transfer import Counts, Reader, Writer
 from ranvier.elastic.cache_profile import Times
 
 
 class Compute(Protocol):
     """The frozen blocks."""
 
-    def __call__(self, first: int, state: State, rows: Tensor | None) -> State:
-        """The state after the last frozen block, from that before block `first`. rows: [n] int64 on the CPU, which rows
-        of the microbatch the state has, in its order; None for all of them."""
-        ...
-
-
-class KeyedCompute(Compute, Protocol):
-    """Frozen blocks that can be run with other random keys."""
-
     def __call__(self, first: int, state: State, rows: Tensor | None, *, other_keys: bool = False) -> State:
-        """As `Compute`. other_keys: with the random numbers of another step."""
+        """The state after the last frozen block, from that before block `first`. rows: [n] int64 on the CPU, which rows
+        of the microbatch the state has, in its order; None for all of them. other_keys: with the random numbers of
+        another step; only `repeatable` asks for them."""
         ...
 
 
 Block = tuple[int, str, nn.Module]
 """(number in the model, name, module) of a block."""
 
-_VERSION = 1
+_VERSION = 2
 _HASHED_AT_ONCE = 1 << 24
-_ABANDONED_AFTER_SECONDS = 3600.0
-_MAX_BUFFER_CHANGES = 3
-_RUN_DIGITS = 8
-"""Of a file's name that say whose run it is."""
+_PART_DIGITS = 8
+"""Of a key that say which part of the state its file has."""
 _TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Relative difference, in norm, of the results of one computation that sums in another order, by number format."""
 _TF32_TOLERANCE = 1e-2
@@ -139,7 +130,7 @@ def format_tolerance(tensor: Tensor) -> float:
 
 
 @torch.no_grad()
-def repeatable(blocks: Sequence[Block], inputs: State, compute: KeyedCompute, device: torch.device) -> str | None:
+def repeatable(blocks: Sequence[Block], inputs: State, compute: Compute, device: torch.device) -> str | None:
     """Why outputs of these blocks cannot be cached, found by running them twice on one microbatch, with other random
     keys and another state of torch's generators; None where they can. Equal means bit for bit on a CPU, and within the
     tolerance of the number format on a GPU, whose kernels may sum in any order. Leaves the generators and the blocks'
@@ -162,40 +153,6 @@ def repeatable(blocks: Sequence[Block], inputs: State, compute: KeyedCompute, de
 # --- rows of a microbatch --------------------------------------------------------------------------------------------
 
 
-class Rows:
-    """The rows of one microbatch, whose samples may repeat.
-
-    numbers: the distinct samples that may be cached (0 <= number < num_samples), in the order of their first rows.
-    firsts: [n] int64, the first row of each, followed by every row whose number is outside the dataset.
-    repeats: [n] int64, how many rows each of `firsts` stands for.
-    """
-
-    def __init__(self, samples: Sequence[int], num_samples: int) -> None:
-        self.count = len(samples)
-        self.numbers = list(dict.fromkeys(sample for sample in samples if 0 <= sample < num_samples))
-        places = {sample: place for place, sample in enumerate(self.numbers)}
-        firsts, inverse = [-1] * len(places), []
-        for row, sample in enumerate(samples):
-            place = places.get(sample, len(firsts))
-            if place == len(firsts):
-                firsts.append(row)
-            elif firsts[place] < 0:
-                firsts[place] = row
-            inverse.append(place)
-        self.firsts, self._inverse = torch.tensor(firsts, dtype=torch.int64), torch.tensor(inverse, dtype=torch.int64)
-        self.repeats = torch.bincount(self._inverse, minlength=len(firsts))
-        self._is_identity = inverse == list(range(len(firsts)))
-
-    def expand(self, state: State) -> State:
-        """All rows, from one row of each sample in the order of `firsts`."""
-        return state if self._is_identity else _select(state, self._inverse)
-
-    def reduce(self, state: State) -> State:
-        """One row of each sample, from all rows. NotCacheable if the state's first dim is not the rows."""
-        _check_rows(state, self.count)
-        return state if self._is_identity else _select(state, self.firsts)
-
-
 def _check_rows(state: State, count: int) -> None:
     if any(tensor.shape[:1] != (count,) for tensor in named(state, WHERE).values()):
         raise NotCacheable("the first dim of a state's tensor is not the samples")
@@ -210,10 +167,10 @@ def _select(state: State, rows: Tensor) -> State:
 def _join(pieces: Sequence[tuple[Tensor, State]], count: int) -> State:
     """One state of `count` rows from (places of rows, state with these rows). places: int64, ascending, on the CPU.
     NotCacheable if the pieces differ in shapes, or have another number of rows than places."""
-    for places, state in pieces:
-        _check_rows(state, len(places))
     if len(pieces) == 1 and len(pieces[0][0]) == count:
         return pieces[0][1]
+    for places, state in pieces:
+        _check_rows(state, len(places))
     states = [named(state, WHERE) for _, state in pieces]
     shapes = [{name: (tensor.shape[1:], tensor.dtype) for name, tensor in state.items()} for state in states]
     if any(shape != shapes[0] for shape in shapes):
@@ -225,43 +182,41 @@ def _join(pieces: Sequence[tuple[Tensor, State]], count: int) -> State:
     return carried(whole)
 
 
-# --- runs ------------------------------------------------------------------------------------------------------------
-
-
-def run_prefix(run: str) -> str:
-    """How the names of the files of a run's cache begin."""
-    return digest_of({"run": run})[:_RUN_DIGITS]
-
-
-def remove_run(folder: Path, run: str) -> None:
-    """Remove the files of a run that has ended, which no process uses."""
-    Folder(folder, 0).remove_unused(prefix=run_prefix(run))
-
-
 # --- the cache -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class _New:
-    """A computed state. places: [n] int64, which of `Rows.firsts` its rows are; None if it has all rows of the
-    microbatch."""
+@dataclass(eq=False)
+class Counts:
+    """Rows of microbatches that the cache of one rank has read (hits, upgraded), computed (misses), written, and not
+    written (no space, or a value outside half precision's range).
 
-    places: Tensor | None
-    state: State
+    seconds: of the calling thread for compute (misses), upgrade (newly frozen blocks), verify (entries of an earlier
+    start) and write.
+    """
+
+    hits: int = 0
+    upgraded: int = 0
+    misses: int = 0
+    written: int = 0
+    unwritten: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(
+        ("compute", "upgrade", "verify", "write"), 0.0))
 
 
 class AutoCache:
     """The cache of one rank of the first stage. One thread calls it.
 
     Args:
-        folder: where the files are; None for a folder of this user, whose files are removed when no run uses them.
+        folder: where the run's files are.
         blocks: the frozen blocks of this rank, from the first block of the model on.
         fingerprint: everything else that outputs depend on: the dataset and its numbering, the input transform, the
             model's settings besides its weights.
-        num_samples: size of the dataset; samples have numbers below it. Other samples are computed and not cached.
-        quota_bytes: the most disk space that all files in the folder may occupy, for all ranks of the machine.
+        num_samples: size of the dataset; a microbatch with a number outside of it is computed and not cached.
+        max_bytes: the most disk space that the files of the run may occupy, for all ranks of the machine. Each rank
+            may exceed it by a page per microbatch.
         precision: "half" or "full" (exact).
-        run: names the run that the entries belong to; other runs do not read them.
         verifies: compare the first entries that were there when their file was opened with what the blocks compute.
         part: which slice of the state this rank has on a tensor parallel mesh ("col 0 of 2").
         agree: the minimum of a bool over the ranks of the stage, if blocks have collectives: all ranks then do the
@@ -275,13 +230,12 @@ class AutoCache:
             inputs and states is then the positions.
     """
 
-    def __init__(self, folder: Path | None, *, blocks: Sequence[Block], fingerprint: str, num_samples: int,
-                 quota_bytes: int, precision: Precision, device: torch.device, warn: Callable[[str], None],
+    def __init__(self, folder: RunFolder, *, blocks: Sequence[Block], fingerprint: str, num_samples: int,
+                 max_bytes: int, precision: Precision, device: torch.device, warn: Callable[[str], None],
                  agree: Callable[[bool], bool] | None = None,
                  of_rows: Callable[[list[str]], list[list[str]]] | None = None, part: str = "whole",
-                 prefetch_bytes: int = 1 << 28, lengths: Lengths = None, run: str = "",
-                 verifies: bool = True) -> None:
-        self._folder = Folder(folder, quota_bytes)
+                 prefetch_bytes: int = 1 << 28, lengths: Lengths = None, verifies: bool = True) -> None:
+        self._folder, self._max_bytes = folder, max_bytes
         self._blocks, self._fingerprint, self._num_samples = list(blocks), fingerprint, num_samples
         self._precision, self._device, self._part = precision, torch.device(device), part
         self._lengths = lengths
@@ -295,8 +249,7 @@ class AutoCache:
         self.writes = True
         """Whether computed states are written; if not, existing entries are still read."""
         self._reader = Reader(prefetch_bytes, pinned=self._device.type == "cuda")
-        self._writer = Writer(self._folder, num_samples, self.counts, self._warn, self._drop)
-        self._inputs: list[list[Any]] | None = None
+        self._inputs: str | None = None
         """Names, shapes and dtypes of the inputs of the first microbatch; the others must have the same."""
         self._versions: tuple[tuple[int, int, int], ...] | None = None
         """Of the weights to which the open files belong; None if files have to be opened."""
@@ -305,15 +258,10 @@ class AutoCache:
         self._digests: list[str] = []
         """Of those of all rows."""
         self._newest: Store | None = None
-        self._run_prefix, self._verifies = run_prefix(run), verifies
-        self._unverified: dict[str, npt.NDArray[np.bool_]] = {}
-        """[samples] by file: the entries that it had when it was opened, until one of them has been compared."""
-        self._sources: dict[int, Store | None] = {}
-        """By smaller depth, the greatest first: files whose entries can be upgraded. A depth whose file was dropped
-        stays, as other ranks of the stage may still have theirs and ask for it."""
-        self._keys: set[str] = set()
-        self._is_off = False
-        self._buffer_changes = 0
+        self._source: Store | None = None
+        """The file of the greatest smaller depth, whose entries the newly frozen blocks make those of this depth."""
+        self._verifies = verifies
+        self._is_off = self._is_full = False
 
     @property
     def depth(self) -> int:
@@ -325,24 +273,24 @@ class AutoCache:
         """The carried state after the frozen blocks, on the device and detached; its rows are those of `inputs`.
 
         samples: [B] int64 on the CPU, the numbers of the samples; equal numbers have equal inputs. Exceptions of
-        `compute`
-        are not caught.
+        `compute` are not caught.
         """
-        rows = Rows(samples.tolist(), self._num_samples)
-        is_usable = self._is_usable(rows, inputs)
+        numbers: list[int] = samples.tolist()
+        is_usable = self._is_usable(numbers, inputs)
         self._open_if_changed()
-        found = self._find(rows, is_usable)
-        new: list[_New] = []
+        found = self._find(numbers, is_usable)
+        new: list[tuple[Tensor, State]] = []
         try:
-            state = self._assemble(rows, found, inputs, compute, new)
+            state = self._assemble(len(numbers), found, inputs, compute, new)
         except NotCacheable as reason:
             is_usable, state = self._refuse(reason), self._run("compute", compute, 0, inputs, None)
-        if found and self._verifies and not self._agree(not self._has_unverified(rows, found)):
+        if found and self._verifies and not self._agree(not self._has_unverified(numbers, found)):
             state, new = self._verify(state, inputs, compute), []
-        if new and is_usable and self.writes and self._weights_are_unchanged():
+        # Blocks that have changed their own buffers have made outputs of neither the old ones nor the new ones.
+        if is_usable and self.writes and self._versions == versions(self._blocks):
             with self._timed("write"):
-                for one in new:
-                    self._write(rows, one)
+                for places, one in new:
+                    self._write([numbers[place] for place in places.tolist()], one)
         return state
 
     def prefetch(self, samples: Iterable[Tensor]) -> None:
@@ -351,8 +299,8 @@ class AutoCache:
         if self._versions is None or self._is_off or self._versions != versions(self._blocks):
             return
         self._find_newest()
-        self._reader.prefetch([Rows(each.tolist(), self._num_samples).numbers for each in samples],
-                              list(self._stores().values()))
+        if self._newest is not None:
+            self._reader.prefetch([each.tolist() for each in samples], self._newest)
 
     def check_weights(self) -> None:
         """Compare the weights' bytes. Until then, changes that torch's version counter does not show (`.data`) go
@@ -361,33 +309,28 @@ class AutoCache:
             self._versions = None
 
     def set_blocks(self, blocks: Sequence[Block]) -> None:
-        """Use other frozen blocks from now on. Entries of smaller depths of the same weights are upgraded."""
+        """Use other frozen blocks from now on. Entries of the depth before are upgraded, if its weights are the
+        same."""
         self._close_stores()
         self._blocks, self._versions, self.writes = list(blocks), None, True
 
     def times(self, samples: Tensor) -> Times | None:
         """Seconds per sample so far, for `cache_profile.decide`; `samples`, which were just written, are read once to
         measure it. None until something was computed, written and can be read."""
-        if self._newest is None or not self.counts.computed or not self.counts.written:
+        if self._newest is None or not self.counts.misses or not self.counts.written:
             return None
-        entries = self._newest.read(Rows(samples.tolist(), self._num_samples).numbers)
+        entries = self._newest.read(samples.tolist())
         if not len(entries.places):
             return None
-        return Times(compute=self.counts.seconds["compute"] / self.counts.computed,
+        return Times(compute=self.counts.seconds["compute"] / self.counts.misses,
                      read=entries.seconds / len(entries.places),
                      write=self.counts.seconds["write"] / self.counts.written)
 
-    def close(self, *, keep: bool = False) -> None:
-        """End the thread and close the files; the last process to close them removes those in a temporary folder.
-
-        keep: do not remove them, because another cache of the same run follows.
-        """
+    def close(self) -> None:
+        """End the thread, close the files and release the folder."""
         self._close_stores()
         self._reader.close()
-        if self._folder.is_temporary and not keep:
-            for key in self._keys:
-                self._folder.remove(key)
-            self._folder.remove_if_empty()
+        self._folder.close()
         self._is_off, self._versions = True, None
 
     # ------------------------------------------------------------------ files
@@ -400,107 +343,113 @@ class AutoCache:
         self._close_stores()
         found: dict[int, Store] = {}
         opens = not self._is_off and self._inputs is not None
-        with self._timed("hash"):
-            self._own_digests = digests(self._blocks) if opens else [""] * (self.depth + 1)
-            self._digests = [repr(each) if len(each) > 1 else each[0] for each in zip(
-                *self._of_rows(self._own_digests), strict=True)]
+        self._own_digests = digests(self._blocks) if opens else [""] * (self.depth + 1)
+        self._digests = [repr(each) if len(each) > 1 else each[0] for each in zip(
+            *self._of_rows(self._own_digests), strict=True)]
         if opens:
             self._versions = versions(self._blocks)
-            keys = {depth: self._key(depth) for depth in range(1, self.depth + 1)}
-            if self._folder.is_temporary:
-                for key in self._keys - set(keys.values()):
-                    self._folder.remove(key)
-                self._folder.remove_unused(keep=set(keys.values()), min_age_seconds=_ABANDONED_AFTER_SECONDS)
-            self._keys |= set(keys.values())
-            found = {depth: store for depth, key in keys.items()
-                     if depth < self.depth and (store := self._find_store(key)) is not None}
+            try:
+                self._folder.open()
+                found = {depth: store for depth in range(1, self.depth)
+                         if (store := self._find_store(depth)) is not None}
+            except (OSError, NotCacheable) as error:
+                self._is_off = True
+                self._warn(f"its folder cannot be used ({error})")
         for depth in range(self.depth - 1, 0, -1):
             if self._agree(depth in found):
-                self._sources[depth] = found[depth]
-            elif depth in found:
-                found[depth].close()
+                self._source = found.pop(depth)
+                break
+        for store in found.values():
+            store.close()
+        if opens and not self._is_off:
+            kept = {self._key(self.depth), *([] if self._source is None else [self._source.key])}
+            self._folder.remove_others(self._part_digest, kept)
         self._find_newest()
 
-    def _find_store(self, key: str) -> Store | None:
+    def _find_store(self, depth: int) -> Store | None:
         try:
-            store = Store.find(self._folder, key, self._precision, self._lengths)
-            if store is not None and self._verifies:
-                self._unverified[key] = np.fromiter((store.has(sample) for sample in range(self._num_samples)), bool)
-            return store
+            return self._marked(Store.find(self._folder, self._key(depth), depth, self._precision, self._lengths))
         except (OSError, NotCacheable) as error:
             self._warn(f"a file of the cache cannot be read ({error})")
             return None
 
+    def _marked(self, store: Store | None) -> Store | None:
+        """The store, which knows the entries that have to be compared."""
+        if store is not None and self._verifies:
+            store.unverified = store.written(self._num_samples)
+        return store
+
     def _find_newest(self) -> None:
         """Open the file of this depth if there is one by now: another rank may have created it."""
         if self._newest is None and self._versions is not None and not self._is_off:
-            self._newest = self._find_store(self._key(self.depth))
-
-    def _stores(self) -> dict[int, Store]:
-        """Open files by depth, the greatest first."""
-        return {depth: store for depth, store in ((self.depth, self._newest), *self._sources.items())
-                if store is not None}
-
-    def _drop(self, depth: int) -> None:
-        """Close a file that is not needed; the last rank to do so removes it."""
-        self._reader.forget()
-        if (store := self._sources[depth]) is not None:
-            self._sources[depth] = None
-            store.close()
-            self._folder.remove(store.key)
+            self._newest = self._find_store(self.depth)
 
     def _close_stores(self) -> None:
         self._reader.forget()
-        for store in self._stores().values():
-            store.close()
-        self._newest, self._sources, self._unverified = None, {}, {}
+        for store in (self._newest, self._source):
+            if store is not None:
+                store.close()
+        self._newest = self._source = None
+
+    def _drop_source(self) -> None:
+        """Give the space of the smaller depth to this one: what was not upgraded yet is computed again."""
+        assert self._source is not None
+        self._source.clear()
+        self._source.close()
+        self._source = None
 
     # ------------------------------------------------------------------ entries of an earlier start
 
-    def _has_unverified(self, rows: Rows, found: Sequence[Entries]) -> bool:
+    def _has_unverified(self, numbers: Sequence[int], found: Sequence[Entries]) -> bool:
         """Whether one of these entries was in its file when that was opened, and none of the file has been compared."""
-        return any(bool(there[[rows.numbers[place] for place in entries.places.tolist()]].any())
-                   for entries in found if (there := self._unverified.get(entries.store.key)) is not None)
+        return any(bool(entries.store.unverified[[numbers[place] for place in entries.places.tolist()]].any())
+                   for entries in found if entries.store.unverified is not None)
 
     def _verify(self, state: State, inputs: State, compute: Compute) -> State:
         """Compare a state that entries have made with that of the blocks, which is returned. If they differ, the
         entries were made by other code, and all open files become empty."""
         plain = self._run("verify", compute, 0, inputs, None)
-        stored = torch.float16 if self._precision == "half" else None
 
         def tolerance_of(tensor: Tensor) -> float:
-            narrowed = stored is not None and tensor.dtype in (torch.float32, torch.float64)
+            narrowed = self._precision == "half" and tensor.dtype in (torch.float32, torch.float64)
             return max(format_tolerance(tensor), _TOLERANCES[torch.float16] if narrowed else 0.0)
 
-        self._unverified = {}
-        if not self._agree(equal_states(plain, state, tolerance_of=tolerance_of)):
+        is_same = self._agree(equal_states(plain, state, tolerance_of=tolerance_of))
+        if not is_same:
             self._reader.forget()
-            for store in self._stores().values():
-                store.clear()
             self._warn(f"entries in {self._folder.path} differ from what the frozen blocks compute now, so their code "
                        "has changed since; they are computed again")
+        for store in (self._newest, self._source):
+            if store is not None:
+                store.unverified = None
+                if not is_same:
+                    store.clear()
         return plain
 
     # ------------------------------------------------------------------ keys
 
-    def _about(self, depth: int) -> dict[str, Any]:
-        """What two entries of one sample must have in common to be the same, as JSON."""
-        return {"version": _VERSION, "torch": torch.__version__, "depth": depth, "weights": self._digests[depth],
-                "fingerprint": self._fingerprint, "inputs": self._inputs, "precision": self._precision,
-                "part": self._part, **({} if self._longest is None else {"longest": self._longest})}
+    @property
+    def _part_digest(self) -> str:
+        """How the keys of all files of this part of the state begin."""
+        return digest_of({"part": self._part})[:_PART_DIGITS]
 
     def _key(self, depth: int) -> str:
-        return self._run_prefix + digest_of(self._about(depth))[_RUN_DIGITS:]
+        """A hash of what two entries of one sample must have in common to be the same."""
+        return self._part_digest + digest_of({
+            "version": _VERSION, "torch": torch.__version__, "depth": depth, "weights": self._digests[depth],
+            "fingerprint": self._fingerprint, "inputs": self._inputs, "precision": self._precision,
+            "longest": self._longest})[_PART_DIGITS:]
 
     # ------------------------------------------------------------------ one microbatch
 
-    def _is_usable(self, rows: Rows, inputs: State) -> bool:
+    def _is_usable(self, numbers: Sequence[int], inputs: State) -> bool:
         """Whether this microbatch may be read and written: its inputs have the form of those of the first one."""
-        if self._is_off or not self.depth:
+        if self._is_off or not self.depth or not numbers or not all(
+                0 <= number < self._num_samples for number in numbers):
             return False
         try:
             form = RowFormat.of(inputs, "full", self._longest).describe()
-            _check_rows(inputs, rows.count)
+            _check_rows(inputs, len(numbers))
             if self._longest is not None:
                 self._length = next(iter(named(inputs, WHERE).values())).shape[1]
         except NotCacheable as reason:
@@ -509,57 +458,53 @@ class AutoCache:
             self._inputs = form
         if form != self._inputs:
             return self._refuse("the shapes of inputs differ between microbatches")
-        return bool(rows.numbers)
+        return True
 
-    def _find(self, rows: Rows, is_usable: bool) -> list[Entries]:
-        """Entries of the samples, each from the greatest depth that has it. Ranks that share a stage take all samples
-        from one depth, or nothing."""
+    def _find(self, numbers: Sequence[int], is_usable: bool) -> list[Entries]:
+        """Entries of the samples: of this depth, and of the source where this depth has none. Ranks that share a stage
+        take all samples from one depth, or nothing."""
         self._find_newest()
-        stores = self._stores() if is_usable else {}
-        if not self._is_shared:
-            return self._reader.read(rows.numbers, list(stores.values())) if is_usable else []
-        for depth in (self.depth, *self._sources):
-            found = self._reader.read(rows.numbers, [stores[depth]]) if depth in stores else []
-            if self._agree(len(found) == 1 and len(found[0].places) == len(rows.firsts)):
-                return found
-        return []
+        found, is_missing = list[Entries](), torch.ones(len(numbers), dtype=torch.bool)
+        for store in (self._newest, self._source):
+            places, read = is_missing.nonzero().flatten(), list[Entries]()
+            if store is not None and is_usable and len(places):
+                read = [replace(entries, places=places[entries.places]) for entries in self._reader.read(
+                    [numbers[place] for place in places.tolist()], store) if len(entries.places)]
+            if self._is_shared:
+                if self._agree(bool(read) and sum(len(entries.places) for entries in read) == len(numbers)):
+                    return read
+                continue
+            found += read
+            for entries in read:
+                is_missing[entries.places] = False
+        return found
 
-    def _assemble(self, rows: Rows, found: list[Entries], inputs: State, compute: Compute, new: list[_New]) -> State:
-        """The state of all rows. What was computed is appended to `new`. NotCacheable if the parts do not fit
-        together."""
-        depths = {id(store): depth for depth, store in self._stores().items()}
-        is_missing = torch.ones(len(rows.firsts), dtype=torch.bool)
+    def _assemble(self, count: int, found: Sequence[Entries], inputs: State, compute: Compute,
+                  new: list[tuple[Tensor, State]]) -> State:
+        """The state of all rows. (places, state) of what was computed is appended to `new`. NotCacheable if the parts
+        do not fit together."""
+        is_missing = torch.ones(count, dtype=torch.bool)
         for entries in found:
             is_missing[entries.places] = False
-            self._count_read(rows, entries, depths[id(entries.store)])
+            self._count_read(entries)
         missing = is_missing.nonzero().flatten()
-        self.counts.misses += int(rows.repeats[missing].sum())
-        self.counts.computed += len(missing)
-        # All rows go through the blocks together where they can: no row is copied, and collectives need all of them.
-        if self._is_shared or len(rows.firsts) == rows.count:
-            if not found:
-                new.append(_New(None, self._run("compute", compute, 0, inputs, None)))
-                return new[0].state
-            if not len(missing) and len(found) == 1 and (depth := depths[id(found[0].store)]) < self.depth:
-                state = rows.expand(self._decode(found[0]))
-                new.append(_New(None, self._run("upgrade", compute, depth, state, None)))
-                return new[0].state
+        self.counts.misses += len(missing)
+        # Rows go through the blocks together where all do: no row is copied, and collectives need all of them.
+        parts = [(entries.places, entries.store.depth, self._decode(entries)) for entries in found]
+        if len(missing) or not count:
+            parts.append((missing, 0, _select(inputs, missing) if found else inputs))
         pieces: list[tuple[Tensor, State]] = []
-        for entries in found:
-            depth, state = depths[id(entries.store)], self._decode(entries)
-            if depth < self.depth:
-                state = self._run("upgrade", compute, depth, state, rows.firsts[entries.places])
-                new.append(_New(entries.places, state))
-            pieces.append((entries.places, state))
-        if len(missing):
-            at = rows.firsts[missing]
-            state = self._run("compute", compute, 0, _select(inputs, at), at)
-            new.append(_New(missing, state))
-            pieces.append((missing, state))
-        return rows.expand(_join(pieces, len(rows.firsts)))
+        for places, depth, state in parts:
+            if depth < self.depth or not self.depth:
+                state = self._run("upgrade" if depth else "compute", compute, depth, state,
+                                  None if len(places) == count else places)
+                new.append((places, state))
+            pieces.append((places, state))
+        return _join(pieces, count)
 
     def _decode(self, entries: Entries) -> State:
-        return entries.store.rows.decode(entries.payload.to(self._device, non_blocking=True), self._length)
+        slots = entries.slots.to(self._device, non_blocking=True)
+        return entries.store.rows.decode(slots[:, HEADER_BYTES:], self._length)
 
     def _run(self, what: str, compute: Compute, first: int, state: State, rows: Tensor | None) -> State:
         with self._timed(what):
@@ -568,24 +513,12 @@ class AutoCache:
                 torch.cuda.current_stream(self._device).synchronize()
         return carried({name: tensor.detach() for name, tensor in named(made, WHERE).items()})
 
-    def _weights_are_unchanged(self) -> bool:
-        """Whether the frozen blocks left their own weights and buffers alone while they ran."""
-        if self._versions == versions(self._blocks):
-            return True
-        self._buffer_changes += 1
-        if self._buffer_changes >= _MAX_BUFFER_CHANGES:
-            self._is_off = True
-            self._warn("the frozen blocks change their own buffers as they run")
-        return False
-
-    def _write(self, rows: Rows, one: _New) -> None:
-        places = range(len(rows.firsts)) if one.places is None else one.places.tolist()
-        samples = [rows.numbers[place] for place in places if place < len(rows.numbers)]
-        if not samples or self._writer.is_stopped:
-            self.counts.unwritten += len(samples)
+    def _write(self, samples: Sequence[int], state: State) -> None:
+        self.counts.unwritten += len(samples)
+        if self._is_off or self._is_full:
             return
         try:
-            state = rows.reduce(one.state) if one.places is None else one.state
+            _check_rows(state, len(samples))
             row_format = RowFormat.of(state, self._precision, self._longest)
             self._check_positions(state)
         except NotCacheable as reason:
@@ -594,17 +527,45 @@ class AutoCache:
             return
         try:
             if self._newest is None:
-                self._newest = Store.create(self._folder, self._key(self.depth), row_format, self._precision,
-                                            self._about(self.depth), self._lengths)
+                self._newest = self._marked(Store.create(self._folder, self._key(self.depth), self.depth, row_format,
+                                                         self._lengths))
+                assert self._newest is not None
             elif self._newest.rows != row_format:
                 raise NotCacheable("the state's shapes differ between microbatches")
             payload, in_range = row_format.encode(state)
-            older = {depth: store for depth, store in self._sources.items() if store is not None}
-            self._writer.write(self._newest, older, samples, payload[:len(samples)], in_range[:len(samples)])
+            on_host = torch.empty_like(payload, device="cpu", pin_memory=payload.is_cuda).copy_(payload)
+            self._write_rows(self._newest, samples, on_host.numpy(), in_range.tolist())
         except NotCacheable as reason:
             self._warn(str(reason))
-        except OSError as error:
-            self._writer.stop(error)
+        except (OSError, OverflowError) as error:
+            self._stop(error)
+
+    def _write_rows(self, store: Store, samples: Sequence[int], rows: npt.NDArray[np.uint8],
+                    in_range: Sequence[bool]) -> None:
+        """Write the rows for which there is space. OSError or OverflowError if the disk does not take one."""
+        free_bytes = self._max_bytes - self._folder.used_bytes()
+        for sample, row, fits in zip(samples, rows, in_range, strict=True):
+            size = store.bytes_of(sample)
+            if not fits:
+                self._warn("values outside half precision's range; --elastic.cache-precision full stores them")
+                continue
+            if size > free_bytes and self._source is not None:
+                self._drop_source()
+                free_bytes = self._max_bytes - self._folder.used_bytes()
+            if size > free_bytes:
+                self._warn(f"the limit of {self._max_bytes:,} bytes is reached; --elastic.cache-bytes sets a larger "
+                           "one")
+                continue
+            store.write(sample, row)
+            free_bytes -= size
+            self.counts.unwritten -= 1
+            self.counts.written += 1
+            self.counts.bytes_written += size
+
+    def _stop(self, error: Exception) -> None:
+        """Write nothing more in this run: the disk does not take it."""
+        self._is_full = True
+        self._warn(f"nothing more is written, because the disk does not take it ({error})")
 
     def _check_positions(self, state: State) -> None:
         """NotCacheable if the state has other positions than the inputs, where samples have lengths of their own."""
@@ -613,16 +574,12 @@ class AutoCache:
 
     # ------------------------------------------------------------------ counts and warnings
 
-    def _count_read(self, rows: Rows, entries: Entries, depth: int) -> None:
-        count = int(rows.repeats[entries.places].sum())
-        if depth == self.depth:
-            self.counts.hits += count
+    def _count_read(self, entries: Entries) -> None:
+        if entries.store.depth == self.depth:
+            self.counts.hits += len(entries.places)
         else:
-            self.counts.upgraded += count
-        self.counts.read += len(entries.places)
-        self.counts.bytes_read += entries.payload.nbytes
-        self.counts.seconds["read"] += entries.seconds
-        self.counts.seconds["wait"] += entries.waited
+            self.counts.upgraded += len(entries.places)
+        self.counts.bytes_read += entries.slots.nbytes
 
     def _refuse(self, reason: object) -> bool:
         self._warn(str(reason))

@@ -1,56 +1,50 @@
-"""The cache's files: one for each frozen depth, with a slot for each sample, shared by all ranks of a machine.
+"""The files of a run's cache on a machine, shared by its ranks: one for each frozen depth, with a slot for each sample.
 
-    KEY.json   describes the entries; written last, so a .bin without it is unfinished
-    KEY.bin    sparse: slot i begins at byte i * stride        slot: header | payload
+    PARENT/RUN/     the folder of one run; each rank that uses it holds a shared lock (flock) on it
+      KEY.json      the form of a row, written whole before the first row: crc32 and JSON
+      KEY.bin       sparse: slot i begins at byte i * stride: checksum, filled up to 16 bytes | payload
 
-    header     magic | tag of key and format | sample number | crc32 of the payload | crc32 of the header so far
+    checksum   crc32 of the key, the form, the sample's number and the payload; 0 where nothing was written
     payload    tensor | tensor | ...   in the order of the state; each begins at a multiple of 16 bytes
                position | position | ... where samples have lengths of their own: each has the tensors' parts at one
                                        position, and a sample has as many of them as its length
 
-The valid headers are the bitmap of what is complete. A slot is an entry only if its header and the checksum of its
-payload are valid. Anything else (a slot that was never written, a payload whose writer was killed, a flipped bit, bytes
-of another file) is a miss. The payload is written before the header. Two writers of one entry write the same bytes, so
-they need no lock.
+The checksums are the bitmap of what is written; the payload is written before its checksum. A slot whose checksum is
+not that of its payload (its writer was killed, a bit has flipped, a file is too short) is a miss. Two writers of one
+entry write the same bytes, so they need no lock.
 
-The files are read with `pread` and not through a memory map: another process may truncate a file at any time, which is
-a short read here and would be SIGBUS in a map. The page cache holds one copy for all ranks either way.
-
-A process holds a shared lock (flock) on every file that it uses; the lock ends with the process. Only a process that
-gets the exclusive lock removes a file, so no file in use is removed. An exclusive lock on the folder is held while
-entries are written, so that all ranks of a machine share one quota.
+Slots are read with `pread` and not through a memory map: a file that is cut off, or a disk that fails, is a miss here
+and would be SIGBUS in a map. The page cache holds one copy for all ranks either way.
 """
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
-import hashlib
 import json
 import os
-import re
-import secrets
+import shutil
 import stat
-import struct
 import tempfile
 import time
 import zlib
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 from torch.nn import functional
 
 from ranvier.block import State, carried, named
+from ranvier.system.atomic_file import write_atomically
+from ranvier.system.untrusted_file import read_bytes
 
 Lengths = npt.NDArray[np.int64] | None
 """[samples] positions of each sample; None where all have one shape."""
@@ -65,32 +59,18 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool)}
 _ALIGNED_BYTES = 16
+HEADER_BYTES = _ALIGNED_BYTES
+_CHECKSUM_BYTES = 4
+_PAGE_BYTES = 4096
+_WHOLE_PAGES_FROM = 1 << 15
+"""Slots of this size begin at page boundaries, so that each occupies no more disk space than its own; smaller slots are
+packed."""
 _ROUNDS_TO_INF = 65520.0
 """The smallest number that becomes infinity in fp16."""
-_Size = Annotated[int, Field(strict=True, ge=0, lt=1 << 40)]
-_DESCRIPTION = TypeAdapter(Annotated[
-    list[tuple[str, Annotated[list[_Size], Field(max_length=16)], str]], Field(min_length=1, max_length=1000)])
-
-_MAGIC = b"RVcache1"
-_HEADER = struct.Struct("<8s8sqI")
-_HEADER_CHECKSUM = struct.Struct("<I")
-HEADER_BYTES = _HEADER.size + _HEADER_CHECKSUM.size
-PAGE_BYTES = 4096
-_WHOLE_PAGES_FROM = 1 << 15
-"""Slots of this size begin at page boundaries, so that the disk space of one can be freed; smaller slots are packed."""
-_PACKED_BYTES = 64
-_MAX_DESCRIPTION_BYTES = 1 << 18
-_MAX_OPEN_ATTEMPTS = 20
-_PUNCH_HOLE_KEEP_SIZE = 3
-_OPEN_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_MAX_FORM_BYTES = 1 << 18
+_ABANDONED_AFTER_SECONDS = 3600.0
+_OPEN_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """A link is not followed, and a named pipe does not block."""
-
-_CACHE_FILE = re.compile(r"\.?([0-9a-f]{32})\.(bin|json)(\.[0-9a-f]{12})?")
-_RESERVED_BYTES = 1 << 15
-_METADATA_SHARE = 256
-"""The file system counts its records of a sparse file's extents as the file's: at most one byte for so many of data."""
-_LOCK_TIMEOUT_SECONDS = 2.0
-_LOCK_POLL_SECONDS = 0.002
 
 
 class NotCacheable(Exception):
@@ -162,28 +142,16 @@ class RowFormat:
         return _row_format([(name, tuple(tensor.shape[first:]), tensor.dtype) for name, tensor in tensors.items()],
                            precision, positions)
 
-    def describe(self) -> list[list[Any]]:
-        """A description for JSON: (name, shape, dtype) of each tensor of the longest row."""
-        first = [] if self.positions is None else [self.positions]
-        return [[part.name, [*first, *part.shape], str(part.dtype).removeprefix("torch.")] for part in self.parts]
+    def describe(self) -> str:
+        """JSON: the positions, and name, shape and dtype of each tensor."""
+        return json.dumps([self.positions, [[part.name, part.shape, str(part.dtype).removeprefix("torch.")]
+                                            for part in self.parts]])
 
     @staticmethod
-    def from_description(description: object, precision: Precision, *, own_lengths: bool = False) -> RowFormat:
-        """The inverse of `describe`. NotCacheable for anything that it did not write. own_lengths: of rows that have
-        lengths of their own."""
-        first = 1 if own_lengths else 0
-        try:
-            rows = [(name, tuple(shape[first:]), _DTYPES[dtype])
-                    for name, shape, dtype in _DESCRIPTION.validate_python(description)]
-            positions = {tuple(shape[:first]) for _, shape, _ in _DESCRIPTION.validate_python(description)}
-            if len(positions) != 1 or (own_lengths and () in positions):
-                raise NotCacheable("not a description of a state with positions")
-        except (ValidationError, KeyError) as error:
-            raise NotCacheable("not a description of a state") from error
-        names = {name for name, _, _ in rows}
-        if len(names) != len(rows) or (len(rows) > 1 and "" in names):
-            raise NotCacheable("these names are not those of a state")
-        return _row_format(rows, precision, positions.pop()[0] if own_lengths else None)
+    def from_description(text: str, precision: Precision) -> RowFormat:
+        """The inverse of `describe`."""
+        positions, parts = json.loads(text)
+        return _row_format([(name, tuple(shape), _DTYPES[dtype]) for name, shape, dtype in parts], precision, positions)
 
     def encode(self, state: State) -> tuple[Tensor, Tensor]:
         """([n, payload_bytes] uint8 on the state's device, [n] bool: rows whose values are in the range of their
@@ -233,101 +201,94 @@ def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-# --- the folder ------------------------------------------------------------------------------------------------------
+def digest_of(document: dict[str, Any]) -> str:
+    """A hash of what can be JSON: 32 hexadecimal digits."""
+    return blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-class Folder:
-    """The folder of the cache: its quota, and which files may be removed.
+# --- the folder of a run ---------------------------------------------------------------------------------------------
 
-    path: None for a folder of this user in the system's temporary folder, whose files are removed when no run uses
-    them. quota_bytes: the most disk space that all cache files in it may occupy.
+
+class RunFolder:
+    """The folder of a run's cache. A lock on it is held from `open` to `close`, so that no rank removes it under
+    another.
+
+    parent: folder with those of several runs; None for a folder of this user in the system's temporary folder, where
+    folders of killed runs are removed after an hour.
     """
 
-    def __init__(self, path: Path | None, quota_bytes: int) -> None:
-        self.is_temporary = path is None
-        self.path = path or Path(tempfile.gettempdir()) / f"ranvier-cache-{os.getuid()}"
-        self.quota_bytes = quota_bytes
+    def __init__(self, parent: Path | None, run: str) -> None:
+        self._is_temporary = parent is None
+        self._parent = parent or Path(tempfile.gettempdir()) / f"ranvier-cache-{os.getuid()}"
+        self.path = self._parent / digest_of({"run": run})
+        self._handle: int | None = None
 
-    def create(self) -> None:
-        """Create it if it does not exist. OSError; NotCacheable if another user owns the temporary one."""
-        self.path.mkdir(parents=True, exist_ok=True, mode=0o700 if self.is_temporary else 0o777)
-        found = os.stat(self.path, follow_symlinks=not self.is_temporary)
-        if self.is_temporary and (found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode)):
-            raise NotCacheable(f"{self.path} belongs to another user")
+    def open(self) -> None:
+        """Create the folder if it does not exist, and lock it. OSError; NotCacheable if another user owns the temporary
+        one."""
+        if self._handle is None:
+            self._parent.mkdir(parents=True, exist_ok=True, mode=0o700 if self._is_temporary else 0o777)
+            found = os.stat(self._parent, follow_symlinks=not self._is_temporary)
+            if self._is_temporary and (found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode)):
+                raise NotCacheable(f"{self._parent} belongs to another user")
+            self.path.mkdir(exist_ok=True)
+            self._handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            _lock(self._handle, fcntl.LOCK_SH)
+            if self._is_temporary:
+                _remove_abandoned(self._parent)
 
-    def free_bytes(self) -> int:
-        """Disk space that may still be written; holes of sparse files do not count as used."""
-        used = sum(512 * entry.st_blocks for _, entry in self._files())
-        return self.quota_bytes - used - used // _METADATA_SHARE - _RESERVED_BYTES
+    def close(self) -> None:
+        """Release the lock."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
 
-    def remove_unused(self, keep: Collection[str] = (), *, min_age_seconds: float = 0.0,
-                      needed_bytes: int | None = None, prefix: str = "") -> None:
-        """Remove files that no process uses, the oldest first, until `needed_bytes` are free. The keys in `keep` and
-        files that were written less than `min_age_seconds` ago stay, and those whose keys do not begin with
-        `prefix`."""
-        written: dict[str, float] = {}
-        for key, entry in self._files():
-            if key.startswith(prefix):
-                written[key] = max(written.get(key, 0.0), entry.st_mtime)
-        for key in sorted(written, key=written.__getitem__):
-            if needed_bytes is not None and self.free_bytes() >= needed_bytes:
-                return
-            if key not in keep and written[key] <= time.time() - min_age_seconds:
-                self.remove(key)
+    def used_bytes(self) -> int:
+        """Disk space of its files; holes of sparse files do not count."""
+        return sum(512 * entry.stat(follow_symlinks=False).st_blocks for entry in os.scandir(self.path))
 
-    def remove(self, key: str) -> None:
-        """Remove the files of `key` unless a process uses them. Never raises OSError."""
-        binary = self.path / f"{key}.bin"
-        file = None
-        with suppress(OSError):  # another process uses the file, or the folder is gone
-            with suppress(FileNotFoundError):
-                file = os.open(binary, os.O_RDWR | _OPEN_FLAGS)
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The description goes first: a file that is half removed looks unfinished.
-            for path in (self.path / f"{key}.json", *self.path.glob(f".{key}.json.*"), binary):
-                path.unlink(missing_ok=True)
-        if file is not None:
-            os.close(file)
-
-    @contextmanager
-    def write_lock(self) -> Iterator[bool]:
-        """Hold the lock of the machine's one writer; False if another writer kept it for `_LOCK_TIMEOUT_SECONDS`. On a
-        file system without locks several may write, and exceed the quota by what they write. OSError without a
-        folder."""
-        file = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            yield lock(file, exclusive=True)
-        finally:
-            os.close(file)
-
-    def remove_if_empty(self) -> None:
-        """Remove the temporary folder if nothing is in it."""
-        if self.is_temporary:
-            with suppress(OSError):
-                self.path.rmdir()
-
-    def _files(self) -> Iterator[tuple[str, os.stat_result]]:
-        """(key, stat) of every cache file."""
+    def remove_others(self, prefix: str, keep: Collection[str]) -> None:
+        """Remove the files whose keys begin with `prefix`, but for those of the keys in `keep`."""
         with suppress(OSError):
-            for entry in list(os.scandir(self.path)):
-                if match := _CACHE_FILE.fullmatch(entry.name):
-                    with suppress(OSError):
-                        yield match[1], entry.stat(follow_symlinks=False)
+            for path in self.path.glob(f"{prefix}*"):
+                if path.stem not in keep:
+                    path.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Remove the folder unless another rank has opened it. Never raises OSError."""
+        self.close()
+        _remove(self.path)
+        if self._is_temporary:
+            with suppress(OSError):  # other runs have folders there
+                self._parent.rmdir()
 
 
-def lock(file: int, *, exclusive: bool) -> bool:
-    """Lock an open file or folder; False if others keep theirs. True as well if the file system has no locks."""
-    deadline = time.monotonic() + _LOCK_TIMEOUT_SECONDS
-    while True:
+def _remove(folder: Path) -> None:
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                return False
-        except OSError:
-            return True
-        time.sleep(_LOCK_POLL_SECONDS)
+            if _lock(handle, fcntl.LOCK_EX):
+                shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(handle)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    with suppress(OSError):
+        for entry in list(os.scandir(parent)):
+            if entry.stat(follow_symlinks=False).st_mtime < time.time() - _ABANDONED_AFTER_SECONDS:
+                _remove(parent / entry.name)
+
+
+def _lock(handle: int, operation: int) -> bool:
+    """Lock a folder without waiting; False if others keep theirs. True as well if the file system has no locks."""
+    try:
+        fcntl.flock(handle, operation | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 # --- one file --------------------------------------------------------------------------------------------------------
@@ -337,134 +298,111 @@ def lock(file: int, *, exclusive: bool) -> bool:
 class Entries:
     """Entries that a read has found in `store`.
 
-    places: [n] int64, their places among the requested samples; payload: [n, payload_bytes] uint8; seconds: the
-    duration of the read; waited: how much of it the calling thread waited.
+    places: [n] int64, their places among the requested samples; slots: [n, HEADER_BYTES + bytes] uint8, which begin
+    with the header; seconds: the duration of the read.
     """
 
     store: Store
     places: Tensor
-    payload: Tensor
+    slots: Tensor
     seconds: float
-    waited: float
 
 
 class Store:
-    """An open file with the entries of one frozen depth. Threads may read while one writes. Use `find` or `create`.
+    """An open file with the entries of `depth` frozen blocks. Threads may read while one writes. Use `find` or
+    `create`.
 
     lengths: positions of each sample, where rows have lengths of their own; None where all have one shape.
     """
 
-    def __init__(self, folder: Folder, key: str, rows: RowFormat, file: int, lengths: Lengths = None) -> None:
-        self.folder, self.key, self.rows, self._file, self._lengths = folder, key, rows, file, lengths
-        self._tag = hashlib.blake2b(json.dumps([key, rows.describe()]).encode(), digest_size=8).digest()
-        slot = HEADER_BYTES + rows.payload_bytes
-        self._has_own_pages = slot >= _WHOLE_PAGES_FROM
-        self.stride = _round_up(slot, PAGE_BYTES if self._has_own_pages else _PACKED_BYTES)
+    def __init__(self, folder: RunFolder, key: str, depth: int, rows: RowFormat, lengths: Lengths, *,
+                 creates: bool = False) -> None:
+        self.key, self.depth, self.rows, self._lengths = key, depth, rows, lengths
+        self._tag = zlib.crc32(f"{key} {rows.describe()}".encode())
+        self._has_own_pages = HEADER_BYTES + rows.payload_bytes >= _WHOLE_PAGES_FROM
+        self.stride = self._on_disk(rows.payload_bytes)
+        self._file = os.open(folder.path / f"{key}.bin", _OPEN_FLAGS | (os.O_CREAT if creates else 0), 0o600)
+        if not stat.S_ISREG(os.fstat(self._file).st_mode):
+            os.close(self._file)
+            raise NotCacheable(f"{folder.path / key}.bin is not a file")
+        self.unverified: npt.NDArray[np.bool_] | None = None
+        """[samples]: the entries that were there when the file was opened; None once one of them has been compared."""
 
     @staticmethod
-    def find(folder: Folder, key: str, precision: Precision, lengths: Lengths = None) -> Store | None:
-        """The file of `key` if there is one with a valid description. OSError if it cannot be opened; NotCacheable if
-        something that is not a file has its name."""
-        rows = _read_description(folder.path / f"{key}.json", key, precision, lengths)
-        if rows is None or rows.payload_bytes > folder.quota_bytes:
-            return None
+    def find(folder: RunFolder, key: str, depth: int, precision: Precision, lengths: Lengths) -> Store | None:
+        """The file of `key`; None if there is none, or the form of its rows is damaged. OSError; NotCacheable if it is
+        not a file."""
         try:
-            return Store(folder, key, rows, _open(folder.path / f"{key}.bin", os.O_RDWR), lengths)
-        except FileNotFoundError:
+            form = read_bytes(folder.path / f"{key}.json", _MAX_FORM_BYTES, links=False)
+            checksum, _, text = form.decode().partition(" ")
+            if int(checksum) != zlib.crc32(text.encode()):
+                return None
+            return Store(folder, key, depth, RowFormat.from_description(text, precision), lengths)
+        except (FileNotFoundError, ValueError, TypeError, KeyError, IndexError, RecursionError):
             return None
 
     @staticmethod
-    def create(folder: Folder, key: str, rows: RowFormat, precision: Precision, about: dict[str, Any],
-               lengths: Lengths = None) -> Store:
-        """The file of `key`, created if it does not exist. NotCacheable if it has entries of another format;
-        OSError."""
-        folder.create()
-        file = _open(folder.path / f"{key}.bin", os.O_RDWR | os.O_CREAT)
-        try:
-            found = _read_description(folder.path / f"{key}.json", key, precision, lengths)
-            if found is None:
-                _write_description(folder.path / f"{key}.json", key, rows, about)
-            elif found != rows:
-                raise NotCacheable("the state's shapes differ between microbatches, or from those of an earlier run")
-            return Store(folder, key, rows, file, lengths)
-        except BaseException:
-            os.close(file)
-            raise
+    def create(folder: RunFolder, key: str, depth: int, rows: RowFormat, lengths: Lengths) -> Store:
+        """A new file of `key`, or the one that another rank has just created. OSError; NotCacheable if something that
+        is not a file has its name."""
+        text = rows.describe()
+        write_atomically(folder.path / f"{key}.json", f"{zlib.crc32(text.encode())} {text}")
+        return Store(folder, key, depth, rows, lengths, creates=True)
 
     def close(self) -> None:
-        """Close the file and release its lock. No thread may be reading."""
+        """Close the file. No thread may be reading."""
         os.close(self._file)
 
-    def has(self, sample: int) -> bool:
-        """Whether the header of an entry is valid; its payload is not read."""
-        return self._payload_checksum(sample) is not None
+    def written(self, num_samples: int) -> npt.NDArray[np.bool_]:
+        """[num_samples]: which slots were written, as far as their checksums say."""
+        return np.fromiter((any(os.pread(self._file, _CHECKSUM_BYTES, sample * self.stride))
+                            for sample in range(num_samples)), bool, num_samples)
 
     def read(self, samples: Sequence[int], *, pinned: bool = False) -> Entries:
         """Those entries of `samples` that exist. A read error, a damaged slot or a short file is a miss."""
         start = time.perf_counter()
-        checksums = [(place, checksum) for place, sample in enumerate(samples)
-                     if (checksum := self._payload_checksum(sample)) is not None]
-        width = max((self.own_bytes(samples[place]) for place, _ in checksums), default=self.rows.payload_bytes)
-        payload = torch.zeros(len(checksums), width, dtype=torch.uint8, pin_memory=pinned and bool(checksums))
-        rows = payload.numpy()
-        places: list[int] = []
-        for place, checksum in checksums:
-            row = rows[len(places), :self.own_bytes(samples[place])].data
-            if self._read_into(row, samples[place] * self.stride + HEADER_BYTES) and zlib.crc32(row) == checksum:
-                places.append(place)
-        seconds = time.perf_counter() - start
-        return Entries(store=self, places=torch.tensor(places, dtype=torch.int64), payload=payload[:len(places)],
-                       seconds=seconds, waited=seconds)
+        width = HEADER_BYTES + max(map(self._payload_bytes, samples), default=0)
+        slots = torch.zeros(len(samples), width, dtype=torch.uint8, pin_memory=pinned and bool(samples))
+        found, rows = list[int](), slots.numpy()
+        for place, sample in enumerate(samples):
+            # the place of the next entry: a slot that is not one is written over
+            slot = rows[len(found), :HEADER_BYTES + self._payload_bytes(sample)]
+            with suppress(OSError, OverflowError):
+                if os.preadv(self._file, [slot.data], sample * self.stride) == len(slot) and any(
+                        slot[:_CHECKSUM_BYTES]) and slot[:_CHECKSUM_BYTES].tobytes() == self._checksum(
+                            sample, slot[HEADER_BYTES:]):
+                    found.append(place)
+                    continue
+            rows[len(found)] = 0
+        return Entries(store=self, places=torch.tensor(found, dtype=torch.int64), slots=slots[:len(found)],
+                       seconds=time.perf_counter() - start)
 
     def write(self, sample: int, payload: npt.NDArray[np.uint8]) -> None:
         """Write one entry. OSError or OverflowError if the disk does not take it; the slot is then a miss. payload: may
         have bytes behind those of the sample, which are not written."""
-        start, own = sample * self.stride, payload[:self.own_bytes(sample)].data
-        self._write_from(own, start + HEADER_BYTES)
-        header = _HEADER.pack(_MAGIC, self._tag, sample, zlib.crc32(own))
-        self._write_from(memoryview(header + _HEADER_CHECKSUM.pack(zlib.crc32(header))), start)
+        start, own = sample * self.stride, payload[:self._payload_bytes(sample)]
+        self._write_from(own.data, start + HEADER_BYTES)
+        self._write_from(memoryview(self._checksum(sample, own)), start)
 
     def clear(self) -> None:
         """Drop all entries, for every process that has the file open."""
         with suppress(OSError):
             os.ftruncate(self._file, 0)
 
-    def own_bytes(self, sample: int) -> int:
-        """Bytes of a sample's payload."""
-        if self.rows.positions is None or self._lengths is None:
-            return self.rows.payload_bytes
-        return int(self._lengths[sample]) * self.rows.record_bytes
+    def bytes_of(self, sample: int) -> int:
+        """Disk space of a sample's slot."""
+        return self._on_disk(self._payload_bytes(sample))
 
-    def pages(self, sample: int) -> range:
-        """The numbers of the pages of the slot that the sample's bytes are in."""
-        start = sample * self.stride
-        return range(start // PAGE_BYTES, -(-(start + HEADER_BYTES + self.own_bytes(sample)) // PAGE_BYTES))
+    def _on_disk(self, payload_bytes: int) -> int:
+        return _round_up(HEADER_BYTES + payload_bytes, _PAGE_BYTES if self._has_own_pages else _ALIGNED_BYTES)
 
-    def free_slots(self, samples: Sequence[int]) -> bool:
-        """Free the disk space of these slots, which are misses then. False if that is not possible: slots share pages,
-        or the file system has no holes."""
-        return self._has_own_pages and all(
-            _punch_hole(self._file, sample * self.stride, self.stride) for sample in samples)
+    def _payload_bytes(self, sample: int) -> int:
+        return self.rows.payload_bytes if self._lengths is None else int(
+            self._lengths[sample]) * self.rows.record_bytes
 
-    def _payload_checksum(self, sample: int) -> int | None:
-        """The checksum in a valid header; None if there is no entry."""
-        header = bytearray(HEADER_BYTES)
-        if not self._read_into(memoryview(header), sample * self.stride):
-            return None
-        magic, tag, number, checksum = _HEADER.unpack_from(header)
-        is_whole = header[_HEADER.size:] == _HEADER_CHECKSUM.pack(zlib.crc32(header[:_HEADER.size]))
-        return int(checksum) if is_whole and (magic, tag, number) == (_MAGIC, self._tag, sample) else None
-
-    def _read_into(self, buffer: memoryview, offset: int) -> bool:
-        """Fill `buffer`; False if the file ends before, or cannot be read."""
-        done = 0
-        with suppress(OSError, OverflowError):
-            while done < len(buffer):
-                count = os.preadv(self._file, [buffer[done:]], offset + done)
-                if count == 0:
-                    break
-                done += count
-        return done == len(buffer)
+    def _checksum(self, sample: int, payload: npt.NDArray[np.uint8]) -> bytes:
+        return zlib.crc32(payload.data, zlib.crc32(sample.to_bytes(8, "little"), self._tag)).to_bytes(
+            _CHECKSUM_BYTES, "little")
 
     def _write_from(self, data: memoryview, offset: int) -> None:
         done = 0
@@ -472,66 +410,67 @@ class Store:
             done += os.pwrite(self._file, data[done:], offset + done)
 
 
-def _open(path: Path, flags: int) -> int:
-    """A file on which a shared lock is held, and which still has its name then, so that nobody removes it. OSError;
-    NotCacheable for what is not a file."""
-    for _ in range(_MAX_OPEN_ATTEMPTS):
-        file = os.open(path, flags | _OPEN_FLAGS, 0o600)
-        is_held = False
-        try:
-            if not stat.S_ISREG(os.fstat(file).st_mode):
-                raise NotCacheable(f"{path} is not a file")
-            lock(file, exclusive=False)
-            with suppress(FileNotFoundError):  # it was removed between opening and locking: try again
-                is_held = os.path.samestat(os.fstat(file), os.stat(path, follow_symlinks=False))
-            if is_held:
-                return file
-        finally:
-            if not is_held:
-                os.close(file)
-    raise NotCacheable(f"{path} is removed whenever it is created")
+# --- reading ahead ---------------------------------------------------------------------------------------------------
 
 
-def _read_description(path: Path, key: str, precision: Precision, lengths: Lengths) -> RowFormat | None:
-    """What KEY.json describes; None if it does not exist or is damaged."""
-    try:
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _OPEN_FLAGS)) as file:
-            data = file.read(_MAX_DESCRIPTION_BYTES) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else b""
-        document = json.loads(data)
-        if not isinstance(document, dict) or document.pop("digest", None) != digest_of(document) or document.get(
-                "key") != key:
-            return None
-        return RowFormat.from_description(document.get("form"), precision, own_lengths=lengths is not None)
-    except (OSError, ValueError, RecursionError, NotCacheable):
-        return None
+class Reader:
+    """Reads for one thread, which must call `forget` before it closes a store.
 
+    Only the microbatches of the last call of `prefetch` are read ahead, so memory is bounded by them and by
+    `max_bytes`. The caller reads a microbatch that the thread has not begun, and one with which the thread failed.
+    """
 
-def _write_description(path: Path, key: str, rows: RowFormat, about: dict[str, Any]) -> None:
-    document = {"key": key, "form": rows.describe(), "about": about}
-    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
-    try:
-        unfinished.write_text(json.dumps({**document, "digest": digest_of(document)}, indent=1), encoding="utf-8")
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    def __init__(self, max_bytes: int, *, pinned: bool) -> None:
+        self._max_bytes, self._pinned = max_bytes, pinned
+        self._thread: ThreadPoolExecutor | None = None
+        self._ahead: dict[tuple[int, ...], Future[Entries]] = {}
+        self._running: list[Future[Entries]] = []
 
+    def prefetch(self, microbatches: Sequence[Sequence[int]], store: Store) -> None:
+        """Start to read these microbatches, in this order."""
+        wanted: list[tuple[int, ...]] = []
+        free_bytes = self._max_bytes
+        for samples in microbatches:
+            free_bytes -= len(samples) * store.rows.payload_bytes
+            if free_bytes < 0:
+                break
+            wanted.append(tuple(samples))
+        for samples in self._ahead.keys() - set(wanted):
+            self._ahead.pop(samples).cancel()
+        for samples in wanted:
+            if samples not in self._ahead:
+                if self._thread is None:
+                    self._thread = ThreadPoolExecutor(1, thread_name_prefix="ranvier-cache")
+                self._ahead[samples] = self._thread.submit(store.read, samples, pinned=self._pinned)
+        self._running = [future for future in {*self._running, *self._ahead.values()} if not future.done()]
 
-def digest_of(document: dict[str, Any]) -> str:
-    """A hash of what can be JSON: 32 hexadecimal digits. It is also the key of the files of what `document`
-    describes."""
-    return hashlib.blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=16).hexdigest()
+    def read(self, samples: Sequence[int], store: Store) -> list[Entries]:
+        """The entries of `samples`: those that were read ahead, and those that were not there then."""
+        found: list[Entries] = []
+        future = self._ahead.pop(tuple(samples), None)
+        if future is not None and not future.cancel() and future.exception() is None:
+            found = [entries for entries in (future.result(),) if entries.store is store]
+        missing = torch.ones(len(samples), dtype=torch.bool)
+        for entries in found:
+            missing[entries.places] = False
+        places = missing.nonzero().flatten()
+        if len(places):
+            now = store.read([samples[place] for place in places.tolist()], pinned=self._pinned)
+            found.append(replace(now, places=places[now.places]))
+        return found
 
+    def forget(self) -> None:
+        """Return when nothing is being read, and drop what was read ahead."""
+        for future in self._ahead.values():
+            future.cancel()
+        for future in [*self._ahead.values(), *self._running]:
+            if not future.cancelled():
+                future.exception()
+        self._ahead, self._running = {}, []
 
-@cache
-def _fallocate() -> Any:
-    """The C library's function; None if it has none."""
-    function = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
-    if function is not None:
-        function.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    return function
-
-
-def _punch_hole(file: int, start: int, length: int) -> bool:
-    """Free the disk space of a part of a file."""
-    function = _fallocate()
-    return function is not None and bool(function(file, _PUNCH_HOLE_KEEP_SIZE, start, length) == 0)
+    def close(self) -> None:
+        """End the thread."""
+        self.forget()
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
