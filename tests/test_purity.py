@@ -114,9 +114,12 @@ def test_settings_depend_on_no_other_room():
         assert not [name for name in imported(path) if within(name, rooms)], path.relative_to(ROOT)
 
 
-def test_a_rank_starts_without_what_only_pictures_need():
-    program = ("import sys, ranvier.cli.main, ranvier.train.loop\n"
-               "print([one for one in sys.modules if 'matplotlib' in one])")
+def test_a_rank_starts_without_what_only_pictures_and_compiled_blocks_need():
+    """Also after it has built blocks without storage, to count them."""
+    program = ("import sys, torch, ranvier.cli.main, ranvier.train.loop\n"
+               "from ranvier.block import meta_device\n"
+               "with meta_device(): torch.nn.Sequential(torch.nn.Embedding(3, 4), torch.nn.Linear(4, 4))\n"
+               "print([one for one in sys.modules if one in ('matplotlib', 'torch._dynamo')])")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stdout == "[]\n", done.stdout + done.stderr
 
