@@ -7,6 +7,8 @@ import hypothesis
 import pytest
 import torch
 
+from ranvier.train import report
+
 os.environ.pop("COLUMNS", None)  # of the terminal that tests are started in
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
@@ -19,6 +21,16 @@ hypothesis.settings.load_profile("ranvier")
 def one_thread():
     """For each file anew: `ranvier.start` in the tests' own process sets what its ranks use."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_pictures(request):
+    """Drawing takes longer than training: runs leave pictures in files that are marked so."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("pictures") is None:
+            for draw in ("draw_course", "draw_loss", "draw_timeline"):
+                patch.setattr(report, draw, lambda *args: None)
+        yield
 
 
 LONGEST = ("test_readme.py", "test_golden_runs.py", "test_elastic_run.py", "test_real_starts.py", "test_mpi.py",

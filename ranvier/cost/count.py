@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ranvier import keyed_random, precision
-from ranvier.block import Model, State, freeze, named
+from ranvier.block import Model, State, freeze, meta_device, named
 from ranvier.comm.fp32_sums import Fp32Sums
 from ranvier.comm.meta import MetaGroup
 from ranvier.comm.nccl_transport import SLOTS
@@ -384,7 +384,7 @@ def _block_needs(run: ResolvedRun, part: Model, mesh: TensorMesh, name: str, sta
     assert isinstance(rows, (MetaGroup, Fp32Sums)) and isinstance(cols, (MetaGroup, Fp32Sums))  # those of `meta_mesh`
     for group in (rows, cols):
         group.reset_peak()
-    with torch.device("meta"):
+    with meta_device():
         block = part.blocks[name]().to(DTYPES[run.precision])
     for layer in block.modules():
         if isinstance(layer, SplitLinear):

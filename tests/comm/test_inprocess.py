@@ -10,12 +10,12 @@ from ranvier.comm.throttle import Link
 from ranvier.errors import TransportError
 from ranvier.testing.ranks import run_ranks
 from tests.comm import conformance
+from tests.covering import covering
 
 CASES = (*conformance.MESSAGES, *conformance.COLLECTIVES)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "size"), covering(CASES, [2, 4]))
 def test_conformance(case, size):
     run_ranks(lambda world: conformance.run_cases(world, [case]), size)
 

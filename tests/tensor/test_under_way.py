@@ -19,6 +19,7 @@ from ranvier.tensor.split.layers import split_layers
 from ranvier.tensor.under_way import Arriving, GradientSums, WeightGathers
 from ranvier.tensor.weight_gradients import WeightGradients
 from ranvier.tensor.workspace import Workspace
+from tests.covering import covering
 from tests.tensor.split_parity import (
     assert_parity,
     gradients_on,
@@ -304,11 +305,12 @@ def late(monkeypatch):
         Late(over_rows), Late(over_cols), *args, **options))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("options", [{}, {"memory": Memory(recompute=1)}, {"pipeline": Pipeline(defer_bytes=1 << 40)}],
-                         ids=["at once", "recomputed", "deferred"])
-@pytest.mark.parametrize(("mesh", "scheme"), [(Mesh(row=2, col=2), "stationary"), (Mesh(col=2), "sequence"),
-                                              (Mesh(pipe=2, row=2), "stationary")], ids=str)
+@pytest.mark.parametrize(("mesh", "scheme", "options", "tied"), covering([
+    (mesh, scheme, options)
+    for mesh, scheme in [(Mesh(row=2, col=2), "stationary"), (Mesh(col=2), "sequence"),
+                         (Mesh(pipe=2, row=2), "stationary")]
+    for options in [{}, {"memory": Memory(recompute=1)}, {"pipeline": Pipeline(defer_bytes=1 << 40)}]],
+    [False, True]), ids=str)
 def test_nothing_is_used_before_it_has_arrived(late, monkeypatch, mesh, scheme, options, tied):
     """The second batch too, in which weights arrive ahead, and in panels of a few tokens."""
     monkeypatch.setattr("ranvier.tensor.mesh.PANEL_BYTES", {"cpu": 600})

@@ -37,6 +37,7 @@ from ranvier.train.pictures import (
 from ranvier.train.report import steady, summarise, write_report
 from ranvier.train.timeline import RankTimeline, gather_timelines, write_trace
 
+pytestmark = pytest.mark.pictures
 PNG = b"\x89PNG"
 MS = 1_000_000
 
