@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypedDict
 
 from torch import Tensor
@@ -44,7 +44,6 @@ class BatchRunner:
 
     Args:
         placement: which rank has which stage. stages: those of this one.
-        progress: lets messages and reductions move; called between products.
         limits: of what may be under way.
         look_ahead: how far the host runs ahead of a CUDA device.
         defer_bytes: most bytes that deferred weight gradients keep alive; None for those of the microbatches that
@@ -54,13 +53,13 @@ class BatchRunner:
     """
 
     def __init__(self, *, placement: StagePlacement, at: Coordinates, stages: RankStages, connections: Connections,
-                 updater: Updater, statistics: BatchStatistics, timeline: Timeline, progress: Callable[[], None],
-                 policy: Policy, limits: Limits, look_ahead: LookAhead, defer_bytes: int | None,
+                 updater: Updater, statistics: BatchStatistics, timeline: Timeline, policy: Policy,
+                 limits: Limits, look_ahead: LookAhead, defer_bytes: int | None,
                  nominal_weight: NominalWeight | None, takes_nominal_weight: bool) -> None:
         self._at, self._stages, self._connections = at, stages, connections
         self._numbers, self._num_stages = placement.stages_of(at.pipe), placement.num_stages
         self._updater, self._statistics, self._timeline = updater, statistics, timeline
-        self._progress, self._policy, self._look_ahead = progress, policy, look_ahead
+        self._policy, self._look_ahead = policy, look_ahead
         self._deferrable = [0] * len(stages)
         """Of each stage the most that one microbatch's products would keep alive."""
         self._limits_follow = defer_bytes is None
@@ -203,7 +202,7 @@ class BatchRunner:
             case "W":
                 started, result = self._start(action), {}
                 here.weight(number, action.product)
-                self._progress()
+                self._updater.progress()
         self._timeline.add(_CATEGORIES[action.kind], str(action), self._step, started)
         self._look_ahead.launched()
         return result

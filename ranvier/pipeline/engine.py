@@ -17,7 +17,6 @@ so a rank that has finished a batch starts the next one while others still work 
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -74,13 +73,14 @@ from ranvier.pipeline.stage import Blocks, Stage
 from ranvier.pipeline.start_values import share_start_values
 from ranvier.pipeline.state_dict import StateDict, load_state, take_state
 from ranvier.pipeline.statistics import BatchStatistics
-from ranvier.pipeline.ties import TiedParameters, gradient_specs, ties_of
+from ranvier.pipeline.ties import TiedParameters, TieMessages, gradient_specs, ties_of
 from ranvier.precision import is_half
 from ranvier.schedule.limits import Limits, rule_limits
 from ranvier.schedule.schedule import Policy
 from ranvier.system.machine import has_triton
 from ranvier.tensor.float8 import float8_layers
 from ranvier.tensor.lookups import lookup_tables
+from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.weight_gradients import WeightGradients
 from ranvier.world import World
 
@@ -181,7 +181,6 @@ class Engine:
                               remedy="Make data x pipe x row x col equal to the number of ranks.")
         self.world, self.mesh, self.coordinates = world, mesh, mesh.coordinates(world.rank)
         self._policy = settings.policy
-        self._call = 0
         self._step = 0
         self._closed = False
         self._failure: str | None = None
@@ -253,6 +252,9 @@ class Engine:
                               remedy="Give optim= without optimizer=, or use torch.optim.swa_utils.AveragedModel.")
         self.learning_rate = learning_rate
         self._statistics = BatchStatistics(self._connections.all, on_device=world.device.type == "cuda")
+        bad_loss = partial(self._statistics.bad_loss, is_scaled=dtype is torch.float16)
+        # Parts are given each other, never the engine: what a part refers to would live on in a circle after `close`.
+        ties, board = self._ties, self._connections.board
         tables = lookup_tables(module for _, _, module in blocks)
         self._updater = Updater(
             gradient_specs(self.layout, world.rank, self._parameters, self._connections.sums, self._connections.splits,
@@ -260,10 +262,10 @@ class Engine:
             self._connections.data, self._connections.all, optim=optim, own=own, optimizer=optimizer, dtype=dtype,
             device=world.device, nominal_weight=1.0 if nominal_weight == "auto" else nominal_weight,
             order=self.layout.flat_order(world.rank), runs=chunking.runs.get(self.coordinates.pipe, ()),
-            send_to_owner=lambda spec: self._ties.send_gradient(spec.name, self._call),
+            send_to_owner=lambda spec: ties.send_gradient(spec.name, board.calls),
             weight=self._statistics.weight, earlier_weight=self._statistics.earlier_weight,
-            timeline=self.timeline, progress=self._progress,
-            bad_loss=self._bad_loss if self._refuses_bad_losses else None,
+            timeline=self.timeline, progress=self._connections.transport.progress,
+            bad_loss=bad_loss if self._refuses_bad_losses else None,
             bad_steps=BadSteps(guard, self._statistics.loss) if looks_before_update(guard, optim) else None)
         self.optimizer_name = self._optimizer_name(optim, own=own)
         """What updates parameters here: "ranvier adamw", the class of the user's optimizer, or None."""
@@ -271,8 +273,8 @@ class Engine:
             [block for block in blocks if block[0] in self.layout.blocks(stage)],
             loss=self._loss(model, blocks) if stage == placement.num_stages - 1 else None,
             seed=seed, device=world.device,
-            progress=self._progress if world.size > 1 else None, block_passed=self._block_passed,
-            segments=plan.segments(stage),
+            progress=self._updater.progress if world.size > 1 else None, segments=plan.segments(stage),
+            block_passed=partial(_block_passed, self._updater, self._connections.tensor_mesh),
             mesh=self._connections.tensor_mesh, compile=self._compiles(compile), tables=tables,
             may_wait=mesh.pipe > 1 or settings.sets_deferral,  # under any policy, so that all agree to the bit
             autocast=autocast,
@@ -283,8 +285,8 @@ class Engine:
         defer_bytes = None if settings.defer_bytes == "auto" else settings.defer_bytes
         self._runner = BatchRunner(
             placement=placement, at=self.coordinates, stages=self._stages, connections=self._connections,
-            updater=self._updater, statistics=self._statistics, timeline=self.timeline, progress=self._progress,
-            policy=self._policy, limits=self.limits,
+            updater=self._updater, statistics=self._statistics, timeline=self.timeline, policy=self._policy,
+            limits=self.limits,
             look_ahead=LookAhead(settings.look_ahead, device=world.device, num_stages=placement.num_stages),
             defer_bytes=0 if self._updater.in_backward else defer_bytes,  # a waiting product holds a block's gradients
             nominal_weight=NominalWeight(self._connections.all) if dtype is torch.float16 else None,
@@ -327,10 +329,10 @@ class Engine:
 
     def _connect(self, blocks: Blocks, timeout_seconds: float) -> None:
         """Open the way to the other ranks, and start from the same values as those who hold the same."""
-        ties = ties_of(self.layout, self.world.rank, self._parameters)
-        self._ties = TiedParameters(ties, self._connections.send, self._wait_for)
+        ties, arrived = ties_of(self.layout, self.world.rank, self._parameters), TieMessages()
         self._connections.open([peer for tie in ties for peer in tie.peers], capacity_bytes=self._edge_capacity(),
-                               timeline=self.timeline, timeout_seconds=timeout_seconds, other=self._ties.receive)
+                               timeline=self.timeline, timeout_seconds=timeout_seconds, other=arrived.put)
+        self._ties = TiedParameters(ties, arrived, self._connections.send, self._connections.inbox.wait)
         share_start_values(self.layout, blocks, self._parameters, self._connections)
         self._ties.send_values(self._call, trained=False)
 
@@ -667,13 +669,6 @@ class Engine:
                           "trains without dropout: call model.train() before training", stacklevel=5)
         self._came_in_evaluation = False
 
-    def _bad_loss(self) -> str | None:
-        """"loss is nan", where the mean loss of the global batch is not finite. An infinite one in fp16 may be an
-        overflow, of which the gradients tell."""
-        loss = self._statistics.loss()
-        good = not math.isnan(loss) if self.loss_scale is not None else math.isfinite(loss)
-        return None if good else f"loss is {loss}"
-
     @contextmanager
     def _keeping_outputs(self, keep: bool) -> Iterator[KeptOutputs | None]:
         """Inside, the last stage's outputs and losses are kept, where `keep` says so. None on other ranks."""
@@ -857,6 +852,7 @@ class Engine:
         """After a rank is lost, in place of `close` or after a `close` that failed: give back what is this rank's own.
         Waits for no other rank; the engine and its parameters are of no use any more."""
         self._closed = True
+        self._updater.gradients.detach()
         self._connections.abandon()
 
     # ------------------------------------------------------------------ one batch
@@ -877,7 +873,6 @@ class Engine:
         return batch
 
     def _run(self, batch: Sequence[Microbatch], *, training: bool, keep_outputs: bool = False) -> None:
-        self._call += 1
         self._connections.board.calls += 1
         self._finish_update()
         with self._working(), self._randomness.batch():
@@ -908,18 +903,6 @@ class Engine:
             self._failure = self._failure or f"{type(error).__name__}: {text.partition(chr(10))[0]}"
             raise
 
-    def _block_passed(self, block: int) -> None:
-        """The last backward of the batch has left `block`, which may be updated while the backward goes on."""
-        mesh = self._connections.tensor_mesh
-        if mesh is not None and self._updater.in_backward:
-            mesh.order.compare()
-        self._updater.gradients.block_passed(block)
-
-    def _progress(self) -> None:
-        """Let messages and reductions move; called at every block boundary and between products."""
-        self._connections.transport.progress()
-        self._updater.progress()
-
     def _finish_update(self) -> None:
         """Wait until parameters are those of the last step, updated by other replicas or other ends of ties too; take
         over those that have been replaced since."""
@@ -928,8 +911,17 @@ class Engine:
         self._buffers.finish()
         self._held.adopt()
 
-    def _wait_for(self, what: str, source: int) -> None:
-        self._connections.inbox.wait(what, source)
+    @property
+    def _call(self) -> int:
+        """Batches so far, evaluations too, by which messages of ties are told apart."""
+        return self._connections.board.calls
+
+
+def _block_passed(updater: Updater, mesh: TensorMesh | None, block: int) -> None:
+    """The last backward of the batch has left `block`, which may be updated while the backward goes on."""
+    if mesh is not None and updater.in_backward:
+        mesh.order.compare()
+    updater.gradients.block_passed(block)
 
 
 def _as_microbatches(batch: Batch) -> list[Microbatch]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from typing import Literal, NoReturn
 
@@ -29,7 +30,7 @@ from ranvier.layout.panels import equal_panels, growing_panels
 from ranvier.precision import sum_dtype
 from ranvier.tensor.activations import Activations, activations_of
 from ranvier.tensor.layer_order import LayerOrder
-from ranvier.tensor.under_way import Arriving, GatheringLayer, GradientSums, WeightGathers, WeightUse
+from ranvier.tensor.under_way import GradientSums, WeightGathers, WeightUse, gather_together
 from ranvier.tensor.workspace import BUFFERS, Workspace
 
 PANEL_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
@@ -71,8 +72,8 @@ class TensorMesh:
         self.workspace = Workspace()
         self.order = LayerOrder(over_rows, over_cols)
         limit = BUNDLE_ELEMENTS.get(device, 0) // self.num_rows
-        self.weights = WeightGathers(limit, self._gather_together)
-        self.sums = GradientSums(over_rows, lambda: self.workspace, limit)
+        self.weights = WeightGathers(limit, partial(gather_together, self.workspace, over_rows))
+        self.sums = GradientSums(over_rows, self.workspace, limit)
         self.activations: Activations = activations_of(settings, self.over_cols)
         """The layout of the residual stream."""
         self.runs_user_code = False
@@ -99,17 +100,6 @@ class TensorMesh:
                     size = copies * elements * dtype.itemsize
                     found[f"{name} {buffer}", dtype] = max(found.get((f"{name} {buffer}", dtype), 0), size)
         return found
-
-    def _gather_together(self, layers: Sequence[GatheringLayer], buffer: int) -> list[Arriving]:
-        """Start one all-gather of these layers' weights; each is [rows, *weight_shape], with gaps between the rows."""
-        sizes = [prod(layer.weight_shape) for layer in layers]
-        own = self.workspace.take_one(buffer, "own weights", (sum(sizes),), layers[0].weights[0])
-        for layer, place in zip(layers, own.split(sizes), strict=True):
-            place.view(layer.weight_shape).copy_(layer.own_weight(buffer))
-        whole = self.workspace.take_one(buffer, "weight", (self.num_rows, sum(sizes)), own)
-        bundle = Arriving(whole, self.over_rows.all_gather(whole, own))
-        return [Arriving(share.view(self.num_rows, *layer.weight_shape), bundle)
-                for layer, share in zip(layers, whole.split(sizes, 1), strict=True)]
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The number format of sums of activations of `dtype` over columns."""

@@ -144,7 +144,7 @@ def test_a_failed_pass_leaves_nothing():
 
 
 def test_sums_are_added_before_their_memory_is_used_again():
-    events, sums = Events(), GradientSums(None, Workspace)
+    events, sums = Events(), GradientSums(None, Workspace())
     for name in "abc":
         events.append(f"buffer {sums.next_buffer()}")
         sums.add(events.sum(name), lambda _, name=name: events.append(f"add {name}"))
@@ -167,7 +167,7 @@ def test_small_sums_travel_together():
         sent, scatter, space = [], mesh.over_rows.reduce_scatter, Workspace()
         mesh.over_rows.reduce_scatter = lambda out, tensor, buffer: (sent.append(out.numel())
                                                                      or scatter(out, tensor, buffer))
-        sums, added = GradientSums(mesh.over_rows, lambda: space, 20), []
+        sums, added = GradientSums(mesh.over_rows, space, 20), []
 
         def product(number, dtype=torch.float64):
             partial, total = sums.buffers(shapes[number], torch.empty(0, dtype=dtype))
