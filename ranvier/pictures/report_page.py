@@ -66,8 +66,9 @@ class Table:
 class Page:
     """What a page shows; sections without content are left out.
 
-    figures: (name, value) above all else. curves: name -> values at each of the steps "step". memory: rows with place,
-    category, predicted and measured bytes. settings: (name, value, default, chosen by). live: whether the page changes.
+    figures: (name, value) above all else. text: paragraphs below. curves: name -> values at each of the steps "step".
+    memory: rows with place, category, predicted and measured bytes. settings: (name, value, default, chosen by).
+    live: whether the page changes.
     """
 
     title: str
@@ -75,6 +76,7 @@ class Page:
     figures: Sequence[tuple[str, str]] = ()
     curves: Mapping[str, Sequence[float | None]] = field(default_factory=lambda: {"step": ()})
     unit: str = "tokens"
+    text: Sequence[str] = ()
     marks: Sequence[Mark] = ()
     timeline: StepTimeline | None = None
     memory: Sequence[Mapping[str, object]] = ()
@@ -86,6 +88,7 @@ class Page:
         """The whole file."""
         timeline = {"rows": ()} if self.timeline is None else self.timeline.document()
         shown = {"subtitle": self.subtitle, "figures": self.figures, "curves": _finite(self.curves), "unit": self.unit,
+                 "text": self.text,
                  "marks": [asdict(mark) for mark in self.marks], "timeline": timeline, "memory": self.memory,
                  "settings": self.settings, "candidates": asdict(self.candidates), "live": self.live}
         # inside a script element the end of one would end it, whatever the text is

@@ -121,3 +121,15 @@ def test_a_browser_draws_a_run(tmp_path):
                 capture_output=True, text=True, timeout=120, check=True)
             assert "CONSOLE" not in done.stderr
             assert done.stdout.count("<canvas") == curves + 1 and 'id="timeline-section" hidden' not in done.stdout
+
+
+def test_a_plan_says_why_candidates_lost(tmp_path, capsys):
+    path = tmp_path / "plan.html"
+    assert run_command(["plan", "gpt-tiny", "--cluster", "laptop", "--ranks", "4", "--search", "mesh", "--out-html",
+                        str(path)]) == 0
+    candidates = shown(path)["candidates"]["rows"]
+    assert candidates[0][-1] == "the fastest" and len(candidates) > 2
+    assert all(row[-1].startswith("+") or not row[0] for row in candidates[1:])
+    assert run_command(["plan", "gpt-tiny", "--cluster", "laptop", "--ranks", "1", "--search", "mesh", "--out-html",
+                        str(tmp_path)]) == 2
+    assert "--out-html" in capsys.readouterr().err
