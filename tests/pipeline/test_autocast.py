@@ -12,6 +12,7 @@ from ranvier.models.gpt import gpt
 from ranvier.models.llama import llama
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
+from ranvier.tensor import compiled
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import relative_error
 from tests.covering import covering, label
@@ -242,3 +243,14 @@ def test_autocast_around_a_call_is_refused_before_it_begins():
         engine.close()
 
     run_ranks(rank, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", [Memory(), Memory(recompute=2)], ids=label)
+def test_compiled_blocks_cast_too(memory, monkeypatch):
+    """Their weight gradients are autograd's."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    found, compared = (engines(blocks, batches(1), Mesh(pipe=2), memory=memory, compile=how,
+                               pipeline=Pipeline(defer_bytes=1 << 20))[0][0] for how in (True, False))
+    assert max(relative_error(found[name], one) for name, one in compared.items()) < 1e-5
