@@ -75,6 +75,9 @@ class TensorMesh:
         self.sums = GradientSums(over_rows, lambda: self.workspace, limit)
         self.activations: Activations = activations_of(settings, self.over_cols)
         """The layout of the residual stream."""
+        self.autocast: torch.dtype | None = None
+        """The format to which split layers cast fp32 operands of their products, weights before they are gathered; as
+        torch.autocast does for plain layers."""
         self.runs_user_code = False
         """Whether code of a block or a loss runs, which must not read parts of weights."""
 
@@ -93,7 +96,8 @@ class TensorMesh:
         """Bytes of the buffers of the workspace in which a pass with these uses gathers weights together."""
         found: dict[tuple[str, torch.dtype], int] = {}
         for bundle in self.weights.bundles(uses).values():
-            dtype, elements = bundle[0].layer.weights[0].dtype, sum(prod(use.layer.weight_shape) for use in bundle)
+            dtype = self.product_dtype(bundle[0].layer.weights[0].dtype)
+            elements = sum(prod(use.layer.weight_shape) for use in bundle)
             for buffer in range(BUFFERS) if len(bundle) > 1 else ():
                 for name, copies in (("own weights", 1), ("weight", self.num_rows)):
                     size = copies * elements * dtype.itemsize
@@ -103,13 +107,23 @@ class TensorMesh:
     def _gather_together(self, layers: Sequence[GatheringLayer], buffer: int) -> list[Arriving]:
         """Start one all-gather of these layers' weights; each is [rows, *weight_shape], with gaps between the rows."""
         sizes = [prod(layer.weight_shape) for layer in layers]
-        own = self.workspace.take_one(buffer, "own weights", (sum(sizes),), layers[0].weights[0])
+        first = layers[0].weights[0]
+        like = torch.empty(0, dtype=self.product_dtype(first.dtype), device=first.device)
+        own = self.workspace.take_one(buffer, "own weights", (sum(sizes),), like)
         for layer, place in zip(layers, own.split(sizes), strict=True):
             place.view(layer.weight_shape).copy_(layer.own_weight(buffer))
         whole = self.workspace.take_one(buffer, "weight", (self.num_rows, sum(sizes)), own)
         bundle = Arriving(whole, self.over_rows.all_gather(whole, own))
         return [Arriving(share.view(self.num_rows, *layer.weight_shape), bundle)
                 for layer, share in zip(layers, whole.split(sizes, 1), strict=True)]
+
+    def product_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The format in which an operand of `dtype` is multiplied."""
+        return self.autocast if self.autocast is not None and dtype is torch.float32 else dtype
+
+    def cast(self, operand: Tensor) -> Tensor:
+        """An operand in that format."""
+        return operand if self.autocast is None else operand.to(self.product_dtype(operand.dtype))
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The number format of sums of activations of `dtype` over columns."""
