@@ -6,7 +6,8 @@
 
 Each microbatch's forward on a stage is inside one autocast, as a loop in plain PyTorch has it, so that a weight is cast
 once a microbatch. Backward and update are outside. Recomputation runs a segment again under autocast, and a deferred
-product multiplies the operands that autograd would have (`ranvier.tensor.deferred_linear`).
+product multiplies the operands that autograd would have (`ranvier.tensor.deferred_linear`). Layers that rows and
+columns split cast the operands of their products themselves, weights before they are gathered (`TensorMesh.autocast`).
 
 Autocast around a call of the engine is refused: backward and update would be inside, and torch would go on using casts
 of weights that the update has changed.
@@ -19,10 +20,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from ranvier.errors import ConfigError
-from ranvier.mesh import Mesh
 
 
-def check_autocast(autocast: torch.dtype | None, *, dtype: torch.dtype, mesh: Mesh, float8: bool) -> None:
+def check_autocast(autocast: torch.dtype | None, *, dtype: torch.dtype, float8: bool) -> None:
     """ConfigError where an engine with these settings cannot compute under `autocast`."""
     if autocast is None:
         return
@@ -33,9 +33,6 @@ def check_autocast(autocast: torch.dtype | None, *, dtype: torch.dtype, mesh: Me
     if dtype is not torch.float32:
         raise ConfigError("casts the operands of fp32 products, and parameters have another format", where=where,
                           value=dtype, remedy="Leave out dtype= or autocast=.")
-    if mesh.stage_size > 1:
-        raise ConfigError("does not reach layers that rows or columns split", where=where, value=str(mesh),
-                          remedy="Use dtype=torch.bfloat16, whose optimizer has fp32 master copies.")
     if float8:
         raise ConfigError("casts the operands of products, and so does float8", where=where, value=autocast,
                           remedy="Leave out float8= or autocast=.")

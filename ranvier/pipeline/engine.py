@@ -136,7 +136,7 @@ class Engine:
             stays so by itself (`pipeline/formats`); a warning tells which buffers have been cast.
         autocast: torch.bfloat16: forwards and losses run under torch.autocast, as in a loop in plain PyTorch, with
             parameters, gradients and optimizer states in fp32 (`pipeline/autocast`). Costs and bytes are counted as
-            for fp32. Not on several rows or columns, nor beside another `dtype` or float8.
+            for fp32. Not beside another `dtype` or float8.
         nominal_weight: expected weight of a global batch. The loss is divided by it before the backward, and gradients
             are corrected to the true weight afterwards. It matters in fp16, where auto takes it from the first batch,
             and a value that is far below that batch's weight lowers the loss scale; elsewhere it only moves rounding,
@@ -172,7 +172,7 @@ class Engine:
                  buffers: BufferSync = "broadcast", timeout_seconds: float = 300.0, check_order: bool = False,
                  flags: bool = False, compile: bool | Literal["auto"] = "auto", float8: bool = False) -> None:
         settings = engine_settings(pipeline or Pipeline(), memory or Memory(), policy)
-        check_autocast(autocast, dtype=dtype, mesh=mesh or world.mesh or Mesh(data=world.size), float8=float8)
+        check_autocast(autocast, dtype=dtype, float8=float8)
         tensor = tensor or TensorParallel()
         self.flags = flags
         mesh = mesh or world.mesh or Mesh(data=world.size)
@@ -221,6 +221,7 @@ class Engine:
         if self._connections.tensor_mesh is not None:
             if mesh.col > 1 and world.backend.name != "in-process":
                 self._randomness.is_compared, self._connections.tensor_mesh.order.drawn = True, self._randomness.drawn
+            self._connections.tensor_mesh.autocast = autocast
             model = split_model(model, self._connections.tensor_mesh)
         self._copies = StageCopies()
         blocks, self.cast_buffers = build_stage(model, self.layout, self.coordinates, seed=seed, dtype=dtype,

@@ -76,6 +76,9 @@ class TensorMesh:
         self.sums = GradientSums(over_rows, self.workspace, limit)
         self.activations: Activations = activations_of(settings, self.over_cols)
         """The layout of the residual stream."""
+        self.autocast: torch.dtype | None = None
+        """The format to which split layers cast fp32 operands of their products, weights before they are gathered; as
+        torch.autocast does for plain layers."""
         self.runs_user_code = False
         """Whether code of a block or a loss runs, which must not read parts of weights."""
 
@@ -94,12 +97,21 @@ class TensorMesh:
         """Bytes of the buffers of the workspace in which a pass with these uses gathers weights together."""
         found: dict[tuple[str, torch.dtype], int] = {}
         for bundle in self.weights.bundles(uses).values():
-            dtype, elements = bundle[0].layer.weights[0].dtype, sum(prod(use.layer.weight_shape) for use in bundle)
+            dtype = bundle[0].layer.weight_dtype
+            elements = sum(prod(use.layer.weight_shape) for use in bundle)
             for buffer in range(BUFFERS) if len(bundle) > 1 else ():
                 for name, copies in (("own weights", 1), ("weight", self.num_rows)):
                     size = copies * elements * dtype.itemsize
                     found[f"{name} {buffer}", dtype] = max(found.get((f"{name} {buffer}", dtype), 0), size)
         return found
+
+    def product_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The format in which an operand of `dtype` is multiplied."""
+        return self.autocast if self.autocast is not None and dtype is torch.float32 else dtype
+
+    def cast(self, operand: Tensor) -> Tensor:
+        """An operand in that format."""
+        return operand if self.autocast is None else operand.to(self.product_dtype(operand.dtype))
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The number format of sums of activations of `dtype` over columns."""

@@ -55,6 +55,10 @@ class GatheringLayer(Protocol):
     def weights(self) -> Sequence[Tensor]:
         """The parameters that it is made of."""
 
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Of this rank's weight as it travels."""
+
     def own_weight(self, buffer: int) -> Tensor:
         """This rank's weight; buffer: which of the `BUFFERS` of the workspace it may lie in."""
 
@@ -158,7 +162,8 @@ def gather_together(workspace: Workspace, rows: Group, layers: Sequence[Gatherin
     """Start one all-gather of these layers' weights over a column; each arrives as [rows, *weight_shape], with gaps
     between the rows. buffer: which of the `BUFFERS` of the workspace they may lie in."""
     sizes, num_rows = [prod(layer.weight_shape) for layer in layers], len(rows.ranks)
-    own = workspace.take_one(buffer, "own weights", (sum(sizes),), layers[0].weights[0])
+    like = torch.empty(0, dtype=layers[0].weight_dtype, device=layers[0].weights[0].device)
+    own = workspace.take_one(buffer, "own weights", (sum(sizes),), like)
     for layer, place in zip(layers, own.split(sizes), strict=True):
         place.view(layer.weight_shape).copy_(layer.own_weight(buffer))
     whole = workspace.take_one(buffer, "weight", (num_rows, sum(sizes)), own)
@@ -168,7 +173,7 @@ def gather_together(workspace: Workspace, rows: Group, layers: Sequence[Gatherin
 
 
 def _dtype(use: WeightUse) -> torch.dtype:
-    return use.layer.weights[0].dtype
+    return use.layer.weight_dtype
 
 
 class _Bundle:

@@ -102,8 +102,10 @@ def test_outputs_of_any_layout_are_whole():
     with torch.no_grad():
         expected = Whole(make()).double().blocks(x)
 
+    models = [make() for _ in range(2)]
+
     def rank(world):
-        engine = Engine(make(), world, mesh=Mesh(col=2), dtype=torch.float64,
+        engine = Engine(models[world.rank], world, mesh=Mesh(col=2), dtype=torch.float64,
                         loss=lambda outputs, targets: (outputs["score"].square().sum(), len(targets)))
         predicted, = engine.predict([(x, x)])
         engine.close()

@@ -51,7 +51,7 @@ class Awaited:
 
 
 class Layer:
-    weight_shape, weights = torch.Size((2, 3)), (torch.zeros(2, 3),)
+    weight_shape, weights, weight_dtype = torch.Size((2, 3)), (torch.zeros(2, 3),), torch.float32
 
     def __init__(self, name, events):
         self._name, self._events = name, events

@@ -120,17 +120,22 @@ class SplitLinear(SplitLayer):
         features, width = self.own_shape
         return torch.Size((width, features)) if self._product.transposes_weight else self.own_shape
 
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Of this rank's weight as it travels."""
+        return self.mesh.product_dtype(self.weights[0].dtype)
+
     def own_weight(self, buffer: int = 0) -> Tensor:
         """This rank's weight as it travels, [out, in] or transposed, without a graph. buffer: which of the `BUFFERS` of
         the workspace it may lie in."""
-        own: Tensor = dense(self.weight.detach())
+        own: Tensor = self.mesh.cast(dense(self.weight.detach()))
         if not self._product.transposes_weight:
             return own
         return self.mesh.workspace.take_one(buffer, "own weight", self.weight_shape, own).copy_(own.t())
 
     def own_bias(self) -> Tensor | None:
         """Of the same features, without a graph."""
-        return None if self.bias is None else self.bias.detach()
+        return None if self.bias is None else self.mesh.cast(self.bias.detach())
 
     def shares(self, gradient: Tensor) -> list[Tensor]:
         """Of the gradient of what `own_weight` returns, that of each parameter."""
@@ -195,6 +200,7 @@ class SplitLinear(SplitLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """y, as `product` defines."""
+        x = self.mesh.cast(x)
         operands, weights, biases = _Operands(), self.weights, self.biases
         compute = partial(self._compute, x.detach(), operands)
         if not (torch.is_grad_enabled() and any(one.requires_grad for one in (x, *weights, *biases))):
