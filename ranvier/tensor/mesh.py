@@ -75,6 +75,9 @@ class TensorMesh:
         self.sums = GradientSums(over_rows, lambda: self.workspace, limit)
         self.activations: Activations = activations_of(settings, self.over_cols)
         """The layout of the residual stream."""
+        self.sequences: dict[int, int] = {}
+        """Tokens -> sequences that were last seen with so many, to divide flattened tokens alike; with a sharded
+        sequence."""
         self.whole_outputs = False
         """Whether a `VocabularyLinear` returns the logits of the whole vocabulary on every rank: for predictions."""
         self.runs_user_code = False
