@@ -79,6 +79,9 @@ class TensorMesh:
         self.autocast: torch.dtype | None = None
         """The format to which split layers cast fp32 operands of their products, weights before they are gathered; as
         torch.autocast does for plain layers."""
+        self.sequences: dict[int, int] = {}
+        """Tokens -> sequences that were last seen with so many, to divide flattened tokens alike; with a sharded
+        sequence."""
         self.runs_user_code = False
         """Whether code of a block or a loss runs, which must not read parts of weights."""
 

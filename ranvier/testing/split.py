@@ -331,10 +331,8 @@ def _copied(x: Tensor) -> Tensor:
 
 
 def _whole_shape(x: Tensor, mesh: TensorMesh | None) -> list[int]:
-    """The shape of all rows' and columns' parts together."""
-    layout, shape = layout_of_tensor(x), list(plain(x).shape)
-    if layout is not None and layout.dim is not None:
-        shape[layout.dim] = layout.size
+    """The shape of all rows' parts together."""
+    shape = list(x.shape)
     if mesh is not None and shape:
         shape[0] = sum(mesh.over_rows.gather_number(shape[0]))
     return shape
@@ -350,7 +348,7 @@ def _own(whole: Tensor, mine: Tensor, mesh: TensorMesh | None) -> Tensor:
     """The part of a whole tensor that has the place and layout of `mine`."""
     if mesh is None:
         return whole
-    layout, size = layout_of_tensor(mine), plain(mine).shape[0] if mine.dim() else 0
+    layout, size = layout_of_tensor(mine), mine.shape[0] if mine.dim() else 0
     if mine.dim():
         sizes = mesh.over_rows.gather_number(size)
         whole = whole.narrow(0, sum(sizes[:mesh.row]), size)
@@ -359,8 +357,7 @@ def _own(whole: Tensor, mine: Tensor, mesh: TensorMesh | None) -> Tensor:
 
 def _shard(whole: Tensor, layout: ColumnLayout) -> Tensor:
     """This column's shard."""
-    start, stop = layout.own()
-    return whole.narrow(layout.sharded_dim, start, stop - start)
+    return layout.shard(whole, layout.sharded_dim)
 
 
 # ---------------------------------------------------------------------- one mesh and scheme

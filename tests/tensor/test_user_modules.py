@@ -161,6 +161,29 @@ def linear_attention(block, x):
     return x + block.out(mixed.transpose(1, 2).flatten(2))
 
 
+def flattened_tokens(block, x):
+    tokens = x.flatten(0, 1)
+    weights = block.gate(tokens).softmax(-1)
+    inner = functional.gelu(block.up(tokens)) * weights[:, :1]
+    return (tokens + block.alpha() * block.scale(block.down(inner))).view_as(x)
+
+
+def heads_in_the_batch(block, x):
+    batch, length = x.shape[:2]
+    query, key, value = (part.reshape(-1, length, WIDTH) for part in block.heads(x))
+    slopes = (2.0 ** -torch.arange(1, HEADS + 1))[None, :, None, None] * steps(length)
+    scores = query @ key.mT + slopes.expand(batch, -1, -1, -1).reshape(batch * HEADS, length, length)
+    return x + block.out((scores.softmax(-1) @ value).view(batch, HEADS, length, WIDTH).transpose(1, 2).flatten(2))
+
+
+def tokens_first(block, x):
+    batch, length = x.shape[:2]
+    query, key, value = (layer(block.norm(x)).transpose(0, 1).contiguous().view(length, -1, WIDTH).transpose(0, 1)
+                         for layer in (block.query, block.key, block.value))
+    mixed = torch.bmm(torch.bmm(query, key.transpose(1, 2)).softmax(-1), value)
+    return x + block.out(mixed.transpose(0, 1).contiguous().view(length, batch, -1).transpose(0, 1))
+
+
 def checkpointed(block, x):
     return x + torch.utils.checkpoint.checkpoint(block.method, x, use_reentrant=False)
 
@@ -184,6 +207,9 @@ EXACT = {
     "a buffer": MLP(lambda block, x: x + block.down(block.up(x) * block.table)),
     "straight through": MLP(on_inner(lambda h: h + (h.round() - h).detach())),
     "NumPy numbers": MLP(on_inner(lambda h: torch.from_numpy(np.tril(np.ones((LENGTH, LENGTH)))) @ h * np.float64(2))),
+    "flattened tokens": MLP(flattened_tokens),
+    "heads in the batch": Attention(heads_in_the_batch),
+    "tokens first, as in fairseq": Attention(tokens_first),
     "checkpoint": MLP(checkpointed),
     "layers in a list": MLP(lambda block, x: x + block.pair[1](block.pair[0](x)),
                             lambda block: setattr(block, "pair", [block.up, block.down])),
@@ -243,6 +269,8 @@ REFUSED_ON_COLUMNS = {
     "a reentrant checkpoint": (MLP(reentrant), "use_reentrant=False"),
     "NumPy of activations": (MLP(on_inner(lambda h: h * torch.from_numpy(h.detach().numpy()))), "numpy"),
     "a branch on values": (MLP(branch_on_values), "max over all dims"),
+    "tokens of a shared sequence": (MLP(lambda block, x: x + x[:, :1] * block.gate(x).mean(1, keepdim=True)[..., :1]
+                                        + block.method(x.sum(-1, keepdim=True) * x)), "dim"),
     "talking heads": (Attention(on_scores(lambda block, a: a - a.mean(1, keepdim=True))), "mean along dim 1")}
 
 
