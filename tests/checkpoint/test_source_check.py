@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import ranvier
 from ranvier.checkpoint.hf import llama, peft, source_check
@@ -143,6 +144,13 @@ def test_of_a_large_model_the_first_layers_and_tokens_are_compared(tmp_path, mon
     assert comparison.is_equal and comparison.scale > 0
     monkeypatch.setattr(source_check, "MOST_BYTES", 100)
     assert "GiB of memory" in source_check.compare_source(source)
+
+
+def test_a_folder_with_nan_is_left_to_the_error_that_names_the_parameter(folder, monkeypatch):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+    assert "NaN" in source_check.compare_source(Pretrained(folder))
 
 
 def test_without_transformers_or_a_cache_a_line_says_so(folder, tmp_path, monkeypatch, cache):
