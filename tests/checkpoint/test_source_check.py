@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import ranvier
 from ranvier.checkpoint.hf import llama, peft, source_check
@@ -145,6 +146,13 @@ def test_of_a_large_model_the_first_layers_and_tokens_are_compared(tmp_path, mon
     assert "GiB of memory" in source_check.compare_source(source)
 
 
+def test_a_folder_with_nan_is_left_to_the_error_that_names_the_parameter(folder, monkeypatch):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+    assert "NaN" in source_check.compare_source(Pretrained(folder))
+
+
 def test_without_transformers_or_a_cache_a_line_says_so(folder, tmp_path, monkeypatch, cache):
     told, known = [], builtins.__import__
 
@@ -202,8 +210,9 @@ def test_a_key_of_adapters_that_is_left_out_is_found(adapters, cache, monkeypatc
         checked(base, folder, cache)
     assert found.value.where == str(folder) and found.value.value > 1e-2
     without_key(folder, "alpha_pattern")
-    told = []
+    told, state = [], torch.get_rng_state()
     checked(base, folder, cache, told.append)
+    assert torch.equal(torch.get_rng_state(), state), "a run draws the same numbers with and without the comparison"
     checked(base, folder, cache, told.append)
     assert len(told) == 1 and "against peft" in told[0]
 

@@ -178,8 +178,8 @@ def needed_bytes(shapes: Iterable[tuple[int, ...]]) -> int:
 def source_logits(transformers: Any, source: Pretrained, head: str, read: Read,
                   change: Callable[[Any], Any] = lambda model: model) -> Tensor:
     """The logits of transformers' model of a folder; missing parts of a head are ours. change: gives another model in
-    its place, such as one with adapters."""
-    with _quiet(transformers), torch.no_grad():
+    its place, such as one with adapters. Draws none of this process's random numbers."""
+    with _quiet(transformers), torch.no_grad(), torch.random.fork_rng(devices=()):
         model = change(_built(transformers, source, head, read).float().eval()).eval()
         found = _forward(model, inputs_of(source.config), head)
     if source.form.write is None:  # features of the first token

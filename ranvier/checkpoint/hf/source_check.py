@@ -33,7 +33,7 @@ from ranvier.checkpoint.hf.peft import AdapterFolder, Module, adapters_of
 from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.config.run import Transformer
 from ranvier.data.publish import Progress, one_writer, published
-from ranvier.errors import CheckpointError, DataError
+from ranvier.errors import CheckpointError, DataError, RanvierError
 from ranvier.models.families import family_named
 from ranvier.system.machine import available_memory_bytes
 from ranvier.system.untrusted_file import open_regular_file
@@ -91,10 +91,19 @@ def _compared(transformers: Any, part: Pretrained) -> logits.Comparison | str:
 
     try:
         theirs = logits.source_logits(transformers, part, part.head, read)
+    except RanvierError:  # of the folder
+        raise
     except Exception as error:  # whatever transformers raises for settings of another version
         return f"transformers {transformers.__version__} does not load it ({logits.in_one_line(error)})"
     ours = logits.logits(part.config, read, logits.inputs_of(part.config), part.head)
-    return logits.comparison_of(part.config, part.head, ours, theirs, f"transformers {transformers.__version__}")
+    return _comparison(part, ours, theirs, f"transformers {transformers.__version__}")
+
+
+def _comparison(part: Pretrained, ours: Tensor, theirs: Tensor, peer: str) -> logits.Comparison | str:
+    """The comparison; none where both logits are NaN, since the error for the parameters says more."""
+    if not any(torch.isfinite(one).all() for one in (ours, theirs)):
+        return "logits are NaN or infinite on both sides"
+    return logits.comparison_of(part.config, part.head, ours, theirs, peer)
 
 
 def compare_adapters(base: Pretrained, adapters: AdapterFolder, config: Transformer, head: str
@@ -122,11 +131,13 @@ def compare_adapters(base: Pretrained, adapters: AdapterFolder, config: Transfor
 
     try:
         theirs = logits.source_logits(transformers, part, part.head, base_value, with_adapters)
+    except RanvierError:  # of a folder
+        raise
     except Exception as error:  # whatever the packages raise for settings of another version
         return f"peft {peft.__version__} does not load them ({logits.in_one_line(error)})"
     ours = logits.logits(part.config, lambda name: merged(name, base_value(name)), logits.inputs_of(part.config),
                          part.head)
-    return logits.comparison_of(part.config, part.head, ours, theirs, f"peft {peft.__version__}")
+    return _comparison(part, ours, theirs, f"peft {peft.__version__}")
 
 
 def _peft_model(peft: Any, model: Any, adapters: AdapterFolder, places: dict[str, tuple[Module, str, str]]) -> Any:
