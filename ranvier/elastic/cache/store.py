@@ -51,6 +51,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ranvier.block import State, carried, named
+from ranvier.system.untrusted_file import read_json
 
 Lengths = npt.NDArray[np.int64] | None
 """[samples] positions of each sample; None where all have one shape."""
@@ -495,14 +496,12 @@ def _open(path: Path, flags: int) -> int:
 def _read_description(path: Path, key: str, precision: Precision, lengths: Lengths) -> RowFormat | None:
     """What KEY.json describes; None if it does not exist or is damaged."""
     try:
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _OPEN_FLAGS)) as file:
-            data = file.read(_MAX_DESCRIPTION_BYTES) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else b""
-        document = json.loads(data)
+        document = read_json(path, _MAX_DESCRIPTION_BYTES, links=False)
         if not isinstance(document, dict) or document.pop("digest", None) != digest_of(document) or document.get(
                 "key") != key:
             return None
         return RowFormat.from_description(document.get("form"), precision, own_lengths=lengths is not None)
-    except (OSError, ValueError, RecursionError, NotCacheable):
+    except (OSError, ValueError, NotCacheable):
         return None
 
 
