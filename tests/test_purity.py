@@ -17,7 +17,7 @@ PURE = ("mesh", "layout", "config.aliases", "config.resolve", "config.rules", "c
         "schedule.computed_limits",
         "schedule.closed_form", "cost.blocks", "cost.limits", "cost.hardware", "cost.collectives", "cost.placement",
         "cost.mesh_shape", "cost.volume", "cost.memory", "cost.published_peaks", "cost.device_overhead", "cost.hybrid",
-        "cost.step", "cost.transition", "pipeline.partition",
+        "cost.step", "cost.transition", "cost.fitting", "pipeline.partition",
         "elastic.rules", "elastic.freezing", "elastic.auto_pipe", "elastic.microbatch_profile",
         "elastic.mesh_candidates", "elastic.transition_selector", "elastic.ledger", "elastic.cache_profile")
 

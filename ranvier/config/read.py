@@ -16,7 +16,6 @@ import math
 import os
 import re
 import textwrap
-import tomllib
 import types
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
@@ -38,8 +37,11 @@ from ranvier.config.section import alternatives, bare, describe
 from ranvier.config.urls import has_user_information, without_user_information
 from ranvier.errors import ConfigError
 from ranvier.system.atomic_file import write_atomically
+from ranvier.system.untrusted_file import parse_toml, read_bytes, read_toml
 
 _MAX_INT = 1 << 62  # no count of anything here, and no size of a tensor, is that large
+MOST_BYTES = 1 << 18
+"""Size of a recipe or a run.toml, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -418,9 +420,7 @@ def load(recipe: str, *, keep_folder: bool = False, allow_code: bool = False) ->
                                            values={"model.pretrained": recipe, **presets.FINE_TUNING})
     if path.suffix == ".toml":
         try:
-            if path.exists() and not (path.is_file() or path.is_dir()):
-                raise OSError("it is no file")  # a pipe would be waited for
-            layer = _parse(path.read_bytes(), f"file {recipe}")
+            layer = _parse(read_bytes(path, MOST_BYTES), f"file {recipe}")
             layer = replace(layer, is_users=not _is_own(path, layer), code="allowed" if allow_code else "on request")
             return (_own_name(path, layer), layer) if keep_folder else _without_own_folder(path, layer)
         except (OSError, ValueError) as error:
@@ -459,8 +459,8 @@ def _is_own(path: Path, layer: Layer) -> bool:
 
 def _parse(text: bytes, origin: str) -> Layer:
     try:
-        return from_dict(tomllib.loads(text.decode()), origin)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        return from_dict(parse_toml(text.decode()), origin)
+    except ValueError as error:
         raise ConfigError(f"is not valid TOML: {error}", where=origin, remedy="Correct the file.") from error
 
 
@@ -518,7 +518,7 @@ def document(run: Run, names: Collection[str] | None = None) -> dict[str, Any]:
 def origin(run_dir: Path) -> str:
     """The checkpoint elsewhere with which the run of a folder began, by its run.toml; "none" where it began anew."""
     try:
-        said = tomllib.loads((run_dir / "run.toml").read_text(encoding="utf-8")).get("resume")
+        said = read_toml(run_dir / "run.toml", MOST_BYTES).get("resume")
     except (OSError, ValueError):
         return "none"
     return said if isinstance(said, str) and said else "none"

@@ -166,8 +166,9 @@ class Pipeline:
     needs under 1f1b. If nothing within it is simulated to be as fast as the limits of none, those hold, although they
     may need more.
     The simulation has counted times; after the first steps on each mesh it is repeated once with measured times (not
-    with `memory_report`). none: no simulation, and as many microbatches in flight as stages, plus the number of stages
-    without trainable parameters."""
+    with `memory_report`). Where the limits do not fit the memory of the ranks, those within 1 are taken, and else the
+    schedule 1f1b (with several stages per rank, one that defers nothing). none: no simulation, and as many microbatches
+    in flight as stages, plus the number of stages without trainable parameters."""
     stages_per_rank: Positive = 1
     """Virtual stages: how many stages (model chunks) each rank of the pipeline has. More make the bubble smaller where
     microbatches are few, for more messages. Needs the message-driven or gpipe schedule."""

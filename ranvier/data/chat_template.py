@@ -31,6 +31,7 @@ from ranvier.system.untrusted_file import read_json
 _TOKENIZER, _TEMPLATE = "tokenizer.json", "chat_template.jinja"
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 _FORM = "a folder with tokenizer.json, tokenizer_config.json and a chat template, as transformers saves a tokenizer"
+_MOST_TEMPLATE = 1 << 18
 Message = Mapping[str, Any]
 """A turn: `role` (system, user, assistant, ...) and `content`, and what else the template reads."""
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -86,6 +87,10 @@ class ChatTokenizer:
             raise _no_template(folder)
         template_text = self._inner.chat_template
         self._source: str = template_text if isinstance(template_text, str) else json.dumps(template_text)
+        if len(self._source) > _MOST_TEMPLATE or not _is_text(self._source):
+            raise DataError(f"has a chat template that is no text of at most {_MOST_TEMPLATE:,} characters",
+                            where=str(template or folder), value=f"{len(self._source):,} characters",
+                            remedy="Name another --data.chat-template.")
         self._words = frozenset(re.findall(r"\w+", self._source))
         self.vocab: int = len(self._inner)
         self._document = (folder / _TOKENIZER).read_text(encoding="utf-8")
@@ -253,6 +258,15 @@ class ChatTokenizer:
                     for turns in range(len(conversation.messages) + 1)]
             is_target &= ~_begin_in(offsets, [(ends[number], ends[number + 1]) for number in conversation.unlearnt])
         return ids, is_target
+
+
+def _is_text(text: str) -> bool:
+    """Whether a text has no half of a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _common_length(one: str, other: str) -> int:

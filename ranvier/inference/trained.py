@@ -7,7 +7,6 @@ parameters of its own blocks. Code of a user's is only imported where the user n
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,7 +35,7 @@ from ranvier.optim.average import EMA
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.precision import DTYPES
-from ranvier.system.untrusted_file import member, read_bytes, read_json
+from ranvier.system.untrusted_file import member, read_json, read_toml
 from ranvier.world import World
 
 KEPT = ("model.", "lora.", "batch.", "seed", "precision", "train.eval_sequences", "data.task", "data.options",
@@ -138,9 +137,8 @@ def open_trained(path: Path, tell: Callable[[str], None], *, ema: bool = False) 
 def _own_settings(folder: Path) -> Mapping[str, object]:
     """The settings in a run's run.toml; none unless that is a file of this user's."""
     try:
-        return read.from_dict(tomllib.loads(read_bytes(folder / "run.toml", _CONFIG_BYTES, own=True).decode()),
-                              "").values
-    except (OSError, ValueError, RecursionError):
+        return read.from_dict(read_toml(folder / "run.toml", read.MOST_BYTES, own=True), "").values
+    except (OSError, ValueError):
         return {}
 
 

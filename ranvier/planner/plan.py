@@ -199,7 +199,8 @@ def simulation(run: ResolvedRun, cluster: Cluster, noise: Noise = STEADY, work: 
     """One step."""
     work = work or Work()
     one = predict(run, cluster, work, exact=False)
-    pipeline = run_pipeline(one.run, cluster, work.stages(one.run))
+    run = one.run
+    pipeline = run_pipeline(run, cluster, work.stages(run))
     step = simulate_step(pipeline.times, pipeline.num_microbatches, policy_named(run.pipeline.policy),
                          pipeline.in_flight, replicas=run.mesh.data, stage_size=run.mesh.stage_size,
                          way=pipeline.way, defer_bytes=pipeline.defer_bytes, noise=noise, cores=pipeline.at_once,
@@ -208,7 +209,7 @@ def simulation(run: ResolvedRun, cluster: Cluster, noise: Noise = STEADY, work: 
     after = one.cost.seconds - one.cost.pipeline_seconds
     copied = max((entry.host.get("checkpoint", 0) for entry in one.memory), default=0)
     seconds = max(step.seconds - one.cost.partial_seconds, one.cost.cores_seconds)
-    return Simulation(run=one.run, cluster=cluster, cost=one.cost, step=step, excess=one.reason,
+    return Simulation(run=run, cluster=cluster, cost=one.cost, step=step, excess=one.reason,
                       stall_seconds=cluster.host_link.seconds(copied), pipeline_seconds=seconds,
                       seconds=seconds + after)
 

@@ -28,6 +28,7 @@ from ranvier.config.run import Run
 from ranvier.config.task_form import form_of
 from ranvier.cost.count import laid_out
 from ranvier.cost.device_overhead import with_overhead
+from ranvier.cost.fitting import schedule_note
 from ranvier.elastic.freezing import FreezePolicy, FrozenLayers
 from ranvier.elastic.transition import Held, hand_over, take
 from ranvier.errors import ConfigError, RanvierError, TransportError
@@ -177,7 +178,8 @@ class Training:
         run, self.data, self.pretrained = prepare_run(run, world, stream)
         self.run = agree_on_run(run, recipe, self.data, self.members.everyone, world)
         world.mesh = self.run.mesh
-        self.run = check_fits(self.run, world)
+        asked = self.run
+        self.run = check_fits(self.run, world, self.members.everyone)
         self.members.everyone.barrier()  # not before every rank has looked at what is free
         kernel, self._attention = choose_kernel(self.run, self.members.everyone, world.device)
         self.run = replace(self.run, model=replace(self.run.model, attention_kernel=kernel))
@@ -205,6 +207,8 @@ class Training:
                 after=self.done if self.resumed.continues else None)
             self.resumed.notes.extend(
                 [*damaged, *self.requests.refuse_all(self.done, "it was made before the run began")])
+            if note := schedule_note(asked, self.run):
+                self.resumed.notes.append(NoteEvent(step=self.done, event="schedule", text=note))
 
     def _new_guards(self) -> Guards:
         return Guards(self.run.guard, self.engine, tell=lambda event: self.outputs.event(event),

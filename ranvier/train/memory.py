@@ -16,17 +16,19 @@ from typing import get_args
 import torch
 
 from ranvier.checkpoint.checkpoints import Checkpoints
+from ranvier.comm.protocol import Group
 from ranvier.config.other_mesh import on_mesh
 from ranvier.config.resolve import Facts, ResolvedRun, auto_offload, resolve
 from ranvier.cost.count import device_bytes_of_stages, laid_out
 from ranvier.cost.device_overhead import with_overhead
+from ranvier.cost.fitting import first_that_fits, schedules
 from ranvier.cost.hybrid import with_offload_share
 from ranvier.cost.memory import RankMemory, remedies, too_large
 from ranvier.cost.memory_table import memory_table
 from ranvier.elastic.auto_pipe import CandidateStage
 from ranvier.elastic.freezing import FrozenLayers
 from ranvier.elastic.mesh_candidates import StageMemory
-from ranvier.errors import OutOfMemory, RanvierError
+from ranvier.errors import ConfigError, OutOfMemory, RanvierError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.planner.problems import problems
@@ -38,9 +40,10 @@ from ranvier.world import World
 _WORKING = ("activations", "deferred", "workspace", "messages", "arriving")
 
 
-def check_fits(run: ResolvedRun, world: World) -> ResolvedRun:
-    """The run with device and `optim.offload` resolved for this rank. ConfigError when a rank of this machine needs
-    more memory than is free now (the ranks themselves are there already)."""
+def check_fits(run: ResolvedRun, world: World, everyone: Group) -> ResolvedRun:
+    """The run with device and `optim.offload` resolved for this rank, and the first of its `schedules` that fits on all
+    machines. ConfigError when a rank of this machine needs more memory than is free now (the ranks themselves are there
+    already). Collective."""
     on_cuda = world.device.type == "cuda"
     free_bytes = torch.cuda.mem_get_info(world.device)[0] if on_cuda else 0
 
@@ -53,14 +56,19 @@ def check_fits(run: ResolvedRun, world: World) -> ResolvedRun:
                        for entry in local_memory(resolve(run, Facts(offload="none"))))
     run = resolve(run, Facts(offload=auto_offload(world.device.type, needed_bytes, free_bytes)))
     run = with_offload_share(run, lambda run: [with_overhead(entry) for entry in local_memory(run)], free_bytes)
-    memory = local_memory(run)
-    problem = too_large([with_overhead(entry) for entry in memory], run=run, place="device", processes=1,
-                        available_bytes=free_bytes) if on_cuda else None
-    problem = problem or too_large(memory, run=run, place="host" if on_cuda else "both", processes=len(memory),
-                                   available_bytes=available_memory_bytes())
-    if problem is not None:
+    host_bytes = available_memory_bytes()
+
+    def problem_of(run: ResolvedRun, memory: Sequence[RankMemory]) -> ConfigError | None:
+        problem = too_large([with_overhead(entry) for entry in memory], run=run, place="device", processes=1,
+                            available_bytes=free_bytes) if on_cuda else None
+        return problem or too_large(memory, run=run, place="host" if on_cuda else "both", processes=len(memory),
+                                    available_bytes=host_bytes)
+
+    found, memory = first_that_fits(run, local_memory, lambda run, memory: problem_of(run, memory) is None)
+    if (problem := problem_of(found, memory)) is not None:
         raise problem
-    return run
+    tried = schedules(run)
+    return tried[max(everyone.gather_number(tried.index(found)))]
 
 
 def explain_out_of_memory(error: BaseException, run: ResolvedRun, where: str) -> OutOfMemory | None:

@@ -44,7 +44,7 @@ from torch.nn import functional
 
 from ranvier.block import State, carried, named
 from ranvier.system.atomic_file import write_atomically
-from ranvier.system.untrusted_file import read_bytes
+from ranvier.system.untrusted_file import parse_json, read_bytes
 
 Lengths = npt.NDArray[np.int64] | None
 """[samples] positions of each sample; None where all have one shape."""
@@ -150,7 +150,8 @@ class RowFormat:
     @staticmethod
     def from_description(text: str, precision: Precision) -> RowFormat:
         """The inverse of `describe`."""
-        positions, parts = json.loads(text)
+        document: Any = parse_json(text)
+        positions, parts = document
         return _row_format([(name, tuple(shape), _DTYPES[dtype]) for name, shape, dtype in parts], precision, positions)
 
     def encode(self, state: State) -> tuple[Tensor, Tensor]:
