@@ -5,14 +5,18 @@ examples.published_freezing:Plasticity --elastic.options alpha=0.25`, and `Stage
 `StageBalance` answers with a set of layers, by the time that each stage takes.
 """
 
+from collections.abc import Sequence
 from math import ceil as round_up
 from math import expm1, inf, isfinite, log1p
 from statistics import fmean
+from typing import Any
+
+from ranvier.elastic.freezing import Facts
 
 _SPURIOUS = 1e-9  # what a product of floats may be above the integer that it stands for
 
 
-def ceil(number):
+def ceil(number: float) -> int:
     return round_up(number - _SPURIOUS)
 
 
@@ -31,13 +35,13 @@ class Plasticity:
 
     needs_activations = True
 
-    def __init__(self, alpha=1 / 3, *, window=3, tolerance=0.1, patience=2):
+    def __init__(self, alpha: float = 1 / 3, *, window: int = 3, tolerance: float = 0.1, patience: int = 2) -> None:
         self.alpha, self.window, self.tolerance, self.patience = alpha, window, tolerance, patience
-        self.changes = []  # of each layer, the newest last
-        self.settled = []  # evaluations in a row at which each layer had converged
-        self.rate = None  # learning rate at which the first of the frozen layers froze
+        self.changes: list[list[float]] = []  # of each layer, the newest last
+        self.settled: list[int] = []  # evaluations in a row at which each layer had converged
+        self.rate: float | None = None  # learning rate at which the first of the frozen layers froze
 
-    def frozen_layers(self, facts):
+    def frozen_layers(self, facts: Facts) -> int:
         self.changes = self.changes or [[] for _ in range(facts.num_layers)]
         self.settled = self.settled or [0] * facts.num_layers
         if self.rate is not None and facts.learning_rate <= 0.1 * self.rate:
@@ -54,18 +58,18 @@ class Plasticity:
             self.rate = facts.learning_rate
         return depth
 
-    def is_flat(self, changes):
+    def is_flat(self, changes: Sequence[float]) -> bool:
         """Whether the moving average of the last changes hardly falls or rises any more."""
         if len(changes) <= self.window:
             return False
         before, now = fmean(changes[-self.window - 1:-1]), fmean(changes[-self.window:])
         return abs(now - before) <= self.tolerance * changes[0]
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, object]:
         """The policy's state in a checkpoint."""
         return {"changes": self.changes, "settled": self.settled, "rate": self.rate}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.changes, self.settled, self.rate = state["changes"], state["settled"], state["rate"]
 
 
@@ -81,14 +85,14 @@ class StageBalance:
     states.)
     """
 
-    def __init__(self, alpha=1 / 3):
+    def __init__(self, alpha: float = 1 / 3) -> None:
         self.alpha = alpha
 
-    def frozen_layers(self, facts):
+    def frozen_layers(self, facts: Facts) -> set[int]:
         found = set(range(facts.frozen)) | set(facts.frozen_above)
         wanted = ceil(facts.num_layers * -expm1(facts.evaluation * log1p(-self.alpha)))
         norms = [norm if isfinite(norm) else inf for norm in facts.gradient_norms]
-        of_stage = {}
+        of_stage: dict[int, list[int]] = {}
         for layer, stage in enumerate(facts.stages):
             of_stage.setdefault(stage, []).append(layer)
         thirds = {stage: sum(1 if layer < facts.frozen else 2 if layer in found else 3 for layer in layers)
