@@ -54,6 +54,7 @@ SIZES = {"sentiment": (4, 560, 400), "cifar10": (4, 560, 500), "decoder": (4, 80
 """Epochs, samples of one, held-out samples: the longest cases should last about 70 seconds on two quiet cores (an
 estimate from earlier results: benchmarks/results/elastic)."""
 _SHORT, _SHORTER = Fraction(1, 2), Fraction(1, 4)
+_EXAMPLES = "examples.published_freezing"
 
 
 def pareto_contenders(base: Run) -> list[Contender]:
@@ -79,9 +80,11 @@ def pareto_contenders(base: Run) -> list[Contender]:
         replace(plain, name="ddp", data=2, microbatch_size=share),
         replicas("none", Elastic()), replicas("none-short", Elastic(), length=_SHORT),
         *(replicas(f"static-{depth}", elastic) for depth, elastic in static.items()),
-        *(replicas(policy, replace(cached, freeze=policy)) for policy in ("gradient-norm", "cap", "plasticity")),
+        *(replicas(policy, replace(cached, freeze=policy)) for policy in ("gradient-norm", "cap")),
+        replicas("plasticity", replace(cached, freeze=f"{_EXAMPLES}:Plasticity")),
         replicas("cap-short", replace(cached, freeze="cap"), length=_SHORT),
-        Contender(name="stage-balance", pipe=2, elastic=replace(cached, freeze="stage-balance", cache=False)),
+        Contender(name="stage-balance", pipe=2, elastic=replace(
+            cached, freeze=f"{_EXAMPLES}:StageBalance", cache=False)),
         Contender(name="packed", pipe=2, elastic=replace(cached, freeze="cap", auto_pipe=True, auto_dp=True)),
         replicas("lora", replace(untrained, cache=False), **adapters), replicas("lora-cache", untrained, **adapters),
     ]

@@ -609,14 +609,11 @@ class Data:
 class Elastic:
     """Freezing of layers, and what follows from it: AutoPipe, AutoDP, AutoCache (PipeTransformer; He et al., 2021)."""
 
-    freeze: Literal["none", "gradient-norm", "cap", "plasticity", "stage-balance", "manual",
-                    "untrained"] | ObjectName = "none"
+    freeze: Literal["none", "gradient-norm", "cap", "manual", "untrained"] | ObjectName = "none"
     """Freeze policy: which layers stop training, from the first on. gradient-norm: up to the layer with the smallest
     gradient norm, but at most the share `alpha` of the layers that still train (the rule of PipeTransformer); cap: that
-    share at each evaluation; plasticity: layers whose outputs have stopped changing, until the learning rate has
-    dropped (as Egeria); stage-balance: as many layers as with cap, each from the slowest stage (as TimelyFreeze);
-    manual: the schedule in `manual`; untrained: only the layers below the first one with adapters, from the start;
-    module:name: a policy of your own (docs/extending.md)."""
+    share at each evaluation; manual: the schedule in `manual`; untrained: only the layers below the first one with
+    adapters, from the start; module:name: a policy of your own (docs/extending.md)."""
     options: tuple[str, ...] = ()
     """Arguments of your own freeze policy, as NAME=VALUE, for example patience=2."""
     alpha: Annotated[float, Gt(0), Lt(1)] = 1 / 3

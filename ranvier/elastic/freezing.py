@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import ceil, expm1, inf, isfinite, log1p, nan
-from statistics import fmean
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 from ranvier.elastic.rules import depth_by_hand
 from ranvier.errors import ConfigError
@@ -188,99 +187,6 @@ class Manual:
         """See `FreezePolicy`."""
         wanted = depth_by_hand(self.depths, facts.step)
         return facts.frozen if wanted is None else wanted
-
-
-class Plasticity:
-    """Freezes the first layers whose outputs have stopped changing, as Egeria does (Wang et al., EuroSys 2023).
-
-    The outputs of each layer on the same samples are compared with those of the last evaluation by the
-    similarity-preserving loss (Tung and Mori, 2019). A layer has converged when the slope of this change, averaged over
-    `window` evaluations, has stayed below `tolerance` of the layer's first change for `patience` evaluations; layers
-    freeze from the first on, one at a time at most `alpha` of those that train. All train again when the learning rate
-    has dropped to a tenth of what it was when the first of them froze.
-
-    Egeria compares with a snapshot of the model that it runs beside the training. Here the samples are always the same,
-    so the snapshot's outputs are kept instead, as one matrix of samples by samples for each layer.
-    """
-
-    needs_activations = True
-
-    def __init__(self, alpha: float, *, window: int = 3, tolerance: float = 0.1, patience: int = 2) -> None:
-        self.alpha, self.window, self.tolerance, self.patience = alpha, window, tolerance, patience
-        self._changes: list[list[float]] = []  # of each layer, the newest last
-        self._settled: list[int] = []  # evaluations in a row at which each layer had converged
-        self._rate: float | None = None  # learning rate at which the first of the frozen layers froze
-
-    def frozen_layers(self, facts: Facts) -> int:
-        """See `FreezePolicy`."""
-        self._changes = self._changes or [[] for _ in range(facts.num_layers)]
-        self._settled = self._settled or [0] * facts.num_layers
-        if self._rate is not None and facts.learning_rate <= 0.1 * self._rate:
-            self._changes, self._settled, self._rate = [], [], None
-            return facts.lowest
-        for layer, change in enumerate(facts.activation_change or ()):
-            if layer >= facts.frozen and isfinite(change):
-                self._changes[layer].append(change)
-                self._settled[layer] = self._settled[layer] + 1 if self._is_flat(self._changes[layer]) else 0
-        active = facts.num_layers - facts.frozen
-        depth, most = facts.frozen, facts.frozen + ceil(self.alpha * active - _SPURIOUS)
-        while depth < min(most, facts.num_layers) and self._settled[depth] >= self.patience:
-            depth += 1
-        if depth > facts.frozen and self._rate is None and isfinite(facts.learning_rate):
-            self._rate = facts.learning_rate
-        return depth
-
-    def _is_flat(self, changes: list[float]) -> bool:
-        """Whether the moving average of the last changes hardly falls or rises any more."""
-        if len(changes) <= self.window:
-            return False
-        before, now = fmean(changes[-self.window - 1:-1]), fmean(changes[-self.window:])
-        return abs(now - before) <= self.tolerance * changes[0]
-
-    def state_dict(self) -> dict[str, object]:
-        """See `Remembers`."""
-        return {"changes": self._changes, "settled": self._settled, "rate": self._rate}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Remembers`."""
-        self._changes = [[float(change) for change in layer] for layer in state["changes"]]
-        self._settled = [int(count) for count in state["settled"]]
-        self._rate = None if state["rate"] is None else float(state["rate"])
-
-
-class StageBalance:
-    """Freezes weights where the pipeline is slowest, as TimelyFreeze does: stages with much work have more of their
-    layers frozen, so that none keeps the others waiting. After evaluation T as many layers are frozen as by `Cap`.
-
-    The next layer is always one of the slowest stage, that with the smallest gradient norm, until all of that stage
-    are frozen. A layer whose weights are frozen takes two thirds of one that trains (no product for the weights'
-    gradients), and one third where no gradient passes through it either. (TimelyFreeze solves a linear program for the
-    share of each action's parameters, which it draws anew in each step; here whole layers stay frozen, and need no
-    states.)
-    """
-
-    def __init__(self, alpha: float) -> None:
-        self.alpha = alpha
-
-    def frozen_layers(self, facts: Facts) -> Collection[int]:
-        """See `FreezePolicy`."""
-        found = set(range(facts.frozen)) | set(facts.frozen_above)
-        wanted = Cap(self.alpha).frozen_layers(facts)
-        norms = [norm if isfinite(norm) else inf for norm in facts.gradient_norms]
-        of_stage: dict[int, list[int]] = {}
-        for layer, stage in enumerate(facts.stages):
-            of_stage.setdefault(stage, []).append(layer)
-        thirds = {stage: sum(1 if layer < facts.frozen else 2 if layer in found else 3 for layer in layers)
-                  for stage, layers in of_stage.items()}
-        third = {stage: (facts.stage_seconds[stage] or thirds[stage]) / thirds[stage] for stage in of_stage}
-        while len(found) < wanted:
-            slowest = max(of_stage, key=lambda stage: third[stage] * thirds[stage])
-            trained = [layer for layer in of_stage[slowest] if layer not in found]
-            if not trained:
-                break
-            found.add(min(trained, key=lambda layer: norms[layer]))
-            thirds[slowest] -= 1
-        return found
 
 
 def decide(policy: FreezePolicy, facts: Facts) -> FrozenLayers:

@@ -7,7 +7,7 @@ from typing import cast
 from ranvier.config.named_object import make_object
 from ranvier.config.rules import manual_depth
 from ranvier.config.run import Elastic
-from ranvier.elastic.freezing import Cap, FreezePolicy, GradientNorm, Manual, NoFreezing, Plasticity, StageBalance
+from ranvier.elastic.freezing import Cap, FreezePolicy, GradientNorm, Manual, NoFreezing
 
 POLICY_METHODS = ("frozen_layers()",)
 """What a user's policy must have."""
@@ -23,10 +23,6 @@ def policy_of(elastic: Elastic) -> FreezePolicy:
             return GradientNorm(elastic.alpha)
         case "cap":
             return Cap(elastic.alpha)
-        case "plasticity":
-            return Plasticity(elastic.alpha)
-        case "stage-balance":
-            return StageBalance(elastic.alpha)
         case "manual":
             return Manual(tuple(manual_depth(text) for text in elastic.manual))
     return cast(FreezePolicy, make_object(elastic.freeze, "elastic.freeze", POLICY_METHODS, elastic.options))

@@ -100,8 +100,8 @@ class Caching:
             self._part = part
             self._cache = AutoCache(
                 self._folder(), blocks=blocks, fingerprint=self._fingerprint(),
-                num_samples=len(self._data.train), max_bytes=self._run.elastic.cache_bytes,
-                precision=self._run.elastic.cache_precision, device=now.world.device, warn=self._say,
+                num_samples=len(self._data.train), precision=self._run.elastic.cache_precision,
+                device=now.world.device, warn=self._say,
                 agree=self._agree if mesh.stage_size > 1 else None,
                 of_rows=self._of_rows if mesh.row > 1 else None,
                 lengths=now.train_data.lengths, part=part)
@@ -123,8 +123,8 @@ class Caching:
 
     def _folder(self) -> RunFolder:
         """That of this run: later starts of it find its entries, and no other run does."""
-        run_dir = self._run.run_dir
-        return RunFolder(self._run.elastic.cache_dir, str(run_dir and run_dir.absolute()))
+        run_dir, elastic = self._run.run_dir, self._run.elastic
+        return RunFolder(elastic.cache_dir, str(run_dir and run_dir.absolute()), elastic.cache_bytes)
 
     def prefetch(self, loader: Loader, step: int, *, more: bool) -> None:
         """Read ahead what `step`, counted from 0, has and, where there are more, the step behind it: its first

@@ -378,7 +378,7 @@ class Elasticity:
         elastic = self._first.elastic
         if self._own:
             return type(self.policy).__name__
-        has_alpha = elastic.freeze in ("gradient-norm", "cap", "plasticity", "stage-balance")
+        has_alpha = elastic.freeze in ("gradient-norm", "cap")
         return f"{elastic.freeze}, alpha {elastic.alpha:.3g}" if has_alpha else elastic.freeze
 
     # ------------------------------------------------------------------ deciding

@@ -61,11 +61,11 @@ class Prefix:
 class Cached:
     """A cache, used as the first stage uses it."""
 
-    def __init__(self, folder, prefix=None, *, run="run", **options):
+    def __init__(self, folder, prefix=None, *, run="run", max_bytes=1 << 24, **options):
         self.prefix, self.told = prefix or Prefix(), []
-        options = {"fingerprint": "data", "num_samples": NUM_SAMPLES, "max_bytes": 1 << 24, "precision": "full",
+        options = {"fingerprint": "data", "num_samples": NUM_SAMPLES, "precision": "full",
                    "device": torch.device("cpu"), "warn": self.told.append, "verifies": False} | options
-        self.folder = RunFolder(folder, run)
+        self.folder = RunFolder(folder, run, max_bytes)
         self.cache = AutoCache(self.folder, blocks=self.prefix.frozen, **options)
 
     def __enter__(self):

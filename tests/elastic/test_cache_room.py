@@ -180,7 +180,7 @@ def test_what_killed_runs_left_goes_and_what_live_runs_hold_stays(unnamed, tmp_p
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdin=subprocess.PIPE,
                                stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
-    killed = RunFolder(None, "killed").path
+    killed = RunFolder(None, "killed", 0).path
     (unnamed / "notes.txt").write_text("somebody's")
 
     def start_another():
@@ -217,7 +217,7 @@ def test_a_link_in_place_of_the_folder_is_not_followed(unnamed, tmp_path, run):
     (tmp_path / "elsewhere").mkdir()
     if run:
         unnamed.mkdir(mode=0o700)
-    (RunFolder(None, "run").path if run else unnamed).symlink_to(tmp_path / "elsewhere")
+    (RunFolder(None, "run", 0).path if run else unnamed).symlink_to(tmp_path / "elsewhere")
     with Cached(None) as cached:
         assert cached.right(0) == MISS and len(cached.told) == 1
     assert not list(Path(tmp_path / "elsewhere").iterdir())

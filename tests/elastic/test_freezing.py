@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples.published_freezing import StageBalance
 from ranvier.config.rules import freeze_problems, manual_depth
 from ranvier.config.run import Elastic
 from ranvier.elastic.freezing import (
@@ -22,7 +23,6 @@ from ranvier.elastic.freezing import (
     GradientNorm,
     Manual,
     NoFreezing,
-    StageBalance,
     decide,
     layers_text,
 )

@@ -11,6 +11,8 @@ from ranvier.mesh import Mesh
 from ranvier.train import resize
 from tests.elastic.runs import BY_HAND, StopAfter, Wishes, always, events, losses, read_rows, run_all, tiny, transitions
 
+PLASTICITY = "examples.published_freezing:Plasticity"
+
 
 @pytest.fixture(scope="module")
 def still(sentences, tmp_path_factory):
@@ -59,11 +61,11 @@ def test_a_tensor_mesh_that_the_model_does_not_divide_into_is_refused(sentences,
 
 
 def test_rows_with_too_few_held_out_samples_for_the_policy_are_refused(sentences, tmp_path):
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=Elastic(freeze="plasticity"))
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=Elastic(freeze=PLASTICITY))
     run = replace(run, data=replace(run.data, eval_samples=3))
     run_all(run, trackers=[Wishes(run, {2: dict(data=1, pipe=1, row=2)})])
     text, = [line["text"] for line in events(run, "resize-refused")]
-    assert "leaves rows with fewer than two of the 3 held-out samples, which plasticity, alpha 0.333 compares" in text
+    assert f"leaves rows with fewer than two of the 3 held-out samples, which {PLASTICITY} compares" in text
     assert not transitions(run)
 
 

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from examples.published_freezing import Plasticity
 from ranvier.config.resolve import resolve
 from ranvier.config.run import Checkpoint, Elastic, Guard, Train
-from ranvier.elastic.freezing import Facts, Plasticity, decide
+from ranvier.elastic.freezing import Facts, decide
 from ranvier.elastic.similarity import normalised, products, similarity_loss
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
@@ -22,6 +23,7 @@ from tests.elastic.runs import NUM_LAYERS, always, events, lines, losses, read_r
 
 FALLING = Elastic(freeze="manual", manual=("4:4", "10:1", "16:3"))
 CACHED = replace(FALLING, auto_pipe=True, auto_dp=True, cache=True, cache_from=1, cache_precision="full")
+PLASTICITY = "examples.published_freezing:Plasticity"
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +140,7 @@ def test_sets_of_layers_on_a_mesh_that_changes(sentences, tmp_path, sets_in_one_
 
 def test_a_run_that_balances_its_stages(sentences, tmp_path):
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), train=Train(steps=13, learning_rate=3e-3),
-               elastic=Elastic(freeze="stage-balance", every=4))
+               elastic=Elastic(freeze="examples.published_freezing:StageBalance", every=4))
     run_all(run)
     depths = [line["frozen_layers"] for line in transitions(run)]
     assert depths[0] == 2 and depths == sorted(set(depths)) and depths[-1] <= 5  # less where a stage has none left
@@ -203,9 +205,9 @@ def test_rows_compare_their_own_samples(sentences, tmp_path):
 def test_too_few_samples_to_compare(sentences, tmp_path):
     lone = tmp_path / "lone.tsv"
     lone.write_text("\n".join((sentences / "eval.tsv").read_text().splitlines()[:2]) + "\n")
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(), elastic=Elastic(freeze="plasticity"))
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(), elastic=Elastic(freeze=PLASTICITY))
     with pytest.raises(ConfigError, match=r"^elastic.freeze: compares the layers' outputs for at least 2 held-out "
-                                          r"samples, and there are 1 \(got 'plasticity, alpha 0.333'\). Hold out"):
+                                          rf"samples, and there are 1 \(got '{PLASTICITY}'\). Hold out"):
         run_all(replace(run, data=replace(run.data, eval=str(lone))))
 
 
@@ -267,13 +269,13 @@ def test_all_layers_train_again_when_the_learning_rate_has_dropped():
 def test_a_run_freezes_what_has_settled(sentences, tmp_path):
     """The learning rate is so small that nothing changes: everything but the head freezes, layer by layer, the same in
     a run that goes on from a checkpoint on another mesh."""
-    elastic = Elastic(freeze="plasticity", every=2, alpha=0.1)
+    elastic = Elastic(freeze=PLASTICITY, options=("alpha=0.1",), every=2)
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(), train=Train(steps=24, learning_rate=1e-12), elastic=elastic,
                checkpoint=Checkpoint(every=13, keep=9))
     _, text = run_all(run)
     depths = {line["step"]: line["frozen_layers"] for line in transitions(run)}
     assert len(depths) >= 3 and [*depths.values()] == list(range(1, len(depths) + 1)) and len(depths) <= NUM_LAYERS
-    assert "(plasticity, alpha 0.1, evaluation " in text
+    assert f"({PLASTICITY}, evaluation " in text
     again = replace(run, resume=str(run.run_dir / "checkpoint" / "step-13"), run_dir=tmp_path / "again",
                     mesh=Mesh(pipe=2))
     run_all(again)

@@ -281,6 +281,6 @@ def test_faults_of_a_freeze_policy_are_named(keeps, message):
 
 
 def test_an_elastic_setting_is_one_of_these_policies():
-    for freeze in ("none", "gradient-norm", "cap", "plasticity", "stage-balance"):
+    for freeze in ("none", "gradient-norm", "cap"):
         check_freeze_policy(lambda freeze=freeze: policy_of(Elastic(freeze=freeze)))
 

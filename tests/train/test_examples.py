@@ -90,9 +90,12 @@ def test_own_tracker_conforms(monkeypatch):
     check_tracker(importlib.import_module("own_tracker").SlowestStep)
 
 
-def test_own_freezing_conforms(monkeypatch):
+@pytest.mark.parametrize("name", ["own_freezing:GradientChange", "published_freezing:Plasticity",
+                                  "published_freezing:StageBalance"])
+def test_own_freezing_conforms(name, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
-    check_freeze_policy(importlib.import_module("own_freezing").GradientChange)
+    module, _, policy = name.partition(":")
+    check_freeze_policy(getattr(importlib.import_module(module), policy))
 
 
 @pytest.mark.parametrize("options", [{}, {"kernel": 1}, {"kernel": 8, "gated": True}])

@@ -214,8 +214,6 @@ class AutoCache:
         fingerprint: everything else that outputs depend on: the dataset and its numbering, the input transform, the
             model's settings besides its weights.
         num_samples: size of the dataset; a microbatch with a number outside of it is computed and not cached.
-        max_bytes: the most disk space that the files of the run may occupy, for all ranks of the machine. Each rank
-            may exceed it by a page per microbatch.
         precision: "half" or "full" (exact).
         verifies: compare the first entries that were there when their file was opened with what the blocks compute.
         part: which slice of the state this rank has on a tensor parallel mesh ("col 0 of 2").
@@ -231,11 +229,11 @@ class AutoCache:
     """
 
     def __init__(self, folder: RunFolder, *, blocks: Sequence[Block], fingerprint: str, num_samples: int,
-                 max_bytes: int, precision: Precision, device: torch.device, warn: Callable[[str], None],
+                 precision: Precision, device: torch.device, warn: Callable[[str], None],
                  agree: Callable[[bool], bool] | None = None,
                  of_rows: Callable[[list[str]], list[list[str]]] | None = None, part: str = "whole",
                  prefetch_bytes: int = 1 << 28, lengths: Lengths = None, verifies: bool = True) -> None:
-        self._folder, self._max_bytes = folder, max_bytes
+        self._folder = folder
         self._blocks, self._fingerprint, self._num_samples = list(blocks), fingerprint, num_samples
         self._precision, self._device, self._part = precision, torch.device(device), part
         self._lengths = lengths
@@ -249,7 +247,7 @@ class AutoCache:
         self.writes = True
         """Whether computed states are written; if not, existing entries are still read."""
         self._reader = Reader(prefetch_bytes, pinned=self._device.type == "cuda")
-        self._inputs: str | None = None
+        self._inputs: object = None
         """Names, shapes and dtypes of the inputs of the first microbatch; the others must have the same."""
         self._versions: tuple[tuple[int, int, int], ...] | None = None
         """Of the weights to which the open files belong; None if files have to be opened."""
@@ -543,7 +541,7 @@ class AutoCache:
     def _write_rows(self, store: Store, samples: Sequence[int], rows: npt.NDArray[np.uint8],
                     in_range: Sequence[bool]) -> None:
         """Write the rows for which there is space. OSError or OverflowError if the disk does not take one."""
-        free_bytes = self._max_bytes - self._folder.used_bytes()
+        free_bytes = self._folder.free_bytes()
         for sample, row, fits in zip(samples, rows, in_range, strict=True):
             size = store.bytes_of(sample)
             if not fits:
@@ -551,10 +549,10 @@ class AutoCache:
                 continue
             if size > free_bytes and self._source is not None:
                 self._drop_source()
-                free_bytes = self._max_bytes - self._folder.used_bytes()
+                free_bytes = self._folder.free_bytes()
             if size > free_bytes:
-                self._warn(f"the limit of {self._max_bytes:,} bytes is reached; --elastic.cache-bytes sets a larger "
-                           "one")
+                self._warn(f"the limit of {self._folder.max_bytes:,} bytes is reached; --elastic.cache-bytes sets a "
+                           "larger one")
                 continue
             store.write(sample, row)
             free_bytes -= size

@@ -1,7 +1,7 @@
 """The files of a run's cache on a machine, shared by its ranks: one for each frozen depth, with a slot for each sample.
 
     PARENT/RUN/     the folder of one run; each rank that uses it holds a shared lock (flock) on it
-      KEY.json      the form of a row, written whole before the first row: crc32 and JSON
+      KEY.json      the form of a row and its crc32, written whole before the first row
       KEY.bin       sparse: slot i begins at byte i * stride: checksum, filled up to 16 bytes | payload
 
     checksum   crc32 of the key, the form, the sample's number and the payload; 0 where nothing was written
@@ -34,17 +34,18 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from pydantic import Field, TypeAdapter
 from torch import Tensor
 from torch.nn import functional
 
 from ranvier.block import State, carried, named
 from ranvier.system.atomic_file import write_atomically
-from ranvier.system.untrusted_file import parse_json, read_bytes
+from ranvier.system.untrusted_file import read_json
 
 Lengths = npt.NDArray[np.int64] | None
 """[samples] positions of each sample; None where all have one shape."""
@@ -68,6 +69,11 @@ packed."""
 _ROUNDS_TO_INF = 65520.0
 """The smallest number that becomes infinity in fp16."""
 _MAX_FORM_BYTES = 1 << 18
+_Size = Annotated[int, Field(strict=True, ge=0, lt=1 << 40)]
+_Form = tuple[_Size | None, Annotated[list[tuple[str, Annotated[list[_Size], Field(max_length=16)], str]],
+                                      Field(min_length=1, max_length=1000)]]
+_FORM = TypeAdapter(tuple[int, _Form])
+"""What KEY.json says: the crc32 of a form, and the form: positions, and name, shape and dtype of each tensor."""
 _ABANDONED_AFTER_SECONDS = 3600.0
 _OPEN_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """A link is not followed, and a named pipe does not block."""
@@ -142,16 +148,15 @@ class RowFormat:
         return _row_format([(name, tuple(tensor.shape[first:]), tensor.dtype) for name, tensor in tensors.items()],
                            precision, positions)
 
-    def describe(self) -> str:
-        """JSON: the positions, and name, shape and dtype of each tensor."""
-        return json.dumps([self.positions, [[part.name, part.shape, str(part.dtype).removeprefix("torch.")]
-                                            for part in self.parts]])
+    def describe(self) -> _Form:
+        """For JSON: the positions, and name, shape and dtype of each tensor."""
+        return self.positions, [(part.name, [*part.shape], str(part.dtype).removeprefix("torch."))
+                                for part in self.parts]
 
     @staticmethod
-    def from_description(text: str, precision: Precision) -> RowFormat:
-        """The inverse of `describe`."""
-        document: Any = parse_json(text)
-        positions, parts = document
+    def from_description(description: _Form, precision: Precision) -> RowFormat:
+        """The inverse of `describe`. KeyError for other dtypes."""
+        positions, parts = description
         return _row_format([(name, tuple(shape), _DTYPES[dtype]) for name, shape, dtype in parts], precision, positions)
 
     def encode(self, state: State) -> tuple[Tensor, Tensor]:
@@ -202,6 +207,24 @@ def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
+def _checksum_of(form: _Form) -> int:
+    return zlib.crc32(json.dumps(form).encode())
+
+
+def _write_form(path: Path, rows: RowFormat) -> None:
+    form = rows.describe()
+    write_atomically(path, json.dumps([_checksum_of(form), form]))
+
+
+def _read_form(path: Path, precision: Precision) -> RowFormat | None:
+    """What `_write_form` wrote; None if it is damaged or does not exist. OSError if it cannot be read."""
+    try:
+        checksum, form = _FORM.validate_python(read_json(path, _MAX_FORM_BYTES, links=False))
+        return RowFormat.from_description(form, precision) if checksum == _checksum_of(form) else None
+    except (FileNotFoundError, ValueError, KeyError):
+        return None
+
+
 def digest_of(document: dict[str, Any]) -> str:
     """A hash of what can be JSON: 32 hexadecimal digits."""
     return blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=16).hexdigest()
@@ -215,13 +238,14 @@ class RunFolder:
     another.
 
     parent: folder with those of several runs; None for a folder of this user in the system's temporary folder, where
-    folders of killed runs are removed after an hour.
+    folders of killed runs are removed after an hour. max_bytes: the most disk space that the files may occupy. Each
+    rank may exceed it by a page per microbatch.
     """
 
-    def __init__(self, parent: Path | None, run: str) -> None:
+    def __init__(self, parent: Path | None, run: str, max_bytes: int) -> None:
         self._is_temporary = parent is None
         self._parent = parent or Path(tempfile.gettempdir()) / f"ranvier-cache-{os.getuid()}"
-        self.path = self._parent / digest_of({"run": run})
+        self.path, self.max_bytes = self._parent / digest_of({"run": run}), max_bytes
         self._handle: int | None = None
 
     def open(self) -> None:
@@ -244,9 +268,11 @@ class RunFolder:
             os.close(self._handle)
             self._handle = None
 
-    def used_bytes(self) -> int:
-        """Disk space of its files; holes of sparse files do not count."""
-        return sum(512 * entry.stat(follow_symlinks=False).st_blocks for entry in os.scandir(self.path))
+    def free_bytes(self) -> int:
+        """Disk space that may still be written; holes of sparse files do not count as used. OSError without a
+        folder."""
+        blocks = sum(entry.stat(follow_symlinks=False).st_blocks for entry in os.scandir(self.path))
+        return self.max_bytes - 512 * blocks
 
     def remove_others(self, prefix: str, keep: Collection[str]) -> None:
         """Remove the files whose keys begin with `prefix`, but for those of the keys in `keep`."""
@@ -319,7 +345,7 @@ class Store:
     def __init__(self, folder: RunFolder, key: str, depth: int, rows: RowFormat, lengths: Lengths, *,
                  creates: bool = False) -> None:
         self.key, self.depth, self.rows, self._lengths = key, depth, rows, lengths
-        self._tag = zlib.crc32(f"{key} {rows.describe()}".encode())
+        self._tag = zlib.crc32(key.encode(), _checksum_of(rows.describe()))
         self._has_own_pages = HEADER_BYTES + rows.payload_bytes >= _WHOLE_PAGES_FROM
         self.stride = self._on_disk(rows.payload_bytes)
         self._file = os.open(folder.path / f"{key}.bin", _OPEN_FLAGS | (os.O_CREAT if creates else 0), 0o600)
@@ -333,21 +359,18 @@ class Store:
     def find(folder: RunFolder, key: str, depth: int, precision: Precision, lengths: Lengths) -> Store | None:
         """The file of `key`; None if there is none, or the form of its rows is damaged. OSError; NotCacheable if it is
         not a file."""
-        try:
-            form = read_bytes(folder.path / f"{key}.json", _MAX_FORM_BYTES, links=False)
-            checksum, _, text = form.decode().partition(" ")
-            if int(checksum) != zlib.crc32(text.encode()):
-                return None
-            return Store(folder, key, depth, RowFormat.from_description(text, precision), lengths)
-        except (FileNotFoundError, ValueError, TypeError, KeyError, IndexError, RecursionError):
+        rows = _read_form(folder.path / f"{key}.json", precision)
+        if rows is None or rows.payload_bytes > folder.max_bytes:
             return None
+        with suppress(FileNotFoundError):
+            return Store(folder, key, depth, rows, lengths)
+        return None
 
     @staticmethod
     def create(folder: RunFolder, key: str, depth: int, rows: RowFormat, lengths: Lengths) -> Store:
         """A new file of `key`, or the one that another rank has just created. OSError; NotCacheable if something that
         is not a file has its name."""
-        text = rows.describe()
-        write_atomically(folder.path / f"{key}.json", f"{zlib.crc32(text.encode())} {text}")
+        _write_form(folder.path / f"{key}.json", rows)
         return Store(folder, key, depth, rows, lengths, creates=True)
 
     def close(self) -> None:
