@@ -33,8 +33,9 @@ def no_pictures(request):
         yield
 
 
-LONGEST = ("test_readme.py", "test_golden_runs.py", "test_elastic_run.py", "test_real_starts.py", "test_mpi.py",
-           "test_torch.py", "test_stopped_ranks.py", "test_launcher_dies.py", "test_stop_signals.py")
+LONGEST = ("test_joining.py", "test_losses.py", "test_elastic_run.py", "test_real_starts.py", "test_site.py",
+           "test_stopped_ranks.py", "test_readme.py", "test_golden_runs.py", "test_mpi.py", "test_torch.py",
+           "test_launcher_dies.py", "test_stop_signals.py", "test_release.py", "test_generate_command.py")
 """A file runs in one process: those that take longest begin first, so that no process ends long after the others."""
 
 

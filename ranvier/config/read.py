@@ -15,7 +15,7 @@ import json
 import math
 import os
 import re
-import textwrap
+import sys
 import types
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
@@ -143,13 +143,19 @@ def default_folder(recipe: str) -> Path:
 _parsing = Lock()
 
 
+@cache
+def _classes(module: str) -> Mapping[str, ast.ClassDef]:
+    """The classes of a module, as they are written. To find the source of each by itself would parse the module for
+    each, a quarter of a second in every process of a run."""
+    with _parsing:  # Python 3.11 counts the depth of all threads' trees together, and raises SystemError
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
 def _docstrings(cls: type) -> dict[str, str]:
     """The text under each field of `cls`."""
-    with _parsing:  # Python 3.11 counts the depth of all threads' trees together, and raises SystemError
-        tree = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    assert isinstance(tree, ast.ClassDef)
     found: dict[str, str] = {}
-    for field, text in pairwise(tree.body):
+    for field, text in pairwise(_classes(cls.__module__)[cls.__name__].body):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(
                 text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):
             found[field.target.id] = inspect.cleandoc(text.value.value).replace("\n", " ")

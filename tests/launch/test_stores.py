@@ -17,7 +17,6 @@ from ranvier.errors import ConfigError, LaunchError, RanvierError
 from ranvier.launch import contact, stores
 from ranvier.launch.contact import Contact, connect, read_contact
 from ranvier.launch.launchers import detect
-from ranvier.launch.rank_processes import run_processes
 from ranvier.launch.stores import connect_store, create_store
 from tests.references import references_of_files
 
@@ -101,12 +100,3 @@ def test_a_contact_without_a_secret_is_damaged(tmp_path):
     with pytest.raises(RanvierError) as refused:
         read_contact(tmp_path)
     assert refused.value.where == str(tmp_path / "join.json")
-
-
-def kind_of_store(world):
-    world.store.set(f"rank {world.rank}", "here")
-    return type(world.store).__name__
-
-
-def test_ranks_that_are_processes_have_a_signed_store():
-    assert run_processes(f"{__name__}:kind_of_store", 1, "torch") == ["SignedStore"]
