@@ -99,6 +99,7 @@ OPENING = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "touc
 """Methods of paths and of classes that read files."""
 OTHER_OPENS = {**dict.fromkeys(("comm/gloo_transport.py", "comm/inprocess.py", "comm/mpi_transport.py",
                                "pipeline/engine.py"), "edges"),
+               "elastic/cache/auto_cache.py": "its own folder of rows",
                "inference/generate.py": "caches of keys", "models/forward_trace.py": "a line of the user's own code",
                "checkpoint/hf/logits.py": "models of transformers, from folders that `Pretrained` has read"}
 
@@ -122,7 +123,8 @@ PARSES_JSON = {
     **dict.fromkeys(("comm/collectives.py", "comm/message.py", "train/commands.py", "elastic/neighbour_copy.py",
                      "elastic/transition.py"), "messages of ranks"),
     "launch/rank_processes.py": "a temporary folder", "planner/trial.py": "a temporary folder",
-    "checkpoint/user_optimizer.py": "its own text", "testing/freezing.py": "its own text",
+    "checkpoint/user_optimizer.py": "its own text", "data/template_process.py": "lines of the process that started it",
+    "testing/freezing.py": "its own text",
     "testing/tasks.py": "its own text",
     # texts that a checksum has judged
     "checkpoint/objects.py": "objects of a checkpoint", "data/cifar.py": "a package",
@@ -140,6 +142,7 @@ CONNECTS = {
     "launch/stores.py": "the door: TCPStore, and the port that it listens on",
     "launch/contact.py": "whether anybody listens, before the door",
     "launch/shared_store.py": "whether anybody listens, before the door",
+    "cli/watch.py": "a page on the loopback address",
     "comm/sockets.py": "duplicates of the backend's own, which it ends",
     "system/machine.py": "asks the kernel for this machine's address",
 }

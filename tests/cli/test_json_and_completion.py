@@ -45,7 +45,7 @@ def test_each_command_prints_one_document(run, tmp_path, monkeypatch, capfd):
     assert {"topic", "name", "value", "remedy"} == set(found["doctor"][0]["findings"][0])
     errors, code = document(capfd, "resize", run / "run", "--data", 1, "--pipe", 1, "--wait", 1)
     assert code == 2 and errors["errors"][0]["where"].startswith("run ")
-    assert set(found) | {"resize", "join"} == set(command.commands)
+    assert set(found) | {"resize", "join", "watch"} == set(command.commands)
 
 
 def test_quiet_commands_print_nothing(run, tmp_path, monkeypatch, capfd):
