@@ -15,11 +15,12 @@ VERSIONS ?= python3.11:2.11.0 python3.12:2.11.0 python3.12:2.13.0
 # Largest file that `make lint` accepts.
 MAX_FILE_KIB := 2048
 
-.PHONY: help train test test-all test-versions lint check-files docs wheel lock bench-pipeline bench-transports bench-meshes bench-memory bench-tensor bench-checkpoint bench-elastic bench-finetune clean
+.PHONY: help train test test-all test-versions mutations lint check-files docs wheel lock bench-pipeline bench-transports bench-meshes bench-memory bench-tensor bench-checkpoint bench-elastic bench-finetune clean
 
 help:
 	@echo "make train              train the smallest GPT on four local ranks, with a picture of what each did when"
 	@echo "make test               lint and the tests; test-all adds the slow ones, and other versions of Python and torch"
+	@echo "make mutations          a hundred one-line faults in the code, and those that no test notices (hours)"
 	@echo "make docs               build the site into site/; make wheel builds dist/"
 	@echo "make bench-pipeline     compare with other pipelines; bench-transports, bench-meshes, bench-memory, bench-tensor, bench-checkpoint, bench-elastic, bench-finetune likewise"
 	@echo "make lock               the newest versions of all packages into constraints.txt, but for torch's"
@@ -45,6 +46,9 @@ test-versions:
 	  && $$venv/bin/python -m pip install --quiet --disable-pip-version-check torch==$$torch -e '.[mpi,test]' \
 	  && $$venv/bin/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile || exit 1; \
 	done
+
+mutations: $(VENV)/test
+	$(BIN)/python -m tests.mutations
 
 lint: check-files $(VENV)/test
 	$(BIN)/ruff check .

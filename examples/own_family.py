@@ -12,6 +12,7 @@ protocol.
 Shapes are in the names: B batch, S sequence, H hidden, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -86,9 +87,10 @@ class Convolutional(ModelFamily):
 
     def model(self, settings, head, *, dtype):
         hidden, layers = settings.hidden, [f"layer{number}" for number in range(settings.num_layers)]
-        blocks = {"embedding": partial(nn.Embedding, settings.vocab, hidden, dtype=dtype),
-                  **{layer: partial(Mixer, hidden, self.kernel, self.gated, dtype) for layer in layers},
-                  "head": partial(Head, hidden, settings.vocab, dtype)}
+        blocks: dict[str, Callable[[], nn.Module]] = {
+            "embedding": partial(nn.Embedding, settings.vocab, hidden, dtype=dtype),
+            **{layer: partial(Mixer, hidden, self.kernel, self.gated, dtype) for layer in layers},
+            "head": partial(Head, hidden, settings.vocab, dtype)}
         of_one_block = tuple((layer,) for layer in layers)
         return Model(blocks=blocks, loss=loss, initial=initial, layers=of_one_block, alike=repeated(of_one_block))
 

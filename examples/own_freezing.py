@@ -14,9 +14,7 @@ from pathlib import Path
 from statistics import median
 
 import ranvier
-from ranvier.config.run import Batch, Data, Elastic, Run, Train, Transformer
-from ranvier.mesh import Mesh
-from ranvier.train.loop import train
+from ranvier import Batch, Data, Elastic, Mesh, Run, Train, Transformer
 
 GOOD, BAD = ["lovely", "great", "fine", "warm"], ["awful", "dull", "poor", "weak"]
 OTHER = ["the", "film", "is", "a", "story", "was"]
@@ -58,14 +56,15 @@ def write_sentences(path, count, seed):
 
 if __name__ == "__main__":
     folder = Path("runs") / "own-freezing-data"
-    run = Run(mesh=Mesh(pipe=2), batch=Batch(global_size=16, microbatch_size=4),
+    mesh = Mesh(pipe=2)
+    run = Run(mesh=mesh, batch=Batch(global_size=16, microbatch_size=4),
               model=Transformer(num_layers=4, hidden=32, heads=2, vocab=60, sequence=10),
               data=Data(task="classification", train=str(folder / "train.tsv"), eval=str(folder / "eval.tsv")),
               train=Train(epochs=3, learning_rate=3e-3), elastic=Elastic(every=8, auto_pipe=True, auto_dp=True))
     folder.mkdir(parents=True, exist_ok=True)
-    world = ranvier.start(run.mesh)
+    world = ranvier.start(mesh)
     if world.rank == 0:
         write_sentences(folder / "train.tsv", 320, seed=1)
         write_sentences(folder / "eval.tsv", 100, seed=2)
     world.backend.group("example", [range(world.size)]).barrier()  # the files are there
-    train(run, "own-freezing", world, freezing=GradientChange())
+    ranvier.train(run, "own-freezing", world, freezing=GradientChange())

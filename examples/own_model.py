@@ -20,9 +20,9 @@ def points(seed, replica, replicas):
 world = ranvier.start(data=2, pipe=2)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
-engine = ranvier.Engine(model, world, mesh=world.mesh, loss=squared_error,
+engine = ranvier.Engine(model, world, loss=squared_error,
                         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3))
-replica = engine.coordinates.data, world.mesh.data
+replica = engine.coordinates.data, engine.mesh.data
 for step in range(200):
     result = engine.train_batch(points(step, *replica))
     if step % 50 == 0 and world.rank == 0:

@@ -5,10 +5,8 @@ slowest step. `ranvier.testing.trackers.check_tracker` calls a tracker with ever
 """
 
 import ranvier
-from ranvier.config.run import Batch, Data, Run, Train, Transformer
-from ranvier.mesh import Mesh
+from ranvier import Batch, Data, Mesh, Run, Train, Transformer
 from ranvier.train.events import EndEvent, StepEvent
-from ranvier.train.loop import train
 
 
 class SlowestStep:
@@ -29,8 +27,9 @@ class SlowestStep:
 
 
 if __name__ == "__main__":
-    run = Run(mesh=Mesh(pipe=2), batch=Batch(global_size=16, microbatch_size=4),
+    mesh = Mesh(pipe=2)
+    run = Run(mesh=mesh, batch=Batch(global_size=16, microbatch_size=4),
               train=Train(steps=20, learning_rate=3e-3, sample_tokens=40), data=Data(max_bytes=1_000_000),
               model=Transformer(num_layers=2, hidden=64, heads=4, vocab=512, sequence=64))
-    world = ranvier.start(run.mesh)
-    train(run, "own-tracker", world, trackers=[SlowestStep()])
+    world = ranvier.start(mesh)
+    ranvier.train(run, "own-tracker", world, trackers=[SlowestStep()])

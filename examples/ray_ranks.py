@@ -50,7 +50,7 @@ def train(arguments, ranks, gpus):
     group = placement_group([{"CPU": 1, **({"GPU": 1} if gpus else {})}] * ranks, strategy="PACK")
     ray.get(group.ready())
     strategy = PlacementGroupSchedulingStrategy(placement_group=group)
-    actors = [Rank.options(num_cpus=1, num_gpus=1 if gpus else 0, max_concurrency=2,
+    actors = [Rank.options(num_cpus=1, num_gpus=1 if gpus else 0, max_concurrency=2,  # type: ignore[attr-defined]
                            scheduling_strategy=strategy).remote() for _ in range(ranks)]
     try:
         nodes = ray.get([actor.node.remote() for actor in actors])

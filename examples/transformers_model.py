@@ -23,9 +23,9 @@ world = ranvier.start(data=2, pipe=2)
 torch.manual_seed(0)
 theirs = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
                                       num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True))
-engine = ranvier.Engine(ranvier.from_transformers(theirs), world, mesh=world.mesh,
+engine = ranvier.Engine(ranvier.from_transformers(theirs), world,
                         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
-replica = engine.coordinates.data, world.mesh.data
+replica = engine.coordinates.data, engine.mesh.data
 for step in range(40):
     result = engine.train_batch(counting(step, *replica))
     if step % 10 == 0 and world.rank == 0:

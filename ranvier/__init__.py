@@ -10,48 +10,83 @@ Names are imported when first used, so that `ranvier --help` need not load torch
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ranvier.block import Initial as Initial
+    from ranvier.block import Model as Model
+    from ranvier.checkpoint.checkpoints import Checkpoints as Checkpoints
+    from ranvier.config.run import Batch as Batch
+    from ranvier.config.run import Checkpoint as Checkpoint
+    from ranvier.config.run import Comm as Comm
+    from ranvier.config.run import Data as Data
+    from ranvier.config.run import Elastic as Elastic
+    from ranvier.config.run import Guard as Guard
+    from ranvier.config.run import Launch as Launch
+    from ranvier.config.run import Log as Log
+    from ranvier.config.run import Lora as Lora
+    from ranvier.config.run import Memory as Memory
+    from ranvier.config.run import MeshSettings as MeshSettings
+    from ranvier.config.run import Optim as Optim
+    from ranvier.config.run import Pipeline as Pipeline
+    from ranvier.config.run import Run as Run
+    from ranvier.config.run import TensorParallel as TensorParallel
+    from ranvier.config.run import Train as Train
+    from ranvier.config.run import Transformer as Transformer
+    from ranvier.data.shard_loader import shard_loader as shard_loader
+    from ranvier.errors import CheckpointError as CheckpointError
+    from ranvier.errors import ConfigError as ConfigError
+    from ranvier.errors import DataError as DataError
+    from ranvier.errors import LaunchError as LaunchError
+    from ranvier.errors import MessageTimeout as MessageTimeout
+    from ranvier.errors import ModelError as ModelError
+    from ranvier.errors import OutOfMemory as OutOfMemory
+    from ranvier.errors import RanvierError as RanvierError
+    from ranvier.errors import TransportError as TransportError
+    from ranvier.launch.run_function import run as run
+    from ranvier.launch.start import start as start
+    from ranvier.mesh import Mesh as Mesh
+    from ranvier.models.blocks_of import blocks_of as blocks_of
+    from ranvier.models.from_transformers import from_transformers as from_transformers
+    from ranvier.models.lora import with_adapters as with_adapters
+    from ranvier.pipeline.engine import Engine as Engine
+    from ranvier.pipeline.microbatch import Microbatch as Microbatch
+    from ranvier.pipeline.microbatch import microbatches as microbatches
+    from ranvier.pipeline.result import BatchResult as BatchResult
+    from ranvier.train.loop import train as train
+    from ranvier.world import World as World
 
 _HOMES = {
-    "start": "ranvier.launch.start",
-    "run": "ranvier.launch.run_function",
-    "Engine": "ranvier.pipeline.engine",
-    "BatchResult": "ranvier.pipeline.result",
-    "Microbatch": "ranvier.pipeline.microbatch",
-    "Guard": "ranvier.config.run",
-    "Lora": "ranvier.config.run",
-    "Memory": "ranvier.config.run",
-    "Optim": "ranvier.config.run",
-    "Pipeline": "ranvier.config.run",
-    "TensorParallel": "ranvier.config.run",
-    "microbatches": "ranvier.pipeline.microbatch",
-    "shard_loader": "ranvier.data.shard_loader",
-    "Mesh": "ranvier.mesh",
-    "World": "ranvier.world",
-    "Model": "ranvier.block",
-    "Initial": "ranvier.block",
-    "Run": "ranvier.config.run",
-    "RanvierError": "ranvier.errors",
-    "CheckpointError": "ranvier.errors",
-    "Checkpoints": "ranvier.checkpoint.checkpoints",
-    "ConfigError": "ranvier.errors",
-    "DataError": "ranvier.errors",
-    "LaunchError": "ranvier.errors",
-    "MessageTimeout": "ranvier.errors",
-    "ModelError": "ranvier.errors",
-    "OutOfMemory": "ranvier.errors",
-    "TransportError": "ranvier.errors",
-    "with_adapters": "ranvier.models.lora",
-    "blocks_of": "ranvier.models.blocks_of",
-    "from_transformers": "ranvier.models.from_transformers",
+    "ranvier.block": ("Initial", "Model"),
+    "ranvier.checkpoint.checkpoints": ("Checkpoints",),
+    "ranvier.config.run": ("Batch", "Checkpoint", "Comm", "Data", "Elastic", "Guard", "Launch", "Log", "Lora", "Memory",
+                           "MeshSettings", "Optim", "Pipeline", "Run", "TensorParallel", "Train", "Transformer"),
+    "ranvier.data.shard_loader": ("shard_loader",),
+    "ranvier.errors": ("CheckpointError", "ConfigError", "DataError", "LaunchError", "MessageTimeout", "ModelError",
+                       "OutOfMemory", "RanvierError", "TransportError"),
+    "ranvier.launch.run_function": ("run",),
+    "ranvier.launch.start": ("start",),
+    "ranvier.mesh": ("Mesh",),
+    "ranvier.models.blocks_of": ("blocks_of",),
+    "ranvier.models.from_transformers": ("from_transformers",),
+    "ranvier.models.lora": ("with_adapters",),
+    "ranvier.pipeline.engine": ("Engine",),
+    "ranvier.pipeline.microbatch": ("Microbatch", "microbatches"),
+    "ranvier.pipeline.result": ("BatchResult",),
+    "ranvier.train": ("train",),
+    "ranvier.world": ("World",),
 }
-__all__ = sorted(_HOMES)
+"""Module -> the public names that it has: what type checkers read above."""
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+__all__ = sorted(_HOME_OF)
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _HOME_OF:
         raise AttributeError(f"module 'ranvier' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    home = importlib.import_module(_HOME_OF[name])
+    return globals().get(name) or getattr(home, name)  # importing a package named so has made it an attribute
 
 
 def __dir__() -> list[str]:

@@ -10,7 +10,8 @@ holds.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -18,6 +19,7 @@ from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path
 
 from ranvier import keyed_random
@@ -37,7 +39,11 @@ State = Tensor | dict[str, Tensor]
 list or dict, nested too, with a tensor, and beside tensors None, sizes, whole numbers, devices and dtypes
 (`sent_values`); anything else is refused."""
 
-Loss = Callable[[State, object], tuple[Tensor, Tensor | float | int]]
+Loss = Callable[[Any, Any], tuple[Tensor, Tensor | float | int]]
+"""(what the last block returns, targets) -> (sum of losses, weight). Both arguments are the user's own."""
+
+Modules = nn.Sequential | nn.ModuleList | nn.ModuleDict | Sequence[nn.Module] | Mapping[str, nn.Module]
+"""Blocks that exist already, in order."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,7 @@ def untrained_layers(model: Model) -> int:
     it is with adapters in the upper layers only."""
     names, trains = list(model.blocks), len(model.blocks)
     for place, build in enumerate(model.blocks.values()):
-        with torch.device("meta"):
+        with meta_device():
             if any(parameter.requires_grad for parameter in build().parameters()):
                 trains = place
                 break
@@ -205,13 +211,13 @@ def _parameters_of(model: Model, names: Sequence[str]) -> dict[str, nn.Parameter
     found: dict[str, nn.Parameter] = {}
     for block, build in model.blocks.items():
         if any(name.startswith(f"{block}.") for name in names):
-            with torch.device("meta"):
+            with meta_device():
                 here = dict(build().named_parameters(remove_duplicate=False))
             found |= {name: here[inner] for name in names if (inner := name.removeprefix(f"{block}.")) in here}
     return found
 
 
-def as_model(model: Model | nn.Sequential | Sequence[nn.Module] | Mapping[str, nn.Module], loss: Loss | None) -> Model:
+def as_model(model: Model | Modules, loss: Loss | None) -> Model:
     """Any list of blocks as a `Model`. Parameters that two blocks share are found and declared as tied. A loss with
     parameters or buffers gets a block for them, the last one.
 
@@ -316,7 +322,7 @@ def _with_loss_block(model: Model) -> Model:
     """The model with a block for its loss, where that has parameters or buffers, and no block yet."""
     if not _has_state(model.loss):
         return model
-    with torch.device("meta"):
+    with meta_device():
         last = list(model.blocks.values())[-1]()
     if isinstance(last, LossBlock):
         return model
@@ -366,6 +372,34 @@ def initialise(parameter: Tensor, name: str, initial: Initial, seed: int,
         stop = min(start + rows, last)
         index = keyed_random.global_index(shape, [(start, stop), *box[1:]], parameter.device)
         parameter[start - first:stop - first].copy_(draw(key, index) * initial.scale)
+
+
+class _NoInitialValues(TorchFunctionMode):
+    """Leaves tensors on the meta device as they are instead of filling them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FILLS:
+            tensor = args[0] if args else kwargs.get("tensor")
+            if isinstance(tensor, Tensor) and tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
+
+
+_FILLS = {Tensor.normal_, Tensor.uniform_, nn.init.normal_, nn.init.uniform_, nn.init.constant_,
+          nn.init.kaiming_uniform_}
+
+
+@contextmanager
+def meta_device() -> Iterator[None]:
+    """Blocks that are built inside have no storage, as under `torch.device("meta")`, and no initial values.
+
+    Torch draws numbers on the meta device in Python, which takes longer than the rest of building a block, and loads
+    its compiler for the first ones, which takes a second.
+    """
+    with torch.device("meta"), _NoInitialValues():
+        yield
 
 
 class StandInModes:

@@ -7,6 +7,8 @@ import hypothesis
 import pytest
 import torch
 
+from ranvier.train import report
+
 os.environ.pop("COLUMNS", None)  # of the terminal that tests are started in
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
@@ -21,8 +23,19 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-LONGEST = ("test_readme.py", "test_golden_runs.py", "test_elastic_run.py", "test_real_starts.py", "test_mpi.py",
-           "test_torch.py", "test_stopped_ranks.py", "test_launcher_dies.py", "test_stop_signals.py")
+@pytest.fixture(scope="module", autouse=True)
+def no_pictures(request):
+    """Drawing takes longer than training: runs leave pictures in files that are marked so."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("pictures") is None:
+            for draw in ("draw_course", "draw_loss", "draw_timeline"):
+                patch.setattr(report, draw, lambda *args: None)
+        yield
+
+
+LONGEST = ("test_joining.py", "test_losses.py", "test_elastic_run.py", "test_real_starts.py", "test_site.py",
+           "test_stopped_ranks.py", "test_readme.py", "test_golden_runs.py", "test_mpi.py", "test_torch.py",
+           "test_launcher_dies.py", "test_stop_signals.py", "test_release.py", "test_generate_command.py")
 """A file runs in one process: those that take longest begin first, so that no process ends long after the others."""
 
 

@@ -352,7 +352,8 @@ class FakeCuda:
                                                   staticmethod(grouped)))
             for name, function in self._functions().items():
                 stack.enter_context(mock.patch.object(torch.cuda, name, function, create=True))
-            for user in ("ranvier.pipeline.engine", "ranvier.tensor.keyed_dropout"):  # no compiler for these devices
+            for user in ("ranvier.pipeline.engine", "ranvier.tensor.keyed_dropout", "ranvier.tensor.split.loss"):
+                # no compiler for these devices, also where torch is built for CUDA and has one
                 stack.enter_context(mock.patch(f"{user}.has_triton", lambda: False))
             stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", lambda: (2, 28, 9)))
             # The classes that Python code asks; operations themselves go on with host memory.

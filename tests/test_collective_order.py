@@ -28,6 +28,7 @@ from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.layers import split_layers
 from ranvier.tensor.weight_gradients import WeightGradients, root_of
 from ranvier.train.metrics import Meter
+from ranvier.train.peak import PeakRate
 from ranvier.world import World
 from tests.ordered_collectives import LoneBackend, LoneStore
 from tests.stream_order import DEVICE, ROOT, OrderedCuda
@@ -114,15 +115,18 @@ def in_two_batches(engine, batch):
 def told(engine, batch):
     """The numbers of a step are told a step later."""
     group = engine._connections.all
-    Meter(Timeline(), group).step(1, engine.train_batch(batch), 0.1).event(1.0, 1.0)
+    Meter(Timeline(), group, torch.device("cpu")).step(1, engine.train_batch(batch), 0.1).event(
+        1.0, PeakRate(1.0, None))
 
 
 def asked_to_stop(engine, batch):
-    assert not Meter(Timeline(), engine._connections.all).step(1, engine.train_batch(batch), 0.1).stop_requested
+    meter = Meter(Timeline(), engine._connections.all, torch.device("cpu"))
+    assert not meter.step(1, engine.train_batch(batch), 0.1).stop_requested
 
 
 def asked_to_resize(engine, batch):
-    assert not Meter(Timeline(), engine._connections.all).step(1, engine.train_batch(batch), 0.1).resize_requested
+    meter = Meter(Timeline(), engine._connections.all, torch.device("cpu"))
+    assert not meter.step(1, engine.train_batch(batch), 0.1).resize_requested
 
 
 def compared(engine, batch):

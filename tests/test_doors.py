@@ -1,11 +1,11 @@
-"""One door of each kind: the files that may import by name, start processes or open files that others can write."""
+"""One door of each kind: the files that may import by name, start processes, open files that others can write, or talk
+to other processes."""
 
-import ast
-from pathlib import Path
+import pytest
 
-import ranvier
+from tests.references import ROOT, Reference, references, references_of_files
 
-ROOT = Path(ranvier.__file__).parent
+# --- code that a text names ------------------------------------------------------------------------------------------
 
 NAMED_CODE = {
     "__init__.py": "Ranvier's own names",
@@ -16,51 +16,22 @@ NAMED_CODE = {
     "launch/function_rank.py": "the function of ranvier.run, in a folder of this process",
     "launch/run_function.py": "the results of ranvier.run, in a folder of this process",
 }
-RUNS_CODE = {"importlib.import_module", "import_module", "__import__", "exec", "eval", "pickle.load", "pickle.loads",
-             "torch.load", "np.load", "joblib.load", "runpy.run_path", "runpy.run_module", "marshal.loads",
-             "pickle.Unpickler", "importlib.reload", "importlib.util.spec_from_file_location"}
+RUNS_CODE = {"importlib.import_module", "importlib.reload", "importlib.util.spec_from_file_location",
+             "importlib.util.module_from_spec", "__import__", "exec", "eval", "pickle.load", "pickle.loads",
+             "pickle.Unpickler", "marshal.load", "marshal.loads", "shelve.open", "joblib.load", "dill.load",
+             "dill.loads", "cloudpickle.load", "cloudpickle.loads", "runpy.run_path", "runpy.run_module",
+             "pkgutil.resolve_name", "pydoc.locate", "numpy.load", "torch.load", "torch.jit.load", "torch.hub.load",
+             "torch.export.load", "sys.path.insert"}
 
 
-def sources():
-    return [path for path in sorted(ROOT.rglob("*.py")) if "__pycache__" not in path.parts]
+def runs_code(reference: Reference) -> bool:
+    if reference.name == "numpy.load" and reference.call is not None:  # which unpickles only where it is told to
+        return any(keyword.arg == "allow_pickle" and getattr(keyword.value, "value", True) is not False
+                   for keyword in reference.call.keywords)
+    return reference.name in RUNS_CODE or reference.name.startswith("importlib.machinery.Source")
 
 
-def name_of(node):
-    """The dotted name of an expression; empty for any other."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute) and (start := name_of(node.value)):
-        return f"{start}.{node.attr}"
-    return ""
-
-
-def calls(path):
-    """(dotted name, call) for each call in a file, and the names of base classes."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call):
-            yield name_of(node.func), node
-        elif isinstance(node, ast.ClassDef):
-            for base in node.bases:
-                yield name_of(base), node
-
-
-def without_pickle(call):
-    return any(keyword.arg == "allow_pickle" and getattr(keyword.value, "value", True) is False
-               for keyword in getattr(call, "keywords", ()))
-
-
-def found_in(names):
-    return {str(path.relative_to(ROOT)) for path in sources() for name, call in calls(path)
-            if name in names and not without_pickle(call)}
-
-
-def test_code_that_a_text_names_is_imported_in_one_place():
-    assert found_in(RUNS_CODE) == set(NAMED_CODE)
-
-
-def test_the_current_folder_is_put_first_nowhere():
-    assert not found_in({"sys.path.insert", "path.insert"})
-
+# --- child processes -------------------------------------------------------------------------------------------------
 
 STARTS_PROCESSES = {
     "system/child.py": "the door",
@@ -68,30 +39,22 @@ STARTS_PROCESSES = {
     "launch/mpi_start_watch.py": "forks a watcher that runs no program",
     "data/parallel.py": "a pool whose processes start inside `safe_spawning`",
 }
-STARTERS = ("subprocess.run", "subprocess.Popen", "subprocess.call", "subprocess.check_call", "subprocess.check_output",
-            "subprocess.getoutput", "Popen", "os.system", "os.popen", "os.fork", "os.forkpty", "pty.fork",
-            "ProcessPoolExecutor", "os.posix_spawn", "os.posix_spawnp", "asyncio.create_subprocess_exec",
-            "asyncio.create_subprocess_shell")
+STARTERS = {"os.system", "os.popen", "os.fork", "os.forkpty", "concurrent.futures.ProcessPoolExecutor", "psutil.Popen",
+            "torch.distributed.run.run", "torch.distributed.run.main"}
+STARTING = ("os.exec", "os.spawn", "os.posix_spawn", "pty.", "subprocess.", "multiprocessing.", "_posixsubprocess.",
+            "asyncio.create_subprocess_", "asyncio.subprocess.", "torch.distributed.launcher.")
+"""Beginnings of names."""
+STARTS_NOTHING = {"subprocess.PIPE", "subprocess.STDOUT", "subprocess.DEVNULL", "subprocess.SubprocessError",
+                  "subprocess.TimeoutExpired", "subprocess.CalledProcessError", "subprocess.CompletedProcess"}
 
 
-def starts(name):
-    return name in STARTERS or name.startswith(("os.exec", "os.spawn", "multiprocessing."))
+def starts_process(reference: Reference) -> bool:
+    name = reference.name
+    return name not in STARTS_NOTHING and (name in STARTERS or name.startswith(STARTING))
 
 
-def test_child_processes_are_started_in_one_place():
-    found = {str(path.relative_to(ROOT)) for path in sources() for name, _ in calls(path) if starts(name)}
-    assert found == set(STARTS_PROCESSES)
+# --- files that others can write -------------------------------------------------------------------------------------
 
-
-def test_only_the_door_builds_the_command_line_of_an_interpreter():
-    # ranks of a user's own program run as the program does; mpiexec lies beside the interpreter
-    allowed = {"system/child.py", "launch/start.py", "launch/mpiexec.py"}
-    assert {str(path.relative_to(ROOT)) for path in sources() if "sys.executable" in path.read_text()} == allowed
-
-
-OPENS = ("open", "os.open", "io.open", "safe_open", "np.memmap", "np.fromfile", "np.loadtxt",
-         "np.lib.format.open_memmap", "tarfile.open", "zipfile.ZipFile", "Image.open", "fcntl.open")
-READS_AND_WRITES = ("read_text", "read_bytes", "write_text", "write_bytes", "touch")
 OPENS_FILES = {
     "system/untrusted_file.py": "the door",
     "system/atomic_file.py": "new files under random names, which replace others",
@@ -101,6 +64,10 @@ OPENS_FILES = {
     "launch/failures.py": "/dev/null", "launch/start.py": "the terminal of the command",
     "launch/devices.py": "/proc", "system/machine.py": "/proc and /sys", "system/processes.py": "/proc",
     "system/lease.py": "/proc; a lease that `open_regular_file` has read", "train/timeline.py": "/proc",
+    "data/template_process.py": "/proc",
+    # files of the package
+    "config/read.py": "a shipped recipe", "cost/cluster_files.py": "a shipped cluster",
+    "pictures/report_page.py": "the template of report.html",
     # folders that this process has made, and nobody else can write
     "planner/trial.py": "a temporary folder", "launch/function_rank.py": "a temporary folder",
     "launch/rank_processes.py": "a temporary folder", "launch/run_function.py": "a temporary folder",
@@ -109,9 +76,9 @@ OPENS_FILES = {
     "data/offline/pretrained_models.py": "a new folder", "data/offline/gguf_file.py": "a new folder",
     "data/offline/gguf_tokenizer.py": "a new folder",
     # files that the user names
-    "config/read.py": "a recipe", "cost/cluster_files.py": "a cluster file", "cli/generate.py": "a file of prompts",
-    "data/cifar.py": "images", "data/corpus.py": "a corpus", "data/image_files.py": "images",
-    "data/named_files.py": "tables", "data/sentences.py": "tables", "data/tables.py": "tables",
+    "cli/generate.py": "a file of prompts", "data/cifar.py": "images", "data/corpus.py": "a corpus",
+    "data/image_files.py": "images", "data/named_files.py": "tables", "data/sentences.py": "tables",
+    "data/tables.py": "tables",
     # files that `member` or a size and a checksum have judged
     "checkpoint/hf/peft.py": "tensors of `member`; a new configuration", "checkpoint/saved.py": "parts of a manifest",
     "checkpoint/files.py": "a folder, for fsync", "checkpoint/hf/pretrained.py": "tensors of `member`",
@@ -119,12 +86,188 @@ OPENS_FILES = {
     "data/tokens.py": "maps what the door has opened", "data/offline/fetch.py": "packages, by sha256",
     "data/chat_template.py": "files that transformers has read", "data/tokenizer.py": "vocabularies, checked",
 }
+OPENS = {"open", "os.open", "os.fdopen", "codecs.open", "gzip.open", "bz2.open", "lzma.open", "tarfile.open",
+         "tarfile.TarFile", "zipfile.ZipFile", "dbm.open", "shelve.open", "sqlite3.connect", "mmap.mmap",
+         "linecache.getlines", "linecache.getline", "fileinput.input", "shutil.copyfile", "shutil.copy",
+         "shutil.copy2", "shutil.copytree", "shutil.move", "shutil.unpack_archive", "numpy.load", "numpy.memmap",
+         "numpy.fromfile", "numpy.loadtxt", "numpy.genfromtxt", "numpy.lib.format.open_memmap", "torch.load",
+         "torch.from_file", "safetensors.safe_open", "safetensors.load_file", "safetensors.load_model",
+         "PIL.Image.open",
+         "pyarrow.parquet.ParquetFile", "pyarrow.parquet.read_table", "pyarrow.memory_map", "pandas.read_csv",
+         "pandas.read_json", "pandas.read_parquet", "datasets.load_from_disk", "gguf.GGUFReader", "onnx.load"}
+OPENING = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "touch", "from_file", "from_pretrained"}
+"""Methods of paths and of classes that read files."""
+OTHER_OPENS = {**dict.fromkeys(("comm/gloo_transport.py", "comm/inprocess.py", "comm/mpi_transport.py",
+                               "pipeline/engine.py"), "edges"),
+               "inference/generate.py": "caches of keys", "models/forward_trace.py": "a line of the user's own code",
+               "checkpoint/hf/logits.py": "models of transformers, from folders that `Pretrained` has read"}
 
 
-def test_files_that_others_can_write_are_opened_in_one_place():
-    found = {str(path.relative_to(ROOT)) for path in sources() for name, call in calls(path)
-             if name in OPENS or (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and
-                                  (call.func.attr in READS_AND_WRITES or
-                                   (call.func.attr == "open" and name.rpartition(".")[0] in ("path", "file"))))}
-    assert found - set(OPENS_FILES) == set(), "use ranvier.system.untrusted_file, or say why not"
-    assert set(OPENS_FILES) - found == set(), "these open nothing any more"
+def opens_file(reference: Reference) -> bool:
+    holder, _, last = reference.name.rpartition(".")
+    return reference.name in OPENS or (last in OPENING and (not holder or holder.startswith("pathlib.") or
+                                                            holder.startswith("tokenizers.") or last.startswith("from_")
+                                                            ) and reference.name != last)
+
+
+# --- parsers of text that others can write ---------------------------------------------------------------------------
+
+PARSES_JSON = {
+    "system/untrusted_file.py": "the door",
+    "train/logs.py": "lines of a run's logs, each by itself",
+    # what ranks of this run have written
+    **dict.fromkeys(("launch/devices.py", "launch/failures.py", "launch/failure_watch.py", "launch/supervision.py",
+                     "launch/joining.py", "launch/losses.py", "checkpoint/checkpoints.py", "train/newcomer.py"),
+                    "values of the signed store"),
+    **dict.fromkeys(("comm/collectives.py", "comm/message.py", "train/commands.py", "elastic/neighbour_copy.py",
+                     "elastic/transition.py"), "messages of ranks"),
+    "launch/rank_processes.py": "a temporary folder", "planner/trial.py": "a temporary folder",
+    "checkpoint/user_optimizer.py": "its own text", "testing/freezing.py": "its own text",
+    "testing/tasks.py": "its own text",
+    # texts that a checksum has judged
+    "checkpoint/objects.py": "objects of a checkpoint", "data/cifar.py": "a package",
+    "data/tokenizer.py": "a vocabulary, checked",
+}
+
+
+def parses_text(reference: Reference) -> bool:
+    return reference.name in ("json.loads", "json.load", "json.JSONDecoder", "tomllib.loads", "tomllib.load")
+
+
+# --- connections -----------------------------------------------------------------------------------------------------
+
+CONNECTS = {
+    "launch/stores.py": "the door: TCPStore, and the port that it listens on",
+    "launch/contact.py": "whether anybody listens, before the door",
+    "launch/shared_store.py": "whether anybody listens, before the door",
+    "comm/sockets.py": "duplicates of the backend's own, which it ends",
+    "system/machine.py": "asks the kernel for this machine's address",
+}
+CONNECTORS = {"torch.distributed.TCPStore", "torch.distributed.FileStore", "torch.distributed.rendezvous",
+              "socket.socket", "socket.create_server", "socket.create_connection", "socket.fromfd",
+              "asyncio.start_server", "asyncio.open_connection", "asyncio.start_unix_server"}
+CONNECTING = ("torch.distributed.rendezvous.", "torch.distributed.rpc.", "torch.distributed.elastic.", "socketserver.",
+              "http.", "xmlrpc.", "multiprocessing.connection.", "multiprocessing.managers.", "urllib.request.",
+              "requests.")
+
+
+def connects(reference: Reference) -> bool:
+    name, call = reference.name, reference.call
+    if name == "torch.distributed.init_process_group":  # torch makes no store of its own where it is given one
+        given = {keyword.arg for keyword in call.keywords} if call is not None else set()
+        return "store" not in given or "init_method" in given or None in given or len(call.args) > 1
+    return name in CONNECTORS or name.startswith(CONNECTING)
+
+
+# --- every file ------------------------------------------------------------------------------------------------------
+
+DOORS = {runs_code: NAMED_CODE, starts_process: STARTS_PROCESSES, opens_file: OPENS_FILES | OTHER_OPENS,
+         parses_text: PARSES_JSON, connects: CONNECTS}
+
+
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
+def test_only_these_files_do_it(door):
+    found = {}
+    for file, all_of_it in references_of_files().items():
+        if names := sorted({reference.name for reference in all_of_it if door(reference)}):
+            found[file] = names
+    allowed = DOORS[door]
+    assert {file: names for file, names in found.items() if file not in allowed} == {}, "use the door, or say why not"
+    assert allowed.keys() - found.keys() == set(), "these do it no more"
+
+
+def test_only_the_door_builds_the_command_line_of_an_interpreter():
+    # ranks of a user's own program run as the program does; mpiexec lies beside the interpreter
+    allowed = {"system/child.py", "launch/start.py", "launch/mpiexec.py"}
+    assert {file for file, found in references_of_files().items()
+            if any(reference.name == "sys.executable" for reference in found)} == allowed
+
+
+def test_modules_are_known_by_their_names_in_every_file():
+    """No file imports all names of a module, nor takes what a text names out of one."""
+    watched = ("os", "sys", "io", "subprocess", "importlib", "pickle", "builtins", "torch.distributed", "socket")
+    for file, found in references_of_files().items():
+        assert not [reference.name for reference in found if reference.name.endswith(".*")], file
+        for reference in found:
+            if reference.name in ("getattr", "vars") and reference.call is not None:
+                holder, *names = reference.call.args
+                constant = bool(names) and isinstance(getattr(names[0], "value", None), str)
+                assert constant or getattr(holder, "id", None) not in watched, (file, reference.call.lineno)
+
+
+SECOND_DOORS = {
+    runs_code: [
+        "import importlib as i\ni.import_module(name)", "from importlib import import_module as load\nload(name)",
+        "import importlib\ngetattr(importlib, 'import_module')(name)", "__import__(name)",
+        "__builtins__.__dict__['eval']\nimport builtins\nbuiltins.eval(text)", "map(eval, texts)",
+        "from torch import load\nload(path)", "import torch as t\nt.load(path, weights_only=False)",
+        "from pickle import Unpickler\nclass Mine(Unpickler): pass",
+        "import numpy as n\nn.load(path, allow_pickle=True)",
+        "import importlib.util as u\nu.spec_from_file_location(name, path)", "import sys\nsys.path.insert(0, folder)",
+        "from importlib.machinery import SourceFileLoader as S\nS(name, path)",
+        "import sys as s\ns.path.insert(0, '')"],
+    starts_process: [
+        "import subprocess as sp\nsp.run(words)", "from subprocess import check_output as ask\nask(words)",
+        "import os\nos.posix_spawn(path, words, {})", "from os import posix_spawnp\nposix_spawnp(path, words, {})",
+        "import os as o\no.execvp(path, words)", "from multiprocessing import get_context\nget_context().Process()",
+        "import multiprocessing as mp\nmp.Process(target=f).start()", "import torch.multiprocessing as mp\nmp.spawn(f)",
+        "from torch import multiprocessing\nmultiprocessing.spawn(f)",
+        "from concurrent.futures import ProcessPoolExecutor as Pool\nPool()",
+        "import concurrent.futures\nconcurrent.futures.ProcessPoolExecutor()",
+        "import subprocess\nstart = subprocess.Popen\nstart(words)", "import pty\npty.spawn(words)",
+        "import subprocess\nfrom functools import partial\npartial(subprocess.run, check=True)(words)",
+        "import importlib\nimportlib.import_module('subprocess').run(words)", "import sys\nsys.modules['os'].fork()",
+        "import asyncio\nasyncio.create_subprocess_exec(*words)", "import os\ngetattr(os, 'system')(text)"],
+    opens_file: [
+        "open(path)", "import io\nio.open(path)", "from io import open as o\no(path)", "import os\nos.open(path, 0)",
+        "from os import open as o\no(path, 0)", "from pathlib import Path\nPath(path).read_text()", "path.open()",
+        "(folder / name).open('rb')", "self.path.read_bytes()", "from pathlib import Path\nPath.read_text(path)",
+        "getattr(path, 'read_bytes')()", "import json\njson.load(open(path))", "import torch\ntorch.load(path)",
+        "from numpy import fromfile\nfromfile(path)", "from safetensors.torch import load_file\nload_file(path)",
+        "import shutil\nshutil.copyfile(a, b)", "from shutil import copy2 as c\nc(a, b)",
+        "import builtins as b\nb.open(p)",
+        "from tokenizers import Tokenizer\nTokenizer.from_file(path)", "list(map(open, paths))",
+        "import gzip\ngzip.open(p)",
+        "with path.open() as file: pass", "read = path.read_text\nread()", "from PIL import Image\nImage.open(path)"],
+    parses_text: [
+        "import json\njson.loads(text)", "from json import loads as parse\nparse(text)",
+        "import json as j\nj.load(file)",
+        "import tomllib\ntomllib.loads(text)", "from tomllib import load\nload(file)",
+        "import json\nmap(json.loads, lines)"],
+    connects: [
+        "from torch.distributed import TCPStore\nTCPStore(host, port)",
+        "import torch.distributed as d\nd.TCPStore(h, 1)",
+        "import torch\ntorch.distributed.TCPStore(host, 1)",
+        "from torch import distributed\ndistributed.FileStore(p, 1)",
+        "import torch.distributed as dist\ndist.init_process_group(init_method='tcp://h:1', rank=0, world_size=1)",
+        "import torch.distributed as dist\ndist.init_process_group('gloo')",
+        "import torch.distributed as dist\ndist.init_process_group('gloo', 'tcp://h:1', store=s)",
+        "from torch.distributed import init_process_group as begin\nbegin('gloo', init_method='env://')",
+        "import torch.distributed as dist\ndist.init_process_group(**words)",
+        "from torch.distributed.rendezvous import rendezvous\nrendezvous('tcp://')",
+        "import torch.distributed.rpc as rpc\nrpc.init_rpc('a')", "import socket\nsocket.create_server(('', 0))",
+        "from socket import socket as S\nS().bind(('', 1))", "import socketserver\nsocketserver.TCPServer(a, b)",
+        "from torch.distributed.distributed_c10d import init_process_group\ninit_process_group()",
+        "import torch.distributed as dist\ngetattr(dist, 'TCPStore')(host, 1)"],
+}
+
+
+@pytest.mark.parametrize(("door", "code"), [(door, code) for door, codes in SECOND_DOORS.items() for code in codes],
+                         ids=lambda value: value if isinstance(value, str) else value.__name__)
+def test_a_second_door_is_noticed(door, code):
+    assert any(door(reference) for reference in references(code))
+
+
+@pytest.mark.parametrize(("door", "code"), [
+    (starts_process, "import subprocess\ndef f(child: subprocess.Popen[str]) -> None: subprocess.PIPE"),
+    (opens_file, "self.edges.open_all(sources)\nreopen(path)"),
+    (connects, "import torch.distributed as dist\ndist.init_process_group('gloo', store=store, rank=0)"),
+    (connects, "from torch.distributed import TCPStore\ndef f(store: TCPStore) -> TCPStore: return store"),
+    (runs_code, "import re, numpy as np\nre.compile(text)\nnp.load(path)\nmodel.eval()"),
+])
+def test_what_is_no_door(door, code):
+    assert not any(door(reference) for reference in references(code))
+
+
+def test_the_tree_is_read():
+    assert len(references_of_files()) > 300 and (ROOT / "system/child.py").exists()

@@ -221,7 +221,7 @@ def test_the_meter_reads_the_device_a_step_later(clock):
     from ranvier.train.metrics import Meter
 
     timeline = DeviceTimeline(torch.device("cuda", 0))
-    meter = Meter(timeline, InProcessWorld(1).backend(0).group("all", [[0]]))
+    meter = Meter(timeline, InProcessWorld(1).backend(0).group("all", [[0]]), torch.device("cpu"))
     waits = []
     for number in range(1, 4):
         span(timeline, "forward", "F0", 0.0, 10.0, clock)

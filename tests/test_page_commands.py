@@ -155,35 +155,33 @@ def problem_of_ranvier(words: list[str], *, is_whole: bool = True) -> str | None
 # --- the pages -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_commands_of_a_page_exist(page, monkeypatch):
+def test_commands_of_the_pages_exist(monkeypatch):
     monkeypatch.chdir(ROOT)  # where `examples.own_family:recipe` is
-    problems = [f"{shlex.join(words)}: {problem}" for words in commands(page.read_text())
-                if (problem := problem_of(words, page))]
+    problems = [f"{name(page)}: {shlex.join(words)}: {problem}" for page in PAGES
+                for words in commands(page.read_text()) if (problem := problem_of(words, page))]
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_commands_within_sentences_exist(page, monkeypatch):
+def test_commands_within_sentences_exist(monkeypatch):
     monkeypatch.chdir(ROOT)
-    found = [span for span in spans(page.read_text()) if re.match(r"ranvier [a-z]+ \S", span)]
-    problems = [f"{span}: {problem}" for span in found
-                if (problem := problem_of_ranvier(shlex.split(span)[1:], is_whole=False))]
+    problems = [f"{name(page)}: {span}: {problem}" for page in PAGES for span in spans(page.read_text())
+                if re.match(r"ranvier [a-z]+ \S", span)
+                and (problem := problem_of_ranvier(shlex.split(span)[1:], is_whole=False))]
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "experiments.md"], ids=name)
-def test_settings_within_sentences_exist(page):
+def test_settings_within_sentences_exist():
     """--section.name, and a value after it where it is one word; docs/experiments.md tells of earlier ones, too."""
     problems = []
-    for span in spans(page.read_text()):
-        for negated, flag, value in re.findall(r"--(no-)?([a-z]+\.[a-z][\w-]*)(?: ([\w-]+)$)?", span):
-            setting = read.settings().get(flag.replace("-", "_"))
-            if setting is None or (negated and not setting.is_yes_no):
-                problems.append(span)
-            elif len(value) > 1 and not value.isupper():
-                merged = read.merge([read.Layer(origin="page", values={setting.name: value}, is_text=True)])
-                problems += [f"{span}: {problem}" for problem in merged.problems]
+    for page in PAGES:
+        for span in spans(page.read_text()) if page.name != "experiments.md" else []:
+            for negated, flag, value in re.findall(r"--(no-)?([a-z]+\.[a-z][\w-]*)(?: ([\w-]+)$)?", span):
+                setting = read.settings().get(flag.replace("-", "_"))
+                if setting is None or (negated and not setting.is_yes_no):
+                    problems.append(f"{name(page)}: {span}")
+                elif len(value) > 1 and not value.isupper():
+                    merged = read.merge([read.Layer(origin="page", values={setting.name: value}, is_text=True)])
+                    problems += [f"{name(page)}: {span}: {problem}" for problem in merged.problems]
     assert not problems, "\n".join(problems)
 
 
@@ -192,7 +190,7 @@ def test_there_are_commands_to_look_at():
     assert sum(count.values()) > 90 and count["docs/planner.md"] == 6 and count["README.md"] >= 10
 
 
-@pytest.mark.parametrize("text, problem", [
+MISTAKES = [
     ("ranvier train gpt-tiny --mesh.dta 2", "No such option"), ("ranvier trian gpt-tiny", "there is no command"),
     ("ranvier train gpt-tyni", "gpt-tiny"), ("ranvier train gpt-tiny --optim.offload disk", "optim.offload"),
     ("ranvier plan gpt-tiny", "--cluster"), ("make cake", "Makefile"), ("pip install 'ranvier[moon]'", "moon"),
@@ -204,11 +202,14 @@ def test_there_are_commands_to_look_at():
     ("docker build --file examples/gone .", "examples/gone"), ("python -m benchmarks.gone", "no module"),
     ("python -m benchmarks.pipeline.pipeline --gone", "no --gone"),
     ("sbatch examples/slurm/train.sbatch /runs/x gpt-tiny --train.stepps 3", "No such option"),
-    ("python examples/ray_ranks.py --ranks 4 gpt-tiny --mesh.gone 2", "No such option")])
-def test_what_does_not_exist_is_found(text, problem, capfd):
-    found = [each for words in commands(f"```bash\n{text}  # as they say\n```\n")
-             if (each := problem_of(words, ROOT / "README.md"))]
-    assert len(found) == 1 and problem in found[0], found
+    ("python examples/ray_ranks.py --ranks 4 gpt-tiny --mesh.gone 2", "No such option")]
+
+
+def test_what_does_not_exist_is_found():
+    for text, problem in MISTAKES:
+        found = [each for words in commands(f"```bash\n{text}  # as they say\n```\n")
+                 if (each := problem_of(words, ROOT / "README.md"))]
+        assert len(found) == 1 and problem in found[0], (text, found)
 
 
 # --- commands that need a reader's files -----------------------------------------------------------------------------

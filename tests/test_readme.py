@@ -3,6 +3,7 @@ test-all`; in `make test` most of them with fewer steps, and of those that diffe
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ranvier.cli.main import run_command
 from ranvier.testing.freezing import check_freeze_policy
 
 ROOT = Path(__file__).parent.parent
@@ -35,9 +37,13 @@ COMMANDS = commands()
 RUNNABLE = [command for command in COMMANDS if not command.startswith("make ") and " resize runs/mine" not in command]
 HELPS = [command for command in RUNNABLE if command.startswith("python -m ") and command.endswith(" --help")]
 SLOW = ("bert-sentiment", "vit-cifar10", "torchrun", "runs/small", "runs/writer", "--mesh.row 2", "runs/kept",
-        "runs/frugal", "runs/own-family", "runs/upper", "runs/auto", "--explain")
+        "runs/frugal", "runs/own-family", "runs/upper", "runs/auto", "--explain", "runs/base")
 """In commands that wait for `make test-all`: recipes that fetch, and what tests of its own folder start as well."""
 FEW_STEPS = "--train.steps 3 --train.eval-sequences 8 --train.sample-tokens 8"
+
+
+IN_PROCESS = ("check", "plan", "simulate", "resize")
+"""Subcommands that start no process: such a command runs in the tests' own, which has loaded torch."""
 
 
 def run(command: str, folder: Path) -> subprocess.CompletedProcess:
@@ -86,7 +92,12 @@ def in_make_test() -> list:
 
 @pytest.mark.parametrize("command", [*in_make_test(), *(pytest.param(command, marks=pytest.mark.slow)
                                                         for command in RUNNABLE if quick(command) != command)])
-def test_command(command: str, tmp_path: Path) -> None:
+def test_command(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = shlex.split(command)
+    if words[0] == "ranvier" and words[1] in IN_PROCESS and "&&" not in words:
+        monkeypatch.chdir(tmp_path)
+        assert run_command(words[1:]) == 0
+        return
     if command.startswith("mpiexec"):
         pytest.importorskip("mpi4py")
     done = run(command, tmp_path)

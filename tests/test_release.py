@@ -70,11 +70,12 @@ def test_the_wheel_of_the_sdist_installs_and_runs(tmp_path: Path) -> None:
         return subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True, cwd=tmp_path,
                               env=environment, timeout=120).stdout
 
-    venv.create(tmp_path / "venv", with_pip=True)
+    venv.create(tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
     site = output(python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])").strip()
     Path(site, "borrowed.pth").write_text(f"{packages}\n")
-    output(python, "-m", "pip", "install", "--no-deps", "--no-index", "--ignore-installed", wheel)
+    output(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--ignore-installed",
+           wheel)
     command = python.with_name("ranvier")
     assert output(command, "--version") == f"ranvier, version {ranvier.__version__}\n"
     assert "train" in output(command, "--help")

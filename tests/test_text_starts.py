@@ -24,7 +24,7 @@ from tests.checkpoint.test_hf_llama import published_tokenizer
 ROOT = Path(__file__).parents[1] / "ranvier"
 WORDS = ("bos_token", "post_processor", "prefix_token", "add_special_tokens", "eot_token_id")
 ALLOWED = {
-    "data/tokenizer.py": WORDS,
+    "data/tokenizer.py": (*WORDS, "[.end]"),
     "data/wordpiece.py": ("post_processor", "add_special_tokens"),  # BERT's [CLS] and [SEP], which stand around pairs
     "data/chat_template.py": ("add_special_tokens",),  # switched off: a template writes all of them
     "data/offline/gguf_tokenizer.py": ("bos_token", "post_processor", "add_special_tokens"),  # writes tokenizer.json
@@ -34,21 +34,39 @@ ALLOWED = {
 """File -> words of text starts that it may use."""
 
 
+def words_of_starts(code, *, appends=False):
+    """The words of text starts that a module uses. appends: a list may be of the separator alone."""
+    tree = ast.parse(code)
+    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    names = [getattr(node, name, None) for node in ast.walk(tree) for name in ("attr", "id", "arg", "name")]
+    used = {word for word in WORDS for text in [*texts, *names] if isinstance(text, str) and word in text}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.List, ast.Tuple)) and node.elts:  # a context that is made of the separator
+            first, is_spread = node.elts[0], isinstance(node.elts[0], ast.Starred)
+            name = getattr(first.value if is_spread else first, "attr", None)
+            if (is_spread and name in ("start", "nothing")) or (
+                    name == "end" and not (appends and len(node.elts) == 1)):
+                used.add("[.end]")
+    return used
+
+
 def test_no_second_place_decides_how_texts_start():
     found = {}
     for path in ROOT.rglob("*.py"):
-        name, tree = str(path.relative_to(ROOT)), ast.parse(path.read_text())
-        texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-        names = [getattr(node, "attr", None) or getattr(node, "id", None) or getattr(node, "arg", None) or
-                 getattr(node, "name", None) or "" for node in ast.walk(tree)]
-        used = {word for word in WORDS for text in [*texts, *names] if isinstance(text, str) and word in text}
-        # a context that is made of the separator: [tokenizer.end]
-        used |= {"[.end]" for node in ast.walk(tree) if isinstance(node, ast.List) and len(node.elts) == 1
-                 and isinstance(node.elts[0], ast.Attribute) and node.elts[0].attr == "end"
-                 and name != "data/lm.py"}  # which appends it to documents
+        name = str(path.relative_to(ROOT))
+        used = words_of_starts(path.read_text(), appends=name == "data/lm.py")  # which appends it to documents
         if more := used - set(ALLOWED.get(name, ())):
             found[name] = more
     assert not found, "ranvier.data.tokenizer.Tokenizer decides with which tokens a text starts"
+
+
+@pytest.mark.parametrize("code", [
+    "ids = [tokenizer.bos_token_id, *ids]", "start = getattr(tokenizer, 'bos_token_id')",
+    "ids = [self.tokenizer.end, *ids]", "context = [tokenizer.end]", "ids = (*tokenizer.nothing, 3)",
+    "ids = [*tokenizer.start, *tokenizer.encode(text)]",
+    "tokenizer(text, add_special_tokens=True)", "document['post_processor']", "from x import prefix_token_id as first"])
+def test_a_second_place_is_noticed(code):
+    assert words_of_starts(code)
 
 
 def folder_with(path, *, start="<|begin_of_text|>", **settings):

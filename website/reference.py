@@ -213,9 +213,9 @@ def commands() -> str:
 # ---------------------------------------------------------------------- Python
 
 _GROUPS = {
-    "Start": ("start", "World", "Mesh"),
-    "Train": ("Engine", "Model", "Initial", "Microbatch", "microbatches", "BatchResult", "with_adapters",
-              "from_transformers"),
+    "Start": ("start", "run", "World", "Mesh"),
+    "Train": ("Engine", "Model", "Initial", "Microbatch", "microbatches", "shard_loader", "BatchResult", "blocks_of",
+              "with_adapters", "from_transformers", "train"),
     "Checkpoints": ("Checkpoints",),
 }
 """Public names in the order of the page; errors and settings have groups of their own."""

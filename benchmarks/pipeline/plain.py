@@ -10,7 +10,7 @@ from benchmarks.pipeline.workload import Loss, Stepper, Workload, whole_network
 
 
 @contextmanager
-def open_regular_file(workload: Workload, contender: Contender, place: Place) -> Iterator[Stepper]:
+def plain_loop(workload: Workload, contender: Contender, place: Place) -> Iterator[Stepper]:
     """Each rank trains a whole model of its own on its own tokens, without hearing of the others.
 
     Setting `whole_batch`: one forward and backward over all sequences instead of one for each microbatch.

@@ -32,8 +32,8 @@ def opener(kind: Kind):
     """The function that sets a contender of this kind up; its module, with all that it imports, is loaded here."""
     match kind:
         case "plain":
-            from benchmarks.pipeline.plain import open_regular_file
-            return open_regular_file
+            from benchmarks.pipeline.plain import plain_loop
+            return plain_loop
         case "ddp":
             from benchmarks.pipeline.ddp import open_ddp
             return open_ddp

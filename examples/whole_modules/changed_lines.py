@@ -20,7 +20,7 @@ def code(name):
     text = (FOLDER / f"{name}.py").read_text()
     docstring = ast.parse(text).body[0]
     return [line for number, line in enumerate(text.splitlines(), 1)
-            if number > docstring.end_lineno and line.strip() and not line.strip().startswith("#")]
+            if number > (docstring.end_lineno or 0) and line.strip() and not line.strip().startswith("#")]
 
 
 def changed(before, after):

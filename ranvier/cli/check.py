@@ -14,6 +14,7 @@ from ranvier.config.run import Run
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.count import laid_out, memory_curve
 from ranvier.cost.device_overhead import usable_bytes
+from ranvier.cost.fitting import first_that_fits, schedule_note
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.limits import MemoryChoice
 from ranvier.cost.memory import PROCESS_BYTES, RankMemory, remedies
@@ -47,6 +48,8 @@ class Report:
     """What all ranks would need together here, and what there is; None for more ranks than a machine has."""
     planned: str | None = None
     """The mesh and microbatch in the place of auto."""
+    schedule_note: str = ""
+    """What the memory has made of the schedule, in words."""
     schedule: tuple[MemoryChoice, ...] = ()
     """The schedule's limits for the run's `pipeline.memory`, then for others."""
     learning_rate: str = ""
@@ -68,6 +71,7 @@ class Report:
                             "host_bytes": entry.host_bytes} for entry in self.memory],
                 "tensor_mesh": None if self.tensor_mesh is None else asdict(self.tensor_mesh),
                 "machine": None if self.machine is None else asdict(self.machine), "planned": self.planned,
+                "schedule_note": self.schedule_note,
                 "schedule": [asdict(choice) for choice in self.schedule], "learning_rate": self.learning_rate,
                 "padding": self.padding, "cluster": self.cluster}
 
@@ -100,6 +104,14 @@ def _machine_warnings(run: ResolvedRun, machine: MachineMemory | None) -> Iterat
         yield ConfigError(f"would not suffice for all {run.mesh.size} ranks: they need {needed:,.0f} MiB, and "
                           f"{free:,.0f} are free", where="memory of this machine", remedy="In this order: " + "; ".join(
                               remedies(run, shared=run.launch.device != "cuda")) + ".")
+
+
+def _fits(run: ResolvedRun, cluster: Cluster | None, memory: Sequence[RankMemory]) -> bool:
+    """Whether it fits the devices of the cluster, or without one this machine."""
+    if cluster is not None:
+        return shortage(run, cluster, memory) is None
+    machine = this_machine(run, memory)
+    return run.mesh.size > _MAX_LOCAL_RANKS or machine.needed_bytes <= machine.available_bytes
 
 
 def _too_small(run: ResolvedRun, cluster: Cluster, memory: Sequence[RankMemory]) -> ConfigError | None:
@@ -145,9 +157,12 @@ def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = N
     found += problems(run, None if found else num_ranks)  # a stand-in has another size
     stages: StageTable | None = None
     memory: tuple[RankMemory, ...] = ()
+    note = ""
     if not more and not any(problem.where.startswith(PREVENT_A_CUT) for problem in found):
         try:
-            stages, memory = laid_out(run)
+            planned = run
+            run, (stages, memory) = first_that_fits(run, laid_out, lambda run, found: _fits(run, place, found[1]))
+            note = schedule_note(planned, run)
         except RanvierError as problem:
             found.append(problem)
         except TOO_LARGE as error:
@@ -162,6 +177,7 @@ def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = N
                   stages=stages, memory=memory, tensor_mesh=tensor_mesh_facts(run, ranks_per_node), machine=machine,
                   schedule=() if stages is None else memory_curve(run, stages),
                   planned=f"{run.mesh}, microbatches of {run.batch.microbatch_size}" if is_planned else None,
+                  schedule_note=note,
                   cluster=_cluster_line(place, memory) if place is not None and memory else "",
                   learning_rate=describe(run.train), padding="" if data is None else data.padding)
 
@@ -180,6 +196,8 @@ def print_report(report: Report, values: Sequence[tuple[str, str, str]], *, ever
         screen.print(f"warning: {warning}", style="yellow")
     if report.planned:
         screen.print(f"\nauto is {report.planned}")
+    if report.schedule_note:
+        screen.print(report.schedule_note)
     if report.stages:
         screen.print()
         screen.print(str(report.stages))

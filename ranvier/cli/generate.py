@@ -13,6 +13,7 @@ import click
 from ranvier.cli.options import NUMBER_FORMATS
 from ranvier.cli.ranks import work_as_rank
 from ranvier.errors import ConfigError
+from ranvier.system.untrusted_file import parse_json
 
 if TYPE_CHECKING:
     from ranvier.inference.generate import Text
@@ -79,7 +80,11 @@ def generate(model: Path, prompts: tuple[str, ...], file: Path | None, chat: boo
 def _prompts(given: Sequence[str], file: Path | None) -> list[Any]:
     """Texts, or lists of messages. ConfigError where there are none, or a line is neither."""
     found: list[Any] = list(given)
-    lines = file.read_text(encoding="utf-8").splitlines() if file is not None else ()
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines() if file is not None else ()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot be read: {getattr(error, 'strerror', None) or error}", where="prompts",
+                          value=str(file), remedy="Name a file of UTF-8 text.") from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -87,10 +92,11 @@ def _prompts(given: Sequence[str], file: Path | None) -> list[Any]:
             found.append(line)
             continue
         try:
-            document = json.loads(line)
+            document: Any = parse_json(line)
             only = document["prompt"] if "prompt" in document else document["messages"]
+            json.dumps(document, ensure_ascii=False).encode()  # no tokenizer takes half of a surrogate pair
             found.append(document if {"tools", "chat_template_kwargs"} & document.keys() else only)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError("is no JSON object with a field prompt or messages", where=f"{file}, line {number}",
                               value=line[:80], remedy='Write {"prompt": "..."} in each line.') from error
     if not found:

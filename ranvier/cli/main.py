@@ -27,6 +27,7 @@ from ranvier.cli.problems import ConfigProblems, print_error, print_problems
 from ranvier.cli.resize import resize
 from ranvier.cli.simulate import simulate
 from ranvier.cli.train import train
+from ranvier.cli.watch import watch
 from ranvier.errors import RanvierError
 
 if TYPE_CHECKING:
@@ -53,15 +54,31 @@ def run_command(args: Sequence[str] | None = None, *, change_world: Callable[[Wo
         print_problems([error], as_json=as_json)
         return 2
     except click.exceptions.UsageError as error:
+        text = _usage_text(error)
         if not sys.argv[1:] and args is None:
             error.show()
         else:
-            print_error(error.format_message())
+            print_error(text)
             if as_json:
-                print(json.dumps({"errors": [{"what": error.format_message()}]}))
+                print(json.dumps({"errors": [{"what": text}]}))
         return 2
     except (click.Abort, KeyboardInterrupt):
         return 130
+
+
+def _usage_text(error: click.exceptions.UsageError) -> str:
+    """What is wrong with the command line. A setting that is called otherwise in other programs is named, and what a
+    missing RECIPE may be."""
+    from ranvier.config.read import flag, name_elsewhere, recipe_names
+
+    if isinstance(error, click.exceptions.NoSuchOption) and (
+            setting := name_elsewhere(error.option_name.removeprefix("--"))) is not None:
+        return f"No such option: {error.option_name} Did you mean --{flag(setting)}?"
+    if (isinstance(error, click.exceptions.MissingParameter) and error.param is not None
+            and error.param.name == "recipe"):
+        return (f"Missing argument 'RECIPE': one of {', '.join(recipe_names())}; a preset (docs/models.md); a folder "
+                "in Hugging Face format; a .toml file; or module:function.")
+    return error.format_message()
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -81,6 +98,6 @@ def command() -> None:
     """
 
 
-for _subcommand in (train, check, plan, simulate, generate, evaluate, export_run, import_model, resize, join, data,
-                    doctor):
+for _subcommand in (train, check, plan, simulate, generate, evaluate, export_run, import_model, resize, join, watch,
+                    data, doctor):
     command.add_command(_subcommand)

@@ -86,9 +86,10 @@ def _with_values(args: Sequence[str], params: Sequence[click.Parameter]) -> Iter
 
 
 COMMON = ("mesh.data", "mesh.pipe", "mesh.row", "mesh.col", "batch.global_size", "batch.microbatch_size", "train.steps",
-          "train.epochs", "train.learning_rate", "precision", "optim.algorithm", "optim.offload", "optim.shard",
-          "memory.recompute", "model.pretrained", "lora.rank", "data.task", "data.corpus", "data.train",
-          "elastic.freeze", "checkpoint.every", "resume", "run_dir")
+          "train.epochs", "train.learning_rate", "train.schedule", "train.warmup_steps", "optim.clip_norm", "precision",
+          "optim.algorithm", "optim.offload", "optim.shard", "memory.recompute", "model.pretrained", "model.sequence",
+          "lora.rank", "data.task", "data.corpus", "data.train", "data.tokenizer", "elastic.freeze", "checkpoint.every",
+          "resume", "log.every", "verbose", "run_dir")
 """Settings that --help shows, with the first sentence of each; --help-all and --help-section show the rest."""
 OF_EVALUATION = ("mesh.data", "mesh.pipe", "mesh.row", "mesh.col", "batch.global_size", "batch.microbatch_size",
                  "train.eval_sequences", "precision", "data.eval", "data.corpus")

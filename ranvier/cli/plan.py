@@ -30,15 +30,17 @@ from ranvier.cli.options import (
                    "measured speed.")
 @click.option("--out", type=click.Path(path_type=Path),
               help="Write the best configuration as a run file for `ranvier train`.")
+@click.option("--out-html", type=click.Path(path_type=Path),
+              help="Write a page with the best configuration and why the others lost.")
 @click.option("--explain", is_flag=True,
               help="Name the bottleneck, and show memory against speed for the best configuration.")
 @json_option
 def plan(recipe: str, cluster: str, ranks: int | None, searched: str | None, measure: int | None, out: Path | None,
-         explain: bool, as_json: bool, allow_code: bool, **flags: str | None) -> int:
+         out_html: Path | None, explain: bool, as_json: bool, allow_code: bool, **flags: str | None) -> int:
     """Find the fastest configuration of RECIPE on a cluster, before anything is started there."""
     name, resolved = read_valid_recipe(recipe, flags, allow_code=allow_code)
     from ranvier.planner import plan as planner
 
     planner.plan(name, resolved.run, cluster, ranks=ranks, searched=searched, measure=measure or 0, out=out,
-                 explain=explain, as_json=as_json)
+                 out_html=out_html, explain=explain, as_json=as_json)
     return 0

@@ -44,7 +44,8 @@ _PLANNED = (*(f"mesh.{axis}" for axis in AXES), "batch.microbatch_size")
 @click.pass_context
 def train(context: click.Context, /, recipe: str, allow_code: bool, quiet: bool, as_json: bool, **flags: str | None
           ) -> int:
-    """Train RECIPE: the name of a shipped recipe, a TOML file, or module:function.
+    """Train RECIPE: the name of a shipped recipe or preset, a folder in Hugging Face format, a TOML file, or
+    module:function.
 
     Under plain python the local ranks are started for you; under torchrun, mpiexec or srun this process is one of them.
     """
@@ -102,7 +103,8 @@ def _close(resolved: read.Merged, started: Started | None, tell: Callable[[str],
         asked, ranks if open_axes_of(asked) or started is not None else None,
         None if started is None else started.local_size, trial=trial)
     warnings: list[RanvierError] = [*resolved.warnings]
-    problems = [*resolved.problems, *problems, *find_problems(run), *tracker_problems(run.log)]
+    problems = [*resolved.problems, *_missing_data(resolved), *problems, *find_problems(run),
+                *tracker_problems(run.log)]
     if started is not None and started.size != run.mesh.size and run.resume == "auto" and not problems:
         run, warning = refit(run, started.size, started.launcher, find_problems)
         warnings.append(warning)
@@ -114,6 +116,25 @@ def _close(resolved: read.Merged, started: Started | None, tell: Callable[[str],
                                     value=run.max_restarts, remedy="Let the launcher restart the run (docs/faults.md), "
                                                                    "with --resume auto."))
     return asked, dataclasses.replace(run, launch=dataclasses.replace(run.launch, trial=0)), warnings
+
+
+def _missing_data(resolved: read.Merged) -> list[ConfigError]:
+    """What a model without a recipe needs beside it: data, and a preset the tokenizer of its vocabulary."""
+    run, origins = resolved.run, resolved.origins
+    is_preset = run.model.preset is not None and run.model.pretrained is None
+    if not is_preset and not origins["model.pretrained"].startswith("folder "):
+        return []
+    problems = []
+    if all(origins[name] == "default" for name in ("data.corpus", "data.train", "data.mixture", "data.task")):
+        problems.append(ConfigError(
+            "has no data of its own", where="recipe", value=run.model.preset or run.model.pretrained,
+            remedy="Give text with --data.corpus PATH, or samples with --data.task TASK --data.train FILE."))
+    if is_preset and origins["data.tokenizer"] == "default" and run.data.task == "lm":
+        problems.append(ConfigError(
+            "has no tokenizer of its own", where="recipe", value=run.model.preset,
+            remedy="Give the model's own with --data.tokenizer PATH/tokenizer.json, or train one on the corpus with "
+                   "--data.tokenizer bpe."))
+    return problems
 
 
 def _plan_before(asked: Run, ranks: int) -> ResolvedRun | None:

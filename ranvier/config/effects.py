@@ -28,12 +28,12 @@ ALWAYS = frozenset({
     "checkpoint.dir", "checkpoint.best", "checkpoint.background",
     "checkpoint.on_error", "guard.bad_step", "guard.loss_spike_factor",
     "launch.launcher", "launch.join_address",
-    "log.tracker", "launch.threads", "launch.device", "launch.hang_seconds", "model.family", "model.preset",
-    "model.pretrained",
+    "log.tracker", "log.every", "launch.threads", "launch.device", "launch.hang_seconds", "model.family",
+    "model.preset", "model.pretrained",
     "model.float8",
     "model.num_layers", "model.hidden", "model.heads", "model.dropout", "model.intermediate", "model.norm_epsilon",
     "lora.rank", "lora.adapters", "data.task", "data.cache_dir", "data.eval", "data.eval_sets",
-    "elastic.freeze", "elastic.manual", "elastic.profile_microbatches", "seed", "precision", "memory_report",
+    "elastic.freeze", "elastic.manual", "elastic.profile_microbatches", "seed", "precision", "memory_report", "verbose",
     "resume", "run_dir"})
 """Settings that change something in every run that is not refused because of them."""
 

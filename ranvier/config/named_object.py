@@ -20,7 +20,6 @@ import importlib
 import os
 import re
 import sys
-import tomllib
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from types import ModuleType
 from typing import Any
 
 from ranvier.errors import ConfigError, RanvierError
+from ranvier.system.untrusted_file import parse_toml
 
 _NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
@@ -179,8 +179,8 @@ def _options_setting(setting: str) -> str:
 
 def _value(text: str) -> object:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, RecursionError):
+        return parse_toml(f"value = {text}")["value"]
+    except ValueError:
         return text
 
 

@@ -15,8 +15,7 @@ import json
 import math
 import os
 import re
-import textwrap
-import tomllib
+import sys
 import types
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
@@ -38,8 +37,11 @@ from ranvier.config.section import alternatives, bare, describe
 from ranvier.config.urls import has_user_information, without_user_information
 from ranvier.errors import ConfigError
 from ranvier.system.atomic_file import write_atomically
+from ranvier.system.untrusted_file import parse_toml, read_bytes, read_toml
 
 _MAX_INT = 1 << 62  # no count of anything here, and no size of a tensor, is that large
+MOST_BYTES = 1 << 18
+"""Size of a recipe or a run.toml, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,13 +143,19 @@ def default_folder(recipe: str) -> Path:
 _parsing = Lock()
 
 
+@cache
+def _classes(module: str) -> Mapping[str, ast.ClassDef]:
+    """The classes of a module, as they are written. To find the source of each by itself would parse the module for
+    each, a quarter of a second in every process of a run."""
+    with _parsing:  # Python 3.11 counts the depth of all threads' trees together, and raises SystemError
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
 def _docstrings(cls: type) -> dict[str, str]:
     """The text under each field of `cls`."""
-    with _parsing:  # Python 3.11 counts the depth of all threads' trees together, and raises SystemError
-        tree = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    assert isinstance(tree, ast.ClassDef)
     found: dict[str, str] = {}
-    for field, text in pairwise(tree.body):
+    for field, text in pairwise(_classes(cls.__module__)[cls.__name__].body):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(
                 text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):
             found[field.target.id] = inspect.cleandoc(text.value.value).replace("\n", " ")
@@ -353,11 +361,40 @@ def _unknown(name: str, value: object, origin: str) -> ConfigError:
     name = name or '""'
     if isinstance(value, Mapping) and (near := difflib.get_close_matches(name, sections(), n=1)):
         return ConfigError("is not a section", where=name, value=f"in {origin}", remedy=f"Did you mean [{near[0]}]?")
+    if (elsewhere := name_elsewhere(name)) is not None:
+        return ConfigError(f"is not a setting, in {origin}", where=name, value=value,
+                           remedy=f"Did you mean {elsewhere}?")
     names = {**{known: known for known in settings()}, **{known.rpartition(".")[2]: known for known in settings()}}
     near = difflib.get_close_matches(name.replace("-", "_"), names, n=1) or difflib.get_close_matches(
         name.replace("-", "_").rpartition(".")[2], names, n=1)
     remedy = f"Did you mean {names[near[0]]}?" if near else "`ranvier train --help-all` lists all settings."
     return ConfigError(f"is not a setting, in {origin}", where=name, value=value, remedy=remedy)
+
+
+_ELSEWHERE = types.MappingProxyType({
+    "lr": "train.learning_rate", "max_lr": "train.learning_rate", "learning_rate": "train.learning_rate",
+    "batch_size": "batch.global_size", "global_batch_size": "batch.global_size", "bs": "batch.global_size",
+    "micro_batch_size": "batch.microbatch_size", "per_device_train_batch_size": "batch.microbatch_size",
+    "max_steps": "train.steps", "train_iters": "train.steps", "num_train_epochs": "train.epochs",
+    "max_grad_norm": "optim.clip_norm", "clip_grad": "optim.clip_norm", "grad_clip": "optim.clip_norm",
+    "lr_scheduler": "train.schedule", "lr_scheduler_type": "train.schedule", "warmup": "train.warmup_steps",
+    "seq_length": "model.sequence", "seq_len": "model.sequence", "max_length": "model.sequence",
+    "block_size": "model.sequence", "dataset": "data.corpus", "output_dir": "run_dir", "logging_steps": "log.every",
+    "dtype": "precision", "mixed_precision": "precision", "bf16": "precision", "fp16": "precision",
+    "gradient_checkpointing": "memory.recompute", "activation_checkpointing": "memory.recompute",
+    "dp": "mesh.data", "pp": "mesh.pipe", "tp": "mesh.col", "fsdp": "mesh.row",
+    "data_parallel": "mesh.data", "pipeline_parallel": "mesh.pipe", "tensor_parallel": "mesh.col",
+    "pipeline_model_parallel_size": "mesh.pipe", "tensor_model_parallel_size": "mesh.col",
+    "model_name_or_path": "model.pretrained", "load_from": "resume", "save_steps": "checkpoint.every"})
+"""Names of settings in other programs -> ours."""
+
+_RECIPES_ELSEWHERE = types.MappingProxyType({"nanogpt": "gpt-tiny", "nanochat": "gpt-tiny", "gpt2": "gpt2-small",
+                                             "gpt-2": "gpt2-small", "llama": "llama-tiny", "bert": "bert-sentiment"})
+
+
+def name_elsewhere(name: str) -> str | None:
+    """Our setting for the name, or the last part of it, that another program has: "train.lr", "batch-size"."""
+    return _ELSEWHERE.get(name.replace("-", "_").rpartition(".")[2])
 
 
 # --- recipes ---------------------------------------------------------------------------------------------------------
@@ -372,22 +409,24 @@ def recipe_names() -> list[str]:
 def load(recipe: str, *, keep_folder: bool = False, allow_code: bool = False) -> tuple[str, Layer]:
     """A recipe's short name, for folders and headings, and its layer.
 
-    `recipe` is a shipped recipe's name, a preset's, a TOML file, or module:function, whose function takes nothing and
-    returns a `Run` or a dict like a TOML file's. keep_folder: a run's own run.toml stands for that run itself, rather
-    than for one like it. allow_code: a TOML file may name Python objects. ConfigError when it is none of these or
-    cannot be read.
+    `recipe` is a shipped recipe's name, a preset's, a folder in Hugging Face format, a TOML file, or module:function,
+    whose function takes nothing and returns a `Run` or a dict like a TOML file's. keep_folder: a run's own run.toml
+    stands for that run itself, rather than for one like it. allow_code: a TOML file may name Python objects.
+    ConfigError when it is none of these or cannot be read.
     """
     if recipe in recipe_names():
         text = (resources.files("ranvier") / "config" / "recipes" / f"{recipe}.toml").read_bytes()
         return recipe, replace(_parse(text, f"recipe {recipe}"), is_users=False, code="allowed")
     if recipe in presets.PRESETS:
-        return recipe, Layer(origin=f"preset {recipe}", values={"model.preset": recipe}, is_users=False)
+        return recipe, Layer(origin=f"preset {recipe}", is_users=False,
+                             values={"model.preset": recipe, **presets.PRETRAINING})
     path = Path(recipe)
+    if (path / "config.json").is_file():
+        return path.absolute().name, Layer(origin=f"folder {recipe}", is_users=False,
+                                           values={"model.pretrained": recipe, **presets.FINE_TUNING})
     if path.suffix == ".toml":
         try:
-            if path.exists() and not (path.is_file() or path.is_dir()):
-                raise OSError("it is no file")  # a pipe would be waited for
-            layer = _parse(path.read_bytes(), f"file {recipe}")
+            layer = _parse(read_bytes(path, MOST_BYTES), f"file {recipe}")
             layer = replace(layer, is_users=not _is_own(path, layer), code="allowed" if allow_code else "on request")
             return (_own_name(path, layer), layer) if keep_folder else _without_own_folder(path, layer)
         except (OSError, ValueError) as error:
@@ -398,9 +437,11 @@ def load(recipe: str, *, keep_folder: bool = False, allow_code: bool = False) ->
     module, colon, function = recipe.partition(":")
     if colon:
         return function, _call(recipe, module, function)
-    near = difflib.get_close_matches(recipe, [*recipe_names(), *presets.PRESETS], n=1, cutoff=0.4)
-    raise ConfigError("is neither a shipped recipe, a .toml file nor module:function", where="recipe", value=recipe,
-                      remedy=f"Did you mean {near[0]}?" if near else f"Shipped are: {', '.join(recipe_names())}.")
+    near = [_RECIPES_ELSEWHERE[recipe.lower()]] if recipe.lower() in _RECIPES_ELSEWHERE else difflib.get_close_matches(
+        recipe, [*recipe_names(), *presets.PRESETS], n=1, cutoff=0.4)
+    raise ConfigError("is neither a recipe, a preset, a folder with config.json, a .toml file nor module:function",
+                      where="recipe", value=recipe,
+                      remedy=f"Did you mean {near[0]}?" if near else f"Recipes are: {', '.join(recipe_names())}.")
 
 
 def _without_own_folder(path: Path, layer: Layer) -> tuple[str, Layer]:
@@ -424,8 +465,8 @@ def _is_own(path: Path, layer: Layer) -> bool:
 
 def _parse(text: bytes, origin: str) -> Layer:
     try:
-        return from_dict(tomllib.loads(text.decode()), origin)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        return from_dict(parse_toml(text.decode()), origin)
+    except ValueError as error:
         raise ConfigError(f"is not valid TOML: {error}", where=origin, remedy="Correct the file.") from error
 
 
@@ -483,7 +524,7 @@ def document(run: Run, names: Collection[str] | None = None) -> dict[str, Any]:
 def origin(run_dir: Path) -> str:
     """The checkpoint elsewhere with which the run of a folder began, by its run.toml; "none" where it began anew."""
     try:
-        said = tomllib.loads((run_dir / "run.toml").read_text(encoding="utf-8")).get("resume")
+        said = read_toml(run_dir / "run.toml", MOST_BYTES).get("resume")
     except (OSError, ValueError):
         return "none"
     return said if isinstance(said, str) and said else "none"

@@ -166,8 +166,9 @@ class Pipeline:
     needs under 1f1b. If nothing within it is simulated to be as fast as the limits of none, those hold, although they
     may need more.
     The simulation has counted times; after the first steps on each mesh it is repeated once with measured times (not
-    with `memory_report`). none: no simulation, and as many microbatches in flight as stages, plus the number of stages
-    without trainable parameters."""
+    with `memory_report`). Where the limits do not fit the memory of the ranks, those within 1 are taken, and else the
+    schedule 1f1b (with several stages per rank, one that defers nothing). none: no simulation, and as many microbatches
+    in flight as stages, plus the number of stages without trainable parameters."""
     stages_per_rank: Positive = 1
     """Virtual stages: how many stages (model chunks) each rank of the pipeline has. More make the bubble smaller where
     microbatches are few, for more messages. Needs the message-driven or gpipe schedule."""
@@ -346,7 +347,7 @@ class Guard(_Renamed):
 
 @section
 class Log:
-    """Experiment trackers beside the run's own files, console and TensorBoard."""
+    """What the console prints, and experiment trackers beside the run's own files and TensorBoard."""
 
     tracker: tuple[Literal["wandb", "mlflow", "aim"], ...] = ()
     """Experiment trackers that get the curves and settings of the run: wandb (Weights & Biases), mlflow, aim; several
@@ -358,6 +359,9 @@ class Log:
     default."""
     offline: bool = False
     """wandb: keep everything in the run's folder, for `wandb sync`, and connect to no server."""
+    every: Positive = 10
+    """Steps from one printed line to the next. A line is also printed after the first and the last step, after each
+    evaluation, and when none was printed for 30 seconds; metrics.jsonl has every step."""
 
 
 @section
@@ -435,7 +439,8 @@ class Transformer:
     heads: Positive = 4
     """Attention heads; divides `hidden`."""
     vocab: Annotated[int, Ge(2)] = 2048
-    """Size of the vocabulary; the byte-level tokenizer needs at least 257."""
+    """Size of the vocabulary; the byte-level tokenizer needs at least 257. More than model.pretrained has gives it rows
+    for further tokens, which begin at the mean of the others."""
     sequence: Positive = 128
     """Tokens in one training sequence."""
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
@@ -675,6 +680,8 @@ class Run:
     bit-identical. Slower, most of all in attention."""
     memory_report: bool = False
     """Print predicted and measured memory by category, side by side, at the end of the run."""
+    verbose: bool = False
+    """Print more: all settings and stages at the start, and what the schedule's limits are chosen from."""
     resume: str = "none"
     """Checkpoint to resume from: the newest complete one in the run's folder (auto; without one the run starts from the
     beginning), a checkpoint or a folder of checkpoints (a path), or none. auto reshards to another mesh if another

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_USER = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^/?#\s]*@")
+_USER = re.compile(r"(?<![A-Za-z0-9+.-])([A-Za-z0-9+.-]++://)[^/?#\s]*@")
 
 
 def has_user_information(value: object) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import resources
@@ -16,9 +15,11 @@ from pydantic import TypeAdapter, ValidationError
 from ranvier.cost.hardware import Cluster
 from ranvier.errors import ConfigError
 from ranvier.system.atomic_file import write_atomically
+from ranvier.system.untrusted_file import parse_toml, read_bytes
 
 _SHIPPED = resources.files("ranvier") / "cost" / "clusters"
 _ADAPTER = TypeAdapter(Cluster)
+_MOST_BYTES = 1 << 18
 _SAID = {"missing": "is missing", "unexpected_keyword_argument": "is not a setting of a cluster",
          "finite_number": "must be a finite number", "value_error": "should be a number"}
 
@@ -40,18 +41,17 @@ def load_cluster(name: str) -> Cluster:
                           f"Shipped are: {', '.join(cluster_names())}. `ranvier doctor --measure --out FILE.toml` "
                           "writes one of this machine.")
     try:
-        if path.exists() and not (path.is_file() or path.is_dir()):
-            raise OSError("it is no file")
-        return _read(path.read_bytes(), f"file {name}")
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror or error}", where="cluster", value=name,
+        content = read_bytes(path, _MOST_BYTES)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot be read: {getattr(error, 'strerror', None) or error}", where="cluster", value=name,
                           remedy="Name a TOML file that exists and is readable.") from error
+    return _read(content, f"file {name}")
 
 
 def _read(text: bytes, origin: str) -> Cluster:
     try:
-        tree = tomllib.loads(text.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        tree = parse_toml(text.decode())
+    except ValueError as error:
         raise ConfigError(f"is not valid TOML: {error}", where=origin, remedy="Correct the file.") from error
     return cluster_of(tree, origin)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ranvier import keyed_random, precision
-from ranvier.block import Model, State, freeze, named
+from ranvier.block import Model, State, freeze, meta_device, named
 from ranvier.comm.fp32_sums import Fp32Sums
 from ranvier.comm.meta import MetaGroup
 from ranvier.comm.nccl_transport import SLOTS
@@ -57,7 +57,6 @@ from ranvier.tensor.quantized_weight import quantized_bytes
 from ranvier.tensor.split.linear import SplitLinear, SplitVocabularyLinear
 from ranvier.tensor.under_way import WeightUse
 from ranvier.tensor.weight_gradients import WeightGradients
-from ranvier.tensor.workspace import Workspace
 
 Needs = dict[object, Any]
 """What earlier predictions for one model on one tensor mesh have found, by what it depends on."""
@@ -379,12 +378,13 @@ def _block_needs(run: ResolvedRun, part: Model, mesh: TensorMesh, name: str, sta
                  recomputed: bool, shares: bool) -> _BlockNeeds:
     """Forward and backward of a block; with targets it is the last one, and the loss follows. shares: a parameter with
     another block of the stage."""
-    mesh.workspace, gathered, unreduced, uses = Workspace(), 0, 0, list[WeightUse]()
+    gathered, unreduced, uses = 0, 0, list[WeightUse]()
+    mesh.workspace.clear()
     rows, cols = mesh.over_rows, mesh.over_cols
     assert isinstance(rows, (MetaGroup, Fp32Sums)) and isinstance(cols, (MetaGroup, Fp32Sums))  # those of `meta_mesh`
     for group in (rows, cols):
         group.reset_peak()
-    with torch.device("meta"):
+    with meta_device():
         block = part.blocks[name]().to(DTYPES[run.precision])
     for layer in block.modules():
         if isinstance(layer, SplitLinear):

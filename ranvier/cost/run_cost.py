@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-import torch
 from torch import nn
 
+from ranvier.block import meta_device
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
 from ranvier.cost.blocks import BlockCost
@@ -98,7 +98,7 @@ def _split_layers(run: Run) -> Mapping[str, tuple[SplitLayer, ...]]:
         if (alike := model.alike.get(name)) in found:
             found[name] = found[alike]
             continue
-        with torch.device("meta"):
+        with meta_device():
             layers = [split for layer in build().modules() if (split := _split_layer(layer)) is not None]
         products = [place for place, layer in enumerate(layers) if layer.kind in ("output", "input")]
         if name in ends and products:

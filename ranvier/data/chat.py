@@ -37,6 +37,7 @@ from ranvier.data.tables import JSON_LINES, PARQUET, Row, Table, is_saved, no_co
 from ranvier.data.task import Dataset, Prepared, Task
 from ranvier.data.token_samples import PackedSamples, TokenSamples, best_fit
 from ranvier.errors import DataError, RanvierError
+from ranvier.system.untrusted_file import parse_json
 
 FORM = "a JSONL or Parquet file with a column of messages, the name of a data set, or quiz"
 """What may be given, in words."""
@@ -202,8 +203,8 @@ def _of_kind(row: Row, column: str, kind: type, remedy: str) -> Any:
     """A value of this kind, or the JSON text of one; None where the row has none."""
     value = row.values.get(column)
     if isinstance(value, str) and value:
-        with suppress(ValueError, RecursionError):
-            value = json.loads(value)
+        with suppress(ValueError):
+            value = parse_json(value)
     if value and not isinstance(value, kind):
         raise DataError(f"has {column} of another kind", where=row.place, value=repr(value)[:80], remedy=remedy)
     return value
@@ -314,10 +315,7 @@ def _tokenizer(folder: str, template: str | None) -> ChatTokenizer:
 def _encoded(folder: str, template: str | None, sequence: int, piece: Sequence[Conversation]) -> list[list[_Encoded]]:
     tokenizer, found = _tokenizer(folder, template), []
     for one in piece:
-        try:
-            samples = tokenizer.encode(one)
-        except DataError as error:
-            raise DataError(error.what, where=one.place, value=error.value, remedy=error.remedy or "") from error
+        samples = tokenizer.encode(one)
         key = json.dumps([list(one.messages), one.tools, dict(one.variables)], sort_keys=True, default=str)
         found.append([_Encoded(tokens=np.array(ids[:sequence + 1], dtype=np.uint32),
                                is_target=is_target[:sequence + 1], key=key, size=len(ids),

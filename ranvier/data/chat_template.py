@@ -3,10 +3,11 @@
     messages --template--> text --tokenizer--> tokens
                              |-- characters of the assistant's turns --> is_target, by token
 
-The template (Jinja) is rendered by transformers. A template with {% generation %} says itself what the assistant wrote.
-Of any other one, a turn of the assistant is what the template adds to the conversation before it with the prompt for
-an answer. A template that writes earlier turns otherwise once others follow, as Qwen 3 does without their thoughts,
-gives one sample for each turn of the assistant: the conversation up to this turn, as the model sees it when it writes.
+The template (Jinja) is rendered by transformers, in a process with limits (`template_renderer`). A template with
+{% generation %} says itself what the assistant wrote. Of any other one, a turn of the assistant is what the template
+adds to the conversation before it with the prompt for an answer. A template that writes earlier turns otherwise once
+others follow, as Qwen 3 does without their thoughts, gives one sample for each turn of the assistant: the conversation
+up to this turn, as the model sees it when it writes.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ from typing import Any
 
 import numpy as np
 
+from ranvier.data import template_renderer
 from ranvier.data.tables import has_package
+from ranvier.data.template_renderer import Rendered, TemplateError, TemplateLimitError
 from ranvier.errors import DataError
 from ranvier.system.untrusted_file import read_json
 
-_TOKENIZER = "tokenizer.json"
+_TOKENIZER, _TEMPLATE = "tokenizer.json", "chat_template.jinja"
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 _FORM = "a folder with tokenizer.json, tokenizer_config.json and a chat template, as transformers saves a tokenizer"
+_MOST_TEMPLATE = 1 << 18
 Message = Mapping[str, Any]
 """A turn: `role` (system, user, assistant, ...) and `content`, and what else the template reads."""
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -66,6 +70,8 @@ class ChatTokenizer:
         problem = look_at_folder(folder, template)
         if problem is not None:
             raise problem
+        template_renderer.start()
+        self._file = template or next(path for path in (folder / _TEMPLATE, folder / _BESIDE[0]) if path.is_file())
         try:
             from transformers import PreTrainedTokenizerFast
         except ImportError as error:
@@ -81,13 +87,17 @@ class ChatTokenizer:
             raise _no_template(folder)
         template_text = self._inner.chat_template
         self._source: str = template_text if isinstance(template_text, str) else json.dumps(template_text)
+        if len(self._source) > _MOST_TEMPLATE or not _is_text(self._source):
+            raise DataError(f"has a chat template that is no text of at most {_MOST_TEMPLATE:,} characters",
+                            where=str(template or folder), value=f"{len(self._source):,} characters",
+                            remedy="Name another --data.chat-template.")
         self._words = frozenset(re.findall(r"\w+", self._source))
         self.vocab: int = len(self._inner)
         self._document = (folder / _TOKENIZER).read_text(encoding="utf-8")
         self._beside = {name: (folder / name).read_text(encoding="utf-8") for name in _BESIDE
                         if (folder / name).is_file()}
         if isinstance(self._inner.chat_template, str):
-            self._beside["chat_template.jinja"] = self._inner.chat_template
+            self._beside[_TEMPLATE] = self._inner.chat_template
         self.fingerprint: str = hashlib.blake2b(repr((self._document, self._inner.chat_template)).encode(),
                                                 digest_size=8).hexdigest()
 
@@ -119,8 +129,8 @@ class ChatTokenizer:
         content = "Hello"
         messages = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
         try:
-            text = self.render(Conversation(messages=messages))
-        except DataError:  # a template of other conversations
+            text = self._rendered(Conversation(messages=messages)).text
+        except TemplateError:  # a template of other conversations
             return frozenset()
         behind = text[text.rindex(content) + len(content):] if content in text else ""
         special = set(self._inner.added_tokens_decoder)
@@ -130,15 +140,32 @@ class ChatTokenizer:
     def render(self, conversation: Conversation, *, prompt: bool = False, turns: int | None = None) -> str:
         """The text of a conversation. prompt: with the beginning of an answer behind it. turns: of its first messages;
         None for all. DataError where the template refuses the conversation."""
+        return self._accepted(conversation, prompt=prompt, turns=turns).text
+
+    def _accepted(self, conversation: Conversation, *, prompt: bool = False, turns: int | None = None,
+                  marks: bool = False) -> Rendered:
+        """`_rendered`. DataError where the template refuses the conversation."""
         try:
-            found: str = self._inner.apply_chat_template(
-                list(conversation.messages[:turns]), tokenize=False, add_generation_prompt=prompt,
-                tools=conversation.tools, **conversation.variables)
-        except Exception as error:  # jinja2's errors, and whatever the template raises
-            raise DataError("is refused by the chat template", where=conversation.place,
-                            value=f"{type(error).__name__}: {error}"[:200],
+            return self._rendered(conversation, prompt=prompt, turns=turns, marks=marks)
+        except TemplateError as error:
+            raise DataError("is refused by the chat template", where=conversation.place, value=str(error),
                             remedy="Correct the messages, or name another --data.chat-template.") from error
-        return found
+
+    def _rendered(self, conversation: Conversation, *, prompt: bool = False, turns: int | None = None,
+                  marks: bool = False) -> Rendered:
+        """A conversation in the template. TemplateError where the template refuses it; DataError, which names the
+        template's file, where that exceeds a limit."""
+        messages = [{key: part for key, part in message.items() if part is not None}
+                    for message in conversation.messages[:turns]]
+        try:
+            return template_renderer.render(
+                messages=messages, template=self._inner.get_chat_template(None, conversation.tools),
+                tools=conversation.tools, variables={**self._inner.special_tokens_map, **conversation.variables},
+                prompt=prompt, marks=marks)
+        except TemplateLimitError as error:
+            raise DataError(f"has a chat template that {error} for one conversation", where=str(self._file),
+                            value=conversation.place, remedy="Name another --data.chat-template, or leave the "
+                            "conversation out if it is very long.") from error
 
     def encode(self, conversation: Conversation) -> list[Sample]:
         """The samples of a conversation: one, or one for each turn of the assistant that is learnt, where the template
@@ -196,7 +223,7 @@ class ChatTokenizer:
         earlier = self.render(conversation, turns=number) if number else ""
         if not after.startswith(earlier) or start <= len(earlier):
             raise DataError("has no place for a turn of the assistant: the template writes it without its prompt for "
-                            "an answer", where="chat template", value=f"turn {number + 1}",
+                            "an answer", where=conversation.place, value=f"turn {number + 1}",
                             remedy="Name a --data.chat-template that marks what the assistant writes with "
                                    "{% generation %} and {% endgeneration %}.")
         return start, after
@@ -220,24 +247,43 @@ class ChatTokenizer:
         return list(whole["input_ids"]), _begin_in(whole["offset_mapping"], spans)
 
     def _by_markers(self, conversation: Conversation) -> Sample:
-        found = self._inner.apply_chat_template(
-            list(conversation.messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
-            tools=conversation.tools, **conversation.variables)
-        ids, is_target = list(found["input_ids"]), np.array(found["assistant_masks"], dtype=bool)
+        found = self._accepted(conversation, marks=True)
+        text = found.text
+        encoded = self._inner(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
+        is_target = _overlap(offsets, found.spans)
         if conversation.unlearnt:
-            text = self.render(conversation)
             # A turn lies between what the text has in common with the conversations before and behind it.
             ends = [_common_length(text, self.render(conversation, turns=turns)) if turns else 0
                     for turns in range(len(conversation.messages) + 1)]
-            offsets = self._inner(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
             is_target &= ~_begin_in(offsets, [(ends[number], ends[number + 1]) for number in conversation.unlearnt])
         return ids, is_target
+
+
+def _is_text(text: str) -> bool:
+    """Whether a text has no half of a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _common_length(one: str, other: str) -> int:
     """Characters with which both texts begin."""
     return next((place for place, (here, there) in enumerate(zip(one, other, strict=False)) if here != there),
                 min(len(one), len(other)))
+
+
+def _overlap(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """[tokens] bool: whether a token has a character of one of the spans, or lies between two such tokens of one."""
+    firsts, stops = (np.array([offset[end] for offset in offsets], dtype=np.int64) for end in (0, 1))
+    found = np.zeros(len(firsts), dtype=bool)
+    for start, stop in spans:
+        inside = np.flatnonzero((stops > start) & (firsts < stop))
+        if len(inside):
+            found[inside[0]:inside[-1] + 1] = True
+    return found
 
 
 def _begin_in(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> np.ndarray:
@@ -256,7 +302,7 @@ def look_at_folder(folder: Path, template: Path | None) -> DataError | None:
     if template is not None and not template.is_file():
         return DataError("is not a file that exists", where="data.chat-template", value=str(template),
                          remedy="Name a file with a Jinja template, or leave it out for the tokenizer's own.")
-    if template is None and not (folder / "chat_template.jinja").is_file() and not _has_template(folder):
+    if template is None and not (folder / _TEMPLATE).is_file() and not _has_template(folder):
         return _no_template(folder)
     return None if has_package("transformers") and has_package("jinja2") else missing_transformers()
 

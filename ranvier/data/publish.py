@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import socket
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from ranvier.errors import DataError
 from ranvier.system.atomic_file import replace_atomically
-from ranvier.system.untrusted_file import open_lock
+from ranvier.system.file_lock import StillLockError, file_lock
+from ranvier.system.lease import Owner
 
 Progress = Callable[[str], None]
 """Takes one line of text about what is being done."""
-
-_SOON_SECONDS = 0.5
-"""A shorter wait is not reported."""
-_POLL_SECONDS = 0.02
-
 
 @dataclass(frozen=True)
 class RunProgress:
@@ -74,7 +66,12 @@ def advance(progress: Progress, what: str, done: int) -> None:
 
 def process_name() -> str:
     """A name of this process that no other process has at the same time."""
-    return f"{socket.gethostname()} {os.getpid()}"
+    return name_of(Owner.this_process())
+
+
+def name_of(process: Owner) -> str:
+    """Likewise, of any process."""
+    return f"{process.host} {process.pid}"
 
 
 @contextmanager
@@ -82,45 +79,38 @@ def one_writer(path: Path, progress: Progress) -> Iterator[None]:
     """A context in which one process (and one thread) is at a time for this `path`; check for the file again inside.
 
     The lock ends with its process. On a file system without locks several processes may be inside: they write the same,
-    and `published` keeps their files complete. A wait for a process of another run is reported to `progress`.
+    and `published` keeps their files complete. A wait for a process of another run is reported to `progress`, with that
+    process. DataError where it shows no life.
     """
     if isinstance(progress, CacheOnly):
         raise NotInCache(str(path))
-    with _writable(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = open_lock(path.with_name(f".{path.name}.lock"))
-    try:
-        _acquire(lock, path, progress)
-        yield
-    finally:
-        os.close(lock)
 
+    def on_wait(holder: Owner | None) -> None:
+        if not (isinstance(progress, RunProgress) and holder is not None and progress.is_own(name_of(holder))):
+            progress(f"{_in_words(holder)} is preparing {path.name}: waiting for it")
 
-def _acquire(lock: int, path: Path, progress: Progress) -> None:
-    """Wait for the lock; its file then names this process."""
-    try:
-        if not _acquired_soon(lock):
-            holder = os.pread(lock, 1000, 0).decode(errors="replace")
-            if not (isinstance(progress, RunProgress) and progress.is_own(holder)):
-                progress(f"another process is preparing {path.name}: waiting for it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-    except OSError:
-        progress(f"{path.parent} has no file locks: continuing without")
-        return
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, process_name().encode(), 0)
-
-
-def _acquired_soon(lock: int) -> bool:
-    deadline = time.monotonic() + _SOON_SECONDS
-    while True:
+    lock = file_lock(path.with_name(f".{path.name}.lock"), on_wait=on_wait, on_no_locks=lambda: progress(
+        f"{path.parent} has no file locks: continuing without"))
+    with ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_POLL_SECONDS)
+            with _writable(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(lock)
+        except StillLockError as error:
+            holder = error.holder
+            kill = f" (kill {holder.pid} on {holder.host})" if holder is not None and holder.has_known_pid else ""
+            raise DataError(f"is being prepared by {_in_words(holder)}, which has shown no life for "
+                            f"{error.seconds:.0f} s", where=str(path), value=None if holder is None else str(holder),
+                            remedy=f"Let that process go on, or end it{kill}, or choose another folder with "
+                                   "--data.cache-dir.") from error
+        yield
+
+
+def _in_words(holder: Owner | None) -> str:
+    """Who holds a lock, and since when."""
+    if holder is None:
+        return "another process"
+    return f"{holder} (since {holder.since})" if holder.since else str(holder)
 
 
 @contextmanager

@@ -1,18 +1,19 @@
-"""A torch DataLoader on a mesh: each replica takes its share of each batch, as microbatches.
+"""A torch DataLoader on a mesh: each replica takes its share of each batch, as microbatches, and each row its part of
+each of these.
 
     loader = ranvier.shard_loader(DataLoader(dataset, batch_size=32, shuffle=True), world, microbatch_size=4)
     for batch in loader:
         engine.train_batch(batch)
 
 Shuffling samplers draw from each rank's own generator, so the batches are those of rank 0's sampler, sent to all ranks
-when an epoch begins. A rank loads its replica's samples alone, and none where its stage needs neither inputs nor
-targets.
+when an epoch begins. A rank loads the samples that it computes alone, and none where its stage needs neither inputs
+nor targets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from numbers import Integral
 from typing import Any
 
@@ -20,8 +21,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ranvier.errors import ConfigError, DataError
+from ranvier.layout import part
 from ranvier.mesh import Mesh
-from ranvier.pipeline.microbatch import Microbatch, microbatches
+from ranvier.pipeline.microbatch import Microbatch, cut_batch
 from ranvier.world import World
 
 
@@ -30,9 +32,10 @@ def shard_loader(loader: DataLoader[Any], world: World, *, microbatch_size: int,
     """The batches of `loader`, which each rank gives, as this rank's microbatches.
 
     loader: of a data set with numbered samples, whose batches are (inputs, targets) pairs with the samples in dim 0.
-    microbatch_size: samples of a microbatch; the last one of a batch may have fewer. mesh: as of the engine.
+    microbatch_size: samples of a replica's microbatch; the last one of a batch may have fewer. Rows have parts of it
+        that differ by one sample at most, and may be empty. mesh: as of the engine.
 
-    Raises DataError for a loader that is none of these, ConfigError for a mesh with several rows.
+    Raises DataError for a loader that is none of these.
     """
     return ShardedLoader(loader, world, microbatch_size, mesh or world.mesh or Mesh(data=world.size))
 
@@ -41,9 +44,6 @@ class ShardedLoader:
     """See `shard_loader`. Each iteration is an epoch; all ranks begin it together."""
 
     def __init__(self, loader: DataLoader[Any], world: World, microbatch_size: int, mesh: Mesh) -> None:
-        if mesh.row > 1:
-            raise ConfigError("splits the samples of a microbatch, which shard_loader does not", where="mesh.row",
-                              value=mesh.row, remedy="Cut microbatches by hand: each row takes its part of each.")
         if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
             raise DataError("has no batches of numbered samples", where="shard_loader(loader)",
                             value=type(loader.dataset).__name__,
@@ -53,7 +53,7 @@ class ShardedLoader:
                               remedy="Give samples per microbatch.")
         self._loader, self._world, self._size, self._mesh = loader, world, microbatch_size, mesh
         at = mesh.coordinates(world.rank)
-        self._replica = at.data
+        self._replica, self._row = at.data, at.row
         self._needs_samples = at.pipe in (0, mesh.pipe - 1)  # the first stage, and the last one in either placement
 
     def __len__(self) -> int:
@@ -63,11 +63,10 @@ class ShardedLoader:
         shares = [self._share(batch) for batch in self._batches()]
         if not self._needs_samples:
             for share in shares:
-                yield [Microbatch(samples=torch.tensor(share[start:start + self._size]))
-                       for start in range(0, len(share), self._size)]
+                yield [Microbatch(samples=torch.tensor(part, dtype=torch.int64)) for part in self._parts(share)]
             return
         old = self._loader
-        loaded = iter(DataLoader(old.dataset, batch_sampler=[share for share in shares if share],
+        loaded = iter(DataLoader(old.dataset, batch_sampler=[self._loaded(share) for share in shares if share],
                                  num_workers=old.num_workers, collate_fn=old.collate_fn, pin_memory=old.pin_memory,
                                  timeout=old.timeout, worker_init_fn=old.worker_init_fn,
                                  multiprocessing_context=old.multiprocessing_context,
@@ -95,9 +94,24 @@ class ShardedLoader:
         count = self._mesh.data
         return list(batch[len(batch) * self._replica // count:len(batch) * (self._replica + 1) // count])
 
+    def _parts(self, share: Sequence[int]) -> list[list[int]]:
+        """What this row has of each microbatch of a replica's share."""
+        found = []
+        for start in range(0, len(share), self._size):
+            samples = share[start:start + self._size]
+            first, last = part(len(samples), self._mesh.row, self._row)
+            found.append(list(samples[first:last]))
+        return found
+
+    def _loaded(self, share: Sequence[int]) -> list[int]:
+        """The samples that this rank loads of a share. A row that has none of them loads one, to know their shapes."""
+        return [number for part in self._parts(share) for number in part] or [share[0]]
+
     def _microbatches(self, loaded: object, share: Sequence[int]) -> list[Microbatch]:
         if not isinstance(loaded, (tuple, list)) or len(loaded) != 2:
             raise DataError("gives batches that are no (inputs, targets) pairs", where="shard_loader(loader)",
                             value=type(loaded).__name__,
                             remedy="Give the DataLoader a collate_fn that returns (inputs, targets).")
-        return microbatches(loaded[0], loaded[1], self._size, samples=torch.tensor(share))
+        edges = [0, *accumulate(map(len, self._parts(share)))]
+        return cut_batch(loaded[0], loaded[1], torch.tensor(self._loaded(share), dtype=torch.int64),
+                         [slice(start, stop) for start, stop in pairwise(edges)])

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from ranvier.data.offline import hub
 from ranvier.data.publish import Progress
 from ranvier.data.subset import held_out
 from ranvier.errors import DataError
+from ranvier.system.untrusted_file import parse_json
 
 NAMES = ("squad",)
 """Datasets that are known by name."""
@@ -87,8 +87,8 @@ def read_questions(train: Part, held: Part | None) -> tuple[list[Question], list
 def parse(data: bytes, name: str) -> list[Question]:
     """The questions of a file. DataError, with the place in the document, if it is not in the format."""
     try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        document = parse_json(data)
+    except ValueError as error:
         raise DataError("is not JSON", where=name, value=str(error)[:200], remedy=f"Give {_FORMAT}.") from error
     return list(_questions(document, name))
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from ranvier.data.fingerprint import fingerprint
 from ranvier.errors import DataError
+from ranvier.system.untrusted_file import parse_json
 
 JSON_LINES = (".jsonl", ".ndjson")
 """Endings of files of which each line is a JSON object."""
@@ -123,8 +124,8 @@ def json_rows(path: Path, name: str) -> Iterator[Row]:
                 continue
             where = f"{name} line {number}"
             try:
-                values = json.loads(line)
-            except (ValueError, RecursionError) as error:
+                values = parse_json(line)
+            except ValueError as error:
                 raise DataError("is no JSON", where=where, value=line.strip()[:80], remedy=remedy) from error
             if not isinstance(values, dict):
                 raise DataError("is no JSON object", where=where, value=line.strip()[:80], remedy=remedy)

@@ -1,7 +1,8 @@
 """The check of every task that a tokenizer's numbers stand for the model's tokens.
 
 A model that training starts from gives each number the meaning of its own tokenizer. Another tokenizer may have further
-tokens, at numbers that are free there; a number that stands for another token is refused.
+tokens, at numbers that are free there, or beyond them with a larger `model.vocab`; a number that stands for another
+token is refused.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import tokenizers
 
-from ranvier.config.run import Run
+from ranvier.config.run import Run, Transformer
 from ranvier.errors import DataError
 from ranvier.system.untrusted_file import read_bytes, read_json
 
@@ -28,13 +29,16 @@ def problem_of(numbers: Mapping[str, int], run: Run, folder: Path | None, own: M
     number of the tokenizer in this folder, where it has one.
     """
     needed, vocab = max(numbers.values()) + 1, _vocab_of(folder, run.model.vocab)
+    if folder is not None and run.model.vocab != Transformer.vocab:
+        vocab = max(vocab, run.model.vocab)  # rows are added
     if needed > vocab and folder is None:
         return DataError(f"is smaller than the tokenizer's vocabulary of {needed}", where="model.vocab", value=vocab,
                          remedy=f"Set --model.vocab {needed} or more.")
     if needed > vocab:
         return DataError(f"has {needed} tokens, and model.pretrained {run.model.pretrained} has only {vocab}",
                          where="data.tokenizer", value=run.data.tokenizer,
-                         remedy="Put the tokenizer that belongs to the model into its folder, or name it.")
+                         remedy="Put the tokenizer that belongs to the model into its folder, or name it; or set "
+                                f"--model.vocab {needed} or more for rows for the further tokens.")
     if own is None:
         return None
     tokens = {number: token for token, number in own.items()}

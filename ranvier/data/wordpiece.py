@@ -6,7 +6,6 @@ The vocabulary is that of a pretrained model's folder, or is trained on the text
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from ranvier.data.publish import published
 from ranvier.errors import DataError
-from ranvier.system.untrusted_file import read_bytes
+from ranvier.system.untrusted_file import parse_json, read_bytes
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 """BERT's special tokens, in the order of a trained vocabulary."""
@@ -165,8 +164,8 @@ def _checked(path: Path, vocab: list[str], settings: dict[str, Any]) -> WordPiec
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(_text(path))
-    except (ValueError, RecursionError) as error:
+        document = parse_json(_text(path))
+    except ValueError as error:
         raise _damaged(path, error) from error
     if not isinstance(document, dict):
         raise _damaged(path, "no JSON object")

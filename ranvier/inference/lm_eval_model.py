@@ -63,10 +63,11 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return found
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of each whole text, in disjoint windows."""
-        tokenizer = self._shared.tokenizer
-        parts = [list(windows(tokenizer.encode(request.args[0]), tokenizer.nothing, self._shared.longest))
-                 for request in requests]
+        """The log-likelihood of each whole text, in disjoint windows. As in the package's own models, the tokens that a
+        text starts with are scored, too."""
+        nothing, longest = self._shared.tokenizer.nothing, self._shared.longest
+        parts = [list(windows(self.tok_encode(text) if text else [], nothing, longest))
+                 for text in (request.args[0] for request in requests)]
         scores = iter(self._shared.loglikelihoods([part for text in parts for part in text]))
         found = [sum(next(scores)[0] for _ in text) for text in parts]
         for request, total in zip(requests, found, strict=True):

@@ -7,7 +7,6 @@ parameters of its own blocks. Code of a user's is only imported where the user n
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,11 +19,13 @@ from ranvier.checkpoint import state
 from ranvier.checkpoint.hf.export_model import averages_in, newest_whole
 from ranvier.checkpoint.hf.from_pretrained import load_pretrained, with_model
 from ranvier.checkpoint.hf.pretrained import Pretrained
+from ranvier.checkpoint.hf.source_check import check_source
 from ranvier.checkpoint.hf.tokenizer_files import tokenizer_beside
 from ranvier.checkpoint.saved import Saved
 from ranvier.config import read
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
+from ranvier.data.cache_folder import user_cache_folder
 from ranvier.data.named_model import local_path
 from ranvier.data.task import Prepared
 from ranvier.errors import CheckpointError, ConfigError, DataError
@@ -34,7 +35,7 @@ from ranvier.optim.average import EMA
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.precision import DTYPES
-from ranvier.system.untrusted_file import member, read_bytes, read_json
+from ranvier.system.untrusted_file import member, read_json, read_toml
 from ranvier.world import World
 
 KEPT = ("model.", "lora.", "batch.", "seed", "precision", "train.eval_sequences", "data.task", "data.options",
@@ -108,7 +109,7 @@ def open_trained(path: Path, tell: Callable[[str], None], *, ema: bool = False) 
     if (path / "config.json").is_file():
         if ema:
             raise no_averages(path)
-        return _of_folder(path)
+        return _of_folder(path, tell)
     saved = newest_whole(path, tell)
     averages = averages_in(saved) if ema else {}
     run = saved.manifest.about.get("run")
@@ -136,9 +137,8 @@ def open_trained(path: Path, tell: Callable[[str], None], *, ema: bool = False) 
 def _own_settings(folder: Path) -> Mapping[str, object]:
     """The settings in a run's run.toml; none unless that is a file of this user's."""
     try:
-        return read.from_dict(tomllib.loads(read_bytes(folder / "run.toml", _CONFIG_BYTES, own=True).decode()),
-                              "").values
-    except (OSError, ValueError, RecursionError):
+        return read.from_dict(read_toml(folder / "run.toml", read.MOST_BYTES, own=True), "").values
+    except (OSError, ValueError):
         return {}
 
 
@@ -155,11 +155,12 @@ def _is_path(text: str) -> bool:
         return False
 
 
-def _of_folder(path: Path) -> Trained:
+def _of_folder(path: Path, tell: Callable[[str], None]) -> Trained:
     found = Pretrained(path)
     if found.missing:
         raise CheckpointError(f"has no trained head: it lacks {', '.join(found.missing)}", where=str(path),
                               remedy="Train it first: ranvier train --model.pretrained.")
+    check_source(found, user_cache_folder(), tell)
     config = found.config
     task = "images" if config.family == "vit" else _TASK_OF[found.head]
     values: dict[str, object] = {"model.pretrained": str(path), "data.task": task, "model.family": config.family}

@@ -17,8 +17,10 @@ from ranvier.block import Initial
 from ranvier.checkpoint import state
 from ranvier.checkpoint.hf.export_model import TrainedSource, newest_whole, tokenizer_of
 from ranvier.checkpoint.hf.pretrained import Pretrained
+from ranvier.checkpoint.hf.source_check import check_source
 from ranvier.checkpoint.hf.tokenizer_files import TOKENIZER
 from ranvier.config.run import TensorParallel, Transformer
+from ranvier.data.cache_folder import user_cache_folder
 from ranvier.data.named_model import local_path
 from ranvier.errors import CheckpointError
 from ranvier.layout import index_of, whole
@@ -61,8 +63,10 @@ def open_model(path: Path, tell: Callable[[str], None], *, ema: bool = False) ->
             raise no_averages(path)
         pretrained = Pretrained(path)
         own = path / TOKENIZER
-        return _of_decoder(pretrained.head, LanguageModel(
+        found = _of_decoder(pretrained.head, LanguageModel(
             config=pretrained.config, read=pretrained.read, tokenizer=own if own.is_file() else None, origin=path))
+        check_source(pretrained, user_cache_folder(), tell)
+        return found
     source = TrainedSource(newest_whole(path, tell), None, ema=ema)
     return _of_decoder(source.head, LanguageModel(config=source.config, read=source.exact,
                                                   tokenizer=tokenizer_of(path, source), origin=source.saved.folder))

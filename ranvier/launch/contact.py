@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import TCPStore
 
@@ -21,7 +22,7 @@ from ranvier import __version__
 from ranvier.errors import LaunchError, RanvierError
 from ranvier.launch.stores import connect_store
 from ranvier.system.atomic_file import write_atomically
-from ranvier.system.untrusted_file import open_regular_file
+from ranvier.system.untrusted_file import open_regular_file, parse_json
 from ranvier.world import JoinPoint
 
 NAME = "join.json"
@@ -68,12 +69,12 @@ def read_contact(run_dir: Path) -> Contact:
         raise RanvierError(f"cannot be read: {error.strerror or error}", where=str(run_dir / NAME),
                            remedy="Join as the user whose run it is.") from error
     try:
-        found = json.loads(content)
+        found: Any = parse_json(content)
         version, contact = found["version"], Contact(address=str(found["address"]), port=int(found["port"]),
                                                      secret=str(found["secret"]))
         if not contact.secret:
             raise ValueError("no secret")
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise RanvierError("is damaged", where=str(run_dir / NAME), value=type(error).__name__,
                            remedy="Stop the run, and start it again with --resume auto.") from error
     if version != __version__:

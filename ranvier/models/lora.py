@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from ranvier.block import Initial, Loss, Model, as_model, initialise
+from ranvier.block import Initial, Loss, Model, Modules, as_model, initialise, meta_device
 from ranvier.config.run import Lora
 from ranvier.errors import ConfigError, ModelError
 from ranvier.tensor.adapters import Adapter, AdapterForm, add_adapter
@@ -46,7 +46,7 @@ class _Target:
     units: int | None = None
 
 
-def with_adapters(model: Model | nn.Sequential | Sequence[nn.Module] | Mapping[str, nn.Module], lora: Lora, *,
+def with_adapters(model: Model | Modules, lora: Lora, *,
                   loss: Loss | None = None, seed: int = 0) -> Model:
     """`model` with adapters in the linear layers that `lora.targets` names, and everything else frozen, but for the
     linear layers of the last block with `lora.train_head`. `lora.adapters` is not read.
@@ -62,7 +62,7 @@ def with_adapters(model: Model | nn.Sequential | Sequence[nn.Module] | Mapping[s
     kinds: dict[str, dict[str, _Target]] = {}
     for block, build in model.blocks.items():
         if (alike := model.alike.get(block, block)) not in kinds:
-            with torch.device("meta"):
+            with meta_device():
                 kinds[alike] = _linear_layers(build())
     names = [_joined(block, name) for block in model.blocks for name in kinds[model.alike.get(block, block)]]
     chosen = set(_chosen(names, lora))
@@ -168,7 +168,7 @@ def _head_layers(block: nn.Module) -> list[nn.Module]:
 
 def _check_head(model: Model, last: str) -> None:
     """ModelError for a head without linear layers, or with one that is tied to a parameter of another block."""
-    with torch.device("meta"):
+    with meta_device():
         block = model.blocks[last]()
     if not _head_layers(block):
         raise ModelError("has no linear layer to train", where=f"block {last}", remedy="Set --lora.train-head false.")

@@ -268,6 +268,7 @@ class Gradients:
 
     def detach(self) -> None:
         """Parameters have no gradients any more, and take ones of their own format again."""
+        self.on_complete = None
         for spec in self._specs:
             spec.parameter.grad = None
             spec.parameter.grad_dtype = spec.parameter.dtype

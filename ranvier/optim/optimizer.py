@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -102,11 +103,12 @@ class FlatOptimizer:
 
     def _place(self) -> Placement:
         in_flight, ema = self._optim.buckets_in_flight, self._optim.ema
+        of_bucket = partial(_gradients_of, self._gradients, self._chunk_of)
         if self.offload == "hybrid":
-            return Hybrid(self._rules, self.weights, self._of_bucket, on_device=self._homes[0], on_host=self._homes[1],
+            return Hybrid(self._rules, self.weights, of_bucket, on_device=self._homes[0], on_host=self._homes[1],
                           places=lambda buckets: state_places(self._gradients, self._rules, buckets),
                           in_flight=in_flight, ema=ema)
-        given = (self._rules, self.weights, self._of_bucket, self.buckets,
+        given = (self._rules, self.weights, of_bucket, self.buckets,
                  state_places(self._gradients, self._rules, self.buckets))
         match self.offload:
             case "none":
@@ -115,10 +117,6 @@ class FlatOptimizer:
                 return Streamed(*given, in_flight, ema=ema)
             case "host":
                 return OnHost(*given, in_flight, gradient_dtype=self._gradients.dtype, ema=ema)
-
-    def _of_bucket(self, bucket: Bucket) -> Tensor:
-        """The gradients of a bucket."""
-        return self._gradients.of(self._chunk_of[bucket.number], bucket.start, bucket.stop)
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -310,6 +308,11 @@ class FlatOptimizer:
         return [replace(segment, missed_updates=missed) if (missed := self._missed.get(spec.name)) else segment
                 for spec, segment in self._groups
                 if spec.parameter.requires_grad and spec.parameter not in left_alone]
+
+
+def _gradients_of(gradients: Gradients, chunk_of: Mapping[int, Chunk], bucket: Bucket) -> Tensor:
+    """The gradients of a bucket. chunk_of: by its number."""
+    return gradients.of(chunk_of[bucket.number], bucket.start, bucket.stop)
 
 
 def uncut_places(gradients: Gradients) -> list[tuple[int, int]]:

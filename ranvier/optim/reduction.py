@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -80,9 +81,10 @@ class Reductions:
         room = self._buffer(slot, "room", needs["room"]) if "room" in needs else None
         work = chunk.group.reduce_scatter(share, sent, room)
         if self.scatter:
-            chunk.work = ChainedWork(work, lambda: self.of(chunk, *chunk.share).copy_(share))
+            place = self.of(chunk, *chunk.share)
+            chunk.work = ChainedWork(work, lambda: place.copy_(share))
         else:
-            chunk.work, chunk.gather = work, lambda: _gather(chunk.group, whole, sent, share)
+            chunk.work, chunk.gather = work, partial(_gather, chunk.group, whole, sent, share)
 
     def wait(self, chunk: Chunk) -> None:
         """Return when `chunk` is reduced."""

@@ -134,6 +134,19 @@ def _takes_names(optimizer: OptimizerFactory) -> bool:
         return False
 
 
+def _judge_norm(guard: BadSteps | None, scale: LossScale | None, kept: GradientStatus | None, norm: float) -> Judged:
+    """What the norm says of a step whose loss is good, to the guard and the loss scale, too. kept: of the batches
+    before it in the same step, of whose overflow the scale knows."""
+    if scale is None:
+        return Judged(bad=None if guard is None else guard.judge(norm))
+    overflow = not math.isfinite(norm)
+    if not (overflow and kept is not None and kept.overflow):
+        scale.update(overflow)
+    if guard is not None and not overflow:
+        guard.good()
+    return Judged(overflow=overflow)
+
+
 class Updater:
     """The gradients of a rank, and all ways from them to new parameters.
 
@@ -146,7 +159,7 @@ class Updater:
             None cuts them here.
         runs: blocks (their numbers) whose gradients have the same memory in turn; () where each has its own.
         weight: waits for the weight of the global batch, which is known some time after a rank's last forward.
-        progress: called between buckets, so that messages move.
+        progress: lets messages move; `Updater.progress` calls it, and so each bucket does.
         earlier_weight: that of the batches whose gradients `begin` has kept, known together with `weight`.
         bad_steps: looks at each step before it is applied.
         bad_loss: says before a step is applied what is bad about its loss, where no `bad_steps` looks; None applies
@@ -167,7 +180,7 @@ class Updater:
         self._optim, self._ranks = optim, ranks
         self.nominal_weight = nominal_weight
         """What a loss is divided by before its backward; the same on every rank."""
-        self._weight, self._timeline, self._progress, self._device = weight, timeline, progress, device
+        self._weight, self._timeline, self._move_messages, self._device = weight, timeline, progress, device
         bucket_size, half = resolve_bucket_size(optim, device.type), is_half(dtype)
         self.gradients = Gradients(
             specs, replicas, chunk_size(optim, device.type), send_to_owner,
@@ -278,7 +291,7 @@ class Updater:
         else:
             status = self._judge()
             self._apply(status, status.factor)
-        self._kept, self._last = None, status
+        self._kept, self._last, self.gradients.on_complete = None, status, None
         return status
 
     def average(self) -> GradientStatus:
@@ -339,7 +352,8 @@ class Updater:
             self.flat.finish()
 
     def progress(self) -> None:
-        """Let reductions and gathers move."""
+        """Let messages, reductions and gathers move."""
+        self._move_messages()
         self.gradients.progress()
         if self.flat is not None:
             self.flat.progress()
@@ -373,26 +387,13 @@ class Updater:
         bad = guard.by_loss() if guard is not None else self._bad_before_update()
         if bad is not None or (guard is None and self._scale is None):
             return replace(status, may_update=bad is None, refused=bad)
-        judge = partial(self._judge_norm, self._kept_status)
+        judge = partial(_judge_norm, self._guard, self._scale, self._kept_status)
         if self.flat is not None and self.flat.on_device:
             self._undecided = Verdict(status.norm_on_device, judge)
             return replace(status, verdict=self._undecided)
         found = judge(status.norm)
         return replace(status, may_update=found.bad is None and not found.overflow, overflowed=found.overflow,
                        refused=found.bad)
-
-    def _judge_norm(self, kept: GradientStatus | None, norm: float) -> Judged:
-        """What the norm says of a step whose loss is good, to the guard and the loss scale, too. kept: of the batches
-        before it in the same step, of whose overflow the scale knows."""
-        guard, scale = self._guard, self._scale
-        if scale is None:
-            return Judged(bad=None if guard is None else guard.judge(norm))
-        overflow = not math.isfinite(norm)
-        if not (overflow and kept is not None and kept.overflow):
-            scale.update(overflow)
-        if guard is not None and not overflow:
-            guard.good()
-        return Judged(overflow=overflow)
 
     def _apply(self, status: GradientStatus, factor: float) -> None:
         """Update all parameters from their reduced gradients times `factor`, clipped, if the status allows it."""
@@ -516,7 +517,7 @@ class Updater:
 
     def _update_chunk(self, chunk: Chunk, factor: float | Tensor) -> None:
         for _ in self._own.update(chunk, factor):
-            self._progress()
+            self.progress()
 
     def _gradient_status(self, weight: float) -> GradientStatus:
         factor = self._by_block_factor = self._factor(weight)

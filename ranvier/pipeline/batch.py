@@ -7,14 +7,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypedDict
 
 from torch import Tensor
 
 from ranvier.block import named
 from ranvier.comm.message import Message, MessageKind
-from ranvier.errors import MessageTimeout, ModelError, TransportError
+from ranvier.errors import MessageTimeout, TransportError
 from ranvier.mesh import Coordinates, StagePlacement
 from ranvier.optim.step import Updater
 from ranvier.pipeline.connections import Connections
@@ -44,7 +44,6 @@ class BatchRunner:
 
     Args:
         placement: which rank has which stage. stages: those of this one.
-        progress: lets messages and reductions move; called between products.
         limits: of what may be under way.
         look_ahead: how far the host runs ahead of a CUDA device.
         defer_bytes: most bytes that deferred weight gradients keep alive; None for those of the microbatches that
@@ -54,13 +53,13 @@ class BatchRunner:
     """
 
     def __init__(self, *, placement: StagePlacement, at: Coordinates, stages: RankStages, connections: Connections,
-                 updater: Updater, statistics: BatchStatistics, timeline: Timeline, progress: Callable[[], None],
-                 policy: Policy, limits: Limits, look_ahead: LookAhead, defer_bytes: int | None,
+                 updater: Updater, statistics: BatchStatistics, timeline: Timeline, policy: Policy,
+                 limits: Limits, look_ahead: LookAhead, defer_bytes: int | None,
                  nominal_weight: NominalWeight | None, takes_nominal_weight: bool) -> None:
         self._at, self._stages, self._connections = at, stages, connections
         self._numbers, self._num_stages = placement.stages_of(at.pipe), placement.num_stages
         self._updater, self._statistics, self._timeline = updater, statistics, timeline
-        self._progress, self._policy, self._look_ahead = progress, policy, look_ahead
+        self._policy, self._look_ahead = policy, look_ahead
         self._deferrable = [0] * len(stages)
         """Of each stage the most that one microbatch's products would keep alive."""
         self._limits_follow = defer_bytes is None
@@ -90,8 +89,6 @@ class BatchRunner:
         training step that dropout is keyed by. keep_outputs: whether the last stage keeps what its blocks return."""
         self._call, self._step = call, step
         leads = self._connections.sequencer.leads
-        if self._connections.tensor_mesh is not None:
-            self._connections.tensor_mesh.whole_outputs = keep_outputs
         schedule = RankSchedule(
             stages=self._numbers, num_stages=self._num_stages, num_microbatches=len(batch), policy=self._policy,
             in_flight=self._in_flight, training=training, defer_bytes=self.defer_bytes,
@@ -99,7 +96,7 @@ class BatchRunner:
         ran: list[Action] = []
         running: Action | None = None
         try:
-            self._stages.begin(training)
+            self._stages.begin(training, len(batch))
             self._connections.inbox.begin(call, step, len(batch), schedule.on_message if leads else _unheard)
             if training and self.nominal_weight is not None and not (self._has_loss and batch):
                 self.nominal_weight.start(0.0)
@@ -205,7 +202,7 @@ class BatchRunner:
             case "W":
                 started, result = self._start(action), {}
                 here.weight(number, action.product)
-                self._progress()
+                self._updater.progress()
         self._timeline.add(_CATEGORIES[action.kind], str(action), self._step, started)
         self._look_ahead.launched()
         return result
@@ -232,9 +229,6 @@ class BatchRunner:
         if stage > 0:
             message = self._connections.inbox.take("forward", number, stage, self._connections.rank_of(stage - 1))
             return self._to_device(message.tensors), message.requires_grad
-        if microbatch.inputs is None:
-            raise ModelError("has no inputs on the first stage", where=f"microbatch {number}",
-                             remedy="Give the ranks of the first stage the inputs of every microbatch.")
         return self._to_device(named(microbatch.inputs, f"inputs of microbatch {number}")), frozenset()
 
     def _to_device(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
-from ranvier.block import Model, State, named, wrapping_hint
+from ranvier.block import Model, State, meta_device, named, wrapping_hint
 from ranvier.cost.blocks import BlockCost
 from ranvier.errors import ModelError
 from ranvier.pipeline.formats import BlockFormats
@@ -156,7 +156,7 @@ class KeptBytes(torch.autograd.graph.saved_tensors_hooks):
 
 def build_on_meta(model: Model) -> dict[str, nn.Module]:
     """All blocks; lazily built ones have no storage, ready-made modules are what they are."""
-    with torch.device("meta"):
+    with meta_device():
         return {name: build() for name, build in model.blocks.items()}
 
 
@@ -190,7 +190,7 @@ def block_costs(model: Model, inputs: State, targets: object = None,
             trains |= cost.num_trainable > 0
             before = f"what block {name} returns"
             continue
-        with torch.device("meta"):
+        with meta_device():
             module = build()
         tensors = _tensors_on_meta(module, BlockFormats.of(model, name, module, dtype))
         moved, kept, entered = _MovedBytes(), KeptBytes(tensors.values()), _state_bytes(state)

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ranvier.block import LossBlock, Model, initialise
+from ranvier.block import LossBlock, Model, initialise, meta_device
 from ranvier.comm.meta import MetaGroup
 from ranvier.config.rules import check_boundaries
 from ranvier.config.run import TensorParallel
@@ -224,7 +224,7 @@ def split_model(model: Model, mesh: TensorMesh) -> Model:
     def build(name: str, whole: Callable[[], nn.Module]) -> nn.Module:
         if model.initial is None:
             return split_layers(whole(), mesh, f"block {name}", in_chain=True)
-        with torch.device("meta"):
+        with meta_device():
             module = whole()
         if next(module.buffers(), None) is not None:  # their values are the builder's
             module = whole()

@@ -17,9 +17,8 @@ so a rank that has finished a batch starts the next one while others still work 
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from ranvier.block import Loss, LossBlock, Model, State, as_model, freeze, frozen_prefix, ready_made
+from ranvier.block import Loss, LossBlock, Model, Modules, State, as_model, freeze, frozen_prefix, ready_made
 from ranvier.comm.protocol import Group
 from ranvier.config.arguments import of_engine
 from ranvier.config.parameter_groups import problems as group_problems
@@ -47,6 +46,7 @@ from ranvier.mesh import Coordinates, Mesh
 from ranvier.optim.guard import BadSteps
 from ranvier.optim.optimizer import storage_bytes
 from ranvier.optim.step import GradientStatus, OptimizerFactory, Updater
+from ranvier.pipeline.autocast import check_autocast, refuse_outer_autocast
 from ranvier.pipeline.batch import BatchRunner
 from ranvier.pipeline.block_costs import build_on_meta
 from ranvier.pipeline.build import build_stage, cut, split_model, stage_parameters
@@ -73,14 +73,14 @@ from ranvier.pipeline.stage import Blocks, Stage
 from ranvier.pipeline.start_values import share_start_values
 from ranvier.pipeline.state_dict import StateDict, load_state, take_state
 from ranvier.pipeline.statistics import BatchStatistics
-from ranvier.pipeline.ties import TiedParameters, gradient_specs, ties_of
+from ranvier.pipeline.ties import TiedParameters, TieMessages, gradient_specs, ties_of
 from ranvier.precision import is_half
 from ranvier.schedule.limits import Limits, rule_limits
-from ranvier.schedule.policies import policy_named
 from ranvier.schedule.schedule import Policy
 from ranvier.system.machine import has_triton
 from ranvier.tensor.float8 import float8_layers
 from ranvier.tensor.lookups import lookup_tables
+from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.weight_gradients import WeightGradients
 from ranvier.world import World
 
@@ -134,6 +134,9 @@ class Engine:
         keep_fp32: names of modules, parameters and buffers, or patterns of them ("*.norm"), that stay in fp32 beside a
             `dtype` of half precision. They begin with the block's name. What a model of transformers keeps in fp32
             stays so by itself (`pipeline/formats`); a warning tells which buffers have been cast.
+        autocast: torch.bfloat16: forwards and losses run under torch.autocast, as in a loop in plain PyTorch, with
+            parameters, gradients and optimizer states in fp32 (`pipeline/autocast`). Costs and bytes are counted as
+            for fp32. Not beside another `dtype` or float8.
         nominal_weight: expected weight of a global batch. The loss is divided by it before the backward, and gradients
             are corrected to the true weight afterwards. It matters in fp16, where auto takes it from the first batch,
             and a value that is far below that batch's weight lowers the loss scale; elsewhere it only moves rounding,
@@ -151,25 +154,25 @@ class Engine:
         flags: whether errors name the command's flags, rather than arguments.
         compile, float8: as `model.compile` and `model.float8` in a run: whether blocks are compiled, and whether their
             linear layers multiply in float8.
-        earlier: arguments of the last release that are fields of a section now; they warn.
 
     Raises ModelError or ConfigError for what does not fit, on every rank alike.
     """
 
     @of_engine
-    def __init__(self, /, model: Model | nn.Sequential | Sequence[nn.Module] | Mapping[str, nn.Module], world: World, *,
+    def __init__(self, /, model: Model | Modules, world: World, *,
                  mesh: Mesh | None = None, loss: Loss | None = None,
                  optimizer: OptimizerFactory | None = None,
                  optim: Optim | None = None, learning_rate: float = 1e-3, pipeline: Pipeline | None = None,
                  policy: Policy | None = None, tensor: TensorParallel | None = None, memory: Memory | None = None,
                  guard: Guard | None = None, sample: Microbatch | None = None, seed: int = 0,
                  dtype: torch.dtype = torch.float32, keep_fp32: str | Sequence[str] = (),
+                 autocast: torch.dtype | None = None,
                  nominal_weight: float | Literal["auto"] = "auto",
                  frozen: int = 0, frozen_above: Sequence[int] = (), frozen_dropout: bool = True,
                  buffers: BufferSync = "broadcast", timeout_seconds: float = 300.0, check_order: bool = False,
-                 flags: bool = False, compile: bool | Literal["auto"] = "auto", float8: bool = False,
-                 **earlier: Any) -> None:
-        settings = engine_settings(pipeline or Pipeline(), memory or Memory(), policy, earlier)
+                 flags: bool = False, compile: bool | Literal["auto"] = "auto", float8: bool = False) -> None:
+        settings = engine_settings(pipeline or Pipeline(), memory or Memory(), policy)
+        check_autocast(autocast, dtype=dtype, float8=float8)
         tensor = tensor or TensorParallel()
         self.flags = flags
         mesh = mesh or world.mesh or Mesh(data=world.size)
@@ -177,11 +180,7 @@ class Engine:
             raise ConfigError(f"has {mesh.size} ranks, but {world.size} were started", where="mesh", value=str(mesh),
                               remedy="Make data x pipe x row x col equal to the number of ranks.")
         self.world, self.mesh, self.coordinates = world, mesh, mesh.coordinates(world.rank)
-        self._policy = policy_named(settings.policy)
-        if settings.in_flight != "auto" and settings.in_flight < 1:
-            raise ConfigError("must be at least 1", where="pipeline.in-flight", value=settings.in_flight,
-                              remedy="Use auto, or a whole number; fewer than the number of stages leave some idle.")
-        self._call = 0
+        self._policy = settings.policy
         self._step = 0
         self._closed = False
         self._failure: str | None = None
@@ -220,6 +219,9 @@ class Engine:
         self.limits = self._choose_limits(settings, plan, dtype, optim)
         self._connections = Connections(world, self.layout, tensor, check_order=check_order)
         if self._connections.tensor_mesh is not None:
+            if mesh.col > 1 and world.backend.name != "in-process":
+                self._randomness.is_compared, self._connections.tensor_mesh.order.drawn = True, self._randomness.drawn
+            self._connections.tensor_mesh.autocast = autocast
             model = split_model(model, self._connections.tensor_mesh)
         self._copies = StageCopies()
         blocks, self.cast_buffers = build_stage(model, self.layout, self.coordinates, seed=seed, dtype=dtype,
@@ -251,6 +253,9 @@ class Engine:
                               remedy="Give optim= without optimizer=, or use torch.optim.swa_utils.AveragedModel.")
         self.learning_rate = learning_rate
         self._statistics = BatchStatistics(self._connections.all, on_device=world.device.type == "cuda")
+        bad_loss = partial(self._statistics.bad_loss, is_scaled=dtype is torch.float16)
+        # Parts are given each other, never the engine: what a part refers to would live on in a circle after `close`.
+        ties, board = self._ties, self._connections.board
         tables = lookup_tables(module for _, _, module in blocks)
         self._updater = Updater(
             gradient_specs(self.layout, world.rank, self._parameters, self._connections.sums, self._connections.splits,
@@ -258,10 +263,10 @@ class Engine:
             self._connections.data, self._connections.all, optim=optim, own=own, optimizer=optimizer, dtype=dtype,
             device=world.device, nominal_weight=1.0 if nominal_weight == "auto" else nominal_weight,
             order=self.layout.flat_order(world.rank), runs=chunking.runs.get(self.coordinates.pipe, ()),
-            send_to_owner=lambda spec: self._ties.send_gradient(spec.name, self._call),
+            send_to_owner=lambda spec: ties.send_gradient(spec.name, board.calls),
             weight=self._statistics.weight, earlier_weight=self._statistics.earlier_weight,
-            timeline=self.timeline, progress=self._progress,
-            bad_loss=self._bad_loss if self._refuses_bad_losses else None,
+            timeline=self.timeline, progress=self._connections.transport.progress,
+            bad_loss=bad_loss if self._refuses_bad_losses else None,
             bad_steps=BadSteps(guard, self._statistics.loss) if looks_before_update(guard, optim) else None)
         self.optimizer_name = self._optimizer_name(optim, own=own)
         """What updates parameters here: "ranvier adamw", the class of the user's optimizer, or None."""
@@ -269,9 +274,11 @@ class Engine:
             [block for block in blocks if block[0] in self.layout.blocks(stage)],
             loss=self._loss(model, blocks) if stage == placement.num_stages - 1 else None,
             seed=seed, device=world.device,
-            progress=self._progress, block_passed=self._block_passed, segments=plan.segments(stage),
+            progress=self._updater.progress if world.size > 1 else None, segments=plan.segments(stage),
+            block_passed=partial(_block_passed, self._updater, self._connections.tensor_mesh),
             mesh=self._connections.tensor_mesh, compile=self._compiles(compile), tables=tables,
             may_wait=mesh.pipe > 1 or settings.sets_deferral,  # under any policy, so that all agree to the bit
+            autocast=autocast,
             in_float8=float8_layers(blocks, len(self.block_names), world.device) if float8 else (),
             weight_gradients=self._weight_gradients())
             for stage in placement.stages_of(self.coordinates.pipe)],
@@ -279,8 +286,8 @@ class Engine:
         defer_bytes = None if settings.defer_bytes == "auto" else settings.defer_bytes
         self._runner = BatchRunner(
             placement=placement, at=self.coordinates, stages=self._stages, connections=self._connections,
-            updater=self._updater, statistics=self._statistics, timeline=self.timeline, progress=self._progress,
-            policy=self._policy, limits=self.limits,
+            updater=self._updater, statistics=self._statistics, timeline=self.timeline, policy=self._policy,
+            limits=self.limits,
             look_ahead=LookAhead(settings.look_ahead, device=world.device, num_stages=placement.num_stages),
             defer_bytes=0 if self._updater.in_backward else defer_bytes,  # a waiting product holds a block's gradients
             nominal_weight=NominalWeight(self._connections.all) if dtype is torch.float16 else None,
@@ -323,10 +330,10 @@ class Engine:
 
     def _connect(self, blocks: Blocks, timeout_seconds: float) -> None:
         """Open the way to the other ranks, and start from the same values as those who hold the same."""
-        ties = ties_of(self.layout, self.world.rank, self._parameters)
-        self._ties = TiedParameters(ties, self._connections.send, self._wait_for)
+        ties, arrived = ties_of(self.layout, self.world.rank, self._parameters), TieMessages()
         self._connections.open([peer for tie in ties for peer in tie.peers], capacity_bytes=self._edge_capacity(),
-                               timeline=self.timeline, timeout_seconds=timeout_seconds, other=self._ties.receive)
+                               timeline=self.timeline, timeout_seconds=timeout_seconds, other=arrived.put)
+        self._ties = TiedParameters(ties, arrived, self._connections.send, self._connections.inbox.wait)
         share_start_values(self.layout, blocks, self._parameters, self._connections)
         self._ties.send_values(self._call, trained=False)
 
@@ -545,24 +552,26 @@ class Engine:
         of `forward_backward` since the last step are part of this one.
 
         keep_outputs: the result has what the last block has returned, and the loss of each microbatch
-            (`BatchResult.outputs`, `losses`), on the ranks of the last stage; not on several columns, which have parts.
+            (`BatchResult.outputs`, `losses`), on the ranks of the last stage. Columns gather what each has a part of,
+            so all of them say so alike.
         """
         self.check_usable("train_batch")
         if not self._updater.updates:
             raise ConfigError("is missing", where="Engine(optimizer=...)",
                               remedy="Give the engine an optimizer, or call forward_backward and update by hand.")
-        if self._updater.in_backward and len(microbatches) != 1:
-            raise ConfigError(f"needs batches of one microbatch, not {len(microbatches)}: blocks share the memory of "
+        batch = self._checked(microbatches)
+        if self._updater.in_backward and len(batch) != 1:
+            raise ConfigError(f"needs batches of one microbatch, not {len(batch)}: blocks share the memory of "
                               "gradients, in which those of several microbatches cannot add up",
                               where="optim.update-in-backward", value=True,
                               remedy="Set --batch.microbatch-size to a replica's share of the batch, or leave it out.")
         self._updater.learning_rate = self.learning_rate
         with self._keeping_outputs(keep_outputs) as kept:
-            self._accumulate(microbatches, updates=True)
+            self._accumulate(batch, updates=True)
         with self._working():
             status = self._updater.finish()
         self._statistics.forget()
-        return self._stepped(status, microbatches, kept)
+        return self._stepped(status, batch, kept)
 
     @of_engine
     def forward_backward(self, microbatches: Batch) -> BatchResult:
@@ -576,7 +585,7 @@ class Engine:
         if self._updater.in_backward:
             raise ConfigError("keeps no gradients", where="optim.update-in-backward", value=True,
                               remedy="Call train_batch, or leave the setting out.")
-        self._accumulate(microbatches, updates=False)
+        self._accumulate(self._checked(microbatches), updates=False)
         with self._working():
             status = self._updater.average()
         self._statistics.keep()
@@ -624,7 +633,7 @@ class Engine:
         self._statistics.forget()
         self._updater.gradients.flat.zero_()
 
-    def _accumulate(self, microbatches: Batch, *, updates: bool) -> None:
+    def _accumulate(self, batch: Sequence[Microbatch], *, updates: bool) -> None:
         """Run forwards and backwards, and start every reduction. updates: whether a step follows."""
         self._finish_update()
         self._name_evaluation_mode()
@@ -640,7 +649,7 @@ class Engine:
         self._updater.begin(self._step, updates=updates, keep=self._statistics.continues_a_step)
         self._buffer_changes.begin()
         try:
-            self._run(microbatches, training=True)
+            self._run(batch, training=True)
         except BaseException:
             self._statistics.forget()
             raise
@@ -661,33 +670,23 @@ class Engine:
                           "trains without dropout: call model.train() before training", stacklevel=5)
         self._came_in_evaluation = False
 
-    def _bad_loss(self) -> str | None:
-        """"loss is nan", where the mean loss of the global batch is not finite. An infinite one in fp16 may be an
-        overflow, of which the gradients tell."""
-        loss = self._statistics.loss()
-        good = not math.isnan(loss) if self.loss_scale is not None else math.isfinite(loss)
-        return None if good else f"loss is {loss}"
-
     @contextmanager
     def _keeping_outputs(self, keep: bool) -> Iterator[KeptOutputs | None]:
         """Inside, the last stage's outputs and losses are kept, where `keep` says so. None on other ranks."""
-        if keep and self.mesh.col > 1:
-            raise ConfigError("has parts of the outputs on each column", where="train_batch(keep_outputs=...)",
-                              value=f"{self.mesh.col} columns", remedy="Call predict, which returns whole ones.")
         kept = self._stages.last.kept = KeptOutputs() if keep and self.is_last_stage else None
         try:
             yield kept
         finally:
             self._stages.last.kept = None
 
-    def _stepped(self, status: GradientStatus, microbatches: Batch | None = None,
+    def _stepped(self, status: GradientStatus, batch: Sequence[Microbatch] | None = None,
                  kept: KeptOutputs | None = None) -> BatchResult:
         """New values go to the other ends of ties; a step without a valid target warns, and a bad one is refused.
-        microbatches: all of them, where that is known."""
+        batch: all of its microbatches, where they are known."""
         if status.refused is not None and self._refuses_bad_losses:
             cause = ""
-            if microbatches is not None and not self._updater.in_backward:
-                cause = f". It began here: {self.examine(microbatches)}"
+            if batch is not None and not self._updater.in_backward:
+                cause = f". It began here: {self.examine(batch)}"
             raise RanvierError(f"{status.refused}, and nothing was updated{cause}", where=f"step {self._step}",
                                remedy="Lower the learning rate, or look at the data and the loss. Engine(guard=Guard("
                                       "bad_step='skip')) leaves out such steps and reports them in BatchResult.bad; "
@@ -710,10 +709,11 @@ class Engine:
         if self._updater.in_backward:
             raise ConfigError("has changed the parameters of the step that is to be examined",
                               where="optim.update-in-backward", value=True, remedy="Leave the setting out.")
+        batch = self._checked(microbatches)
         self._finish_update()
         self._statistics.forget()
         self._connections.board.action = "the examination of a bad step"
-        cause = examine(_as_microbatches(microbatches), stages=self._stages, num_blocks=self.layout.num_blocks,
+        cause = examine(batch, stages=self._stages, num_blocks=self.layout.num_blocks,
                         is_last_stage=self.is_last_stage, mesh=self.mesh, at=self.coordinates,
                         gradients=self._updater.gradients, judges_gradients=self.loss_scale is None,
                         ranks=self._connections.all, run=partial(self._run, training=True))
@@ -783,9 +783,10 @@ class Engine:
         """Forward only: loss and weight over the global batch, without dropout. observe: called on the ranks of the
         last stage with each microbatch's number and what the last block has returned for it."""
         self.check_usable("evaluate")
+        batch = self._checked(microbatches, training=False)
         self._stages.observe(observe)
         try:
-            self._run(microbatches, training=False)
+            self._run(batch, training=False)
         finally:
             self._stages.observe(None)
         return BatchResult(self._statistics.sums, self._statistics.work, None)
@@ -820,9 +821,10 @@ class Engine:
         """Forward only, without the loss: what the last block returns, on the last stage's ranks; None elsewhere.
         observe: is called with each microbatch's number and outputs, as by `evaluate`, and the list is empty."""
         self.check_usable("predict")
+        batch = self._checked(microbatches, training=False, has_loss=False)
         self._stages.observe(observe)
         try:
-            self._run(microbatches, training=False, keep_outputs=True)
+            self._run(batch, training=False, keep_outputs=True)
         finally:
             self._stages.observe(None)
         return self._stages.outputs if self.is_last_stage else None
@@ -851,14 +853,28 @@ class Engine:
         """After a rank is lost, in place of `close` or after a `close` that failed: give back what is this rank's own.
         Waits for no other rank; the engine and its parameters are of no use any more."""
         self._closed = True
+        self._updater.gradients.detach()
         self._connections.abandon()
 
     # ------------------------------------------------------------------ one batch
 
-    def _run(self, microbatches: Batch, *, training: bool, keep_outputs: bool = False) -> None:
-        self._call += 1
-        self._connections.board.calls += 1
+    def _checked(self, microbatches: Batch, *, training: bool = True, has_loss: bool = True) -> list[Microbatch]:
+        """The batch, which this rank can begin: what is refused here has changed nothing, and may be called again."""
+        refuse_outer_autocast(self.world.device)
         batch = _as_microbatches(microbatches)
+        for number, one in enumerate(batch):
+            for what, stage, is_needed, value in (
+                    ("inputs", "first", self.is_first_stage, one.inputs),
+                    ("targets", "last", self.is_last_stage and has_loss, one.targets)):
+                if is_needed and value is None:
+                    raise ModelError(f"has no {what} on the {stage} stage", where=f"microbatch {number}",
+                                     remedy=f"Give the ranks of the {stage} stage the {what} of every microbatch.")
+        if training:
+            self._stages.check()
+        return batch
+
+    def _run(self, batch: Sequence[Microbatch], *, training: bool, keep_outputs: bool = False) -> None:
+        self._connections.board.calls += 1
         self._finish_update()
         with self._working(), self._randomness.batch():
             self._runner.run(batch, call=self._call, step=self._step, training=training, keep_outputs=keep_outputs)
@@ -888,18 +904,6 @@ class Engine:
             self._failure = self._failure or f"{type(error).__name__}: {text.partition(chr(10))[0]}"
             raise
 
-    def _block_passed(self, block: int) -> None:
-        """The last backward of the batch has left `block`, which may be updated while the backward goes on."""
-        mesh = self._connections.tensor_mesh
-        if mesh is not None and self._updater.in_backward:
-            mesh.order.compare()
-        self._updater.gradients.block_passed(block)
-
-    def _progress(self) -> None:
-        """Let messages and reductions move; called at every block boundary and between products."""
-        self._connections.transport.progress()
-        self._updater.progress()
-
     def _finish_update(self) -> None:
         """Wait until parameters are those of the last step, updated by other replicas or other ends of ties too; take
         over those that have been replaced since."""
@@ -908,14 +912,24 @@ class Engine:
         self._buffers.finish()
         self._held.adopt()
 
-    def _wait_for(self, what: str, source: int) -> None:
-        self._connections.inbox.wait(what, source)
+    @property
+    def _call(self) -> int:
+        """Batches so far, evaluations too, by which messages of ties are told apart."""
+        return self._connections.board.calls
+
+
+def _block_passed(updater: Updater, mesh: TensorMesh | None, block: int) -> None:
+    """The last backward of the batch has left `block`, which may be updated while the backward goes on."""
+    if mesh is not None and updater.in_backward:
+        mesh.order.compare()
+    updater.gradients.block_passed(block)
 
 
 def _as_microbatches(batch: Batch) -> list[Microbatch]:
-    for entry in [batch] if isinstance(batch, Tensor) else batch:
-        if not isinstance(entry, (Microbatch, tuple, list)):
+    entries: list[Any] = [batch] if isinstance(batch, Tensor) or not isinstance(batch, Iterable) else list(batch)
+    for entry in entries:
+        if not isinstance(entry, Microbatch) and not (isinstance(entry, (tuple, list)) and 1 <= len(entry) <= 3):
             raise ModelError("is not a microbatch", where="batch", value=type(entry).__name__,
                              remedy="Pass a list of ranvier.Microbatch or of (inputs, targets), for example "
                                     "ranvier.microbatches(inputs, targets, size=8).")
-    return [entry if isinstance(entry, Microbatch) else Microbatch(*entry) for entry in batch]
+    return [entry if isinstance(entry, Microbatch) else Microbatch(*entry) for entry in entries]

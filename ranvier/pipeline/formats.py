@@ -53,7 +53,8 @@ class BlockFormats:
             if any(kind.__module__.partition(".")[0] in _TRANSFORMERS for kind in kinds):
                 kept |= {inside + name for name in one._non_persistent_buffers_set
                          if inside + name in names and names[inside + name].dtype is torch.float32}
-        return cls(dtype=dtype, kept=frozenset(kept))
+        ids = {id(names[name]) for name in kept}
+        return cls(dtype=dtype, kept=frozenset(name for name, one in names.items() if id(one) in ids))
 
     def of_tensor(self, name: str, tensor: Tensor) -> torch.dtype:
         """The format of the block's tensor of that name."""
@@ -119,11 +120,12 @@ def check_formats(model: Model, modules: Mapping[str, nn.Module], dtype: torch.d
                               value=pattern, remedy=f"Names begin with a block's: {', '.join(full[:3])}.")
     formats = {block: BlockFormats.of(model, block, module, dtype) for block, module in modules.items()}
     kept = {f"{block}.{name}" for block, one in formats.items() for name in one.kept}
-    for group in model.tied:
-        if 0 < len(found := kept.intersection(group)) < len(group):
-            odd = min(set(group) - found)
-            raise ModelError(f"is tied to {min(found)}, which stays in fp32", where=f"parameter {odd}", value=dtype,
-                             remedy=f'Add "{odd}" to keep_fp32.')
+    for what, how, groups in (("parameter", "tied to", model.tied), ("buffer", "also", _shared_buffers(modules))):
+        for group in groups:
+            if 0 < len(found := kept.intersection(group)) < len(group):
+                odd = min(set(group) - found)
+                raise ModelError(f"is {how} {min(found)}, which stays in fp32", where=f"{what} {odd}", value=dtype,
+                                 remedy=f'Add "{odd}" to keep_fp32.')
     if not (own or accumulates_half):
         return
     for block, module in modules.items():
@@ -134,6 +136,16 @@ def check_formats(model: Model, modules: Mapping[str, nn.Module], dtype: torch.d
                 raise ConfigError(f"trains in fp32, beside parameters in {dtype}, "
                                   f"{'whose buffer' if own else 'in which gradients add up, and it'} has one format",
                                   where=f"parameter {block}.{name}", value=torch.float32, remedy=remedy)
+
+
+def _shared_buffers(modules: Mapping[str, nn.Module]) -> list[tuple[str, ...]]:
+    """Groups of full names of one floating-point buffer."""
+    names: dict[int, list[str]] = {}
+    for block, module in modules.items():
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            if buffer.is_floating_point():
+                names.setdefault(id(buffer), []).append(f"{block}.{name}")
+    return [tuple(group) for group in names.values() if len(group) > 1]
 
 
 def told(cast: Mapping[str, torch.dtype], dtype: torch.dtype, shown: int = 4) -> str:

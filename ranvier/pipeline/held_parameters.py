@@ -10,7 +10,7 @@ train, so its value is copied into the first one, which takes its place again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ class HeldParameters:
 
     def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]]) -> None:
         self._blocks = blocks
+        self._places: list[tuple[Mapping[str, object], tuple[tuple[str, object], ...]]] | None = None
         self._held = {(block, name): parameter for block, name, parameter, _ in self._in_blocks()}
         self._formats = {parameter: (parameter.shape, parameter.dtype, parameter.device)
                          for parameter in self._held.values()}
@@ -33,9 +34,30 @@ class HeldParameters:
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 yield block, name, parameter, module
 
+    def _as_they_were(self) -> bool:
+        """Whether all modules and parameters are in the places that they had at the last look: what costs little."""
+        return self._places is not None and all(
+            len(here) == len(known) and all(here.get(name) is one for name, one in known)
+            for here, known in self._places)
+
+    def _look(self) -> None:
+        """Remember the place of each module and parameter."""
+        self._places = [(here, tuple(here.items())) for _, _, block in self._blocks for module in block.modules()
+                        for here in (module._parameters, module._modules)]
+
     def adopt(self) -> None:
         """Take over the values of parameters that have been replaced. ModelError for one that cannot be: it is gone or
         new, of another shape, number format or device, or has two new values."""
+        if not self._as_they_were():
+            self._adopt_replaced()
+            self._look()
+        for (block, name), held in self._held.items():
+            if (now := (held.shape, held.dtype, held.device)) != self._formats[held]:
+                raise _error(block, name, f"has become {_described(*now)}; the engine was built with "
+                                          f"{_described(*self._formats[held])}",
+                             "Write a value of the same shape, number format and device, or build a new engine.")
+
+    def _adopt_replaced(self) -> None:
         replaced: dict[nn.Parameter, tuple[str, nn.Parameter]] = {}
         found = set()
         for block, name, parameter, module in list(self._in_blocks()):
@@ -51,11 +73,6 @@ class HeldParameters:
         for block, name in self._held:
             if (block, name) not in found:
                 raise _error(block, name, "is gone from its block since the engine was built", "Build a new engine.")
-        for (block, name), held in self._held.items():
-            if (now := (held.shape, held.dtype, held.device)) != self._formats[held]:
-                raise _error(block, name, f"has become {_described(*now)}; the engine was built with "
-                                          f"{_described(*self._formats[held])}",
-                             "Write a value of the same shape, number format and device, or build a new engine.")
 
     def _adopt(self, block: str, name: str, held: nn.Parameter, new: nn.Parameter,
                replaced: dict[nn.Parameter, tuple[str, nn.Parameter]]) -> None:
@@ -72,6 +89,8 @@ class HeldParameters:
 
     def check_kept(self) -> None:
         """ModelError where a parameter has been replaced since `adopt`: during the batch, in a forward."""
+        if self._as_they_were():
+            return
         for block, name, parameter, _ in self._in_blocks():
             if self._held.get((block, name)) is not parameter:
                 raise _error(block, name, "was replaced during the batch, whose gradients it does not have",

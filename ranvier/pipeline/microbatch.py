@@ -6,6 +6,7 @@ known to every stage, because dropout masks are keyed by them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,18 +35,28 @@ def microbatches(inputs: State, targets: object, size: int, samples: Tensor | No
     inputs, targets: tensors, or nested dicts, lists and tuples of tensors, all with the batch in dim 0. Nothing is cut
     by guess: ModelError when their first dims differ. samples: [b] int64, the samples' own numbers.
     """
-    count = {leaf.shape[0] if leaf.dim() else None for leaf in tree_leaves((inputs, targets, samples))
-             if isinstance(leaf, Tensor)}
-    if len(count) != 1 or None in count:
-        raise ModelError("must all have the batch in dim 0", where="microbatches(inputs, targets)",
-                         value=sorted(map(str, count)),
-                         remedy="Where a tensor has no batch dim, cut by hand and pass ranvier.Microbatch objects.")
+    count = _batch_size(inputs, targets, samples)
     if size < 1:
         raise ModelError("must be at least 1", where="microbatches(size)", value=size,
                          remedy="Give samples per microbatch.")
+    return cut_batch(inputs, targets, samples, [slice(start, start + size) for start in range(0, count, size)])
 
-    def part(value: Any, start: int) -> Any:
-        return tree_map(lambda leaf: leaf[start:start + size] if isinstance(leaf, Tensor) else leaf, value)
 
-    return [Microbatch(part(inputs, start), part(targets, start), part(samples, start))
-            for start in range(0, count.pop() or 0, size)]
+def cut_batch(inputs: State, targets: object, samples: Tensor | None, places: Sequence[slice]) -> list[Microbatch]:
+    """A microbatch of the samples in each of these places of dim 0. ModelError where first dims differ."""
+    _batch_size(inputs, targets, samples)
+
+    def part(value: Any, place: slice) -> Any:
+        return tree_map(lambda leaf: leaf[place] if isinstance(leaf, Tensor) else leaf, value)
+
+    return [Microbatch(part(inputs, place), part(targets, place), part(samples, place)) for place in places]
+
+
+def _batch_size(*trees: object) -> int:
+    """The size of dim 0 of all tensors."""
+    sizes = {leaf.shape[0] if leaf.dim() else None for leaf in tree_leaves(trees) if isinstance(leaf, Tensor)}
+    if len(sizes) != 1 or None in sizes:
+        raise ModelError("must all have the batch in dim 0", where="microbatches(inputs, targets)",
+                         value=sorted(map(str, sizes)),
+                         remedy="Where a tensor has no batch dim, cut by hand and pass ranvier.Microbatch objects.")
+    return sizes.pop() or 0

@@ -66,13 +66,18 @@ class RankStages:
         """Give `outputs` each microbatch's number and what the last block returns for it; None: no more."""
         self.last.observe = outputs
 
-    def begin(self, training: bool) -> None:
+    def check(self) -> None:
+        """ModelError where blocks are in a state in which they cannot train, before anything has begun."""
+        for stage in self._stages:
+            stage.check()
+
+    def begin(self, training: bool, num_microbatches: int) -> None:
         """A new batch: of an evaluation with all blocks in evaluation mode, else in the modes that they are in."""
         follow_originals(module for _, _, module in self.blocks)
         self._modes = put_in_evaluation([module for number, _, module in self.blocks
                                          if not training or number in self._eval_blocks])
         for stage in self._stages:
-            stage.begin(training)
+            stage.begin(training, num_microbatches)
 
     def end(self) -> None:
         """The batch has ended, or failed: the blocks are plain modules again, in their own modes."""

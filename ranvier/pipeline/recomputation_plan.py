@@ -22,8 +22,8 @@ from ranvier.schedule.schedule import Policy
 @dataclass(frozen=True, kw_only=True)
 class RecomputationPlan:
     """layers: as `Model.layers`. in_flight: most microbatches of a replica under way, as set or by the rule: simulated
-    limits follow from what is recomputed. recompute: as `Memory.recompute`. Raises ConfigError for a value that is none
-    of the words and no number of layers, and for auto where no costs were counted."""
+    limits follow from what is recomputed. recompute: as `Memory.recompute`. Raises ConfigError for auto where no costs
+    were counted."""
 
     layout: Layout
     table: StageTable
@@ -33,12 +33,9 @@ class RecomputationPlan:
     recompute: Recompute
 
     def __post_init__(self) -> None:
-        recompute = self.recompute
-        if recompute not in ("none", "auto", "axonn", "paper") and not (type(recompute) is int and recompute > 0):
-            raise ConfigError("must be none, auto, axonn, or a number of layers", where="memory.recompute",
-                              value=recompute, remedy="Set a whole number of at least 1, or one of the three words.")
-        if recompute == "auto" and self.table.costs is None:
-            raise ConfigError("needs a sample to count activations with", where="memory.recompute", value=recompute,
+        if self.recompute == "auto" and self.table.costs is None:
+            raise ConfigError("needs a sample to count activations with", where="memory.recompute",
+                              value=self.recompute,
                               remedy="Give the engine sample=, a microbatch of the usual shape, or set an interval.")
 
     def segments(self, stage: int) -> list[range]:

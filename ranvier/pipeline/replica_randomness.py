@@ -5,6 +5,9 @@ would draw the same numbers for other samples. Within a batch they draw from the
 follows from its state, the engine's seed and the number of the replica: a program that is seeded again repeats itself.
 
     generator:   state --(seed of this replica)--> batch draws ... --(state, one number further)--> the user's code
+
+Columns compute the same samples, and must draw the same numbers: they compare `drawn`. (Python's and NumPy's generators
+are left out: libraries draw from them when they are first imported.)
 """
 
 from __future__ import annotations
@@ -27,12 +30,17 @@ class ReplicaRandomness:
 
     def __init__(self, replica: int, seed: int, device: torch.device) -> None:
         self._replica, self._seed, self._device = replica, seed, device
+        self._began: tuple[bytes, ...] = ()
+        """The states with which the batch began, where `drawn` is asked for."""
+        self.is_compared = False
+        """Whether `drawn` is asked for."""
 
     @contextmanager
     def batch(self) -> Iterator[None]:
         """Numbers drawn inside are this replica's own. Afterwards the generators are where they were, but for one
         number where some were drawn."""
         if self._replica == 0:
+            self._began = self.states() if self.is_compared else ()
             yield
             return
         generators = self._generators()
@@ -41,6 +49,7 @@ class ReplicaRandomness:
             generator.manual_seed(keyed_random.key("replica", self._seed, self._replica, bytes(state.numpy().data))
                                   & _POSITIVE)
         began = [generator.get_state() for generator in generators]
+        self._began = self.states() if self.is_compared else ()
         try:
             yield
         finally:
@@ -50,9 +59,19 @@ class ReplicaRandomness:
                 if drawn:  # or the next batch would draw the same
                     torch.rand((), generator=generator, device=generator.device)
 
+    def drawn(self) -> int:
+        """Which numbers have been drawn in this batch, by the states of the generators; 0 for none."""
+        states = self.states()
+        return 0 if states == self._began else keyed_random.key(self._began, states)
+
+    def states(self) -> tuple[bytes, ...]:
+        """Those of torch's generators, of the CPU and of this rank's device."""
+        return tuple(generator.get_state().numpy().tobytes() for generator in self._generators())
+
     def _generators(self) -> list[torch.Generator]:
         found = [torch.default_generator]
         if self._device.type == "cuda":
             index = torch.cuda.current_device() if self._device.index is None else self._device.index
             found.append(torch.cuda.default_generators[index])
         return found
+

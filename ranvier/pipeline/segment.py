@@ -45,13 +45,17 @@ class Segment:
         self._changing: set[_Place] | None = None
         """Buffers that a forward changes in place; None before the first one, which shows it."""
         self.begin()
+        self.check()
 
     def begin(self) -> None:
-        """Before a batch. ModelError for hooks of others, which recomputation would call twice."""
+        """Before a batch."""
         self._modules = dict.fromkeys(module for _, block in self._blocks for module in block.modules())
         self._others = [module for module in self._modules if not any(
             kind.__module__.startswith("ranvier.") for kind in type(module).__mro__)]
         """Modules whose attributes are theirs alone: split layers keep what is under way in theirs."""
+
+    def check(self) -> None:
+        """ModelError for hooks of others, which recomputation would call twice."""
         for block, module in self._blocks:
             for name, part in module.named_modules(prefix=block):
                 for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):

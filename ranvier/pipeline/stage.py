@@ -25,6 +25,8 @@ from torch.utils._pytree import tree_map
 from ranvier import keyed_random
 from ranvier.block import Loss, State, carried, named, wrapping_hint
 from ranvier.errors import ModelError, RanvierError
+from ranvier.pipeline import hooked_states
+from ranvier.pipeline.autocast import casting
 from ranvier.pipeline.block_costs import loss_parts
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.result import KeptOutputs
@@ -33,7 +35,8 @@ from ranvier.pipeline.shared_memory import SharedMemory, sharing, unmarked
 from ranvier.schedule.schedule import Product
 from ranvier.tensor.autograd import Function
 from ranvier.tensor.boundaries import detached_names, with_layouts
-from ranvier.tensor.columns import plain
+from ranvier.tensor.columns import gather_whole, plain
+from ranvier.tensor.columns.tensor import mapped
 from ranvier.tensor.deferred_linear import DeferringForwards
 from ranvier.tensor.fused import Fused, using
 from ranvier.tensor.lookups import LookupForwards
@@ -87,7 +90,8 @@ class Stage:
     Args:
         blocks: (number in the model, name, module) of each block.
         loss: the model's loss on the last stage, None elsewhere.
-        progress: called at every block boundary, forward and backward, so that messages move meanwhile.
+        progress: called at every block boundary, forward and backward, so that messages move meanwhile; None where
+            there are none.
         block_passed: called with a block's number when the last backward of the batch has passed it and all behind it;
             with the number after the last block's when that backward begins.
         mesh: the tensor mesh, whose columns share activations.
@@ -95,19 +99,22 @@ class Stage:
             False, True, or "auto" with a warning for those that cannot be.
         in_float8: linear layers whose products are in float8 while the stage trains.
         may_wait: whether weight gradients may ever be deferred; else plain nn.Linear layers of a user stay as they are.
+        autocast: the format to which torch casts the operands of products in forwards and the loss; None for no casts.
         tables: lookup tables whose gradients are added to row by row.
         segments: runs of blocks (places in `blocks`) that keep only what enters them, and are computed again in their
             backward. Their weight gradients are never deferred: their operands have only just been recomputed.
     """
 
     def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], *, loss: Loss | None, seed: int,
-                 device: torch.device, progress: Callable[[], None],
+                 device: torch.device, progress: Callable[[], None] | None,
                  block_passed: Callable[[int], None], weight_gradients: WeightGradients,
                  tables: Collection[nn.Parameter] = (), segments: Sequence[range] = (),
                  mesh: TensorMesh | None = None, compile: bool | Literal["auto"] = False,
-                 in_float8: Collection[nn.Module] = (), may_wait: bool = True) -> None:
+                 in_float8: Collection[nn.Module] = (), may_wait: bool = True,
+                 autocast: torch.dtype | None = None) -> None:
         self.blocks, self._loss, self._seed, self._device = blocks, loss, seed, device
-        self.training = False
+        self._autocast = autocast
+        self.training = self._trains = False
         self._progress, self._block_passed, self._mesh = progress, block_passed, mesh
         self.observe: Callable[[int, State], None] | None = None
         """Given each microbatch's number and what the last block has returned for it."""
@@ -122,8 +129,8 @@ class Stage:
         self._last_backward = False
         self._open: list[tuple[int, list[SplitLinear]]] = []
         """Blocks that the last backward of the batch has not passed yet, and their layers."""
-        self.loss_and_weight = torch.zeros(2, dtype=torch.float64, device=device)
-        """Sums of loss and weight over the forwards since `begin`."""
+        self._loss_sum, self._weight_sum = _zero(device), _zero(device)
+        self._last_number = -1
         self.outputs: list[State] = []
         """What the last block returned, microbatch by microbatch, where `keep_outputs` was set."""
         modules = [module for _, _, module in blocks]
@@ -147,10 +154,22 @@ class Stage:
                                           [modules[place] for place in at_once])
         self._fused = Fused(False if mesh is None else compile)
 
-    def begin(self, training: bool) -> None:
+    @property
+    def loss_and_weight(self) -> Tensor:
+        """[2] fp64: sums of loss and weight over the forwards since `begin`."""
+        return torch.stack([self._loss_sum, self._weight_sum])
+
+    def check(self) -> None:
+        """ModelError where blocks are in a state in which they cannot train."""
+        for segment in self._recomputed.values():
+            segment.check()
+
+    def begin(self, training: bool, num_microbatches: int) -> None:
         """A new batch."""
-        self.loss_and_weight.zero_()
-        self.training = training
+        self._loss_sum, self._weight_sum = _zero(self._device), _zero(self._device)
+        self.training, self._last_number = training, num_microbatches - 1
+        self._trains = training and any(
+            parameter.requires_grad for _, _, module in self.blocks for parameter in module.parameters())
         self.outputs = []
         self.forget_weights()
         if training:
@@ -197,29 +216,26 @@ class Stage:
                 requires_grad: frozenset[str], *, training: bool, keep_outputs: bool = False) -> Outcome:
         """Forward of microbatch `number`. `inputs` is what arrived; `requires_grad` names what wants a gradient."""
         inputs, shared = unmarked(inputs)
-        wanted = training and (bool(requires_grad) or any(
-            parameter.requires_grad for _, _, module in self.blocks for parameter in module.parameters()))
+        inputs, with_hooks = hooked_states.unmarked(inputs)
+        wanted = training and (bool(requires_grad) or self._trains)
         leaves = {name: tensor.detach().requires_grad_(training and name in requires_grad)
                   for name, tensor in inputs.items()}
         self._weights.forward_bytes = 0
-        with torch.set_grad_enabled(wanted), self._one_pass("forward"):
+        with torch.set_grad_enabled(wanted), self._one_pass("forward"), casting(self._autocast, self._device):
             entered = {name: _Enter.apply(leaf) if leaf.requires_grad else leaf for name, leaf in leaves.items()}
             self._shared = SharedMemory()
             self._shared.watch(entered, shared)
+            hooked_states.refuse_outside(entered, with_hooks, self._in_pass)
             state = self._run_blocks(carried(with_layouts(entered, self._mesh)), step, microbatch, number)
-            if self._loss is not None and self.observe is not None:
-                self.observe(number, plain(state))
-            if self._loss is not None and self.kept is not None:
-                self.kept.outputs.append(tree_map(  # copies: a loss may reuse the memory of what it is given
-                    lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, plain(state)))
+            if self._loss is not None:
+                self._show(state, number, whole=keep_outputs)
             if self._loss is not None and not keep_outputs:
                 outputs = {"": self._compute_loss(state, microbatch, number)}
             else:
-                outputs = self._shared.marked(detached_names(named(state, f"block {self.blocks[-1][1]}")),
-                                              self._device)
+                outputs = detached_names(named(state, f"block {self.blocks[-1][1]}"))
+                with_hooks = hooked_states.hooked(outputs)
+                outputs = hooked_states.marked(self._shared.marked(outputs, self._device), with_hooks, self._device)
         self._shared.check()
-        if keep_outputs and self._loss is not None and self.observe is None:
-            self.outputs.append(plain(state))
         roots = {name: root_of(tensor) for name, tensor in outputs.items() if tensor.requires_grad}
         kept = bool(roots) or any(leaf.requires_grad for leaf in leaves.values())
         if kept:
@@ -228,6 +244,18 @@ class Stage:
         return Outcome(tensors={name: tensor.detach() for name, tensor in outputs.items()},
                        requires_grad=frozenset(roots), expects_backward=kept,
                        deferrable_bytes=self._weights.forward_bytes)
+
+    def _show(self, state: State, number: int, *, whole: bool) -> None:
+        """Give what the last block has returned to those who want it. whole: it is wanted whole on every column, and
+        all of them do this; else an observer gets a column's own part."""
+        if self.kept is not None:
+            self.kept.outputs.append(tree_map(  # copies: a loss may reuse the memory of what it is given
+                lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, gather_whole(state)))
+        shown = gather_whole(state) if whole else plain(state)
+        if self.observe is not None:
+            self.observe(number, shown)
+        elif whole:
+            self.outputs.append(shown)
 
     def _run_blocks(self, state: State, step: int, microbatch: Microbatch, number: int) -> State:
         samples = microbatch.samples if microbatch.samples is not None else torch.zeros(0, dtype=torch.int64)
@@ -239,9 +267,11 @@ class Stage:
             again = recomputed and torch.is_grad_enabled()
             state = self._recomputed[run].run(part, state) if again else part(state)
             block, name, _ = self.blocks[run[-1]]
-            if run[-1] != len(self.blocks) - 1:
+            reports = self._progress is not None or number == self._last_number
+            if run[-1] != len(self.blocks) - 1 and (reports or not isinstance(state, Tensor)):
                 tensors = plain(named(state, f"block {name}"))
-                self._watch_boundary(tensors, block + 1)
+                if reports:
+                    self._watch_boundary(tensors, block + 1)
                 self._shared.watch(tensors, sharing(tensors))
         return state
 
@@ -264,7 +294,7 @@ class Stage:
     def _run_some(self, run: range, step: int, samples: Tensor, number: int, state: State) -> State:
         """Blocks `run`, one after the other; under recomputation again in the backward, with the same randomness."""
         for _, name, module in self.blocks[run.start:run.stop]:
-            with keyed_random.scope(self._seed, step, samples, name) as scope, using(self._fused), \
+            with keyed_random.scope(self._seed, step, samples, name) as scope, self._use_fused(), \
                     torch.set_grad_enabled(self.training):  # a frozen block may compute gradients inside
                 try:
                     if self._compiled is None or not self.training:
@@ -285,8 +315,18 @@ class Stage:
                         error.add_note(f"the block was given a {type(state).__name__}, which the block before it has "
                                        f"returned. If that is no block of yours: {hint}")
                     raise
-            self._progress()
+            if name != self.blocks[-1][1]:
+                hooked_states.between_blocks(plain(state), self._in_pass)
+            if self._progress is not None:
+                self._progress()
         return state
+
+    def _in_pass(self) -> bool:
+        """Whether the stage's own backward runs, and no autograd call of a block or the loss."""
+        return self._weights.in_pass
+
+    def _use_fused(self) -> AbstractContextManager[None]:
+        return using(self._fused) if self._fused.compiles else nullcontext()
 
     def _watch_boundary(self, state: Mapping[str, Tensor], block: int) -> None:
         """Have the backward pass report that it has left `block`: all gradients of the state before it are known."""
@@ -298,7 +338,8 @@ class Stage:
             if not self._weights.in_pass:
                 return  # a block or the loss calls autograd for purposes of its own
             missing -= 1
-            self._progress()
+            if self._progress is not None:
+                self._progress()
             if missing == 0 and self._last_backward:
                 self._close(block)
                 passed = partial(self._block_passed, block)
@@ -320,11 +361,8 @@ class Stage:
         return nullcontext() if self._mesh is None else self._mesh.one_pass(self._uses[direction])
 
     def _compute_loss(self, state: State, microbatch: Microbatch, number: int) -> Tensor:
-        if microbatch.targets is None:
-            raise ModelError("has no targets on the last stage", where=f"microbatch {number}",
-                             remedy="Give the ranks of the last stage the targets of every microbatch.")
         assert self._loss is not None, "only the last stage has a loss"
-        targets = tree_map(lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, microbatch.targets)
+        targets = mapped(lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, microbatch.targets)
         try:
             total, weight = loss_parts(self._loss(state, targets))
         except SystemExit as error:
@@ -336,10 +374,10 @@ class Stage:
             raise
         if self.kept is not None:
             self.kept.sums.append((total.detach().clone(), weight))
-        self.loss_and_weight[0] += total.detach().double().reshape(())
-        self.loss_and_weight[1] += weight.detach().double().reshape(()) if isinstance(weight, Tensor) else weight
-        wide = torch.promote_types(total.dtype, torch.float32)  # a scaled fp16 loss would overflow
-        return total.reshape(()).to(wide)
+        total = total if total.dim() == 0 else total.reshape(())
+        self._loss_sum += total.detach()
+        self._weight_sum += weight.detach().reshape(()) if isinstance(weight, Tensor) else weight
+        return total.to(torch.promote_types(total.dtype, torch.float32))  # a scaled fp16 loss would overflow
 
     # ------------------------------------------------------------------ backward
 
@@ -386,6 +424,10 @@ class Stage:
         if self._mesh is not None:
             self._mesh.sums.clear()
             self._mesh.order.forget()
+
+
+def _zero(device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=torch.float64, device=device)
 
 
 def _compiled_blocks(how: bool | Literal["auto"], gradients: WeightGradients, forwards: DeferringForwards,

@@ -5,6 +5,7 @@ Only code that divides by the weight waits for these sums, which run asynchronou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -110,3 +111,10 @@ class BatchStatistics:
         """The mean loss of the global batch, whose weight is not zero."""
         weight = self.weight()
         return float(self.sums[0]) / weight
+
+    def bad_loss(self, *, is_scaled: bool) -> str | None:
+        """"loss is nan", where the mean loss of the global batch is not finite. is_scaled: gradients are fp16, and tell
+        of an overflow, which an infinite loss may be."""
+        loss = self.loss()
+        good = not math.isnan(loss) if is_scaled else math.isfinite(loss)
+        return None if good else f"loss is {loss}"

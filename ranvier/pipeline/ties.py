@@ -144,20 +144,36 @@ def gradient_specs(layout: Layout, rank: int, parameters: Mapping[str, nn.Parame
     return specs
 
 
+class TieMessages:
+    """Gradients and values of ties that have come to a rank. Those of one kind, from one rank and for one end, queue up
+    until they are asked for: a replica that has nothing to compute may be batches ahead."""
+
+    def __init__(self) -> None:
+        self._arrived: dict[tuple[MessageKind, int, str], deque[Tensor]] = defaultdict(deque)
+
+    def put(self, message: Message) -> None:
+        """A gradient or a value has come, maybe before anyone has asked for it."""
+        (end, tensor), = message.tensors.items()
+        self._arrived[message.kind, message.source, end].append(tensor)
+
+    def of(self, kind: MessageKind, source: int, end: str) -> deque[Tensor]:
+        """What waits, the oldest first."""
+        return self._arrived[kind, source, end]
+
+
 class TiedParameters:
     """What the ends of this rank's ties send each other, batch by batch.
 
         owner   ... forwards, backwards, wait for all gradients, add, reduce, update, send the value
         end     wait for the value, forwards, backwards, send the gradient ...
 
-    send: (destination, message), without blocking. wait: (what for, from whom), returns when a message has come.
-    What has come queues up until it is asked for: a replica that has nothing to compute may be batches ahead.
+    arrived: what others have sent. send: (destination, message), without blocking. wait: (what for, from whom), returns
+    when a message has come.
     """
 
-    def __init__(self, ties: Sequence[Tie], send: Callable[[int, Message], None],
+    def __init__(self, ties: Sequence[Tie], arrived: TieMessages, send: Callable[[int, Message], None],
                  wait: Callable[[str, int], None]) -> None:
-        self.ties, self._send, self._wait = tuple(ties), send, wait
-        self._arrived: dict[tuple[MessageKind, int, str], deque[Tensor]] = defaultdict(deque)
+        self.ties, self._arrived, self._send, self._wait = tuple(ties), arrived, send, wait
         self._due = dict.fromkeys((tie.name for tie in ties), 0)
         self._sent: dict[str, int] = {}
         self._as_sent: dict[str, tuple[int, int]] = {}
@@ -167,21 +183,16 @@ class TiedParameters:
         """Whether other ends wait for values from here after each step."""
         return any(tie.owns and tie.trains for tie in self.ties)
 
-    def receive(self, message: Message) -> None:
-        """A gradient or a value has come, maybe before anyone has asked for it."""
-        (end, tensor), = message.tensors.items()
-        self._arrived[message.kind, message.source, end].append(tensor)
-
     def _pass(self, kind: MessageKind, batch: int, move: Move, tensor: Tensor) -> None:
         """Send `tensor`, or hand it over where its destination is this rank."""
         if move.source == move.destination:
-            self.receive(Message(kind, batch, 0, {move.parameter: tensor}, source=move.source))
+            self._arrived.put(Message(kind, batch, 0, {move.parameter: tensor}, source=move.source))
         else:
             self._send(move.destination, Message(kind, batch, 0, {move.parameter: tensor.contiguous()}))
 
     def _take(self, kind: MessageKind, what: str, move: Move) -> Tensor:
         """What has come by this move, waiting for it where it has not yet."""
-        arrived = self._arrived[kind, move.source, move.parameter]
+        arrived = self._arrived.of(kind, move.source, move.parameter)
         while not arrived:
             self._wait(what, move.source)
         return arrived.popleft()

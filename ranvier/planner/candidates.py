@@ -12,6 +12,7 @@ from ranvier.config.resolve import Facts, ResolvedRun, resolve, stage_placement
 from ranvier.config.resolve import bucket_size as resolve_bucket_size
 from ranvier.config.run import MeshSettings, Run, TensorParallel
 from ranvier.cost.device_overhead import with_overhead
+from ranvier.cost.fitting import first_that_fits
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.hybrid import with_offload_share
 from ranvier.cost.memory import RankMemory
@@ -70,21 +71,21 @@ def predict(run: ResolvedRun, cluster: Cluster, work: Work | None = None, *, exa
     work = work or Work()
     run = with_share(on_cluster(run, cluster), cluster, work)
     found = Candidate(run=run, cost=run_cost(run, cluster, work.stages(run), exact=exact))
-    return with_memory(found, cluster, work)
+    return with_memory(found, cluster, work, exact=exact)
 
 
-def with_memory(found: Candidate, cluster: Cluster, work: Work) -> Candidate:
-    """With the prediction that `ranvier check` prints, and what it exceeds. Where states alone exceed it they are all
-    that is predicted."""
-    for states_only in (True, False):
-        try:
-            memory = work.memory(found.run, states_only=states_only)
-        except RanvierError as problem:
-            return replace(found, reason=str(problem))
-        reason = excess(found.run, cluster, memory)
-        if reason:
-            break
-    return replace(found, memory=memory, reason=reason)
+def with_memory(found: Candidate, cluster: Cluster, work: Work, *, exact: bool = True) -> Candidate:
+    """With the prediction that `ranvier check` prints, and what it exceeds; where that would be so, with limits of the
+    schedule that need less. Where states alone exceed it they are all that is predicted."""
+    try:
+        memory = work.memory(found.run, states_only=True)
+        if reason := excess(found.run, cluster, memory):
+            return replace(found, memory=memory, reason=reason)
+        run, memory = first_that_fits(found.run, work.memory, lambda run, memory: not excess(run, cluster, memory))
+    except RanvierError as problem:
+        return replace(found, reason=str(problem))
+    cost = found.cost if run is found.run else run_cost(run, cluster, work.stages(run), exact=exact)
+    return replace(found, run=run, cost=cost, memory=memory, reason=excess(run, cluster, memory))
 
 
 def with_share(run: ResolvedRun, cluster: Cluster, work: Work) -> ResolvedRun:

@@ -21,6 +21,7 @@ from ranvier.errors import ConfigError, RanvierError
 from ranvier.planner import report
 from ranvier.planner.auto import closed, open_axes_of, with_plan, with_pretrained
 from ranvier.planner.candidates import SEARCHED, Setting, predict
+from ranvier.planner.page import page_of
 from ranvier.planner.problems import TOO_LARGE, cannot_be_laid_out
 from ranvier.planner.problems import problems as find_problems
 from ranvier.planner.search import Plan, check_precision, search
@@ -36,6 +37,7 @@ from ranvier.planner.simulation import (
 from ranvier.planner.trial import measured
 from ranvier.planner.work import Work
 from ranvier.schedule.policies import policy_named
+from ranvier.system.atomic_file import write_atomically
 from ranvier.system.terminal import Screen, fitted, terminal_width
 
 
@@ -67,7 +69,8 @@ def settings_of(text: str | None) -> tuple[Setting, ...]:
 
 
 def plan(name: str, run: Run, cluster_name: str, *, ranks: int | None = None, searched: str | None = None,
-         measure: int = 0, out: Path | None = None, explain: bool = False, as_json: bool = False) -> Plan:
+         measure: int = 0, out: Path | None = None, out_html: Path | None = None,
+         explain: bool = False, as_json: bool = False) -> Plan:
     """Search, run the best `measure` for some steps here, print, and write the best as a run file."""
     cluster = load_cluster(cluster_name)
     if out is not None:
@@ -89,6 +92,8 @@ def plan(name: str, run: Run, cluster_name: str, *, ranks: int | None = None, se
         found = measured(found, measure, progress)
     if out is not None:
         _write(replace(found.best[0].run, launch=run.launch, run_dir=None), out)
+    if out_html is not None:
+        _write_page(found, name, out_html)
     if as_json:
         print(json.dumps(report.document(found, name), indent=1))
         return found
@@ -113,6 +118,14 @@ def _write(run: Run, path: Path) -> None:
     except OSError as error:
         raise ConfigError(f"cannot be written: {error.strerror or error}", where="--out", value=str(path),
                           remedy="Name a .toml file in a folder you own.") from error
+
+
+def _write_page(found: Plan, name: str, path: Path) -> None:
+    try:
+        write_atomically(path, page_of(found, name).html())
+    except OSError as error:
+        raise ConfigError(f"cannot be written: {error.strerror or error}", where="--out-html", value=str(path),
+                          remedy="Name a file in a folder you own.") from error
 
 
 def print_plan(found: Plan, name: str, explain: bool) -> None:
@@ -186,7 +199,8 @@ def simulation(run: ResolvedRun, cluster: Cluster, noise: Noise = STEADY, work: 
     """One step."""
     work = work or Work()
     one = predict(run, cluster, work, exact=False)
-    pipeline = run_pipeline(one.run, cluster, work.stages(one.run))
+    run = one.run
+    pipeline = run_pipeline(run, cluster, work.stages(run))
     step = simulate_step(pipeline.times, pipeline.num_microbatches, policy_named(run.pipeline.policy),
                          pipeline.in_flight, replicas=run.mesh.data, stage_size=run.mesh.stage_size,
                          way=pipeline.way, defer_bytes=pipeline.defer_bytes, noise=noise, cores=pipeline.at_once,
@@ -195,7 +209,7 @@ def simulation(run: ResolvedRun, cluster: Cluster, noise: Noise = STEADY, work: 
     after = one.cost.seconds - one.cost.pipeline_seconds
     copied = max((entry.host.get("checkpoint", 0) for entry in one.memory), default=0)
     seconds = max(step.seconds - one.cost.partial_seconds, one.cost.cores_seconds)
-    return Simulation(run=one.run, cluster=cluster, cost=one.cost, step=step, excess=one.reason,
+    return Simulation(run=run, cluster=cluster, cost=one.cost, step=step, excess=one.reason,
                       stall_seconds=cluster.host_link.seconds(copied), pipeline_seconds=seconds,
                       seconds=seconds + after)
 

@@ -95,7 +95,7 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
     dropped: list[Candidate] = []
     while queue and len(fitting) < _WANTED and (not fitting or len(dropped) < _LOOKED_AT):
         *_, found, is_first = heapq.heappop(queue)
-        found = with_memory(found, cluster, work)
+        found = with_memory(found, cluster, work, exact=False)
         (fitting if found.fits else dropped).append(found)
         if len(dropped) == _LOOKED_AT and not fitting and not any_fits(base, cluster, ranks, work):
             break

@@ -5,7 +5,7 @@
     python   the command line of an interpreter for Ranvier's own programs
 
 Ranvier's own interpreters run with -P: a file in the current folder never takes the place of a package. A user's own
-program keeps its folder, as under `python`. No child reads this process's standard input.
+program keeps its folder, as under `python`. No child reads this process's standard input: it has a pipe, or nothing.
 """
 
 from __future__ import annotations
@@ -49,18 +49,20 @@ def package_path(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def start(command: Sequence[str], *, environ: Mapping[str, str] | None = None, folder: Path | None = None,
-          output: Any = None, errors: Any = None, end_signal: int | None = signal.SIGKILL, new_session: bool = False
-          ) -> subprocess.Popen[bytes]:
+          input: Any = None, output: Any = None, errors: Any = None, end_signal: int | None = signal.SIGKILL,
+          new_session: bool = False) -> subprocess.Popen[bytes]:
     """Start `command`, in a process group of its own: the terminal's Ctrl-C does not reach it.
 
-    environ: all its variables (`environment()` unless given). output, errors: as of Popen; None: this process's.
+    environ: all its variables (`environment()` unless given). input: as of Popen; None: nothing. output, errors: as of
+    Popen; None: this process's.
     end_signal: what the kernel sends it when this process ends (Linux); None: nothing. OSError where it cannot be
     started.
     """
     wrapper = [] if end_signal is None else [sys.executable, "-I", "-S", str(parent_death.__file__), str(os.getpid()),
                                              str(int(end_signal))]
     return subprocess.Popen([*wrapper, *command], env=dict(environment() if environ is None else environ), cwd=folder,
-                            stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=new_session,
+                            stdin=subprocess.DEVNULL if input is None else input, stdout=output, stderr=errors,
+                            start_new_session=new_session,
                             process_group=None if new_session else 0)
 
 

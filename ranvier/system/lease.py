@@ -111,7 +111,7 @@ def _generations(folder: Path) -> list[int]:
     return sorted(int(match[1]) for name in os.listdir(folder) if (match := _LEASE.fullmatch(name)))
 
 
-def _content(count: int, owner: Owner) -> bytes:
+def heartbeat_content(count: int, owner: Owner) -> bytes:
     return f"{count:0{_COUNT_DIGITS}}\n{json.dumps(asdict(owner))}\n".encode()
 
 
@@ -121,7 +121,7 @@ def _read(path: Path) -> bytes:
         return file.read(_MOST_BYTES)
 
 
-def _owner_in(content: bytes) -> Owner | None:
+def owner_in(content: bytes) -> Owner | None:
     """The owner named in a lease; None if it is damaged, or just being written."""
     try:
         return _owner.validate_json(content.partition(b"\n")[2])
@@ -147,7 +147,7 @@ class _Watch:
             return False  # another start has acquired the folder meanwhile: list the generations again
         except OSError:
             content = b""  # not a regular file, or not readable: counts as a lease without heartbeat
-        owner, now = _owner_in(content), time.monotonic()
+        owner, now = owner_in(content), time.monotonic()
         if owner is not None and owner.released:
             return True
         if self._seen != (generation, content):
@@ -185,7 +185,7 @@ class _Watch:
 
     def describe(self) -> str:
         """One line for the user about what is waited for."""
-        owner = self._seen and _owner_in(self._seen[1])
+        owner = self._seen and owner_in(self._seen[1])
         return f"{self._folder} belongs to {owner or 'another process'}: checking whether that is still running"
 
 
@@ -205,7 +205,7 @@ class _Held:
     def verify(self) -> None:
         """OwnershipError unless this owner still owns the folder; OSError if the lease cannot be read."""
         try:
-            found = _owner_in(_read(self.path))
+            found = owner_in(_read(self.path))
         except FileNotFoundError:
             found = None
         if found is None or found.token != self.owner.token:
@@ -221,7 +221,7 @@ class _Held:
         """Mark the folder as released, unless it is lost already."""
         with suppress(OSError, OwnershipError):
             self.verify()
-            self._write(_content(self.count, Owner(**{**asdict(self.owner), "released": True})))
+            self._write(heartbeat_content(self.count, Owner(**{**asdict(self.owner), "released": True})))
 
     def _write(self, content: bytes) -> None:
         handle = os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -235,7 +235,7 @@ class _Held:
         new = None
         with suppress(OSError, IndexError):
             newest = _generations(self.folder)[-1]
-            new = _owner_in(_read(_path(self.folder, newest)))
+            new = owner_in(_read(_path(self.folder, newest)))
         cause = f"{new} has taken it over" if new is not None and new.token != self.owner.token else \
             f"{self.path.name} is gone from it, or the folder itself"
         return OwnershipError(f"no longer belongs to this run (generation {self.generation}): {cause}",
@@ -258,7 +258,7 @@ def _claim(folder: Path, watch: _Watch, owner: Owner, on_wait: Callable[[str], N
                                  remedy="Remove that file if no run uses the folder.")
         try:
             with new_file(held.path) as file:
-                file.write(_content(0, owner))
+                file.write(heartbeat_content(0, owner))
                 file.flush()
                 os.fsync(file.fileno())
         except FileExistsError:

@@ -15,6 +15,8 @@ counted from the operation that creates it until its last owner, often autograd,
 from __future__ import annotations
 
 import contextlib
+import resource
+import sys
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -150,3 +152,11 @@ def _storages(tree: object) -> Iterator[torch.UntypedStorage]:
                                   remedy="Use dense tensors, or count the tensors inside.")
             if (storage := leaf.untyped_storage()).device.type != "meta":
                 yield storage
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """On CUDA the most that tensors have taken on the device, elsewhere the process's largest resident size."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts kilobytes except on macOS
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,7 +1,8 @@
 """Files that somebody else may have left: how they are opened, for reading, writing and locking.
 
-    open_regular_file, read_bytes, read_json    a regular file, of limited size and depth; neither a FIFO nor a device
-                                                blocks the reader
+    open_regular_file, read_bytes               a regular file, of limited size; neither a FIFO nor a device blocks
+    read_json, read_toml                        a document in one
+    parse_json, parse_toml                      a document of limited depth, or a ValueError and nothing else
     member                                      a file of a folder, and no link that leads out of it
     new_file, append_file, open_lock            never through a symbolic link
 
@@ -13,11 +14,20 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO
 
 _SAFE = os.O_NOFOLLOW | os.O_CLOEXEC
+_MOST_DEPTH = 200
+"""Objects and lists in one another: far below what the interpreter can print, copy and write."""
+_MOST_KEYS = 32
+_PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+"""
+_DOTTED = re.compile(rf"(?<![\w\-\\])(?:{_PART}\.[ \t]*+){{{_MOST_KEYS}}}")
+"""A name of more parts than `_MOST_KEYS`. For one of n parts tomllib stores n * n / 2 names: gigabytes for 64 KiB."""
 
 
 def open_regular_file(path: Path, *, links: bool = True, own: bool = False, unshared: bool = False) -> BinaryIO:
@@ -63,11 +73,40 @@ def read_bytes(path: Path, most_bytes: int, *, links: bool = True, own: bool = F
 
 
 def read_json(path: Path, most_bytes: int, *, links: bool = True, own: bool = False, unshared: bool = False) -> object:
-    """The JSON document in a file. As `read_bytes`; ValueError also for what is no JSON, or is nested too deeply."""
+    """The JSON document in a file. As `read_bytes`, and as `parse_json`."""
+    return parse_json(read_bytes(path, most_bytes, links=links, own=own, unshared=unshared))
+
+
+def read_toml(path: Path, most_bytes: int, *, own: bool = False) -> dict[str, Any]:
+    """The TOML document in a file. As `read_bytes`, and as `parse_toml`."""
+    return parse_toml(read_bytes(path, most_bytes, own=own).decode())
+
+
+def parse_json(content: bytes | str) -> object:
+    """The JSON document in a text. ValueError for what is no JSON, or is nested too deeply."""
+    return _parse(json.loads, content)
+
+
+def parse_toml(content: str) -> dict[str, Any]:
+    """The TOML document in a text. ValueError for what is no TOML, or is nested too deeply."""
+    if _DOTTED.search(content):
+        raise ValueError(f"has a name of more than {_MOST_KEYS} parts")
+    found: dict[str, Any] = _parse(tomllib.loads, content)
+    return found
+
+
+def _parse(parser: Callable[[Any], Any], content: bytes | str) -> Any:
     try:
-        return json.loads(read_bytes(path, most_bytes, links=links, own=own, unshared=unshared))
+        found = parser(content)
     except RecursionError:
         raise ValueError("is nested too deeply") from None
+    level = [found] if isinstance(found, (dict, list)) else []
+    for _ in range(_MOST_DEPTH):
+        if not level:
+            return found
+        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)
+                 if isinstance(inner, (dict, list))]
+    raise ValueError("is nested too deeply")
 
 
 def member(folder: Path, name: str) -> Path:

@@ -109,11 +109,10 @@ def guard_layer(module: nn.Module, mesh: TensorMesh, where: str, takes: Activati
     alone: it is called with its own part, as a plain tensor. vocab: the whole vocabulary of a layer that gives a part
     of it.
     """
-    if mesh.check_order and mesh.num_rows > 1:
-        module.register_forward_pre_hook(_Hook(mesh, lambda *_: _same_on_rows(mesh, where)))
-    if mesh.num_rows > 1:
-        module.register_forward_pre_hook(_Hook(mesh, lambda *_: mesh.order.record(where, "forward")))
+    if mesh.check_order:
+        module.register_forward_pre_hook(_Hook(mesh, lambda *_: mesh.order.compare_place(where)))
     if mesh.num_cols == 1:
+        module.register_forward_pre_hook(_Hook(mesh, lambda *_: mesh.order.record(where, "forward")))
         return
     guard = _LayerGuard(mesh, where, takes, gives, alone=alone, vocab=vocab)
     module.register_forward_pre_hook(guard.before, with_kwargs=True)
@@ -130,12 +129,15 @@ class _LayerGuard(_OfMesh):
         self._where, self._takes, self._gives, self._alone, self._vocab = where, takes, gives, alone, vocab
         self._needs_sequence = mesh.activations.name == "sequence" and "stream" in (takes, gives)
         self._entered: tuple[ColumnLayout, torch.Size] | None = None
+        self._sequences = 0
+        """Sequences of flattened tokens that it was given; 0 where they were not flattened."""
         self._fitted: tuple[ColumnLayout | None, torch.Size, torch.dtype] | None = None
         """An input that was taken as it is: so is the next one like it, as those of all microbatches are."""
 
     def before(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The layer's arguments without layouts."""
-        self._entered, take = None, self._take
+        self._mesh.order.record(self._where, "forward")
+        self._entered, self._sequences, take = None, 0, self._take
         return (tuple([take(one) if isinstance(one, Tensor) else mapped(take, one) for one in args]),
                 mapped(take, kwargs) if kwargs else kwargs)
 
@@ -143,7 +145,7 @@ class _LayerGuard(_OfMesh):
         """Its output, marked."""
         if self._alone:
             return y
-        return mark(y, self._given(y)) if type(y) is Tensor else mapped(self._marked, y)
+        return mark(y, self._given(y)) if type(y) is Tensor and not self._sequences else mapped(self._marked, y)
 
     def _take(self, x: object) -> object:
         if not isinstance(x, Tensor):
@@ -159,19 +161,53 @@ class _LayerGuard(_OfMesh):
                        layout.text(tuple(x.shape)),
                        "Compute them from the block's inputs, or from what a ClassifierHead returns.", self._where)
             return x
-        if self._needs_sequence and x.dim() != 3:
-            refuse("takes [batch, sequence, features] where the sequence is sharded over columns", f"{list(x.shape)}",
-                   "Keep the three dims apart, or set --tensor.sequence-sharding false.", self._where)
+        if self._needs_sequence:
+            x, layout = self._in_sequences(x, layout)
         if layout is None and self._alone:
             return x
         taken = _as_taken(x, layout, self._mesh, self._takes, self._where)
-        if taken is x:
+        if taken is x and not self._sequences:
             self._fitted = like
         self._entered = self._entered or (layout or ColumnLayout(self._mesh), taken.shape)
         return taken
 
+    def _in_sequences(self, x: Tensor, layout: ColumnLayout | None) -> tuple[Tensor, ColumnLayout | None]:
+        """x as [batch, sequence, features]; of flattened tokens [tokens, features] as many sequences as they came
+        from, or one. Any division is right: the result has the tokens where its layout says."""
+        if x.dim() == 3:
+            tokens = x.shape[0] * (layout.size if layout is not None and layout.dim == 1 else x.shape[1])
+            self._mesh.sequences[tokens] = x.shape[0]
+            return x, layout
+        if x.dim() != 2:
+            refuse("takes [batch, sequence, features] or [tokens, features] where the sequence is sharded over columns",
+                   f"{list(x.shape)}", "Bring the dims into this order, or set --tensor.sequence-sharding false.",
+                   self._where)
+        sharded = layout is not None and layout.dim == 0
+        tokens = layout.size if layout is not None and sharded else x.shape[0]
+        count = layout.blocks if layout is not None and sharded else self._mesh.sequences.get(tokens, 1)
+        if tokens // count % self._mesh.num_cols:
+            refuse("takes tokens that the columns can share", f"{tokens} tokens on {self._mesh.num_cols} columns",
+                   "Give it all tokens of whole sequences, or set --tensor.sequence-sharding false.", self._where)
+        self._sequences = self._mesh.sequences[tokens] = count
+        if layout is not None and layout.dim is not None:
+            layout = layout.moved(1, tokens // count, 1) if sharded else layout.moved(2)
+        return x.reshape(count, x.shape[0] // count, x.shape[1]), layout
+
+    def _flattened(self, y: Tensor, layout: ColumnLayout) -> ColumnTensor:
+        """An output of flattened tokens: [tokens, features]."""
+        if y.dim() != 3:
+            refuse("cannot take flattened tokens", f"{list(y.shape)}", "Give it [batch, sequence, features].",
+                   self._where)
+        if layout.dim == 1:
+            layout = layout.moved(0, layout.size * y.shape[0], y.shape[0])
+        elif layout.dim is not None:
+            layout = layout.moved(1)
+        return mark(y.flatten(0, 1), layout)
+
     def _marked(self, y: object) -> object:
-        return mark(y, self._given(y)) if type(y) is Tensor else y
+        if type(y) is not Tensor:
+            return y
+        return self._flattened(y, self._given(y)) if self._sequences else mark(y, self._given(y))
 
     def _given(self, y: Tensor) -> ColumnLayout:
         mesh, gives = self._mesh, self._gives
@@ -183,18 +219,9 @@ class _LayerGuard(_OfMesh):
             assert self._entered is not None
             return self._entered[0]
         if gives == "vocabulary":
-            return ColumnLayout(mesh) if mesh.whole_outputs else ColumnLayout(mesh, y.dim() - 1, self._vocab)
+            return ColumnLayout(mesh, y.dim() - 1, self._vocab)
         dim = sharded_dim(mesh, gives, y.dim())
         return ColumnLayout(mesh) if dim is None else ColumnLayout(mesh, dim, y.shape[dim] * mesh.num_cols)
-
-
-def _same_on_rows(mesh: TensorMesh, where: str) -> None:
-    """ModelError unless all rows of a column call the same layer now."""
-    places = mesh.over_rows.gather_objects(where)
-    if len(set(places)) > 1:
-        raise ModelError("is called on some rows only", value=dict(enumerate(places)),
-                         where=min(places, key=lambda place: place.startswith("the end")),
-                         remedy="Call every layer on every row, with no tokens (x[:0]) where a row has none for it.")
 
 
 def _as_taken(x: Tensor, layout: ColumnLayout | None, mesh: TensorMesh, kind: ActivationKind, where: str) -> Tensor:
@@ -209,7 +236,8 @@ def _as_taken(x: Tensor, layout: ColumnLayout | None, mesh: TensorMesh, kind: Ac
     if kind == "heads":
         fits = dim not in (None, x.dim() - 1)
     else:
-        fits = dim == expected and (layout is None or dim is None or layout.size == x.shape[dim] * mesh.num_cols)
+        fits = dim == expected and (layout is None or dim is None or (
+            layout.size == x.shape[dim] * mesh.num_cols and layout.blocks == 1))
     if fits:
         return x
     if dim is None and expected is not None and x.dim() > 1 and x.shape[expected] % mesh.num_cols == 0:
@@ -238,8 +266,8 @@ def guard_block(module: nn.Module, mesh: TensorMesh, where: str, *, in_chain: bo
 
     module.register_forward_pre_hook(_Hook(mesh, runs(True)))
     module.register_forward_hook(_Hook(mesh, runs(False)), always_call=True)
-    if mesh.check_order and mesh.num_rows > 1:
-        module.register_forward_hook(_Hook(mesh, lambda *_: _same_on_rows(mesh, f"the end of {where}")))
+    if mesh.check_order:
+        module.register_forward_hook(_Hook(mesh, lambda *_: mesh.order.compare_place(f"the end of {where}")))
     if mesh.num_cols == 1:
         return
 
@@ -314,7 +342,8 @@ _SEPARATOR = "|columns share dim "
 def detached_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Named tensors as plain ones, whose names carry the layout of sharded ones: for messages and files."""
     return {name if (layout := layout_of_tensor(x)) is None or layout.dim is None
-            else f"{name}{_SEPARATOR}{layout.dim} of {layout.size}": plain(x) for name, x in state.items()}
+            else f"{name}{_SEPARATOR}{layout.dim} of {layout.size}" + f" of {layout.blocks}" * (layout.blocks > 1):
+            plain(x) for name, x in state.items()}
 
 
 def with_layouts(state: dict[str, Tensor], mesh: TensorMesh | None) -> dict[str, Tensor]:
@@ -324,7 +353,6 @@ def with_layouts(state: dict[str, Tensor], mesh: TensorMesh | None) -> dict[str,
         name, separator, text = full.partition(_SEPARATOR)
         if separator:
             assert mesh is not None  # only a mesh of several columns gives such names
-            dim, _, size = text.partition(" of ")
-            x = mark(x, ColumnLayout(mesh, int(dim), int(size)))
+            x = mark(x, ColumnLayout(mesh, *map(int, text.split(" of "))))
         found[name] = x
     return found

@@ -32,6 +32,18 @@ class ClosedParameters(dict[str, _Parameter]):
             self._check(sys._getframe(1), name)
         return super().__getitem__(name)
 
+    def get(self, name: str, default: _Parameter = None) -> _Parameter:  # type: ignore[override]
+        """A parameter by its name."""
+        if self.mesh.runs_user_code:
+            self._check(sys._getframe(1), name)
+        return super().get(name, default)
+
+    def copy(self) -> dict[str, _Parameter]:
+        """All parameters by name, in a plain dict."""
+        if self.mesh.runs_user_code:
+            self._check(sys._getframe(1), "parameters()")
+        return super().copy()
+
     def items(self) -> ItemsView[str, _Parameter]:  # type: ignore[override]  # of dict, which has a class of its own
         """All parameters by name: `parameters()` and `state_dict()` of a module read them."""
         if self.mesh.runs_user_code:

@@ -107,30 +107,43 @@ class _DeferrableLinear(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None,
-                layer: _DeferrableForward) -> Tensor:
+                layer: _DeferrableForward, autocast: torch.dtype | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.weight, ctx.bias, ctx.layer = weight, bias, layer
         if layer.in_float8:
             return float8.forward_product(x, weight, bias)
+        w, b = weight, bias
+        if autocast is not None:  # not by torch, whose cache would give others a cast without a graph
+            w, b = w.to(autocast), None if b is None else b.to(autocast)  # type: ignore[assignment]
         if layer.pads_rows and x.is_cuda:
-            return padded_rows_product(x, weight)
-        return functional.linear(x, weight, bias).detach()  # users may change what is no view in place
+            return padded_rows_product(x, w)
+        return functional.linear(x, w, b).detach()  # users may change what is no view in place
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         (x, weight), layer = ctx.saved_tensors, ctx.layer
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = float8.input_gradient(dy, weight) if layer.in_float8 else dy.matmul(weight)
+            dx = float8.input_gradient(dy, weight) if layer.in_float8 else dy.matmul(weight.to(dy.dtype))
         if layer.gradients.in_pass:
             grown = [ctx.weight] if ctx.bias is None or not ctx.bias.requires_grad else [ctx.weight, ctx.bias]
             layer.gradients.add(grown, (x, dy), partial(add_gradients, ctx.weight, ctx.bias, in_float8=layer.in_float8),
                                 at_once=layer.steps_aside)
-            return dx, None, None, None
+            return dx, None, None, None, None
         layer.steps_aside = True
         rows, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         db = rows.sum(0) if ctx.needs_input_grad[2] else None
-        return dx, float8.weight_gradient(x, rows, weight.dtype) if layer.in_float8 else rows.t().mm(x), db, None
+        dw = float8.weight_gradient(x, rows, weight.dtype) if layer.in_float8 else rows.t().mm(x)
+        return dx, dw, db, None, None
+
+
+def autocast_dtype(*operands: Tensor | None) -> torch.dtype | None:
+    """The format to which autocast, which is on, casts the operands of a product; None where it leaves one as it is, as
+    it leaves fp64."""
+    given = [one for one in operands if one is not None]
+    device = given[0].device.type
+    fit = all(one.device.type == device and one.is_floating_point() and one.dtype is not torch.float64 for one in given)
+    return torch.get_autocast_dtype(device) if fit else None
 
 
 def is_deferrable(module: nn.Linear) -> bool:
@@ -162,12 +175,17 @@ class _DeferrableForward:
 
     def __call__(self, input: Tensor) -> Tensor:
         module, x = self._module, input
-        if not isinstance(x, Tensor) or not is_deferrable(module) or torch.is_autocast_enabled(x.device.type):
+        if not isinstance(x, Tensor) or not is_deferrable(module):
             return functional.linear(x, module.weight, module.bias)
         if is_transformed() or not torch.is_grad_enabled():
             self.steps_aside = True
             return functional.linear(x, module.weight, module.bias)
-        y = _DeferrableLinear.apply(x, module.weight, module.bias, self)
+        dtype = autocast_dtype(x, module.weight, module.bias) if torch.is_autocast_enabled(x.device.type) else None
+        if dtype is not None:
+            if self.in_float8:
+                return functional.linear(x, module.weight, module.bias)
+            x = x.to(dtype)
+        y = _DeferrableLinear.apply(x, module.weight, module.bias, self, dtype)
         if not self.steps_aside:
             self.gradients.forward_bytes += x.numel() * x.element_size() + y.numel() * y.element_size()
         return y

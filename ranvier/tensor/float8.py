@@ -7,7 +7,7 @@
 e4m3 has 4 bits of exponent and 3 of mantissa, e5m2 more range and less precision, for gradients (Micikevicius et al.,
 2022, FP8 Formats for Deep Learning). Scales are those of the tensors themselves, so nothing is kept from step to step.
 Parameters, activations between layers, gradients and optimizer states keep the run's formats. Everything goes through
-`torch.nn.functional.scaled_mm`, on a CPU too.
+`torch.nn.functional.scaled_mm`, on a CPU too where torch has it there (`runs_on_cpu`).
 """
 
 from __future__ import annotations
@@ -45,6 +45,16 @@ def product(a: Tensor, a_format: torch.dtype, b: Tensor, b_format: torch.dtype, 
         a8, b8 = (torch.cat([one, one.new_zeros(len(one), missing)], 1) for one in (a8, b8))
     return functional.scaled_mm(a8.contiguous(), b8.contiguous().t(), a_scale, functional.ScalingType.TensorWise,
                                 b_scale, functional.ScalingType.TensorWise, output_dtype=dtype)
+
+
+def runs_on_cpu() -> bool:
+    """Whether this version of torch has products in float8 on a CPU."""
+    zeros = torch.zeros(MULTIPLE, MULTIPLE, device="cpu")
+    try:
+        product(zeros, VALUES, zeros, VALUES, torch.float32)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def working_bytes(tokens: int, inputs: int, outputs: int, element_bytes: int) -> int:
@@ -97,8 +107,12 @@ def float8_layers(blocks: Iterable[tuple[int, str, nn.Module]], num_blocks: int,
     """The linear layers of these of a model's `num_blocks` blocks that multiply in float8: not those of its first and
     last block, which are the most sensitive, and only those of which both sizes are multiples of `MULTIPLE`.
 
-    ConfigError where the GPU cannot.
+    ConfigError where the GPU, or torch on the CPU, cannot.
     """
+    if device.type == "cpu" and not runs_on_cpu():
+        raise ConfigError("needs a later version of torch on a CPU: this one has no products in float8 there",
+                          where="model.float8", value=f"torch {torch.__version__}",
+                          remedy="Install torch 2.13, or set --model.float8 false.")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
         raise ConfigError("needs a GPU with compute capability 8.9 or more (Ada, Hopper)", where="model.float8",
                           value=torch.cuda.get_device_name(device), remedy="Set --model.float8 false.")

@@ -1,14 +1,15 @@
-"""Whether all rows of a column call the same layers in the same order, in every pass.
+"""Whether all ranks of a stage's mesh call the same layers in the same order, in every pass.
 
-Collectives over a column have no tags: the n-th of one row meets the n-th of another. Where rows call different
-layers, such as experts without tokens that a row skips, one layer's weights or gradients meet those of another layer of
-the same shape, and nothing fails. Each rank therefore keeps a running hash of (layer, pass), one number, which all rows
-compare before an update.
+Collectives over rows and columns have no tags: the n-th of one rank meets the n-th of another. Where ranks call
+different layers, such as experts without tokens that a row skips, or layers that a column drops at random, one layer's
+weights, gradients or activations meet those of another layer of the same shape, and nothing fails. Each rank therefore
+keeps a running hash of (layer, pass), one number, which rows and columns compare before an update.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import Literal, NoReturn
 
@@ -18,16 +19,23 @@ from ranvier.errors import ModelError
 Pass = Literal["forward", "backward", "backward of the input", "backward of the weight", "deferred weight gradient"]
 """What a layer does. Its backward communicates otherwise where only one of its gradients is wanted."""
 _FACTOR, _MASK = 0x100000001b3, (1 << 63) - 1
+_ROWS, _COLUMNS = "rows of a column", "columns of a row"
+_REMEDY = ("Call every layer on every row and column, with no tokens (x[:0]) where a row has none for it. Draw what "
+           "decides about calls, such as layers that are dropped, from torch's generator.")
+_EXACT = "Engine(check_order=True) stops at the first call that differs."
 
 
 class LayerOrder:
-    """The layers that one rank has called, to be compared with those of the other rows.
+    """The layers that one rank has called, to be compared with those of the other rows and columns.
 
-    rows: the ranks of its column.
+    over_rows, over_cols: as of `TensorMesh`.
     """
 
-    def __init__(self, rows: Group) -> None:
-        self._rows, self._hash = rows, 0
+    def __init__(self, over_rows: Group, over_cols: Group) -> None:
+        self._groups = {of: group for of, group in ((_ROWS, over_rows), (_COLUMNS, over_cols)) if len(group.ranks) > 1}
+        self.drawn: Callable[[], int] = int
+        """A number that tells apart what ranks have drawn in this batch: columns must draw alike."""
+        self._hash = 0
         self._numbers: dict[tuple[str, Pass], int] = {}
         self._counts: Counter[tuple[str, Pass]] = Counter()
         self._last: tuple[str, Pass] | None = None
@@ -48,13 +56,22 @@ class LayerOrder:
         return "" if last is None else f"{last[0]}, {last[1]}"
 
     def compare(self) -> None:
-        """Compare all calls so far; each row of the column calls this at the same place. ModelError on every row where
-        they differ."""
-        if len(self._rows.ranks) == 1:
-            return
-        if len(set(self._rows.gather_number(self._hash))) > 1:
-            self._refuse(self._rows.gather_objects([[layer, what, count] for (layer, what), count
-                                                    in self._counts.items()]))
+        """Compare all calls so far; each rank of the mesh calls this at the same place. ModelError on the ranks of
+        every column and row in which they differ."""
+        numbers = {of: self._hash ^ (self.drawn() if of == _COLUMNS else 0) for of in self._groups}
+        found = {of: self._groups[of].gather_number(number) for of, number in numbers.items()}  # all, before one raises
+        for of, hashes in found.items():
+            if len(set(hashes)) > 1:
+                self._refuse(of, self._groups[of].gather_objects(
+                    [self._hash, [[layer, what, count] for (layer, what), count in self._counts.items()]]))
+
+    def compare_place(self, where: str) -> None:
+        """Compare the call that begins now, or what else is at `where`; each rank does so before the same call."""
+        found = {of: group.gather_objects(where) for of, group in self._groups.items()}
+        for of, places in found.items():
+            if len(set(places)) > 1:
+                raise ModelError(f"is called on some {of} only", value=dict(enumerate(places)),
+                                 where=min(places, key=lambda place: place.startswith("the end")), remedy=_REMEDY)
 
     def end(self) -> None:
         """The batch has ended: `compare`, and count anew."""
@@ -66,16 +83,18 @@ class LayerOrder:
         self._hash, self._last = 0, None
         self._counts.clear()
 
-    def _refuse(self, of_rows: list[list[tuple[str, Pass, int]]]) -> NoReturn:
-        """Name the first layer that is not called equally often, if there is one."""
-        counts = [{(layer, what): count for layer, what, count in calls} for calls in of_rows]
+    def _refuse(self, of: str, ranks: list[tuple[int, list[tuple[str, Pass, int]]]]) -> NoReturn:
+        """Name the first layer that is not called equally often, if there is one. ranks: of each the hash and counts of
+        its calls."""
+        if len({number for number, _ in ranks}) == 1:
+            raise ModelError("draw different random numbers", where=of, value=f"{len(ranks)} ranks",
+                             remedy="Draw from torch's generator, seeded alike on all columns, in processes of their "
+                                    "own; ranvier.tensor.layers.Dropout needs no seed.")
+        counts = [{(layer, what): count for layer, what, count in calls} for _, calls in ranks]
         for layer, what in dict.fromkeys(call for calls in counts for call in calls):
-            found = {row: calls.get((layer, what), 0) for row, calls in enumerate(counts)}
+            found = {index: calls.get((layer, what), 0) for index, calls in enumerate(counts)}
             if len(set(found.values())) > 1:
-                raise ModelError(f"is not called equally often on all rows of a column ({what})", where=layer,
-                                 value=found,
-                                 remedy="Call every layer on every row, with no tokens (x[:0]) where a row has none "
-                                        "for it. Engine(check_order=True) stops at the first call that differs.")
-        raise ModelError("are called in different order on the rows of a column", where="layers of a stage",
-                         remedy="Call the layers in one order on every row. Engine(check_order=True) stops at the "
-                                "first call that differs.")
+                raise ModelError(f"is not called equally often on all {of} ({what})", where=layer, value=found,
+                                 remedy=f"{_REMEDY} {_EXACT}")
+        raise ModelError(f"are called in different order on the {of}", where="layers of a stage",
+                         remedy=f"Call the layers in one order on every rank. {_EXACT}")

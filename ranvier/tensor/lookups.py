@@ -22,7 +22,7 @@ from ranvier.tensor.autograd import Function
 from ranvier.tensor.deferred_linear import is_plain, is_transformed
 from ranvier.tensor.weight_gradients import WeightGradients
 
-LEAST_ROWS = 128
+LEAST_ROWS = 1024
 """Smaller tables are left to autograd."""
 
 

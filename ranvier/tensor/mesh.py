@@ -7,14 +7,15 @@ With one row this is Megatron-LM's 1D tensor parallelism, and `over_cols` is the
 is 2D tensor parallelism (Optimus: Xu et al., 2021): the microbatch is divided over rows, and features over columns.
 
 Every rank of a stage runs the same layers in the same order, because one schedule decides for the stage. Collectives of
-a group therefore match without tags. Code of a block that calls other layers on one row than on another is found before
-an update (`layer_order`).
+a group therefore match without tags. Code of a block that calls other layers on one rank than on another is found
+before an update (`layer_order`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from typing import Literal, NoReturn
 
@@ -29,7 +30,7 @@ from ranvier.layout.panels import equal_panels, growing_panels
 from ranvier.precision import sum_dtype
 from ranvier.tensor.activations import Activations, activations_of
 from ranvier.tensor.layer_order import LayerOrder
-from ranvier.tensor.under_way import Arriving, GatheringLayer, GradientSums, WeightGathers, WeightUse
+from ranvier.tensor.under_way import GradientSums, WeightGathers, WeightUse, gather_together
 from ranvier.tensor.workspace import BUFFERS, Workspace
 
 PANEL_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
@@ -49,8 +50,8 @@ class TensorMesh:
         device: the kind of device, "cpu" or "cuda".
         panel_bytes: largest panel of activations that is gathered or reduced in one piece, with panels as equal as
             possible; None for the settings, or the device's rule.
-        check_order: before each layer and after each block, the rows of a column compare which layer they run (slow;
-            for debugging), and so find the exact call at which they part.
+        check_order: before each layer and after each block, rows and columns compare which layer they run (slow; for
+            debugging), and so find the exact call at which they part.
     """
 
     def __init__(self, over_rows: Group, over_cols: Group, settings: TensorParallel, *, device: str = "cpu",
@@ -69,14 +70,18 @@ class TensorMesh:
         self._panel_bytes = panel_bytes or (usual if wanted == "auto" else wanted)
         self._panels_grow = device == "cuda" and panel_bytes is None
         self.workspace = Workspace()
-        self.order = LayerOrder(over_rows)
+        self.order = LayerOrder(over_rows, over_cols)
         limit = BUNDLE_ELEMENTS.get(device, 0) // self.num_rows
-        self.weights = WeightGathers(limit, self._gather_together)
-        self.sums = GradientSums(over_rows, lambda: self.workspace, limit)
+        self.weights = WeightGathers(limit, partial(gather_together, self.workspace, over_rows))
+        self.sums = GradientSums(over_rows, self.workspace, limit)
         self.activations: Activations = activations_of(settings, self.over_cols)
         """The layout of the residual stream."""
-        self.whole_outputs = False
-        """Whether a `VocabularyLinear` returns the logits of the whole vocabulary on every rank: for predictions."""
+        self.autocast: torch.dtype | None = None
+        """The format to which split layers cast fp32 operands of their products, weights before they are gathered; as
+        torch.autocast does for plain layers."""
+        self.sequences: dict[int, int] = {}
+        """Tokens -> sequences that were last seen with so many, to divide flattened tokens alike; with a sharded
+        sequence."""
         self.runs_user_code = False
         """Whether code of a block or a loss runs, which must not read parts of weights."""
 
@@ -95,23 +100,21 @@ class TensorMesh:
         """Bytes of the buffers of the workspace in which a pass with these uses gathers weights together."""
         found: dict[tuple[str, torch.dtype], int] = {}
         for bundle in self.weights.bundles(uses).values():
-            dtype, elements = bundle[0].layer.weights[0].dtype, sum(prod(use.layer.weight_shape) for use in bundle)
+            dtype = bundle[0].layer.weight_dtype
+            elements = sum(prod(use.layer.weight_shape) for use in bundle)
             for buffer in range(BUFFERS) if len(bundle) > 1 else ():
                 for name, copies in (("own weights", 1), ("weight", self.num_rows)):
                     size = copies * elements * dtype.itemsize
                     found[f"{name} {buffer}", dtype] = max(found.get((f"{name} {buffer}", dtype), 0), size)
         return found
 
-    def _gather_together(self, layers: Sequence[GatheringLayer], buffer: int) -> list[Arriving]:
-        """Start one all-gather of these layers' weights; each is [rows, *weight_shape], with gaps between the rows."""
-        sizes = [prod(layer.weight_shape) for layer in layers]
-        own = self.workspace.take_one(buffer, "own weights", (sum(sizes),), layers[0].weights[0])
-        for layer, place in zip(layers, own.split(sizes), strict=True):
-            place.view(layer.weight_shape).copy_(layer.own_weight(buffer))
-        whole = self.workspace.take_one(buffer, "weight", (self.num_rows, sum(sizes)), own)
-        bundle = Arriving(whole, self.over_rows.all_gather(whole, own))
-        return [Arriving(share.view(self.num_rows, *layer.weight_shape), bundle)
-                for layer, share in zip(layers, whole.split(sizes, 1), strict=True)]
+    def product_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The format in which an operand of `dtype` is multiplied."""
+        return self.autocast if self.autocast is not None and dtype is torch.float32 else dtype
+
+    def cast(self, operand: Tensor) -> Tensor:
+        """An operand in that format."""
+        return operand if self.autocast is None else operand.to(self.product_dtype(operand.dtype))
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The number format of sums of activations of `dtype` over columns."""

@@ -171,7 +171,7 @@ class _QuantizedLinear(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
         wants_input, _, wants_bias = ctx.needs_input_grad
-        return (dy.matmul(ctx.weight.values()) if wants_input else None, None,
+        return (dy.matmul(ctx.weight.values().to(dy.dtype)) if wants_input else None, None,
                 dy.reshape(-1, ctx.features).sum(0) if wants_bias else None)
 
 

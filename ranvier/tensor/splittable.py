@@ -114,12 +114,18 @@ def check_plain(layer: Splittable, where: str) -> None:
                           or any(not isinstance(hook, SplitHook) for hook in layer._forward_hooks.values())),
             "max_norm": getattr(layer, "max_norm", None) is not None,
             "scale_grad_by_freq": getattr(layer, "scale_grad_by_freq", False),
+            "a hook on a parameter": any(map(has_hooks, layer.parameters())),
             "several normalized dims": len(getattr(layer, "normalized_shape", (1,))) > 1}
     for what, has in more.items():
         if has:
             raise ModelError(f"has {what}, which would be lost on rows and columns", where=where,
                              value=type(layer).__name__,
                              remedy="Leave it out, or give the layer a split(mesh) of its own.")
+
+
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether a user's hook is on it: it would see one rank's part of the gradient, or none."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def block_splits(block: str, module: nn.Module, settings: TensorParallel, num_cols: int = 1

@@ -55,6 +55,10 @@ class GatheringLayer(Protocol):
     def weights(self) -> Sequence[Tensor]:
         """The parameters that it is made of."""
 
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Of this rank's weight as it travels."""
+
     def own_weight(self, buffer: int) -> Tensor:
         """This rank's weight; buffer: which of the `BUFFERS` of the workspace it may lie in."""
 
@@ -153,8 +157,23 @@ class WeightGathers:
             gathers.clear()
 
 
+def gather_together(workspace: Workspace, rows: Group, layers: Sequence[GatheringLayer], buffer: int
+                    ) -> list[Arriving]:
+    """Start one all-gather of these layers' weights over a column; each arrives as [rows, *weight_shape], with gaps
+    between the rows. buffer: which of the `BUFFERS` of the workspace they may lie in."""
+    sizes, num_rows = [prod(layer.weight_shape) for layer in layers], len(rows.ranks)
+    like = torch.empty(0, dtype=layers[0].weight_dtype, device=layers[0].weights[0].device)
+    own = workspace.take_one(buffer, "own weights", (sum(sizes),), like)
+    for layer, place in zip(layers, own.split(sizes), strict=True):
+        place.view(layer.weight_shape).copy_(layer.own_weight(buffer))
+    whole = workspace.take_one(buffer, "weight", (num_rows, sum(sizes)), own)
+    bundle = Arriving(whole, rows.all_gather(whole, own))
+    return [Arriving(share.view(num_rows, *layer.weight_shape), bundle)
+            for layer, share in zip(layers, whole.split(sizes, 1), strict=True)]
+
+
 def _dtype(use: WeightUse) -> torch.dtype:
-    return use.layer.weights[0].dtype
+    return use.layer.weight_dtype
 
 
 class _Bundle:
@@ -210,10 +229,10 @@ class GradientSums:
 
     Args:
         limit: sums that follow each other travel together, up to so many elements of this rank; 0: each by itself.
-        rows: of the column. workspace: gives the one that holds the partial sums.
+        rows: of the column. workspace: holds the partial sums.
     """
 
-    def __init__(self, rows: Group, workspace: Callable[[], Workspace], limit: int = 0) -> None:
+    def __init__(self, rows: Group, workspace: Workspace, limit: int = 0) -> None:
         self._rows, self._workspace, self._limit = rows, workspace, limit
         self._line: deque[tuple[int | str | None, Callable[[], object]]] = deque()
         self._turn = self._bundle_turn = 0
@@ -226,7 +245,7 @@ class GradientSums:
             if self._open is None or not self._open.has_room(size, like.dtype):
                 self._open = self._next_bundle(like)
             return self._open.place(shape)
-        number, workspace = self.next_buffer(), self._workspace()
+        number, workspace = self.next_buffer(), self._workspace
         return (workspace.take_one(number, "weight gradients", (len(self._rows.ranks), *shape), like),
                 workspace.take_one(number, "weight gradient", shape, like))
 
@@ -239,7 +258,7 @@ class GradientSums:
         buffer = None  # allocating one for each sum takes longer than filling it
         if self._rows.buffer_bytes("reduce_scatter", partial_sums.numel(), partial_sums.dtype, partial_sums.device.type
                                    ) == partial_sums.nbytes:
-            buffer = self._workspace().take_one(self._turn, "weight shares", partial_sums.shape, partial_sums)
+            buffer = self._workspace.take_one(self._turn, "weight shares", partial_sums.shape, partial_sums)
         return Arriving(total, self._rows.reduce_scatter(total, partial_sums, buffer))
 
     def _next_bundle(self, like: Tensor) -> _Bundle:
@@ -247,7 +266,7 @@ class GradientSums:
             self._open.start()
         self._bundle_turn = (self._bundle_turn + 1) % BUFFERS
         self._free(f"bundle {self._bundle_turn}")
-        return _Bundle(self._bundle_turn, self._limit, like, self._rows, self._workspace())
+        return _Bundle(self._bundle_turn, self._limit, like, self._rows, self._workspace)
 
     def next_buffer(self) -> int:
         """One of the `BUFFERS`, whose last sum has been added."""

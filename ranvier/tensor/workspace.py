@@ -36,6 +36,10 @@ class Workspace:
         """All buffers, each flat."""
         return list(self._buffers.values())
 
+    def clear(self) -> None:
+        """Give all memory back."""
+        self._buffers.clear()
+
     def take_one(self, number: int, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
         """One of the `BUFFERS` of a name. All of them are as large as the largest that was asked for of any."""
         size = prod(shape)

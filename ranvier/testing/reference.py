@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ranvier import keyed_random
-from ranvier.block import Loss, Model, State, as_model, initialise
+from ranvier.block import Loss, Model, Modules, State, as_model, initialise
 from ranvier.pipeline.formats import BlockFormats
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.modes import put_in_evaluation, restore
@@ -36,7 +36,7 @@ class Reference:
     Parameters and gradients have global names ("block.parameter"); tied ones have the name of their owner.
     """
 
-    def __init__(self, model: Model | nn.Sequential | Sequence[nn.Module], *, loss: Loss | None = None, seed: int = 0,
+    def __init__(self, model: Model | Modules, *, loss: Loss | None = None, seed: int = 0,
                  dtype: torch.dtype = torch.float32,
                  optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None) -> None:
         model = as_model(model, loss)

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import sqrt
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -36,6 +38,8 @@ from ranvier.tensor.activations import layout_of
 from ranvier.tensor.columns import ColumnLayout, layout_of_tensor, mark, plain
 from ranvier.tensor.layers import block_splits
 from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.split.attributes import rebind_attributes
+from ranvier.tensor.splittable import as_splittable, check_plain
 from ranvier.testing.ranks import RanksFailed, run_ranks
 from ranvier.world import World
 
@@ -55,6 +59,8 @@ _SEED = 0
 _SMALL = 1e-3
 """Gradients that are smaller than this times the largest are compared on that scale: some are zero but for rounding,
 such as that of the bias of keys."""
+_DRAWS = ("draws random numbers, which ranks in one process cannot draw alike; Dropout of ranvier.tensor.layers can, "
+          "and an engine compares what columns in processes of their own draw")
 _NOTHING = 1e-5
 """The same for gradients relative to outputs and the loss: all of them may be zero but for rounding."""
 
@@ -121,7 +127,12 @@ def check_split(model: Model | nn.Module | Sequence[nn.Module], sample: Sample,
         raise ModelError("has no inputs", where="sample", remedy="Give a microbatch's inputs, and targets for a loss.")
     if has_loss and batch.targets is None:
         raise ModelError("has no targets for the loss", where="sample", remedy="Give (inputs, targets).")
+    before = _random_states()
     expected = _run(whole, batch, None, has_loss)
+    if draws := _random_states() != before:  # or a library has drawn, which was imported now
+        before = _random_states()
+        _run(whole, batch, None, has_loss)
+        draws = _random_states() != before
     for name, x in expected.items():
         if not bool(torch.isfinite(x).all()):
             raise ModelError("is not finite on one rank, so that nothing can be compared", where=name,
@@ -132,11 +143,18 @@ def check_split(model: Model | nn.Module | Sequence[nn.Module], sample: Sample,
             feeds.append("stream")
         found = [_outcome(whole, batch, expected, mesh, scheme, has_loss, tolerance, timeout_seconds, feed)
                  for feed in feeds]
-        return max(found, key=lambda one: (_ORDER.index(one.status), one.error or 0.0))
+        one = max(found, key=lambda one: (_ORDER.index(one.status), one.error or 0.0))
+        return replace(one, status="refused", reason=_DRAWS, error=None) if draws and one.error is not None else one
 
     outcomes = tuple(worst(mesh, scheme) for mesh in meshes for scheme in schemes if _differs(scheme, *mesh))
     _raise_first(outcomes, tolerance)
     return outcomes
+
+
+def _random_states() -> tuple[object, ...]:
+    """The states of the generators that code of a block may draw from."""
+    _, words, *places = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), cast(np.ndarray, words).tobytes(), *places
 
 
 _ORDER = ("agrees", "cannot be divided", "refused", "differs")
@@ -230,7 +248,12 @@ def _prepared(model: Model) -> Model:
     blocks: dict[str, nn.Module] = {}
     generator = torch.Generator().manual_seed(_SEED)
     for name, build in model.blocks.items():
-        module = copy.deepcopy(build()).double().train()
+        built = build()
+        for path, layer in built.named_modules():
+            if (splittable := as_splittable(layer)) is not None:  # a copy would have lost its parameters' hooks
+                check_plain(splittable, f"{name}.{path}" if path else name)
+        module = copy.deepcopy(built).double().train()
+        rebind_attributes(built, dict(zip(built.modules(), module.modules(), strict=True)), name, check_only=True)
         with torch.no_grad():
             for key, parameter in module.named_parameters():
                 if model.initial is not None:
@@ -308,10 +331,8 @@ def _copied(x: Tensor) -> Tensor:
 
 
 def _whole_shape(x: Tensor, mesh: TensorMesh | None) -> list[int]:
-    """The shape of all rows' and columns' parts together."""
-    layout, shape = layout_of_tensor(x), list(plain(x).shape)
-    if layout is not None and layout.dim is not None:
-        shape[layout.dim] = layout.size
+    """The shape of all rows' parts together."""
+    shape = list(x.shape)
     if mesh is not None and shape:
         shape[0] = sum(mesh.over_rows.gather_number(shape[0]))
     return shape
@@ -327,7 +348,7 @@ def _own(whole: Tensor, mine: Tensor, mesh: TensorMesh | None) -> Tensor:
     """The part of a whole tensor that has the place and layout of `mine`."""
     if mesh is None:
         return whole
-    layout, size = layout_of_tensor(mine), plain(mine).shape[0] if mine.dim() else 0
+    layout, size = layout_of_tensor(mine), mine.shape[0] if mine.dim() else 0
     if mine.dim():
         sizes = mesh.over_rows.gather_number(size)
         whole = whole.narrow(0, sum(sizes[:mesh.row]), size)
@@ -336,8 +357,7 @@ def _own(whole: Tensor, mine: Tensor, mesh: TensorMesh | None) -> Tensor:
 
 def _shard(whole: Tensor, layout: ColumnLayout) -> Tensor:
     """This column's shard."""
-    start, stop = layout.own()
-    return whole.narrow(layout.sharded_dim, start, stop - start)
+    return layout.shard(whole, layout.sharded_dim)
 
 
 # ---------------------------------------------------------------------- one mesh and scheme

@@ -57,7 +57,15 @@ class StepEvent:
     flops_per_second: float
     """The step's matrix products, without any recomputation, over step_seconds; the whole mesh together."""
     model_flops_utilisation: float
-    """flops_per_second over what the same ranks reach together in bare matrix products, measured at start."""
+    """MFU: flops_per_second over the published peak rate of the ranks' devices; without such a rate, as on CPUs, over
+    what the ranks reach together in bare matrix products, measured at the start."""
+    against_published_peak: bool = False
+    """Which of the two model_flops_utilisation is against."""
+    num_ranks: int = 1
+    """Of the mesh."""
+    memory_bytes: int = 0
+    """The most that a rank has needed so far: on CUDA what its allocator has reserved, elsewhere the process's
+    resident memory. The largest over the ranks."""
     stepped: bool = True
     """False when the global batch had no valid target, a gradient overflowed in fp16, or the step was bad: nothing was
     updated."""
@@ -150,6 +158,8 @@ class NoteEvent:
     text: str
     fields: Mapping[str, object] = field(default_factory=dict)
     """JSON-serialisable details, for machines."""
+    verbose: bool = False
+    """Of interest to experts only: the console prints it with --verbose, files have it always."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from ranvier.config.resolve import Facts, ResolvedRun, resolve
 from ranvier.data.task import Prepared
 from ranvier.launch.contact import write_contact
 from ranvier.mesh import Mesh
+from ranvier.train.peak import PeakRate
 from ranvier.train.setup import fingerprint
 from ranvier.world import World
 
@@ -34,7 +35,7 @@ class JoinedRun:
     run: ResolvedRun
     recipe: str
     data: Prepared
-    rank_flops_per_second: float
+    peak: PeakRate
     origin: str
 
 
@@ -44,7 +45,7 @@ def invite(world: World, joined: JoinedRun) -> None:
     run = joined.run
     world.store.set(RUN, json.dumps({
         "run": read.document(run), "tile": run.mesh.tile, "recipe": joined.recipe, "data": fingerprint(joined.data),
-        "rank_flops_per_second": joined.rank_flops_per_second, "origin": joined.origin,
+        "peak": asdict(joined.peak), "origin": joined.origin,
         "torch": torch.__version__.partition("+")[0]}))
     write_contact(joined.run.run_dir, world.joins)
 

@@ -88,7 +88,7 @@ def step_fields(event: StepEvent) -> dict[str, object]:
         "tokens_per_second": event.tokens_per_second, "step_seconds": event.step_seconds,
         "bubble_fraction": event.bubble_fraction, "wait_seconds": event.wait_seconds, "grad_norm": event.grad_norm,
         "learning_rate": event.learning_rate, "flops_per_second": event.flops_per_second,
-        "model_flops_utilisation": event.model_flops_utilisation}
+        "model_flops_utilisation": event.model_flops_utilisation, "memory_bytes": event.memory_bytes}
     for name in ("eval_loss", "loss_scale", "skipped_steps", "checkpoint_stall_seconds"):
         if getattr(event, name) is not None:
             fields[name] = getattr(event, name)

@@ -28,6 +28,7 @@ from ranvier.config.run import Run
 from ranvier.config.task_form import form_of
 from ranvier.cost.count import laid_out
 from ranvier.cost.device_overhead import with_overhead
+from ranvier.cost.fitting import schedule_note
 from ranvier.elastic.freezing import FreezePolicy, FrozenLayers
 from ranvier.elastic.transition import Held, hand_over, take
 from ranvier.errors import ConfigError, RanvierError, TransportError
@@ -40,9 +41,9 @@ from ranvier.launch.stop import StopRequest
 from ranvier.models import families
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.result import BatchResult
-from ranvier.precision import DTYPES
 from ranvier.schedule.spans import Category
 from ranvier.system.lease import Lease
+from ranvier.system.memory_tracker import peak_memory_bytes
 from ranvier.train.attention import choose_kernel, preferred_kernel
 from ranvier.train.best import LOSS, best_of
 from ranvier.train.commands import Change
@@ -60,8 +61,9 @@ from ranvier.train.measured_limits import MeasuredLimits, with_limits
 from ranvier.train.membership import Membership
 from ranvier.train.memory import check_fits, explain_out_of_memory, report_text
 from ranvier.train.metrics import Meter, PendingStep
-from ranvier.train.peak import common_rate, peak_facts
-from ranvier.train.report import peak_memory_bytes, summarise, write_report
+from ranvier.train.peak import peak_rate
+from ranvier.train.report import summarise, write_report
+from ranvier.train.report_page import ReportPage
 from ranvier.train.requests import Requests, join_note
 from ranvier.train.runtime import RankRuntime, build_runtime, with_frozen
 from ranvier.train.sample_quality import expectation, frequency_entropy
@@ -75,7 +77,7 @@ from ranvier.train.setup import (
     write_tokenizer,
 )
 from ranvier.train.timeline import gather_timelines
-from ranvier.train.trackers import open_outputs
+from ranvier.train.trackers import console, open_outputs
 from ranvier.world import World
 
 _LAST_WRITE_SECONDS = 1.0
@@ -158,7 +160,7 @@ class Training:
         self.run = self._asked = joined.run
         self.members.share_cores(self.run.launch.threads)
         self.data = joined.data
-        self._joined, self._rank_flops_per_second = joined, joined.rank_flops_per_second
+        self._joined, self._peak = joined, joined.peak
         self.world.mesh = self.run.mesh
         self._kernel.enter_context(preferred_kernel(self.run.model.attention_kernel))
         self.elastic = Elasticity(self.run, self.data, tell=lambda event: self.outputs.event(event))
@@ -176,7 +178,8 @@ class Training:
         run, self.data, self.pretrained = prepare_run(run, world, stream)
         self.run = agree_on_run(run, recipe, self.data, self.members.everyone, world)
         world.mesh = self.run.mesh
-        self.run = check_fits(self.run, world)
+        asked = self.run
+        self.run = check_fits(self.run, world, self.members.everyone)
         self.members.everyone.barrier()  # not before every rank has looked at what is free
         kernel, self._attention = choose_kernel(self.run, self.members.everyone, world.device)
         self.run = replace(self.run, model=replace(self.run.model, attention_kernel=kernel))
@@ -198,10 +201,14 @@ class Training:
         if world.rank == 0:
             self.requests = Requests(world, self.run_dir)
             more = experiment_trackers(self.run.log, self.run_dir, continues=self.resumed.continues)
-            self.outputs, damaged = open_outputs(self.run_dir, self.history, [*more, *trackers], stream,
-                                                 after=self.done if self.resumed.continues else None)
+            self._page = ReportPage(self._asked, recipe, self.run_dir, self.history)
+            self.outputs, damaged = open_outputs(
+                self.run_dir, self.history, [console(stream, self.run), self._page, *more, *trackers],
+                after=self.done if self.resumed.continues else None)
             self.resumed.notes.extend(
                 [*damaged, *self.requests.refuse_all(self.done, "it was made before the run began")])
+            if note := schedule_note(asked, self.run):
+                self.resumed.notes.append(NoteEvent(step=self.done, event="schedule", text=note))
 
     def _new_guards(self) -> Guards:
         return Guards(self.run.guard, self.engine, tell=lambda event: self.outputs.event(event),
@@ -268,6 +275,7 @@ class Training:
                       for warning in length_warnings(self.run.train)]
         self.run = resolve_remaining(self.run, self.engine, self.world, self.saving.origin)
         if self.world.rank == 0:
+            self._page.run = self.run
             self._write_settings(self.run)
             if self.data.tokenizer is not None:
                 write_tokenizer(self.data.tokenizer, self.run_dir)
@@ -278,8 +286,9 @@ class Training:
             stages=str(self.engine.stages), unit=form_of(self.run.data).targets))
         for note in (*self.resumed.notes, *notes):
             self.outputs.event(note)
-        self._rank_flops_per_second = common_rate(self.ranks, self.world.device, DTYPES[self.run.precision])
-        self.meter = Meter(self.engine.timeline, self.ranks, self._stop, resize_asked=self.requests.are_waiting)
+        self._peak = peak_rate(self.ranks, self.world.device, self.run.precision)
+        self.meter = Meter(self.engine.timeline, self.ranks, self.world.device, self._stop,
+                           resize_asked=self.requests.are_waiting)
         if self.resumed.elastic:
             change = self.elastic.restore(self.resumed.elastic, self.run, self.engine)
             if change is not None:
@@ -292,7 +301,7 @@ class Training:
             with writing(self.run_dir / CONTACT):
                 invite(self.world, JoinedRun(
                     run=self._asked, recipe=self.recipe, data=self.data, origin=self.saving.origin,
-                    rank_flops_per_second=self._rank_flops_per_second))
+                    peak=self._peak))
 
     def advance(self) -> None:
         """One step, or on an idle rank the next command. The run may have ended then."""
@@ -430,14 +439,15 @@ class Training:
                                 seconds=time.monotonic() - self.began, frozen=len(self.runtime.frozen))
             summary |= self._limits.summary(self.history.column("bubble_fraction"))
             summary |= {} if self.best is None else self.best.summary()
-            summary |= peak_facts(world.device, run.precision, self._rank_flops_per_second,
-                                  summary["model_flops_utilisation"])
+            summary |= self._peak.facts()
             pictures = write_report(self.run_dir, summary, self.history, timelines, run.mesh, run.pipeline.policy)
             for refused in self.requests.refuse_all(self.done, "the run ends"):
                 self.outputs.event(refused)
             predicted = laid_out(run, self.runtime.frozen.prefix, self.runtime.frozen.above)[1]
             if world.device.type == "cuda":
                 predicted = tuple(with_overhead(entry, context=True) for entry in predicted)
+            self._page.finish(summary, timelines, run.mesh, predicted, on_cpu=world.device.type == "cpu")
+            pictures = [self._page.path, *pictures]
             report = report_text(predicted, summary["memory"],
                                  lambda rank: run.mesh.coordinates(rank).pipe) if run.memory_report else None
             note = None if text is None else expectation(summary["eval_loss"], frequency_entropy(self.data.train))
@@ -673,7 +683,7 @@ class Training:
         collective."""
         self.saving = Saving(self.run, self.recipe, self.engine, self.data, None, origin=self._joined.origin)
         self.guards = self._new_guards()
-        self.meter = Meter(self.engine.timeline, self.ranks, self._stop)
+        self.meter = Meter(self.engine.timeline, self.ranks, self.world.device, self._stop)
         self._has_begun = True
 
     # ------------------------------------------------------------------ parts of a step
@@ -750,7 +760,7 @@ class Training:
 
     def _publish_pending(self, pending: PendingStep) -> None:
         event = pending.event(self.runtime.work_share() * families.flops_per_sample(self.run) / self.data.weight,
-                                   self._rank_flops_per_second * self.run.mesh.size)
+                              self._peak)
         self.stops |= pending.stop_requested
         self.resizes |= pending.resize_requested
         self.elastic.saw(event)

@@ -84,11 +84,11 @@ class MeasuredLimits:
                         "predicted_bubble_fraction": found.bubble_fraction,
                         "messages": conditions.messages, "variation": conditions.variation}
         if new == old:
-            return NoteEvent(step=step, event="limits", fields=self._chosen,
+            return NoteEvent(step=step, event="limits", fields=self._chosen, verbose=True,
                              text=f"by the times {when}, the schedule's limits stay: {limits_text(new)}; predicted "
                                   f"bubble {found.bubble_fraction:.1%}")
         engine.use_limits(new)
-        return NoteEvent(step=step, event="limits", fields=self._chosen,
+        return NoteEvent(step=step, event="limits", fields=self._chosen, verbose=True,
                          text=f"by the times {when}, {limits_text(new)}, for a predicted bubble of "
                               f"{found.bubble_fraction:.1%} instead of {found.counted_fraction:.1%} (before: "
                               f"{limits_text(old)})")

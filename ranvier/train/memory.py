@@ -16,17 +16,19 @@ from typing import get_args
 import torch
 
 from ranvier.checkpoint.checkpoints import Checkpoints
+from ranvier.comm.protocol import Group
 from ranvier.config.other_mesh import on_mesh
 from ranvier.config.resolve import Facts, ResolvedRun, auto_offload, resolve
 from ranvier.cost.count import device_bytes_of_stages, laid_out
 from ranvier.cost.device_overhead import with_overhead
+from ranvier.cost.fitting import first_that_fits, schedules
 from ranvier.cost.hybrid import with_offload_share
 from ranvier.cost.memory import RankMemory, remedies, too_large
 from ranvier.cost.memory_table import memory_table
 from ranvier.elastic.auto_pipe import CandidateStage
 from ranvier.elastic.freezing import FrozenLayers
 from ranvier.elastic.mesh_candidates import StageMemory
-from ranvier.errors import OutOfMemory, RanvierError
+from ranvier.errors import ConfigError, OutOfMemory, RanvierError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.planner.problems import problems
@@ -38,9 +40,10 @@ from ranvier.world import World
 _WORKING = ("activations", "deferred", "workspace", "messages", "arriving")
 
 
-def check_fits(run: ResolvedRun, world: World) -> ResolvedRun:
-    """The run with device and `optim.offload` resolved for this rank. ConfigError when a rank of this machine needs
-    more memory than is free now (the ranks themselves are there already)."""
+def check_fits(run: ResolvedRun, world: World, everyone: Group) -> ResolvedRun:
+    """The run with device and `optim.offload` resolved for this rank, and the first of its `schedules` that fits on all
+    machines. ConfigError when a rank of this machine needs more memory than is free now (the ranks themselves are there
+    already). Collective."""
     on_cuda = world.device.type == "cuda"
     free_bytes = torch.cuda.mem_get_info(world.device)[0] if on_cuda else 0
 
@@ -53,14 +56,19 @@ def check_fits(run: ResolvedRun, world: World) -> ResolvedRun:
                        for entry in local_memory(resolve(run, Facts(offload="none"))))
     run = resolve(run, Facts(offload=auto_offload(world.device.type, needed_bytes, free_bytes)))
     run = with_offload_share(run, lambda run: [with_overhead(entry) for entry in local_memory(run)], free_bytes)
-    memory = local_memory(run)
-    problem = too_large([with_overhead(entry) for entry in memory], run=run, place="device", processes=1,
-                        available_bytes=free_bytes) if on_cuda else None
-    problem = problem or too_large(memory, run=run, place="host" if on_cuda else "both", processes=len(memory),
-                                   available_bytes=available_memory_bytes())
-    if problem is not None:
+    host_bytes = available_memory_bytes()
+
+    def problem_of(run: ResolvedRun, memory: Sequence[RankMemory]) -> ConfigError | None:
+        problem = too_large([with_overhead(entry) for entry in memory], run=run, place="device", processes=1,
+                            available_bytes=free_bytes) if on_cuda else None
+        return problem or too_large(memory, run=run, place="host" if on_cuda else "both", processes=len(memory),
+                                    available_bytes=host_bytes)
+
+    found, memory = first_that_fits(run, local_memory, lambda run, memory: problem_of(run, memory) is None)
+    if (problem := problem_of(found, memory)) is not None:
         raise problem
-    return run
+    tried = schedules(run)
+    return tried[max(everyone.gather_number(tried.index(found)))]
 
 
 def explain_out_of_memory(error: BaseException, run: ResolvedRun, where: str) -> OutOfMemory | None:
@@ -132,20 +140,20 @@ def report_text(predicted: Sequence[RankMemory], measured: Sequence[Mapping[str,
     rows: list[list[str]] = []
     largest = [max((facts for rank, facts in enumerate(measured) if stage_of(rank) == entry.pipe),
                    key=lambda facts: sum(facts["device"].values())) for entry in predicted]
-    folded = [{"device": _folded(entry.device), "host": dict(entry.host)} for entry in predicted]
+    entries = [{"device": folded(entry.device), "host": dict(entry.host)} for entry in predicted]
     for place in ("device", "host"):
-        names = dict.fromkeys(name for facts in (*folded, *largest) for name, size in facts[place].items() if size)
+        names = dict.fromkeys(name for facts in (*entries, *largest) for name, size in facts[place].items() if size)
         for name in names:
-            sizes = [facts[place].get(name, 0) for pair in zip(folded, largest, strict=True) for facts in pair]
+            sizes = [facts[place].get(name, 0) for pair in zip(entries, largest, strict=True) for facts in pair]
             rows.append([name if place == "device" else f"host {name}", *(f"{size / 2**20:,.1f}" for size in sizes)])
         if names:
-            sums = [sum(facts[place].values()) for pair in zip(folded, largest, strict=True) for facts in pair]
+            sums = [sum(facts[place].values()) for pair in zip(entries, largest, strict=True) for facts in pair]
             rows.append([f"{place} in all", *(f"{size / 2**20:,.1f}" for size in sums)])
     return str(TextTable(header=["memory in MiB", *(f"stage {entry.pipe}\n{kind}" for entry in predicted
                                                     for kind in ("predicted", "measured"))], rows=rows, words=(0,)))
 
 
-def _folded(device: Mapping[str, int]) -> dict[str, int]:
+def folded(device: Mapping[str, int]) -> dict[str, int]:
     """The prediction with the categories that one measurement covers in one."""
     lasting = {name: size for name, size in device.items() if name not in _WORKING}
     return lasting | {"working": sum(device.get(name, 0) for name in _WORKING)}

@@ -27,7 +27,9 @@ from ranvier.mesh import Mesh
 from ranvier.optim.loss_scale import LossScale
 from ranvier.pipeline.result import BatchResult
 from ranvier.schedule.spans import Span, StepWindow, Timeline, covering
+from ranvier.system.memory_tracker import peak_memory_bytes
 from ranvier.train.events import StepEvent
+from ranvier.train.peak import PeakRate
 
 KEPT_STEPS = 5
 """Latest steps whose spans stay in memory for the timeline, beside the first step's: it shows one of the inner ones, at
@@ -58,13 +60,14 @@ class StepSpans:
 @dataclass(kw_only=True)
 class PendingStep:
     """A step whose numbers are still on their way. `sums`, over ranks: step seconds, wait seconds, waited share, and
-    how many ranks were asked to stop, and to take another mesh."""
+    how many ranks were asked to stop, and to take another mesh. `memory`: the largest peak of a rank, in bytes."""
 
     step: int
     result: BatchResult
     learning_rate: float
     sums: torch.Tensor
-    work: Work
+    memory: torch.Tensor
+    works: tuple[Work, Work]
     num_ranks: int
     eval_loss: float | None = None
     eval_scores: Mapping[str, float] = field(default_factory=dict)
@@ -77,18 +80,22 @@ class PendingStep:
     @property
     def stop_requested(self) -> bool:
         """Whether any rank was asked to stop by the end of this step; the same on every rank. Waits, as `event`."""
-        self.work.wait()
+        self._wait()
         return bool(self.sums[3] > 0)
 
     @property
     def resize_requested(self) -> bool:
         """Likewise, whether the run was asked to take another mesh."""
-        self.work.wait()
+        self._wait()
         return bool(self.sums[4] > 0)
 
-    def event(self, flops_per_token: float, peak_flops_per_second: float) -> StepEvent:
+    def _wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+    def event(self, flops_per_token: float, peak: PeakRate) -> StepEvent:
         """Wait for the numbers; they are the same on every rank."""
-        self.work.wait()
+        self._wait()
         seconds, waited, bubble = (self.sums[:3] / self.num_ranks).tolist()
         flops_per_second = flops_per_token * self.result.weight / seconds
         grad_norm = self.result.grad_norm
@@ -96,7 +103,9 @@ class PendingStep:
         return StepEvent(step=self.step, loss=self.result.loss, tokens=self.result.weight, step_seconds=seconds,
                          wait_seconds=waited, bubble_fraction=bubble, grad_norm=grad_norm,
                          learning_rate=self.learning_rate, flops_per_second=flops_per_second,
-                         model_flops_utilisation=flops_per_second / peak_flops_per_second,
+                         model_flops_utilisation=flops_per_second / (peak.reference * self.num_ranks),
+                         against_published_peak=peak.published is not None, num_ranks=self.num_ranks,
+                         memory_bytes=int(self.memory),
                          stepped=self.result.stepped, eval_loss=self.eval_loss, eval_scores=self.eval_scores,
                          frozen_layers=self.frozen_layers, mesh=self.mesh,
                          checkpoint_stall_seconds=self.checkpoint_stall_seconds,
@@ -108,13 +117,15 @@ class Meter:
     """Clocks one rank's steps and keeps the spans that the timeline will show.
 
     ranks: a group of all ranks; they call `step` for the same steps, in the same order as its other collectives.
+    device: this rank's, whose peak memory is told.
     stop: this rank's own; whether it was asked to stop goes with each step's numbers to all ranks. resize_asked:
     whether this rank knows of a request for another mesh, likewise.
     """
 
-    def __init__(self, timeline: Timeline, ranks: Group, stop: StopRequest | None = None,
+    def __init__(self, timeline: Timeline, ranks: Group, device: torch.device, stop: StopRequest | None = None,
                  resize_asked: Callable[[], bool] | None = None) -> None:
-        self._timeline, self._ranks, self._stop, self._resize_asked = timeline, ranks, stop, resize_asked
+        self._timeline, self._ranks, self._device = timeline, ranks, device
+        self._stop, self._resize_asked = stop, resize_asked
         self.busy: dict[str, float] = {}
         """Seconds in each category of span, in the steps on the mesh of now, the first aside. The verdict is left out:
         who weighs it waits for the others."""
@@ -147,8 +158,10 @@ class Meter:
         stop = self._stop is not None and self._stop.requested
         resize = self._resize_asked is not None and self._resize_asked()
         sums = torch.tensor([seconds, waited, share, stop, resize], dtype=torch.float64)
-        return PendingStep(step=number, result=result, learning_rate=learning_rate, sums=sums,
-                           work=self._ranks.all_reduce(sums), num_ranks=len(self._ranks.ranks))
+        memory = torch.tensor(peak_memory_bytes(self._device), dtype=torch.float64)
+        return PendingStep(step=number, result=result, learning_rate=learning_rate, sums=sums, memory=memory,
+                           works=(self._ranks.all_reduce(sums), self._ranks.all_reduce(memory, "max")),
+                           num_ranks=len(self._ranks.ranks))
 
     def _keep(self, window: StepWindow) -> StepSpans:
         """A step that can be read: for the timeline, and for what ranks were busy with."""

@@ -29,6 +29,7 @@ from ranvier.launch.launchers import Started
 from ranvier.launch.start import use_interface_towards
 from ranvier.system.machine import threads_per_rank
 from ranvier.train.joining import RUN, JoinedRun, read_run
+from ranvier.train.peak import PeakRate
 from ranvier.train.resize import leave, withdraw
 from ranvier.train.setup import fingerprint, prepare_run
 from ranvier.world import JoinPoint, World
@@ -71,7 +72,7 @@ def join_run(run_dir: Path, started: Started, sizes: Mapping[str, int], *, secon
         print(f"joined {run_dir}: rank {world.rank}" + (f" to {world.size - 1}" if started.size > 1 else "")
               + f" of {world.size}", file=stream, flush=True)
     return world, JoinedRun(run=run, recipe=said["recipe"], data=data, origin=said["origin"],
-                            rank_flops_per_second=said["rank_flops_per_second"])
+                            peak=PeakRate(**said["peak"]))
 
 
 def run_to_join(contact: Contact, run_dir: Path) -> ResolvedRun:

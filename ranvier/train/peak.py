@@ -1,18 +1,20 @@
 """What this rank's arithmetic can reach: measured with a matrix product, and as the device's maker states it.
 
-Utilisation during the run is against the measured rate, which exists for every device. The summary also states the
-utilisation against the published rate, which other programs report.
+Model FLOPs utilisation (MFU) is against the published rate, as other programs report it. A CPU, or a device that the
+table lacks, has none: there it is against the measured one, and is called a share of matrix products.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from ranvier.comm.protocol import Group
 from ranvier.cost.published_peaks import published_peak
+from ranvier.precision import DTYPES
 
 
 def matrix_product_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.1) -> float:
@@ -39,23 +41,33 @@ def matrix_product_rate(device: torch.device, dtype: torch.dtype, seconds: float
     return 2.0 * size**3 / best
 
 
+@dataclass(frozen=True)
+class PeakRate:
+    """FLOP/s of one rank at its best. published: by the data sheet of its device; None if there is no such figure."""
+
+    measured: float
+    published: float | None
+
+    @property
+    def reference(self) -> float:
+        """What utilisation is against."""
+        return self.published or self.measured
+
+    def facts(self) -> dict[str, Any]:
+        """For summary.json: what model_flops_utilisation is against, and both rates."""
+        return {"model_flops_utilisation_of": "published peak" if self.published else "measured matrix products",
+                "measured_peak_flops": self.measured, "published_peak_flops": self.published}
+
+
+def peak_rate(ranks: Group, device: torch.device, precision: Literal["fp32", "bf16", "fp16", "fp64"]) -> PeakRate:
+    """The rates of one of `ranks` when all of them do nothing but matrix products. Collective."""
+    published = published_peak(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
+    return PeakRate(common_rate(ranks, device, DTYPES[precision]), published)
+
+
 def common_rate(ranks: Group, device: torch.device, dtype: torch.dtype) -> float:
     """FLOPs a second of one of `ranks` when all of them do nothing but matrix products: the mean. Collective."""
     ranks.barrier()
     total = torch.tensor([matrix_product_rate(device, dtype)], dtype=torch.float64)
     ranks.all_reduce(total).wait()
     return float(total) / len(ranks.ranks)
-
-
-def peak_facts(device: torch.device, precision: Literal["fp32", "bf16", "fp16", "fp64"], measured: float,
-               utilisation: float) -> dict[str, Any]:
-    """What the summary says of a CUDA device's peak, in FLOP/s of one rank; nothing on a CPU, which has no such figure.
-
-    measured: of one rank. utilisation: of the model's FLOPs, against `measured`.
-    """
-    if device.type != "cuda":
-        return {}
-    published = published_peak(torch.cuda.get_device_name(device), precision)
-    return {"measured_peak_flops": measured, "published_peak_flops": published,
-            "model_flops_utilisation_of_published_peak": None if published is None
-            else utilisation * measured / published}

@@ -60,7 +60,7 @@ def draw_timeline(path: Path, timelines: Sequence[RankTimeline], mesh: Mesh, pol
     axes.set_ylim(max(places.values()) + 0.6, -0.6)
     for rank, spans in rows:
         _draw_row(axes, spans, zero_ns, places[rank], narrow_ms=span_ms / 600)
-    axes.set_yticks([places[rank] for rank, _ in rows], [_row_name(mesh, rank) for rank, _ in rows])
+    axes.set_yticks([places[rank] for rank, _ in rows], [row_name(mesh, rank) for rank, _ in rows])
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel(f"milliseconds since step {number} began", fontsize=9, color=INK)
@@ -121,7 +121,7 @@ def _rows(mesh: Mesh, ranks: Sequence[int]) -> dict[int, float]:
     return {rank: index + 0.3 * mesh.coordinates(rank).data for index, rank in enumerate(ranks)}
 
 
-def _row_name(mesh: Mesh, rank: int) -> str:
+def row_name(mesh: Mesh, rank: int) -> str:
     at = mesh.coordinates(rank)
     tensor = f"   row {at.row}, col {at.col}" if mesh.stage_size > 1 else ""
     return f"data {at.data}   pipe {at.pipe}{tensor}"

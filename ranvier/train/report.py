@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import platform
-import resource
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -31,14 +29,6 @@ WARM_UP_STEPS = 2
 def steady(values: Sequence[float]) -> float:
     """The median after the first two steps; of all steps where there are no others, and 0 where there are none."""
     return statistics.median(values[WARM_UP_STEPS:] or values or [0.0])
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """On CUDA the most that tensors have taken on the device, elsewhere the process's largest resident size."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts kilobytes except on macOS
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def summarise(*, recipe: str, mesh: Mesh, history: History, ranks: Sequence[Mapping[str, Any]],

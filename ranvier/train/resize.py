@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ranvier.errors import RanvierError
 from ranvier.system.atomic_file import write_atomically
-from ranvier.system.untrusted_file import open_regular_file
+from ranvier.system.untrusted_file import open_regular_file, parse_json
 from ranvier.train.logs import read_events
 
 NAME = "resize.json"
@@ -87,8 +87,8 @@ def _read(path: Path, wish: str | None) -> dict[str, object]:
         return {"data": None, "pipe": None, "wish": wish, "problem": f"cannot be read: {error.strerror or error}"}
     found: object = None
     if len(content) <= _MOST_BYTES:
-        with suppress(ValueError, RecursionError):
-            found = json.loads(content)
+        with suppress(ValueError):
+            found = parse_json(content)
     told = found if isinstance(found, dict) else {}
     said = told.get("wish")
     sizes = {name: told[name] if type(told.get(name)) is int and abs(told[name]) < 1 << 40 else None

@@ -13,6 +13,7 @@ import torch
 from ranvier.checkpoint.hf.from_pretrained import load_pretrained, with_model
 from ranvier.checkpoint.hf.peft import AdapterFolder, load_adapters
 from ranvier.checkpoint.hf.pretrained import Pretrained
+from ranvier.checkpoint.hf.source_check import check_adapters, check_source
 from ranvier.comm.mixed_backend import MixedBackend
 from ranvier.comm.protocol import Group
 from ranvier.config import read
@@ -57,6 +58,10 @@ def prepare_run(run: ResolvedRun, world: World, stream: TextIO) -> tuple[Resolve
     if run.model.pretrained is not None:
         pretrained = Pretrained(folder_of(run.model.pretrained, cache_folder(run), tell))
         run = resolve(with_model(run, pretrained))
+        check_source(pretrained, cache_folder(run), tell)
+    if run.lora.adapters is not None:
+        check_adapters(pretrained, AdapterFolder(run.lora.adapters.expanduser()), families.config_of(run),
+                       families.head_of(run), cache_folder(run), tell)
     data = prepare(run, tell)
     return resolve(run, Facts(num_classes=data.num_classes, num_samples=data.epoch_samples)), data, pretrained
 

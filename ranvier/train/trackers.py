@@ -1,5 +1,5 @@
-"""Trackers that every run has beside its files: the console (a live line on a terminal, about twenty plain lines
-elsewhere) and TensorBoard.
+"""Trackers that every run has beside its files: the console (lines, and on a terminal a live line below them) and
+TensorBoard.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 from tensorboardX import SummaryWriter
 
+from ranvier.config.run import Run
 from ranvier.system.terminal import fields, fitted, prose, terminal_width
 from ranvier.train.events import (
     EndEvent,
@@ -48,13 +49,14 @@ from ranvier.train.logs import (
     writing,
 )
 
-PLAIN_LINES = 20
-"""Step lines of a whole run where there is no terminal; evaluations may add as many again."""
+MAX_SECONDS_BETWEEN_LINES = 30.0
+_VERBOSE_SETTINGS = frozenset({"padding", "pipeline", "attention"})
+"""Lines of the heading that only --verbose prints, as it does the table of stages."""
 NOTES_OF_A_KIND = 3
 """Notes with the same name that are shown; events.jsonl has them all."""
 
 
-def open_outputs(run_dir: Path, history: History, trackers: Sequence[Tracker], stream: TextIO, after: int | None
+def open_outputs(run_dir: Path, history: History, trackers: Sequence[Tracker], after: int | None
                  ) -> tuple[Trackers, list[NoteEvent]]:
     """All that take the run's events, and what was left out of its logs. after: the step after which a run goes on that
     began in this folder; None for one that begins."""
@@ -66,14 +68,15 @@ def open_outputs(run_dir: Path, history: History, trackers: Sequence[Tracker], s
             (run_dir / "summary.json").unlink()  # of a run that had ended, and is resumed now
         history.remember(steps.lines, [line for line in events.lines if line["step"] <= after])
     outputs = Trackers([history, MetricsFile(run_dir, steps.lines), EventsFile(run_dir, events.lines),
-                        TensorBoard(run_dir, after or 0), console(stream), *trackers])
+                        TensorBoard(run_dir, after or 0), *trackers])
     return outputs, [NoteEvent(step=after or 0, event="log-damaged", text=text) for log in (steps, events)
                      if (text := log.text()) is not None]
 
 
-def console(stream: TextIO) -> Tracker:
+def console(stream: TextIO, run: Run) -> Tracker:
     """The live console on a terminal, the plain one for files, pipes and terminals that cannot move the cursor."""
-    return LiveConsole(stream) if stream.isatty() and os.environ.get("TERM") != "dumb" else PlainConsole(stream)
+    kind = LiveConsole if stream.isatty() and os.environ.get("TERM") != "dumb" else PlainConsole
+    return kind(stream, every=run.log.every, verbose=run.verbose)
 
 
 def duration(seconds: float) -> str:
@@ -90,9 +93,13 @@ def time_left(seconds: float) -> str:
 
 
 def step_parts(event: StepEvent, unit: str = "tokens") -> list[str]:
-    """The numbers of one step, at fixed widths: loss, rate, model FLOPs utilisation, bubble."""
-    return [f"loss {event.loss:6.4f}", f"{_rate(event.tokens_per_second):>7} {unit}/s",
-            f"MFU {event.model_flops_utilisation:3.0%}", f"bubble {event.bubble_fraction:3.0%}"]
+    """The numbers of one step, at fixed widths."""
+    per_device = [f"{_rate(event.tokens_per_second / event.num_ranks):>7}/rank"] if event.num_ranks > 1 else []
+    share = f"{event.model_flops_utilisation:3.0%}"
+    return [f"loss {event.loss:6.4f}", f"grad norm {event.grad_norm:5.3g}", f"lr {event.learning_rate:8.2e}",
+            f"{_rate(event.tokens_per_second):>7} {unit}/s", *per_device,
+            f"MFU {share}" if event.against_published_peak else f"{share} of matmul rate",
+            f"memory {event.memory_bytes / 2**30:.2f} GiB", f"bubble {event.bubble_fraction:3.0%}"]
 
 
 def eval_parts(event: StepEvent) -> list[str]:
@@ -108,11 +115,12 @@ def _rate(per_second: float) -> str:
     return f"{per_second:,.1f}" if per_second < 100 else f"{per_second:,.0f}"
 
 
-def start_text(event: StartEvent) -> str:
-    """The run's heading: mesh, settings and the table of stages, several lines."""
-    settings = "\n".join(fitted(f"  {name:<14} {value}", terminal_width(), indent=17)
-                         for name, value in event.settings.items())
-    return f"{event.recipe}: {event.steps} steps on mesh {mesh_text(event.mesh)}\n{settings}\n{event.stages}"
+def start_text(event: StartEvent, verbose: bool = False) -> str:
+    """The run's heading: mesh and settings, several lines. verbose: all settings, and the table of stages."""
+    lines = [f"{event.recipe}: {event.steps} steps on mesh {mesh_text(event.mesh)}"]
+    lines += [fitted(f"  {name:<14} {value}", terminal_width(), indent=17)
+              for name, value in event.settings.items() if verbose or name not in _VERBOSE_SETTINGS]
+    return "\n".join([*lines, event.stages] if verbose else lines)
 
 
 def end_text(event: EndEvent, unit: str = "tokens") -> str:
@@ -142,10 +150,15 @@ def _without_room() -> Iterator[None]:
 
 
 class _Console(ABC):
-    """What both consoles print, and when; they differ in how."""
+    """What both consoles print, and when; they differ in how.
 
-    def __init__(self) -> None:
-        self._steps, self._unit = 0, "tokens"
+    every: steps from one line to the next. verbose: notes for experts too. clock: seconds.
+    """
+
+    def __init__(self, stream: TextIO, *, every: int = 10, verbose: bool = False,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream, self._every, self._verbose, self._clock = stream, every, verbose, clock
+        self._steps, self._unit, self._last_line = 0, "tokens", clock()
         self._num_seen, self._step_seconds = 0, 0.0
         self._notes: Counter[str] = Counter()
 
@@ -154,15 +167,22 @@ class _Console(ABC):
         match event:
             case StartEvent():
                 self._steps, self._unit = event.steps, event.unit
-                self._print(start_text(event))
+                self._print(start_text(event, self._verbose))
             case StepEvent():
                 # the time to the end, by the durations of steps, in which recent ones weigh more
                 self._num_seen += 1
                 self._step_seconds += max(0.1, 1 / self._num_seen) * (event.step_seconds - self._step_seconds)
-                self._show_step(event, time_left(max(0, self._steps - event.step) * self._step_seconds))
+                left = f"{time_left(max(0, self._steps - event.step) * self._step_seconds)} left"
+                now = self._clock()
+                if (event.step in (1, self._steps) or event.step % self._every == 0 or event.eval_loss is not None
+                        or now - self._last_line >= MAX_SECONDS_BETWEEN_LINES):
+                    self._last_line = now
+                    number = f"{event.step:{len(str(self._steps))}}/{self._steps}"
+                    self._print_step([f"step {number}", *step_parts(event, self._unit), left, *eval_parts(event)])
+                self._show_step(event, left)
             case TransitionEvent():
                 self._print(f"step {event.step}: {event}", style="yellow")
-            case NoteEvent():
+            case NoteEvent() if self._verbose or not event.verbose:
                 self._note(event)
             case EndEvent():
                 self._print(end_text(event, self._unit))
@@ -180,30 +200,23 @@ class _Console(ABC):
         """Print lines of text. style: as rich has it."""
 
     @abstractmethod
-    def _show_step(self, event: StepEvent, left: str) -> None:
-        """Show the numbers of a step, and the time that is left."""
+    def _print_step(self, parts: Sequence[str]) -> None:
+        """Print the numbers of a step."""
+
+    def _show_step(self, event: StepEvent, left: str) -> None:  # noqa: B027 - only a terminal has a live line
+        """Show the numbers of the step that is over now, and the time that is left."""
 
 
 class PlainConsole(_Console):
-    """Lines of text without colours or cursor movements, flushed one by one."""
-
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__()
-        self._stream, self._last = stream, 0
+    """Lines of text without colours or cursor movements, flushed one by one. A step has one line, which grep finds
+    whole."""
 
     def _print(self, text: str, style: str | None = None) -> None:
         with _without_room():
             print(prose(text, self._stream), file=self._stream, flush=True)
 
-    def _show_step(self, event: StepEvent, left: str) -> None:
-        every = max(1, -(-self._steps // PLAIN_LINES))
-        due = event.step in (1, self._steps) or event.step % every == 0
-        evaluated = event.eval_loss is not None and 2 * (event.step - self._last) >= every
-        if due or evaluated:
-            self._last = event.step
-            number = f"{event.step:{len(str(self._steps))}}/{self._steps}"
-            self._print(fields([f"step {number}", *step_parts(event, self._unit), f"{left} left", *eval_parts(event)],
-                               terminal_width()))
+    def _print_step(self, parts: Sequence[str]) -> None:
+        self._print("  ".join(parts))
 
     def close(self) -> None:
         """Flush what has been printed, unless the disk is full."""
@@ -212,10 +225,11 @@ class PlainConsole(_Console):
 
 
 class LiveConsole(_Console):
-    """A bar, the current numbers and a sparkline of the loss, redrawn in place; notes scroll by above."""
+    """A bar, the current numbers and a sparkline of the loss, redrawn in place; lines and notes scroll by above."""
 
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__()
+    def __init__(self, stream: TextIO, *, every: int = 10, verbose: bool = False,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(stream, every=every, verbose=verbose, clock=clock)
         self._console, self._losses, self._drawn = RichConsole(file=stream), list[float](), 0.0
         # Drawn by events rather than by a thread of its own: a thread would compete with the rank's compute.
         self._live = Live(console=self._console, auto_refresh=False, transient=False)
@@ -232,14 +246,17 @@ class LiveConsole(_Console):
         self._console.print(fitted(text, self._console.width), style=style, markup=False, soft_wrap=True,
                             highlight=style is not None)
 
+    def _print_step(self, parts: Sequence[str]) -> None:
+        self._print(fields(parts, self._console.width))
+
     def _show_step(self, event: StepEvent, left: str) -> None:
         self._losses.append(event.loss)
-        if event.step != self._steps and time.monotonic() - self._drawn <= 0.1:  # at most ten times a second
+        if event.step != self._steps and self._clock() - self._drawn <= 0.1:  # at most ten times a second
             return
-        self._drawn = time.monotonic()
+        self._drawn = self._clock()
         bar = Table.grid(padding=(0, 2))
         bar.add_row(Text(f"step {event.step}/{self._steps}", style="bold"),
-                    ProgressBar(total=self._steps, completed=event.step, width=30), Text(f"{left} left"),
+                    ProgressBar(total=self._steps, completed=event.step, width=30), Text(left),
                     Text(sparkline(self._losses, 16), style="cyan"))
         numbers = [*step_parts(event, self._unit), f"waits {1e3 * event.wait_seconds:.0f} ms", *eval_parts(event)]
         self._live.update(Group(bar, Text(fields(numbers, self._console.width, indent=0))), refresh=True)

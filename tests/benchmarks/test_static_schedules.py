@@ -22,12 +22,13 @@ from ranvier.mesh import StagePlacement
 from ranvier.schedule.computed_limits import computed_limits
 from ranvier.schedule.policies import MessageDriven
 from ranvier.schedule.simulator import StageTimes, simulate
+from tests.covering import covering
 
 OWN = [case for case in CASES if case.hop == OWN_HOP]
 
 
 def name_of(case):
-    return f"{case.blocks}, {case.microbatches} microbatches on {case.pipe}"
+    return str(case) if isinstance(case, float) else f"{case.blocks}, {case.microbatches} microbatches on {case.pipe}"
 
 
 @pytest.mark.parametrize(("pipe", "microbatches"), [(4, 8), (4, 16), (8, 16)])
@@ -42,8 +43,7 @@ def test_the_fixed_orders_are_what_their_papers_say(pipe, microbatches):
     assert one_f_one_b(case).bubble == pytest.approx((pipe - 1) / (microbatches + pipe - 1))
 
 
-@pytest.mark.parametrize("case", OWN, ids=name_of)
-@pytest.mark.parametrize("memory", [1.0, 1.1])
+@pytest.mark.parametrize(("case", "memory"), covering(OWN, [1.0, 1.1]), ids=name_of)
 def test_half_the_bubble_of_1f1b_in_its_memory(case, memory):
     found, other = ours(case, 2, memory), one_f_one_b(case)
     assert found.bubble <= 0.5 * other.bubble and found.peak <= memory + 1e-9 and other.peak == 1.0

@@ -67,7 +67,7 @@ def test_quiet_commands_print_nothing(run, tmp_path, monkeypatch, capfd):
 
 @pytest.mark.parametrize(("args", "where", "what"), [
     (["train", "gpt-tiny", "--seed", "x"], "seed", "must be a whole number"),
-    (["plan", "missing", "--cluster", "laptop"], "recipe", "neither a shipped recipe"),
+    (["plan", "missing", "--cluster", "laptop"], "recipe", "neither a recipe"),
     (["check", "gpt-tiny", "--unknown", "3"], None, "No such option")])
 def test_errors_are_documents_too(capfd, args, where, what):
     found, code = document(capfd, *args)

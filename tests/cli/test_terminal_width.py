@@ -10,6 +10,7 @@ import pytest
 from ranvier.cli.main import run_command
 from ranvier.config import read
 from ranvier.config.resolve import resolve
+from ranvier.config.run import Run
 from ranvier.cost.count import laid_out
 from ranvier.mesh import Mesh
 from ranvier.system.terminal import Screen, TextTable, fields, fitted, prose, terminal_width
@@ -142,20 +143,6 @@ def start():
                       settings={"data": "a corpus of many words " * 8, "folder": "/tmp/" + "x" * 40})
 
 
-def test_lines_of_the_plain_console_fit_80_columns():
-    stream = io.StringIO()
-    tracker = PlainConsole(stream)
-    for event in (start(), step(1, loss=9.1234, bubble_fraction=0.1, model_flops_utilisation=0.4),
-                  step(10_000, **EVALUATED)):
-        tracker.event(event)
-    lines = stream.getvalue().splitlines()
-    assert max(map(len, lines)) <= 80
-    first, last, more = [line for line in lines if line][-3:]
-    assert first == "step     1/10000  loss 9.1234  250,000 tokens/s  MFU 40%  bubble 10%  11h07 left"
-    assert last == "step 10000/10000  loss 10.1234  250,000 tokens/s  MFU 100%  bubble 100%"
-    assert more == "  0:00 left  eval 9.8765  accuracy 81.23% of 10,000  code 1.5000  prose 2.5000"
-
-
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_lines_of_the_live_console_fit_the_terminal(monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
@@ -172,9 +159,9 @@ def test_lines_of_the_live_console_fit_the_terminal(monkeypatch, width):
 
 def test_a_terminal_without_cursor_has_the_plain_console(monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
-    assert isinstance(console(Terminal()), PlainConsole)
+    assert isinstance(console(Terminal(), Run()), PlainConsole)
     monkeypatch.setenv("TERM", "xterm")
-    assert isinstance(console(Terminal()), LiveConsole)
+    assert isinstance(console(Terminal(), Run()), LiveConsole)
 
 
 def test_the_memory_of_many_stages_fits_80_columns():

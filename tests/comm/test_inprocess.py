@@ -8,14 +8,15 @@ import torch
 from ranvier.comm.inprocess import InProcessWorld
 from ranvier.comm.throttle import Link
 from ranvier.errors import TransportError
+from ranvier.system.memory_tracker import MemoryTracker
 from ranvier.testing.ranks import run_ranks
 from tests.comm import conformance
+from tests.covering import covering
 
 CASES = (*conformance.MESSAGES, *conformance.COLLECTIVES)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "size"), covering(CASES, [2, 4]))
 def test_conformance(case, size):
     run_ranks(lambda world: conformance.run_cases(world, [case]), size)
 
@@ -125,3 +126,16 @@ def test_close_is_idempotent_and_closes_what_was_made():
             group.barrier()
 
     run_ranks(run, 2)
+
+
+def test_an_all_gather_allocates_nothing():
+    """As with the other backends, so that measured memory is what is predicted; it has made a copy of the whole."""
+    def rank(world):
+        group = world.backend.group("own", [[0, 1]])
+        own, whole = torch.full((1000,), float(world.rank)), torch.empty(2000)
+        with MemoryTracker() as tracker:
+            group.all_gather(whole, own).wait()
+        assert whole[::1000].tolist() == [0, 1]
+        return tracker.peak_bytes()
+
+    assert run_ranks(rank, 2) == [0, 0]

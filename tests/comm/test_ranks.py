@@ -61,13 +61,14 @@ def describe(world: World, *args: object) -> list:
     return [world.rank, world.size, world.backend.name, world.launcher, *args]
 
 
-@pytest.mark.parametrize("transport", ["torch", pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.slow])])
-def test_processes_return_json(transport):
-    if transport == "mpi":
-        pytest.importorskip("mpi4py")
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_processes_return_json():
+    """Those of torch do in test_torch.py."""
+    pytest.importorskip("mpi4py")
     args = [1, "two", [3.5, None]]
-    assert run_processes(f"{HERE}:describe", 2, transport, args=args) == [
-        [rank, 2, transport, "run_processes", *args] for rank in range(2)]
+    assert run_processes(f"{HERE}:describe", 2, "mpi", args=args) == [
+        [rank, 2, "mpi", "run_processes", *args] for rank in range(2)]
 
 
 def fail_on_one(world: World) -> str:

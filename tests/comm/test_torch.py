@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -16,18 +17,52 @@ from ranvier.errors import LaunchError, TransportError
 from ranvier.testing.ranks import run_processes
 from ranvier.world import World
 from tests.comm import conformance
+from tests.comm.test_wire import OPERATIONS, over_sockets
 from tests.covering import quick
 
 HERE = "tests.comm.test_torch"
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=SLOW), 3, pytest.param(4, marks=SLOW)])
-def test_conformance(size):
-    """All cases in one start, the failing one is named."""
-    cases = [*conformance.MESSAGES, *conformance.COLLECTIVES]
-    assert run_processes("tests.comm.conformance:run_cases", size, "torch", args=[cases],
-                         timeout_seconds=240) == [len(cases)] * size
+CASES = [*conformance.MESSAGES, *conformance.COLLECTIVES]
+ARGUMENTS = [1, "two", [3.5, None]]
+
+
+def told_by_rank(world: World, cases: list, arguments: list) -> dict:
+    world.store.set(f"rank {world.rank}", "here")
+    return {"world": [world.rank, world.size, world.backend.name, world.launcher], "arguments": arguments,
+            "store": type(world.store).__name__, "cases": conformance.run_cases(world, cases),
+            "wire": over_sockets(world) if sys.platform == "linux" else []}
+
+
+@pytest.fixture(scope="module")
+def three() -> list[dict]:
+    """What each of three processes tells, after all cases; the failing one is named."""
+    return run_processes(f"{HERE}:told_by_rank", 3, "torch", args=[CASES, ARGUMENTS], timeout_seconds=240)
+
+
+def test_conformance(three):
+    assert [told["cases"] for told in three] == [len(CASES)] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_conformance_of_other_sizes(size):
+    assert run_processes("tests.comm.conformance:run_cases", size, "torch", args=[CASES],
+                         timeout_seconds=240) == [len(CASES)] * size
+
+
+def test_processes_return_json_and_have_a_signed_store(three):
+    assert [told["world"] for told in three] == [[rank, 3, "torch", "run_processes"] for rank in range(3)]
+    assert all(told["arguments"] == ARGUMENTS and told["store"] == "SignedStore" for told in three)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux's sockets")
+def test_gloo_moves_what_is_counted(three):
+    for told in three:
+        assert len(told["wire"]) == 3 * len(OPERATIONS)
+        for name, counted, arrived in told["wire"]:
+            assert arrived == pytest.approx(counted, rel=0.02), name
 
 
 def lose_a_peer(world: World, how: str) -> list:
@@ -85,7 +120,8 @@ def leave_messages_behind(world: World) -> bool:
     return dist.is_initialized()
 
 
-@pytest.mark.parametrize("size", quick(1, [1, 2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
 def test_orderly_shutdown(size):
     assert run_processes(f"{HERE}:leave_messages_behind", size, "torch") == [False] * size
 
@@ -99,11 +135,12 @@ def use_the_users_own(world: World) -> list:
     still = dist.is_initialized()
     with pytest.raises(LaunchError, match="initialised with another rank or size"):
         TorchBackend(1 - world.rank, world.size, world.store, world.device, 30.0)
-    return [still]
+    return [still, leave_messages_behind(world)]
 
 
 def test_a_process_group_that_is_there_is_used_and_left():
-    assert run_processes(f"{HERE}:use_the_users_own", 2, "torch") == [[True], [True]]
+    """And that of the ranks themselves ends with messages under way."""
+    assert run_processes(f"{HERE}:use_the_users_own", 2, "torch") == [[True, False]] * 2
 
 
 def test_a_rank_that_does_not_answer_while_groups_are_made(monkeypatch):

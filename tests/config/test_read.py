@@ -118,8 +118,8 @@ def test_a_file(tmp_path):
 
 @pytest.mark.parametrize(("recipe", "message"), [
     ("missing.toml", "cannot be read: No such file"), ("folder.toml", "cannot be read"),
-    ("bad.toml", "is not valid TOML"), ("pipe.toml", "cannot be read: it is no file"),
-    ("latin.toml", "is not valid TOML"), ("gpt-tyni", "Did you mean gpt-tiny?"), ("x", "Shipped are: .*gpt-tiny"),
+    ("bad.toml", "is not valid TOML"), ("pipe.toml", "cannot be read: is not a regular file"),
+    ("latin.toml", "is not valid TOML"), ("gpt-tyni", "Did you mean gpt-tiny?"), ("x", "Recipes are: .*gpt-tiny"),
     ("no_such_module:f", "cannot be called: ModuleNotFoundError"), ("json:nothing", "cannot be called: AttributeError"),
     ("json:dumps", "cannot be called: TypeError"), ("os:getpid", "must return a ranvier.Run or a dict")])
 def test_recipes_that_cannot_be_read(tmp_path, monkeypatch, recipe, message):

@@ -47,4 +47,4 @@ def test_checkpoints_name_no_tracker():
     document = read.document(replace(Run(), log=Log(project="p", store="http://host")), _TOLD)
     assert "log" not in document and "model" in document
     assert {name for name in read.settings() if name not in _TOLD} == {
-        "log.tracker", "log.project", "log.store", "log.offline"}
+        "log.tracker", "log.project", "log.store", "log.offline", "log.every"}

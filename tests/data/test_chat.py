@@ -105,7 +105,7 @@ def test_a_template_may_mark_what_the_assistant_writes(tmp_path):
 
 def test_templates_that_cannot_be_used_are_named(tmp_path, monkeypatch):
     forgetful = ChatTokenizer(tokenizer_in(tmp_path / "tok", FORGETFUL))
-    with pytest.raises(DataError, match=r"chat template: has no place for a turn.*turn 3.*{% generation %}"):
+    with pytest.raises(DataError, match=r"conversation: has no place for a turn.*turn 3.*{% generation %}"):
         encode(forgetful, TALK)
     broken = ChatTokenizer(tokenizer_in(tmp_path / "tok", "{{ raise_exception('no system turn') }}"))
     with pytest.raises(DataError, match=r"is refused by the chat template.*no system turn"):

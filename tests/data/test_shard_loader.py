@@ -9,8 +9,10 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import ranvier
 from ranvier.config.run import Pipeline
 from ranvier.errors import ConfigError, DataError
+from ranvier.layout import part
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
+from ranvier.tensor import layers
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
 from tests.pipeline.parity import squared
@@ -65,11 +67,64 @@ def test_training_by_a_shuffled_loader(mesh, pipeline):
             torch.testing.assert_close(value, reference.parameters[name].detach(), rtol=1e-10, atol=1e-12)
 
 
+def of_row(mesh, batch, rank):
+    """What a rank has of each microbatch of 3 of its replica's share."""
+    at = mesh.coordinates(rank)
+    mine = batch[len(batch) * at.data // mesh.data:len(batch) * (at.data + 1) // mesh.data]
+    whole = [mine[start:start + 3] for start in range(0, len(mine), 3)]
+    return [one[slice(*part(len(one), mesh.row, at.row))] for one in whole]
+
+
+@pytest.mark.parametrize("mesh", [Mesh(row=2), Mesh(data=2, row=2, col=2), Mesh(pipe=3, row=3)], ids=str)
+def test_rows_have_parts_of_each_microbatch(mesh):
+    """Of 13 samples in batches of 5: some rows have none of a microbatch, or of a batch."""
+    def rank(world):
+        loader = ranvier.shard_loader(DataLoader(DATA, batch_size=5), world, microbatch_size=3, mesh=mesh)
+        return list(loader)
+
+    for number, batches in enumerate(run_ranks(rank, mesh.size)):
+        expected = [of_row(mesh, list(range(13))[start:start + 5], number) for start in (0, 5, 10)]
+        assert [[one.samples.tolist() for one in batch] for batch in batches] == expected
+        for one in (one for batch in batches for one in batch):
+            if mesh.coordinates(number).pipe == 1:
+                assert one.inputs is None and one.targets is None
+            else:
+                assert torch.equal(one.inputs, INPUTS[one.samples])
+                assert torch.equal(one.targets, 2 * one.inputs)
+                assert one.inputs.shape[1:] == (4,)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(row=2), Mesh(data=2, row=2)], ids=str)
+def test_training_on_rows(mesh):
+    def make():
+        torch.manual_seed(0)
+        return [layers.Linear(4, 8, stationary="output"), layers.Linear(8, 4, stationary="input")]
+
+    def sgd(parameters):
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    models = [make() for _ in range(mesh.size)]
+
+    def rank(world):
+        engine = Engine(models[world.rank], world, mesh=mesh, loss=squared, dtype=torch.float64, optimizer=sgd)
+        for batch in ranvier.shard_loader(DataLoader(DATA, batch_size=5), world, microbatch_size=3, mesh=mesh):
+            engine.train_batch(batch)
+        found = engine.full_state_dict()
+        engine.close()
+        return found
+
+    reference = Reference(make(), loss=squared, dtype=torch.float64, optimizer=sgd)
+    for start in range(0, 13, 5):
+        reference.train_batch([(INPUTS[start:start + 5], 2 * INPUTS[start:start + 5])])
+    found, *_ = run_ranks(rank, mesh.size)
+    for name, value in found.items():
+        torch.testing.assert_close(value, reference.parameters[name].detach(), rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize(("loader", "options", "error", "value"), [
     (DataLoader(Stream(), batch_size=2), {}, DataError, "Stream"),
     (DataLoader(DATA, batch_size=None), {}, DataError, "TensorDataset"),
     (DataLoader(DATA, batch_size=2), {"microbatch_size": 0}, ConfigError, 0),
-    (DataLoader(DATA, batch_size=2), {"mesh": Mesh(row=2)}, ConfigError, 2),
     (DataLoader(TensorDataset(INPUTS), batch_size=2), {}, DataError, "list"),
     (DataLoader(DATA, batch_sampler=[["a"], ["b"]]), {}, DataError, "'a'"),
 ])

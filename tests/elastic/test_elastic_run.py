@@ -86,10 +86,17 @@ def test_several_stages_on_a_rank(sentences, tmp_path, in_one_process, monkeypat
     assert read_rows(results) > 0 and all(result == results[0] for result in results)
 
 
-def test_a_run_with_several_stages_on_a_rank_is_resized_and_resumes_with_another_number(sentences, tmp_path):
-    """Of 14 blocks 2 x 7 are all; a mesh with more stages is refused in words."""
-    plain = tiny(sentences, tmp_path / "plain", mesh=Mesh())
+@pytest.fixture(scope="module")
+def plain_losses(sentences, tmp_path_factory):
+    """Of the run that freezes nothing, on one rank."""
+    plain = tiny(sentences, tmp_path_factory.mktemp("plain") / "run", mesh=Mesh())
     run_all(plain)
+    return losses(plain)
+
+
+def test_a_run_with_several_stages_on_a_rank_is_resized_and_resumes_with_another_number(
+        sentences, tmp_path, plain_losses):
+    """Of 14 blocks 2 x 7 are all; a mesh with more stages is refused in words."""
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(data=2, pipe=2), pipeline=Pipeline(stages_per_rank=4),
                checkpoint=Checkpoint(every=10, keep=9))
     wishes = {2: dict(data=1, pipe=4), 4: dict(data=4, pipe=1), 7: dict(data=1, pipe=2)}
@@ -97,12 +104,12 @@ def test_a_run_with_several_stages_on_a_rank_is_resized_and_resumes_with_another
     assert [(line["mesh"]["data"], line["mesh"]["pipe"]) for line in transitions(run)] == [(4, 1), (1, 2)]
     refused, = events(run, "resize-refused")
     assert "makes 16 stages on 4 ranks, more than the 14 blocks" in refused["text"]
-    assert losses(run) == pytest.approx(losses(plain), rel=1e-9)
+    assert losses(run) == pytest.approx(plain_losses, rel=1e-9)
     again = replace(run, run_dir=tmp_path / "again", resume=str(run.run_dir / "checkpoint/step-10"),
                     pipeline=Pipeline(stages_per_rank=2, placement="interleaved"))
     results, _ = run_all(again)
     assert results[0]["mesh"] == {"data": 1, "pipe": 2, "row": 1, "col": 1} and len(results[0]["boundaries"]) == 3
-    assert losses(again) == pytest.approx(losses(plain)[10:], rel=1e-9)
+    assert losses(again) == pytest.approx(plain_losses[10:], rel=1e-9)
 
 
 def test_idle_ranks_come_to_the_same_end(sentences, tmp_path, in_one_process, monkeypatch):
@@ -166,14 +173,12 @@ def test_the_global_batch_may_grow(sentences, tmp_path, monkeypatch, grows, fact
     assert_rates(run, places=[1, 2, 3, 4, *range(6, 25, 2)], factors=[1.0] * 4 + [factor] * 10)
 
 
-def test_a_run_is_resized_while_it_goes_on(sentences, tmp_path):
-    plain = tiny(sentences, tmp_path / "plain", mesh=Mesh())
-    run_all(plain)
+def test_a_run_is_resized_while_it_goes_on(sentences, tmp_path, plain_losses):
     run = tiny(sentences, tmp_path / "run")
     wishes = {2: dict(data=2, pipe=2), 6: dict(data=1, pipe=2), 10: dict(data=4, pipe=1), 14: dict(data=1, pipe=1),
               18: dict(data=1, pipe=4), 21: dict(data=3, pipe=2)}
     results, _ = run_all(run, trackers=[Wishes(run, wishes)])
-    assert losses(run) == pytest.approx(losses(plain), rel=1e-9)
+    assert losses(run) == pytest.approx(plain_losses, rel=1e-9)
     assert_rates(run)
     assert [(line["mesh"]["data"], line["mesh"]["pipe"]) for line in transitions(run)] == [
         (2, 2), (1, 2), (4, 1), (1, 1), (1, 4)]
@@ -183,18 +188,22 @@ def test_a_run_is_resized_while_it_goes_on(sentences, tmp_path):
 
 
 def test_what_cannot_be_resized(sentences, tmp_path):
+    """A FIFO in place of a request, too, stops no run."""
     run = tiny(sentences, tmp_path / "run")
 
     class Bad(Wishes):
         def event(self, event):
             if type(event).__name__ == "StepEvent" and event.step in self.wishes:
                 (self.run.run_dir / resize.NAME).write_text(self.wishes[event.step])
+            if type(event).__name__ == "StepEvent" and event.step == 17:
+                os.mkfifo(run.run_dir / resize.NAME)
 
     run_all(run, trackers=[Bad(run, {2: "{", 5: '{"data": 0, "pipe": 1}', 8: '{"data": 1, "pipe": 4}', 11: "[1]",
                                      14: '{"data": true, "pipe": 1}'})])
     refused = [line["text"] for line in events(run, "resize-refused")]
-    assert len(refused) == 5 and not transitions(run)
+    assert len(refused) == 6 and not transitions(run) and len(losses(run)) == NUM_STEPS
     assert sum("is no mesh" in text for text in refused) == 4 and "is the mesh that the run has" in refused[2]
+    assert "cannot be read: is not a regular file" in refused[5]
     assert not (run.run_dir / resize.NAME).exists()
 
 
@@ -267,19 +276,6 @@ def test_a_request_that_is_no_plain_file_of_the_runs_user_is_refused(tmp_path, m
     assert not requests.asked() and requests.take() is None
     odd_file(tmp_path / resize.NAME, "a folder")
     assert requests.take() is not None and not requests.asked()
-
-
-def test_a_fifo_in_place_of_a_request_stops_no_run(sentences, tmp_path):
-    run = tiny(sentences, tmp_path / "run")
-
-    class Odd(Wishes):
-        def event(self, event):
-            if type(event).__name__ == "StepEvent" and event.step == 3:
-                os.mkfifo(run.run_dir / resize.NAME)
-
-    run_all(run, trackers=[Odd(run, {})])
-    refused, = events(run, "resize-refused")
-    assert "cannot be read: is not a regular file" in refused["text"] and len(losses(run)) == NUM_STEPS
 
 
 def test_asking_where_no_run_is(tmp_path):

@@ -202,9 +202,11 @@ def write(folder, **changes):
     (lambda folder: None, "takes no ranks: it has no join.json.*--launch.join-address"),
     (lambda folder: (folder / contact.NAME).symlink_to("/etc/hostname"), "cannot be read: is a symbolic link"),
     (lambda folder: write(folder, port="x"), "is damaged"),
+    (lambda folder: write(folder, port=float("inf")), "is damaged"),
     (lambda folder: (folder / contact.NAME).write_text("[" * 4000), "is damaged"),
     (lambda folder: write(folder, version="0.0.1"), "runs with version 0.0.1 of Ranvier"),
-], ids=["no run", "ended", "takes none", "a link", "no number", "no JSON", "other version"])
+], ids=["no run", "ended", "takes none", "a link", "no number", "infinite",
+        "no JSON", "other version"])
 def test_a_folder_that_cannot_be_joined(folder, prepare, message):
     prepare(folder)
     with pytest.raises(RanvierError, match=message):

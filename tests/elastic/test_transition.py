@@ -165,10 +165,9 @@ def test_any_way_through_layouts_is_the_run_without(way, shard, offload):
             rank < mesh.size for mesh, count in zip(meshes, steps, strict=True) for _ in range(count)]
 
 
-@pytest.mark.parametrize("placement", ["v-shape", "interleaved"])
-@pytest.mark.parametrize(("freezing", "optim"), [
+@pytest.mark.parametrize(("placement", "freezing", "optim"), covering(["v-shape", "interleaved"], [
     (None, Optim(bucket_size=64, shard=True, clip_norm=0.1)),
-    ([0, 0, 1, 1, 2], Optim(bucket_size=64, offload="stream"))], ids=["moves", "freezes"])
+    ([0, 0, 1, 1, 2], Optim(bucket_size=64, offload="stream"))]), ids=str)
 def test_several_stages_on_a_rank(placement, freezing, optim):
     """Ranks get more and fewer stages, and replicas; embedding and head are tied, on one rank or on two."""
     meshes = [Mesh(pipe=2), Mesh(data=2, pipe=2), Mesh(pipe=2), Mesh(pipe=4), Mesh(pipe=2, col=2)]

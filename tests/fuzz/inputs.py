@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import resource
 import signal
 import time
@@ -37,16 +38,24 @@ def try_all(strategy: st.SearchStrategy, work: Callable, count: int) -> int:
     def one(value):
         nonlocal tried
         tried += 1
-        with within(SECONDS):
-            try:
-                work(value)
-            except RanvierError as error:
-                assert_in_words(error)
+        try_one(work, value)
 
     with little_memory(BYTES):
         one()
     assert tried >= count, f"{tried} of {count} inputs"
     return tried
+
+
+def try_one(work: Callable, value: object) -> None:
+    """`work(value)`, within the time of an input; it may end in a RanvierError that says all it should."""
+    with within(SECONDS):
+        try:
+            work(value)
+        except RanvierError as error:
+            assert_in_words(error)
+        except Exception as error:
+            error.add_note(f"input: {value!r:.300}")
+            raise
 
 
 def assert_in_words(error: RanvierError) -> None:
@@ -91,7 +100,8 @@ BYTE_CHANGES = st.lists(st.tuples(
     st.sampled_from(["flip", "set", "delete", "insert", "cut", "repeat", "swap"]), st.integers(0, 1 << 20),
     st.one_of(st.binary(min_size=1, max_size=9), st.sampled_from([
         b"\0", b"\xff" * 8, b"\xed\xa0\x80", b"{", b"]", b'"', b"9" * 400, b"1e999", b"-", b"NaN", b"[" * 3000,
-        b'{"a":' * 3000, b"\xef\xbb\xbf"]))), min_size=1, max_size=3)
+        b'{"a":' * 3000, b"\xef\xbb\xbf", (1 << 31).to_bytes(4, "little"),
+        *(size.to_bytes(8, "little") for size in (1, 1 << 20, 1 << 31, 1 << 40, 1 << 63))]))), min_size=1, max_size=3)
 
 
 def change_bytes(data: bytes, changes) -> bytes:
@@ -173,3 +183,38 @@ def _places(node: object) -> Iterator[tuple[list | dict, object]]:
         yield node, key
         if isinstance(node[key], (list, dict)):
             yield from _places(node[key])
+
+
+# ---------------------------------------------------------------------- changed texts of JSON and TOML
+
+_VALUES = re.compile(r'"(?:[^"\\\n]|\\.)*"|-?\d[\w.+-]*|\b(?:true|false|null|nan|inf)\b|[\w-]+(?=[ \t]*=)')
+RAW = ("1e999", "-1", "0", "NaN", "9" * 5000, "18446744073709551616", "0.5", '""', '"\\ud800"', "null", "[]", "{}",
+       "true", "[[[0]]]", "[" * 3000, '{"a":' * 3000, "nan", "1e-400", '"../../x"', '"/dev/zero"', f'"{"(" * 300}"',
+       '["a"]', "1979-05-27", "{a = 1}", ".".join("a" * 40), "\0", "")
+"""What is written in the place of a value, in JSON or TOML."""
+TEXT_CHANGES = st.lists(st.tuples(st.sampled_from(["value", "value", "double", "key"]), st.integers(0, 1 << 20),
+                                  st.sampled_from(RAW)),
+                        min_size=1, max_size=3)
+
+
+def change_text(text: str, changes) -> str:
+    """A document after these changes of what is written in it, be it a document still or not. value: another text in
+    the place of a name, text or number; double: a name a second time, with this value; key: its name is this text."""
+    for how, place, raw in changes:
+        found = list(_VALUES.finditer(text))
+        keys = [one for one in found if re.match(r"\s*[:=]", text[one.end():one.end() + 9])]
+        found = keys if how != "value" and keys else found
+        if not found:
+            return raw
+        one = found[place % len(found)]
+        if how == "double":
+            sign, end = (" =", "\n") if re.match(r"\s*=", text[one.end():one.end() + 9]) else (":", ", ")
+            text = f"{text[:one.start()]}{one[0]}{sign} {raw}{end}{text[one.start():]}"
+        else:
+            text = text[:one.start()] + raw + text[one.end():]
+    return text
+
+
+def number_of_values(text: str) -> int:
+    """Names, texts and numbers that `change_text` finds in a document."""
+    return len(_VALUES.findall(text))

@@ -5,10 +5,10 @@ import types
 
 import pytest
 
-from tests.fuzz import checkpoints, corpora, settings, task_files, token_files
+from tests.fuzz import checkpoints, corpora, readers, settings, task_files, token_files
 from tests.fuzz.test_bad_corpora import load_dataset
 
-ROUNDS = 90
+ROUNDS = 60
 LEAST = 10_000
 
 
@@ -23,5 +23,7 @@ def test_ten_thousand_inputs(tmp_path, monkeypatch):
     for module, place in places.items():
         for fuzzer, share in module.FUZZERS.items():
             tried[f"{module.__name__}.{fuzzer.__name__}"] = fuzzer(place, ROUNDS * share)
+    for number, reader in enumerate(readers.READERS):
+        tried[reader.name] = readers.fuzz(reader, tmp_path / str(number), ROUNDS * reader.share)
     print(tried)
     assert sum(tried.values()) >= LEAST

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.golden.comparison import differences, tolerance_here
-from tests.golden.runs import HERE, prepare, read_steps, train_by_command
+from tests.golden.runs import HERE, prepare, read_steps, train_as_threads
 
 OLD = HERE / "before_second_house"
 PADDING = {"elastic-bert": {"data.padding": "maximum"}}
@@ -24,19 +24,18 @@ def records() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [
-    pytest.param("gpt-sharded", 1e-5, marks=pytest.mark.slow), ("bf16-offload", 1e-2),
-    pytest.param("elastic-bert", 1e-5, marks=pytest.mark.slow)])
-def test_an_old_run_resumes(name: str, tolerance: float, records: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "ranks", "tolerance"), [
+    ("gpt-sharded", 4, 1e-5), ("bf16-offload", 2, 1e-2), ("elastic-bert", 2, 1e-5)])
+def test_an_old_run_resumes(name: str, ranks: int, tolerance: float, records: dict[str, Any], tmp_path: Path) -> None:
     prepare(tmp_path)
     shutil.copytree(OLD / name, tmp_path / name)
     expected = records["runs"][name]
-    printed = train_by_command(f"{name}/run.toml", {"resume": "auto", **PADDING.get(name, {})}, tmp_path)
+    train_as_threads(name, {"resume": "auto", **PADDING.get(name, {})}, ranks, tmp_path, f"{name}/run.toml")
     steps = read_steps(tmp_path / name, after=expected[0]["step"] - 1)
-    assert differences(steps, expected, tolerance_here(records["facts"], tolerance)) == [], printed
+    assert differences(steps, expected, tolerance_here(records["facts"], tolerance)) == []
     # A run that starts from scratch has the same losses, but measures its first steps anew.
     before = _metrics(OLD / name)
-    assert _metrics(tmp_path / name)[:len(before)] == before, printed
+    assert _metrics(tmp_path / name)[:len(before)] == before
 
 
 def _metrics(run_folder: Path) -> list[dict[str, Any]]:

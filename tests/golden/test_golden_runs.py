@@ -12,7 +12,7 @@ import pytest
 
 from tests.golden.comparison import differences, machine_facts, tolerance_here
 from tests.golden.record import RECORDS
-from tests.golden.runs import ELASTIC_BERT, ONE_RANK, RUNS, GoldenRun, Step, prepare, read_steps, train_by_command
+from tests.golden.runs import ELASTIC_BERT, ONE_RANK, RUNS, GoldenRun, Step, prepare
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +46,10 @@ def test_numbers_are_the_recorded_ones(
 
 
 def test_a_resumed_run_has_the_numbers_of_the_uninterrupted_one(folder: Path, one_rank: list[Step]) -> None:
-    checkpoint = f"{ONE_RANK.name}/checkpoint/step-3"
-    train_by_command("gpt-tiny", {**ONE_RANK.flags, "resume": checkpoint, "run-dir": "resumed"}, folder)
-    assert differences(read_steps(folder / "resumed"), one_rank[3:], tolerance=0.0) == []
+    """Also where the one is a process of its own, and the other is not."""
+    flags = {**ONE_RANK.flags, "resume": f"{ONE_RANK.name}/checkpoint/step-3"}
+    resumed = GoldenRun(name="resumed", flags=flags, as_threads=True).start(folder)
+    assert differences(resumed, one_rank[3:], tolerance=0.0) == []
 
 
 @pytest.mark.slow

@@ -81,6 +81,7 @@ def test_other_data_by_name_and_a_table(runs, capsys):
     assert lines[-1].split() == ["other", "sentences", "120"]
 
 
+@pytest.mark.slow
 def test_ranks_find_what_one_rank_finds(runs, capsys):
     expected = results(capsys, runs / "lm", "--data", f"x={runs / 'other.txt'}")["x"]
     done = subprocess.run([sys.executable, "-m", "ranvier", "evaluate", str(runs / "lm"), "--mesh.pipe", "2", "--json",

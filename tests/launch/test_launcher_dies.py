@@ -19,34 +19,32 @@ from tests.launch.announced import LIMIT_SECONDS, LINUX, NO_MPI, torchrun
 SCRIPT = str(Path(__file__).parent / "script.py")
 SHELL = ["bash", "-c", '"$@"; true', "-"]
 """A script between the launcher and its ranks: they are not the launcher's children."""
+BETWEEN = pytest.mark.parametrize("between", [SHELL, pytest.param([], marks=pytest.mark.slow)],
+                                  ids=["shell", "nothing"])
 
 
 @LINUX
-def test_torchruns_agent_is_killed(start_ranks):
-    started = [start_ranks(*torchrun(SCRIPT, "hang", "torch")),
-               start_ranks(*torchrun("--no-python", *SHELL, sys.executable, SCRIPT, "hang", "torch"))]
-    for each in started:
-        each.wait_for_ranks()
-        each.process.kill()
-    for each in started:
-        each.assert_ranks_end()
-        assert re.search(r"^ranvier: rank \d ends: (torchrun's agent is gone \(process \d+\)|the store that "
-                         r"torchrun's agent hosts is gone)", each.text, re.MULTILINE), each.text
+@BETWEEN
+def test_torchruns_agent_is_killed(start_ranks, between):
+    each = start_ranks(*torchrun("--no-python", *between, sys.executable, SCRIPT, "hang", "torch"))
+    each.wait_for_ranks()
+    each.process.kill()
+    each.assert_ranks_end()
+    assert re.search(r"^ranvier: rank \d ends: (torchrun's agent is gone \(process \d+\)|the store that "
+                     r"torchrun's agent hosts is gone)", each.text, re.MULTILINE), each.text
 
 
 @LINUX
 @pytest.mark.mpi
 @NO_MPI
-def test_mpiexec_or_its_proxy_is_killed(start_ranks):
-    started = [start_ranks(find_mpiexec(), "-n", 2, *between, sys.executable, SCRIPT, "hang", "mpi")
-               for between in ([], SHELL)]
-    for each in started:
-        each.wait_for_ranks()
-        proxy = each.ranks[0].parent if each is started[0] else each.ranks[0].parent.parent
-        assert proxy.parent.pid == each.process.pid
-        os.kill(proxy.pid, signal.SIGKILL)
-    for each in started:
-        each.assert_ranks_end()
+@BETWEEN
+def test_mpiexecs_proxy_is_killed(start_ranks, between):
+    each = start_ranks(find_mpiexec(), "-n", 2, *between, sys.executable, SCRIPT, "hang", "mpi")
+    each.wait_for_ranks()
+    proxy = each.ranks[0].parent.parent if between else each.ranks[0].parent
+    assert proxy.parent.pid == each.process.pid
+    os.kill(proxy.pid, signal.SIGKILL)
+    each.assert_ranks_end()
 
 
 @LINUX
@@ -71,7 +69,7 @@ def slurm(rank):
 
 
 @LINUX
-@pytest.mark.parametrize(("how", "code"), [("hang", 1), ("collective", 2)])
+@pytest.mark.parametrize(("how", "code"), [("hang", 1), pytest.param("collective", 2, marks=pytest.mark.slow)])
 def test_the_store_goes_with_rank_0_under_srun(start_ranks, how, code):
     """Tasks of srun know nothing of each other, and Slurm leaves the others running. In a collective rank 1 meets the
     library's error first."""
@@ -87,8 +85,8 @@ def test_the_store_goes_with_rank_0_under_srun(start_ranks, how, code):
 
 
 @LINUX
-@pytest.mark.parametrize("how", ["a parent", "a shell in between"])
-def test_slurms_step_daemon_is_killed(tmp_path, how):
+@BETWEEN
+def test_slurms_step_daemon_is_killed(tmp_path, between):
     """A stand-in starts tasks, as the daemon does."""
     program = ("import subprocess, sys, os, time\n"
                f"environ = os.environ | {slurm(0)!r}\n"
@@ -97,7 +95,6 @@ def test_slurms_step_daemon_is_killed(tmp_path, how):
     task = ("import os, sys, time\nfrom ranvier.launch.launchers import detect\n"
             "from ranvier.launch.heartbeat import exit_with_launcher\n"
             "exit_with_launcher(detect(os.environ))\nopen(sys.argv[1], 'w').write(str(os.getpid()))\ntime.sleep(100)\n")
-    between = SHELL if how != "a parent" else []
     daemon = subprocess.Popen([sys.executable, "-c", program, *between, sys.executable, "-c", task,
                                str(tmp_path / "pid")])
     try:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ranvier.config.run import Run
 from ranvier.errors import RanvierError
 from ranvier.launch import failures as failure
 
@@ -40,7 +41,7 @@ def test_a_console_whose_disk_is_full_does_not_end_the_run(number, raised):
         def flush(self):
             raise OSError(number, os.strerror(number))
 
-    tracker = console(Fails())
+    tracker = console(Fails(), Run())
     for use in (lambda: tracker.event(NoteEvent(step=1, event="word", text="so")), tracker.close):
         if raised:
             with pytest.raises(OSError, match=os.strerror(number)):

@@ -10,12 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from ranvier.launch.mpiexec import mpi_available
 from ranvier.launch.stop import STOP_SIGNALS, StopRequest
 from ranvier.schedule.spans import Timeline
 from ranvier.testing.ranks import run_ranks
 from ranvier.train.metrics import Meter
+from ranvier.train.peak import PeakRate
 from tests.covering import quick
 
 SCRIPT = str(Path(__file__).parent / "saving.py")
@@ -143,13 +145,13 @@ class FixedResult:
 def test_all_ranks_know_with_a_steps_numbers_that_one_was_told():
     def rank(world):
         stop = StopRequest(signals=())
-        meter, known = Meter(Timeline(), world.backend.group("train", [range(3)]), stop), []
+        meter, known = Meter(Timeline(), world.backend.group("train", [range(3)]), torch.device("cpu"), stop), []
         for step in (1, 2, 3):
             if (world.rank, step) in ((2, 2), (0, 3)):
                 stop.request("the test")
             pending = meter.step(step, FixedResult(), 1e-3)
             known.append(pending.stop_requested)
-            assert pending.event(1.0, 1.0).wait_seconds == 0.0
+            assert pending.event(1.0, PeakRate(1.0, None)).wait_seconds == 0.0
             assert pending.stop_requested == known[-1], "reading it twice changes nothing"
         return known
 

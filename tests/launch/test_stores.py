@@ -1,6 +1,5 @@
 """Stores are hosted and connected to in one file, within a limit, and with signals handled meanwhile."""
 
-import ast
 import json
 import os
 import signal
@@ -8,7 +7,6 @@ import socket
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore
@@ -19,11 +17,8 @@ from ranvier.errors import ConfigError, LaunchError, RanvierError
 from ranvier.launch import contact, stores
 from ranvier.launch.contact import Contact, connect, read_contact
 from ranvier.launch.launchers import detect
-from ranvier.launch.rank_processes import run_processes
 from ranvier.launch.stores import connect_store, create_store
-
-ROOT = Path(ranvier.__file__).parent
-HOSTS_EVERYWHERE = {"launch/stores.py", "launch/shared_store.py"}
+from tests.references import references_of_files
 
 
 @pytest.fixture
@@ -77,22 +72,11 @@ def test_a_port_where_nobody_listens():
 
 # ---------------------------------------------------------------------- one place
 
-def calls(tree):
-    """(name of the function that is called, keywords) of each call."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)
-            yield name, {keyword.arg for keyword in node.keywords}
-
-
-def test_no_other_file_makes_a_store():
-    """Nor has torch make one from an address."""
-    for path in sorted(ROOT.rglob("*.py")):
-        name = path.relative_to(ROOT).as_posix()
-        for called, keywords in calls(ast.parse(path.read_text())):
-            assert called not in ("TCPStore", "FileStore", "rendezvous") or name == "launch/stores.py", (name, called)
-            assert called != "create_store_everywhere" or name in HOSTS_EVERYWHERE, name
-            assert called != "init_process_group" or ("store" in keywords and "init_method" not in keywords), name
+def test_only_two_files_host_a_store_on_all_interfaces():
+    """Which files make a store at all is in tests/test_doors.py."""
+    found = {file for file, all_of_it in references_of_files().items()
+             if any(reference.name.endswith(".create_store_everywhere") for reference in all_of_it)}
+    assert found == {"launch/shared_store.py"}
 
 
 # ---------------------------------------------------------------------- secrets
@@ -116,12 +100,3 @@ def test_a_contact_without_a_secret_is_damaged(tmp_path):
     with pytest.raises(RanvierError) as refused:
         read_contact(tmp_path)
     assert refused.value.where == str(tmp_path / "join.json")
-
-
-def kind_of_store(world):
-    world.store.set(f"rank {world.rank}", "here")
-    return type(world.store).__name__
-
-
-def test_ranks_that_are_processes_have_a_signed_store():
-    assert run_processes(f"{__name__}:kind_of_store", 1, "torch") == ["SignedStore"]

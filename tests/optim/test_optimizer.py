@@ -312,10 +312,10 @@ def test_building_needs_no_more_than_training():
     with MemoryTracker() as tracker:
         tracker.tag(parameters, "parameters")
         gradients = Gradients(specs, Alone(), 700, lambda spec: None, allocate=False)
-        FlatOptimizer(Optim(), gradients, offload="none", bucket_size=700)
+        optimizer = FlatOptimizer(Optim(), gradients, offload="none", bucket_size=700)
         gradients.allocate()
     phi = 10_000
-    assert tracker.peak_bytes() == (2 + 2 + 12) * phi
+    assert optimizer.steps == 0 and tracker.peak_bytes() == (2 + 2 + 12) * phi
 
 
 @pytest.mark.parametrize(("accumulate", "offload", "in_flight", "per_parameter", "per_bucket"), [

@@ -21,7 +21,7 @@ from ranvier.optim.reduction import MAX_COLLECTIVES, Reductions
 from ranvier.pipeline.engine import Engine
 from ranvier.testing.memory import MemoryTracker
 from ranvier.testing.ranks import run_processes, run_ranks
-from tests.covering import quick
+from tests.covering import covering, quick
 from tests.optim.test_gradients import spec
 
 HERE = "tests.optim.test_reductions_in_flight"
@@ -54,11 +54,10 @@ def trackers(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize(("precision", "options"), quick(3, [
-    ("bf16", {}), ("bf16", {"accumulate": "half"}), ("bf16", {"reduce_dtype": "fp32"}),
-    ("bf16", {"accumulate": "half", "reduce_dtype": "fp32"}), ("fp32", {})]))
-@pytest.mark.parametrize("shard", [False, True])
-@pytest.mark.parametrize(("data", "bucket_size"), quick(2, [(1, 1000), (2, 1000), (2, 10_000), (4, 1000)]))
+@pytest.mark.parametrize(("precision", "options", "shard", "data", "bucket_size"), covering(
+    [("bf16", {}), ("bf16", {"accumulate": "half"}), ("bf16", {"reduce_dtype": "fp32"}),
+     ("bf16", {"accumulate": "half", "reduce_dtype": "fp32"}), ("fp32", {})],
+    [False, True, True], [(1, 1000), (2, 1000), (2, 10_000), (4, 1000)]))
 def test_memory_is_what_is_predicted(trackers, precision, options, shard, data, bucket_size):
     """With a peer that comes when all others have computed all their gradients: chunks of 4 and 40 kB and more."""
     if shard and data == 1:

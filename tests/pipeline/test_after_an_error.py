@@ -1,5 +1,6 @@
 """An engine that has failed refuses further calls, and a rank that ends its loop before others is named."""
 
+import copy
 import time
 from functools import partial
 
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 from ranvier.checkpoint.checkpoints import Checkpoints
-from ranvier.config.run import Optim
+from ranvier.config.run import Memory, Optim
 from ranvier.errors import ConfigError, ModelError, RanvierError, TransportError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
@@ -26,8 +27,8 @@ class Breaks(nn.Module):
         return x
 
 
-def build(world, mesh=None):
-    return Engine([Plain(), Breaks(), Plain()], world, mesh=mesh or Mesh(), loss=squared, optim=Optim(),
+def build(world, mesh=None, blocks=None):
+    return Engine(blocks or [Plain(), Breaks(), Plain()], world, mesh=mesh or Mesh(), loss=squared, optim=Optim(),
                   dtype=torch.float64)
 
 
@@ -71,13 +72,49 @@ def test_a_closed_engine_says_so(call):
     run_ranks(work, 1)
 
 
-def test_what_is_refused_before_it_begins_breaks_nothing():
+X = torch.zeros(2, 4, dtype=torch.float64)
+REFUSED = {"no batch": 3, "a tensor": X, "a number": [3], "four": [(X, X, None, None)], "nothing": [()],
+           "no inputs": [(None, X)], "no targets": [(X, X), (X, None)]}
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=2)], ids=str)
+def test_what_is_refused_before_it_begins_breaks_nothing(mesh):
+    """Nothing was sent, and nothing has changed: the next call computes as in an engine that has seen no error."""
+    blocks = [Plain(), Breaks(), Plain()]
+
+    def losses(world, wrong):
+        engine = build(world, mesh, copy.deepcopy(blocks))
+        with pytest.raises(ConfigError):
+            engine.clip_grad_norm_(1.0)
+        found = []
+        for call in (engine.train_batch, engine.forward_backward, engine.evaluate, engine.predict, engine.train_batch):
+            for name, batch in REFUSED.items() if wrong else ():
+                is_known = name in ("no inputs", "no targets") and (
+                    not (engine.is_first_stage if name == "no inputs" else engine.is_last_stage)
+                    or (call == engine.predict and name == "no targets"))
+                if not is_known:
+                    with pytest.raises(ModelError):
+                        call(batch)
+            found.append(getattr(call(iter(share(engine, [GOOD]))), "loss", None))
+            engine.zero_grad()
+        found.append(engine.steps)
+        engine.close()
+        return found
+
+    right = run_ranks(partial(losses, wrong=False), mesh.size)
+    assert run_ranks(partial(losses, wrong=True), mesh.size) == right and right[0][-1] == 3
+
+
+def test_a_hook_that_recomputation_refuses_may_be_removed():
     def work(world):
-        engine = build(world)
-        for wrong, error in ((lambda: engine.train_batch([3]), ModelError),
-                             (lambda: engine.clip_grad_norm_(1.0), ConfigError)):
-            with pytest.raises(error):
-                wrong()
+        block = Plain()
+        engine = Engine([block, Plain()], world, mesh=Mesh(), loss=squared, optim=Optim(), dtype=torch.float64,
+                        memory=Memory(recompute=1))
+        hook = block.register_forward_hook(lambda *call: None)
+        with pytest.raises(ModelError) as caught:
+            engine.train_batch(GOOD)
+        assert caught.value.where == "0"
+        hook.remove()
         engine.train_batch(GOOD)
         engine.close()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ranvier.block import Initial, Model
+from ranvier.block import Initial, Model, meta_device
 from ranvier.config.run import Pipeline
 from ranvier.errors import ModelError
 from ranvier.mesh import Mesh
@@ -182,3 +182,24 @@ def test_microbatches_cut_along_the_batch():
 def test_what_cannot_be_cut(arguments, says):
     with pytest.raises(ModelError, match=says):
         microbatches(*arguments)
+
+
+def test_blocks_without_storage_get_no_initial_values_and_others_do():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.linear = nn.Embedding(3, 4), nn.Linear(4, 4)
+            self.start = torch.empty(5, device="cpu").normal_()
+            nn.init.trunc_normal_(self.linear.weight)
+            nn.init.zeros_(self.linear.bias)
+
+    torch.manual_seed(0)
+    expected, before = torch.empty(5).normal_(), torch.manual_seed(0).get_state()
+    with meta_device():
+        torch.nn.Embedding(3, 4)
+        assert torch.equal(torch.get_rng_state(), before)
+        block = Own()
+    assert {name: (parameter.device.type, parameter.shape) for name, parameter in block.named_parameters()} == {
+        "table.weight": ("meta", (3, 4)), "linear.weight": ("meta", (4, 4)), "linear.bias": ("meta", (4,))}
+    assert all(parameter.requires_grad for parameter in block.parameters())
+    assert torch.equal(block.start, expected)

@@ -112,14 +112,6 @@ def test_auto_chooses_by_bytes_and_needs_a_sample():
         assert_parity(small_gpt, batches, Mesh(), memory=Memory(recompute="auto"))
 
 
-@pytest.mark.parametrize("checkpoint", [0, -1, "foo", 1.5, True, None])
-def test_what_is_no_interval(checkpoint):
-    """What `Memory` refuses by itself, given in the spelling of the last release."""
-    with (pytest.raises(ConfigError, match=r"Memory\(recompute=...\): must be none, auto, axonn, or a number"),
-          pytest.warns(FutureWarning)):
-        assert_parity(small_gpt, tokens([[2, 1]]), Mesh(), checkpoint=checkpoint)
-
-
 class Counted(nn.Module):
     """Counts its forwards, and those of its last product."""
 

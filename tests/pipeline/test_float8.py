@@ -19,6 +19,8 @@ from ranvier.system.memory_tracker import MemoryTracker
 from ranvier.tensor import compiled, float8
 from ranvier.testing.ranks import run_ranks
 
+on_a_cpu = pytest.mark.skipif(not float8.runs_on_cpu(), reason="this torch has no products in float8 on a CPU")
+
 
 def rounded(x, dtype):
     """What x becomes: its values on the grid of `dtype`, which reaches to its largest value."""
@@ -101,6 +103,7 @@ def gradients(mesh, **settings):
     return found
 
 
+@on_a_cpu
 @pytest.mark.parametrize(("mesh", "settings"), [
     (Mesh(), {}),
     (Mesh(pipe=2), {"pipeline": Pipeline(boundaries=(3,))}),
@@ -117,11 +120,13 @@ def test_gradients_are_those_of_rounded_operands(mesh, settings, monkeypatch):
         torch.testing.assert_close(found[name], grad, rtol=0, atol=2e-6 * float(grad.abs().max()), msg=name)
 
 
+@on_a_cpu
 def test_policies_give_the_same_bits():
     one, other = (gradients(Mesh(pipe=2), pipeline=Pipeline(policy=policy)) for policy in ("message-driven", "gpipe"))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@on_a_cpu
 def test_only_suitable_layers_of_inner_blocks_in_training():
     found = float8.float8_layers([(number, str(number), block) for number, block in enumerate(chain())], 5,
                                  torch.device("cpu"))
@@ -137,6 +142,7 @@ def test_only_suitable_layers_of_inner_blocks_in_training():
     assert run_ranks(on_rank, 1)[0] == pytest.approx(wanted, rel=1e-6)  # rounding costs 1e-3
 
 
+@on_a_cpu
 def test_values_that_are_not_finite_are_not_hidden():
     for bad in (float("nan"), float("inf")):
         x = torch.ones(4, 16)
@@ -165,6 +171,21 @@ def test_an_engine_refuses_it_in_its_own_words():
     run_ranks(on_rank, 1)
 
 
+def test_a_torch_without_these_products_on_a_cpu_is_named(monkeypatch):
+    def lacking(*operands, **named):
+        raise NotImplementedError("Could not run 'aten::_scaled_mm_v2' with arguments from the 'CPU' backend")
+
+    def on_rank(world):
+        with pytest.raises(ConfigError) as caught:
+            Engine(chain(), world, loss=loss, optim=Optim(offload="none"), float8=True)
+        return caught.value
+
+    monkeypatch.setattr(functional, "scaled_mm", lacking)
+    (error,) = run_ranks(on_rank, 1)
+    assert "float8" in error.where and error.value == f"torch {torch.__version__}"
+    assert "Engine(float8=False)" in error.remedy
+
+
 def test_an_old_gpu_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
@@ -172,6 +193,7 @@ def test_an_old_gpu_is_named(monkeypatch):
         float8.float8_layers([], 3, torch.device("cuda", 0))
 
 
+@on_a_cpu
 @pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(64, 128, 32), (16, 32, 256), (256, 64, 64), (48, 64, 64)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_bytes_that_products_work_in(tokens, inputs, outputs, dtype):

@@ -118,9 +118,19 @@ def test_what_is_refused():
     second.weight = first.weight
     error = refusal([first, second], ModelError, keep_fp32=["1"])
     assert error.where == "parameter 0.weight" and "1.weight" in error.what
+    same = Gated()
+    error = refusal([same, nn.Linear(4, 4), nn.Sequential(same)], ModelError, keep_fp32=["0.table"])
+    assert error.where == "buffer 2.0.table" and "0.table" in error.what and "2.0.table" in error.remedy
     frozen = Gated()
     frozen.gate.requires_grad_(False)
     run([frozen], lambda engine: None, keep_fp32=["*.gate", "*.table"], optim=Optim())
+
+
+def test_a_shared_buffer_that_is_named_in_all_blocks_stays_in_fp32():
+    same = Gated()
+    for mesh in (Mesh(), Mesh(pipe=2)):
+        for found in run([same, nn.Linear(4, 4), nn.Sequential(same)], formats, mesh, keep_fp32=["*.table"]):
+            assert {one for name, one in found.items() if name.endswith("table")} == {torch.float32}
 
 
 def test_it_has_no_effect_beside_full_precision():

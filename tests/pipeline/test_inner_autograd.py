@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ranvier.config.run import Pipeline
+from ranvier.config.run import Memory, Pipeline
+from ranvier.errors import ModelError
 from ranvier.mesh import Mesh
 from tests.pipeline.parity import assert_parity, chain, chunks_of, points
 
@@ -63,7 +64,9 @@ class _Adjoint(torch.autograd.Function):
         with torch.enable_grad():
             x = x.detach().requires_grad_()
             y = ctx.module.field(x)
-        return None, *torch.autograd.grad(y, (x, *parameters), gradient)
+        wanted = [one for one in (x, *parameters) if one.requires_grad]
+        found = dict(zip(wanted, torch.autograd.grad(y, wanted, gradient), strict=True))
+        return None, *(found.get(one) for one in (x, *parameters))
 
 
 class Adjoint(nn.Module):
@@ -145,6 +148,33 @@ def test_a_gradient_within_the_forward_that_crosses_blocks():
     """It passes some tensors of a block boundary, and not all: the stage's own backward has not passed the block."""
     model = partial(chain, linear, partial(Carries, True), Carries, Carries, Penalised, linear)
     alike(model, points([[2, 3, 1]] * 2), Mesh(data=2), DEFERRING, optim=chunks_of(4))
+
+
+class Slope(nn.Module):
+    """Adds the gradient of an energy with respect to what it is given; own: to a view of that."""
+
+    def __init__(self, own=False):
+        super().__init__()
+        self.linear, self.own = nn.Linear(4, 4), own
+
+    def forward(self, x):
+        x = x.view_as(x) if self.own else x
+        return x - torch.autograd.grad(torch.tanh(self.linear(x)).square().sum(), x, create_graph=True)[0]
+
+
+HOOK_CUTS = [(Mesh(), None, None), (Mesh(), None, Memory(recompute=3)), (Mesh(pipe=2), (2,), None),
+             (Mesh(pipe=2), (3,), None), (Mesh(pipe=4), (1, 2, 3), None), (Mesh(pipe=2), (3,), Memory(recompute=2))]
+
+
+@pytest.mark.parametrize(("mesh", "boundaries", "memory"), HOOK_CUTS, ids=str)
+def test_a_gradient_that_a_block_computes_of_a_tensor_with_another_blocks_hook(mesh, boundaries, memory):
+    """In plain torch the hook would run for it, and after a cut it would not: refused wherever the model is cut."""
+    options = {"pipeline": Pipeline(boundaries=boundaries), "memory": memory}
+    with pytest.raises(ModelError) as caught:
+        assert_parity(partial(chain, linear, FixedPoint, nn.Identity, Slope), points([[2, 3]]), mesh, **options)
+    assert caught.value.where == "the carried state" and "view_as" in caught.value.remedy
+    assert_parity(partial(chain, linear, FixedPoint, nn.Identity, partial(Slope, True)), points([[2, 3]]), mesh,
+                  **options)
 
 
 class Looked(nn.Module):

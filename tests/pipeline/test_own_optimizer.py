@@ -47,9 +47,8 @@ def test_steps_equal_those_of_torch(make, mesh, offload, shard):
     assert_same_weights(parameters, reference, mesh)
 
 
-@pytest.mark.parametrize("shard", [False, True])
-@pytest.mark.parametrize("clip_norm", [0.01, 1e6])
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(("mesh", "clip_norm", "shard"), covering(
+    MESHES, [(0.01, False), (1e6, True), (0.01, True), (1e6, False)]), ids=str)
 def test_clipping_by_the_global_norm_is_torchs(mesh, clip_norm, shard):
     """The norm of all stages together, each parameter once: the tied one too."""
     reference = Reference(small_gpt(), seed=SEED, dtype=torch.float64)

@@ -62,6 +62,22 @@ def test_code_outside_of_batches_goes_on_with_the_generator_of_the_user():
     assert not torch.equal(torch.rand(2), expected) and torch.initial_seed() == 3
 
 
+@pytest.mark.parametrize("replica", [0, 1])
+def test_what_is_drawn_has_a_number(replica):
+    """0 for nothing; the same for the same numbers, another where the seed or the count differs."""
+    def number(seed, count):
+        torch.manual_seed(seed)
+        randomness = ReplicaRandomness(replica, 0, CPU)
+        randomness.is_compared = True
+        with randomness.batch():
+            torch.rand(count)
+            return randomness.drawn()
+
+    assert number(3, 0) == number(4, 0) == 0
+    assert number(3, 5) == number(3, 5) != number(4, 5)
+    assert number(3, 6) not in (0, number(3, 5))
+
+
 class Masks(nn.Module):
     """Keeps the masks that it has drawn."""
 

@@ -16,6 +16,7 @@ from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
+from tests.pipeline.drawn_models import REFUSED, Drawn, draw_model, loss
 from tests.pipeline.parity import assert_close, merge, points, share, squared
 from tests.pipeline.test_unusual_blocks import Plain
 
@@ -109,26 +110,55 @@ def test_ends_on_two_stages_of_a_rank(ends, mesh, pipeline):
 
 
 @given(st.randoms(use_true_random=False))
-@settings(max_examples=8)
-def test_any_ties_on_any_stages(draw: random.Random):
-    mesh = Mesh(data=draw.choice([1, 1, 2]), pipe=draw.choice([1, 2, 3]))
-    per_rank = draw.choice([1, 2]) if mesh.pipe > 1 else 1
-    count = mesh.pipe * per_rank + draw.randrange(3)
-    shuffled = draw.sample(range(count), count)
-    cut = draw.randrange(count + 1)
-    groups = [group for group in (shuffled[:cut], shuffled[cut:]) if len(group) > 1]
-    pipeline = Pipeline(stages_per_rank=per_rank, policy=draw.choice(["message-driven", "gpipe"]),
-                        placement=draw.choice(["v-shape", "interleaved"]) if per_rank > 1 else "v-shape")
-    shares_modules = draw.random() < 0.4
+@settings(max_examples=16)
+def test_any_model_on_any_stages(draw: random.Random):
+    """Of `drawn_models`: three steps equal those of plain PyTorch, or the model is refused before the first."""
+    assert_drawn(draw_model(draw))
 
-    def make():
-        if not shares_modules:
-            return tied(count, *groups)
-        layers = {end: group[0] for group in groups for end in group}
-        owners = [nn.Linear(4, 4) for _ in range(count)]
-        return [Outer(owners[layers.get(number, number)]) for number in range(count)]
 
-    assert_training(make, mesh, pipeline)
+def assert_drawn(drawn: Drawn):
+    data = [points([(2, 1, 3)] * drawn.mesh.data, seed=seed) for seed in range(3)]
+
+    def optimizer(parameters):
+        return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1)
+
+    def rank(world):
+        engine = Engine(models[world.rank], world, mesh=drawn.mesh, loss=loss, dtype=torch.float64, learning_rate=0.05,
+                        optimizer=None if drawn.optim else optimizer, optim=drawn.optim, pipeline=drawn.pipeline,
+                        memory=drawn.memory, seed=0)
+        found = []
+        for step, batch in enumerate(data):
+            drawn.before_step(step, engine.named_parameters(), engine.blocks)
+            result = engine.forward_backward(share(engine, batch))
+            found.append({name: gradient.clone() for name, gradient in engine.gradients().items()})
+            engine.step(result)
+        parameters = {name: value.detach().clone() for name, value in engine.named_parameters().items()}
+        engine.close()
+        return found, parameters
+
+    models = [drawn.model() for _ in range(drawn.mesh.size)]
+    if drawn.container in REFUSED:
+        with pytest.raises(ModelError) as caught:
+            run_ranks(rank, drawn.mesh.size)
+        assert caught.value.where == "model" and "ranvier.blocks_of" in caught.value.remedy
+        return
+    reference = Reference(drawn.blocks(), loss=loss, dtype=torch.float64, optimizer=optimizer)
+    expected = []
+    for step, batch in enumerate(data):
+        drawn.before_step(step, reference.parameters, reference.modules)
+        reference.train_batch([one for replica in batch for one in replica])
+        expected.append(reference.gradients())
+    try:
+        ranks = run_ranks(rank, drawn.mesh.size)
+    except ModelError as error:
+        assert drawn.differentiates_beside_a_hook and "has a hook of an earlier block" in error.what
+        return
+    for number, gradients in enumerate(expected):
+        merged = merge([found[number] for found, _ in ranks], drawn.mesh)
+        assert_close({name: one for name, one in merged.items() if name in gradients or one.any()}, gradients)
+    for _, parameters in ranks:
+        known = {name: value for name, value in parameters.items() if name in reference.parameters}
+        assert_close(known, {name: reference.parameters[name].detach() for name in known})
 
 
 def one_block_everywhere():

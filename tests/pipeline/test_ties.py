@@ -18,7 +18,7 @@ from ranvier.errors import ModelError
 from ranvier.layout import Layout, Parameter, Split
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
-from ranvier.pipeline.ties import TiedParameters, gradient_specs, ties_of
+from ranvier.pipeline.ties import TiedParameters, TieMessages, gradient_specs, ties_of
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
 from tests.covering import quick
@@ -145,15 +145,17 @@ def test_gradients_are_added_in_stage_order_and_wait_their_turn():
 
     def wait(what, source):
         waits.append((what, source))
-        owner.receive(coming.popleft())
+        messages.put(coming.popleft())
 
     def arrive(tie, value, batch):
         tie.parameter.grad = torch.full((2,), value)
-        ends = TiedParameters([tie], lambda peer, message: coming.append(replace(message, source=tie.rank)), None)
+        ends = TiedParameters([tie], TieMessages(),
+                              lambda peer, message: coming.append(replace(message, source=tie.rank)), None)
         ends.send_gradient("b1.w", batch)
         ends.send_gradient("b1.w", batch)
 
-    owner = TiedParameters([owned], None, wait)
+    messages = TieMessages()
+    owner = TiedParameters([owned], messages, None, wait)
     for tie, value, batch in [(last, 1.0, 1), (last, 7.0, 2), (first, 1e8, 1), (first, 3.0, 2)]:
         arrive(tie, value, batch)
     owned.parameter.grad = torch.full((2,), -1e8)
@@ -217,13 +219,14 @@ class Ranks:
         self.layout, self.mesh, self.choice = layout, layout.mesh, random.Random(seed)
         self.edges = [{source: deque() for source in range(self.mesh.size)} for _ in range(self.mesh.size)]
         self.kinds, self.parameters, self.ends = [], [], []
+        self.messages = [TieMessages() for _ in range(self.mesh.size)]
         for rank in range(self.mesh.size):
             at = self.mesh.coordinates(rank)
             self.parameters.append({layout.key(one): nn.Parameter(torch.full(
                 [stop - start for start, stop in layout.box(one, at.row, at.col)], torch.nan, dtype=torch.float64),
                 requires_grad=trainable) for one in layout.parameters if one.block in layout.blocks(at.pipe)})
-            self.ends.append(TiedParameters(ties_of(layout, rank, self.parameters[-1]), partial(self.send, rank),
-                                            partial(self.wait, rank)))
+            self.ends.append(TiedParameters(ties_of(layout, rank, self.parameters[-1]), self.messages[rank],
+                                            partial(self.send, rank), partial(self.wait, rank)))
 
     def send(self, source, destination, message):
         peers = {peer for tie in self.ends[source].ties for peer in tie.peers}
@@ -235,7 +238,7 @@ class Ranks:
 
     def wait(self, rank, what, source):
         waiting = [queue for queue in self.edges[rank].values() if queue]
-        self.ends[rank].receive(self.choice.choice(waiting).popleft())
+        self.messages[rank].put(self.choice.choice(waiting).popleft())
 
     def each(self, key):
         """(rank, at, its parameter, its box) on the ranks of a (stage, key)."""

@@ -21,6 +21,12 @@ from tests.pipeline.parity import assert_parity, chain, chunks_of, merge, on_mes
 VOCAB = 600
 
 
+@pytest.fixture(autouse=True)
+def small_tables(monkeypatch):
+    monkeypatch.setattr(lookups, "LEAST_ROWS", 128)
+
+
+
 class Table(nn.Embedding):
     """ids to vectors; nn.Embedding's own forward."""
 

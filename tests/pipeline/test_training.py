@@ -8,6 +8,7 @@ from torch import nn
 
 from ranvier.block import Model
 from ranvier.comm.throttle import Link
+from ranvier.config.run import Pipeline
 from ranvier.errors import ConfigError, ModelError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
@@ -320,17 +321,17 @@ def test_training_without_an_optimizer():
         on_mesh(residuals, Mesh(), lambda engine: engine.train_batch([]))
 
 
-@pytest.mark.parametrize(("options", "says"), [
-    ({"in_flight": 0}, r"Pipeline\(in_flight=...\): must be at least 1 \(got 0\)"),
-    ({"policy": "random"}, r"Pipeline\(policy=...\): is not a policy \(got 'random'\)"),
-    ({"boundaries": (0,)},
-     r"Pipeline\(boundaries=...\): does not rise, or leaves a stage without blocks \(got \(0,\)\)"),
-    ({"boundaries": (1, 2)}, r"Pipeline\(boundaries=...\): has 2 numbers for 2 stages \(got \(1, 2\)\)"),
-])
-def test_wrong_settings(options, says):
-    """In the spelling of the last release, which `Pipeline` has not looked at."""
-    with pytest.raises(ConfigError, match=says), pytest.warns(FutureWarning):
-        on_mesh(residuals, Mesh(pipe=2), lambda engine: None, **options)
+@pytest.mark.parametrize("boundaries", [(9,), (1, 2)])
+def test_boundaries_that_do_not_fit_the_model(boundaries):
+    with pytest.raises(ConfigError) as caught:
+        on_mesh(residuals, Mesh(pipe=2), lambda engine: None, pipeline=Pipeline(boundaries=boundaries))
+    assert (caught.value.where, caught.value.value) == ("Pipeline(boundaries=...)", boundaries)
+
+
+def test_a_policy_by_its_name_is_a_setting_of_the_pipeline():
+    with pytest.raises(ConfigError) as caught:
+        on_mesh(residuals, Mesh(), lambda engine: None, policy="gpipe")
+    assert (caught.value.where, caught.value.value) == ("Engine(policy=...)", "gpipe")
 
 
 def test_more_stages_than_blocks():

@@ -10,6 +10,8 @@ from ranvier.config.run import Optim, Pipeline
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
+from ranvier.pipeline.microbatch import Microbatch
+from ranvier.tensor import layers
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
 from tests.covering import covering
@@ -49,11 +51,71 @@ def test_outputs_and_losses_of_a_training_batch(mesh, pipeline):
         assert len(outputs) == len(found) == len(batch[replica])
 
 
-def test_outputs_of_columns_are_refused():
-    with pytest.raises(ConfigError) as caught:
-        on_mesh(small_gpt, Mesh(col=2), lambda engine: engine.train_batch(share(engine, tokens([[1]])),
-                                                                          keep_outputs=True), optimizer=SGD)
-    assert caught.value.where == "train_batch(keep_outputs=...)" and caught.value.value == "2 columns"
+class Ends(nn.Module):
+    """Ends with what columns have parts of, and what each has whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.score = layers.Linear(6, 12, stationary="output"), layers.ClassifierHead(6, 3, token=None)
+
+    def forward(self, x):
+        y = self.into(x)
+        return {"inner": y.unflatten(-1, (6, 2)), "signs": y > 0, "score": self.score(x), "x": x}
+
+
+@pytest.mark.parametrize("mesh", [Mesh(col=2), Mesh(pipe=2, col=2), Mesh(col=3), Mesh(row=2, col=2)], ids=str)
+def test_outputs_of_columns_are_whole(mesh):
+    """Of a vocabulary that no mesh divides evenly (13)."""
+    batch = tokens([[2, 2]], ignored=0.3)
+    rows = [Microbatch(*(part.chunk(mesh.row)[row] for part in (one.inputs, one.targets, one.samples)))
+            for one in batch[0] for row in range(mesh.row)]
+    reference = Reference(small_gpt(hidden=12, heads=6), seed=SEED, dtype=torch.float64)
+    expected = [reference._outputs(one).detach() for one in rows]
+
+    def work(engine):
+        row = engine.coordinates.row
+        mine = share(engine, [rows[row::mesh.row]])
+        predicted = engine.predict(mine)
+        result = engine.train_batch(mine, keep_outputs=True)
+        return engine.is_last_stage, row, result.outputs, predicted, result.losses
+
+    make = partial(small_gpt, hidden=12, heads=6)
+    for has_outputs, row, outputs, predicted, losses in on_mesh(make, mesh, work, optimizer=SGD):
+        assert has_outputs == (outputs is not None) == (predicted is not None)
+        for found in (outputs, predicted) if has_outputs else ():
+            for one, whole in zip(found, expected[row::mesh.row], strict=True):
+                torch.testing.assert_close(one, whole, rtol=1e-10, atol=1e-12)
+        assert not has_outputs or len(losses) == 2
+
+
+def test_outputs_of_any_layout_are_whole():
+    def make():
+        torch.manual_seed(0)
+        return [layers.Linear(4, 8, stationary="output"), layers.Linear(8, 6, stationary="input"), Ends()]
+
+    class Whole(nn.Module):
+        def __init__(self, blocks):
+            super().__init__()
+            self.blocks = nn.Sequential(*blocks)
+
+    x = torch.randn(3, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = Whole(make()).double().blocks(x)
+
+    models = [make() for _ in range(2)]
+
+    def rank(world):
+        engine = Engine(models[world.rank], world, mesh=Mesh(col=2), dtype=torch.float64,
+                        loss=lambda outputs, targets: (outputs["score"].square().sum(), len(targets)))
+        predicted, = engine.predict([(x, x)])
+        engine.close()
+        return predicted
+
+    for predicted in run_ranks(rank, 2):
+        assert set(predicted) == set(expected)
+        for name, one in predicted.items():
+            assert type(one) is torch.Tensor and one.dtype is expected[name].dtype
+            torch.testing.assert_close(one, expected[name], rtol=1e-10, atol=1e-12)
 
 
 # ---------------------------------------------------------------------- the whole state

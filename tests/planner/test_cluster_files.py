@@ -81,13 +81,13 @@ def test_files_that_are_none(tmp_path):
         load_cluster("qqqqqq")
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         load_cluster(str(tmp_path / "none.toml"))
-    with pytest.raises(ConfigError, match="cannot be read: it is no file"):
+    with pytest.raises(ConfigError, match="cannot be read: is not a regular file"):
         load_cluster(_pipe(tmp_path))
     (tmp_path / "bad.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="is not valid TOML"):
         load_cluster(str(tmp_path / "bad.toml"))
     (tmp_path / "folder.toml").mkdir()
-    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+    with pytest.raises(ConfigError, match="cannot be read: is not a regular file"):
         load_cluster(str(tmp_path / "folder.toml"))
 
 

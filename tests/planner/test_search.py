@@ -10,7 +10,7 @@ from ranvier.cli import check
 from ranvier.cli.main import run_command
 from ranvier.config import read
 from ranvier.config.resolve import ResolvedRun, resolve
-from ranvier.config.run import Batch, MeshSettings, Run, Transformer
+from ranvier.config.run import Batch, MeshSettings, Pipeline, Run, Transformer
 from ranvier.cost.blocks import BlockCost
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.count import laid_out
@@ -100,7 +100,7 @@ def test_memory_is_what_check_says(cluster, mesh, settings):
 def test_ranks_of_a_node_share_its_memory():
     """Two nodes of three ranks: stages 0, 0, 1 and 1, 2, 2. Only the second kind of node is too small."""
     cluster = replace(load_cluster("laptop"), devices_per_node=3, nodes=2)
-    run = replace(TINY, mesh=Mesh(pipe=3, col=2))
+    run = replace(TINY, mesh=Mesh(pipe=3, col=2), pipeline=Pipeline(policy="1f1b"))  # which needs least
     memory = predict(run, cluster).memory
     needed = [PROCESS_BYTES + entry.device_bytes + entry.host_bytes for entry in memory]
     nodes = sorted([2 * needed[0] + needed[1], needed[1] + 2 * needed[2]])

@@ -13,7 +13,16 @@ from ranvier.data.publish import one_writer
 from ranvier.data.tokens import open_tokens, write_tokens
 from ranvier.errors import CheckpointError, DataError, OwnershipError
 from ranvier.system.lease import Lease
-from ranvier.system.untrusted_file import append_file, member, new_file, open_lock, read_bytes, read_json
+from ranvier.system.untrusted_file import (
+    append_file,
+    member,
+    new_file,
+    open_lock,
+    parse_json,
+    parse_toml,
+    read_bytes,
+    read_json,
+)
 
 
 @pytest.fixture
@@ -44,6 +53,27 @@ def test_reads_are_bounded(tmp_path):
     for wrong in (tmp_path / "fifo", tmp_path):
         with pytest.raises(OSError, match=r"not a regular file|Is a directory"):
             read_bytes(wrong, 5)
+
+
+@pytest.mark.parametrize("content", [
+    "[" * 250 + "]" * 250, '{"a":' * 100_000, "9" * 5000, "{", b"\xff\xfe\x00", "[1, 2"])
+def test_whatever_is_no_json_is_a_value_error(content):
+    with pytest.raises(ValueError):
+        parse_json(content)
+
+
+@pytest.mark.parametrize("content", [
+    "a = " + "9" * 5000, "a = " + "[" * 100_000, "a" + ".a" * 40 + " = 1", "[" + "a . " * 40 + "a]", "a = 1\na = 2",
+    '"".' * 40 + '"" = 1', '"\\"".' * 40 + "a = 1", "'.'." * 40 + "a = 1", "[[a" + ".b" * 33 + "]]"])
+def test_whatever_is_no_toml_is_a_value_error(content):
+    """A name of many parts is TOML, and takes the square of its length of memory."""
+    with pytest.raises(ValueError):
+        parse_toml(content)
+
+
+def test_documents_are_read():
+    assert parse_json("[" * 150 + "]" * 150) and parse_json(b'{"a": Infinity}') == {"a": float("inf")}
+    assert parse_toml('a.b.c = "1.2.3"\n# ' + "w." * 20) == {"a": {"b": {"c": "1.2.3"}}}
 
 
 def test_writes_follow_no_link(tmp_path, victim):
@@ -100,7 +130,7 @@ def test_a_lock_names_its_holder(tmp_path):
         handle = open_lock(tmp_path / ".x.lock")
         with pytest.raises(BlockingIOError):
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        assert str(os.getpid()) in os.pread(handle, 100, 0).decode()
+        assert str(os.getpid()) in os.pread(handle, 1000, 0).decode()
         os.close(handle)
 
 

@@ -164,6 +164,7 @@ RIGHT = {
     "einsum": lambda: Own(by_einsum, query=output(units=HEADS), key=output(units=HEADS), value=output(units=HEADS),
                           back=inputs(units=HEADS)),
     "scattered": lambda: Own(scattered, norm=layers.RMSNorm(HIDDEN), into=output(24), back=inputs(24)),
+    "tokens and samples merged": lambda: Own(lambda block, x: x.flatten(0, 1)),
     "norms of what is inside": lambda: Own(lambda block, x: x + block.back(block.norm(block.into(x))), into=output(24),
                                            norm=layers.LayerNorm(24, over="inner"), back=inputs(24)),
 }
@@ -184,11 +185,13 @@ def test_layouts_cross_stages_and_recomputation(shape, checkpoint):
     """A state with scores that every column has, tokens, and what is between two Linears, over stages."""
     def first(block, ids):
         x = block.token(ids)
-        return {"x": x, "score": block.score(x), "inner": block.into(x), "ids": ids}
+        return {"x": x, "score": block.score(x), "inner": block.into(x), "ids": ids,
+                "flat": x.flatten(1)}
 
     def second(block, state):
         inner = functional.silu(state["inner"]) * torch.sigmoid(state["score"])
-        return {"x": state["x"] + block.back(inner) * (state["ids"] > 3)[..., None], "score": state["score"] * 2}
+        x = state["flat"].view_as(state["x"])
+        return {"x": x + block.back(inner) * (state["ids"] > 3)[..., None], "score": state["score"] * 2}
 
     def third(block, state):
         return block.classes(state["x"] * state["score"])
@@ -277,8 +280,6 @@ REFUSED = {
     "a view that columns do not divide": (
         lambda block, x: block.back(block.into(x).unflatten(-1, (3, -1)).flatten(2)), "stationary",
         "unflatten with -1, (3, -1)", "the columns divide the new size"),
-    "a view with features in another order": (lambda block, x: x.reshape(-1, HIDDEN, LENGTH).mT, "stationary",
-                                              "reshape with -1, 12, 6", "in front of the dims"),
     "an index of a token that another column has": (lambda block, x: x[:, [4]] + x, "megatron-sequence",
                                                     "__getitem__ with (slice(None, None, None), [4])", "in front"),
     "an index of a feature": (lambda block, x: x * x[..., :1], "stationary", "__getitem__ with", "in front of"),
@@ -323,8 +324,6 @@ REFUSED = {
                                  "local_map cannot tell which dim of the result is sharded", "Return the dims"),
     "a part of uneven shards": (lambda block, x: layers.local_map(lambda y: y[..., :1], block.logits(x)), "stationary",
                                 "local_map cannot tell which dim of the result is sharded", "must keep it"),
-    "tokens and samples merged": (lambda block, x: x.flatten(0, 1).view_as(x), "megatron-sequence", "flatten with 0, 1",
-                                  "is in front of the dims"),
 }
 
 

@@ -73,14 +73,15 @@ class Mixer(nn.Module):
 
 
 class Stream(nn.Module):
-    """A convolution of the residual stream."""
+    """Convolutions of the residual stream."""
 
-    def __init__(self):
+    def __init__(self, features=HIDDEN):
         super().__init__()
-        self.conv = layers.DepthwiseConv1d(HIDDEN, 4, causal=False, over="stream", bias=False)
+        self.conv = layers.DepthwiseConv1d(features, 4, causal=False, over="stream", bias=False)
+        self.causal = layers.DepthwiseConv1d(features, 3, over="stream")
 
     def forward(self, x):
-        return x + self.conv(x)
+        return x + self.conv(x) * self.causal(x)
 
 
 class Classes(nn.Module):
@@ -107,8 +108,9 @@ def test_every_mesh_and_scheme():
 
 
 def test_a_convolution_of_the_stream():
-    outcomes = check_split([Words(), Stream()], IDS, schemes=["stationary", "summa", "megatron"])
-    assert {outcome.status for outcome in outcomes} == {"agrees"}
+    """Columns that share the sequence exchange tokens for features and back."""
+    outcomes = check_split([Words(), Stream()], IDS)
+    assert {outcome.status for outcome in outcomes} == {"agrees"} and len(outcomes) > 10
 
 
 def test_a_row_without_samples():
@@ -155,9 +157,9 @@ def test_they_equal_torchs():
 
 def test_what_cannot_be_split_is_named():
     mesh = meta_mesh(Mesh(col=2), TensorParallel(scheme="megatron", sequence_sharding=True), "cpu")
-    with pytest.raises(ModelError) as caught:
-        split_layers(Stream(), mesh, "block")
-    assert caught.value.where == "DepthwiseConv1d" and caught.value.value == "over='stream'"
+    with pytest.raises(DivisibilityError) as caught:
+        split_layers(Stream(5), mesh, "block")
+    assert (caught.value.where, caught.value.value) == ("block.conv", 5)
     with pytest.raises(ModelError):
         layers.DepthwiseConv1d(HIDDEN, 3, over="heads")
     with pytest.raises(DivisibilityError) as caught:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from ranvier import keyed_random
 from ranvier.config.run import TensorParallel as Settings
 from ranvier.tensor import layers
+from ranvier.tensor.columns import ColumnLayout, gather_whole, mark
 from ranvier.tensor.split.layers import split_layers
 from ranvier.tensor.split.loss import NextTokenLoss
 from ranvier.tensor.weight_gradients import WeightGradients, root_of
@@ -149,9 +150,11 @@ def test_whole_logits(rows, cols, scheme):
 
     @torch.no_grad()
     def work(mesh):
-        mesh.whole_outputs = True
         mine = split_layers(filled(partial(layers.VocabularyLinear, HIDDEN, VOCAB)), mesh, "block")
-        return relative_error(mine(stream_part(mesh, x).contiguous()), row_part(mesh, layer(x)))
+        logits = mine(stream_part(mesh, x).contiguous())
+        if mesh.num_cols > 1:
+            logits = mark(logits, ColumnLayout(mesh, 2, VOCAB))
+        return relative_error(gather_whole(logits), row_part(mesh, layer(x)))
 
     assert max(on_tensor_mesh(rows, cols, SCHEMES[scheme], work)) < TOLERANCE
 

@@ -19,6 +19,7 @@ from ranvier.tensor.split.layers import split_layers
 from ranvier.tensor.under_way import Arriving, GradientSums, WeightGathers
 from ranvier.tensor.weight_gradients import WeightGradients
 from ranvier.tensor.workspace import Workspace
+from tests.covering import covering
 from tests.tensor.split_parity import (
     assert_parity,
     gradients_on,
@@ -50,7 +51,7 @@ class Awaited:
 
 
 class Layer:
-    weight_shape, weights = torch.Size((2, 3)), (torch.zeros(2, 3),)
+    weight_shape, weights, weight_dtype = torch.Size((2, 3)), (torch.zeros(2, 3),), torch.float32
 
     def __init__(self, name, events):
         self._name, self._events = name, events
@@ -143,7 +144,7 @@ def test_a_failed_pass_leaves_nothing():
 
 
 def test_sums_are_added_before_their_memory_is_used_again():
-    events, sums = Events(), GradientSums(None, Workspace)
+    events, sums = Events(), GradientSums(None, Workspace())
     for name in "abc":
         events.append(f"buffer {sums.next_buffer()}")
         sums.add(events.sum(name), lambda _, name=name: events.append(f"add {name}"))
@@ -166,7 +167,7 @@ def test_small_sums_travel_together():
         sent, scatter, space = [], mesh.over_rows.reduce_scatter, Workspace()
         mesh.over_rows.reduce_scatter = lambda out, tensor, buffer: (sent.append(out.numel())
                                                                      or scatter(out, tensor, buffer))
-        sums, added = GradientSums(mesh.over_rows, lambda: space, 20), []
+        sums, added = GradientSums(mesh.over_rows, space, 20), []
 
         def product(number, dtype=torch.float64):
             partial, total = sums.buffers(shapes[number], torch.empty(0, dtype=dtype))
@@ -304,11 +305,12 @@ def late(monkeypatch):
         Late(over_rows), Late(over_cols), *args, **options))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("options", [{}, {"memory": Memory(recompute=1)}, {"pipeline": Pipeline(defer_bytes=1 << 40)}],
-                         ids=["at once", "recomputed", "deferred"])
-@pytest.mark.parametrize(("mesh", "scheme"), [(Mesh(row=2, col=2), "stationary"), (Mesh(col=2), "sequence"),
-                                              (Mesh(pipe=2, row=2), "stationary")], ids=str)
+@pytest.mark.parametrize(("mesh", "scheme", "options", "tied"), covering([
+    (mesh, scheme, options)
+    for mesh, scheme in [(Mesh(row=2, col=2), "stationary"), (Mesh(col=2), "sequence"),
+                         (Mesh(pipe=2, row=2), "stationary")]
+    for options in [{}, {"memory": Memory(recompute=1)}, {"pipeline": Pipeline(defer_bytes=1 << 40)}]],
+    [False, True]), ids=str)
 def test_nothing_is_used_before_it_has_arrived(late, monkeypatch, mesh, scheme, options, tied):
     """The second batch too, in which weights arrive ahead, and in panels of a few tokens."""
     monkeypatch.setattr("ranvier.tensor.mesh.PANEL_BYTES", {"cpu": 600})

@@ -164,7 +164,7 @@ def test_a_batch_that_failed_lets_go_of_kept_weights():
 
 def test_a_layer_that_one_row_leaves_out_is_named():
     ids = torch.stack([ODD, EVEN - 1, EVEN * 0 + 4, EVEN * 0 + 2])
-    with pytest.raises(SplitError, match=r"block 1\.norm: is called on some rows only") as caught:
+    with pytest.raises(SplitError, match=r"block 1\.norm: is called on some rows of a column only") as caught:
         check_split([Words(), Experts(skips=True), Classes()], (ids, ids[:, 0] % 3), loss=class_loss, meshes=[(2, 2)],
                     schemes=["stationary"])
     assert "the end of block 1" in str(caught.value) and "x[:0]" in str(caught.value)
@@ -176,7 +176,7 @@ def test_the_engine_names_it_too():
         model.blocks["first"]().skips = True
         return model
 
-    with pytest.raises(Exception, match="is called on some rows only"):
+    with pytest.raises(Exception, match="is called on some rows of a column only"):
         on_mesh(make, Mesh(row=2), lambda engine: engine.forward_backward(share(engine, BATCHES)), check_order=True)
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import ranvier
 from ranvier.comm import edges
@@ -18,6 +19,7 @@ from ranvier.comm.message import Message, MessageKind
 from ranvier.config.run import Pipeline
 from ranvier.errors import ConfigError, MessageTimeout, TransportError
 from ranvier.launch.mpiexec import mpi_available
+from ranvier.testing import faults
 from ranvier.testing.faults import KINDS, faulty, flipped, parse, random_fault
 from ranvier.testing.ranks import run_processes, run_ranks
 from ranvier.train.memory import is_out_of_memory
@@ -360,13 +362,13 @@ def tiny(tmp_path):
 
 
 def test_the_command_refuses_what_is_no_fault():
-    done = command("--fault", "kill:rank=1", "--", "doctor")
-    assert done.returncode == 2 and "Error: fault: needs exactly one of call" in done.stderr
+    done = CliRunner().invoke(faults.command, ["--fault", "kill:rank=1", "--", "doctor"])
+    assert done.exit_code == 2 and "Error: fault: needs exactly one of call" in done.stderr
 
 
 def test_the_command_runs_any_other():
-    done = command("--fault", "kill:rank=1,call=1", "--", "--version")
-    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("ranvier, version")
+    done = CliRunner().invoke(faults.command, ["--fault", "kill:rank=1,call=1", "--", "--version"])
+    assert (done.exit_code, done.stderr) == (0, "") and done.stdout.startswith("ranvier, version")
 
 
 @pytest.mark.slow

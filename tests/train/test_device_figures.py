@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ranvier.checkpoint.files import host_copies
+from ranvier.comm.inprocess import InProcessWorld
 from ranvier.comm.torch_backend import TorchBackend
 from ranvier.config.resolve import resolve
 from ranvier.config.run import Checkpoint, Launch, Optim, Run, Transformer
@@ -17,8 +18,9 @@ from ranvier.errors import OutOfMemory
 from ranvier.mesh import Mesh
 from ranvier.system import pinned_memory
 from ranvier.system.pinned_memory import pinned_bytes, pinned_zeros
+from ranvier.train import peak
 from ranvier.train.determinism import deterministic_algorithms
-from ranvier.train.peak import matrix_product_rate, peak_facts
+from ranvier.train.peak import PeakRate, matrix_product_rate, peak_rate
 from tests.fake_cuda import FakeCuda
 
 DEVICE = torch.device("cuda", 1)
@@ -59,14 +61,18 @@ def test_a_devices_peak_is_measured_there(monkeypatch):
     with FakeCuda(devices=2) as cuda:
         assert matrix_product_rate(DEVICE, torch.bfloat16, seconds=0.0) > 0
         assert cuda.calls["synchronize", 1] >= 2 and not cuda.calls["synchronize", 0]
-        facts = peak_facts(DEVICE, "bf16", measured=700e12, utilisation=0.5)
-        assert facts == {"measured_peak_flops": 700e12, "published_peak_flops": 989.4e12,
-                         "model_flops_utilisation_of_published_peak": pytest.approx(0.3538, rel=1e-3)}
-        cuda.name = "Unknown"
-    assert peak_facts(torch.device("cpu"), "bf16", measured=1.0, utilisation=0.5) == {}
+
+
+def test_utilisation_is_of_the_published_peak_where_there_is_one(monkeypatch):
+    monkeypatch.setattr(peak, "matrix_product_rate", lambda device, dtype: 700e12)
+    group = InProcessWorld(1).backend(0).group("all", [[0]])
+    with FakeCuda(devices=2):
+        found = peak_rate(group, DEVICE, "bf16")
+        assert found.reference == 989.4e12 and found.facts()["model_flops_utilisation_of"] == "published peak"
     with FakeCuda(devices=2, name="Unknown"):
-        assert peak_facts(DEVICE, "bf16", measured=1.0, utilisation=0.5)[
-            "model_flops_utilisation_of_published_peak"] is None
+        assert peak_rate(group, DEVICE, "bf16") == PeakRate(700e12, None)
+    found = peak_rate(group, torch.device("cpu"), "fp32")
+    assert found.reference == 700e12 and found.facts()["model_flops_utilisation_of"] == "measured matrix products"
 
 
 def test_overhead_beside_tensors():

@@ -23,6 +23,7 @@ from ranvier.train.events import EndEvent, StartEvent, StepEvent
 from ranvier.train.loop import train
 from tests.covering import covering, quick
 
+pytestmark = pytest.mark.pictures
 STEPS = 6
 
 

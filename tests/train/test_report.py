@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
 from ranvier.schedule.spans import Span, Timeline, covering
+from ranvier.system.memory_tracker import peak_memory_bytes
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.trackers import example_run, example_step
 from ranvier.train import timeline as timelines_module
 from ranvier.train.events import StartEvent
 from ranvier.train.history import History
 from ranvier.train.metrics import KEPT_STEPS, Meter, StepSpans
-from ranvier.train.peak import matrix_product_rate
+from ranvier.train.peak import PeakRate, matrix_product_rate
 from ranvier.train.pictures import (
     _bar_text,
     draw_loss,
@@ -33,9 +34,10 @@ from ranvier.train.pictures import (
     smoothed,
     within,
 )
-from ranvier.train.report import peak_memory_bytes, steady, summarise, write_report
+from ranvier.train.report import steady, summarise, write_report
 from ranvier.train.timeline import RankTimeline, gather_timelines, write_trace
 
+pytestmark = pytest.mark.pictures
 PNG = b"\x89PNG"
 MS = 1_000_000
 
@@ -56,6 +58,9 @@ def two_by_two():
     return mesh, lines
 
 
+CPU = torch.device("cpu")
+
+
 class FixedResult:
     loss, weight, grad_norm, stepped = 2.0, 1000.0, 0.5, True
 
@@ -63,14 +68,14 @@ class FixedResult:
 def test_the_meter_averages_over_ranks_and_clocks_every_moment_once():
     def rank(world):
         timeline, group = Timeline(), world.backend.group("train", [range(2)])
-        meter, began, pending = Meter(timeline, group), time.monotonic_ns(), []
+        meter, began, pending = Meter(timeline, group, CPU), time.monotonic_ns(), []
         for number in (1, 2, 3):
             started = time.monotonic_ns()
             time.sleep(0.02)
             if world.rank == 0:
                 timeline.add("wait", "forward 0", number, started)
             pending.append(meter.step(number, FixedResult(), 1e-3))
-        return (time.monotonic_ns() - began) * 1e-9, [step.event(10.0, 1e6) for step in pending]
+        return (time.monotonic_ns() - began) * 1e-9, [step.event(10.0, PeakRate(1e6 / 2, None)) for step in pending]
 
     (total, events), (_, others) = run_ranks(rank, 2)
     assert events == others, "every rank knows the same numbers"
@@ -80,6 +85,7 @@ def test_the_meter_averages_over_ranks_and_clocks_every_moment_once():
         assert event.tokens_per_second == pytest.approx(1000 / event.step_seconds)
         assert event.flops_per_second == pytest.approx(10 * event.tokens_per_second)
         assert event.model_flops_utilisation == pytest.approx(event.flops_per_second / 1e6)
+        assert not event.against_published_peak and event.num_ranks == 2 and event.memory_bytes > 10e6
 
 
 def test_the_meter_never_waits_for_the_step_it_clocks():
@@ -91,7 +97,7 @@ def test_the_meter_never_waits_for_the_step_it_clocks():
     first_is_done = threading.Event()
 
     def rank(world):
-        meter = Meter(Timeline(), world.backend.group("train", [range(2)]))
+        meter = Meter(Timeline(), world.backend.group("train", [range(2)]), CPU)
         if world.rank == 1:
             assert first_is_done.wait(20), "rank 0 waits for a step that this rank has not come to"
         meter.step(1, Unread(), 1e-3)
@@ -103,13 +109,13 @@ def test_the_meter_never_waits_for_the_step_it_clocks():
 
 def test_the_meter_keeps_the_first_step_and_the_latest():
     def rank(world):
-        meter = Meter(Timeline(), world.backend.group("train", [range(1)]))
+        meter = Meter(Timeline(), world.backend.group("train", [range(1)]), CPU)
         for number in range(1, 11):
             meter.step(number, FixedResult(), 1e-3)
             kept = [step.step for step in meter.kept]
             assert kept == sorted({1, *range(max(1, number - KEPT_STEPS + 1), number + 1)})
         meter.resume()
-        assert meter.step(11, FixedResult(), 1e-3).event(1.0, 1.0).step_seconds < 0.5
+        assert meter.step(11, FixedResult(), 1e-3).event(1.0, PeakRate(1.0, None)).step_seconds < 0.5
         return kept
 
     assert run_ranks(rank, 1) == [[1, 6, 7, 8, 9, 10]]
@@ -255,7 +261,7 @@ def test_spans_cover_a_step_whatever_is_recorded(places):
 def test_what_the_meter_keeps_covers_its_steps():
     def rank(world):
         timeline = Timeline()
-        meter = Meter(timeline, world.backend.group("train", [range(1)]))
+        meter = Meter(timeline, world.backend.group("train", [range(1)]), CPU)
         for number in (1, 2, 3):
             timeline.add("forward", "F0", number, time.monotonic_ns())
             meter.step(number, FixedResult(), 1e-3)
@@ -284,7 +290,7 @@ def test_what_a_rank_is_busy_with_is_no_waiting_for_the_gradients_norm():
     """From the second step on."""
     def rank(world):
         timeline = Timeline()
-        meter = Meter(timeline, world.backend.group("train", [range(1)]))
+        meter = Meter(timeline, world.backend.group("train", [range(1)]), CPU)
         for number in (1, 2, 3):
             now = time.monotonic_ns()
             timeline.add("optimizer", "weigh", number, now - 10**12)

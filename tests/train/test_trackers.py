@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ranvier.config.run import Run
 from ranvier.errors import RanvierError
 from ranvier.testing.trackers import check_tracker, example_run, example_step
 from ranvier.train.events import NoteEvent, StartEvent, Trackers
@@ -92,25 +93,43 @@ def test_tensorboard_holds_the_curves(tmp_path):
         assert tag in written, tag
 
 
-def test_plain_console_is_short_and_plain(tmp_path):
+def step_lines(tmp_path, events, steps=1000, **settings):
     stream = io.StringIO()
-    tracker = PlainConsole(stream)
-    start = example_run(tmp_path)[0]
-    feed(tracker, [StartEvent(**{**start.__dict__, "steps": 1000}), *(example_step(step) for step in range(1, 1001))])
+    start = StartEvent(**{**example_run(tmp_path)[0].__dict__, "steps": steps})
+    feed(PlainConsole(stream, **settings), [start, *events])
     text = stream.getvalue()
-    steps = [line for line in text.splitlines() if line.startswith("step")]
-    assert len(steps) == 21 and steps[0].startswith("step    1/1000") and steps[-1].startswith("step 1000/1000")
-    assert steps[1].endswith("7:55 left") and "\x1b" not in text and "\r" not in text
-    for part in ("loss", "8,192 tokens/s", "MFU 40%", "bubble 10%"):
-        assert part in steps[0], part
+    assert "\x1b" not in text and "\r" not in text
+    return [line for line in text.splitlines() if line.startswith("step")]
 
 
-def test_plain_console_with_an_evaluation_each_step_is_no_flood(tmp_path):
-    stream = io.StringIO()
-    start = StartEvent(**{**example_run(tmp_path)[0].__dict__, "steps": 2000})
-    feed(PlainConsole(stream), [start, *(example_step(step, eval_loss=3.0) for step in range(1, 2001))])
-    steps = [line for line in stream.getvalue().splitlines() if line.startswith("step")]
-    assert 30 < len(steps) < 50 and stream.getvalue().count("eval 3.0000") == len(steps)
+def test_plain_console_has_one_whole_line_every_few_steps(tmp_path):
+    lines = step_lines(tmp_path, [example_step(step, num_ranks=4, memory_bytes=3 << 30) for step in range(1, 1001)],
+                       every=50)
+    assert len(lines) == 21 and lines[0].startswith("step    1/1000") and lines[-1].startswith("step 1000/1000")
+    assert lines[1].endswith("7:55 left")
+    for part in ("loss", "grad norm", "lr ", "8,192 tokens/s", "2,048/rank", "40% of matmul rate", "memory 3.00 GiB",
+                 "bubble 10%"):
+        assert part in lines[0], part
+    assert "MFU 40%" in step_lines(tmp_path, [example_step(1, against_published_peak=True)])[0]
+
+
+def test_plain_console_prints_slow_steps_and_evaluations_too(tmp_path):
+    seconds = iter(range(0, 10_000, 12))
+    lines = step_lines(tmp_path, [example_step(step) for step in range(1, 11)], every=1000, clock=lambda: next(seconds))
+    assert [line.split("/")[0] for line in lines] == ["step    1", "step    4", "step    7", "step   10"]
+    assert len(step_lines(tmp_path, [example_step(step, eval_loss=3.0) for step in (2, 3)], every=1000)) == 2
+
+
+def test_what_experts_read_comes_with_verbose(tmp_path):
+    start = StartEvent(**{**example_run(tmp_path)[0].__dict__, "stages": "the stages",
+                          "settings": {"model": "a model", "pipeline": "limits of the schedule"}})
+    note = NoteEvent(step=8, event="limits", text="chosen again", verbose=True)
+    for verbose in (False, True):
+        stream = io.StringIO()
+        feed(PlainConsole(stream, verbose=verbose), [start, note])
+        text = stream.getvalue()
+        assert "a model" in text
+        assert {part in text for part in ("the stages", "limits of the schedule", "chosen again")} == {verbose}
 
 
 @pytest.mark.parametrize("kind", [PlainConsole, LiveConsole])
@@ -127,8 +146,8 @@ def test_live_console_shows_progress_in_place(tmp_path):
             return True
 
     stream = Terminal()
-    assert isinstance(console(io.StringIO()), PlainConsole) and isinstance(console(stream), LiveConsole)
-    feed(console(stream), example_run(tmp_path))
+    assert isinstance(console(io.StringIO(), Run()), PlainConsole) and isinstance(console(stream, Run()), LiveConsole)
+    feed(console(stream, Run()), example_run(tmp_path))
     text = stream.getvalue()
     assert "step 4/4" in text and "0:00 left" in text and "8,192 tokens/s" in text and "once upon a [time]" in text
 

@@ -89,6 +89,4 @@ def read(document: Mapping[str, object]) -> tuple[Transformer, list[str]]:
 
 
 BERT = Form(title="BERT", family="bert", prefix="bert.", places=places, read=read, write=write,
-            keys=frozenset({"model_type", "architectures", "layer_norm_eps", "id2label", "label2id", "num_labels",
-                            *_SIZES, *_FUNCTION, *_DROPS}),
             per_layer=16, class_of=_CLASSES, aside=r"(bert\.)?embeddings\.position_ids")

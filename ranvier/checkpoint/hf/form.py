@@ -58,7 +58,6 @@ class Form:
         read: content of config.json -> (settings, notes on what of its training they leave out). ModelError if the
             model there computes something else.
         write: (settings, head) -> content of config.json; None if the form is import only.
-        keys: of config.json that are read.
         per_layer: number of tensors of a layer there, at least.
         class_of: head -> class of transformers; the first head is that of files that do not name one.
         tied: settings -> parameter of ours -> the one that owns its values.
@@ -73,7 +72,6 @@ class Form:
     places: Callable[[Transformer, str], dict[str, TensorMapping]]
     read: Callable[[Mapping[str, object]], tuple[Transformer, list[str]]]
     write: Callable[[Transformer, str], dict[str, object]] | None
-    keys: frozenset[str]
     per_layer: int
     class_of: Mapping[str, str]
     aside: str

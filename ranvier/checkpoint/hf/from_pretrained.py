@@ -1,7 +1,8 @@
 """Training from a folder in Hugging Face's format: a run gets its sizes, and an engine its parameters.
 
 Each rank reads the parameters of its own blocks, one at a time, and keeps its part of each, on any mesh. Parameters
-that the folder does not have, such as a classifier, keep the values initialised from the seed.
+that the folder does not have, such as a classifier, keep the values initialised from the seed. A run with a larger
+`model.vocab` than the folder has gets further rows for it (`with_rows`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ranvier import keyed_random
 from ranvier.checkpoint import state
 from ranvier.checkpoint.hf import form as hf
 from ranvier.checkpoint.hf.llama import COMPUTED
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from ranvier.pipeline.engine import Engine
 
 _POSITIONS = "embedding.position.weight"
+_VOCABULARY = ("embedding.token.weight", "head.projection.weight")
+_ROWS = 8192
 _SIZES = ("family", "num_layers", "hidden", "heads", "vocab", "intermediate", "norm_epsilon")
 
 
@@ -43,14 +47,27 @@ def _sizes(config: Transformer) -> dict[str, Any]:
 
 def with_sizes(run: Run, pretrained: PretrainedConfig) -> Run:
     """The run with a model of the folder's sizes. Sequence, image size, dropout and classes stay the run's: positions
-    are cut or resized. ConfigError where the sequence is longer than the folder has positions for."""
+    are cut or resized. So does a larger vocabulary than the folder has. ConfigError where the sequence is longer than
+    the folder has positions for, and for rows of the vocabulary that would not train."""
     found = pretrained.config
     positions = found.max_positions or found.sequence
     if found.family != "vit" and run.model.sequence > positions:
         raise ConfigError(f"is longer than {pretrained.folder} has positions for, which is {positions}",
                           where="model.sequence", value=run.model.sequence,
                           remedy=f"Set --model.sequence {positions}.")
-    return replace(run, model=replace(run.model, **_sizes(found)))
+    return replace(run, model=replace(run.model, **_with_vocabulary(run, _sizes(found))))
+
+
+def _with_vocabulary(run: Run, sizes: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The sizes of a model, with the run's vocabulary where it is set and larger. ConfigError where adapters train."""
+    there, wanted = sizes.get("vocab"), run.model.vocab
+    if there is None or wanted in (Transformer.vocab, there) or wanted < there:
+        return sizes
+    if run.lora.rank or run.lora.adapters is not None:
+        raise ConfigError(f"is larger than that of the pretrained model, {there}, and with adapters the embeddings of "
+                          "further tokens would not train", where="model.vocab", value=wanted,
+                          remedy="Leave it out and take the model's own tokenizer, or train without --lora.")
+    return {**sizes, "vocab": wanted}
 
 
 def with_model(run: Run, pretrained: PretrainedConfig) -> Run:
@@ -75,6 +92,7 @@ def _with_known_sizes(run: Run) -> Run:
     if not sizes:
         folder, is_whole = described_by(name, cache_folder(run))
         return with_model(run, Pretrained(folder) if is_whole else PretrainedConfig(folder))
+    sizes = _with_vocabulary(run, sizes)
     _check_same(run, sizes)
     return replace(run, model=replace(run.model, **sizes))
 
@@ -139,6 +157,9 @@ def _fits(pretrained: Pretrained, name: str, shape: tuple[int, ...], notes: list
         if shape[0] < there[0]:
             notes.append(f"the first {shape[0]} of {there[0]} positions are taken")
             return True
+    if name in _VOCABULARY and shape[0] > there[0] and shape[1:] == there[1:]:
+        notes.append(f"{shape[0] - there[0]} rows of {name} are new: they begin at the mean of the {there[0]} others")
+        return True
     if name.startswith("head.classifier."):
         notes.append(f"{name} has the shape {there} in {pretrained.folder} and {shape} here: it is initialised "
                      "from the seed")
@@ -149,10 +170,14 @@ def _fits(pretrained: Pretrained, name: str, shape: tuple[int, ...], notes: list
 
 def resized(value: Tensor, name: str, shape: tuple[int, ...], family: str) -> Tensor:
     """`value`, with position embeddings cut or resized to `shape`: the first positions of a text; the grid of patches
-    of an image, bicubically interpolated as transformers does (interpolate_pos_encoding).
+    of an image, bicubically interpolated as transformers does (interpolate_pos_encoding). A vocabulary gets further
+    rows.
 
-    value: [positions, hidden] for position embeddings, with the class token first in an image model.
+    value: [positions, hidden] for position embeddings, with the class token first in an image model; [vocabulary,
+    hidden] for a vocabulary.
     """
+    if name in _VOCABULARY and len(value) < shape[0]:
+        return with_rows(value, shape[0], name)
     if name != _POSITIONS or tuple(value.shape) == tuple(shape):
         return value
     if family != "vit":
@@ -162,3 +187,23 @@ def resized(value: Tensor, name: str, shape: tuple[int, ...], family: str) -> Te
     grid_1HGG = wide[1:].reshape(old, old, -1).permute(2, 0, 1)[None]
     grid_1HGG = functional.interpolate(grid_1HGG, size=(new, new), mode="bicubic", align_corners=False)
     return torch.cat([wide[:1], grid_1HGG[0].permute(1, 2, 0).flatten(0, 1)]).to(value.dtype)
+
+
+def with_rows(value: Tensor, count: int, name: str) -> Tensor:
+    """`value` [rows, hidden] with further rows, up to `count`: [count, hidden].
+
+    They have the mean and 1e-9 of the covariance of the others, as those of transformers have (mean_resizing; Hewitt,
+    Initializing new word embeddings for pretrained language models, 2021): the mean, and a small part of how another
+    row, drawn at random, differs from it. The same on every mesh; name: of the parameter, for that.
+    """
+    mean = torch.zeros(value.shape[1], dtype=torch.float64)
+    for part in value.split(_ROWS):
+        mean += part.double().sum(0)
+    mean /= len(value)
+    numbers = keyed_random.uniform(keyed_random.key("rows of the vocabulary", name), torch.arange(count - len(value)))
+    others = value[(numbers * len(value)).long()].double()
+    return torch.cat([value, (mean + _DEVIATION * (others - mean)).to(value.dtype)])
+
+
+_DEVIATION = 1e-9 ** 0.5
+"""Of further rows from their mean, as a part of the others' deviation."""

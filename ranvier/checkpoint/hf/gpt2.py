@@ -99,7 +99,6 @@ def read(document: Mapping[str, object]) -> tuple[Transformer, list[str]]:
 
 
 GPT2 = Form(title="GPT-2's language model", family="gpt", prefix="transformer.", places=places, read=read, write=write,
-            keys=frozenset({"model_type", *_SIZES, *_FUNCTION, "n_inner", "embd_pdrop", "resid_pdrop", "attn_pdrop"}),
             per_layer=12, class_of={"tokens": "GPT2LMHeadModel"}, layers_key="n_layer",
             tied=tied,
             aside=r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)", any_head=False)

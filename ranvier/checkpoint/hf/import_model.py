@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from ranvier import __version__
-from ranvier.block import initialise
 from ranvier.checkpoint import files
 from ranvier.checkpoint.hf import form as hf
 from ranvier.checkpoint.hf import logits
 from ranvier.checkpoint.hf.forms import form_of
 from ranvier.checkpoint.hf.pretrained import Pretrained
+from ranvier.checkpoint.hf.source_check import check_equal, compare_source, initial_value
 from ranvier.checkpoint.hf.tokenizer_files import TOKENIZER, import_files_beside, import_tokenizer
 from ranvier.checkpoint.manifest import File, Manifest, SavedTensor, step_folder
 from ranvier.checkpoint.new_folder import check_free, new_folder
@@ -38,7 +38,6 @@ from ranvier.config.run import Data
 from ranvier.data.publish import Progress
 from ranvier.data.tokenizer import GPT2_VOCAB
 from ranvier.layout import whole
-from ranvier.models.families import family_named
 from ranvier.precision import DTYPES, is_half, wide
 
 PART_BYTES = 1_000_000_000
@@ -77,7 +76,12 @@ def import_model(model: Path, out: Path, *, precision: str | None = None, part_b
                                     source=source)
         saved.close()
         logits.check(comparison, out)
+        part = compare_source(source) if comparison.note else None  # which fits where the whole model does not
+        if isinstance(part, logits.Comparison):
+            check_equal(part, source.folder)
     _report(tell, source, slots, precision, out / TOKENIZER, comparison)
+    if isinstance(part, logits.Comparison):
+        tell(str(part))
     return recipe
 
 
@@ -98,13 +102,8 @@ def _slots(source: Pretrained, dtype: torch.dtype) -> dict[tuple[str, str], Slot
 
 def _value(source: Pretrained, slot: Slot, name: str) -> Tensor:
     """A parameter of ours, from the folder or, if it does not have it, initialised from the seed 0."""
-    if name not in source.missing:
-        return source.read(name)
-    values = torch.empty(slot.shape)
-    initial = family_named(source.config.family).model(source.config, source.head, dtype=torch.float32).initial
-    assert initial is not None, "families that can be imported say how each parameter is initialised"
-    initialise(values, name, initial(name), seed=0)
-    return values
+    return source.read(name) if name not in source.missing else initial_value(source.config, source.head, name,
+                                                                             slot.shape)
 
 
 def _write_checkpoint(folder: Path, source: Pretrained, slots: dict[tuple[str, str], Slot], parts: list[list[Slot]],

@@ -133,10 +133,6 @@ _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu-tanh"
 _FUNCTION = {"pretraining_tp": (1, (1, None)), "use_bidirectional_attention": (None, (None, False)),
              "partial_rotary_factor": (1.0, (1.0, None))}
 _DROPS = {"attention_dropout": 0.0}
-_MORE = ("hidden_act", "hidden_activation", "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window",
-         "max_window_layers", "layer_types", "query_pre_attn_scalar", "attn_logit_softcapping",
-         "final_logit_softcapping", "rope_theta", "rope_scaling", "rope_parameters", "model_type",
-         "original_max_position_embeddings")
 
 
 def _read(kind: _Kind, document: Mapping[str, object]) -> tuple[Transformer, list[str]]:
@@ -349,7 +345,7 @@ def _written_window(kind: _Kind, config: Transformer) -> dict[str, object]:
 
 LLAMA_FORMS: Mapping[str, Form] = {name: Form(
     title=kind.title, family="llama", prefix="model.", places=places, read=partial(_read, kind),
-    write=partial(_write, kind), keys=frozenset({*_SIZES, *_OPTIONAL, *_FUNCTION, *_DROPS, *_MORE}), per_layer=9,
+    write=partial(_write, kind), per_layer=9,
     class_of={"tokens": kind.model_class}, tied=tied,
     aside=r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq", any_head=False) for name, kind in _KINDS.items()}
 """model_type -> form. aside: frequencies, which old files have among the parameters."""

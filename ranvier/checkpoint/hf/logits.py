@@ -7,7 +7,7 @@ are written for it; otherwise the files are read again as our model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -35,6 +35,10 @@ _TOKENS = 32
 _COPIES = 2
 """Copies of the model in fp32 that transformers may have in memory while it loads one."""
 _SPARE_BYTES = 1 << 29
+_NOT_COMPUTED = frozenset({"architectures", "attn_implementation", "auto_map", "dtype", "model_type", "out_features",
+                           "out_indices", "quantization_config", "stage_names", "torch_dtype", "transformers_version"})
+"""Keys of config.json that transformers is not given: they choose code, kernels, number formats and outputs between
+layers. All others are given, those that are not known here, too."""
 Read = Callable[[str], Tensor]
 """Our parameter's name -> its value."""
 
@@ -105,12 +109,20 @@ def compare(config: Transformer, read: Read, folder: Path, *, head: str = "token
             source: Pretrained | None = None) -> Comparison:
     """Compare the logits of our parameters with those of the files in `folder`.
 
-    source: build the model of transformers from what was checked in `folder`, and use nothing else that may be there;
-    parts of a head that are missing there are then ours. By default transformers loads the folder as any user would.
+    source: build the model of transformers from config.json and the tensors that were checked in `folder`, and use
+    nothing else that may be there; parts of a head that are missing there are then ours. By default transformers loads
+    the folder as any user would.
     """
     inputs = inputs_of(config)
     ours = logits(config, read, inputs, head)
     theirs, peer, note = _theirs(config, head, read, folder, source, inputs)
+    return comparison_of(config, head, ours, theirs, peer, note)
+
+
+def comparison_of(config: Transformer, head: str, ours: Tensor, theirs: Tensor, peer: str, note: str | None = None
+                  ) -> Comparison:
+    """The difference of two models' outputs for `inputs_of(config)`."""
+    inputs = inputs_of(config)
     if head == "span" and isinstance(inputs, dict):
         is_token = inputs["mask"].bool()
         ours, theirs = ours[is_token], theirs[is_token]
@@ -141,21 +153,38 @@ def _theirs(config: Transformer, head: str, read: Read, folder: Path, source: Pr
     except ImportError:
         return _ours_again(folder, head, read, inputs), "Ranvier's own reading of the files", (
             "transformers is not installed")
-    sizes = (prod(place.shape) for place in form_of(config).places(config, head).values())
-    needed = _SPARE_BYTES + _COPIES * 4 * sum(sizes)
+    needed = needed_bytes(place.shape for place in form_of(config).places(config, head).values())
     if (free := available_memory_bytes()) < needed:
         return (_ours_again(folder, head, read, inputs), "Ranvier's own reading of the files",
                 f"transformers' model needs {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} are free")
+    peer = f"transformers {transformers.__version__}"
+    if source is not None:
+        try:
+            return source_logits(transformers, source, head, read), peer, None
+        except Exception as error:  # whatever transformers raises for settings of another version
+            return _ours_again(folder, head, read, inputs), "Ranvier's own reading of the files", (
+                f"{peer} does not load the model ({in_one_line(error)})")
     with _quiet(transformers), torch.no_grad():
-        if source is None:
-            kind = getattr(transformers, form_of(config).class_of[head])
-            model = kind.from_pretrained(folder, local_files_only=True)
-        else:
-            model = _built(transformers, source, head, read)
-        found = _forward(model.float().eval(), inputs, head)
-    if source is not None and source.form.write is None:  # features of the first token
+        kind = getattr(transformers, form_of(config).class_of[head])
+        found = _forward(kind.from_pretrained(folder, local_files_only=True).float().eval(), inputs, head)
+    return found, peer, None
+
+
+def needed_bytes(shapes: Iterable[tuple[int, ...]]) -> int:
+    """What transformers may need while it loads a model with parameters of these shapes."""
+    return _SPARE_BYTES + _COPIES * 4 * sum(map(prod, shapes))
+
+
+def source_logits(transformers: Any, source: Pretrained, head: str, read: Read,
+                  change: Callable[[Any], Any] = lambda model: model) -> Tensor:
+    """The logits of transformers' model of a folder; missing parts of a head are ours. change: gives another model in
+    its place, such as one with adapters. Draws none of this process's random numbers."""
+    with _quiet(transformers), torch.no_grad(), torch.random.fork_rng(devices=()):
+        model = change(_built(transformers, source, head, read).float().eval()).eval()
+        found = _forward(model, inputs_of(source.config), head)
+    if source.form.write is None:  # features of the first token
         found = functional.linear(found, read("head.classifier.weight").float(), read("head.classifier.bias").float())
-    return found, f"transformers {transformers.__version__}", None
+    return found
 
 
 def _built(transformers: Any, source: Pretrained, head: str, read: Read) -> Any:
@@ -168,7 +197,10 @@ def _built(transformers: Any, source: Pretrained, head: str, read: Read) -> Any:
         places = source.form.places(source.config, head)
         for ours in source.missing:
             tensors |= zip(places[ours].names, hf.tensors_there(places[ours], read(ours).float()), strict=True)
-    return kind.from_pretrained(None, config=kind.config_class(**source.settings), state_dict=tensors)
+    settings = {key: value for key, value in source.document.items()
+                if key not in _NOT_COMPUTED and not key.startswith("_") and not key.endswith("_token_id")}
+    return kind.from_pretrained(None, config=kind.config_class(**settings), state_dict=tensors,
+                                attn_implementation="eager", local_files_only=True)
 
 
 def _forward(model: Any, inputs: State, head: str) -> Tensor:
@@ -184,6 +216,11 @@ def _forward(model: Any, inputs: State, head: str) -> Tensor:
 def _ours_again(folder: Path, head: str, read: Read, inputs: State) -> Tensor:
     found = Pretrained(folder)
     return logits(found.config, lambda ours: read(ours) if ours in found.missing else found.read(ours), inputs, head)
+
+
+def in_one_line(error: Exception) -> str:
+    """An error of another package."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200]
 
 
 @contextmanager

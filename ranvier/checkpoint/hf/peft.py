@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -230,12 +230,13 @@ class AdapterFolder:
     """A folder in PEFT's format, read as untrusted input. CheckpointError where it is damaged, or of adapters that we
     do not compute.
 
-    rank, alpha, method, dropout: its settings; alpha is that of the scale alpha / rank, also with use_rslora.
+    rank, alpha, method, dropout: its settings; alpha is that of the scale alpha / rank, also with use_rslora. document:
+    the content of adapter_config.json.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        document = self._document()
+        self.document = document = self._document()
         for key, value in document.items():
             allowed = NEUTRAL.get(key, ())
             if value is not None and key not in READ and allowed is not _ANY and not any(
@@ -249,7 +250,7 @@ class AdapterFolder:
             raise self._wrong("has lora_dropout that is no probability", dropout)
         self.rank, self.dropout = int(rank), float(dropout)
         self.alpha = float(alpha) * (self.rank ** 0.5 if document.get("use_rslora") else 1.0)
-        self.method = "dora" if document.get("use_dora") else "lora"
+        self.method: Literal["lora", "dora"] = "dora" if document.get("use_dora") else "lora"
         self._found: dict[str, tuple[int, ...]] = {}
         try:
             with safe_open(str(member(folder, TENSORS)), framework="pt") as file:
@@ -347,6 +348,26 @@ def with_adapter_settings(run: Run) -> Run:
     return replace(run, lora=replace(run.lora, **there, train_head=train_head))
 
 
+def _value(folder: AdapterFolder, module: Module, kind: str, there: str, transposes: bool,
+           norms: Callable[[Module], Tensor]) -> Tensor:
+    """Our parameter of an adapter, from its tensor `there`. norms: of the rows of a module's weight."""
+    tensor = hf.finite(module.here(kind, folder.read(there), transposes), f"{module.target}.lora.{kind}", folder.folder)
+    return tensor if kind != "magnitude_change" else tensor - norms(module).cpu().to(tensor.dtype)
+
+
+def adapters_of(folder: AdapterFolder, config: Transformer, head: str, weight: Read) -> Adapters:
+    """The adapters of a folder on weights that `weight` reads, as `load_adapters` sets them."""
+    found, transposes = folder.places(config, head)[0], _transposes(config)
+
+    def norms(module: Module) -> Tensor:
+        found: Tensor = torch.linalg.vector_norm(module.rows(weight(module.weight).float()), dim=1)
+        return found
+
+    return Adapters(config=config, head=head, names=frozenset(module.target for module, _, _ in found.values()),
+                    lora=Lora(rank=folder.rank, alpha=folder.alpha, method=folder.method),
+                    read=lambda name: _value(folder, *found[name], transposes, norms))
+
+
 def load_adapters(engine: Engine, folder: AdapterFolder, config: Transformer, head: str) -> list[str]:
     """Set the adapters of this rank, and the parameters of a trained head, to the folder's. Collective, before the
     first step, when the model's own weights are there. Returns notes for the user, the same on every rank."""
@@ -365,11 +386,7 @@ def load_adapters(engine: Engine, folder: AdapterFolder, config: Transformer, he
     def value(name: str) -> Tensor | None:
         if name in others:
             return hf.tensor_here(places[name], [folder.read(others[name])])
-        if name not in found:
-            return None
-        module, kind, there = found[name]
-        tensor = hf.finite(module.here(kind, folder.read(there), transposes), name, folder.folder)
-        return tensor if kind != "magnitude_change" else tensor - norms[module.target].cpu().to(tensor.dtype)
+        return _value(folder, *found[name], transposes, lambda module: norms[module.target]) if name in found else None
 
     state.set_parameters(engine, value)
     targets = {module.target for module, _, _ in found.values()}

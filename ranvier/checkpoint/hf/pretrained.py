@@ -8,6 +8,7 @@ Everything is checked before it is used: the files have exactly the tensors that
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 import zipfile
@@ -52,15 +53,14 @@ class PretrainedConfig:
         config: its settings, with the family.
         head: that config.json names, or the form's first.
         notes: what of its training the settings leave out.
-        settings: the part of config.json that is read.
+        document: the content of config.json.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        document = _json(folder, "config.json", _CONFIG_BYTES)
+        self.document = document = _json(folder, "config.json", _CONFIG_BYTES)
         self.form = form_of_type(document.get("model_type"))
         self.config, self.notes = self.form.read(document)
-        self.settings = {key: value for key, value in document.items() if key in self.form.keys}
         self.head = _head(self.form, document)
 
 
@@ -82,6 +82,7 @@ class Pretrained(PretrainedConfig):
         self.places = {ours: place for ours, place in self.form.places(self.config, self.head).items()
                        if not self.form.any_head or _is_needed(ours, place, heads, self.form.prefix)}
         self._called = self._names_of_files(heads)
+        self._rows: dict[str, int] = {}
         self._check(heads)
         self.missing = tuple(ours for ours in form_of(self.config).places(self.config, self.head)
                              if ours not in self.places)
@@ -92,7 +93,26 @@ class Pretrained(PretrainedConfig):
     def read(self, ours: str) -> Tensor:
         """The parameter `ours`, in our layout and the number format of the file."""
         place = self.places[self.form.tied(self.config).get(ours, ours)]
-        return hf.tensor_here(place, [self._tensors.read(self._called[name]) for name in place.names])
+        return hf.tensor_here(place, [self._tensor(name) for name in place.names])
+
+    def part(self, layers: int, vocab: int) -> Pretrained:
+        """The model of its first `layers` layers and its first `vocab` tokens."""
+        found = copy.copy(self)
+        found.config = replace(self.config, num_layers=layers, vocab=vocab)
+        found.document = {**self.document, self.form.layers_key: layers} | (
+            {"vocab_size": vocab} if "vocab_size" in self.document else {}) | {
+            key: kinds[:layers] for key in ("layer_types",) if isinstance(kinds := self.document.get(key), list)}
+        found.places = {ours: place for ours, place in self.form.places(found.config, self.head).items()
+                        if ours in self.places}
+        found._rows = {name: shape[0] for ours, place in found.places.items()
+                       for name, shape, whole in zip(place.names, place.shapes, self.places[ours].shapes, strict=True)
+                       if shape != whole}
+        return found
+
+    def _tensor(self, name: str) -> Tensor:
+        """A tensor under Hugging Face's full name; of a part of the model its rows there."""
+        rows = self._rows.get(name)
+        return self._tensors.read(self._called[name], None if rows is None else slice(0, rows))
 
     def notes_on_tensors(self) -> list[str]:
         """Notes for the user on the head."""
@@ -106,7 +126,7 @@ class Pretrained(PretrainedConfig):
 
     def state_dict(self) -> dict[str, Tensor]:
         """All tensors for transformers: under its names, in its layout, in fp32."""
-        return {name: self._tensors.read(called).float() for name, called in self._called.items()}
+        return {name: self._tensor(name).float() for place in self.places.values() for name in place.names}
 
     def _names_of_files(self, heads: Mapping[str, object]) -> dict[str, str]:
         """Names in Hugging Face's full form -> the files', which may leave out the prefix, or be of an old form."""

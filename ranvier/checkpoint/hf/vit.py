@@ -70,8 +70,6 @@ _SIZES = {"hidden_size": "hidden", "num_hidden_layers": "num_layers", "num_atten
           "image_size": "image_size", "patch_size": "patch_size"}
 _FUNCTION = {"hidden_act": ("gelu", ("gelu",)), "qkv_bias": (True, (True,)), "num_channels": (3, (3,))}
 _DROPS = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-_ALSO = frozenset({"model_type", "architectures", "layer_norm_eps", "id2label", "label2id", "num_labels", *_SIZES,
-                   *_FUNCTION, *_DROPS})
 
 
 def write(config: Transformer, head: str = "classes") -> dict[str, object]:
@@ -118,9 +116,8 @@ def _check_patches(config: Transformer) -> None:
 
 
 VIT = Form(title="ViT", family="vit", prefix="vit.", places=places, read=_read_vit, write=write,
-           keys=_ALSO | {"intermediate_size"}, per_layer=16, class_of={"classes": "ViTForImageClassification"},
+           per_layer=16, class_of={"classes": "ViTForImageClassification"},
            aside=r"(vit\.)?(embeddings\.mask_token|pooler\.dense\.(weight|bias))")
 DINOV2 = Form(title="DINOv2", family="vit", prefix="dinov2.", places=partial(places, dinov2=True), read=_read_dinov2,
-              write=None, keys=_ALSO | {"mlp_ratio", "use_swiglu_ffn", "drop_path_rate", "layerscale_value"},
-              per_layer=18, class_of={"classes": "Dinov2Model"}, aside=r"(dinov2\.)?embeddings\.mask_token")
+              write=None, per_layer=18, class_of={"classes": "Dinov2Model"}, aside=r"(dinov2\.)?embeddings\.mask_token")
 """aside: the token that replaces masked patches in pretraining, and a pooler that the classifier does not use."""

@@ -3,10 +3,12 @@
     layout                 the layout of a tensor, and conversions between layouts
     tensor                 `ColumnTensor`: the tensor subclass, which has the sizes of the whole tensor
     dispatch               the closed list of functions; pointwise, views, reductions and products have the rules
+    gather                 outputs that leave the model, whole on every column
     local_map              a function of plain tensors on one column's shards, past the rules
 """
 
 from ranvier.tensor.columns.dispatch import dispatch
+from ranvier.tensor.columns.gather import gather_whole
 from ranvier.tensor.columns.layout import ColumnLayout, own_part_of, summed_gradient
 from ranvier.tensor.columns.local_map import local_map
 from ranvier.tensor.columns.refusal import refuse
@@ -21,8 +23,8 @@ from ranvier.tensor.columns.tensor import (
     refuse_function,
 )
 
-__all__ = ["ColumnLayout", "ColumnTensor", "has_own_graph", "layout_of_tensor", "local_map", "mapped", "mark",
-           "on_local", "own_part_of", "plain", "refuse", "refuse_function", "summed_gradient"]
+__all__ = ["ColumnLayout", "ColumnTensor", "gather_whole", "has_own_graph", "layout_of_tensor", "local_map", "mapped",
+           "mark", "on_local", "own_part_of", "plain", "refuse", "refuse_function", "summed_gradient"]
 
 # The rules import the class, so the class cannot import them.
 ColumnTensor.dispatch = dispatch

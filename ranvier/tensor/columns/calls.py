@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from ranvier.tensor.columns.refusal import LOCAL_MAP, refuse
-from ranvier.tensor.columns.tensor import Args, Func, Kwargs, layouts_text
+from ranvier.tensor.columns.tensor import Args, Func, Kwargs, layouts_text, sharded_layout
 
 _NORM_OR_SCORES = "Use ranvier.tensor.layers.RMSNorm or LayerNorm for a norm, and ClassifierHead for scores of tokens."
 REMEDIES = {
@@ -44,9 +44,17 @@ def sizes_or_dims(args: Args, place: int, kwargs: Kwargs, *names: str) -> list[A
 
 def refuse_call(func: Func, operands: Iterable[Tensor], what: str = "", remedy: str = "") -> NoReturn:
     """Raise a ModelError that names the function, the operands' layouts and what to use instead."""
-    name = function_name(func)
-    refuse(f"{f'{name} {what}'.strip()} cannot be computed from one column's shard", layouts_text(operands),
-           remedy or REMEDIES.get(name.rpartition(".")[2], LOCAL_MAP))
+    name, operands = function_name(func), list(operands)
+    remedy = remedy or REMEDIES.get(name.rpartition(".")[2], LOCAL_MAP)
+    if any(map(_shards_tokens, operands)):
+        remedy = f"Compute over tokens between two Linears, or set --tensor.sequence-sharding false. {remedy}"
+    refuse(f"{f'{name} {what}'.strip()} cannot be computed from one column's shard", layouts_text(operands), remedy)
+
+
+def _shards_tokens(x: Tensor) -> bool:
+    """Whether it is of the residual stream, of which columns have tokens."""
+    layout = sharded_layout(x)
+    return layout is not None and layout.mesh.activations.name == "sequence" and layout.dim == 1 and x.dim() == 3
 
 
 def function_name(func: Func) -> str:

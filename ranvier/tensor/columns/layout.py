@@ -28,11 +28,14 @@ class ColumnLayout(NamedTuple):
 
     dim: the dim that is sharded over the columns; None where every column holds the whole tensor.
     size: the global size of that dim.
+    blocks: the dim has so many equal blocks, each of which is sharded: [B, S, H] with a sharded sequence has, as
+        [B * S, H], B of them.
     """
 
     mesh: TensorMesh
     dim: int | None = None
     size: int = 0
+    blocks: int = 1
 
     @property
     def sharded_dim(self) -> int:
@@ -40,18 +43,27 @@ class ColumnLayout(NamedTuple):
         assert self.dim is not None
         return self.dim
 
-    def own(self) -> tuple[int, int]:
-        """(start, stop) of this column's shard of the dim."""
-        return part(self.size, self.mesh.num_cols, self.mesh.col)
+    def shard(self, whole: Tensor, dim: int) -> Tensor:
+        """This column's shard of `dim` of a whole tensor."""
+        start, stop = part(self.size // self.blocks, self.mesh.num_cols, self.mesh.col)
+        if self.blocks == 1:
+            return whole.narrow(dim, start, stop - start)
+        in_blocks: Tensor = whole.unflatten(dim, (self.blocks, -1))
+        return in_blocks.narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)
 
     @property
     def is_even(self) -> bool:
         """Whether the shards of all columns have one size."""
-        return self.size % self.mesh.num_cols == 0
+        return self.size // self.blocks % self.mesh.num_cols == 0
 
-    def moved(self, dim: int, size: int | None = None) -> ColumnLayout:
+    def moved(self, dim: int, size: int | None = None, blocks: int | None = None) -> ColumnLayout:
         """The same layout with another sharded dim, which may have another global size."""
-        return ColumnLayout(self.mesh, dim, self.size if size is None else size)
+        return ColumnLayout(self.mesh, dim, self.size if size is None else size,
+                            self.blocks if blocks is None else blocks)
+
+    def place(self, num_dims: int) -> tuple[int, int, int]:
+        """The sharded dim, counted from the right of so many, its size and blocks: operands that meet have one."""
+        return num_dims - self.sharded_dim, self.size, self.blocks
 
     def whole(self, shape: Sequence[int]) -> list[int]:
         """The sizes of the whole tensor, from those of this column's shard."""
@@ -63,7 +75,8 @@ class ColumnLayout(NamedTuple):
         """A tensor's local `shape` and layout for messages: [4, 6, 12 of 24 on each of 2 columns]."""
         if self.dim is None:
             return f"{list(shape)} on every column"
-        sizes = [f"{size} of {self.size}" if dim == self.dim else str(size) for dim, size in enumerate(shape)]
+        whole = f"{self.size}" if self.blocks == 1 else f"{self.size} in {self.blocks} blocks"
+        sizes = [f"{size} of {whole}" if dim == self.dim else str(size) for dim, size in enumerate(shape)]
         return f"[{', '.join(sizes)}] on each of {self.mesh.num_cols} columns"
 
 
@@ -95,15 +108,14 @@ class _OwnPart(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, layout: ColumnLayout) -> Tensor:
         ctx.shape, ctx.dim, ctx.layout = x.shape, dim, layout
-        start, stop = layout.own()
-        return x.narrow(dim, start, stop - start).clone()
+        return layout.shard(x, dim).clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        start, stop = ctx.layout.own()
         # Zeros and an all-reduce, not an all-gather: shards may be uneven. x + 0 is exact, so no bit differs.
-        dx = dy.new_zeros(ctx.shape)
-        dx.narrow(ctx.dim, start, stop - start).copy_(dy)
+        dx, blocks = dy.new_zeros(ctx.shape), ctx.layout.blocks
+        in_blocks = ctx.layout.moved(ctx.dim + 1, ctx.layout.size // blocks, 1)
+        in_blocks.shard(dx.unflatten(ctx.dim, (blocks, -1)), ctx.dim + 1).copy_(dy.unflatten(ctx.dim, (blocks, -1)))
         ctx.layout.mesh.over_cols.all_reduce(dx).wait()
         return dx, None, None

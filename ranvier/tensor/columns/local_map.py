@@ -50,6 +50,9 @@ def local_map(function: Callable[..., Tensor], x: Tensor, *others: Any) -> Tenso
         refuse("local_map cannot tell which dim of the result is sharded over columns, or how",
                f"{list(y.shape)} of {layout.text(tuple(values.shape))}",
                "Return the dims of the first tensor in their order; shards that differ in size must keep it.")
+    if y.shape[layout.dim] % layout.blocks:
+        refuse("local_map's result does not keep the blocks of the first tensor's sharded dim",
+               f"{list(y.shape)} of {layout.text(tuple(values.shape))}", "Keep the dim's size.")
     size = y.shape[layout.dim] * layout.mesh.num_cols if layout.is_even else layout.size
     return mark(y, layout.moved(layout.dim, size))
 

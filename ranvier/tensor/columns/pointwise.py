@@ -34,13 +34,13 @@ def common_layout(func: Func, operands: Sequence[Tensor], result_dims: int) -> t
 
     Dims are counted from the right because broadcasting aligns them there.
     """
-    found = {(one.dim() - layout.sharded_dim, layout.size): layout
+    found = {layout.place(one.dim()): layout
              for one in operands if (layout := sharded_layout(one)) is not None}
     if len(found) > 1:
         refuse_call(func, operands, "of tensors with different layouts over columns",
                     "Go from one to the other through the layers: Linear(stationary='output') from the residual "
                     "stream, Linear(stationary='input') back to it, ClassifierHead to a replicated tensor.")
-    (from_right, _), common = next(iter(found.items()))
+    (from_right, *_), common = next(iter(found.items()))
     if from_right > result_dims:
         refuse_call(func, operands)
     return from_right, common

@@ -43,7 +43,7 @@ def matmul(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     from_right = {one.dim() - own.sharded_dim for one, own in ((a, sharded_a), (b, sharded_b)) if own is not None}
     place = from_right.pop()
     batch = place > 2
-    if from_right or (sharded_a and sharded_b and not (batch and sharded_a.size == sharded_b.size)):
+    if from_right or (sharded_a and sharded_b and not (batch and sharded_a[2:] == sharded_b[2:])):
         refuse_call(func, [a, b], "of tensors with different layouts over columns")
     if not batch and place != (2 if sharded_a else 1):
         refuse_call(func, [a, b], "along the dim that is sharded over columns")
@@ -78,14 +78,15 @@ def attention(func: Func, args: Args, kwargs: Kwargs) -> Any:
     # Attention that is counted has been asked whether it takes such groups.
     grouped = func is FUSED_ATTENTION or argument(args, kwargs, 7, "enable_gqa", default=False)
     if len(layouts) < 3 or len(places) > 1 or min(places) < 3 or not all(one.is_even for one in layouts) \
-            or (len({one.size for one in layouts}) > 1 and not grouped):
+            or len({one.blocks for one in layouts}) > 1 \
+            or (len({one.size for one in layouts}) > 1 and not (grouped and layouts[0].blocks == 1)):
         refuse_call(func, operands, "of tensors with different layouts over columns",
                     "Shard the heads over columns: unflatten(-1, (-1, width)) and transpose(1, 2) of what "
                     "Linear(stationary='output', units=heads) returns, for queries, keys and values alike.")
     place, layout_of_query = places.pop(), layouts[0]
     if isinstance(mask, Tensor):
         other = sharded_layout(mask)
-        if other is not None and (mask.dim() - other.sharded_dim, other.size) != (place, layout_of_query.size):
+        if other is not None and other.place(mask.dim()) != layout_of_query.place(query.dim()):
             refuse_call(func, [query, mask], "of tensors with different layouts over columns")
         mask = convert(func, mask, place, layout_of_query, [query, mask])
         if "attn_mask" in kwargs:
@@ -104,7 +105,8 @@ def einsum(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         refuse_call(func, tensors_in(operands), "with an ellipsis", "Name every dim in the equation.")
     inputs, output = labels
     layouts = [sharded_layout(one) for one in operands]
-    shared = {(names[one.sharded_dim], one.size) for names, one in zip(inputs, layouts, strict=True) if one is not None}
+    shared = {(names[one.sharded_dim], one.size, one.blocks)
+              for names, one in zip(inputs, layouts, strict=True) if one is not None}
     label, layout = next(iter(shared))[0], next(one for one in layouts if one is not None)
     if len(shared) > 1 or label not in output or any(names.count(label) > 1 for names in inputs):
         refuse_call(func, operands, f"{args[0]!r} along a dim that is sharded over columns")

@@ -14,7 +14,8 @@ LOCAL_MAP = ("Compute what each column can compute from its own shards by ranvie
              ", which gives the function plain tensors; use the layers of ranvier.tensor.layers for what crosses a dim "
              "that is sharded over columns.")
 """The remedy for what has no rule."""
-_INSIDE = ("torch.", "ranvier.tensor.column", "ranvier.tensor.boundaries", "ranvier.tensor.closed_parameters")
+_INSIDE = ("torch.", "ranvier.tensor.column", "ranvier.tensor.boundaries", "ranvier.tensor.closed_parameters",
+           "contextlib", "functools")
 """Modules whose lines are no place in a user's code."""
 
 

@@ -15,21 +15,23 @@ def inferred(shape: Sequence[int], sizes: Sequence[int]) -> list[int]:
     return [prod(shape) // known if size == -1 and known else size for size in sizes]
 
 
-def begins_at(shape: Sequence[int], dim: int, sizes: Sequence[int]) -> int | None:
-    """The dim of `sizes` that begins where `dim` of `shape` does: with as many elements before it. None without one.
+def begins_at(shape: Sequence[int], dim: int, blocks: int, sizes: Sequence[int]) -> tuple[int, int] | None:
+    """The dim of `sizes` that has `dim` of `shape`, which consists of so many blocks, and its blocks there: as many
+    elements are before it. None without one.
 
     Dims that `shape` and `sizes` have alike, at the front or at the end, tell it where a size is 0, too.
     """
     behind = len(shape) - dim
     if len(sizes) >= behind and list(sizes[len(sizes) - behind:]) == list(shape[dim:]):
-        return len(sizes) - behind
+        return len(sizes) - behind, blocks
     place = 0
     while place < min(dim, len(sizes)) and shape[place] == sizes[place]:
         place += 1
-    before, passed = prod(shape[place:dim]), 1
-    while place < len(sizes) and before:
-        if passed == before and sizes[place] != 1:
-            return place
+    before, passed = prod(shape[place:dim]) * blocks, 1
+    while place < len(sizes) and passed and before and before % passed == 0:
+        found = before // passed
+        if sizes[place] > found:
+            return (place, found) if sizes[place] % found == 0 else None
         passed *= sizes[place]
         place += 1
     return None

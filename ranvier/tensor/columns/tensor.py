@@ -120,10 +120,18 @@ def refuse_function(x: ColumnTensor, where: str | None = None) -> NoReturn:
     """
     with _untracked():
         name = type(x.grad_fn).__name__.removesuffix("Backward")
-    refuse(f"is the result of the autograd.Function {name}, whose backward would compute from one column's shard",
-           layouts_text([x]), LOCAL_MAP, where)
+    what, remedy = _OF_TORCH.get(name, (f"the autograd.Function {name}", LOCAL_MAP))
+    refuse(f"is the result of {what}, whose backward would compute from one column's shard", layouts_text([x]), remedy,
+           where)
 
 
+_OF_TORCH = {
+    "CheckpointFunction": ("torch.utils.checkpoint with use_reentrant=True",
+                           "Set use_reentrant=False, or let the engine recompute blocks: memory.recompute."),
+    "BackwardHookFunction": ("a module with a backward hook",
+                             "Leave the hook out: its gradients would be one column's."),
+}
+"""autograd.Functions of torch -> (what uses it, the remedy)."""
 
 def has_own_graph(x: ColumnTensor) -> bool:
     """Whether an autograd.Function has returned it. The graph of all others is that of their shards."""

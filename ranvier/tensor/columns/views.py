@@ -45,7 +45,15 @@ def _sharded(func: Func, args: Args) -> tuple[Tensor, ColumnLayout]:
 
 
 def _refuse_view(func: Func, args: Args, x: Tensor, what: str = "") -> NoReturn:
-    refuse_call(func, [x], what or (f"with {', '.join(map(str, args[1:]))}" if args[1:] else ""), _KEEP_IN_FRONT)
+    refuse_call(func, [x], what or (f"with {', '.join(map(_shown, args[1:]))}" if args[1:] else ""), _KEEP_IN_FRONT)
+
+
+def _shown(argument: object) -> str:
+    """An argument in a message: of tensors, whose values may fill a page, the sizes."""
+    if isinstance(argument, (tuple, list)):
+        shown = ", ".join(map(_shown, argument))
+        return f"({shown})" if isinstance(argument, tuple) else f"[{shown}]"
+    return f"a tensor of {list(argument.size())}" if isinstance(argument, Tensor) else str(argument)
 
 
 # ---------------------------------------------------------------------- new shapes
@@ -69,13 +77,14 @@ def reshaped(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         if not all(isinstance(size, int) for size in sizes):
             _refuse_view(func, args, x)  # view(dtype)
         sizes = shapes.inferred(shape, sizes)
-    place = shapes.begins_at(shape, dim, sizes)
-    if place is None or torch.Size(sizes).numel() != x.numel():
+    found = shapes.begins_at(shape, dim, layout.blocks, sizes)
+    if found is None or torch.Size(sizes).numel() != x.numel():
         _refuse_view(func, args, x)
-    own = list(sizes)
-    if sizes[place] == layout.size:
-        own[place] = local(x).size(dim)
-    elif layout.is_even and sizes[place] % layout.mesh.num_cols == 0:
+    place, blocks = found
+    own, extent = list(sizes), sizes[place] // blocks
+    if extent * layout.blocks == layout.size:
+        own[place] = blocks * (local(x).size(dim) // layout.blocks)
+    elif layout.is_even and extent % layout.mesh.num_cols == 0:
         own[place] = sizes[place] // layout.mesh.num_cols
     else:
         _refuse_view(func, args, x)
@@ -83,7 +92,7 @@ def reshaped(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         result = local(x).view(own) if name.startswith("view") else local(x).reshape(own)
     except RuntimeError as error:  # strides, of which view makes none
         _refuse_view(func, args, x, f"({error})")
-    return mark(result, layout.moved(place, sizes[place]))
+    return mark(result, layout.moved(place, sizes[place], blocks))
 
 
 def expanded(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
@@ -190,7 +199,7 @@ def set_item(func: Func, args: Args, kwargs: Kwargs) -> None:
     (own_index,), _ = locals_of((index,), {})
     if isinstance(value, Tensor):
         from_right, other = local(x)[own_index].dim() - place, sharded_layout(value)
-        if other is not None and (value.dim() - other.sharded_dim, other.size) != (from_right, layout.size):
+        if other is not None and other.place(value.dim()) != (from_right, layout.size, layout.blocks):
             refuse_call(func, operands)
         value = convert(func, value, from_right, layout, operands)
     func(local(x), own_index, value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import types
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from ranvier.tensor.adapters import split_adapters
 from ranvier.tensor.boundaries import checked_loss, guard_block, guard_layer, named_module, own_hooks
 from ranvier.tensor.closed_parameters import close_parameters
 from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.split.attributes import rebind_attributes
 from ranvier.tensor.split.loss import NextTokenLoss, SplitNextTokenLoss
 from ranvier.tensor.splittable import Splittable, as_splittable, check_plain, constraints_of, unsplit_parameter
 
@@ -30,7 +30,9 @@ def split_layers(module: nn.Module, mesh: TensorMesh, where: str, *, in_chain: b
     """
     _check_sharing(module, where)
     alone = as_splittable(module) is not None and not in_chain
-    found = _split_modules(module, mesh, where, {}, alone)
+    done: dict[nn.Module, nn.Module] = {}
+    found = _split_modules(module, mesh, where, done, alone)
+    rebind_attributes(module, done, where)
     if not alone and not isinstance(module, NextTokenLoss):
         guard_block(found, mesh, where, in_chain=in_chain)
     return found
@@ -38,7 +40,11 @@ def split_layers(module: nn.Module, mesh: TensorMesh, where: str, *, in_chain: b
 
 def split_loss(loss: Loss, mesh: TensorMesh) -> Loss:
     """The loss of what a split model's last block returns: logits may be sharded over the vocabulary."""
-    whole = _split_modules(loss, mesh, "loss", {}, alone=False) if isinstance(loss, nn.Module) else loss
+    whole = loss
+    if isinstance(loss, nn.Module):
+        done: dict[nn.Module, nn.Module] = {}
+        whole = _split_modules(loss, mesh, "loss", done, alone=False)
+        rebind_attributes(loss, done, "loss")
     return checked_loss(whole, mesh, loss.vocab if isinstance(loss, NextTokenLoss) else None)
 
 
@@ -56,6 +62,7 @@ def _split_modules(module: nn.Module, mesh: TensorMesh, where: str, done: dict[n
         if any(parameter.is_meta for parameter in part_of_it.parameters()):  # parameters that are not sharded
             part_of_it.to_empty(device=torch.get_default_device())
         done[module] = named_module(own_hooks(copy.copy(part_of_it)), where)
+        _keep_sizes(module, done[module])
         close_parameters(done[module], mesh)
         guard_layer(done[module], mesh, where, getattr(module, "takes", "same"), getattr(module, "gives", "same"),
                     alone=alone, vocab=getattr(module, "out_features", 0))
@@ -69,24 +76,17 @@ def _split_modules(module: nn.Module, mesh: TensorMesh, where: str, done: dict[n
     for name, _ in module.named_parameters(recurse=False):
         raise unsplit_parameter(f"{where}.{name}", module)
     copied = done[module] = named_module(own_hooks(copy.copy(module)), where)
-    _rebind_methods(module, copied, where)
     copied._buffers = dict(module._buffers)
     copied._modules = {name: child and _split_modules(child, mesh, f"{where}.{name}", done, alone=False)
                        for name, child in module._modules.items()}
     return copied
 
 
-def _rebind_methods(module: nn.Module, copied: nn.Module, where: str) -> None:
-    """Methods that are attributes of a module are those of its copy; ModelError for what runs the original's layers."""
-    for name, value in module.__dict__.items():
-        owner = getattr(value, "__self__", None) if isinstance(value, types.MethodType) else None
-        if owner is module:
-            copied.__dict__[name] = types.MethodType(value.__func__, copied)
-        elif isinstance(owner, nn.Module) or (value is not None and name in ("forward", "_compiled_call_impl")):
-            raise ModelError("has a function that would run the layers of the whole model, as torch.compile makes them",
-                             where=f"{where}.{name.replace('_compiled_call_impl', 'compile()')}",
-                             value=type(module).__name__,
-                             remedy="Define a method, or set --model.compile, which compiles the layers' own chains.")
+def _keep_sizes(whole: nn.Module, part_of_it: nn.Module) -> None:
+    """A block may read its layers' numbers, such as `out_features` and `eps`: they are those of the whole layer."""
+    for name, value in whole.__dict__.items():
+        if not name.startswith("_") and isinstance(value, (int, float, str, tuple)) and not hasattr(part_of_it, name):
+            part_of_it.__dict__[name] = value
 
 
 def _check_sharing(module: nn.Module, where: str) -> None:

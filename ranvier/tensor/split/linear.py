@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from ranvier.layout import part
 from ranvier.precision import wide
@@ -121,17 +120,22 @@ class SplitLinear(SplitLayer):
         features, width = self.own_shape
         return torch.Size((width, features)) if self._product.transposes_weight else self.own_shape
 
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Of this rank's weight as it travels."""
+        return self.mesh.product_dtype(self.weights[0].dtype)
+
     def own_weight(self, buffer: int = 0) -> Tensor:
         """This rank's weight as it travels, [out, in] or transposed, without a graph. buffer: which of the `BUFFERS` of
         the workspace it may lie in."""
-        own: Tensor = dense(self.weight.detach())
+        own: Tensor = self.mesh.cast(dense(self.weight.detach()))
         if not self._product.transposes_weight:
             return own
         return self.mesh.workspace.take_one(buffer, "own weight", self.weight_shape, own).copy_(own.t())
 
     def own_bias(self) -> Tensor | None:
         """Of the same features, without a graph."""
-        return None if self.bias is None else self.bias.detach()
+        return None if self.bias is None else self.mesh.cast(self.bias.detach())
 
     def shares(self, gradient: Tensor) -> list[Tensor]:
         """Of the gradient of what `own_weight` returns, that of each parameter."""
@@ -196,6 +200,7 @@ class SplitLinear(SplitLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """y, as `product` defines."""
+        x = self.mesh.cast(x)
         operands, weights, biases = _Operands(), self.weights, self.biases
         compute = partial(self._compute, x.detach(), operands)
         if not (torch.is_grad_enabled() and any(one.requires_grad for one in (x, *weights, *biases))):
@@ -379,28 +384,11 @@ class _Multiply(Function):
 
 
 class SplitVocabularyLinear(SplitLinear):
-    """A `VocabularyLinear` on the mesh: logits of this column's part of `vocab`, `part(vocab, columns, column)`.
-
-    It returns all logits where `TensorMesh.whole_outputs` is set.
-    """
+    """A `VocabularyLinear` on the mesh: logits [B, S, V_j] of this column's part of `vocab`, `part(vocab, columns,
+    column)`."""
 
     def __init__(self, layer: Layer, mesh: TensorMesh, vocab: int) -> None:
         self._vocab = vocab
         start, stop = part(self._vocab, mesh.num_cols, mesh.col)
         super().__init__(layer, mesh, SummaVocabulary(mesh, self._vocab, stop - start)
                          if mesh.settings.scheme == "summa" else OutputStationary(mesh))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """logits [B, S, V_j] of column j."""
-        logits = super().forward(x)
-        return self._whole(logits) if self.mesh.whole_outputs else logits
-
-    def _whole(self, logits: Tensor) -> Tensor:
-        """All columns' logits: [..., vocab]. Parts differ by one at most; an all-gather needs equal ones, so they are
-        padded."""
-        columns = self.mesh.num_cols
-        sizes = [stop - start for start, stop in (part(self._vocab, columns, index) for index in range(columns))]
-        padded = functional.pad(logits, (0, max(sizes) - logits.shape[-1])).contiguous()
-        whole = padded.new_empty(columns, *padded.shape)
-        self.mesh.over_cols.all_gather(whole, padded).wait()
-        return torch.cat([one[..., :size] for one, size in zip(whole, sizes, strict=True)], dim=-1)

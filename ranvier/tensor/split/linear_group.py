@@ -90,7 +90,8 @@ class SplitLinearGroup(SplitLinear):
     def own_weight(self, buffer: int = 0) -> Tensor:
         """The rows of all weights that this column multiplies with, in the workspace."""
         owned = self._owned.values()
-        rows = [dense(weight.detach()[own.rows]) for weight, own in zip(self.weights, owned, strict=True)]
+        rows = [self.mesh.cast(dense(weight.detach()[own.rows]))
+                for weight, own in zip(self.weights, owned, strict=True)]
         name, workspace = "weights of one input", self.mesh.workspace
         weight = (workspace.take(name, self.weight_shape, rows[0]) if self.mesh.num_rows == 1
                   else workspace.take_one(buffer, name, self.weight_shape, rows[0]))
@@ -100,8 +101,8 @@ class SplitLinearGroup(SplitLinear):
 
     def own_bias(self) -> Tensor | None:
         """Of the same features, without a graph."""
-        biases = [bias.detach()[own.rows] for bias, own in zip(self.biases, self._owned.values(), strict=True)
-                  ] if self.biases else []
+        biases = [self.mesh.cast(bias.detach()[own.rows])
+                  for bias, own in zip(self.biases, self._owned.values(), strict=True)] if self.biases else []
         return torch.cat(biases) if biases else None
 
     def shares(self, gradient: Tensor) -> list[Tensor]:

@@ -45,9 +45,9 @@ class SplitLayer(nn.Module):
             self.register_parameter(name, parameter)
 
     def begins(self, what: Pass) -> None:
-        """This layer communicates over the rows, which all must do in the same order. Its forward is recorded by a hook
-        (`ranvier.tensor.boundaries`)."""
-        if self.mesh.num_rows > 1:
+        """This layer communicates over the mesh, which all ranks must do in the same order. Its forward is recorded by
+        a hook (`ranvier.tensor.boundaries`)."""
+        if self.mesh.num_rows > 1 or self.mesh.num_cols > 1:
             self.mesh.order.record(self.__dict__.get("_split_name", type(self).__name__), what)
 
 

@@ -1,0 +1,81 @@
+"""`ranvier watch`: serve a run's report.html on this machine alone; the page reloads itself when it is rewritten."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import click
+
+from ranvier.errors import RanvierError
+from ranvier.system.untrusted_file import open_regular_file
+
+_NAME = "report.html"
+_OWN_NAMES = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?")
+"""Host headers that are answered: a page from elsewhere whose name points here (DNS rebinding) has another."""
+
+
+@click.command(short_help="Show a run's report while it goes on.")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port on 127.0.0.1; by default a free one.")
+def watch(run: Path, port: int) -> int:
+    """Serve report.html of the folder RUN at an address that is printed, until Ctrl-C. The page reloads itself while
+    the run goes on. Only programs on this machine can connect; from elsewhere use an SSH tunnel."""
+    with server_of(run, port) as server:
+        print(f"http://127.0.0.1:{server.server_address[1]}/ shows {run / _NAME}; Ctrl-C ends this.", flush=True)
+        server.serve_forever()
+    return 0
+
+
+def server_of(run: Path, port: int = 0) -> ThreadingHTTPServer:
+    """A server of the page on 127.0.0.1, not started. RanvierError where there is no page or the port is taken."""
+    if not (run / _NAME).is_file():
+        raise RanvierError("has no report.html", where="RUN", value=str(run),
+                           remedy="Name a run's folder. A run writes the page 20 seconds after its start, and at its "
+                                  "end.")
+    try:
+        return ThreadingHTTPServer(("127.0.0.1", port), partial(_Handler, run / _NAME))
+    except OSError as error:
+        raise RanvierError(f"cannot be used: {error.strerror or error}", where="--port", value=port,
+                           remedy="Leave it out, which takes a free one.") from error
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers for one file, with a tag that changes with it."""
+
+    def __init__(self, page: Path, *args: object) -> None:
+        self._page = page
+        super().__init__(*args)  # type: ignore[arg-type]
+
+    def do_GET(self) -> None:
+        """The page."""
+        self._answer(with_body=True)
+
+    def do_HEAD(self) -> None:
+        """Its tag."""
+        self._answer(with_body=False)
+
+    def _answer(self, *, with_body: bool) -> None:
+        if not _OWN_NAMES.fullmatch(self.headers.get("Host", "")) or self.path != "/":
+            self.send_error(HTTPStatus.NOT_FOUND)
+            return
+        try:
+            with open_regular_file(self._page) as file:
+                content = file.read()
+            tag = f'"{self._page.stat().st_mtime_ns}"'
+        except OSError:
+            self.send_error(HTTPStatus.NOT_FOUND)
+            return
+        self.send_response(HTTPStatus.OK)
+        for name, value in (("Content-Type", "text/html; charset=utf-8"), ("Content-Length", str(len(content))),
+                            ("ETag", tag), ("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff")):
+            self.send_header(name, value)
+        self.end_headers()
+        if with_body:
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Requests are not logged."""

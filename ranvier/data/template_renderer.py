@@ -1,0 +1,135 @@
+"""Renders chat templates in a process of their own (`template_process`), within limits of time and size.
+
+This process has one such process, which starts with the first template and ends with this one. After a limit another
+one takes its place.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from ranvier.data import template_process
+from ranvier.system import child
+
+_WAIT_SECONDS = 300.0
+"""For an answer, with the start of the process before the first one. The kernel ends a template that computes much
+earlier; this is for a process that is stopped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendered:
+    """A text, and the spans of characters that the template marks as the assistant's: first, and one after the last."""
+
+    text: str
+    spans: Sequence[tuple[int, int]]
+
+
+class TemplateError(Exception):
+    """A template raises an error."""
+
+
+class TemplateLimitError(Exception):
+    """A template exceeds a limit."""
+
+
+def render(*, messages: Sequence[Mapping[str, Any]], template: str, tools: Sequence[Any] | None = None,
+           variables: Mapping[str, Any] | None = None, prompt: bool = False, marks: bool = False) -> Rendered:
+    """Render messages as transformers does. prompt: with the beginning of an answer. marks: whether the template marks
+    what the assistant writes. TemplateError or TemplateLimitError, in words."""
+    request = {"messages": list(messages), "tools": tools, "template": template, "prompt": prompt, "marks": marks,
+               "variables": variables or {}, "seconds": template_process.SECONDS}
+    answer = _process(os.getpid()).ask(request)
+    if "error" in answer:
+        raise TemplateError(str(answer["error"]))
+    return Rendered(text=str(answer["text"]), spans=[(int(start), int(stop)) for start, stop in answer["spans"]])
+
+
+def start() -> None:
+    """Start the process, so that it is there when the first template is rendered."""
+    _process(os.getpid()).start()
+
+
+class _Process:
+    """The process, started anew after a limit or its end. Threads take turns."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self._lock:
+            self._started()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._running is None or self._running.poll() is not None:
+            # It ends when its standard input does; a signal at the end of the thread that started it would be too soon.
+            self._running = child.start(child.python(str(template_process.__file__)), input=subprocess.PIPE,
+                                        output=subprocess.PIPE, errors=subprocess.DEVNULL, end_signal=None)
+        return self._running
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a request. TemplateLimitError where there is none, and for one that names a limit."""
+        with self._lock:
+            process = self._started()
+            try:
+                answer = self._answer(process, request)
+            except BaseException:  # its next answer would be that to this request
+                self._end()
+                raise
+            if "limit" in answer:
+                self._end()
+                raise TemplateLimitError(str(answer["limit"]))
+            return answer
+
+    def _answer(self, process: subprocess.Popen[bytes], request: Mapping[str, Any]) -> dict[str, Any]:
+        assert process.stdin is not None and process.stdout is not None  # pipes
+        deadline = time.monotonic() + _WAIT_SECONDS
+        try:
+            template_process.write(process.stdin, request)  # type: ignore[arg-type]  # IO[bytes]
+            content, size = b"", 8
+            with selectors.DefaultSelector() as selector:
+                selector.register(process.stdout, selectors.EVENT_READ)
+                while len(content) < size:
+                    if not selector.select(max(0.0, deadline - time.monotonic())):
+                        raise TemplateLimitError(f"has given no answer for {_WAIT_SECONDS:.0f} s")
+                    part = os.read(process.stdout.fileno(), 1 << 20)
+                    if not part:
+                        raise EOFError
+                    content += part
+                    if len(content) >= 8:
+                        size = 8 + int.from_bytes(content[:8], "little")
+        except (EOFError, BrokenPipeError):
+            raise TemplateLimitError(self._reason(process)) from None
+        answer: dict[str, Any] = template_process.parsed(content[8:])
+        return answer
+
+    @staticmethod
+    def _reason(process: subprocess.Popen[bytes]) -> str:
+        """Why the process has ended."""
+        code = process.wait()
+        if code == -signal.SIGPROF:
+            return f"takes more than {template_process.SECONDS:g} s of processor time"
+        return f"ends the process that renders it (exit code {code})"
+
+    def _end(self) -> None:
+        process, self._running = self._running, None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                process.kill()
+            process.communicate()
+
+
+@lru_cache(maxsize=1)
+def _process(pid: int) -> _Process:
+    """Of this process; after a fork the child has its own."""
+    return _Process()

@@ -1,0 +1,115 @@
+"""report.html: one file that shows a run or a plan, without network or server.
+
+The page is a template beside this file; what it shows is one JSON document in it (`Page`). Its curves are uPlot's
+(MIT licence, beside the template); tables and the timeline of a step are drawn by the template itself.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import resources
+
+from ranvier.pictures.figures import COLOURS, DARK, NAMES
+from ranvier.schedule.spans import Category, Span
+
+MAX_POINTS = 2000
+"""Of a curve; of longer ones every so many steps are shown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """Something that happened at a step. kind: transition, checkpoint, ... fault: shown as one."""
+
+    step: int
+    kind: str
+    text: str
+    fault: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimeline:
+    """What each rank did in one step. rows: name of a rank, and its spans in nanoseconds of one clock."""
+
+    title: str
+    rows: Sequence[tuple[str, Sequence[Span]]]
+    start_ns: int
+    stop_ns: int
+
+    def document(self) -> dict[str, object]:
+        """In milliseconds from the beginning of the step."""
+        found: set[Category] = {span.category for _, spans in self.rows for span in spans}
+
+        def at(nanoseconds: int) -> float:
+            return round((nanoseconds - self.start_ns) * 1e-6, 4)
+
+        return {"title": self.title, "milliseconds": at(self.stop_ns), "dark": sorted(DARK),
+                "categories": {category: (NAMES.get(category, category), colour)
+                               for category, colour in COLOURS.items() if category in found},
+                "rows": [{"name": name, "spans": [(span.category, span.label, at(span.start_ns), at(span.stop_ns))
+                                                  for span in spans]} for name, spans in self.rows]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """header, rows: texts. numbers: columns that are aligned to the right."""
+
+    header: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    numbers: Sequence[int] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """What a page shows; sections without content are left out.
+
+    figures: (name, value) above all else. text: paragraphs below. curves: name -> values at each of the steps "step".
+    memory: rows with place, category, predicted and measured bytes. settings: (name, value, default, chosen by).
+    live: whether the page changes.
+    """
+
+    title: str
+    subtitle: str
+    figures: Sequence[tuple[str, str]] = ()
+    curves: Mapping[str, Sequence[float | None]] = field(default_factory=lambda: {"step": ()})
+    unit: str = "tokens"
+    text: Sequence[str] = ()
+    marks: Sequence[Mark] = ()
+    timeline: StepTimeline | None = None
+    memory: Sequence[Mapping[str, object]] = ()
+    settings: Sequence[tuple[str, str, str, str]] = ()
+    candidates: Table = Table()
+    live: bool = False
+
+    def html(self) -> str:
+        """The whole file."""
+        timeline = {"rows": ()} if self.timeline is None else self.timeline.document()
+        shown = {"subtitle": self.subtitle, "figures": self.figures, "curves": _finite(self.curves), "unit": self.unit,
+                 "text": self.text,
+                 "marks": [asdict(mark) for mark in self.marks], "timeline": timeline, "memory": self.memory,
+                 "settings": self.settings, "candidates": asdict(self.candidates), "live": self.live}
+        # inside a script element the end of one would end it, whatever the text is
+        document = json.dumps(shown, allow_nan=False).replace("<", "\\u003c")
+        page = _file("report.html")
+        for name, text in (("__TITLE__", html.escape(self.title)), ("__UPLOT_CSS__", _file("uPlot.min.css")),
+                           ("__UPLOT_JS__", _file("uPlot.iife.min.js")), ("__DATA__", document)):
+            page = page.replace(name, text)
+        return page
+
+
+def _file(name: str) -> str:
+    return (resources.files("ranvier") / "pictures" / "report_page_files" / name).read_text(encoding="utf-8")
+
+
+def _finite(curves: Mapping[str, Sequence[float | None]]) -> dict[str, list[float | None]]:
+    """At most `MAX_POINTS` steps, and None for what is no number. A step with a rare value, an evaluation's, stays."""
+    steps = curves["step"]
+    every = max(1, -(-len(steps) // MAX_POINTS))
+    rare = [values for values in curves.values() if 2 * sum(value is not None for value in values) < len(values)]
+    kept = [place for place in range(len(steps)) if place % every == 0 or place == len(steps) - 1
+            or any(values[place] is not None for values in rare)]
+    return {name: [value if value is not None and math.isfinite(value) else None
+                   for value in (values[place] for place in kept)] for name, values in curves.items()}

@@ -1,0 +1,52 @@
+"""Forwards and losses under torch.autocast, as an engine's setting.
+
+    parameters, gradients, optimizer states     fp32
+    products                                    bfloat16, of operands that torch casts; their results travel so
+    norms, losses and what torch lists          fp32
+
+Each microbatch's forward on a stage is inside one autocast, as a loop in plain PyTorch has it, so that a weight is cast
+once a microbatch. Backward and update are outside. Recomputation runs a segment again under autocast, and a deferred
+product multiplies the operands that autograd would have (`ranvier.tensor.deferred_linear`). Layers that rows and
+columns split cast the operands of their products themselves, weights before they are gathered (`TensorMesh.autocast`).
+
+Autocast around a call of the engine is refused: backward and update would be inside, and torch would go on using casts
+of weights that the update has changed.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from ranvier.errors import ConfigError
+
+
+def check_autocast(autocast: torch.dtype | None, *, dtype: torch.dtype, float8: bool) -> None:
+    """ConfigError where an engine with these settings cannot compute under `autocast`."""
+    if autocast is None:
+        return
+    where = "Engine(autocast=...)"
+    if autocast is not torch.bfloat16:
+        what = "needs the loss scaling of dtype=torch.float16" if autocast is torch.float16 else "is no half precision"
+        raise ConfigError(what, where=where, value=autocast, remedy="Give torch.bfloat16, or dtype=torch.float16.")
+    if dtype is not torch.float32:
+        raise ConfigError("casts the operands of fp32 products, and parameters have another format", where=where,
+                          value=dtype, remedy="Leave out dtype= or autocast=.")
+    if float8:
+        raise ConfigError("casts the operands of products, and so does float8", where=where, value=autocast,
+                          remedy="Leave out float8= or autocast=.")
+
+
+def casting(autocast: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
+    """Inside, torch casts to `autocast`, where that is set."""
+    return nullcontext() if autocast is None else torch.autocast(device.type, autocast)
+
+
+def refuse_outer_autocast(device: torch.device) -> None:
+    """ConfigError where the caller has switched autocast on."""
+    if torch.is_autocast_enabled(device.type):
+        raise ConfigError("is on around a call of the engine, so that backward and update would be inside",
+                          where=f"torch.autocast({device.type!r})", value=torch.get_autocast_dtype(device.type),
+                          remedy="Leave it out and give Engine(autocast=torch.bfloat16), or switch it on within a "
+                                 "block's forward.")

@@ -1,0 +1,52 @@
+"""`ranvier plan --out-html`: the best configuration, and why each other candidate lost, as a page."""
+
+from __future__ import annotations
+
+from ranvier.pictures.report_page import Page, Table
+from ranvier.planner import report
+from ranvier.planner.candidates import Candidate
+from ranvier.planner.search import Plan
+
+_MAX_ROWS = 60
+
+
+def page_of(plan: Plan, recipe: str) -> Page:
+    """Figures of the best configuration, its explanation, and the candidates, those that do not fit last."""
+    best = plan.best[0]
+    dropped = sorted(plan.dropped, key=lambda one: one.cost.seconds)
+    rows = [_row(plan, number, found, _lost(best, found)) for number, found in enumerate(plan.best, 1)]
+    rows += [_row(plan, 0, found, found.reason or "does not fit") for found in dropped]
+    cost = best.cost
+    axes = [f"{axis} {size}" for axis, size in best.run.mesh.sizes.items() if size > 1] or ["1 rank"]
+    return Page(
+        title=f"{recipe} on {plan.ranks:,} of {plan.cluster.num_devices:,} devices of {plan.cluster.name}",
+        subtitle=f"predicted, {report.numbers(plan)}; {plan.considered:,} configurations considered",
+        figures=[("mesh", " x ".join(axes)), ("seconds per step", f"{cost.seconds:.4g}"),
+                 ("tokens per second", f"{cost.tokens_per_second:,.0f}"),
+                 ("MFU", f"{cost.model_utilisation:.1%}"), ("bubble", f"{cost.bubble_fraction:.1%}"),
+                 ("GiB a device", f"{report.device_bytes(best) / 2**30:.2f}")],
+        text=report.explanation(plan),
+        candidates=Table(header=("", "configuration", "s a step", "tokens/s", "MFU", "bubble", "GiB a device",
+                                 "why not"), rows=rows[:_MAX_ROWS], numbers=(2, 3, 4, 5, 6)),
+        memory=[{"place": f"stage {entry.pipe}" if first else "", "category": category, "predicted": size,
+                 "measured": None, "whole": False}
+                for entry in best.memory for first, (category, size) in zip(
+                    [True] + [False] * len(entry.device), entry.device.items(), strict=False) if size])
+
+
+def _row(plan: Plan, number: int, found: Candidate, reason: str) -> tuple[str, ...]:
+    cost = found.cost
+    return (str(number) if number else "", report.describe(found.run), f"{cost.seconds:.4g}",
+            f"{cost.tokens_per_second:,.0f}", f"{cost.model_utilisation:.1%}", f"{cost.bubble_fraction:.1%}",
+            f"{report.device_bytes(found) / 2**30:.2f}", reason)
+
+
+def _lost(best: Candidate, found: Candidate) -> str:
+    """In what the time of a step is spent that the best one does not need."""
+    if found is best:
+        return "the fastest"
+    more = {name: share * found.cost.seconds - report.shares(best.cost).get(name, 0.0) * best.cost.seconds
+            for name, share in report.shares(found.cost).items()}
+    parts = [f"{name} +{seconds:.3g} s" for name, seconds in sorted(more.items(), key=lambda part: -part[1])[:2]
+             if seconds > 0.001 * best.cost.seconds]
+    return f"{found.cost.seconds / best.cost.seconds - 1:+.1%}" + (f": {', '.join(parts)}" if parts else "")

@@ -1,0 +1,105 @@
+"""Locks of files whose holder names itself, and shows that it still runs.
+
+    .x.lock    000000000012                                a heartbeat, which a thread of the holder counts
+               {"host": "node3", "pid": 4711, ...}         the holder, as in a lease
+
+The kernel's lock (flock) decides who holds it, and ends with its process. A process that waits polls for it, so that
+signals are obeyed. The work of a holder may take hours, so a wait has no limit of its own: it ends when the heartbeat
+stands still, as that of a process does which is stopped, or whose machine is cut off.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ranvier.system.lease import HEARTBEAT_SECONDS, Owner, heartbeat_content, owner_in
+from ranvier.system.untrusted_file import open_lock
+
+EXPIRY_SECONDS = 120.0
+"""A heartbeat that stands still for so long ends a wait: file servers show a change after up to 60 seconds, and a
+library may keep the interpreter for a while."""
+_SOON_SECONDS = 0.5
+"""A shorter wait is not reported."""
+_POLL_SECONDS = 0.02
+_LONG_POLL_SECONDS = 0.2
+_MOST_BYTES = 4096
+
+
+class StillLockError(Exception):
+    """The holder of a lock shows no life. holder: None where the file does not name it."""
+
+    def __init__(self, holder: Owner | None, seconds: float) -> None:
+        super().__init__(f"{holder or 'an unknown process'}, silent for {seconds:.0f} s")
+        self.holder, self.seconds = holder, seconds
+
+
+@contextmanager
+def file_lock(path: Path, *, on_wait: Callable[[Owner | None], None], on_no_locks: Callable[[], None]
+              ) -> Iterator[None]:
+    """Hold the lock of `path`, whose file is made where it is missing.
+
+    Args:
+        on_wait: called once with the holder, if the lock is not there soon.
+        on_no_locks: called where the file system has no locks; then several processes may hold it.
+
+    OSError where the file cannot be opened; StillLockError when the holder shows no life.
+    """
+    handle = open_lock(path)
+    ended = threading.Event()
+    beating = None
+    try:
+        if _acquired(handle, on_wait, on_no_locks):
+            owner = Owner.this_process()
+            _write(handle, 0, owner)
+            beating = threading.Thread(target=_beat, args=(handle, owner, ended), name="ranvier-lock", daemon=True)
+            beating.start()
+        yield
+    finally:
+        ended.set()
+        if beating is not None:
+            beating.join()
+        os.close(handle)
+
+
+def _acquired(handle: int, on_wait: Callable[[Owner | None], None], on_no_locks: Callable[[], None]) -> bool:
+    """Wait for the lock. False where there are none."""
+    began = seen_at = time.monotonic()
+    seen, is_told = b"", False
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            pass
+        except OSError:
+            on_no_locks()
+            return False
+        content, now = os.pread(handle, _MOST_BYTES, 0), time.monotonic()
+        if content != seen:
+            seen, seen_at = content, now
+        if now - seen_at >= EXPIRY_SECONDS:
+            raise StillLockError(owner_in(seen), now - seen_at)
+        if now - began >= _SOON_SECONDS and not is_told:
+            is_told = True
+            on_wait(owner_in(seen))
+        time.sleep(_LONG_POLL_SECONDS if is_told else _POLL_SECONDS)
+
+
+def _beat(handle: int, owner: Owner, ended: threading.Event) -> None:
+    """Count until the lock is released."""
+    count = 0
+    while not ended.wait(HEARTBEAT_SECONDS):
+        count += 1
+        _write(handle, count, owner)
+
+
+def _write(handle: int, count: int, owner: Owner) -> None:
+    content = heartbeat_content(count, owner)
+    with suppress(OSError):  # a full disk, which keeps no work from its end
+        os.ftruncate(handle, os.pwrite(handle, content, 0))

@@ -1,0 +1,128 @@
+"""What a split module's attributes refer to: methods and lists of the whole model's layers become those of its copy.
+
+A split module is a copy whose layers are this rank's. An attribute that still leads to the whole model's layers or
+parameters (`self.pair = [self.query, self.key]`, `self.run = lambda x: self.into(x)`) would compute with weights that
+nobody trains, and nothing would fail on rows alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import types
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ranvier.errors import ModelError
+from ranvier.tensor.splittable import as_splittable
+
+_OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
+_HOOKS = tuple(name for name in _OF_TORCH if name.endswith("_hooks"))
+
+
+def rebind_attributes(whole: nn.Module, done: Mapping[nn.Module, nn.Module], where: str, *, check_only: bool = False
+                      ) -> None:
+    """Let the attributes of all copies lead to copies; ModelError for what cannot be changed.
+
+    done: modules of `whole` -> their copies. check_only: change nothing, of copies by `copy.deepcopy`.
+    """
+    parameters = {id(parameter) for parameter in whole.parameters()}
+    for path, module in whole.named_modules():
+        if module not in done or as_splittable(module) is not None:
+            continue
+        copied, named = done[module], f"{where}.{path}" if path else where
+        for name, value in list(module.__dict__.items()):  # a copy has lost some
+            if name not in _OF_TORCH and name != "_split_name":
+                shown = name.replace("_compiled_call_impl", "compile()")
+                if name == "forward" and not isinstance(value, types.MethodType):
+                    _refuse(f"{named}.{shown}", module)
+                found = _Rebinding(done, parameters, f"{named}.{shown}", module).of(value)
+                if not check_only:
+                    copied.__dict__[name] = found
+        for name in _HOOKS:
+            for hook in list((copied.__dict__.get(name) or {}).values()):
+                _Rebinding(done, parameters, f"{named}.{name.strip('_')}", module).check(hook)
+
+
+class _Rebinding:
+    """Of one attribute of `module`."""
+
+    def __init__(self, done: Mapping[nn.Module, nn.Module], parameters: set[int], where: str, module: nn.Module
+                 ) -> None:
+        self._done, self._parameters, self._where, self._module = done, parameters, where, module
+        self._memo: dict[int, Any] = {}
+
+    def of(self, value: Any) -> Any:
+        """`value` with copies in place of the whole model's modules: itself where it has none."""
+        if isinstance(value, nn.Module):
+            return self._done.get(value, value)
+        if isinstance(value, Tensor):
+            if id(value) in self._parameters:
+                raise ModelError("keeps a parameter of a layer, of which each rank has a part", where=self._where,
+                                 value=type(self._module).__name__,
+                                 remedy="Call the layer. A penalty on weights is optim.weight_decay.")
+            return value
+        if isinstance(value, types.MethodType):
+            owner = self.of(value.__self__)
+            if owner is value.__self__ and isinstance(owner, nn.Module):
+                self._refuse()  # of a module that is none of the block's
+            return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
+        if type(value) in (list, tuple, dict):
+            return self._container(value)
+        if type(value) is weakref.ref and (target := value()) is not None:
+            return value if self.of(target) is target else weakref.ref(self.of(target))
+        if type(value) is functools.partial:
+            call, args, named = self.of(value.func), self.of(value.args), self.of(value.keywords)
+            changed = call is not value.func or args is not value.args or named is not value.keywords
+            return functools.partial(call, *args, **named) if changed else value
+        self.check(value)
+        return value
+
+    def check(self, value: Any) -> None:
+        """ModelError where a function or an object leads to a module or parameter of the whole model."""
+        if id(value) in self._memo:
+            return
+        self._memo[id(value)] = value
+        for one in _inside(value):
+            if self.of(one) is not one:
+                self._refuse()
+
+    def _container(self, value: Any) -> Any:
+        if id(value) in self._memo:
+            return self._memo[id(value)]
+        self._memo[id(value)] = value  # of one that holds itself
+        before = list(value.values()) if isinstance(value, dict) else value
+        parts = [self.of(one) for one in before]
+        if not all(map(operator.is_, parts, before)):
+            self._memo[id(value)] = dict(zip(value, parts, strict=True)) if isinstance(value, dict) \
+                else type(value)(parts)
+        return self._memo[id(value)]
+
+    def _refuse(self) -> None:
+        _refuse(self._where, self._module)
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    """What a function's closure, or an object of a user's class, refers to."""
+    if isinstance(value, types.MethodType):
+        yield value.__self__
+    elif isinstance(value, types.FunctionType):
+        yield from value.__defaults__ or ()
+        yield from (value.__kwdefaults__ or {}).values()
+        yield from (cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType())
+    elif isinstance(value, (list, tuple, set, frozenset, functools.partial)):
+        yield from value if not isinstance(value, functools.partial) else (value.func, value.args, value.keywords)
+    elif isinstance(value, Mapping):
+        yield from value.values()
+    elif not isinstance(value, type) and not type(value).__module__.startswith(("torch.", "ranvier.", "builtins")):
+        yield from getattr(value, "__dict__", {}).values()
+
+
+def _refuse(where: str, module: nn.Module) -> None:
+    raise ModelError("has a function that would run the layers of the whole model, as torch.compile and lambda make "
+                     "them", where=where, value=type(module).__name__,
+                     remedy="Define a method that calls the layers, or set --model.compile, which compiles the layers' "
+                            "own chains.")

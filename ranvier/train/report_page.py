@@ -1,0 +1,164 @@
+"""The report.html of a run: rewritten now and then while it goes on, and with timeline and memory at its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ranvier.config import read
+from ranvier.config.run import Run
+from ranvier.cost.memory import PROCESS_BYTES, RankMemory
+from ranvier.mesh import Mesh
+from ranvier.pictures.report_page import Mark, Page, StepTimeline
+from ranvier.system.atomic_file import write_atomically
+from ranvier.train.events import EndEvent, Event, NoteEvent, StartEvent, StepEvent, TransitionEvent
+from ranvier.train.history import History
+from ranvier.train.logs import mesh_text, writing
+from ranvier.train.memory import folded
+from ranvier.train.pictures import joined, representative_step, row_name, within
+from ranvier.train.timeline import RankTimeline
+
+NAME = "report.html"
+SECONDS_BETWEEN = 20.0
+"""From one rewriting to the next while a run goes on; longer where writing takes more than a hundredth of that."""
+_MAX_MARKS = 200
+_MAX_RANKS = 64
+_FAULTS = frozenset({"bad-step", "went-back", "replicas-differ", "lost", "checkpoint-failed", "log-damaged", "skipped",
+                     "checkpoint-skipped", "stopped"})
+"""Notes that say that something went wrong."""
+
+
+class ReportPage:
+    """A tracker that keeps a run's page. history: another tracker, which has each event first. asked: the settings
+    before `auto` was resolved. RanvierError when the file cannot be written."""
+
+    def __init__(self, asked: Run, recipe: str, folder: Path, history: History,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self.run: Run = asked
+        """The settings as they are now."""
+        self._asked, self._recipe, self.path = asked, recipe, folder / NAME
+        self._history, self._clock = history, clock
+        self._marks: list[Mark] = []
+        self._mesh, self._steps, self._left_out = "", 0, 0
+        self._next = clock() + SECONDS_BETWEEN
+
+    def event(self, event: Event) -> None:
+        """Keep what the page shows of an event; rewrite it where that is due."""
+        match event:
+            case StartEvent():
+                self._mesh, self._steps = mesh_text(event.mesh), event.steps
+            case TransitionEvent():
+                self._mesh = mesh_text(event.mesh)
+                self._mark(Mark(step=event.step, kind="transition", text=str(event)))
+            case NoteEvent():
+                self._mark(Mark(step=event.step, kind=event.event, text=event.text, fault=event.event in _FAULTS))
+                if event.event == "stopped":
+                    self._write(self._page("stopped"))
+            case StepEvent() if self._clock() >= self._next:
+                began = self._clock()
+                self._write(self._page(f"step {event.step} of {self._steps}", live=True))
+                self._next = self._clock() + max(SECONDS_BETWEEN, 100 * (self._clock() - began))
+            case EndEvent():
+                pass
+
+    def finish(self, summary: Mapping[str, Any], timelines: Sequence[RankTimeline], mesh: Mesh,
+               predicted: Sequence[RankMemory], *, on_cpu: bool) -> None:
+        """The run has ended well: the page with all that is known of it."""
+        figures = [("final loss", _number(summary["final_loss"])), ("held-out loss", _number(summary["eval_loss"])),
+                   (f"{self._history.unit} per second", _number(summary["tokens_per_second"])),
+                   ("seconds per step", _number(summary["step_seconds"])),
+                   ("bubble", f"{summary['bubble_fraction']:.1%}"),
+                   (f"FLOPs, of {summary['model_flops_utilisation_of']}",
+                    f"{summary['model_flops_utilisation']:.1%}"),
+                   ("largest memory of a rank", f"{max(summary['peak_memory_bytes']) / 2**30:.2f} GiB"),
+                   ("seconds in all", _number(summary["seconds"]))]
+        self._write(self._page(
+            "finished", figures=[(name, value) for name, value in figures if value],
+            timeline=step_timeline(timelines, mesh), memory=memory_rows(predicted, summary, mesh, on_cpu=on_cpu)))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _mark(self, mark: Mark) -> None:
+        if len(self._marks) < _MAX_MARKS:
+            self._marks.append(mark)
+        else:
+            self._left_out += 1
+
+    def _page(self, state: str, live: bool = False, **more: Any) -> Page:
+        marks = self._marks
+        if self._left_out:
+            marks = [*marks, Mark(step=marks[-1].step, kind="more",
+                                  text=f"{self._left_out:,} further events are in events.jsonl")]
+        return Page(title=f"{self._recipe} on mesh {self._mesh}", live=live, unit=self._history.unit,
+                    subtitle=f"{state}, written {time.strftime('%Y-%m-%d %H:%M:%S')}; {self.path.parent}",
+                    curves=curves(self._history), marks=marks, settings=changed_settings(self.run, self._asked),
+                    **more)
+
+    def _write(self, page: Page) -> None:
+        with writing(self.path):
+            write_atomically(self.path, page.html())
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,.4g}"
+
+
+def curves(history: History) -> dict[str, list[float | None]]:
+    """The fields of metrics.jsonl by step; of a step that was taken twice, after a rollback, the later."""
+    lines = {line["step"]: line for line in history.steps}
+    steps = sorted(lines)
+    found: dict[str, list[float | None]] = {name: [lines[step].get(name) for step in steps] for name in (
+        "loss", "grad_norm", "learning_rate", "tokens_per_second", "bubble_fraction", "frozen_layers")}
+    found["eval_loss"] = [history.eval_losses.get(step) for step in steps]
+    found["eval_accuracy"] = [history.accuracies.get(step) for step in steps]
+    found["memory_gib"] = [None if (size := lines[step].get("memory_bytes")) is None else size / 2**30
+                           for step in steps]
+    return {"step": [float(step) for step in steps], **found}
+
+
+def changed_settings(run: Run, asked: Run) -> list[tuple[str, str, str, str]]:
+    """Name, value, default, and who has chosen it, of settings that are not at their default."""
+    values, before = read.flatten(run), read.flatten(asked)
+    return [(setting.flag, read.as_text(values[name]), read.as_text(setting.default),
+             "recipe or flag" if before[name] == values[name] else "auto")
+            for name, setting in read.settings().items() if values[name] != setting.default]
+
+
+def step_timeline(timelines: Sequence[RankTimeline], mesh: Mesh) -> StepTimeline | None:
+    """The step that timeline.png shows; None where no step was kept."""
+    number = representative_step(timelines)
+    if number is None:
+        return None
+    shown = timelines[:_MAX_RANKS]
+    steps = [next(step for step in line.steps if step.step == number) for line in shown]
+    start_ns, stop_ns = min(step.start_ns for step in steps), max(step.stop_ns for step in steps)
+    rows = [(row_name(mesh, line.rank),
+             joined(within(line, start_ns, stop_ns), gap_ns=(stop_ns - start_ns) / 1e5)) for line in shown]
+    return StepTimeline(title=f"Step {number}: {(stop_ns - start_ns) * 1e-6:,.0f} ms", rows=rows, start_ns=start_ns,
+                        stop_ns=stop_ns)
+
+
+def memory_rows(predicted: Sequence[RankMemory], summary: Mapping[str, Any], mesh: Mesh, *, on_cpu: bool
+                ) -> list[dict[str, object]]:
+    """Of each stage the predicted categories, beside what its rank with most memory has measured (with memory_report),
+    and a row with the whole, as the device or a CPU's process has it."""
+    rows: list[dict[str, object]] = []
+    for entry in predicted:
+        here = [rank for rank in range(mesh.size) if mesh.coordinates(rank).pipe == entry.pipe]
+        rank = max(here, key=lambda rank: summary["peak_memory_bytes"][rank])
+        measured = summary["memory"][rank] if "memory" in summary else {"device": {}, "host": {}}
+        device = folded(entry.device) if "memory" in summary else entry.device
+        stage: list[dict[str, object]] = [
+            {"place": "", "category": prefix + category, "predicted": sizes.get(category),
+             "measured": known.get(category), "whole": False}
+            for prefix, sizes, known in (("", device, measured["device"]), ("host ", entry.host, measured["host"]))
+            for category in {**sizes, **known} if sizes.get(category) or known.get(category)]
+        stage.append({"place": "", "category": "the whole process" if on_cpu else "the whole device", "whole": True,
+                      "predicted": entry.device_bytes + (entry.host_bytes + PROCESS_BYTES if on_cpu else 0),
+                      "measured": summary["peak_memory_bytes"][rank]})
+        stage[0]["place"] = f"stage {entry.pipe}" + (f", {entry.ranks} ranks" if entry.ranks > 1 else "")
+        rows += stage
+    return rows

@@ -1,0 +1,54 @@
+"""What people type first: names of other programs, a model without data, a folder in the place of a recipe."""
+
+import json
+
+import pytest
+
+from ranvier.cli.main import run_command
+from ranvier.config import presets, read
+from ranvier.errors import ConfigError
+from tests.hf_peers import peer, saved
+
+
+@pytest.mark.parametrize(("flag", "setting"), [
+    ("--train.lr", "--train.learning-rate"), ("--lr", "--train.learning-rate"), ("--batch-size", "--batch.global-size"),
+    ("--tp", "--mesh.col")])
+def test_settings_of_other_programs_are_named(flag, setting, capsys):
+    assert run_command(["train", "gpt-tiny", flag, "1"]) == 2
+    assert setting in capsys.readouterr().err
+
+
+def test_a_file_with_another_programs_setting_names_ours():
+    problem, = read.merge([read.from_dict({"train": {"lr": 1}}, "file x.toml")]).problems
+    assert problem.where == "train.lr" and "train.learning_rate" in problem.remedy
+
+
+def test_a_missing_or_unknown_recipe_lists_them(capsys):
+    assert run_command(["train"]) == 2
+    assert "gpt-tiny" in capsys.readouterr().err
+    with pytest.raises(ConfigError) as caught:
+        read.load("nanoGPT")
+    assert "gpt-tiny" in caught.value.remedy
+
+
+def test_a_preset_is_a_model_and_no_data(tmp_path, capsys):
+    run = read.merge([read.load("llama-3.1-8b")[1]]).run
+    assert (run.precision, run.train.schedule, run.optim.clip_norm, run.optim.betas) == (
+        "bf16", "cosine", 1.0, (0.9, 0.95)) and run.train.warmup_steps < run.train.steps
+    assert run_command(["train", "llama-3.1-8b", "--run-dir", str(tmp_path / "run"), "--json"]) == 2
+    errors = [(error["where"], error["value"]) for error in json.loads(capsys.readouterr().out)["errors"]]
+    assert errors[:2] == [("recipe", "llama-3.1-8b")] * 2 and not (tmp_path / "run").exists()
+    run_command(["check", "smollm2-135m", "--ranks", "1", "--cluster", "h100", "--mesh.data", "1", "--json"])
+    assert "recipe" not in [problem["where"] for problem in json.loads(capsys.readouterr().out)["problems"]]
+
+
+def test_a_folder_in_hugging_face_format_is_a_recipe(tmp_path, capsys):
+    folder = saved(peer("LlamaForCausalLM", vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+                         num_attention_heads=2), tmp_path / "model")
+    name, layer = read.load(str(folder))
+    run = read.merge([layer]).run
+    assert name == "model" and run.model.pretrained == str(folder)
+    assert run.train.learning_rate == presets.FINE_TUNING["train.learning_rate"]
+    assert run_command(["train", str(folder), "--run-dir", str(tmp_path / "run"), "--json"]) == 2
+    error = json.loads(capsys.readouterr().out)["errors"][0]
+    assert (error["where"], error["value"]) == ("recipe", str(folder)) and "--data." in error["remedy"]

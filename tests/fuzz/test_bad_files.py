@@ -1,0 +1,36 @@
+"""Whatever is in a file, its reader takes it as what it is or refuses it in words, and takes no more memory than it is
+worth."""
+
+import pytest
+
+from tests.fuzz.inputs import within
+from tests.fuzz.readers import READERS, Place, fuzz, megabytes, peak_bytes
+
+MOST_GROWTH = 100 << 20
+
+
+@pytest.mark.parametrize("reader", [pytest.param(reader, marks=pytest.mark.slow if reader.is_slow else ())
+                                    for reader in READERS], ids=lambda reader: reader.name)
+def test_bad_files(tmp_path, reader):
+    assert fuzz(reader, tmp_path, 10 * reader.share) >= 10 * reader.share
+
+
+@pytest.mark.parametrize("name", ["dotted", "text as value 1", "digits as value 2", "tables"])
+def test_a_recipe_of_an_odd_shape_takes_little(tmp_path, name):
+    reader = next(reader for reader in READERS if reader.name == "run.toml")
+    place = Place(reader, tmp_path)
+    peak_bytes(place, place.content)
+    with within(30.0):
+        assert peak_bytes(place, dict(megabytes("toml", place.content))[name]) < MOST_GROWTH
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
+def test_a_megabyte_takes_less_than_a_hundred(tmp_path, reader):
+    place = Place(reader, tmp_path)
+    peak_bytes(place, place.content)  # what is imported and cached is there
+    for name, content in megabytes(reader.form, place.content):
+        with within(60.0):
+            growth = peak_bytes(place, content)
+        assert growth < MOST_GROWTH, f"{name}: {growth / 2**20:.0f} MiB"

@@ -1,0 +1,107 @@
+"""What the code of a file refers to, by full names, however it was imported: for tests that no second file does what
+one is there for."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import ranvier
+
+ROOT = Path(ranvier.__file__).parent
+_SAME = {"io": "", "_io": "", "builtins": "", "posix": "os", "torch.multiprocessing": "multiprocessing",
+         "concurrent.futures.process": "concurrent.futures", "torch.distributed.distributed_c10d": "torch.distributed",
+         "torch._C._distributed_c10d": "torch.distributed", "numpy.lib.npyio": "numpy", "safetensors.torch":
+         "safetensors", "_pickle": "pickle"}
+"""Modules that have what another one has."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """name: the full one (`subprocess.run`); of what belongs to anything else than a module, a dot and the attribute
+    (`.read_text`). call: where it is called, the call."""
+
+    name: str
+    call: ast.Call | None
+
+
+@cache
+def references_of_files() -> dict[str, list[Reference]]:
+    """Of every file of the package, by its path in it."""
+    return {path.relative_to(ROOT).as_posix(): list(references(path.read_text()))
+            for path in sorted(ROOT.rglob("*.py")) if "__pycache__" not in path.parts}
+
+
+def references(code: str) -> Iterator[Reference]:
+    """All of a module, those of type annotations aside."""
+    tree = ast.parse(code)
+    names, skipped = _imported(tree), {id(inner) for outer in _annotations(tree) for inner in ast.walk(outer)}
+    called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        if id(node) in skipped or isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del)):
+            continue
+        if isinstance(node, ast.ImportFrom):
+            yield from (Reference(f"{node.module}.*", None) for alias in node.names if alias.name == "*")
+        elif name := _name(node, names):
+            yield Reference(name, called.get(id(node)))
+        elif isinstance(node, ast.Attribute):
+            yield Reference(f".{node.attr}", called.get(id(node)))
+        elif isinstance(node, ast.Call) and (attribute := _attribute(node, names)):
+            yield Reference(f".{attribute}", called.get(id(node)))
+
+
+def _annotations(tree: ast.Module) -> Iterator[ast.AST]:
+    for node in ast.walk(tree):
+        for field in ("annotation", "returns"):
+            if (found := getattr(node, field, None)) is not None:
+                yield found
+
+
+def _imported(tree: ast.Module) -> dict[str, str]:
+    """Name in the file -> full name, of what is imported anywhere in it, and of what has a second name."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.asname or alias.name.partition(".")[0]:
+                      alias.name if alias.asname else alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            found.setdefault(node.targets[0].id, _name(node.value, found))
+    return found
+
+
+def _name(node: ast.AST, names: dict[str, str]) -> str:
+    """The full name of an expression; empty where it has none."""
+    found = ""
+    if isinstance(node, ast.Name):
+        found = names.get(node.id, node.id if hasattr(builtins, node.id) else "")
+    elif isinstance(node, ast.Attribute) and (base := _name(node.value, names)):
+        found = f"{base}.{node.attr}"
+    elif isinstance(node, ast.Call):
+        function = _name(node.func, names)
+        if (attribute := _attribute(node, names)) and (base := _name(node.args[0], names)):
+            found = f"{base}.{attribute}"
+        elif function in ("importlib.import_module", "__import__"):
+            found = _text(node.args[:1])
+    elif isinstance(node, ast.Subscript) and (key := _text([node.slice])):
+        base = _name(node.value, names)
+        found = key if base == "sys.modules" else f"{base.removesuffix('.__dict__')}.{key}" if base.endswith(
+            ".__dict__") else ""
+    module, _, last = found.rpartition(".")
+    return f"{_SAME[module]}.{last}".removeprefix(".") if module in _SAME else found
+
+
+def _attribute(node: ast.Call, names: dict[str, str]) -> str:
+    """The attribute that a call of getattr gets; empty for another call."""
+    return _text(node.args[1:2]) if isinstance(node.func, ast.Name) and node.func.id == "getattr" else ""
+
+
+def _text(nodes: list[ast.expr]) -> str:
+    value = nodes[0].value if nodes and isinstance(nodes[0], ast.Constant) else None
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,425 @@
+"""Modules as people write them: on rows, columns and shared sequences each is exact in fp64, or refused by name."""
+
+from __future__ import annotations
+
+import math
+import random
+import weakref
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ranvier.errors import ModelError
+from ranvier.mesh import Mesh
+from ranvier.pipeline.engine import Engine
+from ranvier.tensor import layers
+from ranvier.testing import SplitError, check_split
+from ranvier.testing.ranks import run_processes, run_ranks
+
+HIDDEN, HEADS, WIDTH, INNER, LENGTH, WORDS = 16, 4, 4, 32, 8, 20
+IDS = torch.randint(0, WORDS, (4, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = layers.Embedding(WORDS, HIDDEN)
+
+    def forward(self, ids):
+        return self.token(ids)
+
+
+class MLP(nn.Module):
+    """A gated unit and a router, whose block computes with `compute(block, x)`."""
+
+    def __init__(self, compute=None, prepare=None) -> None:
+        super().__init__()
+        self.up, self.down = into(INNER), back(INNER)
+        self.gate, self.act, self.compute = layers.ClassifierHead(HIDDEN, 3, token=None), nn.GELU(), compute
+        self.alpha, self.scale = layers.Scalar(0.5), layers.Scale(HIDDEN, 0.1)
+        self.register_buffer("table", torch.linspace(0, 1, INNER, dtype=torch.float64), persistent=False)
+        if prepare is not None:
+            prepare(self)
+
+    def forward(self, x):
+        return self.compute(self, x)
+
+    def method(self, x, factor=1):
+        return self.down(self.up(x)) * factor
+
+
+class Attention(nn.Module):
+    def __init__(self, compute=None, prepare=None, groups=HEADS) -> None:
+        super().__init__()
+        self.norm, self.compute = layers.RMSNorm(HIDDEN), compute
+        self.query, self.out = into(HEADS * WIDTH, HEADS), back(HEADS * WIDTH, HEADS)
+        self.key, self.value = into(groups * WIDTH, groups), into(groups * WIDTH, groups)
+        self.distances, self.temperature = layers.BiasTable(9, HEADS), layers.Scalar(1.5)
+        if prepare is not None:
+            prepare(self)
+
+    def forward(self, x):
+        return self.compute(self, x)
+
+    def heads(self, x):
+        y = self.norm(x)
+        return [layer(y).view(*x.shape[:-1], -1, WIDTH).transpose(1, 2) for layer in (self.query, self.key, self.value)]
+
+    def attend(self, x, scores, value):
+        return x + self.out((scores.softmax(-1) @ value).transpose(1, 2).reshape(*x.shape[:2], -1))
+
+
+def into(width, units=None):
+    return layers.Linear(HIDDEN, width, stationary="output", units=units)
+
+
+def back(width, units=None):
+    return layers.Linear(width, HIDDEN, stationary="input", units=units)
+
+
+def steps(length=LENGTH):
+    return torch.arange(length)[None] - torch.arange(length)[:, None]
+
+
+def on_inner(function):
+    return lambda block, x: x + block.down(function(block.up(x)))
+
+
+def on_scores(function):
+    def compute(block, x):
+        query, key, value = block.heads(x)
+        return block.attend(x, function(block, query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])), value)
+    return compute
+
+
+# ---------------------------------------------------------------------- exact on every mesh
+
+def four_sizes(block, x):
+    batch, length, width = x.size()
+    query, key, value = (layer(block.norm(x)).view(batch, length, HEADS, width // HEADS).transpose(1, 2)
+                         for layer in (block.query, block.key, block.value))
+    mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return x + block.out(mixed.transpose(1, 2).contiguous().view(batch, length, width))
+
+
+def repeated_groups(block, x):
+    query, key, value = block.heads(x)
+
+    def repeat(y):
+        batch, heads, length, width = y.shape
+        return y[:, :, None].expand(batch, heads, 2, length, width).reshape(batch, 2 * heads, length, width)
+
+    return block.attend(x, query @ repeat(key).mT, repeat(value))
+
+
+def rotary(block, x):
+    query, key, value = block.heads(x)
+    angles = torch.outer(torch.arange(x.shape[1]), 100 ** (-torch.arange(0, WIDTH, 2) / WIDTH)).to(x.dtype)
+    cosine, sine = (torch.cat((part, part), -1) for part in (angles.cos(), angles.sin()))
+
+    def turn(y):
+        first, second = y[..., :WIDTH // 2], y[..., WIDTH // 2:]
+        return y * cosine + torch.cat((-second, first), -1) * sine
+
+    return block.attend(x, turn(query) @ turn(key).mT, value)
+
+
+def mixture(block, x):
+    weights, chosen = block.gate(x).softmax(-1).topk(2, -1)
+    weights = weights / weights.sum(-1, keepdim=True)
+    y = torch.zeros_like(x)
+    for expert in range(3):
+        y = y + block.method(x, expert) * (weights * (chosen == expert)).sum(-1, keepdim=True)
+    return x + y
+
+
+def recurrence(block, x):
+    inner, found = block.up(x), []
+    carry = inner.new_zeros(inner.shape[0], inner.shape[2])
+    for step in range(inner.size(1)):
+        carry = 0.9 * carry + inner[:, step]
+        found.append(carry)
+    return x + block.down(torch.stack(found, 1))
+
+
+def branch_on_sizes(block, x):
+    inner = block.up(x)
+    if inner.shape[-1] == INNER == block.up.out_features and len(x) == x.shape[0]:
+        inner = inner * np.sqrt(inner.shape[-1]) / divmod(inner.size(-1), 5)[0]
+    return x + block.down(inner) * torch.linspace(0, 1, x.shape[-1], dtype=x.dtype)
+
+
+def linear_attention(block, x):
+    query, key, value = block.heads(x)
+    query, key = functional.elu(query) + 1, functional.elu(key) + 1
+    sums = torch.einsum("bhsd,bhse->bhsde", key, value).cumsum(2)
+    mixed = torch.einsum("bhsd,bhsde->bhse", query, sums) / (query * key.cumsum(2)).sum(-1, keepdim=True)
+    return x + block.out(mixed.transpose(1, 2).flatten(2))
+
+
+def flattened_tokens(block, x):
+    tokens = x.flatten(0, 1)
+    weights = block.gate(tokens).softmax(-1)
+    inner = functional.gelu(block.up(tokens)) * weights[:, :1]
+    return (tokens + block.alpha() * block.scale(block.down(inner))).view_as(x)
+
+
+def heads_in_the_batch(block, x):
+    batch, length = x.shape[:2]
+    query, key, value = (part.reshape(-1, length, WIDTH) for part in block.heads(x))
+    slopes = (2.0 ** -torch.arange(1, HEADS + 1))[None, :, None, None] * steps(length)
+    scores = query @ key.mT + slopes.expand(batch, -1, -1, -1).reshape(batch * HEADS, length, length)
+    return x + block.out((scores.softmax(-1) @ value).view(batch, HEADS, length, WIDTH).transpose(1, 2).flatten(2))
+
+
+def tokens_first(block, x):
+    batch, length = x.shape[:2]
+    query, key, value = (layer(block.norm(x)).transpose(0, 1).contiguous().view(length, -1, WIDTH).transpose(0, 1)
+                         for layer in (block.query, block.key, block.value))
+    mixed = torch.bmm(torch.bmm(query, key.transpose(1, 2)).softmax(-1), value)
+    return x + block.out(mixed.transpose(0, 1).contiguous().view(length, batch, -1).transpose(0, 1))
+
+
+def checkpointed(block, x):
+    return x + torch.utils.checkpoint.checkpoint(block.method, x, use_reentrant=False)
+
+
+EXACT = {
+    "view with all sizes": Attention(four_sizes),
+    "grouped queries": Attention(repeated_groups, groups=2),
+    "rotary": Attention(rotary),
+    "alibi": Attention(on_scores(
+        lambda block, a: a - 2.0 ** -torch.arange(1, a.shape[1] + 1)[:, None, None] * steps())),
+    "T5 bias": Attention(on_scores(lambda block, a: a + block.distances(steps().clamp(-4, 4) + 4).permute(2, 0, 1))),
+    "soft cap, temperature": Attention(on_scores(lambda block, a: torch.tanh(a / 5) * 5 * block.temperature())),
+    "a mask made inside": Attention(on_scores(
+        lambda block, a: a.masked_fill(torch.ones_like(a, dtype=torch.bool).triu(1), float("-inf")))),
+    "linear attention": Attention(linear_attention),
+    "experts": MLP(mixture),
+    "LayerScale, ReZero": MLP(lambda block, x: x + block.alpha() * block.scale(block.method(x))),
+    "recurrence": MLP(recurrence),
+    "sizes": MLP(branch_on_sizes),
+    "means over tokens": MLP(on_inner(lambda h: h * torch.sigmoid(h.mean(1, keepdim=True)) + h.cumsum(1))),
+    "a buffer": MLP(lambda block, x: x + block.down(block.up(x) * block.table)),
+    "straight through": MLP(on_inner(lambda h: h + (h.round() - h).detach())),
+    "NumPy numbers": MLP(on_inner(lambda h: torch.from_numpy(np.tril(np.ones((LENGTH, LENGTH)))) @ h * np.float64(2))),
+    "flattened tokens": MLP(flattened_tokens),
+    "heads in the batch": Attention(heads_in_the_batch),
+    "tokens first, as in fairseq": Attention(tokens_first),
+    "checkpoint": MLP(checkpointed),
+    "layers in a list": MLP(lambda block, x: x + block.pair[1](block.pair[0](x)),
+                            lambda block: setattr(block, "pair", [block.up, block.down])),
+    "layers in a tuple in a dict": MLP(lambda block, x: x + block.by["a"][1](block.by["a"][0](x)),
+                                       lambda block: setattr(block, "by", {"a": (block.up, block.down)})),
+    "a part of a method": MLP(lambda block, x: x + block.run(x),
+                              lambda block: setattr(block, "run", partial(block.method, factor=3))),
+    "a branch on a replicated value": MLP(lambda block, x: x + block.method(x, 2 if block.gate(x)[0, 0, 0] > 9 else 3))}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact(name):
+    check_split([Words(), EXACT[name]], IDS, meshes=[(2, 1), (1, 2), (2, 2)],
+                schemes=["stationary", "stationary-sequence"])
+
+
+# ---------------------------------------------------------------------- refused by name
+
+class Negated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, dy):
+        return -dy / dy.norm()
+
+
+class Holder:
+    def __init__(self, block):
+        self.block = block
+
+
+def hooked(block, x):
+    inner = block.up(x)
+    inner.register_hook(lambda gradient: gradient / gradient.norm())
+    return x + block.down(inner)
+
+
+def reentrant(block, x):
+    return x + torch.utils.checkpoint.checkpoint(block.method, x, use_reentrant=True)
+
+
+def branch_on_values(block, x):
+    inner = block.up(x)
+    return x + block.down(inner * 2 if inner.abs().max().item() > 0.1 else inner)
+
+
+REFUSED_ON_COLUMNS = {
+    "halves of features": (MLP(on_inner(lambda h: torch.cat(h.chunk(2, -1)[::-1], -1))), "chunk along dim 2"),
+    "softmax of features": (MLP(on_inner(lambda h: h.softmax(-1))), "softmax along dim 2"),
+    "an own function": (MLP(on_inner(Negated.apply)), "autograd.Function Negated"),
+    "a hook": (MLP(hooked), "register_hook"),
+    "a module's hook": (MLP(lambda block, x: x + block.down(block.act(block.up(x))),
+                            lambda block: block.act.register_full_backward_hook(lambda *_: None)), "a backward hook"),
+    "vmap": (Attention(on_scores(lambda block, a: torch.vmap(torch.tanh)(a))), "past torch's Python functions"),
+    "a reentrant checkpoint": (MLP(reentrant), "use_reentrant=False"),
+    "NumPy of activations": (MLP(on_inner(lambda h: h * torch.from_numpy(h.detach().numpy()))), "numpy"),
+    "a branch on values": (MLP(branch_on_values), "max over all dims"),
+    "tokens of a shared sequence": (MLP(lambda block, x: x + x[:, :1] * block.gate(x).mean(1, keepdim=True)[..., :1]
+                                        + block.method(x.sum(-1, keepdim=True) * x)), "dim"),
+    "talking heads": (Attention(on_scores(lambda block, a: a - a.mean(1, keepdim=True))), "mean along dim 1")}
+
+
+@pytest.mark.parametrize("name", REFUSED_ON_COLUMNS)
+def test_refused_on_columns(name):
+    block, what = REFUSED_ON_COLUMNS[name]
+    for scheme in ("stationary", "stationary-sequence"):
+        with pytest.raises(SplitError, match=what):
+            check_split([Words(), block], IDS, meshes=[(1, 2)], schemes=[scheme])
+
+
+def hook_of(block):
+    block.up.weight.register_hook(lambda gradient: gradient / gradient.norm())
+
+
+REFUSED = {
+    "a weight": (MLP(lambda block, x: block.method(x) * block.up.weight.norm()), "weight of a layer that is split"),
+    "a weight, detached": (MLP(lambda block, x: block.method(x) * block.up.weight.data.norm()), "weight of a layer"),
+    "a weight by its dict": (MLP(lambda block, x: block.method(x) * block.up._parameters.get("weight").norm()),
+                             "weight of a layer"),
+    "a copied dict": (MLP(lambda block, x: block.method(x) * block.up._parameters.copy()["bias"].norm()), "parameters"),
+    "all weights": (MLP(lambda block, x: block.method(x) * sum(p.norm() for p in block.parameters())), "parameters"),
+    "another's parameter": (MLP(lambda block, x: x * block.own, lambda block: setattr(
+        block, "own", nn.Parameter(torch.ones(HIDDEN)))), "parameter 1.own"),
+    "weights in a list": (MLP(lambda block, x: block.method(x) * block.kept[0].norm(),
+                              lambda block: setattr(block, "kept", [block.up.weight])), "1.kept: keeps a parameter"),
+    "a closure": (MLP(lambda block, x: block.run(x), lambda block: setattr(
+        block, "run", lambda x: block.method(x))), "1.run: has a function that would run the layers of the whole"),
+    "an object": (MLP(lambda block, x: block.holder.block.method(x), lambda block: setattr(
+        block, "holder", Holder(block))), "1.holder: has a function"),
+    "a hook that runs layers": (MLP(lambda block, x: block.act(x), lambda block: block.act.register_forward_hook(
+        lambda module, args, y: block.method(y))), "1.act.forward_hooks: has a function"),
+    "a hook of a layer": (MLP(lambda block, x: block.method(x), lambda block: block.up.register_forward_hook(
+        lambda module, args, y: y * 2)), "1.up: has hooks"),
+    "a hook of a weight": (MLP(lambda block, x: block.method(x), hook_of), "1.up: has a hook on a parameter"),
+    "torch.rand": (MLP(lambda block, x: x + block.method(x) * torch.rand(len(x), 1, 1)), "draws random numbers"),
+    "random": (MLP(lambda block, x: block.method(x, random.random())), "draws random numbers"),
+    "NumPy's random": (MLP(lambda block, x: block.method(x, np.random.rand())), "draws random numbers"),
+    "dropout": (MLP(lambda block, x: block.down(functional.dropout(block.up(x)))), "draws random numbers|dropout")}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_on_rows_alone_too(name):
+    block, what = REFUSED[name]
+    for mesh in ((2, 1), (1, 2)):
+        with pytest.raises(ModelError, match=what):
+            check_split([Words(), block], IDS, meshes=[mesh], schemes=["stationary"])
+
+
+class Child(nn.Module):
+    """A block's part that runs a layer of the block."""
+
+    def __init__(self, reference) -> None:
+        super().__init__()
+        self.down, self.reference = back(INNER), reference
+
+    def forward(self, x):
+        parent = self.reference() if isinstance(self.reference, weakref.ref) else self.reference[0]
+        return x + self.down(parent.up(x))
+
+
+@pytest.mark.parametrize("reference", [weakref.ref, lambda parent: (parent,)], ids=["weak", "tuple"])
+def test_a_part_that_refers_to_its_block(reference):
+    """On the parent commit rows train the layers of the whole model, which nobody sees."""
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = into(INNER)
+            self.child = Child(reference(self))
+
+        def forward(self, x):
+            return self.child(x)
+
+    def rank(world):
+        torch.manual_seed(0)
+        block = Parent()
+        before = block.up.weight.detach().clone()
+        engine = Engine([Words(), block], world, mesh=Mesh(row=2), loss=lambda y, t: (y.square().sum(), len(t)),
+                        optimizer=partial(torch.optim.SGD, lr=0.1))
+        engine.train_batch([(IDS.chunk(2)[world.rank], IDS.chunk(2)[world.rank])])
+        changed = engine.blocks["1"].up.weight.detach() if isinstance(engine.blocks, dict) \
+            else engine.blocks[1].up.weight.detach()
+        part = before.chunk(2, 1)[world.rank]
+        assert changed.shape == part.shape and not torch.equal(changed, part) and torch.equal(block.up.weight, before)
+        engine.close()
+
+    run_ranks(rank, 2)
+
+
+# ---------------------------------------------------------------------- columns that part at random
+
+class Parting(nn.Module):
+    """Calls a layer that its rank decides about, or draws a number."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.one, self.other, self.down = into(INNER), into(INNER), back(INNER)
+        self.kind, self.rank = kind, 0
+
+    def forward(self, x):
+        if self.kind == "layers":
+            return x + self.down((self.one if self.rank else self.other)(x))
+        inner = self.one(x) + self.other(x)
+        return x + self.down(inner) * torch.rand(())
+
+
+def parted(world, seed_by_rank):
+    torch.manual_seed(world.rank * seed_by_rank)
+    engine = Engine([Words(), Parting("torch"), Scores()], world, mesh=Mesh(col=2), loss=summed,
+                    optimizer=partial(torch.optim.SGD, lr=0.1))
+    try:
+        return engine.train_batch([(IDS, IDS)]).loss
+    except ModelError as error:
+        return f"{error.where}: {error.what}"
+    finally:
+        engine.close()
+        world.backend.close()
+
+
+def summed(y, targets):
+    return y.square().sum(), len(targets)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed_by_rank", [False, True])
+def test_columns_draw_alike_or_are_refused(seed_by_rank):
+    first, second = run_processes("tests.tensor.test_user_modules:parted", 2, "torch", args=[seed_by_rank],
+                                  timeout_seconds=60)
+    assert first == second and (first == "columns of a row: draw different random numbers") == seed_by_rank
+
+
+def test_columns_that_call_other_layers_are_found():
+    def rank(world):
+        block = Parting("layers")
+        block.rank = world.rank
+        engine = Engine([Words(), block, Scores()], world, mesh=Mesh(col=2), optimizer=partial(torch.optim.SGD, lr=0.1),
+                        loss=summed)
+        with pytest.raises(ModelError, match=r"1\.o\w+: is not called equally often on all columns of a row") as error:
+            engine.train_batch([(IDS, IDS)])
+        assert set(error.value.value.values()) == {0, 1}
+        engine.close()
+
+    run_ranks(rank, 2)
+
+
+class Scores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = layers.ClassifierHead(HIDDEN, 1, token=None)
+
+    def forward(self, x):
+        return self.score(x)
