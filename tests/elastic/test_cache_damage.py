@@ -187,7 +187,7 @@ from ranvier.elastic.cache.store import RunFolder, Store
 
 def write(folder, samples, seed):
     run = RunFolder(folder, "run", 1 << 30)
-    run.open()
+    run.acquire()
     store = Store.create(run, KEY, 1, BIG, None)
     choose = random.Random(seed)
     while True:
@@ -225,7 +225,7 @@ def kill_writers(folder, rounds, samples=12):
     """Two writers at once, killed at a random moment, again and again, while all is read; how many entries were not
     whole afterwards, and how many were."""
     run = RunFolder(folder / "cache", "run", 1 << 30)
-    run.open()
+    run.acquire()
     store = Store.create(run, KEY, 1, BIG, None)
     mother = subprocess.Popen([sys.executable, "-c", WRITER, str(folder / "cache"), str(samples)],
                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -250,7 +250,7 @@ def kill_writers(folder, rounds, samples=12):
         mother.wait(20)
         mother.stdout.close()
         store.close()
-        run.close()
+        run.release()
     return torn, whole
 
 

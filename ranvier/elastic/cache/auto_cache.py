@@ -328,7 +328,7 @@ class AutoCache:
         """End the thread, close the files and release the folder."""
         self._close_stores()
         self._reader.close()
-        self._folder.close()
+        self._folder.release()
         self._is_off, self._versions = True, None
 
     # ------------------------------------------------------------------ files
@@ -347,7 +347,7 @@ class AutoCache:
         if opens:
             self._versions = versions(self._blocks)
             try:
-                self._folder.open()
+                self._folder.acquire()
                 found = {depth: store for depth in range(1, self.depth)
                          if (store := self._find_store(depth)) is not None}
             except (OSError, NotCacheable) as error:

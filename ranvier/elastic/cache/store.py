@@ -234,7 +234,7 @@ def digest_of(document: dict[str, Any]) -> str:
 
 
 class RunFolder:
-    """The folder of a run's cache. A lock on it is held from `open` to `close`, so that no rank removes it under
+    """The folder of a run's cache. A lock on it is held from `acquire` to `release`, so that no rank removes it under
     another.
 
     parent: folder with those of several runs; None for a folder of this user in the system's temporary folder, where
@@ -248,7 +248,7 @@ class RunFolder:
         self.path, self.max_bytes = self._parent / digest_of({"run": run}), max_bytes
         self._handle: int | None = None
 
-    def open(self) -> None:
+    def acquire(self) -> None:
         """Create the folder if it does not exist, and lock it. OSError; NotCacheable if another user owns the temporary
         one."""
         if self._handle is None:
@@ -262,7 +262,7 @@ class RunFolder:
             if self._is_temporary:
                 _remove_abandoned(self._parent)
 
-    def close(self) -> None:
+    def release(self) -> None:
         """Release the lock."""
         if self._handle is not None:
             os.close(self._handle)
@@ -283,7 +283,7 @@ class RunFolder:
 
     def remove(self) -> None:
         """Remove the folder unless another rank has opened it. Never raises OSError."""
-        self.close()
+        self.release()
         _remove(self.path)
         if self._is_temporary:
             with suppress(OSError):  # other runs have folders there
