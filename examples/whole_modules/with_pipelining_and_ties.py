@@ -24,7 +24,7 @@ optimizer = torch.optim.SGD(stage.submod.parameters(), lr=0.1)
 for step in range(6):
     inputs, targets = example.batch(step)
     optimizer.zero_grad()
-    losses: list[torch.Tensor] = []
+    losses = []
     if rank == 0:
         schedule.step(inputs)
     else:

@@ -104,7 +104,7 @@ def engines(make, data, mesh, *, steps=2, **options):
         engine.close()
         return found, values, losses
 
-    ranks = run_ranks(rank, mesh.size)
+    ranks = run_ranks(rank, mesh.size, timeout_seconds=240.0)
     values = {name: one for _, held, _ in ranks for name, one in held.items()}
     return [merge([found[step] for found, _, _ in ranks], mesh) for step in range(steps)], values, ranks[0][2]
 
