@@ -111,22 +111,39 @@ def guard_layer(module: nn.Module, mesh: TensorMesh, where: str, takes: Activati
     """
     if mesh.check_order:
         module.register_forward_pre_hook(_Hook(mesh, lambda *_: mesh.order.compare_place(where)))
-    if mesh.num_cols == 1:
-        module.register_forward_pre_hook(_Hook(mesh, lambda *_: mesh.order.record(where, "forward")))
-        return
-    guard = _LayerGuard(mesh, where, takes, gives, alone=alone, vocab=vocab)
+    guard: _RowGuard = _RowGuard(mesh, where) if mesh.num_cols == 1 else _LayerGuard(mesh, where, takes, gives,
+                                                                                     alone=alone, vocab=vocab)
     module.register_forward_pre_hook(guard.before, with_kwargs=True)
     module.register_forward_hook(guard.after)
 
 
-class _LayerGuard(_OfMesh):
+class _RowGuard(_OfMesh):
+    """The hooks of one layer on rows alone, where tensors have no layouts."""
+
+    def __init__(self, mesh: TensorMesh, where: str) -> None:
+        super().__init__(mesh)
+        self._where, self._in_block = where, False
+
+    def before(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """It is called: code of its block does not run until it returns."""
+        self._mesh.order.record(self._where, "forward")
+        self._in_block, self._mesh.runs_user_code = self._mesh.runs_user_code, False
+        return None
+
+    def after(self, _: nn.Module, args: Any, y: object) -> object:
+        """Code of its block runs again."""
+        self._mesh.runs_user_code = self._in_block
+        return y
+
+
+class _LayerGuard(_RowGuard):
     """The hooks of one layer, and what it was given last. They run twice for each layer of each microbatch: with small
     layers the time of their calls counts."""
 
     def __init__(self, mesh: TensorMesh, where: str, takes: ActivationKind, gives: ActivationKind, *, alone: bool,
                  vocab: int) -> None:
-        super().__init__(mesh)
-        self._where, self._takes, self._gives, self._alone, self._vocab = where, takes, gives, alone, vocab
+        super().__init__(mesh, where)
+        self._takes, self._gives, self._alone, self._vocab = takes, gives, alone, vocab
         self._needs_sequence = mesh.activations.name == "sequence" and "stream" in (takes, gives)
         self._entered: tuple[ColumnLayout, torch.Size] | None = None
         self._sequences = 0
@@ -136,13 +153,14 @@ class _LayerGuard(_OfMesh):
 
     def before(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The layer's arguments without layouts."""
-        self._mesh.order.record(self._where, "forward")
+        super().before(_, args, kwargs)
         self._entered, self._sequences, take = None, 0, self._take
         return (tuple([take(one) if isinstance(one, Tensor) else mapped(take, one) for one in args]),
                 mapped(take, kwargs) if kwargs else kwargs)
 
     def after(self, _: nn.Module, args: Any, y: object) -> object:
         """Its output, marked."""
+        self._mesh.runs_user_code = self._in_block
         if self._alone:
             return y
         return mark(y, self._given(y)) if type(y) is Tensor and not self._sequences else mapped(self._marked, y)
@@ -150,7 +168,11 @@ class _LayerGuard(_OfMesh):
     def _take(self, x: object) -> object:
         if not isinstance(x, Tensor):
             return x
-        layout, x = layout_of_tensor(x), plain(x)
+        layout = None
+        if isinstance(x, ColumnTensor):
+            if has_own_graph(x):
+                refuse_function(x)
+            layout, x = x.columns, x.local
         like = layout, x.shape, x.dtype
         if layout is not None and like == self._fitted:
             self._entered = self._entered or (layout, x.shape)

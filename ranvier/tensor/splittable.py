@@ -140,15 +140,25 @@ def block_splits(block: str, module: nn.Module, settings: TensorParallel, num_co
                 found[f"{path}.{name}" if path else name] = split.on(num_cols)
     for name, _ in module.named_parameters():
         if name not in found:
-            raise unsplit_parameter(f"{block}.{name}", module)
+            raise unsplit_parameter(f"{block}.{name}", module, module.get_submodule(name.rpartition(".")[0]))
     return found
 
 
-def unsplit_parameter(name: str, module: nn.Module) -> ModelError:
-    """The error for a parameter of a module that is not splittable."""
+def unsplit_parameter(name: str, module: nn.Module, owner: nn.Module) -> ModelError:
+    """The error for a parameter in `module` whose own module, `owner`, is not splittable."""
+    instead = next((layers for kind, layers in _INSTEAD.items() if isinstance(owner, kind)), "")
+    if not instead and not type(owner).__module__.startswith("torch."):
+        instead = "Scale, Scalar or BiasTable"  # of a parameter of the block's own
     return ModelError("belongs to a layer that cannot be split over rows and columns", where=f"parameter {name}",
                       value=type(module).__name__,
-                      remedy="Use the layers of ranvier.tensor.layers in its place, or set --mesh.row 1 --mesh.col 1.")
+                      remedy=f"Use {instead or 'the layers'} of ranvier.tensor.layers in its place, or set "
+                             "--mesh.row 1 --mesh.col 1.")
+
+
+_INSTEAD: dict[type[nn.Module], str] = {
+    nn.Linear: "Linear or ClassifierHead", nn.Embedding: "Embedding, PositionEmbedding or BiasTable",
+    nn.LayerNorm: "LayerNorm", nn.RMSNorm: "RMSNorm", nn.Conv1d: "DepthwiseConv1d"}
+"""A module of torch -> the layers that take its place."""
 
 
 # ---------------------------------------------------------------------- what several layers declare

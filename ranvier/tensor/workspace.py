@@ -24,13 +24,10 @@ class Workspace:
     def take(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
         """An uninitialised [*shape] of the dtype and on the device of `like`."""
         size, key = prod(shape), (name, like.dtype)
-        self._grow(key, size, like)
-        return self._buffers[key][:size].view(*shape)
-
-    def _grow(self, key: tuple[str, torch.dtype], size: int, like: Tensor) -> None:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < size or buffer.device != like.device:
-            self._buffers[key] = like.new_empty(size)
+            buffer = self._buffers[key] = like.new_empty(size)
+        return buffer[:size].view(*shape)
 
     def buffers(self) -> list[Tensor]:
         """All buffers, each flat."""
@@ -42,10 +39,11 @@ class Workspace:
 
     def take_one(self, number: int, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
         """One of the `BUFFERS` of a name. All of them are as large as the largest that was asked for of any."""
-        size = prod(shape)
-        for each in range(BUFFERS):
-            self._grow((f"{name} {each}", like.dtype), size, like)
-        return self._buffers[f"{name} {number}", like.dtype][:size].view(*shape)
+        buffer = self._buffers.get((f"{name} {number}", like.dtype))
+        if buffer is None or buffer.numel() < prod(shape) or buffer.device != like.device:
+            for each in range(BUFFERS):
+                self.take(f"{name} {each}", shape, like)
+        return self.take(f"{name} {number}", shape, like)
 
     def sizes(self) -> dict[tuple[str, torch.dtype], int]:
         """Bytes of each buffer."""

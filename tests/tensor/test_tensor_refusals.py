@@ -105,9 +105,10 @@ def test_megatron_has_no_rows(rows, cols, sharded):
 @pytest.mark.parametrize("ready", [False, True])
 @pytest.mark.parametrize(("build", "text"), [
     (partial(nn.Linear, 4, 4), "parameter b.layer.weight: belongs to a layer that cannot be split over rows and "
-                               "columns (got 'Sublayer'). Use the layers of ranvier.tensor.layers in its place, or set "
-                               "--mesh.row 1 --mesh.col 1."),
+                               "columns (got 'Sublayer'). Use Linear or ClassifierHead of ranvier.tensor.layers in its "
+                               "place, or set --mesh.row 1 --mesh.col 1."),
     (partial(nn.LayerNorm, 4), "parameter b.layer.weight: belongs to a layer that cannot be split"),
+    (partial(nn.Embedding, 4, 4), "Use Embedding, PositionEmbedding or BiasTable of ranvier.tensor.layers"),
     (partial(nn.Conv1d, 4, 4, 1), "parameter b.layer.weight: belongs to a layer that cannot be split"),
     (partial(nn.BatchNorm1d, 4), "parameter b.layer.weight: belongs to a layer that cannot be split"),
     (partial(nn.Dropout, 0.1), "block b.layer (nn.Dropout): draws different random numbers on each rank (got 0.1). "
@@ -132,7 +133,8 @@ def test_a_parameter_of_the_blocks_own():
             return x * self.scale
 
     refused(alone(Scaled), 1, 2, "stationary", ModelError,
-            "parameter b.layer.scale: belongs to a layer that cannot be split over rows and columns")
+            "parameter b.layer.scale: belongs to a layer that cannot be split over rows and columns (got 'Sublayer'). "
+            "Use Scale, Scalar or BiasTable of ranvier.tensor.layers")
 
 
 @pytest.mark.parametrize("build", [partial(nn.Dropout1d, 0.1), partial(nn.AlphaDropout, 0.1)],

@@ -30,6 +30,7 @@ from ranvier.tensor.columns.calls import argument, function_name, refuse_call
 from ranvier.tensor.columns.layout import ColumnLayout
 from ranvier.tensor.columns.names import (
     ALONG_DIMS,
+    IN_PLACE,
     LIKE_FIRST,
     OF_LOCAL,
     OF_WHOLE,
@@ -64,7 +65,7 @@ def dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
                 refuse_function(one)
             if layout is None or layout.dim is None:
                 layout = one.columns
-        elif one.requires_grad or isinstance(one, torch.nn.Parameter):
+        elif one.requires_grad or (type(one) is not Tensor and isinstance(one, torch.nn.Parameter)):
             _refuse_parameter(func, operands)
     if func in OF_LOCAL:
         return func(args[0].local, *args[1:], **kwargs)
@@ -75,6 +76,9 @@ def dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
     rule = _RULES.get(func)
     if rule is None:
         refuse_call(func, operands)
+    if rule is pointwise.pointwise and pointwise.are_alike(operands) and func not in pointwise.WHERE:
+        own, named = locals_of(args, kwargs)
+        return mark_all(func(*own, **named), layout, args[0] if func in IN_PLACE else None)
     return rule(func, args, kwargs)
 
 

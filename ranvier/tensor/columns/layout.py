@@ -58,6 +58,8 @@ class ColumnLayout(NamedTuple):
 
     def moved(self, dim: int, size: int | None = None, blocks: int | None = None) -> ColumnLayout:
         """The same layout with another sharded dim, which may have another global size."""
+        if dim == self.dim and size is None and blocks is None:
+            return self
         return ColumnLayout(self.mesh, dim, self.size if size is None else size,
                             self.blocks if blocks is None else blocks)
 

@@ -16,6 +16,7 @@ from ranvier.tensor.columns.layout import ColumnLayout, own_part_of, summed_grad
 from ranvier.tensor.columns.names import IN_PLACE
 from ranvier.tensor.columns.tensor import (
     Args,
+    ColumnTensor,
     Func,
     Kwargs,
     layout_of_tensor,
@@ -62,13 +63,30 @@ def convert(func: Func, one: Tensor, from_right: int, layout: ColumnLayout, oper
                     f"of a tensor with {size} of {layout.size} elements along the dim that is sharded over columns",
                     "Make it with the size that the tensor reports (each column then takes its shard), or like another "
                     "tensor: zeros_like(x).")
-    return own_part_of(one, one.dim() - from_right, layout)
+    dim = one.dim() - from_right
+    return own_part_of(one, dim, layout) if torch.is_grad_enabled() and one.requires_grad else layout.shard(one, dim)
+
+
+WHERE: tuple[Func, ...] = (torch.where, Tensor.where)
+"""Pointwise functions that are something else with a condition alone."""
+
+
+def are_alike(operands: Sequence[Tensor]) -> bool:
+    """Whether they are one sharded tensor, or have the same sizes and layout: shards are then computed as they are."""
+    first = operands[0]
+    if not isinstance(first, ColumnTensor) or first.columns.dim is None:
+        return False
+    for one in operands:
+        if one is not first and not (isinstance(one, ColumnTensor) and one.columns == first.columns
+                                     and one.local.shape == first.local.shape):
+            return False
+    return True
 
 
 def pointwise(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Functions whose every result depends on the elements at the same place of the operands."""
     operands = tensors_in((*args, *kwargs.values()) if kwargs else args)
-    if func in (torch.where, Tensor.where) and len(operands) < 2:
+    if func in WHERE and len(operands) < 2:
         refuse_call(func, operands, "of a condition alone")
     dims = max(one.dim() for one in operands)
     if func in IN_PLACE and (sharded_layout(args[0]) is None or args[0].dim() != dims):

@@ -41,7 +41,10 @@ class ColumnTensor(Tensor):
 
     @staticmethod
     def __new__(cls: type[ColumnTensor], local: Tensor, columns: ColumnLayout) -> ColumnTensor:
-        sizes = local.shape if columns.dim is None else columns.whole(local.shape)
+        sizes: Sequence[int] = local.shape
+        if columns.dim is not None:  # `columns.whole`, without its calls
+            sizes = list(sizes)
+            sizes[columns.dim] = columns.size
         # It always asks for a gradient, so that `Function.apply` gives a graph to whatever it returns.
         x: ColumnTensor = Tensor._make_wrapper_subclass(
             cls, sizes, dtype=local.dtype, device=local.device,
@@ -158,7 +161,7 @@ def locals_of(args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], Kwargs]:
 
 def mapped(call: Callable[[Any], Any], tree: Any) -> Any:
     """`tree` with `call` of each leaf, as `tree_map` has it, whose registry of containers costs more than the products
-    of a small layer: it is asked only about what is no plain container, tensor or None."""
+    of a small layer: it is asked only about what is no plain container, tensor, number or the like."""
     kind = type(tree)
     if kind is tuple:
         return tuple([mapped(call, one) for one in tree])
@@ -166,7 +169,11 @@ def mapped(call: Callable[[Any], Any], tree: Any) -> Any:
         return {name: mapped(call, one) for name, one in tree.items()}
     if kind is list:
         return [mapped(call, one) for one in tree]
-    return call(tree) if isinstance(tree, Tensor) else tree_map(call, tree)
+    return call(tree) if kind in _LEAVES or isinstance(tree, Tensor) else tree_map(call, tree)
+
+
+_LEAVES = frozenset({int, float, bool, complex, str, slice, type(None), type(...), torch.dtype, torch.device})
+"""Types that no registry needs to be asked about."""
 
 
 def layout_of_tensor(x: Tensor) -> ColumnLayout | None:

@@ -74,7 +74,7 @@ def _split_modules(module: nn.Module, mesh: TensorMesh, where: str, done: dict[n
                          value=getattr(module, "p", None),
                          remedy="Use ranvier.tensor.layers.Dropout, whose masks are keyed by place.")
     for name, _ in module.named_parameters(recurse=False):
-        raise unsplit_parameter(f"{where}.{name}", module)
+        raise unsplit_parameter(f"{where}.{name}", module, module)
     copied = done[module] = named_module(own_hooks(copy.copy(module)), where)
     copied._buffers = dict(module._buffers)
     copied._modules = {name: child and _split_modules(child, mesh, f"{where}.{name}", done, alone=False)

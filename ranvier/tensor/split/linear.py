@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -108,13 +108,13 @@ class SplitLinear(SplitLayer):
         """The parameters that are added to the product: as many as `weights`, or none."""
         return () if self.bias is None else (self.bias,)
 
-    @property
+    @cached_property  # each read of a parameter on the way is several calls
     def own_shape(self) -> torch.Size:
         """[out, in] of this rank's weight."""
         shape: torch.Size = self.weight.shape
         return shape
 
-    @property
+    @cached_property
     def weight_shape(self) -> torch.Size:
         """Of what `own_weight` returns."""
         features, width = self.own_shape

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -81,7 +82,7 @@ class SplitLinearGroup(SplitLinear):
         found = (self.get_submodule(name)._parameters.get(kind) for name in self._owned)
         return tuple(one for one in found if one is not None)
 
-    @property
+    @cached_property
     def own_shape(self) -> torch.Size:
         """[out, in] of the rows that this rank multiplies with."""
         features = sum(own.rows.stop - own.rows.start for own in self._owned.values())
