@@ -243,8 +243,8 @@ def pretrained_in(folder, *, vocab=300, **tokens):
 
 
 def test_a_tokenizer_must_have_the_tokens_of_the_pretrained_model(tmp_path):
-    def refusal(folder, tokenizer=None):
-        run = run_of(tmp_path, vocab=300, **({} if tokenizer is None else {"tokenizer": str(tokenizer)}))
+    def refusal(folder, vocab=300):
+        run = run_of(tmp_path, vocab=vocab)
         return problems(replace(run, model=replace(run.model, pretrained=str(folder))))
 
     assert refusal(pretrained_in(tmp_path / "same")) == []
@@ -252,7 +252,7 @@ def test_a_tokenizer_must_have_the_tokens_of_the_pretrained_model(tmp_path):
     assert (found.where, found.value) == ("data.tokenizer", str(tmp_path / "tok"))
     assert "'<|user|>'" in found.what or "'<|system|>'" in found.what
     assert "258" in found.what and "<|robot|>" in found.what
-    found, = refusal(pretrained_in(tmp_path / "small", vocab=260))
+    found, = refusal(pretrained_in(tmp_path / "small", vocab=260), Transformer.vocab)
     assert found.where == "data.tokenizer" and "261" in found.what and "260" in found.what
     fewer = pretrained_in(tmp_path / "fewer")
     document = json.loads((fewer / "tokenizer.json").read_text())
