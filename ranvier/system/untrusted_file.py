@@ -73,8 +73,16 @@ def read_bytes(path: Path, most_bytes: int, *, links: bool = True, own: bool = F
 
 
 def read_json(path: Path, most_bytes: int, *, links: bool = True, own: bool = False, unshared: bool = False) -> object:
-    """The JSON document in a file. As `read_bytes`, and as `parse_json`."""
-    return parse_json(read_bytes(path, most_bytes, links=links, own=own, unshared=unshared))
+    """The JSON document in a file. As `read_bytes`, and as `parse_json`; ValueError also for half of a surrogate pair,
+    which no library takes for a character."""
+    content = read_bytes(path, most_bytes, links=links, own=own, unshared=unshared)
+    found = parse_json(content)
+    if b"\\ud" in content.lower() or b"\0" in content:  # an escape, or UTF-16
+        try:
+            json.dumps(found, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("has half of a surrogate pair") from None
+    return found
 
 
 def read_toml(path: Path, most_bytes: int, *, own: bool = False) -> dict[str, Any]:

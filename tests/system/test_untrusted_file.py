@@ -71,6 +71,15 @@ def test_whatever_is_no_toml_is_a_value_error(content):
         parse_toml(content)
 
 
+@pytest.mark.parametrize("content", [b'{"a": "\\ud800"}', b'["\\uDFFF"]', '["\\ud800"]'.encode("utf-16")])
+def test_half_of_a_surrogate_pair_is_a_value_error(tmp_path, content):
+    (tmp_path / "x").write_bytes(content)
+    with pytest.raises(ValueError, match="surrogate"):
+        read_json(tmp_path / "x", 100)
+    (tmp_path / "x").write_bytes(b'["\\ud83d\\ude42"]')
+    assert read_json(tmp_path / "x", 100) == ["\U0001f642"]
+
+
 def test_documents_are_read():
     assert parse_json("[" * 150 + "]" * 150) and parse_json(b'{"a": Infinity}') == {"a": float("inf")}
     assert parse_toml('a.b.c = "1.2.3"\n# ' + "w." * 20) == {"a": {"b": {"c": "1.2.3"}}}
