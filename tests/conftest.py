@@ -7,8 +7,6 @@ import hypothesis
 import pytest
 import torch
 
-from ranvier.train import report
-
 os.environ.pop("COLUMNS", None)  # of the terminal that tests are started in
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
@@ -26,6 +24,8 @@ def one_thread():
 @pytest.fixture(scope="module", autouse=True)
 def no_pictures(request):
     """Drawing takes longer than training: runs leave pictures in files that are marked so."""
+    from ranvier.train import report  # not before the variables above are set
+
     with pytest.MonkeyPatch.context() as patch:
         if request.node.get_closest_marker("pictures") is None:
             for draw in ("draw_course", "draw_loss", "draw_timeline"):
