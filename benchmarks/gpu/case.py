@@ -1,16 +1,26 @@
-"""What the cases of `benchmarks.gpu.suite` have in common: the device, and the shapes that fit it."""
+"""What the cases of `benchmarks.gpu.suite` have in common: the device, its clock, and what they find.
+
+A case is a generator: each thing that it finds is a dict that JSON can hold, which the suite writes at once, so that a
+case that hangs or crashes later loses nothing. `ok` is False where a check has failed; `says` is for a person.
+"""
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 _Shape = TypeVar("_Shape")
+
+Finding = dict[str, Any]
+Findings = Iterator[Finding]
+"""What a case gives; `kind` names what is found where that is not the case."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +38,35 @@ class Options:
         return dry if self.dry_run else on_device
 
 
+def failure(error: BaseException) -> Finding:
+    """What is written of an error."""
+    lines = traceback.format_exception(error)
+    return {"ok": False, "error": f"{type(error).__name__}: {error}"[:1500],
+            "trace": "".join(lines).splitlines()[-14:]}
+
+
+def attempt(measure: Callable[[], Finding]) -> Finding:
+    """What `measure` finds, or why it failed: what else its case finds does not depend on it."""
+    try:
+        return measure()
+    except Exception as error:
+        return failure(error)
+    finally:
+        gc.collect()  # what an error's frames have held
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for what the device was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def peaks(device: torch.device) -> Finding:
+    """The most that this process has allocated and reserved on the device, in GiB."""
+    if device.type != "cuda":
+        return {}
+    return {"allocated_gib": torch.cuda.max_memory_allocated(device) / 2**30,
+            "reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30}
 
 
 def timed(call: Callable[[], object], device: torch.device, *, warm: int = 2, times: int = 5) -> float:

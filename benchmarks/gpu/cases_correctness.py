@@ -1,27 +1,41 @@
-"""Cases of `benchmarks.gpu.suite`, block 1: does it work on the device, and are the numbers right?"""
+"""Cases of `benchmarks.gpu.suite`: does it work on the device, and are the numbers right?"""
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
+import time
 import warnings
 from collections import Counter
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from unittest import mock
 
 import torch
 
-from benchmarks.gpu.case import Options, synchronize
-from benchmarks.gpu.programs import Program, batches, engine_of, losses, on_one_rank, seconds_after_kill, world_of_one
+from benchmarks.gpu.case import Finding, Findings, Options, attempt, synchronize
+from benchmarks.gpu.programs import (
+    Program,
+    batches,
+    engine_of,
+    environment,
+    losses,
+    losses_on_shared_device,
+    on_one_rank,
+    one_device_environment,
+    seconds_after_kill,
+    world_of_one,
+)
 from ranvier.launch.mpiexec import mpi_available
+from ranvier.mesh import Mesh
 from ranvier.testing.ranks import RanksFailed, run_processes, run_ranks
+from ranvier.train.determinism import deterministic_algorithms
 from ranvier.world import World
 
-ROOT = Path(__file__).parents[2]
-SMALL = Program(layers=4, hidden=256, heads=4, vocab=1024, sequence=128, steps=20, microbatches=4, samples=4)
+SMALL = Program(layers=2, hidden=64, heads=2, vocab=256, sequence=32, steps=6, microbatches=4, samples=4)
 TINY = Program(layers=1, steps=2)
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {}, "stream": {"optim": {"offload": "stream"}}, "host": {"optim": {"offload": "host"}},
@@ -35,27 +49,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 COMPILED: dict[str, dict[str, Any]] = {
     "compiled": {"compile": True}, "compiled, dropout": {"compile": True, "dropout": 0.1},
     "compiled, recompute": {"compile": True, "memory": {"recompute": 1}}}
-"""Variants that take minutes to compile: for pytest -m gpu."""
+"""Variants that take minutes to compile."""
+LIMITS = {"fp32": 2e-4, "fp64": 1e-11, "bf16": 3e-2}
+"""Precision -> the largest relative difference from the CPU that is no error."""
 MESHES: dict[str, dict[str, Any]] = {
     "pipe 2": {"mesh": {"pipe": 2}}, "data 2": {"mesh": {"data": 2}}, "col 2": {"mesh": {"col": 2}},
     "pipe 2, tied ends": {"mesh": {"pipe": 2}, "layers": 1},
     "pipe 2 x data 2": {"mesh": {"pipe": 2, "data": 2}}, "row 2 x col 2": {"mesh": {"row": 2, "col": 2}}}
-
-
-def gpu_tests(options: Options) -> dict[str, Any]:
-    """`pytest -m gpu`; a dry run looks whether there are such tests."""
-    folders = ["tests/gpu", "tests/optim/test_optimizer_on_cuda.py", "tests/models/test_next_token_loss.py",
-               "tests/elastic/test_cache_forward.py", "tests/tensor/test_dropout_kernel.py",
-               "tests/test_keyed_random.py", "tests/train/test_attention.py"]
-    assert all((ROOT / folder).exists() for folder in folders)
-    if options.dry_run:
-        return {"says": "not run"}
-    done = subprocess.run([sys.executable, "-m", "pytest", "-m", "gpu and not mpi", "-q", "-p", "no:cacheprovider",
-                           *folders], cwd=ROOT, capture_output=True, text=True, check=False)
-    tail = done.stdout.splitlines()[-12:]
-    if done.returncode:
-        raise RuntimeError("\n".join(tail))
-    return {"says": tail[-1]}
 
 
 def furthest(found: list[list[float]], expected: list[list[float]]) -> float:
@@ -64,50 +64,87 @@ def furthest(found: list[list[float]], expected: list[list[float]]) -> float:
                for row, other in zip(found, expected, strict=True) for one, two in zip(row, other, strict=True))
 
 
-def parity(options: Options) -> dict[str, Any]:
-    """Losses and norms against those of the CPU, in fp64 and fp32, with every setting that has code of its own here."""
-    base = options.sized(SMALL, TINY)
-    apart: dict[str, float] = {}
-    for precision, limit in (("fp64", 1e-11), ("fp32", 2e-4)):
-        for name in options.sized(list(VARIANTS), ["dropout"]):
-            program = replace(base, precision=precision, **VARIANTS[name])
-            found, expected = (on_one_rank(program, device) for device in (options.device, torch.device("cpu")))
-            apart[f"{precision} {name}"] = furthest(found, expected)
-            if apart[f"{precision} {name}"] > limit:
-                raise RuntimeError(f"{precision} {name} differs by {apart[f'{precision} {name}']:.2g}: {found}, not "
-                                   f"{expected}")
-    resident, *others = (on_one_rank(replace(base, precision="bf16", optim=optim), options.device)
-                         for optim in ({"offload": "none"}, VARIANTS["stream"]["optim"], VARIANTS["hybrid"]["optim"]))
-    for other in others:
-        if other != resident:
-            raise RuntimeError(f"offload gives {other}, none {resident}")
-    return {"differences": apart, "says": f"at most {max(apart.values()):.1e} from the CPU"}
+def parity(options: Options, *variants: str) -> Findings:
+    """Losses and norms beside those of the CPU, with every setting that has code of its own here."""
+    def compare(program: Program) -> Finding:
+        expected = on_one_rank(replace(program, compile=False), torch.device("cpu"))
+        found = on_one_rank(program, options.device)
+        apart = furthest(found, expected)
+        return {"apart": apart, "ok": apart < LIMITS[program.precision], "loss": [found[0][0], found[-1][0]],
+                "expected": [expected[0][0], expected[-1][0]]}
+
+    base, known = options.sized(SMALL, TINY), VARIANTS | COMPILED
+    for precision in options.sized(list(LIMITS), ["bf16"]):
+        for name in variants or VARIANTS:
+            program = replace(base, precision=precision, **known[name])
+            program = replace(program, compile=options.sized(program.compile, False))
+            yield {"precision": precision, "variant": name, **attempt(lambda program=program: compare(program))}
 
 
-def repeat(options: Options) -> dict[str, Any]:
+def placements(options: Options) -> Findings:
+    """Where optimizer states are held changes no bit."""
+    def losses_with(optim: dict[str, Any]) -> list[list[float]]:
+        return on_one_rank(replace(options.sized(SMALL, TINY), precision="bf16", optim=optim), options.device)
+
+    resident = losses_with({"offload": "none"})
+    for name in ("stream", "hybrid"):
+        same = losses_with(VARIANTS[name]["optim"]) == resident
+        yield {"placement": name, "same_bits": same, "ok": same}
+
+
+def repeat(options: Options) -> Findings:
     """Whether the same run has the same bits twice, without and with deterministic algorithms."""
-    program = replace(options.sized(SMALL, TINY), precision="bf16")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    same = {}
-    for deterministic in (False, True):
-        torch.use_deterministic_algorithms(deterministic)
+    base = replace(options.sized(replace(SMALL, sequence=512, hidden=256), TINY), precision="bf16")
+    for offload in options.sized(("none", "stream"), ("stream",)):
+        program = replace(base, optim={"offload": offload})
+        for wanted in (False, True):
+            with deterministic_algorithms(wanted):
+                one, two = (on_one_rank(program, options.device) for _ in range(2))
+            yield {"offload": offload, "deterministic": wanted, "same_bits": one == two, "ok": one == two or not wanted}
+
+
+@dataclass(frozen=True)
+class HostWaits:
+    """What made the host wait, by line of code."""
+
+    operations: Counter[str] = field(default_factory=Counter)
+    """Operations that wait for all that the device was given, as torch's debug mode reports them."""
+    events: Counter[str] = field(default_factory=Counter)
+    """Waits for an event, a stream or the device, of which that mode knows nothing."""
+
+
+@contextmanager
+def host_waits() -> Iterator[HostWaits]:
+    """Notes what makes the host wait inside."""
+    found = HostWaits()
+
+    def counting(wait: Any) -> Any:
+        def counted(*args: Any, **named: Any) -> Any:
+            frame = sys._getframe(1)
+            found.events[f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"] += 1
+            return wait(*args, **named)
+        return counted
+
+    with ExitStack() as patches, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for owner, name in ((torch.cuda.Event, "synchronize"), (torch.cuda.Stream, "synchronize"),
+                            (torch.cuda, "synchronize")):
+            patches.enter_context(mock.patch.object(owner, name, counting(getattr(owner, name))))
+        torch.cuda.set_sync_debug_mode("warn")
         try:
-            same[deterministic] = on_one_rank(program, options.device) == on_one_rank(program, options.device)
+            yield found
         finally:
-            torch.use_deterministic_algorithms(False)
-    if not same[True]:
-        raise RuntimeError("two runs differ with deterministic algorithms")
-    return {"same_bits": same[False], "same_bits_deterministic": same[True],
-            "says": f"bit-identical without deterministic algorithms: {same[False]}; with: {same[True]}"}
+            torch.cuda.set_sync_debug_mode("default")
+            found.operations.update(f"{Path(one.filename).name}:{one.lineno}" for one in caught)
 
 
-def syncs(options: Options) -> dict[str, Any]:
+def syncs(options: Options) -> Findings:
     """Host waits in a step of four microbatches, by the line that waits; with clipping and the default guard, from
     inputs on the device."""
     program = replace(options.sized(SMALL, TINY), precision="bf16", steps=3, microbatches=4, optim={"clip_norm": 1.0})
-    world = world_of_one(options.device)
-    counts: Counter[str] = Counter()
-    with engine_of(program, world) as engine:
+    waits = HostWaits()
+    with engine_of(program, world_of_one(options.device)) as engine:
         for step, given in enumerate(batches(program, engine.mesh, 0)):
             batch = [replace(one, inputs=one.inputs.to(options.device), targets=one.targets.to(options.device))
                      for one in given]
@@ -115,108 +152,60 @@ def syncs(options: Options) -> dict[str, Any]:
             if step < 2 or options.dry_run:
                 engine.train_batch(batch)
                 continue
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                torch.cuda.set_sync_debug_mode("warn")
-                try:
-                    engine.train_batch(batch)
-                finally:
-                    torch.cuda.set_sync_debug_mode("default")
-            counts.update(f"{Path(one.filename).name}:{one.lineno}" for one in caught)
-    return {"waits": dict(counts), "says": f"{sum(counts.values())} host waits in a step: {dict(counts)}"}
+            with host_waits() as waits:
+                engine.train_batch(batch)
+    yield {"operations": dict(waits.operations), "events": dict(waits.events), "ok": not waits.operations,
+           "says": f"{waits.operations.total()} operations in a step wait for the device, and "
+                   f"{waits.events.total()} calls for an event"}
 
 
-def _on_ranks(program: Program, size: int, options: Options, target: str = "on_shared_device", *more: object
-              ) -> list[Any]:
-    """The program on ranks that share the device; in a dry run on threads."""
-    if options.dry_run:
-        return run_ranks(lambda world: losses(world, asdict(program)), size)
-    return run_processes(f"benchmarks.gpu.programs:{target}", size, "torch", args=[asdict(program), *more],
-                         device="cuda", timeout_seconds=60.0)
-
-
-def nccl_one_gpu(options: Options) -> dict[str, Any]:
-    """Meshes of two and four ranks that share the device, against one rank on it."""
-    base = replace(options.sized(SMALL, TINY), steps=options.sized(10, 2))
-    apart, failed = {}, {}
-    for name in options.sized(list(MESHES), ["pipe 2"]):
-        program = replace(base, **MESHES[name])
-        expected = on_one_rank(replace(program, mesh={}), options.device)
-        size = 1
-        for count in program.mesh.values():
-            size *= count
-        try:
-            apart[name] = max(furthest(found, expected) for found in _on_ranks(program, size, options))
-        except RanksFailed as error:
-            failed[name] = str(error)[-600:]
-    if failed or max(apart.values()) > 1e-3:
-        raise RuntimeError(f"{failed or apart}")
-    return {"differences": apart, "says": f"at most {max(apart.values()):.1e} from one rank"}
-
-
-def mpi_one_gpu(options: Options) -> dict[str, Any]:
-    """Two stages that share the device: messages over MPI, through pinned memory, and collectives over NCCL."""
-    problem = mpi_available()
-    if problem is not None and not options.dry_run:
-        return {"says": f"not run: {problem}"}
-    program = replace(options.sized(SMALL, TINY), steps=options.sized(10, 2), mesh={"pipe": 2})
+def ranks(options: Options, mesh: str, transport: Literal["torch", "mpi+torch"] = "torch") -> Findings:
+    """Ranks that share the device, against one rank on it; in a dry run threads. mpi+torch: messages over MPI, through
+    pinned memory, and collectives over NCCL."""
+    if transport != "torch" and not options.dry_run and (problem := mpi_available()) is not None:
+        yield {"mesh": mesh, "transport": transport, "says": f"not run: {problem}"}
+        return
+    program = replace(options.sized(SMALL, TINY), precision="fp32", **MESHES[mesh])
     expected = on_one_rank(replace(program, mesh={}), options.device)
+    began = time.monotonic()
     if options.dry_run:
-        rows = run_ranks(lambda world: losses(world, asdict(program)), 2)
+        found = run_ranks(lambda world: losses(world, asdict(program)), Mesh(**program.mesh).size)
     else:
-        rows = run_processes("benchmarks.gpu.programs:on_shared_device", 2, "mpi+torch", args=[asdict(program)],
-                             device="cuda", timeout_seconds=90.0)
-    apart = max(furthest(found, expected) for found in rows)
-    if apart > 1e-3:
-        raise RuntimeError(f"{apart} from one rank")
-    return {"difference": apart, "says": f"{apart:.1e} from one rank"}
+        found = losses_on_shared_device(program, transport, timeout_seconds=50.0)
+    apart = max(furthest(one, expected) for one in found)
+    yield {"mesh": mesh, "transport": transport, "apart": apart, "ok": apart < 1e-3,
+           "seconds": time.monotonic() - began}
 
 
-@contextmanager
-def _environment(**variables: str) -> Any:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def lazy(options: Options) -> dict[str, Any]:
+def lazy(options: Options) -> Findings:
     """Starts that may hang: kernels loaded at their first use, forced waits after each send, cudaFree in the step."""
     program = replace(TINY, mesh={"pipe": 2}, steps=3, microbatches=4)
-    ended: Counter[str] = Counter()
-    ways = (("LAZY", "none", options.sized(10, 1)), ("EAGER", "none", options.sized(3, 1)),
-            ("LAZY", "synchronize", options.sized(3, 1)), ("EAGER", "free", options.sized(3, 1)))
-    for loading, stress, times in ways:
-        with _environment(CUDA_MODULE_LOADING=loading):
-            for _ in range(times):
-                try:
-                    if options.dry_run:
-                        run_ranks(lambda world, stress=stress: stressed(world, asdict(program), stress), 2)
-                    else:
-                        run_processes("benchmarks.gpu.cases_correctness:stressed", 2, "torch", device="cuda",
-                                      args=[asdict(program), stress], timeout_seconds=30.0)
-                    ended[f"{loading} {stress}: ended"] += 1
-                except RanksFailed:
-                    ended[f"{loading} {stress}: HUNG"] += 1
-    if any("HUNG" in name for name in ended):
-        raise RuntimeError(str(dict(ended)))
-    return {"ended": dict(ended), "says": str(dict(ended))}
+    for loading, stress, times in (("LAZY", "none", options.sized(10, 1)), ("EAGER", "none", options.sized(3, 1)),
+                                   ("LAZY", "synchronize", options.sized(3, 1)),
+                                   ("EAGER", "free", options.sized(3, 1))):
+        for _ in range(times):
+            try:
+                with environment(CUDA_MODULE_LOADING=loading):
+                    _stressed_ranks(program, stress, options)
+                found: Finding = {"ended": "well", "ok": True}
+            except RanksFailed as error:
+                found = {"ended": "hung" if error.hung else "crashed", "ok": False, "error": str(error)[-1500:]}
+            yield {"loading": loading, "stress": stress, **found}
+
+
+def _stressed_ranks(program: Program, stress: str, options: Options) -> None:
+    if options.dry_run:
+        run_ranks(lambda world: stressed(world, asdict(program), stress), 2)
+    else:
+        run_processes("benchmarks.gpu.cases_correctness:stressed", 2, "torch", device="cuda",
+                      args=[asdict(program), stress], timeout_seconds=30.0)
 
 
 def stressed(world: World, row: dict[str, Any], stress: str) -> list[list[float]]:
     """`losses`, with a wait for the whole device after each message (synchronize), or memory that is given back to the
     driver at each allocation (free)."""
-    from benchmarks.gpu.programs import one_device_environment
-
     if world.device.type == "cuda":
-        os.environ.update({name: value for name, value in one_device_environment(world.rank).items()
-                           if name != "CUDA_MODULE_LOADING"})
+        os.environ.update(one_device_environment(world.rank))
     make = world.backend.transport
 
     def transport(purpose: str) -> Any:
@@ -237,7 +226,8 @@ def stressed(world: World, row: dict[str, Any], stress: str) -> list[list[float]
     return losses(world, row)
 
 
-def kill(options: Options) -> dict[str, Any]:
-    """Seconds from the kill of a rank in a step until the other one has ended by itself."""
-    seconds = seconds_after_kill(replace(options.sized(SMALL, TINY), mesh={"pipe": 2}, steps=200), options.device.type)
-    return {"ended_after": seconds, "says": f"start, kill and end took {seconds:.1f} s"}
+def kill(options: Options) -> Findings:
+    """Seconds in which two ranks start, one is killed in a step, and the other one ends by itself."""
+    program = replace(options.sized(SMALL, TINY), precision="fp32", mesh={"pipe": 2}, steps=200)
+    seconds = seconds_after_kill(program, options.device.type)
+    yield {"ended_after": seconds, "says": f"start, kill and end took {seconds:.1f} s"}

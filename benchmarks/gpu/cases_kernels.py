@@ -1,4 +1,4 @@
-"""Cases of `benchmarks.gpu.suite`, block 2: kernels of a model's layers, each beside what it replaces."""
+"""Cases of `benchmarks.gpu.suite`: kernels of a model's layers, each beside what it replaces."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.gpu.case import Options, interleaved, synchronize, timed
-from benchmarks.gpu.cases_speed import DRY, SHAPES, peak_of, step_seconds, utilisation
+from benchmarks.gpu.case import Findings, Options, synchronize, timed
+from benchmarks.gpu.cases_speed import shape_named
 from benchmarks.gpu.layers import PlainLayer
-from benchmarks.gpu.programs import on_one_rank
 from benchmarks.tensor.stem import Stem
 from ranvier import keyed_random
 from ranvier.block import Initial, initialise
@@ -19,39 +18,23 @@ from ranvier.config.resolve import resolve
 from ranvier.config.run import Batch, Run
 from ranvier.tensor import keyed_dropout
 from ranvier.tensor.deferred_linear import add_gradients, padded_rows_product
-from ranvier.tensor.float8 import forward_product
+from ranvier.tensor.float8 import forward_product, runs_on_cpu
 from ranvier.train.attention import kernel_seconds
 
 
-def compiled(options: Options) -> dict[str, Any]:
-    """A step with blocks compiled and not, in turns, and how far apart their losses are."""
-    rows: dict[str, Any] = {}
-    ways = options.sized((False, True), (False,))
-    shapes = options.sized({name: SHAPES[name] for name in ("1.3B, microbatch 8", "6.7B, microbatch 2")}, {"tiny": DRY})
-    for name, program in shapes.items():
-        seconds = interleaved([lambda program=program, how=how: step_seconds(
-            replace(program, compile=how), options.device) for how in ways], options.sized(2, 1))
-        rows[name] = {("compiled" if how else "eager"): utilisation(program, value, peak_of(options))["mfu"]
-                      for how, value in zip(ways, seconds, strict=True)}
-    small = replace(DRY, precision="fp32", steps=options.sized(20, 2))
-    curves = [on_one_rank(replace(small, compile=how), options.device) for how in ways]
-    apart = max(abs(one[0] - two[0]) for one, two in zip(curves[0], curves[-1], strict=True))
-    return {"mfu": rows, "losses_apart": apart, "says": f"{rows}; losses apart by {apart:.1e}"}
-
-
-def attention_kernels(options: Options) -> dict[str, Any]:
+def attention_kernels(options: Options) -> Findings:
     """Forward and backward of attention by each kernel, at the lengths where they differ."""
     rows = {}
-    for name, program in options.sized({
-            "2048": SHAPES["1.3B, microbatch 8"], "8192": replace(SHAPES["1.3B, microbatch 8"], sequence=8192,
-                                                                  samples=2)}, {"tiny": DRY}).items():
+    usual = shape_named("1.3B-8", options)
+    for name, program in options.sized({"2048": usual, "8192": replace(usual, sequence=8192, samples=2)},
+                                       {"tiny": usual}).items():
         run = resolve(Run(model=program.transformer, precision="bf16", batch=Batch(microbatch_size=program.samples)))
         rows[name] = kernel_seconds(run, options.device) if options.device.type == "cuda" else {"math": 0.0}
-    return {"times": rows, "says": "; ".join(f"{name}: {min(row, key=lambda kernel: row[kernel])}"
+    yield {"times": rows, "says": "; ".join(f"{name}: {min(row, key=lambda kernel: row[kernel])}"
                                                for name, row in rows.items() if row)}
 
 
-def linear_kernels(options: Options) -> dict[str, Any]:
+def linear_kernels(options: Options) -> Findings:
     """Products into fp32 gradients, and logits in padded rows, each beside the plain operations. bf16."""
     device, (tokens, hidden, vocab) = options.device, options.sized((16384, 2048, 50257), (16, 32, 131))
     layer = nn.Linear(hidden, 4 * hidden, bias=False, device=device, dtype=torch.bfloat16)
@@ -77,10 +60,10 @@ def linear_kernels(options: Options) -> dict[str, Any]:
     rows = {name: timed(call, device) for name, call in {
         "gradient, one kernel": lambda: add_gradients(layer.weight, None, x, dy), "gradient, product and sum": apart,
         "logits, padded rows": padded, "logits, plain": plain}.items()}
-    return {"times": rows, "says": ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in rows.items())}
+    yield {"times": rows, "says": ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in rows.items())}
 
 
-def random_numbers(options: Options) -> dict[str, Any]:
+def random_numbers(options: Options) -> Findings:
     """Initial weights drawn on the device, in seconds per billion, and dropout's kernel beside torch's operations."""
     device, side = options.device, options.sized(1 << 14, 64)
     weights = torch.empty(side, side, device=device)
@@ -98,15 +81,14 @@ def random_numbers(options: Options) -> dict[str, Any]:
     rows = {"kernel": timed(lambda: drop(keyed_dropout.dropout), device),
             "operations": timed(lambda: drop(keyed_random.dropout), device)}
     synchronize(device)
-    if not torch.equal(masks[0], masks[-1]):
-        raise RuntimeError("the kernel's dropout is not that of torch's operations")
     billion = drawing / side**2 * 1e9
-    return {"seconds_per_billion_weights": billion, "share_that_differs": wrong, "dropout_seconds": rows,
+    yield {"seconds_per_billion_weights": billion, "share_that_differs": wrong, "dropout_seconds": rows,
+           "ok": torch.equal(masks[0], masks[-1]),
             "says": f"{billion:.2f} s per billion weights, {wrong:.1e} of them another fp32 number than the CPU's; "
                     f"dropout {1e3 * rows['kernel']:.2f} ms, by operations {1e3 * rows['operations']:.2f} ms"}
 
 
-def cuda_graphs(options: Options) -> dict[str, Any]:
+def cuda_graphs(options: Options) -> Findings:
     """An experiment: a stage of fixed shape as a CUDA graph, forward and backward, beside the same without one."""
     device, rows = options.device, {}
     for name, (hidden, samples) in options.sized({"350M": (1024, 1), "1.3B": (2048, 1)}, {"tiny": (32, 1)}).items():
@@ -119,14 +101,17 @@ def cuda_graphs(options: Options) -> dict[str, Any]:
             ways["graph"] = torch.cuda.make_graphed_callables(layers, (x,))
         rows[name] = {way: timed(lambda call=call, x=x: call(x).backward(x.detach()), device)
                       for way, call in ways.items()}
-    return {"times": rows, "says": "; ".join(
+    yield {"times": rows, "says": "; ".join(
         f"{name}: " + ", ".join(f"{way} {1e3 * seconds:.2f} ms" for way, seconds in row.items())
         for name, row in rows.items())}
 
 
-def float8(options: Options) -> dict[str, Any]:
+def float8(options: Options) -> Findings:
     """The product of a linear layer in float8 (`--model.float8`) beside bf16, and how far off it is."""
     device, (tokens, hidden) = options.device, options.sized((16384, 4096), (16, 32))
+    if device.type == "cpu" and not runs_on_cpu():
+        yield {"says": "not run: this torch has no products in float8 on a CPU"}
+        return
     x, weight = (torch.randn(size, hidden, device=device, dtype=torch.bfloat16) for size in (tokens, 4 * hidden))
 
     def product() -> torch.Tensor:
@@ -137,5 +122,5 @@ def float8(options: Options) -> dict[str, Any]:
             "bf16": timed(lambda: x.mm(weight.t()), device)}
     exact = x.float().mm(weight.t().float())
     error = float((product().float() - exact).norm() / exact.norm())
-    return {"times": rows, "relative_error": error, "says": f"relative error {error:.1e}, " + ", ".join(
+    yield {"times": rows, "relative_error": error, "says": f"relative error {error:.1e}, " + ", ".join(
         f"{name} {1e3 * seconds:.2f} ms" for name, seconds in rows.items())}

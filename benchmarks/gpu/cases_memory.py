@@ -1,17 +1,16 @@
-"""Cases of `benchmarks.gpu.suite`, block 3: memory, offload, overlap, and how far the host runs ahead."""
+"""Cases of `benchmarks.gpu.suite`: memory, offload, overlap, and how far the host runs ahead."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
 from statistics import median
-from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu import memory as sizes_that_fit
-from benchmarks.gpu.case import Options, synchronize
+from benchmarks.gpu.case import Findings, Options, failure, peaks, synchronize
+from benchmarks.gpu.device_events import covered_length, device_events
 from benchmarks.gpu.programs import Program, batches, engine_of, world_of_one
 from ranvier.config.resolve import Facts, resolve
 from ranvier.config.run import Batch, Launch, Memory, Optim, Run
@@ -26,7 +25,7 @@ _350M = Program(layers=24, hidden=1024, heads=16, vocab=50304, sequence=1024, pr
 DRY = Program(layers=1, precision="bf16", steps=3)
 
 
-def pinned(options: Options) -> dict[str, Any]:
+def pinned(options: Options) -> Findings:
     """What 20.1 GiB of pinned memory take, by torch's allocator and registered, and how long that is."""
     elements = int(options.sized(20.1, 1e-6) * 2**28)
     found: dict[str, float] = {}
@@ -48,30 +47,29 @@ def pinned(options: Options) -> dict[str, Any]:
         torch.zeros(elements, pin_memory=True)
         found["allocator_seconds"] = time.perf_counter() - began
         found["allocator_gib"] = (sizes_that_fit.pinned_bytes() or 0) / 2**30
-    return {**found, "says": f"registered in {found.get('registered_seconds', 0):.1f} s; torch's allocator took "
+    yield {**found, "says": f"registered in {found.get('registered_seconds', 0):.1f} s; torch's allocator took "
                              f"{found.get('allocator_gib', 0):.1f} GiB"}
 
 
-def sizes(options: Options) -> dict[str, Any]:
-    """The largest GPT by where optimizer states are; `benchmarks.gpu.memory` writes the details to a file."""
-    if options.dry_run:
-        asked = sizes_that_fit.parse(["--hidden", "128", "--vocab", "64", "--sequence", "16"])
-        config, rows = sizes_that_fit.config_of(1, asked), {}
-        for name in ("none", "stream-half-d3"):
-            found = sizes_that_fit.try_ours(config, sizes_that_fit.SETTINGS[name], options.device)
-            rows[name] = found["step_seconds"]
-        return {"step_seconds": rows, "says": "one size each"}
-    asked = sizes_that_fit.parse(["--minutes", "5", "--hidden", "4096", "--start-layers", "24", "--only", "none",
-                                  "stream-half-d1", "stream-half-d3", "host"])
-    rows = sizes_that_fit.measure(asked)
-    return {"rows": rows, "says": "; ".join(f"{row['setting']} {row['largest']['parameters'] / 1e9:.2f} B"
-                                            for row in rows if "largest" in row)}
+def fits(options: Options, setting: str, layers: int) -> Findings:
+    """Whether a GPT of hidden 4096 and sequence 1024 with so many layers trains, where every layer is recomputed."""
+    asked = sizes_that_fit.parse(options.sized(["--hidden", "4096"],
+                                               ["--hidden", "128", "--vocab", "64", "--sequence", "16"]))
+    config = sizes_that_fit.config_of(options.sized(layers, 1), asked)
+    row = {"setting": setting, "layers": layers, "parameters": sizes_that_fit.count_parameters(config)}
+    began = time.monotonic()
+    try:
+        found = sizes_that_fit.try_ours(config, sizes_that_fit.SETTINGS[setting], options.device)
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        yield {**row, **failure(error), **peaks(options.device)}
+        return
+    yield {**row, "seconds": time.monotonic() - began,
+           "pinned": options.sized(sizes_that_fit.pinned_bytes, lambda: None)(), **found, **peaks(options.device)}
 
 
-def predict(options: Options) -> dict[str, Any]:
+def predict(options: Options) -> Findings:
     """Predicted against measured bytes, by offload, recomputation and microbatch."""
     base, device = options.sized(_350M, DRY), options.device
-    rows, apart = {}, []
     for offload, recompute, samples in options.sized(
             (("none", "none", 2), ("none", "none", 8), ("none", 1, 2), ("stream", "none", 2), ("hybrid", "none", 2),
              ("host", 1, 8)),
@@ -96,12 +94,11 @@ def predict(options: Options) -> dict[str, Any]:
                 row |= {"allocated": torch.cuda.max_memory_allocated(device),
                         "reserved": torch.cuda.max_memory_reserved(device),
                         "outside": total - free - torch.cuda.memory_reserved(device)}
-                apart.append(row["predicted"] / row["allocated"] - 1)
-        rows[f"{offload}, recompute {recompute}, {samples} samples"] = row
-    return {"rows": rows, "says": "predicted over allocated: " + ", ".join(f"{one:+.1%}" for one in apart)}
+                row["predicted_over_allocated"] = row["predicted"] / row["allocated"]
+        yield {"offload": offload, "recompute": recompute, "samples": samples, **row}
 
 
-def offload_overlap(options: Options) -> dict[str, Any]:
+def offload_overlap(options: Options) -> Findings:
     """How much of the copies of streamed states the update and the other copies cover, by the device's own times."""
     program = replace(options.sized(_350M, DRY), optim={"offload": "stream"})
     device = options.device
@@ -110,32 +107,20 @@ def offload_overlap(options: Options) -> dict[str, Any]:
         for batch in steps[:-1]:
             engine.train_batch(batch)
         synchronize(device)
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-        with profile(activities=activities) as profiled:
-            engine.train_batch(steps[-1])
-            synchronize(device)
+        events = device_events(lambda: engine.train_batch(steps[-1]), device)
     intervals: dict[str, list[tuple[float, float]]] = {"in": [], "out": []}
-    for event in profiled.events():
-        way = {"memcpy htod": "in", "memcpy dtoh": "out"}.get(event.name.lower()[:11])
+    for name, start, stop in events:
+        way = {"memcpy htod": "in", "memcpy dtoh": "out"}.get(name.lower()[:11])
         if way is not None:
-            intervals[way].append((event.time_range.start, event.time_range.end))
+            intervals[way].append((start, stop))
     into, out = (covered_length(intervals[way]) for way in ("in", "out"))
     both = into + out - covered_length(intervals["in"] + intervals["out"])
     share = both / min(into, out) if min(into, out) else 0.0
-    return {"in_ms": into / 1e3, "out_ms": out / 1e3, "share_at_once": share,
+    yield {"in_ms": into / 1e3, "out_ms": out / 1e3, "share_at_once": share,
             "says": f"copies in {into / 1e3:.1f} ms, out {out / 1e3:.1f} ms, {share:.0%} of the smaller at once"}
 
 
-def covered_length(intervals: list[tuple[float, float]]) -> float:
-    """The length of the union of these intervals."""
-    covered, until = 0.0, float("-inf")
-    for start, stop in sorted(intervals):
-        covered += max(0.0, stop - max(start, until))
-        until = max(until, stop)
-    return covered
-
-
-def run_ahead(options: Options) -> dict[str, Any]:
+def run_ahead(options: Options) -> Findings:
     """The device's spans of a step's actions (the timeline's) against the time the host takes to launch them."""
     program = replace(options.sized(_350M, DRY), microbatches=4)
     with engine_of(program, world_of_one(options.device)) as engine:
@@ -150,6 +135,6 @@ def run_ahead(options: Options) -> dict[str, Any]:
         windows += engine.timeline.begin_step()  # the last step's, on a device
         spans = windows[-1].spans
     worked = sum(span.seconds for span in spans if span.category in ("forward", "backward", "weight", "optimizer"))
-    return {"launch_seconds": median(launched), "device_seconds": worked,
+    yield {"launch_seconds": median(launched), "device_seconds": worked,
             "says": f"the host launched a step in {1e3 * median(launched):.1f} ms, the device worked "
                     f"{1e3 * worked:.1f} ms"}

@@ -1,20 +1,24 @@
-"""Cases of `benchmarks.gpu.suite`, blocks 1 and 2: what the device can do, and what share of it a step reaches."""
+"""Cases of `benchmarks.gpu.suite`: what the device can do, and what share of it a step reaches."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+import os
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.case import Options, interleaved, synchronize, timed
+from benchmarks.gpu.case import Finding, Findings, Options, interleaved, peaks, synchronize, timed
+from benchmarks.gpu.device_events import covered_length, device_events, kernel_class
 from benchmarks.gpu.layers import PlainLayer
 from benchmarks.gpu.memory import measure_link, model_on
 from benchmarks.gpu.programs import Program, batches, world_of_one
@@ -25,22 +29,35 @@ from ranvier.data.loader import Loader
 from ranvier.data.sampler import Sampler
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
+from ranvier.system.machine import available_memory_bytes
 from ranvier.train.peak import matrix_product_rate
 
-_1B = Program(layers=24, hidden=2048, heads=16, vocab=50304, sequence=2048, precision="bf16", steps=8, microbatches=4,
+How = Literal["eager", "compiled"]
+
+_1B = Program(layers=24, hidden=2048, heads=16, vocab=50304, sequence=2048, precision="bf16", steps=5, microbatches=4,
               samples=8, optim={"offload": "none"})
-_3B = replace(_1B, layers=32, hidden=2560, heads=20, samples=4)
-_7B = replace(_1B, layers=32, hidden=4096, heads=32, samples=2)
+_3B = replace(_1B, layers=32, hidden=2560, heads=20)
+_4B = replace(_1B, layers=17, hidden=4096, heads=32)
+_7B = replace(_4B, layers=32)
+_HALF = {"offload": "none", "accumulate": "half"}
 SHAPES: dict[str, Program] = {
-    "1.3B, microbatch 4": replace(_1B, samples=4), "1.3B, microbatch 8": _1B, "1.3B, microbatch 16": replace(
-        _1B, samples=16), "2.7B, microbatch 4": _3B, "6.7B, microbatch 1": replace(_7B, samples=1),
-    "6.7B, microbatch 2": _7B, "6.7B, recompute, microbatch 8": replace(_7B, samples=8, memory={"recompute": 1}),
-    "1.3B, dropout 0.1": replace(_1B, dropout=0.1), "1.3B, vocabulary 50257": replace(_1B, vocab=50257)}
-DRY = Program(layers=1, precision="bf16", steps=2, microbatches=2, optim={"offload": "none"})
-_CLASSES = (("attention", ("flash", "attention", "fmha", "sdpa")), ("product", ("gemm", "mm", "xmma", "cutlass")),
-            ("norm", ("layer_norm", "layernorm")), ("loss", ("softmax", "nll")), ("gelu", ("gelu",)),
-            ("optimizer", ("adam",)), ("copy", ("memcpy", "memset", "copy", "fill")), ("reduction", ("reduce", "sum")),
-            ("elementwise", ("elementwise", "add", "mul")))
+    "1.3B-2": replace(_1B, samples=2), "1.3B-4": replace(_1B, samples=4), "1.3B-8": _1B,
+    "1.3B-8-dropout": replace(_1B, dropout=0.1), "1.3B-8-vocab-50257": replace(_1B, vocab=50257),
+    "2.7B-2": replace(_3B, samples=2), "2.7B-4": replace(_3B, samples=4), "3.6B-1": replace(_4B, samples=1),
+    "3.6B-2-half": replace(_4B, samples=2, optim=_HALF),
+    "3.6B-8-recompute": replace(_4B, layers=16, memory={"recompute": 1}, optim=_HALF)}
+"""Billions of parameters and samples in a microbatch: what fits 80 GB."""
+LARGE_SHAPES: dict[str, Program] = {
+    "1.3B-16": replace(_1B, samples=16), "6.7B-1": replace(_7B, samples=1), "6.7B-2": replace(_7B, samples=2),
+    "6.7B-8-recompute": replace(_7B, memory={"recompute": 1})}
+"""What needs 141 GB."""
+DRY = Program(layers=1, precision="bf16", steps=3, microbatches=2, optim={"offload": "none"})
+
+
+def shape_named(name: str, options: Options) -> Program:
+    """One of the shapes, as it fits the device."""
+    program: Program = options.sized((SHAPES | LARGE_SHAPES)[name], DRY)
+    return program
 
 
 def peak_of(options: Options) -> float:
@@ -50,26 +67,27 @@ def peak_of(options: Options) -> float:
     return published_peak(torch.cuda.get_device_name(options.device), "bf16") or 1e15
 
 
-def facts(options: Options) -> dict[str, Any]:
-    """The device, its link to the host, and products of the real shapes on random data."""
+def facts(options: Options) -> Findings:
+    """The machine and its device, the link to the host, and products of the real shapes on random data."""
     device, dtype = options.device, torch.bfloat16
-    found: dict[str, Any] = {"torch": torch.__version__, "square_product_tflops":
-                             matrix_product_rate(device, dtype, options.sized(0.5, 0.01)) / 1e12}
+    found: Finding = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count(),
+                      "available_gib": available_memory_bytes() / 2**30}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found |= {"device": properties.name, "memory_gib": properties.total_memory / 2**30,
-                  "nccl": ".".join(map(str, torch.cuda.nccl.version())), "link_gb_per_second": {
-                      way: rate / 1e9 for way, rate in measure_link(device).items()}}
-    rates = {}
-    for tokens, hidden in options.sized(((4096, 2048), (16384, 2048), (4096, 4096), (16384, 4096)), ((16, 32),)):
-        for factor in (3, 4):
-            a = torch.randn(tokens, hidden, device=device, dtype=dtype)
-            b = torch.randn(hidden, factor * hidden, device=device, dtype=dtype)
-            seconds = timed(lambda a=a, b=b: a @ b, device)
-            rates[f"{tokens} x {hidden} x {factor * hidden}"] = 2 * tokens * hidden * factor * hidden / seconds / 1e12
-    return {**found, "product_tflops": rates,
-            "says": f"square product {found['square_product_tflops']:.0f} TFLOP/s, the others "
-                    f"{min(rates.values()):.0f} to {max(rates.values()):.0f}"}
+        found |= {"device": properties.name, "gib": properties.total_memory / 2**30,
+                  "free_gib": torch.cuda.mem_get_info(device)[0] / 2**30,
+                  "nccl": ".".join(map(str, torch.cuda.nccl.version())), "link": measure_link(device)}
+        if (program := shutil.which("nvidia-smi")) is not None:
+            said = subprocess.run([program, "-q", "-d", "CLOCK,POWER"], capture_output=True, text=True, check=False)
+            found["nvidia_smi"] = said.stdout.splitlines()[:60]
+    yield found
+    yield {"kind": "product", "shape": "square",
+           "tflops": matrix_product_rate(device, dtype, options.sized(0.5, 0.01)) / 1e12}
+    for m, k, n in options.sized(((8192, 8192, 8192), (16384, 2048, 6144), (16384, 2048, 8192), (4096, 4096, 16384)),
+                                 ((16, 32, 64),)):
+        a, b = (torch.randn(*size, device=device, dtype=dtype) for size in ((m, k), (k, n)))
+        seconds = timed(lambda a=a, b=b: a @ b, device)
+        yield {"kind": "product", "shape": [m, k, n], "tflops": 2 * m * k * n / seconds / 1e12}
 
 
 @contextmanager
@@ -85,11 +103,11 @@ def _engine(program: Program, device: torch.device, **changed: Any) -> Iterator[
 
 
 def step_seconds(program: Program, device: torch.device, **changed: Any) -> float:
-    """The median of a step, after three."""
+    """The median of a step, after two."""
     with _engine(program, device, **changed) as engine:
         steps = iter(list(batches(program, engine.mesh, 0)))
-        return timed(lambda: engine.train_batch(next(steps)), device, warm=min(3, program.steps - 1),
-                     times=max(1, program.steps - 3))
+        return timed(lambda: engine.train_batch(next(steps)), device, warm=min(2, program.steps - 1),
+                     times=max(1, program.steps - 2))
 
 
 def utilisation(program: Program, seconds: float, peak: float) -> dict[str, float]:
@@ -101,96 +119,28 @@ def utilisation(program: Program, seconds: float, peak: float) -> dict[str, floa
             "tokens_per_second": tokens / seconds}
 
 
-def mfu(options: Options) -> dict[str, Any]:
-    """Utilisation of the published peak by shape."""
-    rows: dict[str, Any] = {}
-    for name, program in options.sized(SHAPES, {"tiny": DRY}).items():
-        try:
-            rows[name] = utilisation(program, step_seconds(program, options.device), peak_of(options))
-        except torch.OutOfMemoryError as error:
-            rows[name] = {"error": str(error).splitlines()[0]}
-        if options.device.type == "cuda":
-            torch.cuda.empty_cache()
-    return {"rows": rows, "says": "; ".join(f"{name}: {row['mfu']:.1%}" for name, row in rows.items() if "mfu" in row)}
+def _median(times: list[float]) -> float:
+    return sorted(times)[len(times) // 2]
 
 
-def profile_step(options: Options) -> dict[str, Any]:
-    """Kernel time of one step by class, and the time in which the device is idle."""
-    program, device = options.sized(_1B, DRY), options.device
-    with _engine(program, device) as engine:
-        steps = list(batches(program, engine.mesh, 0))
-        for batch in steps[:-1]:
-            engine.train_batch(batch)
-        synchronize(device)
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-        with profile(activities=activities) as profiled:
-            engine.train_batch(steps[-1])
-            synchronize(device)
-    classes: Counter[str] = Counter()
-    for event in profiled.key_averages():
-        micros = getattr(event, f"self_{'device' if device.type == 'cuda' else 'cpu'}_time_total", 0.0)
-        name = event.key.lower()
-        classes[next((kind for kind, parts in _CLASSES if any(part in name for part in parts)), "rest")] += micros
-    return {"milliseconds": {name: micros / 1e3 for name, micros in classes.most_common()},
-            "says": ", ".join(f"{name} {micros / 1e3:.1f} ms" for name, micros in classes.most_common(5))}
+def _steps(train: Callable[[Any], object], given: list[Any], device: torch.device) -> tuple[float, list[float]]:
+    """Seconds until the first step has ended, and those of the steps after the second."""
+    began = time.monotonic()
+    train(given[0])
+    synchronize(device)
+    first = time.monotonic() - began
+    train(given[1])
+    return first, [timed(lambda batch=batch: train(batch), device, warm=0, times=1) for batch in given[2:]]
 
 
-def variants(options: Options) -> dict[str, Any]:
-    """Settings that may be faster, in turns with the usual ones."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    program, device = options.sized(_1B, DRY), options.device
-    ways: dict[str, tuple[dict[str, Any], Any]] = {
-        "usual": ({}, nullcontext), "bucket size 2^28": ({"bucket_size": 1 << 28}, nullcontext),
-        "accumulate half": ({"accumulate": "half"}, nullcontext)}
-    if device.type == "cuda":
-        ways["cuDNN attention"] = ({}, lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION))
-
-    def seconds(name: str) -> float:
-        changed, context = ways[name]
-        with context():
-            return step_seconds(program, device, **changed)
-
-    medians = interleaved([lambda name=name: seconds(name) for name in ways], options.sized(2, 1))
-    rows = {name: utilisation(program, value, peak_of(options))["mfu"]
-            for name, value in zip(ways, medians, strict=True)}
-    return {"mfu": rows, "says": ", ".join(f"{name} {value:.1%}" for name, value in rows.items())}
-
-
-class _Windows:
-    """Samples of random tokens, as a task's data set has them."""
-
-    def __init__(self, program: Program) -> None:
-        self._tokens = torch.randint(program.vocab, (64, program.sequence + 1)).numpy()
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def inputs(self, samples: np.ndarray, epochs: np.ndarray) -> torch.Tensor:
-        """[b, s] token numbers."""
-        return torch.from_numpy(self._tokens[samples, :-1])
-
-    def targets(self, samples: np.ndarray) -> torch.Tensor:
-        """[b, s] token numbers."""
-        return torch.from_numpy(self._tokens[samples, 1:])
-
-
-def batches_ahead(options: Options) -> dict[str, Any]:
-    """A step with its batch read and copied ahead, on a stream of its own, and without, in turns."""
-    program, device = options.sized(_1B, DRY), options.device
-    data = _Windows(program)
-    loader = Loader(data, Sampler(len(data), 0), global_size=program.microbatches * program.samples,
-                    microbatch_size=program.samples, device=device)
-    with _engine(program, device) as engine:
-        def seconds(ahead: bool) -> float:
-            def step() -> None:
-                engine.train_batch(loader.microbatches(engine.steps))
-                if ahead:
-                    loader.prefetch(engine.steps)
-            return timed(step, device, warm=options.sized(2, 1), times=options.sized(4, 1))
-
-        ahead, plain = interleaved([lambda: seconds(True), lambda: seconds(False)], options.sized(3, 1))
-    return {"ahead_seconds": ahead, "plain_seconds": plain, "says": f"{ahead / plain:.3f} of a step without"}
+def mfu(options: Options, shape: str, how: How = "eager", **changed: Any) -> Findings:
+    """Utilisation of the published peak. changed: settings of the optimizer."""
+    program, device = shape_named(shape, options), options.device
+    program = replace(program, compile=options.sized(how == "compiled", False))
+    with _engine(program, device, **changed) as engine:
+        first, times = _steps(engine.train_batch, list(batches(program, engine.mesh, 0)), device)
+    yield {"shape": shape, "how": how, "until_first_step_ended": first, "times": times, "changed": changed,
+           **utilisation(program, _median(times), peak_of(options)), **peaks(device)}
 
 
 class _PlainGPT(nn.Module):
@@ -212,24 +162,107 @@ class _PlainGPT(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def peer(options: Options) -> dict[str, Any]:
-    """Plain torch on the same shapes with torch's fused AdamW, eager and compiled."""
-    program, device = options.sized(_1B, DRY), options.device
-    rows = {}
-    for name in options.sized(("eager", "compiled"), ("eager",)):
-        with torch.device(device):
-            model = _PlainGPT(program)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        run = torch.compile(model) if name == "compiled" else model
-        steps = iter(list(batches(program, Mesh(), 0)))
+def peer(options: Options, shape: str, how: How = "eager", states: Literal["fp32", "bf16"] = "fp32") -> Findings:
+    """Plain torch on the same shape with its fused AdamW: fp32 parameters, gradients and moments under autocast, or all
+    in bf16, which rounds updates away."""
+    program, device = shape_named(shape, options), options.device
+    with torch.device(device):
+        model = _PlainGPT(program)
+    if states == "fp32":
+        model = model.float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    run: Any = torch.compile(model) if options.sized(how == "compiled", False) else model
 
-        def step(run: Any = run, optimizer: torch.optim.Optimizer = optimizer, steps: Any = steps) -> None:
-            for batch in next(steps):
-                run(batch.inputs.to(device), batch.targets.to(device)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    def step(given: Any) -> None:
+        for batch in given:
+            with torch.autocast(device.type, torch.bfloat16, enabled=states == "fp32"):
+                loss = run(batch.inputs.to(device), batch.targets.to(device))
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-        rows[name] = utilisation(program, timed(step, device, warm=min(3, program.steps - 1),
-                                                times=max(1, program.steps - 3)), peak_of(options))["mfu"]
-        del model, optimizer, run
-    return {"mfu": rows, "says": ", ".join(f"{name} {value:.1%}" for name, value in rows.items())}
+    first, times = _steps(step, list(batches(program, Mesh(), 0)), device)
+    yield {"shape": shape, "how": how, "states": states, "until_first_step_ended": first, "times": times,
+           "bytes_a_parameter": 16 if states == "fp32" else 8,
+           **utilisation(program, _median(times), peak_of(options)), **peaks(device)}
+
+
+def profile_step(options: Options, shape: str, how: How = "eager") -> Findings:
+    """The device's time in one step by class of kernel, and the time in which it is idle."""
+    program, device = shape_named(shape, options), options.device
+    program = replace(program, steps=3, compile=options.sized(how == "compiled", False))
+    with _engine(program, device) as engine:
+        steps = list(batches(program, engine.mesh, 0))
+        for batch in steps[:-1]:
+            engine.train_batch(batch)
+        synchronize(device)
+        events = device_events(lambda: engine.train_batch(steps[-1]), device)
+    classes: dict[str, float] = {}
+    kernels: dict[str, list[float]] = {}
+    for name, start, stop in events:
+        milliseconds = (stop - start) / 1e3
+        classes[kernel_class(name)] = classes.get(kernel_class(name), 0.0) + milliseconds
+        count, total = kernels.get(name, [0, 0.0])
+        kernels[name] = [count + 1, total + milliseconds]
+    whole = (max(stop for _, _, stop in events) - events[0][1]) / 1e3
+    idle = whole - covered_length([(start, stop) for _, start, stop in events]) / 1e3
+    yield {"shape": shape, "how": how, "step_ms": whole, "idle_ms": idle, "launches": len(events),
+           "milliseconds": dict(sorted(classes.items(), key=lambda one: -one[1])),
+           "top": [[name[:90], *found] for name, found in sorted(kernels.items(), key=lambda one: -one[1][1])[:25]]}
+
+
+def variants(options: Options, shape: str = "1.3B-8") -> Findings:
+    """Settings that may be faster, in turns with the usual ones."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    program, device = shape_named(shape, options), options.device
+    ways: dict[str, tuple[dict[str, Any], Any]] = {
+        "usual": ({}, nullcontext), "bucket size 2^28": ({"bucket_size": 1 << 28}, nullcontext),
+        "accumulate half": ({"accumulate": "half"}, nullcontext)}
+    if device.type == "cuda":
+        ways["cuDNN attention"] = ({}, lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION))
+
+    def seconds(name: str) -> float:
+        changed, context = ways[name]
+        with context():
+            return step_seconds(program, device, **changed)
+
+    medians = interleaved([lambda name=name: seconds(name) for name in ways], options.sized(2, 1))
+    for name, value in zip(ways, medians, strict=True):
+        yield {"shape": shape, "way": name, **utilisation(program, value, peak_of(options))}
+
+
+class _Windows:
+    """Samples of random tokens, as a task's data set has them."""
+
+    def __init__(self, program: Program) -> None:
+        self._tokens = torch.randint(program.vocab, (64, program.sequence + 1)).numpy()
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def inputs(self, samples: np.ndarray, epochs: np.ndarray) -> torch.Tensor:
+        """[b, s] token numbers."""
+        return torch.from_numpy(self._tokens[samples, :-1])
+
+    def targets(self, samples: np.ndarray) -> torch.Tensor:
+        """[b, s] token numbers."""
+        return torch.from_numpy(self._tokens[samples, 1:])
+
+
+def batches_ahead(options: Options) -> Findings:
+    """A step with its batch read and copied ahead, on a stream of its own, and without, in turns."""
+    program, device = shape_named("1.3B-8", options), options.device
+    data = _Windows(program)
+    loader = Loader(data, Sampler(len(data), 0), global_size=program.microbatches * program.samples,
+                    microbatch_size=program.samples, device=device)
+    with _engine(program, device) as engine:
+        def seconds(ahead: bool) -> float:
+            def step() -> None:
+                engine.train_batch(loader.microbatches(engine.steps))
+                if ahead:
+                    loader.prefetch(engine.steps)
+            return timed(step, device, warm=options.sized(2, 1), times=options.sized(4, 1))
+
+        ahead, plain = interleaved([lambda: seconds(True), lambda: seconds(False)], options.sized(3, 1))
+    yield {"ahead_seconds": ahead, "plain_seconds": plain, "says": f"{ahead / plain:.3f} of a step without"}

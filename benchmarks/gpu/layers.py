@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -18,8 +19,8 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.gpu.device_events import device_events
 from benchmarks.memory.program import table
 from benchmarks.record import results_file, write_results
 from benchmarks.tensor.stem import Stem
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> dict:
     options = parser.parse_args(arguments)
     stem = Stem(num_layers=options.layers, hidden=options.hidden, heads=options.heads, sequence=options.sequence,
                 microbatch=options.microbatch, dtype=options.dtype)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     networks = {"torch": nn.Sequential(*(PlainLayer(stem) for _ in range(stem.num_layers))).to(device),
                 "ranvier": stem.network().to(device)}
     x, dy = stem.inputs().to(device).requires_grad_(), stem.output_gradients().to(device)
@@ -82,11 +83,11 @@ def main(arguments: Sequence[str] | None = None) -> dict:
     print(f"speed over torch's: {median(ratios):.3f} [{ratios[0]:.3f}, {ratios[-1]:.3f}] on {device}")
     if options.profile:
         for name, network in networks.items():
-            with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-                         ) as profiled:
-                step(network, x, dy)
-            print(f"{name}:\n" + profiled.key_averages().table(
-                sort_by=f"self_{device.type}_time_total", row_limit=12, max_name_column_width=60))
+            spent: Counter[str] = Counter()
+            for kernel, start, stop in device_events(lambda network=network: step(network, x, dy), device):
+                spent[kernel[:60]] += stop - start
+            print(f"{name}:\n" + table(("kernel", "ms"), [
+                (kernel, f"{microseconds / 1e3:.3f}") for kernel, microseconds in spent.most_common(12)]))
     path = options.output or results_file("tensor", "one-rank")
     write_results(path, found)
     print(f"wrote {path}")

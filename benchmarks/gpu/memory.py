@@ -10,6 +10,7 @@ layers until two steps no longer run. Each try is a process of its own, so that 
     stream-half-d1   states streamed, one bucket on the device; gradients add up in bf16: 4 bytes a parameter
     stream-half-d3   the same with three buckets, so that copies in, updates and copies out overlap
     stream-fp32-d3   gradients add up in fp32: 6 bytes
+    hybrid           70 % of the states streamed, the others on the device
     host             parameters are updated by the host's cores: 4 bytes
     fsdp2-offload    the peer: fully_shard with CPUOffloadPolicy on one rank
 
@@ -80,6 +81,8 @@ SETTINGS = {
                               device_bytes=4, host_bytes=12, bytes_in=12, bytes_out=12),
     "stream-fp32-d3": Setting(optim={"offload": "stream", "accumulate": "fp32", "buckets_in_flight": 3},
                               device_bytes=6, host_bytes=12, bytes_in=12, bytes_out=12),
+    "hybrid": Setting(optim={"offload": "hybrid", "offload_share": 0.7, "accumulate": "half", "buckets_in_flight": 3},
+                      device_bytes=7.6, host_bytes=8.4, bytes_in=8.4, bytes_out=8.4),
     "host": Setting(optim={"offload": "host", "accumulate": "half"}, device_bytes=4, host_bytes=12, bytes_in=2,
                     bytes_out=2, updated_on="host"),
     "fsdp2-offload": Setting(optim=None, device_bytes=0, host_bytes=16, bytes_in=4, bytes_out=4, updated_on="host")}

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -144,13 +144,38 @@ def kill_target(world: World, row: dict[str, Any], victim: int, step: int, folde
     return program.steps
 
 
+@contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    """Inside, processes start with these variables."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def losses_on_shared_device(program: Program, transport: Literal["torch", "mpi+torch"] = "torch", *,
+                            timeout_seconds: float = 60.0) -> list[list[list[float]]]:
+    """`losses` of each rank of the program's mesh, which share one device. Kernels are loaded when a process first uses
+    the device, before its program can set how."""
+    with environment(CUDA_MODULE_LOADING="EAGER"):
+        return run_processes("benchmarks.gpu.programs:on_shared_device", Mesh(**program.mesh).size, transport,
+                             args=[asdict(program)], device="cuda", timeout_seconds=timeout_seconds)
+
+
 def seconds_after_kill(program: Program, device: str, step: int = 2) -> float:
     """Seconds that two stages take to start, until one kills itself in `step` and the other has ended by itself.
     RuntimeError where a rank ended before that step; `RanksFailed` where one stays."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
-        run_processes("benchmarks.gpu.programs:kill_target", 2, "torch", args=[asdict(program), 1, step, folder],
-                      may_fail=[0, 1], device=device, timeout_seconds=60.0)
+        with environment(CUDA_MODULE_LOADING="EAGER"):
+            run_processes("benchmarks.gpu.programs:kill_target", 2, "torch", args=[asdict(program), 1, step, folder],
+                          may_fail=[0, 1], device=device, timeout_seconds=60.0)
         seconds = time.monotonic() - began
         reached = [int(path.read_text()) if (path := Path(folder) / str(rank)).exists() else -1 for rank in range(2)]
     if reached[1] != step or reached[0] < step - 1:
@@ -162,7 +187,7 @@ def one_device_environment(rank: int) -> dict[str, str]:
     """What lets several NCCL ranks share one device: NCCL takes them for different hosts, so it does not refuse a
     device that it sees twice, and uses sockets of the loopback interface. A trick of tests, not a promise of NCCL's."""
     return {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1",
-            "NCCL_SHM_DISABLE": "1", "CUDA_MODULE_LOADING": "EAGER"}
+            "NCCL_SHM_DISABLE": "1"}
 
 
 def on_shared_device(world: World, row: dict[str, Any]) -> list[list[float]]:

@@ -37,7 +37,14 @@ from ranvier.world import World
 
 
 class RanksFailed(RuntimeError):
-    """Ranks that failed, did not end in time, or left no result; the text shows what is known of each."""
+    """Ranks that failed, did not end in time, or left no result; the text shows what is known of each.
+
+    hung: whether none had failed, and they did not end in time.
+    """
+
+    def __init__(self, text: str, *, hung: bool = False) -> None:
+        super().__init__(text)
+        self.hung = hung
 
 
 _RANK_PROGRAM = "import sys; from ranvier.launch.rank_processes import run_one_rank; run_one_rank(sys.argv[1])"
@@ -84,7 +91,8 @@ def run_processes(target: str, size: int, transport: Literal["torch", "mpi", "mp
             what = f"had not ended after {timeout_seconds:g} s" if not in_time else "failed"
             outputs = "".join(f"\n--- rank {rank}:\n{_text(folder / f'{rank}.txt')}" for rank in shown)
             who = f"rank {', '.join(map(str, missing or shown))} of {size} ({target} over {transport})"
-            raise RanksFailed(f"{who} {what}{outputs}\n--- launcher:\n{_text(folder / 'launcher.txt')}")
+            raise RanksFailed(f"{who} {what}{outputs}\n--- launcher:\n{_text(folder / 'launcher.txt')}",
+                              hung=not in_time)
         return [None if result is None else result["result"] for result in results]
 
 

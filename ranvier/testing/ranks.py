@@ -73,7 +73,7 @@ def run_ranks(fn: Callable[[World], Result], size: int, *, timeout_seconds: floa
         shared.abort()
         for thread in stuck:
             thread.join(2.0)
-        raise RanksFailed(late)
+        raise RanksFailed(late, hung=True)
     return results
 
 

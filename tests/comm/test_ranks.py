@@ -36,7 +36,7 @@ def test_ranks_that_do_not_end_are_shown_with_their_stacks():
     with pytest.raises(RanksFailed, match="rank 1 of 3 had not ended after") as failure:
         run_ranks(run, 3, timeout_seconds=0.3)
     release.set()
-    assert "a_place_to_find" in str(failure.value) and "rank 0:" not in str(failure.value)
+    assert failure.value.hung and "a_place_to_find" in str(failure.value) and "rank 0:" not in str(failure.value)
 
 
 def a_place_to_find(release: threading.Event) -> None:
@@ -82,6 +82,7 @@ def test_a_failing_process_is_shown_with_its_output():
     with pytest.raises(RanksFailed, match="rank 1 of 2") as failure:
         run_processes(f"{HERE}:fail_on_one", 2, "torch")
     text = str(failure.value)
+    assert not failure.value.hung
     assert "ValueError: as planned" in text and "printed by 1" in text and "printed by 0" not in text
 
 
@@ -92,8 +93,9 @@ def write_pids(world: World, path: str) -> None:
 
 
 def _are_killed(transport: str, folder: Path) -> None:
-    with pytest.raises(RanksFailed, match=r"rank 0, 1 of 2 .* had not ended after 12 s"):
+    with pytest.raises(RanksFailed, match=r"rank 0, 1 of 2 .* had not ended after 12 s") as failure:
         run_processes(f"{HERE}:write_pids", 2, transport, args=[str(folder / transport)], timeout_seconds=12)
+    assert failure.value.hung
     for rank in range(2):
         process = int((folder / f"{transport}.{rank}").read_text())
         deadline = time.monotonic() + 10

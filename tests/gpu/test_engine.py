@@ -3,17 +3,24 @@
 Several ranks share the device: NCCL takes them for different hosts (`benchmarks.gpu.programs.one_device_environment`).
 """
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks.gpu.cases_correctness import COMPILED, MESHES, VARIANTS, furthest
-from benchmarks.gpu.programs import Program, batches, engine_of, on_one_rank, seconds_after_kill, world_of_one
+from benchmarks.gpu.cases_correctness import COMPILED, MESHES, VARIANTS, furthest, host_waits
+from benchmarks.gpu.programs import (
+    Program,
+    batches,
+    engine_of,
+    losses_on_shared_device,
+    on_one_rank,
+    seconds_after_kill,
+    world_of_one,
+)
 from ranvier.data.loader import Loader
 from ranvier.data.sampler import Sampler
 from ranvier.mesh import Mesh
-from ranvier.testing.ranks import run_processes
 from ranvier.train.determinism import deterministic_algorithms
 from tests.checkpoint.anywhere import SAMPLES
 
@@ -67,11 +74,8 @@ def _first_mask(device):
 @pytest.mark.parametrize("name", MESHES)
 def test_ranks_that_share_the_device_agree_with_one(name):
     program = replace(PROGRAM, precision="fp32", **MESHES[name])
-    expected, size = on_one_rank(replace(program, mesh={}), CUDA), 1
-    for count in program.mesh.values():
-        size *= count
-    for found in run_processes("benchmarks.gpu.programs:on_shared_device", size, "torch", args=[asdict(program)],
-                               device="cuda", timeout_seconds=120):
+    expected = on_one_rank(replace(program, mesh={}), CUDA)
+    for found in losses_on_shared_device(program, timeout_seconds=120):
         assert furthest(found, expected) < 1e-3
 
 
@@ -105,11 +109,9 @@ def test_no_step_waits_for_the_device(offload):
                  for batch in batches(program, engine.mesh, 0)]
         for batch in steps[:3]:
             engine.train_batch(batch)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with host_waits() as waits:
             engine.train_batch(steps[3])
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    assert not waits.operations
 
 
 def test_a_batch_made_ahead_has_the_same_samples():
