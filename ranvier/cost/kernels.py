@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+_SMALLEST_TILE = 16
+"""Rows, or columns, of the narrowest tile of a product."""
 Kind = Literal["product", "attention", "pointwise", "copy"]
 ATTENTION_BACKWARD = 2.5
 """Operations of the backward of attention over those of its forward: five products to two (Dao, 2023)."""
@@ -67,17 +69,20 @@ def whole_waves_flops(shape: tuple[int, int, int, int], multiprocessors: int, ti
     """Operations of a product with those that idle multiprocessors could have computed beside them.
 
     Args:
-        shape: batch, m, n, k. multiprocessors: tiles that are computed at once. tile: rows, and columns, of one.
+        shape: batch, m, n, k. multiprocessors: tiles that are computed at once. tile: rows, and columns, of one; fewer
+            where the product has fewer.
         tile_start: what the start of a tile takes, in elements of its sums.
     """
     batch, m, n, k = shape
-    tiles = batch * -(-m // tile) * -(-n // tile)
-    if not tiles:
+    if not batch * m * n:
         return 0.0
+    rows, columns = (min(tile, max(_SMALLEST_TILE, 1 << (size - 1).bit_length())) for size in (m, n))
+    tiles = batch * -(-m // rows) * -(-n // columns)
     # Where tiles are few and their sums long, each sum is computed in several parts at once (split-K).
     parts = max(1, min(multiprocessors // tiles, k // (4 * tile)))
     waves = -(-tiles * parts // multiprocessors)
-    return 2.0 * waves * multiprocessors * tile ** 2 * (k / parts + tile_start)
+    # A tile takes as long as it loads of both operands: one of few rows computes little for that.
+    return waves * multiprocessors * tile * (rows + columns) * (k / parts + tile_start)
 
 
 def backward_of(kernels: Iterable[Kernel]) -> Kernels:

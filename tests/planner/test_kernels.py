@@ -84,6 +84,7 @@ def test_waves_are_whole():
     assert whole_waves_flops((1, 129, 128, 64), 2, 128, 0.0) == 2 * 2 * 128 ** 2 * 64
     assert whole_waves_flops((1, 128, 128, 4096), 4, 128, 0.0) == 2 * 4 * 128 ** 2 * 1024  # sums in four parts
     assert whole_waves_flops((1, 0, 128, 64), 4, 128, 0.0) == 0.0
+    assert whole_waves_flops((4, 20, 128, 64), 2, 128, 0.0) == 2 * 2 * 128 * (32 + 128) * 64  # tiles of 32 rows
 
 
 def test_a_kernel_takes_the_longer_of_computing_and_moving():
