@@ -24,7 +24,6 @@ from benchmarks.record import results_file, write_results
 from ranvier.config import read
 from ranvier.config.resolve import ResolvedRun, resolve
 from ranvier.config.run import Batch, Pipeline, Transformer
-from ranvier.cost.blocks import BlockCost
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.collectives import placed, received_seconds
 from ranvier.cost.count import laid_out
@@ -35,7 +34,6 @@ from ranvier.cost.step import Cost, StageCost
 from ranvier.mesh import Mesh
 from ranvier.pictures.figures import COLOURS, INK, clean, new_figure
 from ranvier.planner.work import Work
-from ranvier.precision import DTYPES
 
 BILLIONS = (12, 24, 50, 100)
 AXONN = {12: (8, 6, 8), 24: (4, 12, 8), 50: (4, 24, 8), 100: (2, 48, 8)}
@@ -56,8 +54,6 @@ OPTIMUS = (("weak", "Megatron", 4, 60, 2048, 0.0793, 0.2613), ("weak", "Megatron
 
 SIZES = (1, 2, 4, 8, 16, 32)
 """Microbatches."""
-_PASSES = 8
-"""Times that matrices of sequence x sequence are written or read in one forward of unfused attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +88,11 @@ class Choice:
     problem: str | None
 
 
+def _as_published(model: Transformer) -> Transformer:
+    """With attention as it was before it was fused, and nothing compiled."""
+    return replace(model, attention_kernel="math", compile=False)
+
+
 class Papers:
     """All predictions; blocks are counted once for each model and tensor mesh."""
 
@@ -106,48 +107,22 @@ class Papers:
               ) -> ResolvedRun:
         run = resolve(read.merge([read.load(f"gpt-{billions}b")[1]]).run)
         blocks = 2 * run.model.num_layers // pipe  # of a stage, embedding and head aside
-        return replace(run, mesh=Mesh(pipe=pipe, data=data), optim=replace(run.optim, **optim),
+        return replace(run, mesh=Mesh(pipe=pipe, data=data), model=_as_published(run.model),
+                       optim=replace(run.optim, **optim),
                        batch=Batch(global_size=batch, microbatch_size=microbatch),
                        pipeline=Pipeline(boundaries=tuple(1 + blocks * stage for stage in range(1, pipe)),
                                          defer_bytes=0),
                        launch=replace(run.launch, device="cuda"))
 
     def on_summit(self, run: ResolvedRun, *, exact: bool = True) -> Cost:
-        return run_cost(run, self.summit, self.stages(run), exact=exact)
-
-    def stages(self, run: ResolvedRun) -> list[list[BlockCost]]:
-        """With attention as it was before it was fused: matrices of sequence x sequence are written and read again by
-        the product, mask, softmax, dropout and the product behind them."""
-        model, mesh = run.model, run.mesh
-        matrix = run.batch.microbatch_size / mesh.row * model.heads / mesh.col * model.sequence ** 2
-        extra = round(_PASSES * matrix * DTYPES[run.precision].itemsize)
-        return [[replace(block, moved_bytes=block.moved_bytes + extra, operations=block.operations + _PASSES // 2)
-                 if block.name.endswith("attention") else block for block in blocks]
-                for blocks in self.work.stages(run)]
+        return run_cost(run, self.summit, self.work.stages(run), exact=exact)
 
     def other(self, name: str, billions: int, *, data: int | None = None, batch: int = 16384) -> Cost:
         size, col, pipe, replicas = OTHERS[name][billions]
         run = self.axonn(billions, size, pipe, data or replicas, batch, offload="none", shard=name == "DeepSpeed")
         run = replace(run, mesh=replace(run.mesh, col=col), tensor=replace(run.tensor, scheme="megatron"),
                       pipeline=replace(run.pipeline, policy="1f1b"), memory=replace(run.memory, recompute=1))
-        return run_cost(run, self.summit, self.megatron_stages(run), others=True)
-
-    def megatron_stages(self, run: ResolvedRun) -> list[list[BlockCost]]:
-        """One rank's part in Megatron-LM's own code, whose products are whole: of the bytes that a layer moves weights
-        are divided, and of activations 24 parts of 34 (Korthikanti et al., 2022)."""
-        col, alone = run.mesh.col, replace(run, mesh=replace(run.mesh, col=1))
-        none = replace(alone, batch=replace(alone.batch, microbatch_size=1))
-        twice = replace(alone, batch=replace(alone.batch, microbatch_size=2))
-
-        def part(block: BlockCost, one: BlockCost, two: BlockCost) -> BlockCost:
-            weights = max(0, 2 * one.moved_bytes - two.moved_bytes)
-            share = 1 / col if block.name in ("embedding", "head") else (10 + 24 / col) / 34
-            return replace(block, flops=round(block.flops / col), num_trainable=round(block.num_trainable / col),
-                           num_owned=round(block.num_owned / col),
-                           moved_bytes=round(weights / col + (block.moved_bytes - weights) * share))
-
-        rows = zip(self.stages(alone), self.stages(none), self.stages(twice), strict=True)
-        return [[part(*blocks) for blocks in zip(*stage, strict=True)] for stage in rows]
+        return run_cost(run, self.summit, self.work.stages(run), others=True)
 
     def table_two(self, billions: int) -> Choice:
         """The best of every (microbatch, G_inter, G_data) that AxoNN could have had, by time and memory."""
@@ -225,7 +200,7 @@ class Papers:
             steady = replace(run, precision="bf16", guard=replace(run.guard, bad_step="none"))
             summit = replace(self.summit, device=replace(self.summit.device, rates={
                 "bf16": self.summit.device.rates["fp16"]}))
-            found[k] = run_cost(steady, summit, self.stages(steady), exact=False).stages[0].after_seconds
+            found[k] = run_cost(steady, summit, self.work.stages(steady), exact=False).stages[0].after_seconds
         return found
 
     # --- Optimus -----------------------------------------------------------------------------------------------------
@@ -240,10 +215,10 @@ class Papers:
         mesh = Mesh(row=side, col=side, tile=(2, 2)) if scheme == "Optimus" else Mesh(col=devices)
         heads = {"Optimus": side, "Megatron": devices}[scheme]
         run = ResolvedRun(mesh=mesh, batch=Batch(global_size=batch, microbatch_size=batch), precision="fp32",
-                  model=Transformer(num_layers=24, hidden=hidden, heads=heads, vocab=1024, sequence=512))
+                  model=_as_published(Transformer(num_layers=24, hidden=hidden, heads=heads, vocab=1024, sequence=512)))
         run = replace(run, memory=replace(run.memory, recompute=1), launch=replace(run.launch, device="cuda"),
                       tensor=replace(run.tensor, scheme="summa" if scheme == "Optimus" else "megatron"))
-        stages = self.stages(run) if scheme == "Optimus" else self.megatron_stages(run)
+        stages = self.work.stages(run)
         blocks = [block for block in stages[0] if block.name.startswith("layer")]
         stage = run_cost(run, self.frontera, [blocks], exact=False, others=True).stages[0]
         if scheme == "Optimus":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from ranvier.cost.kernels import Kernel
 
 FLOPS_PER_BYTE = {"cpu": 4.0, "cuda": 250.0}
 """Operations that a core, or a GPU, does in the time in which it writes one byte: nominal, for the cut only."""
@@ -15,14 +17,11 @@ class BlockCost:
 
     name: str
     flops: int
+    """Of the model: attention counts in full, and nothing that is computed again."""
     written_bytes: int
     """Bytes that the block's operations write."""
     allocated_bytes: int
     """Those of them that are written into new memory."""
-    moved_bytes: int
-    """Bytes that the block's operations read and write, views aside; of the last block the loss's, too."""
-    operations: int
-    """How many they are."""
     kept_bytes: int
     """Bytes of activations that autograd keeps for the backward, parameters aside."""
     input_bytes: int
@@ -41,13 +40,13 @@ class BlockCost:
     """Whether products for weights' gradients may wait: not where all weights of linear layers are frozen."""
     float8_products: tuple[tuple[int, int, int], ...] = ()
     """(tokens, inputs, outputs) of the products of its linear layers that could be computed in float8."""
+    kernels: tuple[Kernel, ...] = ()
+    """Those of its forward; of the last block those of the loss, too."""
 
     @property
-    def of_weights(self) -> BlockCost:
-        """The cost of the backward's second half."""
-        return self if self.weight_share == 1.0 else replace(
-            self, flops=round(self.weight_share * self.flops), moved_bytes=round(self.weight_share * self.moved_bytes),
-            operations=round(self.weight_share * self.operations))
+    def weight_flops(self) -> int:
+        """Operations of the backward's second half."""
+        return self.flops if self.weight_share == 1.0 else round(self.weight_share * self.flops)
 
     def weight(self, device: str = "cpu") -> float:
         """Relative time, in floating-point operations."""

@@ -4,22 +4,28 @@
     device   computes at a share of its peak, moves bytes to and from its own memory, and starts an operation
     link     seconds of a message = latency + bytes / bandwidth, each way on its own
 
-The time of an operation adds up what it computes, what it moves and its start. That is the simplest law in which large
-products come near the peak, thin ones are bound by their weights' bytes, and tiny ones by the number of operations; its
-three constants mean something and can be measured (`ranvier doctor --measure`). Pure.
+A kernel takes the longer of what it computes and what it moves (the roofline), and its launch. So large products come
+near the peak, thin ones are bound by their weights' bytes, and tiny ones by the number of kernels; every constant means
+something and can be measured (`ranvier doctor --measure`). On a device of several multiprocessors a product is computed
+tile by tile, as many at once as there are multiprocessors: the last wave takes as long as a full one (wave
+quantization), and a tile has a start of its own, which counts where its sums are short. Pure.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 from pydantic import BeforeValidator, ConfigDict
 from pydantic.dataclasses import dataclass
 
+from ranvier.cost.kernels import Kernel, whole_waves_flops
+
 _config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 Precision = Literal["fp16", "bf16", "fp32", "fp64"]
+Format = Literal["fp16", "bf16", "fp32", "fp64", "fp8"]
 
 
 def _no_bool(value: object) -> object:
@@ -68,7 +74,16 @@ class Rate:
     peak_flops: Size
     """Floating-point operations a second, as it is sold (dense)."""
     share: Share = 0.7
-    """Efficiency of large products: achieved FLOP/s over the peak."""
+    """Efficiency of large products whose tiles fill all waves: achieved FLOP/s over the peak."""
+    attention_share: Share | None = None
+    """The same of attention's forward without scores in memory (flash); none is that of products."""
+    attention_backward_share: Share | None = None
+    """Of its backward, which computes 2.5 times as much; none is that of the forward."""
+
+    def attention(self, *, backward: bool) -> float:
+        """FLOP/s of attention."""
+        forward = self.attention_share or self.share
+        return self.peak_flops * (self.attention_backward_share or forward if backward else forward)
 
 
 @dataclass(frozen=True, kw_only=True, config=_config)
@@ -77,8 +92,8 @@ class Device:
 
     name: str
     memory_bytes: Count
-    rates: dict[Precision, Rate]
-    """By number format."""
+    rates: dict[Format, Rate]
+    """By number format; fp8 is that of products of linear layers in float8."""
     memory_bandwidth: Size
     """Bytes a second between the device and its own memory, as it is sold."""
     memory_share: Share = 0.8
@@ -86,7 +101,14 @@ class Device:
     update_bandwidth: Size | None = None
     """Bytes a second that the optimizer reaches; none is memory_bandwidth x memory_share."""
     operation_seconds: Seconds = 5e-6
-    """What one operation takes beside its numbers: its start."""
+    """What one kernel takes beside its numbers: its launch."""
+    multiprocessors: Count | None = None
+    """How many tiles of a product are computed at once; none where products are not computed in waves of tiles."""
+    tile: Count = 128
+    """Rows, and columns, of a tile."""
+    tile_start: Annotated[float, Ge(0), Le(1e6), _Number] = 0.0
+    """What the start of a tile takes, in elements of its sums: of a product [m, k] [k, n] a tile takes as long as
+    k + tile_start."""
     reserved_bytes: Annotated[int, Ge(0), Le(10**18), _Number] = 0
     """Memory that driver, context and libraries take of the device's. What the allocator holds beyond tensors is
     counted beside it (`device_overhead.usable_bytes`)."""
@@ -99,11 +121,26 @@ class Device:
     turn_seconds: Seconds = 0.0
     """What a collective of the tensor mesh takes longer there: members that are not running are waited for."""
 
-    def seconds(self, flops: float, moved_bytes: float, operations: float, precision: Precision) -> float:
-        """Of operations that compute and move so much in all."""
+    def kernel_seconds(self, kernel: Kernel, precision: Precision, threads: float = 1.0) -> float:
+        """Of one kernel. threads: cores that a rank computes with."""
         rate = self.rates[precision]
-        return (flops / (rate.peak_flops * rate.share) + moved_bytes / (self.memory_bandwidth * self.memory_share)
-                + operations * self.operation_seconds)
+        moving = kernel.moved_bytes / (self.memory_bandwidth * self.memory_share * threads)
+        match kernel.kind:
+            case "product":
+                if kernel.float8:
+                    rate = self.rates.get("fp8", rate)
+                flops = kernel.flops if self.multiprocessors is None else whole_waves_flops(
+                    kernel.shape, self.multiprocessors, self.tile, self.tile_start)
+                computing = flops / (rate.peak_flops * rate.share * threads)
+            case "attention":
+                computing = kernel.flops / (rate.attention(backward=kernel.is_backward) * threads)
+            case _:
+                computing = 0.0
+        return max(computing, moving) + self.operation_seconds
+
+    def seconds(self, kernels: Iterable[Kernel], precision: Precision, threads: float = 1.0) -> float:
+        """Of these kernels, one after the other."""
+        return sum(self.kernel_seconds(kernel, precision, threads) for kernel in kernels)
 
     def update_seconds(self, moved_bytes: float) -> float:
         """Of the optimizer, which does little but move bytes."""

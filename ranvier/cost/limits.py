@@ -232,7 +232,7 @@ def _block_times(stages: Sequence[Sequence[BlockCost]], device: str, segments: S
         again = {place for segment in segments[stage] for place in segment} if segments else set()
         for place, block in enumerate(blocks):
             trains = trains or block.num_trainable > 0
-            own = block.of_weights.flops if block.num_trainable else 0
+            own = block.weight_flops if block.num_trainable else 0
             waits = block.defers and place not in again
             forward = block.weight(device)
             found[-1].append(_BlockTimes(

@@ -4,11 +4,12 @@
     reduction    gradients are averaged between replicas, chunk by chunk
     update       the optimizer: bytes through the device's memory, or over the link to the host's
 
-Work is what `BlockCost` counts of one rank's part of each block: a forward; a backward is twice that, half of it the
-weights' gradients (less beside frozen weights); what is recomputed counts once more; frozen blocks in front have none.
-What follows the pipeline
-is exposed, except where the optimizer hides the reduction. The ends of a tied
-parameter on two stages exchange while the pipeline fills and drains, which is left out.
+Work is the kernels of one rank's part of each block: of its forward as counted, and what follows of them for the
+backward and for the gradients of weights that train (`ranvier.cost.kernels`); what is recomputed counts once more;
+frozen blocks in front have no backward. On devices that compute while they transfer, messages of the tensor mesh count
+as far as the products between their start and their end do not hide them. What follows the pipeline is exposed, except
+where the optimizer hides the reduction. The ends of a tied parameter on two stages exchange while the pipeline fills
+and drains, which is left out.
 
 The schedule is AxoNN's (Singh and Bhatele, 2022, sections III and IV), the exchanges of the tensor mesh those of Xu et
 al., 2021 (Optimus, section 3), Shoeybi et al., 2019 (Megatron-LM, section 3) and Korthikanti et al., 2022. Pure:
@@ -18,8 +19,10 @@ al., 2021 (Optimus, section 3), Shoeybi et al., 2019 (Megatron-LM, section 3) an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import inf
+from typing import Generic, NamedTuple, TypeVar
 
 from ranvier.config.resolve import ResolvedRun, chunk_size
 from ranvier.cost.blocks import BlockCost
@@ -32,8 +35,18 @@ from ranvier.cost.collectives import (
     tree_latency,
     tree_seconds,
 )
-from ranvier.cost.hardware import Cluster
-from ranvier.cost.volume import Bytes, Recompute, SplitLayer, Volume, block_volume, volume_scheme
+from ranvier.cost.hardware import Cluster, Device, Precision
+from ranvier.cost.kernels import Kernel, backward_of, weight_gradients_of, without_panels
+from ranvier.cost.volume import (
+    Bytes,
+    Exposed,
+    Recompute,
+    SplitLayer,
+    Volume,
+    block_volume,
+    exposed_panels,
+    volume_scheme,
+)
 from ranvier.mesh import Axis, Mesh
 from ranvier.schedule.closed_form import DIRECT, Way, passage
 from ranvier.schedule.limits import Limits
@@ -182,8 +195,8 @@ def step_cost(step: Step, cluster: Cluster, *, exact: bool = True, others: bool 
     Args:
         exact: simulate the schedule; otherwise use the closed form.
         others: as Megatron-LM, DeepSpeed and Optimus were published, where a stage does not compute while it sends or
-            receives, ranks of a stage that hold the same activations each send a part of them, and a layer's last
-            product is recomputed with the others.
+            receives, on the tensor mesh as between stages, products are not cut into panels, ranks of a stage that hold
+            the same activations each send a part of them, and a layer's last product is recomputed with the others.
     """
     return _StepCost(step, cluster, others).cost(exact)
 
@@ -247,7 +260,54 @@ def update_seconds(step: Step, cluster: Cluster, count: float, *, local: int, th
             return cluster.device.update_seconds(moved) / threads * crowded
 
 
-_GROUPED: tuple[Axis, ...] = ("data", "row", "col")
+_Object = TypeVar("_Object")
+_ROW: Axis = "row"
+_COL: Axis = "col"
+_GROUPED: tuple[Axis, ...] = ("data", _ROW, _COL)
+
+
+class _Seconds(NamedTuple):
+    """Of one microbatch in a block, messages aside. products: the part of each that products and attention take."""
+
+    forward: float
+    backward: float
+    """Of the gradients of activations."""
+    weight: float
+    """Of those of weights that train."""
+    forward_products: float
+    backward_products: float
+    """Of both halves of the backward."""
+
+
+_NO_SECONDS = _Seconds(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+class _Same(Generic[_Object]):
+    """An object as a key: equal to itself alone."""
+
+    def __init__(self, it: _Object) -> None:
+        self.it = it
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.it is other.it
+
+    def __hash__(self) -> int:
+        return id(self.it)
+
+
+@lru_cache(maxsize=1024)  # a search asks the same of very many candidates
+def _block_seconds(kernels: _Same[tuple[Kernel, ...]], device: _Same[Device], precision: Precision, threads: float,
+                   gradient_bytes: int, whole_products: bool) -> _Seconds:
+    """Of one microbatch in a block with these kernels. whole_products: without panels."""
+    forward = without_panels(kernels.it) if whole_products else kernels.it
+    backward, weights = backward_of(forward), weight_gradients_of(forward, gradient_bytes)
+
+    def seconds(some: Sequence[Kernel]) -> float:
+        return device.it.seconds(some, precision, threads)
+
+    return _Seconds(*map(seconds, (forward, backward, weights)),
+                    *(seconds([kernel for kernel in some if kernel.kind in ("product", "attention")])
+                      for some in (forward, (*backward, *weights))))
 
 
 class _StepCost:
@@ -293,7 +353,7 @@ class _StepCost:
         recomputed = any(self._again(stage) for stage in range(len(self.stages)))
         size = self.run.batch.global_size
         blocks = [block for stage in self.stages for block in stage]
-        left_out = sum(block.flops - (block.of_weights.flops if block.num_trainable else 0)
+        left_out = sum(block.flops - (block.weight_flops if block.num_trainable else 0)
                        for block in blocks[self.begins:])  # gradients of frozen weights, behind what trains
         unneeded = step.flops_per_sample / 3 * left_out / max(1, sum(block.flops for block in blocks))
         rate = self.cluster.device.rates[self.run.precision]
@@ -323,12 +383,11 @@ class _StepCost:
     def stage(self, stage: int) -> StageCost:
         """One rank of it."""
         costs, first, again = self.stages[stage], self._first(stage), self._again(stage)
-        behind = costs[first:]
-        forward = self._seconds(costs)
-        recomputed = self._seconds([costs[place] for place in again])
-        weight = self._seconds(self._deferring(stage))
-        weights = self._seconds([cost.of_weights for cost in behind if cost.num_trainable])
-        backward = self._seconds(behind) + weights - weight + recomputed
+        forward = sum(self._seconds(cost).forward for cost in costs)
+        recomputed = sum(self._seconds(costs[place]).forward for place in again)
+        weight = sum(self._seconds(cost).weight for cost in self._deferring(stage))
+        both = sum(each.backward + each.weight for each in map(self._seconds, costs[first:]))
+        backward = both - weight + recomputed
         sent_forward, sent_backward = self._exchanged(stage)
         rank = self.placement.rank_of(stage)
         reduction, update = self._reduction(rank), self._update(rank)
@@ -353,15 +412,14 @@ class _StepCost:
         """Blocks whose weights' gradients may wait: not those that are recomputed, nor the model's last one."""
         costs, first, again = self.stages[stage], self._first(stage), self._again(stage)
         stop = len(costs) - (stage == len(self.stages) - 1)
-        return [cost.of_weights for place, cost in enumerate(costs[:stop])
+        return [cost for place, cost in enumerate(costs[:stop])
                 if place >= first and place not in again and cost.num_trainable and cost.defers]
 
-    def _seconds(self, costs: Sequence[BlockCost]) -> float:
-        """Of one microbatch's forward through these blocks."""
-        threads = self._threads()
-        return self.cluster.device.seconds(
-            sum(each.flops for each in costs) / threads, sum(each.moved_bytes for each in costs) / threads,
-            sum(each.operations for each in costs), self.run.precision)
+    def _seconds(self, cost: BlockCost) -> _Seconds:
+        """Of one microbatch in a block."""
+        found = _block_seconds(_Same(cost.kernels), _Same(self.cluster.device), self.run.precision, self._threads(),
+                               self.step.bytes.gradient, self.others)
+        return found if cost.num_trainable else found._replace(weight=0.0)
 
     def _threads(self) -> float:
         return rank_threads(self.cluster, self.mesh)
@@ -405,16 +463,56 @@ class _StepCost:
     # --- messages ----------------------------------------------------------------------------------------------------
 
     def _exchanged(self, stage: int) -> tuple[float, float]:
-        """Seconds that one microbatch's forward and backward spend on messages of the tensor mesh."""
+        """Seconds for which messages of the tensor mesh hold up one microbatch's forward and backward."""
         if self.size == 1:
             return 0.0, 0.0
         first, recomputed = self._first(stage), self._again(stage)
         forward = backward = 0.0
         for place, block in enumerate(self.stages[stage]):
             volume, layers = self._block_volume(block.name, place in recomputed), self._share_of_layer(block.name)
-            forward += self._received(volume.forward, layers, 0)
-            backward += self._received(volume.backward, layers, 1) if place >= first else 0.0
+            alone, own = self._exposed(block.name, place in recomputed), self._seconds(block)
+            forward += self._held_up(volume.forward, layers, 0, alone.forward, own.forward_products, own.forward)
+            if place >= first:
+                again = own if place in recomputed else _NO_SECONDS
+                backward += self._held_up(volume.backward, layers, 1, alone.backward,
+                                          own.backward_products + again.forward_products,
+                                          own.backward + own.weight + again.forward)
         return forward, backward
+
+    @property
+    def _hides(self) -> bool:
+        """Whether messages travel while products are computed: not where cores copy them, nor where a broadcast's root
+        depends on the rank."""
+        return self.cluster.device.cores is None and self.scheme != "summa" and not self.others
+
+    def _held_up(self, sizes: Bytes, layers: float, way: int, alone: float, products: float, computing: float) -> float:
+        """Seconds for which a block's messages hold it up: activations travel beside its products, but for the panels
+        beside which nothing is computed, and weights beside all that it computes.
+
+        Args:
+            sizes, layers, way: as of `_received`. alone: bytes of these panels. products, computing: seconds.
+        """
+        if not self._hides:
+            return self._norms(layers) + self._received(sizes, layers, way)
+        activations = self._received(replace(sizes, weights=0.0), layers, way) if sizes.activations else 0.0
+        weights = self._received(replace(sizes, activations=0.0), layers, way) if sizes.weights else 0.0
+        first = activations * min(1.0, alone / sizes.activations) if sizes.activations else 0.0
+        beside = activations - first
+        return self._norms(layers) + first + max(0.0, beside - products, beside + weights - computing)
+
+    def _norms(self, layers: float) -> float:
+        """Of the small sums of a block's norms, which nothing hides."""
+        group, count = self.groups["col"], _NORM_MESSAGES.get(self.scheme, 0) * layers
+        steps = count * (group.members - 1)
+        return count * self.cluster.collective_seconds * (group.members > 1) + received_seconds(
+            0.0, round(steps), group, self.cluster)
+
+    def _exposed(self, block: str, recomputed: bool) -> Exposed:
+        """Bytes of a block's activations that travel while nothing is computed."""
+        return exposed_panels(
+            self.step.split_layers[block], self.scheme, row=self.mesh.row, col=self.mesh.col,
+            elements=self.run.batch.microbatch_size * self.step.tokens * self.run.model.hidden,
+            itemsize=self.step.bytes.parameter, sum_itemsize=self.step.bytes.summed, recomputed=recomputed)
 
     def _share_of_layer(self, block: str) -> float:
         """What part of a transformer layer's collectives a block has, by its products. A block without any has as many
@@ -434,11 +532,11 @@ class _StepCost:
         return self._volumes[layers, recomputed]
 
     def _received(self, sizes: Bytes, layers: float, way: int) -> float:
-        """Seconds in which a block receives this. layers: its part of a layer. way: 0 forward, 1 backward."""
+        """Seconds in which a block receives this, its norms' sums aside. layers: its part of a layer. way: 0 forward, 1
+        backward."""
         messages = _MESSAGES[self.scheme][way] * layers
-        of_norms = _NORM_MESSAGES.get(self.scheme, 0) * layers
-        both = [(sizes.activations, self.groups["col"], messages + of_norms),
-                (sizes.weights, self.groups["row"], messages)]
+        both = [(size, self.groups[axis], messages) for size, axis in (
+            (sizes.activations, _COL), (sizes.weights, _ROW)) if size]
         starts = self.cluster.collective_seconds * sum(count for _, group, count in both if group.members > 1)
         if self.scheme == "summa":
             roots = [each.members * tree_latency(each, self.cluster) for _, each, _ in both if each.members > 1]
@@ -555,7 +653,8 @@ class _StepCost:
                                 crowded=self._crowded())
         # rows and columns all compute with the same whole tensors
         flops = self.step.update_flops * count / max(1, sum(self.trained)) / self._threads()
-        return moving + self.cluster.device.seconds(flops, 0.0, 0.0, self.run.precision) * self._crowded()
+        rate = self.cluster.device.rates[self.run.precision]
+        return moving + flops / (rate.peak_flops * rate.share) * self._crowded()
 
     def _after(self, reduction: float, update: float, rank: int) -> float:
         """Where an update depends on all gradients' norm (loss scaling, clipping, a guard), updates begin when all is

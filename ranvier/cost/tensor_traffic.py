@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.placement import best_tile, bytes_between_nodes
-from ranvier.cost.volume import layer_volume, volume_scheme
-from ranvier.layout.panels import first_panel_bytes
+from ranvier.cost.volume import SplitLayer, exposed_panels, layer_volume, volume_scheme
 from ranvier.precision import DTYPES, sum_dtype
 
 
@@ -42,26 +41,20 @@ class TensorMeshFacts:
                 f"{self.node_bytes_row_by_row / 2**20:,.2f})")
 
 
-def first_panels(run: ResolvedRun) -> int | None:
-    """Bytes of a layer that travel while no product is computed: the first panel of what a product gathers, or the last
-    one of what it sums. None for SUMMA, whose broadcasts depend on the rank.
+_LAYER = (SplitLayer("output", 1, 3), SplitLayer("input", 1, 1), SplitLayer("output", 1, 4),
+          SplitLayer("input", 4, 1, ends_layer=True))
 
-    In the forward these are panels of the inputs of qkv and fc1 and of the outputs of projection and fc2, in the
-    backward of the gradients of those outputs; a recomputation repeats the first three. dX of qkv and fc1 is summed
-    while dW is computed; weights and their gradients travel beside the products of neighbouring layers.
-    `benchmarks/tensor/exposed.py` counts the same by running layers.
-    """
+
+def first_panels(run: ResolvedRun) -> int | None:
+    """Bytes of a layer that travel while no product is computed (`exposed_panels`). None for SUMMA, whose broadcasts
+    depend on the rank."""
     mesh, model, scheme = run.mesh, run.model, volume_scheme(run.tensor)
     if scheme == "summa":
         return None
-    elements = run.batch.microbatch_size * model.sequence * model.hidden // mesh.row
-    gathered, summed = (first_panel_bytes(elements * size) for size in (DTYPES[run.precision].itemsize,
-                                                                        _sum_itemsize(run)))
-    recomputed = run.memory.recompute != "none"
-    # An all-reduce of activations that are whole on every column receives twice what a reduce-scatter does.
-    found = 2 * (2 + recomputed) * summed if scheme == "megatron" else (
-        (4 + 2 * recomputed) * gathered + (2 + recomputed) * summed)
-    return round(found * (mesh.col - 1) / mesh.col)
+    return round(sum(exposed_panels(
+        _LAYER, scheme, row=mesh.row, col=mesh.col, itemsize=DTYPES[run.precision].itemsize,
+        elements=run.batch.microbatch_size * model.sequence * model.hidden, sum_itemsize=_sum_itemsize(run),
+        recomputed=run.memory.recompute != "none")))
 
 
 def _sum_itemsize(run: ResolvedRun) -> int:

@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from ranvier.config.run import TensorParallel
+from ranvier.layout.panels import first_panel_bytes
 
 Scheme = Literal["summa", "stationary", "megatron", "stationary-sequence", "megatron-sequence"]
 Recompute = Literal["none", "kept", "again"]
@@ -228,6 +229,45 @@ def block_volume(layers: Sequence[SplitLayer], scheme: Scheme, *, row: int, col:
             continue
         forward, backward = forward + other.forward, backward + other.backward
     return Volume(forward=forward, backward=backward)
+
+
+class Exposed(NamedTuple):
+    """Bytes that a rank receives while it computes no product."""
+
+    forward: float
+    backward: float
+
+
+def exposed_panels(layers: Sequence[SplitLayer], scheme: Scheme, *, row: int, col: int, elements: int, itemsize: int,
+                   sum_itemsize: int, recomputed: bool) -> Exposed:
+    """Of one microbatch in a block with these layers, on devices that compute while they transfer: the first panel of
+    what a product gathers, or the last one of what it sums, and all of what embeddings exchange.
+
+    Of output-stationary products the forward gathers inputs, of input-stationary ones it sums outputs, and the backward
+    gathers their gradients. dX of output-stationary ones is summed while dW is computed; weights and their gradients
+    travel beside the products of neighbouring layers. `benchmarks/tensor/exposed.py` counts the same by running layers.
+
+    Args:
+        elements: of the activations between two layers, on all ranks together. itemsize, sum_itemsize: as for
+            `layer_volume`. recomputed: the backward repeats the forward, but for the sum that ends a layer.
+    """
+    share = (col - 1) / col
+    gathered, summed = (first_panel_bytes(elements // row * size) * share for size in (itemsize, sum_itemsize))
+    # An all-reduce of activations that are whole on every column receives twice what a reduce-scatter does.
+    gathered, summed = (0.0, 2 * summed) if scheme == "megatron" else (gathered, summed)
+    forward = backward = again = 0.0
+    for layer in layers:
+        match layer.kind:
+            case "output" | "vocabulary":
+                forward, again = forward + gathered, again + gathered
+            case "input":
+                forward, backward = forward + summed, backward + gathered
+                again += 0.0 if layer.ends_layer else summed
+            case "embedding":
+                whole = embedding_volume(scheme, row=row, col=col, batch=1, sequence=1, hidden=elements,
+                                         vocab=layer.inputs, itemsize=itemsize, sum_itemsize=sum_itemsize)
+                forward, backward = forward + whole.forward.activations, backward + whole.backward.activations
+    return Exposed(forward, backward + again if recomputed else backward)
 
 
 def embedding_volume(scheme: Scheme, *, row: int, col: int, batch: int, sequence: int, hidden: int, vocab: int,

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
@@ -25,57 +24,19 @@ from ranvier.block import Model, State, meta_device, named, wrapping_hint
 from ranvier.cost.blocks import BlockCost
 from ranvier.errors import ModelError
 from ranvier.pipeline.formats import BlockFormats
+from ranvier.pipeline.kernel_count import (
+    AS_WRITTEN,
+    FUSED_ATTENTION,
+    Counting,
+    KernelCount,
+    float8_kernels,
+    loss_kernels,
+    run_kernels,
+    tensor_bytes,
+)
 from ranvier.tensor import float8
 from ranvier.tensor.columns import on_local, plain
 from ranvier.tensor.split.linear import SplitLinear
-
-_MOVES_NOTHING = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "scalar_tensor",
-                            "promote_types", "lift_fresh"})
-
-
-class _MovedBytes(TorchDispatchMode):
-    """Counts operations, views and bare allocations aside, and the bytes of what they read and write; of the latter
-    apart those that are in new memory, bare allocations included."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's stub has no types
-        self.operations = self.read = self.written = self.allocated = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
-                           kwargs: dict[str, Any] | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func.is_view:
-            return result
-        storages = {leaf.untyped_storage()._cdata for leaf in _tensors((args, kwargs))}
-        returned = _tensors(result)
-        self.allocated += sum(_tensor_bytes(leaf) for leaf in returned
-                              if leaf.untyped_storage()._cdata not in storages)
-        if func.overloadpacket.__name__ in _MOVES_NOTHING:
-            self.written += sum(map(_tensor_bytes, returned))
-            return result
-        self.operations += 1
-        self.written += sum(map(_tensor_bytes, returned))
-        self.read += sum(map(_tensor_bytes, _tensors(_read_of(func, args, kwargs or {}))))
-        return result
-
-
-def _read_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that an operation reads: not those that it only writes."""
-    if func.overloadpacket.__name__ == "copy_":
-        return list(args[1:])
-    names = {argument.name for argument in func._schema.arguments if argument.is_out}
-    return [*args, *(value for name, value in kwargs.items() if name not in names)]
-
-
-def _tensors(tree: object) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _tensor_bytes(tensor: Tensor) -> int:
-    return plain(tensor).numel() * tensor.element_size()  # of this column's part
-
-
-_FUSED_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class FusedAttention(TorchFunctionMode):
@@ -107,7 +68,7 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None =
             return None
         if attn_mask.dtype is torch.bool:  # the kernel adds it
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
-    attended: Tensor = _FUSED_ATTENTION(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    attended: Tensor = FUSED_ATTENTION(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
     return attended
 
 
@@ -171,17 +132,19 @@ def _to_meta(value: Any) -> Any:
     return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, value)
 
 
-def block_costs(model: Model, inputs: State, targets: object = None,
-                dtype: torch.dtype = torch.float32) -> list[BlockCost]:
-    """Cost of every block for a microbatch like `inputs`, whose values do not matter.
+def block_costs(model: Model, inputs: State, targets: object = None, dtype: torch.dtype = torch.float32,
+                counting: Counting = AS_WRITTEN) -> list[BlockCost]:
+    """Cost of every block for a microbatch like `inputs`, whose values do not matter. counting: what the device that
+    runs it fuses.
 
     This runs the whole chain once without data, and is also the check of the model contract: ModelError names the
-    first block that does not take what the block before it returns, or the loss.
+    first block that does not take what the block before it returns, or the loss (which is not run for CUDA, where its
+    kernels are not those of the meta device).
     """
     state, costs, before, trains = _to_meta(inputs), [], "the inputs", False
     known: dict[object, tuple[BlockCost, State]] = {}
     borrowed = {name for group in model.tied for name in group[1:]}
-    counted = {_FUSED_ATTENTION: _attention_flops, torch.ops.aten.addmm_: _added_product_flops}
+    counted = {FUSED_ATTENTION: _attention_flops, torch.ops.aten.addmm_: _added_product_flops}
     for name, build in model.blocks.items():
         alike = model.alike.get(name, name), trains, _shapes(state)
         if alike in known:
@@ -193,13 +156,13 @@ def block_costs(model: Model, inputs: State, targets: object = None,
         with meta_device():
             module = build()
         tensors = _tensors_on_meta(module, BlockFormats.of(model, name, module, dtype))
-        moved, kept, entered = _MovedBytes(), KeptBytes(tensors.values()), _state_bytes(state)
+        count, kept, entered = _count_of(module, tensors), KeptBytes(tensors.values()), _state_bytes(state)
         products = _Float8Products()
         state = entered_state = _as_leaves(state, trains)
         trains |= any(tensor.requires_grad for tensor in tensors.values())
         try:
-            with torch.enable_grad(), _FlopCounter(custom_mapping=counted) as counter, kept, moved, FusedAttention(), \
-                    products:
+            with torch.enable_grad(), _FlopCounter(custom_mapping=counted) as counter, kept, count, FusedAttention(), \
+                    products, count.chains(counting):
                 state = functional_call(module, tensors, (state,), tie_weights=False)
         except ModelError:
             raise
@@ -211,8 +174,8 @@ def block_costs(model: Model, inputs: State, targets: object = None,
         outputs = named(state, f"block {name}")
         share, defers = _weights_of(module, counter)
         costs.append(BlockCost(
-            name=name, flops=counter.get_total_flops(), written_bytes=moved.written, allocated_bytes=moved.allocated,
-            moved_bytes=moved.read + moved.written, operations=moved.operations, kept_bytes=kept.count,
+            name=name, flops=counter.get_total_flops(), written_bytes=count.written, allocated_bytes=count.allocated,
+            kernels=run_kernels(count, state, counting, dtype.itemsize), kept_bytes=kept.count,
             input_bytes=entered, output_bytes=_state_bytes(outputs), weight_share=share, defers=defers,
             float8_products=tuple(products.found),
             num_parameters=sum(p.numel() for p in module.parameters()),
@@ -223,11 +186,24 @@ def block_costs(model: Model, inputs: State, targets: object = None,
         before = f"what block {name} returns"
     if targets is not None:
         targets = _to_meta(targets)
-        with _MovedBytes() as moved:
-            check_loss(model, _as_leaves(state, False), targets, dtype)
-        costs[-1] = replace(costs[-1], moved_bytes=costs[-1].moved_bytes + moved.read + moved.written,
-                            operations=costs[-1].operations + moved.operations)
+        with KernelCount() as count:
+            if not counting.on_cuda:
+                check_loss(model, _as_leaves(state, False), targets, dtype)
+        costs[-1] = replace(costs[-1], kernels=(*costs[-1].kernels, *loss_kernels(count, state, counting)))
+    if counting.float8:
+        in_float8 = {id(cost.kernels): float8_kernels(cost.kernels, counting) for cost in costs[1:-1]}
+        costs[1:-1] = [replace(cost, kernels=in_float8[id(cost.kernels)]) for cost in costs[1:-1]]
     return costs
+
+
+def _count_of(module: nn.Module, tensors: Mapping[str, Tensor]) -> KernelCount:
+    """For a block with these parameters. What has been gathered of several trains as most elements of weights do."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    weights = [parameter for parameter in parameters.values() if parameter.dim() >= 2]
+    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    return KernelCount({tensors[name].untyped_storage()._cdata: parameter.requires_grad
+                        for name, parameter in parameters.items()},
+                       others_train=2 * trained > sum(weight.numel() for weight in weights))
 
 
 def _hint(state: State) -> str:
@@ -282,7 +258,7 @@ def _shapes(state: State) -> tuple[object, ...]:
 
 
 def _state_bytes(state: State) -> int:
-    return sum(map(_tensor_bytes, _tensors(state)))
+    return sum(tensor_bytes(leaf) for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
 
 
 def _as_leaves(state: State, trains: bool) -> State:

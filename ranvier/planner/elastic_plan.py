@@ -19,6 +19,7 @@ from ranvier.config.task_form import form_of
 from ranvier.cost.blocks import BlockCost
 from ranvier.cost.device_overhead import usable_bytes
 from ranvier.cost.hardware import Cluster
+from ranvier.cost.kernels import Access, Kernel
 from ranvier.cost.run_cost import run_cost
 from ranvier.elastic.auto_pipe import CandidateStage
 from ranvier.elastic.cache_profile import Times
@@ -352,8 +353,7 @@ class _PredictedRun:
         before = self._first_stage(self.run, self.frozen, min(self.cached, self.frozen))[1]
         device, size = self.cluster.device, self.run.batch.microbatch_size
         work = blocks[before:known]
-        computed = device.seconds(sum(block.flops for block in work), sum(block.moved_bytes for block in work),
-                                  sum(block.operations for block in work), self.run.precision)
+        computed = sum(device.seconds(block.kernels, self.run.precision) for block in work)
         moved = self.cluster.host_link.seconds(self._entry_bytes(blocks, known)) if known else 0.0
         return Times(compute=(computed + (moved if before else 0.0)) / size, read=moved / size, write=moved / size)
 
@@ -382,7 +382,8 @@ class _PredictedRun:
         read = self.cluster.host_link.seconds(entry)  # as bytes of the device's memory
         read_bytes = round(read * device.memory_bandwidth * device.memory_share)
         stages[0] = [_nothing(block) for block in blocks[:known - 1]] + [
-            replace(_nothing(blocks[known - 1]), moved_bytes=read_bytes)] + blocks[known:]
+            replace(_nothing(blocks[known - 1]), kernels=(Kernel(kind="copy", reads=(
+                Access(0, read_bytes, read_bytes),)),))] + blocks[known:]
         reading = run_cost(run, self.cluster, stages).seconds
         needed = entry / run.batch.microbatch_size * self.epoch_samples * run.mesh.stage_size
         held = min(1.0, self.first.elastic.cache_bytes / needed) if needed else 1.0
@@ -394,4 +395,4 @@ _HALVED: Mapping[str, float] = {"fp64": 0.25, "fp32": 0.5, "bf16": 1.0, "fp16": 
 
 
 def _nothing(block: BlockCost) -> BlockCost:
-    return replace(block, flops=0, written_bytes=0, allocated_bytes=0, moved_bytes=0, operations=0, kept_bytes=0)
+    return replace(block, flops=0, written_bytes=0, allocated_bytes=0, kernels=(), kept_bytes=0)

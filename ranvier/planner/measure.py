@@ -2,8 +2,8 @@
 
 On a CPU as many processes as there are cores (16 at most) compute at once, each with one thread, since that is what
 ranks do: one alone would have the memory and the clock of all. Blocks of transformers of several widths are timed
-forward and backward, and the three constants of `Device.seconds` are those that come nearest to all of them in relative
-terms: in fp32 (bf16 on CUDA); other number formats have a rate of their own beside the same two constants.
+forward and backward, and the three constants of `Device.kernel_seconds` are those that come nearest to all of them in
+relative terms: in fp32 (bf16 on CUDA); other number formats have a rate of their own beside the same two constants.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ranvier.comm.protocol import Group
 from ranvier.config.run import Optim, Run, Transformer
 from ranvier.cost.cluster_files import first_fault
 from ranvier.cost.hardware import Cluster, Device, Host, Link, Rate
+from ranvier.cost.kernels import Kernel, backward_of, weight_gradients_of, whole_waves_flops
 from ranvier.errors import ConfigError
 from ranvier.launch.mpiexec import mpi_available
 from ranvier.launch.rank_processes import RanksFailed, run_processes
@@ -43,6 +44,7 @@ _GPU_SHAPES = ((512, 512, 4), (1024, 512, 4), (2048, 512, 2), (2048, 1024, 4), (
 _PRODUCT = {"cpu": 768, "cuda": 8192}
 _MESSAGES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
 _CROWD_SHAPE = (256, 128, 4)
+_TILE = 128
 _BETWEEN = (512, 256)
 """Rows, and width, of the product that is computed between two collectives that are timed: about a millisecond, as
 between two of a tensor mesh."""
@@ -50,8 +52,10 @@ _MOST_PROCESSES = 16
 _CLOCK_SECONDS = 1e-9
 """Resolution of the clock: no call took less."""
 _Precision = Literal["fp32", "bf16", "fp16"]
-Sample = tuple[float, float, float, float]
-"""FLOPs, bytes moved, operations; and the seconds that they took."""
+Sample = tuple[Sequence[tuple[float, float]], float]
+"""FLOPs and bytes moved of each kernel, and the seconds that all of them took."""
+_ROUNDS = 20
+"""At most, until each kernel is found to take either its FLOPs or its bytes."""
 
 
 def measure(progress: Callable[[str], None] = lambda line: None) -> Cluster:
@@ -113,6 +117,7 @@ def _cluster(found: Mapping[str, Any], links: Mapping[str, Any], devices: int, k
         memory_bytes=torch.cuda.get_device_properties(0).total_memory if kind == "cuda" else memory,
         reserved_bytes=1_500_000_000 if kind == "cuda" else 0, memory_bandwidth=bandwidth, memory_share=1.0,
         update_bandwidth=found["update_bandwidth"], operation_seconds=operation,
+        multiprocessors=_multiprocessors() if kind == "cuda" else None, tile=_TILE,
         crowded_share=found.get("crowded_share", 1.0), turn_seconds=found.get("turn_seconds", 0.0))
     latency, rate = line([(size, links["messages"][str(size)]) for size in _MESSAGES])
     link = Link(bandwidth=rate, latency_seconds=latency)
@@ -212,7 +217,7 @@ def _blocks(shape: tuple[int, int, int], precision: _Precision,
         inputs, targets = families.sample_of(run, count)
     costs = {cost.name: cost for cost in block_costs(model, inputs, targets, dtype)}
     state = torch.randn(count, sequence, hidden, dtype=dtype).requires_grad_()
-    found = []
+    found: list[Sample] = []
     for name in (*model.layers[0], "head"):
         block = model.blocks[name]()
 
@@ -223,9 +228,22 @@ def _blocks(shape: tuple[int, int, int], precision: _Precision,
             for parameter in block.parameters():
                 parameter.grad = None
 
-        one = costs[name]
-        found.append((3.0 * one.flops, 3.0 * one.moved_bytes, 3.0 * one.operations, (timed or _timed)(step)))
+        forward = costs[name].kernels
+        kernels = (*forward, *backward_of(forward), *weight_gradients_of(forward, dtype.itemsize))
+        found.append(([(_flops(kernel), float(kernel.moved_bytes)) for kernel in kernels], (timed or _timed)(step)))
     return found
+
+
+def _flops(kernel: Kernel) -> float:
+    """With those of idle multiprocessors, where products are computed in waves."""
+    if kernel.kind != "product" or not torch.cuda.is_available():
+        return float(kernel.flops)
+    return whole_waves_flops(kernel.shape, _multiprocessors(), _TILE, 0.0)
+
+
+def _multiprocessors() -> int:
+    count: int = torch.cuda.get_device_properties(0).multi_processor_count
+    return count
 
 
 def _product(precision: str, size: int) -> float:
@@ -274,7 +292,7 @@ def _slowest(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What all of them reach: the mean of their times."""
     merged = dict(found[0])
     merged["precisions"] = {
-        name: {"samples": [(*rows[0][:3], sum(row[3] for row in rows) / len(rows)) for rows in zip(
+        name: {"samples": [(rows[0][0], sum(seconds for _, seconds in rows) / len(rows)) for rows in zip(
             *(one["precisions"][name]["samples"] for one in found), strict=True)],
             "product_flops": min(one["precisions"][name]["product_flops"] for one in found)}
         for name in found[0]["precisions"]}
@@ -316,10 +334,34 @@ def messages_on_rank(world: World) -> dict[str, Any]:
 
 
 def fit(samples: Sequence[Sample]) -> tuple[float, float, float]:
-    """Seconds of a FLOP, of a byte moved and of an operation that come nearest to the samples, by least squares of
-    relative errors; none is negative."""
-    rows = np.array([[flops / seconds, moved / seconds, operations / seconds]
-                     for flops, moved, operations, seconds in samples])
+    """Seconds of a FLOP, of a byte moved and of a launch that come nearest to the samples, by least squares of relative
+    errors; none is negative. Each kernel takes the longer of its FLOPs and its bytes, which depends on the constants:
+    they are found again until that does not change."""
+    best, least = (0.0, 0.0, 0.0), float("inf")
+    flop, byte = 1.0, 0.0  # at first all that computes takes its FLOPs
+    seen: set[tuple[bool, ...]] = set()
+    for _ in range(_ROUNDS):
+        computes = tuple(flop * flops >= byte * moved and flops > 0 for kernels, _ in samples
+                         for flops, moved in kernels)
+        if computes in seen:
+            break
+        seen.add(computes)
+        kinds, rows = iter(computes), []
+        for kernels, seconds in samples:
+            row = [0.0, 0.0, float(len(kernels))]
+            for flops, moved in kernels:
+                is_product = next(kinds)
+                row[0 if is_product else 1] += flops if is_product else moved
+            rows.append([each / seconds for each in row])
+        found = _least_squares(np.array(rows))
+        flop, byte, _ = found
+        if (error := _error(samples, found)) < least:
+            least, best = error, found
+    return best
+
+
+def _least_squares(rows: Any) -> tuple[float, float, float]:
+    """Constants, none of them negative, by which the terms of each row come nearest to 1."""
     best, least = (0.0, 0.0, 0.0), float("inf")
     for count in (3, 2, 1):
         for columns in combinations(range(3), count):
@@ -334,11 +376,27 @@ def fit(samples: Sequence[Sample]) -> tuple[float, float, float]:
     return best
 
 
-def seconds_of_a_flop(samples: Sequence[Sample], moved: float, operation: float) -> float:
-    """What comes nearest where a byte and an operation take so long, likewise; 0 where these explain all of it."""
-    rows = [(flops / seconds, 1.0 - (size * moved + operations * operation) / seconds)
-            for flops, size, operations, seconds in samples]
-    return max(0.0, sum(each * left for each, left in rows) / sum(each * each for each, _ in rows))
+def _error(samples: Sequence[Sample], constants: tuple[float, float, float]) -> float:
+    flop, byte, launch = constants
+    return sum((sum(max(flop * flops, byte * moved) + launch for flops, moved in kernels) / seconds - 1.0) ** 2
+               for kernels, seconds in samples)
+
+
+def seconds_of_a_flop(samples: Sequence[Sample], byte: float, launch: float) -> float:
+    """What comes nearest where a byte and a launch take so long, likewise; 0 where these explain all of it."""
+    flop = float("inf")
+    for _ in range(_ROUNDS):
+        rows = []
+        for kernels, seconds in samples:
+            computing = [flops for flops, moved in kernels if flops and flop * flops >= byte * moved]
+            others = sum(byte * moved for flops, moved in kernels if not flops or flop * flops < byte * moved)
+            rows.append((sum(computing) / seconds, 1.0 - (others + launch * len(kernels)) / seconds))
+        squares = sum(each * each for each, _ in rows)
+        found = max(0.0, sum(each * left for each, left in rows) / squares) if squares else 0.0
+        if found == flop:
+            break
+        flop = found
+    return flop
 
 
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

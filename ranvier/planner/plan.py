@@ -234,7 +234,7 @@ def _document(name: str, found: Simulation, lost: Goodput | None) -> dict[str, o
             "step_seconds": found.seconds, "pipeline_seconds": found.pipeline_seconds,
             "bubble_fraction": found.step.bubble_fraction, "replicas": found.step.replicas,
             "replicas_simulated": found.step.sampled, "replica_seconds": list(found.step.replica_seconds),
-            "predicted": report.cost_dict(found.cost),
+            "excess": found.excess, "predicted": report.cost_dict(found.cost),
             "goodput": None if lost is None else {"share": lost.share, "failures_per_day": lost.failures_per_day,
                                                   "best_checkpoint_steps": lost.best_steps},
             "stages": [{"stage": rank, "busy_seconds": sum(stop - start for _, start, stop in actions),

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.hardware import Cluster
+from ranvier.cost.kernels import backward_of, weight_gradients_of
 from ranvier.cost.run_cost import step_of
 from ranvier.cost.step import rank_threads, update_seconds
 from ranvier.elastic.mesh_candidates import with_present_seconds
@@ -26,11 +27,13 @@ def predicted_blocks(run: ResolvedRun, cluster: Cluster, work: Work, present: Pr
     stages = work.stages(run, present.frozen)
     step = step_of(run, stages)
     threads, local = rank_threads(cluster, mesh), min(cluster.devices_per_node, mesh.size)
-    forward = [cluster.device.seconds(block.flops / threads, block.moved_bytes / threads, block.operations,
-                                      run.precision) / size for blocks in stages for block in blocks]
-    shares = [block.weight_share for blocks in stages for block in blocks]
+    blocks = [block for blocks in stages for block in blocks]
+    known = {id(block.kernels): [cluster.device.seconds(kernels, run.precision, threads) / size for kernels in (
+        block.kernels, backward_of(block.kernels), weight_gradients_of(block.kernels, step.bytes.gradient))]
+        for block in {id(block.kernels): block for block in blocks}.values()}
+    forward, backward, weight = zip(*(known[id(block.kernels)] for block in blocks), strict=True)
     again = [place in stage.recomputed for stage in step.stages for place in range(len(stage.blocks))]
-    outputs = [block.output_bytes for blocks in stages for block in blocks]
+    outputs = [block.output_bytes for block in blocks]
     alone = replace(run, mesh=Mesh(), batch=replace(run.batch, microbatch_size=1))
     parameters = tuple(block.num_owned for block in work.blocks(alone))
     update = 0.0 if run.optim.update_in_backward else update_seconds(
@@ -39,9 +42,10 @@ def predicted_blocks(run: ResolvedRun, cluster: Cluster, work: Work, present: Pr
     cores, nodes = cluster.device.cores, -(-mesh.size // cluster.devices_per_node)
     bandwidth, latency = LINKS[_backend(run, cluster)]
     facts = BlockFacts(
-        forward_seconds=tuple(forward),
-        backward_seconds=tuple(((2 if recomputed else 1) + share) * seconds
-                               for seconds, recomputed, share in zip(forward, again, shares, strict=True)),
+        forward_seconds=forward,
+        backward_seconds=tuple(of_inputs + of_weights * (block.num_trainable > 0) + recomputed * seconds
+                               for block, seconds, of_inputs, of_weights, recomputed in zip(
+                                   blocks, forward, backward, weight, again, strict=True)),
         update_seconds=tuple(update * count for count in parameters),
         output_bytes=tuple(-(-sent // max(1, size // mesh.row)) for sent in outputs), num_parameters=parameters,
         parameter_bytes=tuple(step.bytes.parameter * count for count in parameters),

@@ -1,4 +1,4 @@
-"""The blocks of a run's model, counted once for each tensor mesh and scaled to any microbatch."""
+"""The blocks of a run's model, counted once for each tensor mesh and microbatch."""
 
 from __future__ import annotations
 
@@ -16,23 +16,26 @@ from ranvier.cost.count import Needs, device_bytes_of_stages, device_kind
 from ranvier.cost.count import predict as predict_memory
 from ranvier.cost.device_overhead import usable_bytes
 from ranvier.cost.hardware import Cluster
+from ranvier.cost.kernels import scaled
 from ranvier.cost.memory import PROCESS_BYTES, RankMemory, too_large
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.mesh import Mesh
 from ranvier.models import families
 from ranvier.pipeline.block_costs import block_costs
 from ranvier.pipeline.build import Parts, meta_mesh, split_model
+from ranvier.pipeline.kernel_count import counting_of
 from ranvier.pipeline.partition import partition_for, uniform
 from ranvier.precision import DTYPES
 
+_MOST_COUNTED = 4
+"""Samples of a row up to which blocks are counted as they are: with more, products are large, and panels full."""
+
 
 class Work:
-    """The blocks of a run's model, counted once for each tensor mesh and scaled to any microbatch: operations,
-    bytes and FLOPs grow with it by equal amounts."""
+    """The blocks of a run's model, counted once for each tensor mesh and microbatch, as the run would have them."""
 
     def __init__(self) -> None:
-        self._counted: dict[object, tuple[list[BlockCost], list[BlockCost]]] = {}
-        self._scaled: dict[object, list[BlockCost]] = {}
+        self._counted: dict[object, list[BlockCost]] = {}
         self._cuts: dict[object, tuple[int, ...]] = {}
         self._parts: dict[object, tuple[Model, Parts]] = {}
         self._needs: dict[object, Needs] = {}
@@ -41,12 +44,17 @@ class Work:
     def blocks(self, run: ResolvedRun, frozen: int = 0) -> list[BlockCost]:
         """Each block's cost on one rank of the run's tensor mesh, for its microbatch."""
         share = -(-run.batch.microbatch_size // run.mesh.row)
-        key = _kind(run), frozen
+        return self._of_share(run, share, frozen)
+
+    def _of_share(self, run: ResolvedRun, share: int, frozen: int) -> list[BlockCost]:
+        """For so many samples of a row."""
+        key = _kind(run), frozen, share
         if key not in self._counted:
-            self._counted[key] = _count(run, 1, frozen), _count(run, 2, frozen)
-        if (key, share) not in self._scaled:
-            self._scaled[key, share] = [_scaled(one, two, share) for one, two in zip(*self._counted[key], strict=True)]
-        return self._scaled[key, share]
+            self._counted[key] = _count(run, share, frozen) if share <= _MOST_COUNTED else [
+                _larger(half, most, share) for half, most in zip(
+                    self._of_share(run, _MOST_COUNTED // 2, frozen), self._of_share(run, _MOST_COUNTED, frozen),
+                    strict=True)]
+        return self._counted[key]
 
     def stages(self, run: ResolvedRun, frozen: int = 0) -> list[list[BlockCost]]:
         """The blocks of each stage, by the run's own cut."""
@@ -112,17 +120,21 @@ def _count(run: ResolvedRun, share: int, frozen: int) -> list[BlockCost]:
     model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen)
     if run.mesh.stage_size > 1:
         model = split_model(model, meta_mesh(run.mesh, run.tensor, device_kind(run)))
-    return block_costs(model, inputs, targets, DTYPES[run.precision])
+    return block_costs(model, inputs, targets, DTYPES[run.precision],
+                       counting_of(run, device=device_kind(run), stage_size=run.mesh.stage_size))
 
 
-_GROWING = ("flops", "written_bytes", "allocated_bytes", "moved_bytes", "kept_bytes", "input_bytes", "output_bytes")
+_GROWING = ("flops", "written_bytes", "allocated_bytes", "kept_bytes", "input_bytes", "output_bytes")
 
 
-def _scaled(one: BlockCost, two: BlockCost, share: int) -> BlockCost:
-    products = tuple((tokens + (share - 1) * (more[0] - tokens), inputs, outputs)
-                     for (tokens, inputs, outputs), more in zip(one.float8_products, two.float8_products, strict=True))
-    return replace(one, float8_products=products, **{
-        name: getattr(one, name) + (share - 1) * (getattr(two, name) - getattr(one, name)) for name in _GROWING})
+def _larger(half: BlockCost, most: BlockCost, share: int) -> BlockCost:
+    """A block's cost for `share` samples of a row, by those for half of `_MOST_COUNTED` and for all of them: its sums
+    grow by equal amounts, and its kernels are as many, each larger."""
+    further = (share - _MOST_COUNTED) / (_MOST_COUNTED / 2)
+    products = tuple((tokens + round(further * (tokens - fewer)), inputs, outputs) for (fewer, *_), (
+        tokens, inputs, outputs) in zip(half.float8_products, most.float8_products, strict=True))
+    return replace(most, float8_products=products, kernels=scaled(most.kernels, share / _MOST_COUNTED), **{
+        name: getattr(most, name) + round(further * (getattr(most, name) - getattr(half, name))) for name in _GROWING})
 
 
 def excess(run: ResolvedRun, cluster: Cluster, memory: Sequence[RankMemory]) -> str:

@@ -53,7 +53,7 @@ class RankRuntime:
         flops = [cost.flops for cost in costs]
         frozen = self.engine.frozen_blocks
         left_out = 2 * sum(flops[:frozen]) + sum(flops[:self.engine.cached_blocks])
-        left_out += sum(cost.flops - (cost.of_weights.flops if cost.num_trainable else 0) for cost in costs[frozen:])
+        left_out += sum(cost.flops - (cost.weight_flops if cost.num_trainable else 0) for cost in costs[frozen:])
         lengths = self.train_data.lengths
         share = 1.0 if lengths is None else float(lengths.mean()) / families.tokens_of(self.run)
         return share * (1.0 - left_out / (3 * sum(flops)))

@@ -1,5 +1,6 @@
 """What blocks cost, and the cut whose dearest stage is cheapest."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, combinations, pairwise
 
@@ -72,17 +73,24 @@ def test_boundaries_that_do_not_cut(boundaries, says):
 # ---------------------------------------------------------------------- costs
 
 def test_costs_of_a_chain_of_linear_layers():
-    """2 x in x out operations a row; the output is what is written and what leaves. Moved are inputs, weights, bias and
-    output, and by the loss, in six operations on 14 numbers and their flags, 558 bytes."""
+    """2 x in x out operations a row; the output is what is written and what leaves. A kernel reads inputs, weights and
+    bias, and writes the output; the loss's are on 14 numbers and their flags."""
     model = chain(partial(nn.Linear, 3, 5), partial(nn.Linear, 5, 2, bias=False))
     inputs = torch.zeros(7, 3)
-    assert block_costs(model, inputs, torch.zeros(7, 2)) == [
+    first, second = block_costs(model, inputs, torch.zeros(7, 2))
+    assert [replace(cost, kernels=()) for cost in (first, second)] == [
         BlockCost(name="b0", flops=2 * 7 * 3 * 5, written_bytes=7 * 5 * 4, allocated_bytes=7 * 5 * 4,
-                  moved_bytes=4 * (7 * 3 + 3 * 5 + 5 + 7 * 5), operations=1, num_trainable=20, num_owned=20,
+                  num_trainable=20, num_owned=20,
                   output_bytes=7 * 5 * 4, num_parameters=20, kept_bytes=7 * 3 * 4, input_bytes=7 * 3 * 4),
         BlockCost(name="b1", flops=2 * 7 * 5 * 2, written_bytes=7 * 2 * 4, allocated_bytes=7 * 2 * 4,
-                  moved_bytes=4 * (7 * 5 + 5 * 2 + 7 * 2) + 558, operations=1 + 6, num_trainable=10, num_owned=10,
+                  num_trainable=10, num_owned=10,
                   output_bytes=7 * 2 * 4, num_parameters=10, kept_bytes=7 * 5 * 4, input_bytes=7 * 5 * 4)]
+    (product,) = first.kernels
+    assert (product.flops, product.shape) == (2 * 7 * 3 * 5, (1, 7, 5, 3))
+    assert product.moved_bytes == 4 * (7 * 3 + 3 * 5 + 5 + 7 * 5)
+    product, *of_loss = second.kernels
+    assert product.moved_bytes == 4 * (7 * 5 + 5 * 2 + 7 * 2)
+    assert len(of_loss) == 6 and sum(kernel.moved_bytes for kernel in of_loss) == 558
 
 
 def test_costs_in_fp64_and_with_dropout():
@@ -104,7 +112,7 @@ def test_flops_of_a_gpt_are_the_formula(sizes):
 
 def test_weights_count_written_bytes():
     cost = BlockCost(name="a", flops=100, written_bytes=10, allocated_bytes=10, output_bytes=0, num_parameters=0,
-                     kept_bytes=0, input_bytes=0, moved_bytes=0, operations=0, num_trainable=0, num_owned=0)
+                     kept_bytes=0, input_bytes=0, num_trainable=0, num_owned=0)
     assert cost.weight("cpu") == 140.0 and cost.weight("cuda") == 2600.0 and cost.weight("xpu") == 140.0
 
 

@@ -92,8 +92,8 @@ def test_any_measured_numbers(values, crowded):
         return [max(number, measure._CLOCK_SECONDS) for number in numbers]
 
     seconds = times(*values[:3])
-    compute = {"precisions": {"fp32": {"samples": [(1e9, 1e7, 10.0, seconds[0]), (1e8, 1e8, 20.0, seconds[1]),
-                                                   (1e7, 1e6, 90.0, seconds[2])], "product_flops": 1e9 / seconds[0]}},
+    samples = [([(1e9, 1e7)] * 10, seconds[0]), ([(1e8, 1e8)] * 20, seconds[1]), ([(0.0, 1e6)] * 90, seconds[2])]
+    compute = {"precisions": {"fp32": {"samples": samples, "product_flops": 1e9 / seconds[0]}},
                "update_bandwidth": 1e9 / times(values[3])[0], "host_link": 1e9 / times(values[4])[0],
                "host_bandwidth": 1e9}
     if crowded:

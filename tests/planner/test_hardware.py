@@ -4,6 +4,7 @@ import pytest
 
 from ranvier.cost.collectives import Placed, all_reduce_seconds, placed, received_seconds, tree_seconds
 from ranvier.cost.hardware import Cluster, Device, Host, Link, Rate
+from ranvier.cost.kernels import Access, Kernel
 from ranvier.mesh import Mesh
 
 INSIDE, BETWEEN = Link(bandwidth=100.0, latency_seconds=1.0), Link(bandwidth=20.0, share=0.5, latency_seconds=2.0)
@@ -23,9 +24,10 @@ def test_links_share_their_bandwidth():
     assert [capped.rate(together) for together in (1, 4, 5, 10)] == [4.0, 4.0, 4.0, 2.0]
 
 
-def test_an_operation_is_computing_moving_and_starting():
-    device = cluster().device
-    assert device.seconds(1000.0, 100.0, 2, "fp32") == 1000 / 500 + 100 / 50 + 0.5
+def test_a_kernel_is_computing_or_moving_and_its_launch():
+    device, moved = cluster().device, (Access(0, 100, 100),)
+    product, copy = Kernel(kind="product", flops=1500, reads=moved), Kernel(kind="copy", reads=moved)
+    assert device.seconds([product, copy], "fp32") == 1500 / 500 + 100 / 50 + 0.5
     assert device.update_seconds(100.0) == 2.0
 
 

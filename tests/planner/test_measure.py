@@ -12,13 +12,15 @@ from ranvier.planner.measure import _crowded, fit, line, seconds_of_a_flop
 from ranvier.testing.ranks import run_processes
 
 
-def samples(flops, moved, operations, noise=0.0):
+def samples(flop, byte, launch, noise=0.0):
+    """Of ten kernels each, some of which take their FLOPs and some their bytes."""
     generator = random.Random(0)
     found = []
     for _ in range(20):
-        work = (10 ** generator.uniform(6, 10), 10 ** generator.uniform(5, 8), float(generator.randint(5, 60)))
-        seconds = work[0] * flops + work[1] * moved + work[2] * operations
-        found.append((*work, seconds * generator.uniform(1 - noise, 1 + noise)))
+        kernels = [(generator.choice([0.0, 10 ** generator.uniform(4, 8)]), 10 ** generator.uniform(3, 6))
+                   for _ in range(generator.randint(5, 20))]
+        seconds = sum(max(flops * flop, moved * byte) + launch for flops, moved in kernels)
+        found.append((kernels, seconds * generator.uniform(1 - noise, 1 + noise)))
     return found
 
 
@@ -29,7 +31,7 @@ def test_the_constants_are_found_again():
 
 def test_no_constant_is_negative():
     assert fit(samples(2e-11, 0.0, 4e-6)) == pytest.approx((2e-11, 0.0, 4e-6), rel=1e-6, abs=1e-16)
-    assert all(one >= 0 for one in fit([(1.0, 5.0, 1.0, 2.0), (2.0, 1.0, 1.0, 5.0), (3.0, 0.5, 1.0, 9.0)]))
+    assert all(one >= 0 for one in fit([([(1.0, 5.0)], 2.0), ([(2.0, 1.0)], 5.0), ([(3.0, 0.5)], 9.0)]))
 
 
 def test_another_format_has_a_rate_beside_the_same_constants():

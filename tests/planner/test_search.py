@@ -38,10 +38,11 @@ def gpt(name, **changes):
 @pytest.mark.parametrize(("mesh", "size"), [(Mesh(), 3), (Mesh(pipe=2), 4), (Mesh(row=2, col=2), 4),
                                             (Mesh(pipe=2, col=2), 5)], ids=str)
 def test_scaled_work_is_counted_work(mesh, size):
-    """Counted for two sizes of microbatch, known for all; to the number."""
+    """Counted for small microbatches, known for all; bytes and FLOPs to the number."""
     run = replace(TINY, mesh=mesh, batch=Batch(global_size=20, microbatch_size=size))
     table, _ = laid_out(run)
-    assert Work().blocks(run) == list(table.costs)
+    assert [replace(block, kernels=()) for block in Work().blocks(run)] == [
+        replace(block, kernels=()) for block in table.costs]
     stages = Work().stages(run)
     assert [tuple(block.name for block in blocks) for blocks in stages] == [row.blocks for row in table.rows]
     assert all(isinstance(block, BlockCost) for blocks in stages for block in blocks)

@@ -1,0 +1,187 @@
+"""The standing table: the command's predictions against published steps, source by source.
+
+    python -m benchmarks.planner.standing [--source NAME] [--output FILE]
+
+Each file in benchmarks/planner/published is one source: where its figures are from, the cluster, settings of all rows,
+models, and rows. A row is predicted by `ranvier simulate FILE.toml --cluster CLUSTER --json`, and by nothing else. A
+row is foreign where the source ran what no setting says; what that is stands beside it. No constant of a cluster was
+chosen after a row was seen; rows of a device from which constants are (calibrated) count in no median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import tempfile
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import tomli_w
+
+from benchmarks.record import results_file, write_results
+from ranvier.cli.main import run_command
+from ranvier.cost.cluster_files import load_cluster, write_cluster
+
+PUBLISHED = Path(__file__).parent / "published"
+_CLOSE = 0.1
+"""Of a time, by which two rows must differ for their order to count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One published step. Times are seconds."""
+
+    source: str
+    what: str
+    published: float
+    predicted: float
+    foreign: tuple[str, ...]
+    calibrated: bool
+    fits: bool
+
+    @property
+    def error(self) -> float:
+        """Of the predicted time."""
+        return self.predicted / self.published - 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """Of the rows of a source. ordered: share of the pairs of rows which differ by more than 10 % that are predicted in
+    the published order, by throughput; correlation: Spearman's, over the same numbers."""
+
+    source: str
+    rows: int
+    median_error: float
+    correlation: float | None
+    ordered: float | None
+
+
+def sources() -> list[Path]:
+    """The files of all sources."""
+    return sorted(PUBLISHED.glob("*.toml"))
+
+
+def rows_of(path: Path, say: Callable[[str], None] = print) -> Iterator[Row]:
+    """A source's rows, each predicted."""
+    source = tomllib.loads(path.read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = Path(folder) / "cluster.toml"
+        _write_cluster(source, cluster)
+        for number, values in enumerate(source["rows"]["values"]):
+            row = dict(zip(source["rows"]["columns"], values, strict=True))
+            settings, what = settings_of(source, row)
+            found = _simulated(settings, Path(folder) / f"{number}.toml", cluster)
+            published = row["published"]
+            if source["unit"] == "tokens/s/device":
+                tokens = found["tokens_per_step"]
+                published = tokens / (published * row["devices"])
+            foreign = (*source["foreign"], *row.get("foreign", ()))
+            made = Row(source=source["name"], what=what, published=published, predicted=found["step_seconds"],
+                       foreign=foreign, calibrated=source.get("calibrated", False), fits=found["fits"])
+            say(f"{made.source:26} {made.what:60} {made.published:9.3f} {made.predicted:9.3f} {made.error:+7.1%}"
+                f"{' foreign' if foreign else ''}{'' if made.fits else ' does not fit'}")
+            yield made
+
+
+def settings_of(source: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The settings of a row's run, by their names, and what tells it from the others."""
+    settings = {**source["settings"], **source["models"][row["model"]],
+                **{name: value for name, value in row.items() if "." in name}}
+    settings = {name: row[value] if value == "devices" else value for name, value in settings.items()}
+    rows, stages = settings.get("mesh.row", 1), settings.get("mesh.pipe", 1)
+    settings["mesh.data"] = row["devices"] // (rows * stages * settings.get("mesh.col", 1))
+    settings["batch.microbatch-size"] *= rows  # published of one device
+    settings.setdefault("optim.shard", False)
+    differs = [f"{name.split('.')[-1]} {value}" for name, value in row.items()
+               if "." in name and name not in ("batch.global-size",)]
+    return settings, f"{row['model']} on {row['devices']}: {', '.join(differs)}"
+
+
+def _write_cluster(source: Mapping[str, Any], path: Path) -> None:
+    """The source's cluster, with what is other there."""
+    write_cluster(load_cluster(source["cluster"]), path)
+    tree = tomllib.loads(path.read_text())
+    for name, value in source.get("cluster_changes", {}).items():
+        *parents, last = name.split(".")
+        node = tree
+        for parent in parents:
+            node = node[parent]
+        node[last] = value
+    path.write_text(tomli_w.dumps(tree))
+
+
+def _simulated(settings: Mapping[str, Any], path: Path, cluster: Path) -> dict[str, Any]:
+    """What the command says of a run with these settings."""
+    tree: dict[str, Any] = {}
+    for name, value in settings.items():
+        section, _, setting = name.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[setting.replace("-", "_")] = value
+    path.write_text(tomli_w.dumps(tree))
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        code = run_command(["simulate", str(path), "--cluster", str(cluster), "--json"])
+    if code:
+        raise RuntimeError(f"{path.read_text()}\nranvier simulate ended with {code}")
+    found = json.loads(said.getvalue())
+    seconds = found["step_seconds"]
+    return {"step_seconds": seconds, "fits": not found["excess"],
+            "tokens_per_step": found["predicted"]["tokens_per_second"] * found["predicted"]["step_seconds"]}
+
+
+def summary(source: str, rows: list[Row]) -> Summary:
+    """Of rows, foreign ones included."""
+    pairs = [(one, other) for one, other in combinations(rows, 2)
+             if abs(one.published - other.published) > _CLOSE * min(one.published, other.published)]
+    right = [(one.published < other.published) == (one.predicted < other.predicted) for one, other in pairs]
+    return Summary(source=source, rows=len(rows), median_error=median(abs(row.error) for row in rows),
+                   correlation=spearman([row.published for row in rows], [row.predicted for row in rows]),
+                   ordered=sum(right) / len(right) if right else None)
+
+
+def spearman(first: list[float], second: list[float]) -> float | None:
+    """Correlation of ranks; None for fewer than three values."""
+    if len(first) < 3:
+        return None
+    places = [[sorted(values).index(value) for value in values] for values in (first, second)]
+    count = len(first)
+    return 1.0 - 6 * sum((one - other) ** 2 for one, other in zip(*places, strict=True)) / (count * (count ** 2 - 1))
+
+
+def measure(names: list[str], say: Callable[[str], None] = print) -> dict[str, Any]:
+    """All rows and summaries. names: of sources; all where there are none."""
+    rows = [row for path in sources() if not names or path.stem in names for row in rows_of(path, say)]
+    found = [summary(source, [row for row in rows if row.source == source])
+             for source in dict.fromkeys(row.source for row in rows)]
+    say(f"\n{'source':26} rows  median error  rank correlation  pairs in order")
+    for one in found:
+        correlation, ordered = (f"{value:.2f}" if value is not None else "" for value in (one.correlation, one.ordered))
+        say(f"{one.source:26} {one.rows:4} {one.median_error:13.1%} {correlation:>17} {ordered:>15}")
+    counted = [abs(row.error) for row in rows if not row.calibrated]
+    if counted:
+        say(f"median error over {len(counted)} rows: {median(counted):.1%}")
+    return {"rows": [{**asdict(row), "error": row.error} for row in rows], "sources": [asdict(one) for one in found],
+            "median_error": median(counted) if counted else None}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", action="append", default=[], choices=[path.stem for path in sources()],
+                        help="only this source; may be repeated")
+    parser.add_argument("--output", type=Path, help="file of results; by default in benchmarks/results/planner")
+    options = parser.parse_args()
+    results = measure(options.source)
+    path = options.output or results_file("planner", "standing")
+    write_results(path, results)
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

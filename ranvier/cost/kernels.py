@@ -1,0 +1,269 @@
+"""The kernels of one block: what a device computes and moves in its forward, and what follows of that for the backward.
+
+    kind        what it is                                     its backward
+    product     batch x [m, k] [k, n]                          two products of as many operations: dX and, of a weight
+                                                               that trains, dW, which adds to the gradient
+    attention   scores that stay on the chip (flash)           scores once more, and four products: 2.5 times as many
+    pointwise   nonlinear operations, norms, reductions        reads what it read and dY, writes dX
+    copy        casts, copies, sums                            as many bytes again
+
+A kernel names the storages that it reads and writes, with the bytes of each: views cost nothing, an expanded tensor
+counts once, a lookup reads what it looks up. So chains can be merged as torch.compile merges them (`fused`). How long a
+kernel takes is `ranvier.cost.hardware`'s. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+_SMALLEST_TILE = 16
+"""Rows, or columns, of the narrowest tile of a product."""
+Kind = Literal["product", "attention", "pointwise", "copy"]
+ATTENTION_BACKWARD = 2.5
+"""Operations of the backward of attention over those of its forward: five products to two (Dao, 2023)."""
+_SCORE_PASSES = 3
+"""Kernels between the two products of attention with scores, each of which reads and writes all scores: scale and mask,
+softmax, and dropout or a cast."""
+
+
+class Access(NamedTuple):
+    """Bytes of one storage that a kernel reads or writes. size: of the whole storage."""
+
+    storage: int
+    bytes: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One launch of a forward, or of what follows of it in a backward."""
+
+    kind: Kind
+    flops: int = 0
+    """Floating-point operations that it computes: of a causal attention those below the diagonal."""
+    reads: tuple[Access, ...] = ()
+    writes: tuple[Access, ...] = ()
+    shape: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """Of a product: batch, m, n, k; of attention: batch x heads, queries, keys, width of a head."""
+    weight: Literal["none", "frozen", "trains"] = "none"
+    """Whether the second operand of a product is a weight, and whether that needs a gradient."""
+    has_bias: bool = False
+    is_backward: bool = False
+    """Of attention: its backward, which devices compute at another rate."""
+    float8: bool = False
+    """Whether a product is computed in float8."""
+
+    @cached_property
+    def moved_bytes(self) -> int:
+        """Bytes that it reads and writes."""
+        return sum(access.bytes for access in self.reads) + sum(access.bytes for access in self.writes)
+
+
+Kernels = tuple[Kernel, ...]
+
+
+def whole_waves_flops(shape: tuple[int, int, int, int], multiprocessors: int, tile: int, tile_start: float) -> float:
+    """Operations of a product with those that idle multiprocessors could have computed beside them.
+
+    Args:
+        shape: batch, m, n, k. multiprocessors: tiles that are computed at once. tile: rows, and columns, of one; fewer
+            where the product has fewer.
+        tile_start: what the start of a tile takes, in elements of its sums.
+    """
+    batch, m, n, k = shape
+    if not batch * m * n:
+        return 0.0
+    rows, columns = (min(tile, max(_SMALLEST_TILE, 1 << (size - 1).bit_length())) for size in (m, n))
+    tiles = batch * -(-m // rows) * -(-n // columns)
+    # Where tiles are few and their sums long, each sum is computed in several parts at once (split-K).
+    parts = max(1, min(multiprocessors // tiles, k // (4 * tile)))
+    waves = -(-tiles * parts // multiprocessors)
+    # A tile takes as long as it loads of both operands: one of few rows computes little for that.
+    return waves * multiprocessors * tile * (rows + columns) * (k / parts + tile_start)
+
+
+def backward_of(kernels: Iterable[Kernel]) -> Kernels:
+    """What the gradients of activations take, weight gradients aside."""
+    found: list[Kernel] = []
+    for kernel in kernels:
+        match kernel.kind:
+            case "product":
+                batch, m, n, k = kernel.shape
+                found.append(_product_of(kernel, (batch, m, k, n)))
+                if kernel.weight == "none":
+                    found.append(_product_of(kernel, (batch, k, n, m)))
+            case "attention":
+                found.append(replace(kernel, flops=round(ATTENTION_BACKWARD * kernel.flops), is_backward=True,
+                                     reads=(*kernel.reads, *kernel.writes, *kernel.writes), writes=kernel.reads))
+            case "pointwise":
+                found.append(replace(kernel, reads=(*kernel.reads, *kernel.writes), writes=kernel.reads))
+            case "copy":
+                found.append(kernel)
+    return tuple(found)
+
+
+def _product_of(kernel: Kernel, shape: tuple[int, int, int, int]) -> Kernel:
+    """A product of a backward: it moves the same three matrices."""
+    return replace(kernel, shape=shape, has_bias=False)
+
+
+def weight_gradients_of(kernels: Iterable[Kernel], gradient_bytes: int) -> Kernels:
+    """What the gradients of weights that train take, each added to what it is already.
+
+    gradient_bytes: of an element of a gradient.
+    """
+    found: list[Kernel] = []
+    for kernel in kernels:
+        if kernel.kind != "product" or kernel.weight != "trains":
+            continue
+        batch, m, n, k = kernel.shape  # of all rows at once
+        whole = gradient_bytes * n * k
+        gradient = Access(-1, whole, whole)
+        dy = kernel.writes
+        found.append(replace(kernel, shape=(1, n, k, batch * m), reads=(*kernel.reads[:1], *dy, gradient),
+                             writes=(gradient,), has_bias=False))
+        if kernel.has_bias:
+            found.append(Kernel(kind="pointwise", reads=dy))
+    return tuple(found)
+
+
+def with_scores(kernels: Iterable[Kernel], element_bytes: int) -> Kernels:
+    """The same with attention taken apart: scores of all queries by all keys are written and read again, and products
+    do not leave out what a mask hides."""
+    found: list[Kernel] = []
+    for kernel in kernels:
+        if kernel.kind != "attention":
+            found.append(kernel)
+            continue
+        batch, queries, keys, width = kernel.shape
+        scores = Access(-2, size := batch * queries * keys * element_bytes, size)
+        flops = 2 * batch * queries * keys * width
+        first, last = kernel.reads[:2], kernel.reads[2:]
+        found.append(Kernel(kind="product", flops=flops, shape=(batch, queries, keys, width), reads=first,
+                            writes=(scores,)))
+        found += [Kernel(kind="pointwise", reads=(scores,), writes=(scores,))] * _SCORE_PASSES
+        found.append(Kernel(kind="product", flops=flops, shape=(batch, queries, width, keys), reads=(scores, *last),
+                            writes=kernel.writes))
+    return tuple(found)
+
+
+def without_panels(kernels: Iterable[Kernel]) -> Kernels:
+    """The same with each product whole, where panels of its rows are multiplied one after the other."""
+    found: list[Kernel] = []
+    for kernel in kernels:
+        before = found[-1] if found else None
+        if (before is not None and kernel.kind == before.kind == "product" and kernel.weight == before.weight != "none"
+                and kernel.shape[2:] == before.shape[2:] and kernel.reads[1].storage == before.reads[1].storage):
+            batch, m, n, k = before.shape
+            reads = _together(before.reads[0], kernel.reads[0])
+            found[-1] = replace(before, flops=before.flops + kernel.flops, shape=(batch, m + kernel.shape[1], n, k),
+                                reads=(reads, *before.reads[1:]),
+                                writes=(_together(before.writes[0], kernel.writes[0]),))
+        else:
+            found.append(kernel)
+    return tuple(found)
+
+
+def scaled(kernels: Iterable[Kernel], factor: float) -> Kernels:
+    """The same of a microbatch that is `factor` times as large: weights stay as they are."""
+    def larger(accesses: Iterable[Access]) -> tuple[Access, ...]:
+        return tuple(Access(each.storage, round(factor * each.bytes), round(factor * each.size)) for each in accesses)
+
+    found: list[Kernel] = []
+    for kernel in kernels:
+        batch, m, n, k = kernel.shape
+        has_weight = kernel.weight != "none"
+        reads = (*larger(kernel.reads[:1]), *kernel.reads[1:]) if has_weight else larger(kernel.reads)
+        found.append(replace(kernel, flops=round(factor * kernel.flops), reads=reads, writes=larger(kernel.writes),
+                             shape=(batch, round(factor * m), n, k) if has_weight else (
+                                 round(factor * batch), m, n, k)))
+    return tuple(found)
+
+
+def in_float8(kernels: Iterable[Kernel], multiple: int, *, fuses: bool) -> Kernels:
+    """The same with the products with weights in float8, of which both operands are rounded before.
+
+    multiple: what the inputs and outputs of a layer must be divisible by. fuses: whether finding the largest value of
+    an operand is one pass, and rounding it another; else every operation is one.
+    """
+    per_element = 5 if fuses else 33  # see ranvier.tensor.float8.quantized: in 16, 32 and 8 bits
+    found: list[Kernel] = []
+    for kernel in kernels:
+        _, m, n, k = kernel.shape
+        if kernel.kind != "product" or kernel.weight == "none" or n % multiple or k % multiple:
+            found.append(kernel)
+            continue
+        for elements in (m * k, n * k):
+            rounded = Access(-3, per_element * elements, per_element * elements)
+            found += [Kernel(kind="copy", reads=(rounded,))] + [Kernel(kind="copy")] * (1 if fuses else 6)
+        found.append(replace(kernel, float8=True))
+    return tuple(found)
+
+
+def fused(kernels: Sequence[Kernel], outputs: Collection[int]) -> Kernels:
+    """The same with chains merged as torch.compile merges them: pointwise operations and copies that read what one of
+    them writes, or the same tensor, between the same products, are one pass over what enters and leaves them.
+
+    outputs: storages that leave the block. What the backward needs of the inside it computes again from what enters.
+    """
+    levels: dict[int, int] = {}
+    groups: dict[int, list[tuple[int, Kernel]]] = {}
+    level_of: list[int] = []
+    for place, kernel in enumerate(kernels):
+        level = max((levels.get(access.storage, 0) for access in kernel.reads), default=0)
+        level_of.append(level)
+        is_merged = kernel.kind in ("pointwise", "copy")
+        for access in kernel.writes:
+            levels[access.storage] = max(levels.get(access.storage, 0), level if is_merged else level + 1)
+        if is_merged:
+            groups.setdefault(level, []).append((place, kernel))
+    merged: dict[int, Kernel] = {}
+    dropped: set[int] = set()
+    for members in groups.values():
+        for group in _connected(members):
+            places = {place for place, _ in group}
+            outside = {access.storage for place, kernel in enumerate(kernels) if place not in places
+                       for access in kernel.reads} | set(outputs)
+            merged[group[0][0]] = _merged([kernel for _, kernel in group], outside)
+            dropped |= places
+    return tuple(merged.get(place, kernel) for place, kernel in enumerate(kernels)
+                 if place in merged or place not in dropped)
+
+
+def _connected(members: Sequence[tuple[int, Kernel]]) -> list[list[tuple[int, Kernel]]]:
+    """Groups of kernels that share a storage."""
+    groups: list[tuple[set[int], list[tuple[int, Kernel]]]] = []
+    for place, kernel in members:
+        storages = {access.storage for access in (*kernel.reads, *kernel.writes)}
+        joined, others = [(place, kernel)], []
+        for known, group in groups:
+            if known & storages:
+                storages |= known
+                joined = [*group, *joined]
+            else:
+                others.append((known, group))
+        groups = [*others, (storages, joined)]
+    return [sorted(group, key=lambda member: member[0]) for _, group in groups]
+
+
+def _merged(group: Sequence[Kernel], outside: Collection[int]) -> Kernel:
+    """One pass for all of them. outside: storages that others read."""
+    reads: dict[int, Access] = {}
+    writes: dict[int, Access] = {}
+    for kernel in group:
+        for access in kernel.reads:
+            if access.storage not in writes:
+                reads[access.storage] = _together(reads.get(access.storage), access)
+        for access in kernel.writes:
+            writes[access.storage] = _together(writes.get(access.storage), access)
+    kept = tuple(access for access in writes.values() if access.storage in outside)
+    kind: Kind = "copy" if all(kernel.kind == "copy" for kernel in group) else "pointwise"
+    return Kernel(kind=kind, reads=tuple(reads.values()), writes=kept)
+
+
+def _together(known: Access | None, access: Access) -> Access:
+    """Of two accesses of one storage: parts of it add up, and the whole counts once."""
+    return access if known is None else access._replace(bytes=min(access.size, known.bytes + access.bytes))

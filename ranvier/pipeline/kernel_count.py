@@ -1,0 +1,233 @@
+"""Which kernels a block runs, counted on the meta device: the operations that reach the dispatcher, by storage.
+
+What a device runs differs from that in what it fuses: attention, chains that are compiled, and the loss on CUDA, which
+is one pass over the logits. `Counting` says which of these hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from ranvier.config.run import Run
+from ranvier.cost.kernels import Access, Kernel, Kernels, Kind, fused, in_float8, with_scores
+from ranvier.tensor import float8
+from ranvier.tensor.columns import plain
+from ranvier.tensor.fused import Fused, using
+
+FUSED_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""Stands for the fused kernel of whatever device runs."""
+_MOVES_NOTHING = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "scalar_tensor",
+                            "promote_types", "lift_fresh"})
+_PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "convolution"})
+_LOOKUPS = frozenset({"embedding", "index_select", "gather", "index", "take"})
+_SCATTERS = frozenset({"scatter", "scatter_", "scatter_add", "scatter_add_", "index_put", "index_put_", "index_add",
+                       "index_add_", "index_copy_"})
+_FILLS = frozenset({"zero_", "fill_", "uniform_", "normal_", "bernoulli_", "random_"})
+_COPIES = _LOOKUPS | _SCATTERS | _FILLS | {
+    "copy_", "clone", "_to_copy", "cat", "stack", "add", "add_", "sub", "sub_", "constant_pad_nd", "zeros", "ones",
+    "full", "zeros_like", "ones_like", "arange", "mul_", "slice_scatter", "repeat", "roll", "flip"}
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counting:
+    """What a device runs as one kernel.
+
+    compiles: whole blocks are compiled; compiles_chains: chains of layers are, on several rows and columns. on_cuda:
+    the loss is one pass. has_scores: attention writes its scores. float8: products of the blocks between the first and
+    the last are in float8.
+    """
+
+    compiles: bool = False
+    compiles_chains: bool = False
+    on_cuda: bool = False
+    has_scores: bool = False
+    float8: bool = False
+
+
+AS_WRITTEN = Counting()
+"""Nothing is compiled, on a CPU."""
+
+
+def counting_of(run: Run, *, device: str, stage_size: int) -> Counting:
+    """As a run's settings have it, on such devices (cuda or cpu)."""
+    compiles = run.model.compile is True or (run.model.compile == "auto" and device == "cuda")
+    return Counting(compiles=compiles and stage_size == 1, compiles_chains=compiles and stage_size > 1,
+                    on_cuda=device == "cuda", float8=run.model.float8,
+                    has_scores=run.model.attention_kernel == "math" and device == "cuda")
+
+
+class KernelCount(TorchDispatchMode):
+    """Counts kernels, and the bytes that operations write, of the latter apart those that are in new memory, bare
+    allocations included.
+
+    weights: storages of the block's parameters (`_cdata`) -> whether they train. others_train: whether other second
+    operands of 2-D products, such as gathered weights, do.
+    """
+
+    def __init__(self, weights: Mapping[int, bool] | None = None, *, others_train: bool = True) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's stub has no types
+        self.kernels: list[Kernel] = []
+        self.written = self.allocated = 0
+        self._weights, self._others_train = dict(weights or {}), others_train
+        self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.is_view:
+            return result
+        given, returned = _tensors((args, kwargs)), _tensors(result)
+        storages = {self.storage_of(leaf) for leaf in given}
+        new = [self.storage_of(leaf) not in storages for leaf in returned]
+        self.allocated += sum(tensor_bytes(leaf) for leaf, is_new in zip(returned, new, strict=True) if is_new)
+        self.written += sum(map(tensor_bytes, returned))
+        writes_in_place = any(argument.alias_info is not None and argument.alias_info.is_write
+                              for argument in func._schema.arguments)
+        # Tensors with values, such as tables of angles, are computed once for all blocks.
+        is_constant = not any(plain(leaf).is_meta for leaf in given or returned)
+        name = func.overloadpacket.__name__
+        if returned and name not in _MOVES_NOTHING and (any(new) or writes_in_place) and not is_constant:
+            self.kernels.append(self._kernel(func, args, kwargs, returned))
+        return result
+
+    def storage_of(self, tensor: Tensor) -> int:
+        """The number of a tensor's storage, which stays alive: an address may be used again."""
+        storage = plain(tensor).untyped_storage()
+        return self._storages.setdefault(storage._cdata, (len(self._storages), storage))[0]
+
+    def _access(self, tensor: Tensor, most: int | None = None) -> Access:
+        size = max(1, plain(tensor).untyped_storage().nbytes())
+        found = _distinct_bytes(tensor)
+        return Access(self.storage_of(tensor), found if most is None else min(found, most), size)
+
+    def _kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Sequence[Tensor]) -> Kernel:
+        name = func.overloadpacket.__name__
+        if func.overloadpacket is FUSED_ATTENTION:
+            return self._attention(args, kwargs, returned)
+        if name in _PRODUCTS:
+            return self._product(name, args, returned)
+        most = sum(map(tensor_bytes, returned)) if name in _LOOKUPS else None
+        sources = [] if name in _FILLS else _tensors(_read_of(func, args, kwargs))
+        kind: Kind = "copy" if name in _COPIES else "pointwise"
+        reads = tuple(self._access(leaf, most if place == 0 else None) for place, leaf in enumerate(sources))
+        written = None
+        if name in _SCATTERS:  # only what is scattered is written
+            reads, written = reads[1:], sum(map(_distinct_bytes, sources[1:]))
+        return Kernel(kind=kind, reads=reads, writes=tuple(self._access(leaf, written) for leaf in returned))
+
+    def _product(self, name: str, args: tuple[Any, ...], returned: Sequence[Tensor]) -> Kernel:
+        added = name in ("addmm", "addmm_", "baddbmm", "baddbmm_")
+        first, second = args[1:3] if added else args[:2]
+        reads = tuple(self._access(leaf) for leaf in (first, second, *_tensors(args[0] if added else args[2:])))
+        out = plain(returned[0])
+        if name == "convolution":
+            flops = flop_registry[torch.ops.aten.convolution](*args, out_val=returned[0])
+            n = out.shape[1]
+            batch, m = 1, out.numel() // max(1, n)
+            k = flops // max(1, 2 * m * n)
+        else:
+            *batches, m, k = plain(first).shape
+            n, batch = plain(second).shape[-1], prod(batches)
+        weight = plain(second).untyped_storage()._cdata
+        # A weight of several products at once is one that is expanded.
+        is_weight = (plain(first).dim() == 2 or name == "convolution" or weight in self._weights
+                     or (batch > 1 and plain(second).stride(0) == 0))
+        trains = self._weights.get(weight, self._others_train)
+        return Kernel(kind="product", flops=2 * batch * m * n * k, reads=reads, shape=(batch, m, n, k),
+                      writes=tuple(self._access(leaf) for leaf in returned), has_bias=name == "addmm",
+                      weight="none" if not is_weight else "trains" if trains else "frozen")
+
+    def _attention(self, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Sequence[Tensor]) -> Kernel:
+        query, key, value = args[:3]
+        *batch, queries, width = plain(query).shape
+        keys, out = plain(key).shape[-2], plain(value).shape[-1]
+        flops = 2 * prod(batch) * queries * keys * (width + out)
+        if len(args) > 4 and args[4]:  # causal: each query with the keys up to it
+            flops = flops * (2 * keys - min(queries, keys) + 1) // (2 * keys)
+        sources = [query, key, value, *_tensors(kwargs)]
+        return Kernel(kind="attention", flops=flops, reads=tuple(map(self._access, sources)),
+                      writes=tuple(map(self._access, returned)), shape=(prod(batch), queries, keys, width))
+
+    @contextmanager
+    def chains(self, counting: Counting) -> Iterator[None]:
+        """Inside, chains that layers compile count as one pass, where they are compiled."""
+        if not counting.compiles_chains:
+            yield
+            return
+        with using(_Chains(self)):
+            yield
+
+
+class _Chains(Fused):
+    """Counts each chain as one kernel, where it runs."""
+
+    def __init__(self, count: KernelCount) -> None:
+        super().__init__(False)
+        self._count = count
+
+    def __call__(self, function: Callable[..., _Result], *args: Any) -> _Result:
+        begins = len(self._count.kernels)
+        result = function(*args)
+        outputs = {self._count.storage_of(leaf) for leaf in _tensors(result)}
+        self._count.kernels[begins:] = fused(self._count.kernels[begins:], outputs)
+        return result
+
+
+def run_kernels(count: KernelCount, outputs: object, counting: Counting, element_bytes: int) -> Kernels:
+    """What of a block's counted kernels a device runs. outputs: what leaves the block."""
+    found = tuple(count.kernels)
+    if counting.has_scores:
+        found = with_scores(found, element_bytes)
+    if counting.compiles:
+        found = fused(found, {count.storage_of(leaf) for leaf in _tensors(outputs)})
+    return found
+
+
+def loss_kernels(count: KernelCount, outputs: object, counting: Counting) -> Kernels:
+    """Those of the loss, of the outputs of the last block: as counted, on CUDA one pass over them."""
+    if not counting.on_cuda:
+        return tuple(count.kernels)
+    reads = tuple(Access(number, size := tensor_bytes(leaf), max(1, size)) for number, leaf in enumerate(
+        _tensors(outputs)))
+    return (Kernel(kind="pointwise", reads=reads),)
+
+
+def float8_kernels(kernels: Kernels, counting: Counting) -> Kernels:
+    """The same with products of linear layers in float8."""
+    return in_float8(kernels, float8.MULTIPLE, fuses=counting.compiles)
+
+
+def _read_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operation reads: not those that it only writes."""
+    if func.overloadpacket.__name__ == "copy_":
+        return list(args[1:])
+    names = {argument.name for argument in func._schema.arguments if argument.is_out}
+    return [*args, *(value for name, value in kwargs.items() if name not in names)]
+
+
+def _tensors(tree: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    """Of this column's part of a tensor, as its shape has them."""
+    return plain(tensor).numel() * tensor.element_size()
+
+
+def _distinct_bytes(tensor: Tensor) -> int:
+    """Those that are in memory: expanded dims count once."""
+    own = plain(tensor)
+    return prod(size for size, stride in zip(own.shape, own.stride(), strict=True) if stride) * own.element_size() \
+        if own.numel() else 0

@@ -1,0 +1,32 @@
+"""The standing table: every row of every source is a run that can be, and what is said of rows is right."""
+
+import tomllib
+
+import pytest
+
+from benchmarks.planner.standing import Row, settings_of, sources, spearman, summary
+from ranvier.cost.cluster_files import cluster_names
+
+
+def row(published, predicted):
+    return Row(source="s", what="w", published=published, predicted=predicted, foreign=(), calibrated=False, fits=True)
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: path.stem)
+def test_rows_say_all_that_a_run_needs(path):
+    source = tomllib.loads(path.read_text())
+    assert source["cluster"] in cluster_names() and source["unit"] in ("s/step", "tokens/s/device")
+    assert source["name"] and source["url"] and isinstance(source["foreign"], list)
+    for values in source["rows"]["values"]:
+        made = dict(zip(source["rows"]["columns"], values, strict=True))
+        settings, what = settings_of(source, made)
+        sizes = [settings.get(f"mesh.{axis}", 1) for axis in ("data", "pipe", "row", "col")]
+        assert sizes[0] * sizes[1] * sizes[2] * sizes[3] == made["devices"] and made["published"] > 0
+        assert settings["batch.microbatch-size"] % sizes[2] == 0 and what.startswith(made["model"])
+
+
+def test_orders_and_errors_of_a_source():
+    found = summary("s", [row(1.0, 1.1), row(2.0, 1.8), row(4.0, 1.0), row(2.1, 1.7)])
+    assert found.median_error == pytest.approx((0.1 + 0.4 / 2.1) / 2)
+    assert found.ordered == pytest.approx(2 / 5)  # the pair that is 5 % apart does not count
+    assert spearman([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == -1.0 and spearman([1.0, 2.0], [1.0, 2.0]) is None

@@ -1,0 +1,253 @@
+"""The law of kernels against values worked out by hand: backwards, waves, chains that are merged, counted blocks."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ranvier.block import Model
+from ranvier.config.resolve import ResolvedRun
+from ranvier.config.run import Batch, Launch, TensorParallel, Transformer
+from ranvier.cost.cluster_files import load_cluster
+from ranvier.cost.hardware import Rate
+from ranvier.cost.kernels import (
+    Access,
+    Kernel,
+    backward_of,
+    fused,
+    in_float8,
+    scaled,
+    weight_gradients_of,
+    whole_waves_flops,
+    with_scores,
+    without_panels,
+)
+from ranvier.mesh import Mesh
+from ranvier.pipeline.block_costs import block_costs
+from ranvier.pipeline.kernel_count import Counting
+from ranvier.planner import work
+from ranvier.planner.work import Work
+
+X, W, Y, Z = (Access(number, size, size) for number, size in enumerate((70, 30, 42, 42)))
+PRODUCT = Kernel(kind="product", flops=2 * 7 * 3 * 5, shape=(1, 7, 3, 5), reads=(X, W), writes=(Y,), weight="trains",
+                 has_bias=True)
+ATTENTION = Kernel(kind="attention", flops=1000, shape=(6, 8, 8, 4), reads=(X, W, Y), writes=(Z,))
+
+
+def moved(kernels):
+    return sum(kernel.moved_bytes for kernel in kernels)
+
+
+def test_a_product_of_a_weight_has_two_in_its_backward():
+    (of_x,) = backward_of([PRODUCT])
+    assert (of_x.shape, of_x.flops, of_x.moved_bytes) == ((1, 7, 5, 3), PRODUCT.flops, PRODUCT.moved_bytes)
+    of_w, of_bias = weight_gradients_of([PRODUCT], 4)
+    assert (of_w.shape, of_w.flops) == ((1, 3, 5, 7), PRODUCT.flops)
+    assert of_w.moved_bytes == 70 + 42 + 2 * 4 * 3 * 5  # x and dy; the gradient is read and written
+    assert of_bias.moved_bytes == 42
+    assert weight_gradients_of([replace(PRODUCT, weight="frozen")], 4) == ()
+
+
+def test_a_product_of_activations_has_both_in_its_backward():
+    of_second, of_first = backward_of([replace(PRODUCT, weight="none", has_bias=False)])
+    assert (of_second.shape, of_first.shape) == ((1, 7, 5, 3), (1, 5, 3, 7))
+    assert weight_gradients_of([replace(PRODUCT, weight="none")], 4) == ()
+
+
+def test_attention_computes_its_scores_again_in_the_backward():
+    (backward,) = backward_of([ATTENTION])
+    assert backward.flops == 2500 and backward.is_backward
+    assert backward.moved_bytes == 2 * (70 + 30 + 42) + 2 * 42
+
+
+def test_pointwise_operations_read_their_inputs_again_and_copies_do_not():
+    chain = Kernel(kind="pointwise", reads=(X,), writes=(Y,))
+    assert moved(backward_of([chain])) == 2 * 70 + 42
+    assert moved(backward_of([replace(chain, kind="copy")])) == 70 + 42
+
+
+def test_attention_with_scores_writes_and_reads_them():
+    first, *passes, last = with_scores([ATTENTION], 2)
+    scores = 2 * 6 * 8 * 8
+    assert first.flops == last.flops == 2 * 6 * 8 * 8 * 4  # in full
+    assert first.moved_bytes == 70 + 30 + scores and last.moved_bytes == scores + 42 + 42
+    assert len(passes) == 3 and moved(passes) == 6 * scores
+
+
+def test_waves_are_whole():
+    """8192 x 8192 in tiles of 128 x 128 are 4096; 132 multiprocessors take 32 waves of them."""
+    assert whole_waves_flops((1, 8192, 8192, 8192), 132, 128, 0.0) == 2 * 32 * 132 * 128 ** 2 * 8192
+    assert whole_waves_flops((1, 8192, 8192, 8192), 132, 128, 100.0) == 2 * 32 * 132 * 128 ** 2 * 8292
+    assert whole_waves_flops((1, 129, 128, 64), 2, 128, 0.0) == 2 * 2 * 128 ** 2 * 64
+    assert whole_waves_flops((1, 128, 128, 4096), 4, 128, 0.0) == 2 * 4 * 128 ** 2 * 1024  # sums in four parts
+    assert whole_waves_flops((1, 0, 128, 64), 4, 128, 0.0) == 0.0
+    assert whole_waves_flops((4, 20, 128, 64), 2, 128, 0.0) == 2 * 2 * 128 * (32 + 128) * 64  # tiles of 32 rows
+
+
+def test_a_kernel_takes_the_longer_of_computing_and_moving():
+    device = replace(load_cluster("h100").device, rates={"bf16": Rate(
+        peak_flops=1000.0, share=0.5, attention_share=0.25, attention_backward_share=0.2)}, memory_bandwidth=100.0,
+        memory_share=0.5, operation_seconds=0.25, multiprocessors=None)
+    assert device.kernel_seconds(replace(PRODUCT, flops=5000), "bf16") == 10.0 + 0.25
+    assert device.kernel_seconds(PRODUCT, "bf16") == 142 / 50 + 0.25
+    assert device.kernel_seconds(ATTENTION, "bf16") == 4.0 + 0.25
+    assert device.kernel_seconds(backward_of([ATTENTION])[0], "bf16") == 12.5 + 0.25
+    assert device.kernel_seconds(replace(PRODUCT, flops=5000), "bf16", threads=2.0) == 5.0 + 0.25
+    assert device.seconds([PRODUCT, ATTENTION], "bf16") == 142 / 50 + 4.0 + 0.5
+    assert device.kernel_seconds(replace(PRODUCT, flops=5000, float8=True), "bf16") == 10.25  # there is no rate for it
+    eight = replace(device, rates={**device.rates, "fp8": Rate(peak_flops=2000.0, share=0.5)})
+    assert eight.kernel_seconds(replace(PRODUCT, flops=5000, float8=True), "bf16") == 5.0 + 0.25
+
+
+def test_tiles_of_a_product_take_whole_waves_of_the_device():
+    device = replace(load_cluster("h100").device, multiprocessors=100, tile_start=0.0, operation_seconds=0.0)
+    one, more = (device.kernel_seconds(replace(PRODUCT, shape=(1, 1280, columns, 8192)), "bf16")
+                 for columns in (1280, 1281))
+    assert more == pytest.approx(2 * one)
+
+
+def test_chains_are_one_pass_over_what_enters_and_leaves():
+    """norm, product, activation, product: the first writes what the product reads, what is inside stays inside."""
+    a, b, c, d, e = (Access(number, 10 ** place, 10 ** place) for place, number in enumerate(range(10, 15)))
+    weight = Access(20, 5, 5)
+    kernels = [Kernel(kind="copy", reads=(a,), writes=(b,)), Kernel(kind="pointwise", reads=(b,), writes=(c,)),
+               Kernel(kind="product", reads=(c, weight), writes=(d,)),
+               Kernel(kind="pointwise", reads=(d, a), writes=(e,))]
+    first, product, last = fused(kernels, {14})
+    assert (first.kind, first.reads, first.writes) == ("pointwise", (a,), (c,))
+    assert product == kernels[2] and (last.reads, last.writes) == ((d, a), (e,))
+    assert fused(kernels, ())[-1].writes == ()  # nothing reads it
+
+
+def test_parts_of_a_storage_add_up_to_the_whole_at_most():
+    third, whole = Access(1, 10, 30), Access(1, 30, 30)
+    one = fused([Kernel(kind="copy", reads=(third,), writes=(Access(2, 9, 9),)),
+                 Kernel(kind="copy", reads=(third, Access(2, 9, 9)), writes=(Access(3, 9, 9),))], {3})
+    assert [kernel.reads for kernel in one] == [(third._replace(bytes=20),)]
+    more = fused([Kernel(kind="copy", reads=(each,), writes=(Access(4, 1, 1),)) for each in (whole, third, whole)], {4})
+    assert [kernel.reads for kernel in more] == [(whole,)]
+
+
+def test_panels_of_a_product_are_one_where_they_are_not_wanted():
+    panel = replace(PRODUCT, reads=(X._replace(bytes=35), W), writes=(Y._replace(bytes=21),), has_bias=False)
+    (whole,) = without_panels([panel, panel])
+    assert whole == replace(panel, flops=2 * panel.flops, shape=(1, 14, 3, 5), reads=(X, W), writes=(Y,))
+    assert without_panels([panel, ATTENTION, panel]) == (panel, ATTENTION, panel)
+
+
+def test_a_larger_microbatch_leaves_weights_as_they_are():
+    product, attention = scaled([PRODUCT, ATTENTION], 2.0)
+    assert (product.flops, product.shape, product.moved_bytes) == (2 * PRODUCT.flops, (1, 14, 3, 5), 2 * 112 + 30)
+    assert (attention.flops, attention.shape) == (2000, (12, 8, 8, 4))
+    assert attention.moved_bytes == 2 * ATTENTION.moved_bytes
+
+
+@pytest.mark.parametrize("col", [1, 4])
+def test_microbatches_that_are_not_counted_are_near_to_what_they_would_be(col, monkeypatch):
+    """16 samples by what 2 and 4 are, against 16 that are counted."""
+    run = replace(llama_run(mesh=Mesh(col=col), batch=Batch(global_size=16, microbatch_size=16)),
+                  launch=Launch(device="cuda"))
+    by_others = Work().blocks(run)
+    monkeypatch.setattr(work, "_MOST_COUNTED", 16)
+    device = load_cluster("h100").device
+    counted = Work().blocks(run)
+    for found, each in zip(by_others, counted, strict=True):
+        for name in ("flops", "kept_bytes", "input_bytes", "output_bytes", "num_parameters"):
+            assert getattr(found, name) == getattr(each, name)
+    scaled_seconds, seconds = (sum(device.seconds(block.kernels, "bf16") for block in blocks)
+                               for blocks in (by_others, counted))
+    assert scaled_seconds == pytest.approx(seconds, rel=0.05)
+
+
+def test_float8_rounds_both_operands_of_layers_that_it_can_compute():
+    layer = replace(PRODUCT, shape=(1, 7, 32, 16))
+    *rounding, product = in_float8([layer], 16, fuses=True)
+    assert product == replace(layer, float8=True) and moved(rounding) == 5 * (7 * 16 + 32 * 16) and len(rounding) == 4
+    assert in_float8([PRODUCT], 16, fuses=True) == (PRODUCT,)
+    assert moved(in_float8([layer], 16, fuses=False)[:-1]) == 33 * (7 * 16 + 32 * 16)
+
+
+# ---------------------------------------------------------------------- counted
+
+
+class Twice(nn.Module):
+    """Two views, an expanded tensor, a lookup, a sum: of these views and expansion move nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(1000, 4)
+        self.scale = nn.Parameter(torch.ones(1, 4))
+
+    def forward(self, x):
+        ids = x.to(torch.int64)
+        rows = self.table(ids).view(6, 4).t().t()
+        return rows + self.scale.expand(6, 4)
+
+
+def test_views_move_nothing_and_expanded_tensors_count_once():
+    (cost,) = block_costs(Model(blocks={"a": Twice}, loss=None), torch.zeros(2, 3))
+    cast, lookup, total = cost.kernels
+    assert cast.moved_bytes == 6 * 4 + 6 * 8
+    assert lookup.moved_bytes == 6 * 16 + 6 * 8 + 6 * 16  # rows of the table, their numbers, and what is written
+    assert total.moved_bytes == 6 * 16 + 16 + 6 * 16
+
+
+class Attention(nn.Module):
+    def forward(self, x):
+        q, k, v = x.view(2, 8, 3, 4, 16).permute(2, 0, 3, 1, 4).unbind()
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def test_causal_attention_computes_what_is_below_the_diagonal():
+    (cost,) = block_costs(Model(blocks={"a": Attention}, loss=None), torch.zeros(2, 8, 3 * 4 * 16))
+    (kernel,) = cost.kernels
+    assert cost.flops == 2 * 2 * 2 * 4 * 8 * 8 * 16 and kernel.flops == cost.flops * (8 + 1) / (2 * 8)
+    assert kernel.kind == "attention" and kernel.shape == (8, 8, 8, 16)
+    (whole,) = block_costs(Model(blocks={"a": Attention}, loss=None), torch.zeros(2, 8, 3 * 4 * 16),
+                           counting=Counting(has_scores=True))
+    assert sum(each.flops for each in whole.kernels) == cost.flops and len(whole.kernels) == 5
+
+
+def test_frozen_weights_have_no_gradient():
+    def build():
+        layer = nn.Linear(3, 5)
+        layer.weight.requires_grad_(False)
+        return layer
+
+    model = Model(blocks={"a": build, "b": partial(nn.Linear, 5, 2)}, loss=None)
+    frozen, trained = block_costs(model, torch.zeros(7, 3))
+    assert [kernel.weight for kernel in (*frozen.kernels, *trained.kernels)] == ["frozen", "trains"]
+    assert weight_gradients_of(frozen.kernels, 4) == () and len(weight_gradients_of(trained.kernels, 4)) == 2
+
+
+def llama_run(**settings):
+    return ResolvedRun(**{"model": Transformer(family="llama", num_layers=1, hidden=20480 // 4, heads=40, vocab=512,
+                                               sequence=256), "precision": "bf16",
+                          "batch": Batch(global_size=8, microbatch_size=1), **settings})
+
+
+def test_a_compiled_block_moves_less_and_computes_the_same():
+    run = llama_run()
+    run = replace(run, launch=replace(run.launch, device="cuda"))
+    plain = Work().blocks(replace(run, model=replace(run.model, compile=False)))
+    for before, after in zip(plain, Work().blocks(run), strict=True):
+        assert moved(after.kernels) <= moved(before.kernels) and len(after.kernels) <= len(before.kernels)
+        assert sum(kernel.flops for kernel in after.kernels) == sum(kernel.flops for kernel in before.kernels)
+    compiled, written = (moved(kernel for kernel in blocks[1].kernels if kernel.kind in ("pointwise", "copy"))
+                         for blocks in (Work().blocks(run), plain))
+    assert compiled < 0.3 * written
+
+
+@pytest.mark.parametrize("tensor", [TensorParallel(sequence_sharding=True),
+                                    TensorParallel(scheme="megatron", sequence_sharding=True)], ids=str)
+def test_a_split_block_moves_no_more_than_its_tensors(tensor):
+    """Gathered inputs are read once by each panel's product, and weights by each product: not what they are expanded
+    to."""
+    run = llama_run(tensor=tensor, mesh=Mesh(col=8))
+    run = replace(run, launch=replace(run.launch, device="cuda"))
+    whole, split = (sum(moved(block.kernels) for block in Work().blocks(each))
+                    for each in (replace(run, mesh=Mesh()), run))
+    assert split < 1.5 * whole
