@@ -6,7 +6,7 @@
     member                                      a file of a folder, and no link that leads out of it
     new_file, append_file, open_lock            never through a symbolic link
 
-Files with settings or data that the user names himself need none of this.
+Files of data that the user names himself need none of this.
 """
 
 from __future__ import annotations
