@@ -9,6 +9,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 WORKERS ?= $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile
 
+# Some images set it: each of the hundreds of processes of the tests would then compile the package, and each worker
+# rewrite all tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Interpreter:torch pairs that `make test-versions` runs the tests with; an interpreter that is not installed is skipped, by name.
 VERSIONS ?= python3.11:2.11.0 python3.12:2.11.0 python3.12:2.13.0
 
