@@ -355,6 +355,8 @@ class FakeCuda:
             for user in ("ranvier.pipeline.engine", "ranvier.tensor.keyed_dropout", "ranvier.tensor.split.loss"):
                 # no compiler for these devices, also where torch is built for CUDA and has one
                 stack.enter_context(mock.patch(f"{user}.has_triton", lambda: False))
+            stack.enter_context(mock.patch.object(torch.cuda, "default_generators", tuple(
+                torch.Generator() for _ in range(self.count))))
             stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", lambda: (2, 28, 9)))
             # The classes that Python code asks; operations themselves go on with host memory.
             stack.enter_context(mock.patch.object(Tensor, "device", property(device_of), create=True))

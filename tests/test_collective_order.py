@@ -275,6 +275,18 @@ class LastToken(nn.Module):
         return self.classes(self.token(ids))
 
 
+class Convolved(nn.Module):
+    """A convolution over tokens that columns share."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.convolution = layers.Embedding(7, 12), layers.DepthwiseConv1d(12, 3, over="stream")
+        self.classes = layers.ClassifierHead(12, 7, token=-1)
+
+    def forward(self, ids):
+        return self.classes(self.convolution(self.token(ids)))
+
+
 def first_loss(y, t):
     return functional.cross_entropy(y, t[:, 0], reduction="sum"), len(t)
 
@@ -357,6 +369,7 @@ SCENARIOS = {
     "span": of_family("span", 1, 2, "sequence"),
     "gated": split(lambda: [Gated()], 1, 2, "stationary", loss=token_loss),
     "last token": split(lambda: [LastToken()], 1, 2, "sequence", loss=first_loss),
+    "convolved": split(lambda: [Convolved()], 1, 2, "sequence", loss=first_loss),
     "host": host_group, "between two": between_two,
 }
 

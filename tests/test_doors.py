@@ -99,7 +99,6 @@ OPENING = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "touc
 """Methods of paths and of classes that read files."""
 OTHER_OPENS = {**dict.fromkeys(("comm/gloo_transport.py", "comm/inprocess.py", "comm/mpi_transport.py",
                                "pipeline/engine.py"), "edges"),
-               "elastic/cache/auto_cache.py": "its own folder of rows",
                "inference/generate.py": "caches of keys", "models/forward_trace.py": "a line of the user's own code",
                "checkpoint/hf/logits.py": "models of transformers, from folders that `Pretrained` has read"}
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -128,9 +129,8 @@ def host_waits() -> Iterator[HostWaits]:
 
     with ExitStack() as patches, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for owner, name in ((torch.cuda.Event, "synchronize"), (torch.cuda.Stream, "synchronize"),
-                            (torch.cuda, "synchronize")):
-            patches.enter_context(mock.patch.object(owner, name, counting(getattr(owner, name))))
+        for name in ("Event.synchronize", "Stream.synchronize", "synchronize"):
+            patches.enter_context(mock.patch(f"torch.cuda.{name}", counting(attrgetter(name)(torch.cuda))))
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield found

@@ -36,6 +36,7 @@ from ranvier.pipeline.kernel_count import (
 )
 from ranvier.tensor import float8
 from ranvier.tensor.columns import on_local, plain
+from ranvier.tensor.layers.rotary import tables_made
 from ranvier.tensor.split.linear import SplitLinear
 
 
@@ -156,14 +157,17 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
         with meta_device():
             module = build()
         tensors = _tensors_on_meta(module, BlockFormats.of(model, name, module, dtype))
-        count, kept, entered = _count_of(module, tensors), KeptBytes(tensors.values()), _state_bytes(state)
-        products = _Float8Products()
-        state = entered_state = _as_leaves(state, trains)
+        entered, arrived, arrived_trains = _state_bytes(state), state, trains
         trains |= any(tensor.requires_grad for tensor in tensors.values())
+        made = -1
         try:
-            with torch.enable_grad(), _FlopCounter(custom_mapping=counted) as counter, kept, count, FusedAttention(), \
-                    products, count.chains(counting):
-                state = functional_call(module, tensors, (state,), tie_weights=False)
+            while made != tables_made():  # counted again where it has made a table, which later forwards find
+                made = tables_made()
+                count, kept, products = _count_of(module, tensors), KeptBytes(tensors.values()), _Float8Products()
+                entered_state = _as_leaves(arrived, arrived_trains)  # which the block may change
+                with torch.enable_grad(), _FlopCounter(custom_mapping=counted) as counter, kept, count, \
+                        FusedAttention(), products, count.chains(counting):
+                    state = functional_call(module, tensors, (entered_state,), tie_weights=False)
         except ModelError:
             raise
         except Exception as error:

@@ -16,7 +16,7 @@ from ranvier.cost.count import Needs, device_bytes_of_stages, device_kind
 from ranvier.cost.count import predict as predict_memory
 from ranvier.cost.device_overhead import usable_bytes
 from ranvier.cost.hardware import Cluster
-from ranvier.cost.kernels import scaled
+from ranvier.cost.kernels import Kernels, scaled
 from ranvier.cost.memory import PROCESS_BYTES, RankMemory, too_large
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.mesh import Mesh
@@ -50,10 +50,8 @@ class Work:
         """For so many samples of a row."""
         key = _kind(run), frozen, share
         if key not in self._counted:
-            self._counted[key] = _count(run, share, frozen) if share <= _MOST_COUNTED else [
-                _larger(half, most, share) for half, most in zip(
-                    self._of_share(run, _MOST_COUNTED // 2, frozen), self._of_share(run, _MOST_COUNTED, frozen),
-                    strict=True)]
+            self._counted[key] = _count(run, share, frozen) if share <= _MOST_COUNTED else _all_larger(
+                self._of_share(run, _MOST_COUNTED // 2, frozen), self._of_share(run, _MOST_COUNTED, frozen), share)
         return self._counted[key]
 
     def stages(self, run: ResolvedRun, frozen: int = 0) -> list[list[BlockCost]]:
@@ -127,13 +125,23 @@ def _count(run: ResolvedRun, share: int, frozen: int) -> list[BlockCost]:
 _GROWING = ("flops", "written_bytes", "allocated_bytes", "kept_bytes", "input_bytes", "output_bytes")
 
 
-def _larger(half: BlockCost, most: BlockCost, share: int) -> BlockCost:
+def _all_larger(half: Sequence[BlockCost], most: Sequence[BlockCost], share: int) -> list[BlockCost]:
+    """As `_larger`, of all blocks. Those that are alike share their kernels, as one object: whoever asks for their time
+    asks once."""
+    kernels: dict[int, Kernels] = {}
+    for block in most:
+        if id(block.kernels) not in kernels:
+            kernels[id(block.kernels)] = scaled(block.kernels, share / _MOST_COUNTED)
+    return [_larger(less, more, share, kernels[id(more.kernels)]) for less, more in zip(half, most, strict=True)]
+
+
+def _larger(half: BlockCost, most: BlockCost, share: int, kernels: Kernels) -> BlockCost:
     """A block's cost for `share` samples of a row, by those for half of `_MOST_COUNTED` and for all of them: its sums
     grow by equal amounts, and its kernels are as many, each larger."""
     further = (share - _MOST_COUNTED) / (_MOST_COUNTED / 2)
     products = tuple((tokens + round(further * (tokens - fewer)), inputs, outputs) for (fewer, *_), (
         tokens, inputs, outputs) in zip(half.float8_products, most.float8_products, strict=True))
-    return replace(most, float8_products=products, kernels=scaled(most.kernels, share / _MOST_COUNTED), **{
+    return replace(most, float8_products=products, kernels=kernels, **{
         name: getattr(most, name) + round(further * (getattr(most, name) - getattr(half, name))) for name in _GROWING})
 
 

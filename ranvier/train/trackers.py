@@ -50,7 +50,7 @@ from ranvier.train.logs import (
 )
 
 MAX_SECONDS_BETWEEN_LINES = 30.0
-_VERBOSE_SETTINGS = frozenset({"padding", "pipeline", "attention"})
+_VERBOSE_SETTINGS = frozenset({"pipeline", "attention"})
 """Lines of the heading that only --verbose prints, as it does the table of stages."""
 NOTES_OF_A_KIND = 3
 """Notes with the same name that are shown; events.jsonl has them all."""

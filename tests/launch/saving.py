@@ -31,7 +31,8 @@ if how == "early":
     announce()
     time.sleep(300)
 stop = StopRequest()
-meter, result = Meter(Timeline(), group, stop), SimpleNamespace(loss=1.0, weight=1.0, grad_norm=1.0, stepped=True)
+meter = Meter(Timeline(), group, world.device, stop)
+result = SimpleNamespace(loss=1.0, weight=1.0, grad_norm=1.0, stepped=True)
 announce()
 pending, step = None, 0
 while how == "deaf" or pending is None or not pending.stop_requested:

@@ -13,6 +13,7 @@ from ranvier.mesh import Mesh
 from ranvier.planner import start_trial
 from ranvier.planner.auto import with_plan
 from ranvier.planner.start_trial import StartTrial, known_steps
+from ranvier.train.logs import mesh_text
 
 OPEN = Run(mesh=MeshSettings(data="auto", pipe="auto"), batch=Batch(global_size=16, microbatch_size="auto"),
            model=Transformer(num_layers=4, hidden=64, heads=4, vocab=512, sequence=32),
@@ -117,7 +118,7 @@ def test_a_run_is_told_what_was_tried_and_keeps_it(tmp_path, monkeypatch, capfd)
              "--train.sample-tokens", "0", "--run-dir", str(tmp_path / "run")]
     run_command(["train", *flags, "--train.steps", "3", "--checkpoint.every", "3"])
     said = capfd.readouterr().out
-    assert measured == [Mesh(data=2), Mesh()] and "trial of data 2 x pipe 1" in said
+    assert [mesh.size for mesh in measured] == [2, 1] and f"trial of {mesh_text(measured[0])}" in said
     assert "chosen: data 1 x pipe 1, microbatches of 4" in said
     run_command(["train", *flags, "--train.steps", "4", "--resume", "auto"])
     assert len(measured) == 2

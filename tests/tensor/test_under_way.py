@@ -51,7 +51,11 @@ class Awaited:
 
 
 class Layer:
-    weight_shape, weights, weight_dtype = torch.Size((2, 3)), (torch.zeros(2, 3),), torch.float32
+    weight_shape, weights = torch.Size((2, 3)), (torch.zeros(2, 3),)
+
+    @property
+    def weight_dtype(self):
+        return self.weights[0].dtype
 
     def __init__(self, name, events):
         self._name, self._events = name, events
