@@ -315,7 +315,8 @@ class Stage:
                         error.add_note(f"the block was given a {type(state).__name__}, which the block before it has "
                                        f"returned. If that is no block of yours: {hint}")
                     raise
-            if name != self.blocks[-1][1]:
+            is_plain = self._mesh is None and isinstance(state, Tensor) and not state._backward_hooks
+            if name != self.blocks[-1][1] and not is_plain:
                 hooked_states.between_blocks(plain(state), self._in_pass)
             if self._progress is not None:
                 self._progress()
