@@ -10,6 +10,7 @@ from __future__ import annotations
 import dis
 import linecache
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,10 @@ from ranvier.errors import ModelError, RanvierError
 
 REMEDY = ("Move this code into the forward of a submodule: modules without a cut inside are not traced "
           "(docs/own-model.md).")
+
+
+_ALONE = threading.Lock()
+"""torch.fx changes the call of all modules of the process while it traces, and ranks may be threads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +65,7 @@ class _Tracer(fx.Tracer):
         self.starts = [""]
         self.calls: dict[str, int] = {}
         self._called = False
-        self._modes = _modes()
+        self._modes, self._thread = _modes(), threading.get_ident()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return not any(name.startswith(f"{module_qualified_name}.") for name in self._cuts)
@@ -75,6 +80,8 @@ class _Tracer(fx.Tracer):
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...],
                     kwargs: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread:  # of another rank, which runs its modules meanwhile
+            return forward(*args, **kwargs)
         name = self.path_of_module(m)
         if name in self._cuts:
             self.calls[name] = self.calls.get(name, 0) + 1
@@ -154,7 +161,7 @@ def trace_forward(module: nn.Module, cuts: Sequence[str], inputs: Sequence[str],
                 raise ModelError("has hooks, which its blocks would not run", where=name or type(module).__name__,
                                  remedy="Remove them, or register them on submodules without a cut inside.")
     try:
-        with _Recorder(tracer):
+        with _ALONE, _Recorder(tracer):
             graph = tracer.trace(module)
     except RanvierError:
         raise

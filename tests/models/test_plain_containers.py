@@ -165,3 +165,14 @@ def test_check_split_runs_a_subclass_as_a_whole():
     with pytest.raises(RanvierError) as refused:
         check_split(Scaled(), torch.randn(2, 3, 4), meshes=((1, 2),))
     assert "block.scale" in str(refused.value)
+
+
+def test_ranks_that_are_threads_trace_at_once():
+    """torch.fx changes the call of every module while it traces: one rank's must not reach another's."""
+    def rank(world):
+        for _ in range(20):
+            model = Scaled()
+            blocks_of(model)
+            assert isinstance(model(torch.ones(2, 4)), torch.Tensor)
+
+    run_ranks(rank, 3)
