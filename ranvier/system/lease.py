@@ -283,8 +283,9 @@ class Lease:
         self._held = tuple(held)
         self._lost: OwnershipError | None = None
         self._stop = threading.Event()
-        threading.Thread(target=_keep_beating, args=(weakref.ref(self), self._stop, heartbeat_seconds),
-                         name="ranvier-lease", daemon=True).start()
+        self._thread = threading.Thread(target=_keep_beating, name="ranvier-lease", daemon=True,
+                                        args=(weakref.ref(self), self._stop, heartbeat_seconds))
+        self._thread.start()
 
     @classmethod
     def acquire(cls, folders: Sequence[Path], *, owner: Owner | None = None,
