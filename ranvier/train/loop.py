@@ -668,6 +668,9 @@ class Training:
                                            global_size=self.run.samples_of(1),
                                            microbatch_size=self.run.batch.microbatch_size,
                                            stages=str(self.engine.stages), wish=change.wish))
+        own = replace(change, schedule=None).applied(self._asked)
+        if text := schedule_note(own, self.run):
+            self.outputs.event(NoteEvent(step=self.done, event="schedule", text=text))
         self.requests.current = None
         if back_to is None:
             for ended in ended_ties(None if old is None else old.engine.layout, self.engine.layout, self.done):
