@@ -42,7 +42,7 @@ from ranvier.config.rules import (
 from ranvier.config.run import Guard, Memory, Optim, Pipeline, TensorParallel
 from ranvier.cost.limits import pipeline_limits, trained_bytes
 from ranvier.errors import ConfigError, ModelError, RanvierError
-from ranvier.mesh import Coordinates, Mesh
+from ranvier.mesh import Mesh
 from ranvier.optim.guard import BadSteps
 from ranvier.optim.optimizer import storage_bytes
 from ranvier.optim.step import GradientStatus, OptimizerFactory, Updater
@@ -175,7 +175,8 @@ class Engine:
         check_autocast(autocast, dtype=dtype, float8=float8)
         tensor = tensor or TensorParallel()
         self.flags = flags
-        mesh = mesh or world.mesh or Mesh(data=world.size)
+        mesh = mesh or world.mesh or Mesh.of_replicas(world.size)
+        mesh.require_known_axes("the engine")
         if mesh.size != world.size:
             raise ConfigError(f"has {mesh.size} ranks, but {world.size} were started", where="mesh", value=str(mesh),
                               remedy="Make data x pipe x row x col equal to the number of ranks.")
@@ -186,7 +187,7 @@ class Engine:
         self._failure: str | None = None
         self._replicas: Replicas | None = None
         self.timeline = timeline_of(world.device)
-        replica = self.coordinates.data * mesh.row + self.coordinates.row
+        replica = self.coordinates.index(mesh.over(splits_samples=True))
         if world.backend.name == "in-process":  # whose ranks share one generator, so that their numbers differ
             replica = 0
         self._randomness = ReplicaRandomness(replica, seed, world.device)
@@ -208,7 +209,7 @@ class Engine:
         for problem in (*tensor_problems(mesh, tensor),
                         *(float8_problems(mesh, is_fp64=dtype is torch.float64) if float8 else ())):
             raise problem
-        placement = stage_placement(mesh.pipe, pipeline or Pipeline())
+        placement = stage_placement(mesh.pipeline_size, pipeline or Pipeline())
         for problem in schedule_problems(placement, self._policy.name, settings.deferred):
             raise problem
         self.stages, self.layout = cut(model, mesh, boundaries=settings.boundaries, how=settings.partition,
@@ -219,7 +220,7 @@ class Engine:
         self.limits = self._choose_limits(settings, plan, dtype, optim)
         self._connections = Connections(world, self.layout, tensor, check_order=check_order)
         if self._connections.tensor_mesh is not None:
-            if mesh.col > 1 and world.backend.name != "in-process":
+            if mesh.feature_parts > 1 and world.backend.name != "in-process":
                 self._randomness.is_compared, self._connections.tensor_mesh.order.drawn = True, self._randomness.drawn
             self._connections.tensor_mesh.autocast = autocast
             model = split_model(model, self._connections.tensor_mesh)
@@ -227,7 +228,7 @@ class Engine:
         blocks, self.cast_buffers = build_stage(model, self.layout, self.coordinates, seed=seed, dtype=dtype,
                                                 device=world.device, copies=self._copies)
         """Buffers of this rank's blocks that `dtype` has cast to less precision: name -> number format before."""
-        if self.cast_buffers and self.coordinates == Coordinates(pipe=self.coordinates.pipe):
+        if self.cast_buffers and self.coordinates.is_first_on_pipeline_rank:
             warnings.warn(told(self.cast_buffers, dtype), stacklevel=3)
         self._parameters, self._held = stage_parameters(self.layout, blocks), HeldParameters(blocks)
         self._connect(blocks, timeout_seconds)
@@ -262,7 +263,7 @@ class Engine:
                            tables=tables),
             self._connections.data, self._connections.all, optim=optim, own=own, optimizer=optimizer, dtype=dtype,
             device=world.device, nominal_weight=1.0 if nominal_weight == "auto" else nominal_weight,
-            order=self.layout.flat_order(world.rank), runs=chunking.runs.get(self.coordinates.pipe, ()),
+            order=self.layout.flat_order(world.rank), runs=chunking.runs.get(self.coordinates.pipeline_rank, ()),
             send_to_owner=lambda spec: ties.send_gradient(spec.name, board.calls),
             weight=self._statistics.weight, earlier_weight=self._statistics.earlier_weight,
             timeline=self.timeline, progress=self._connections.transport.progress,
@@ -277,11 +278,11 @@ class Engine:
             progress=self._updater.progress if world.size > 1 else None, segments=plan.segments(stage),
             block_passed=partial(_block_passed, self._updater, self._connections.tensor_mesh),
             mesh=self._connections.tensor_mesh, compile=self._compiles(compile), tables=tables,
-            may_wait=mesh.pipe > 1 or settings.sets_deferral,  # under any policy, so that all agree to the bit
+            may_wait=mesh.pipeline_size > 1 or settings.sets_deferral,  # under any policy: all agree to the bit
             autocast=autocast,
             in_float8=float8_layers(blocks, len(self.block_names), world.device) if float8 else (),
             weight_gradients=self._weight_gradients())
-            for stage in placement.stages_of(self.coordinates.pipe)],
+            for stage in placement.stages_of(self.coordinates.pipeline_rank)],
             eval_blocks=range(0 if frozen_dropout else self.frozen_blocks))
         defer_bytes = None if settings.defer_bytes == "auto" else settings.defer_bytes
         self._runner = BatchRunner(
@@ -346,8 +347,8 @@ class Engine:
     def _share_buffers(self, blocks: Blocks, how: BufferSync) -> SharedBuffers:
         """The buffers of this stage, over all ranks that compute its blocks for other samples."""
         group: Group = self._connections.data
-        if self.mesh.row > 1:
-            group = self._connections.group("buffers", self.mesh, "row")
+        if self.mesh.microbatch_parts > 1:
+            group = self._connections.group("buffers", self.mesh.over(splits_samples=True))
         shared = SharedBuffers(blocks, group, how)
         if how != "broadcast":
             why = unused_buffer_sync(shared, group, self._connections.all)
@@ -376,17 +377,17 @@ class Engine:
     def rank_of_outputs(self, replica: int = 0) -> int:
         """The first rank of that replica which has the last stage, and so what the model returns."""
         stages = self.layout.stages
-        return self.mesh.rank(Coordinates(data=replica, pipe=stages.rank_of(stages.num_stages - 1)))
+        return self.mesh.rank(self.mesh.place(replica=replica, pipeline_rank=stages.rank_of(stages.num_stages - 1)))
 
     @property
     def is_first_stage(self) -> bool:
         """Whether this rank has the first stage, and so needs the inputs."""
-        return self.coordinates.pipe == self.layout.stages.rank_of(0)
+        return self.coordinates.pipeline_rank == self.layout.stages.rank_of(0)
 
     @property
     def is_last_stage(self) -> bool:
         """Whether this rank has the last stage, and so needs the targets."""
-        return self.coordinates.pipe == self.layout.stages.rank_of(self.layout.stages.num_stages - 1)
+        return self.coordinates.pipeline_rank == self.layout.stages.rank_of(self.layout.stages.num_stages - 1)
 
     @property
     def boundaries(self) -> tuple[int, ...]:
@@ -424,7 +425,7 @@ class Engine:
         have others, torch.nn.utils.clip_grad_norm_ warns: use `clip_grad_norm_`."""
         self._updater.wait()
         owned = [spec.parameter for spec in self._updater.gradients.owned()]
-        return RankParameters(owned) if self.mesh.size > self.mesh.data else owned
+        return RankParameters(owned) if self.mesh.size > self.mesh.num_replicas else owned
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """All parameters of this rank's blocks by global name, up to date; a tied one by its owner's name, and by its

@@ -49,7 +49,7 @@ class RecomputationPlan:
         """How gradients are cut on every rank. device: its type. own: whether Ranvier's optimizer updates from them."""
         runs = {}
         placement = self.layout.stages
-        for pipe in range(placement.pipe) if optim.update_in_backward else ():
+        for pipe in range(placement.num_ranks) if optim.update_in_backward else ():
             runs[pipe] = tuple(range(blocks.start + run.start, blocks.start + run.stop)
                                for stage in placement.stages_of(pipe) for blocks in [self.layout.blocks(stage)]
                                for run, _ in runs_of(len(blocks), self.segments(stage)))
@@ -65,8 +65,7 @@ def whole_parameters(optim: Optim, layout: Layout) -> frozenset[str]:
         if not (parameter.is_owner and parameter.trainable and rules.needs_whole(
                 parameter.settings_name, parameter.shape, in_layer=parameter.in_layer)):
             continue
-        if min(box_size(layout.box(parameter, row, col)) for row in range(layout.mesh.row)
-               for col in range(layout.mesh.col)) == 0:
+        if min(box_size(layout.box(parameter, position)) for position in layout.mesh.positions) == 0:
             raise ConfigError(f"needs whole tensors, and some of the rows and columns hold nothing of {parameter.name}",
                               where="optim.algorithm", value=optim.algorithm,
                               remedy="Use fewer rows and columns, or an algorithm such as adamw.")
