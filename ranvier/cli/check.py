@@ -67,7 +67,7 @@ class Report:
         return {"problems": [as_dict(problem) for problem in self.problems],
                 "warnings": [as_dict(warning) for warning in self.warnings],
                 "stages": [asdict(row) for row in rows],
-                "memory": [{"pipe": entry.pipe, "ranks": entry.ranks, "device": dict(entry.device),
+                "memory": [{"pipe": entry.pipeline_rank, "ranks": entry.ranks, "device": dict(entry.device),
                             "host": dict(entry.host), "device_bytes": entry.device_bytes,
                             "host_bytes": entry.host_bytes} for entry in self.memory],
                 "tensor_mesh": None if self.tensor_mesh is None else asdict(self.tensor_mesh),

@@ -305,7 +305,7 @@ def simulation(run: ResolvedRun, cluster: Cluster, noise: Noise = STEADY, work: 
     run = one.run
     pipeline = run_pipeline(run, cluster, work.stages(run))
     step = simulate_step(pipeline.times, pipeline.num_microbatches, policy_named(run.pipeline.policy),
-                         pipeline.in_flight, replicas=run.mesh.data, stage_size=run.mesh.stage_size,
+                         pipeline.in_flight, replicas=run.mesh.num_replicas, stage_size=run.mesh.stage_size,
                          way=pipeline.way, defer_bytes=pipeline.defer_bytes, noise=noise, cores=pipeline.at_once,
                          placement=run.placement, defer_last=pipeline.defer_last, room=pipeline.room,
                          alternating=pipeline.alternating)
@@ -322,11 +322,12 @@ def _slow(text: str, run: ResolvedRun) -> tuple[tuple[int, int], float]:
     try:
         replica, stage, factor = text.split(":")
         found = (int(replica), int(stage)), float(factor)
-        if not (0 <= found[0][0] < run.mesh.data and 0 <= found[0][1] < run.mesh.pipe and 0 < found[1] < 1e6):
+        replicas, stages = run.mesh.num_replicas, run.mesh.pipeline_size
+        if not (0 <= found[0][0] < replicas and 0 <= found[0][1] < stages and 0 < found[1] < 1e6):
             raise ValueError
     except ValueError:
         raise ConfigError("must be REPLICA:STAGE:FACTOR, of a replica and stage that are there", where="--slow",
-                          value=text, remedy=f"There are {run.mesh.data} replicas of {run.mesh.pipe} stages, numbered "
+                          value=text, remedy=f"There are {replicas} replicas of {stages} stages, numbered "
                                              "from 0; for example --slow 0:0:1.5.") from None
     return found
 

@@ -114,7 +114,7 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
         best = [found for found in best if found.course]
     if cluster.device.cores is not None:
         alike = [found for found in best if found.ranked_seconds() <= _ALIKE * best[0].ranked_seconds()]
-        simplest = min(alike, key=lambda found: found.run.mesh.pipe * found.run.mesh.stage_size)
+        simplest = min(alike, key=lambda found: found.run.mesh.pipeline_size * found.run.mesh.stage_size)
         best.insert(0, best.pop(best.index(simplest)))
     best[0] = _followed(_tuned(best[0], cluster, work, "chunks", searched), cluster, work, ())
     slowest = max(found.cost.seconds for found in best)

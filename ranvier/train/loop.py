@@ -449,7 +449,7 @@ class Training:
             self._page.finish(summary, timelines, run.mesh, predicted, on_cpu=world.device.type == "cpu")
             pictures = [self._page.path, *pictures]
             report = report_text(predicted, summary["memory"],
-                                 lambda rank: run.mesh.coordinates(rank).pipe) if run.memory_report else None
+                                 lambda rank: run.mesh.coordinates(rank).pipeline_rank) if run.memory_report else None
             note = None if text is None else expectation(summary["eval_loss"], frequency_entropy(self.data.train))
             self.outputs.event(EndEvent(step=self.done, summary=summary, sample=text, pictures=pictures,
                                         sample_note=note, report=report))

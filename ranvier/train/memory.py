@@ -50,7 +50,7 @@ def check_fits(run: ResolvedRun, world: World, everyone: Group) -> ResolvedRun:
 
     def local_memory(run: ResolvedRun) -> list[RankMemory]:
         memory = laid_out(run)[1]
-        return [memory[run.mesh.coordinates(rank).pipe] for rank in world.local_ranks]
+        return [memory[run.mesh.coordinates(rank).pipeline_rank] for rank in world.local_ranks]
 
     run = resolve(run, Facts(device="cuda" if on_cuda else "cpu"))
     needed_bytes = max(with_overhead(entry).device_bytes if on_cuda else entry.device_bytes
@@ -139,7 +139,7 @@ def report_text(predicted: Sequence[RankMemory], measured: Sequence[Mapping[str,
                 stage_of: Callable[[int], int]) -> str:
     """Predicted and measured MiB side by side, for the rank of each stage that needed most. measured: by rank."""
     rows: list[list[str]] = []
-    largest = [max((facts for rank, facts in enumerate(measured) if stage_of(rank) == entry.pipe),
+    largest = [max((facts for rank, facts in enumerate(measured) if stage_of(rank) == entry.pipeline_rank),
                    key=lambda facts: sum(facts["device"].values())) for entry in predicted]
     entries = [{"device": folded(entry.device), "host": dict(entry.host)} for entry in predicted]
     for place in ("device", "host"):
@@ -150,7 +150,7 @@ def report_text(predicted: Sequence[RankMemory], measured: Sequence[Mapping[str,
         if names:
             sums = [sum(facts[place].values()) for pair in zip(entries, largest, strict=True) for facts in pair]
             rows.append([f"{place} in all", *(f"{size / 2**20:,.1f}" for size in sums)])
-    return str(TextTable(header=["memory in MiB", *(f"stage {entry.pipe}\n{kind}" for entry in predicted
+    return str(TextTable(header=["memory in MiB", *(f"stage {entry.pipeline_rank}\n{kind}" for entry in predicted
                                                     for kind in ("predicted", "measured"))], rows=rows, words=(0,)))
 
 

@@ -87,7 +87,8 @@ def test_on_rows_and_columns_a_stage_needs_no_less():
 
 
 def test_stages_are_judged_alone_on_devices_only(sentences):
-    place = CandidateStage(data=1, pipe=2, stage=0, start=0, stop=4, num_microbatches=8, microbatch_size=2)
+    place = CandidateStage(num_replicas=1, pipeline_size=2, stage=0, start=0, stop=4, num_microbatches=8,
+                           microbatch_size=2)
     run = small(sentences)
     assert MemoryBudget(first=run, frozen=NONE_FROZEN).stage_bytes(run) is None
     needed = MemoryBudget(first=run, frozen=NONE_FROZEN, device_bytes=1).stage_bytes(run)

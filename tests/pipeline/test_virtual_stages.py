@@ -165,7 +165,7 @@ def test_a_run_and_its_memory(run, tmp_path):
     table, memory = laid_out(resolved(run))
     assert [(row.stage, row.pipe) for row in table.rows] == [(0, 0), (1, 1), (2, 1), (3, 0)]
     assert str(table).splitlines()[0].split()[:3] == ["stage", "pipe", "blocks"]
-    assert [entry.pipe for entry in memory] == [0, 1]
+    assert [entry.pipeline_rank for entry in memory] == [0, 1]
     states = sum(entry.device["moments"] for entry in memory)
     assert states == sum(entry.device["moments"] for entry in laid_out(resolved(replaced(run, pipeline=Pipeline())))[1])
 

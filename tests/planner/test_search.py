@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
@@ -277,7 +277,7 @@ def test_the_run_file_of_a_plan_says_what_differs_from_the_defaults_and_is_the_s
     merged = read.merge([read.load(str(path))[1]])
     best = json.loads(out)["plans"][0]
     assert merged.run.model.vocab == read.settings()["model.vocab"].default
-    assert asdict(merged.run.mesh) == best["mesh"] and merged.run.model.preset == "smollm2-135m"
+    assert merged.run.mesh.document() == best["mesh"] and merged.run.model.preset == "smollm2-135m"
     assert merged.run.batch.microbatch_size == best["microbatch_size"]
     report = check.check(merged.run, 8, chosen=merged.chosen, cluster="h100")
     assert not report.problems and not [one for one in report.warnings if "has no effect" in str(one)]
