@@ -67,16 +67,18 @@ class Mesh:
     def __post_init__(self) -> None:
         for axis, size in self.sizes.items():
             if not _is_size(size):
-                raise ConfigError("must be a whole number of at least 1", where=f"mesh.{axis}", value=size,
-                                  remedy=f"Set --mesh.{axis} 1 to leave this axis unused.")
+                raise ConfigError("must be a whole number of at least 1", code="mesh-axis-size", where=f"mesh.{axis}",
+                                  value=size, remedy=f"Set `--mesh.{axis} 1` to leave this axis unused.")
         if self.tile is None:
             return
         if not isinstance(self.tile, tuple) or len(self.tile) != 2 or not all(map(_is_size, self.tile)):
-            raise ConfigError("must be two whole numbers of at least 1, or none", where="mesh.tile", value=self.tile,
-                              remedy="Set --mesh.tile none to leave the choice to the run.")
+            raise ConfigError("must be two whole numbers of at least 1, or none", code="mesh-tile-form",
+                              where="mesh.tile", value=self.tile,
+                              remedy="Set `--mesh.tile none` to leave the choice to the run.")
         if self.row % self._tile[0] or self.col % self._tile[1]:
-            raise ConfigError(f"does not divide the {self.row} rows and {self.col} columns", where="mesh.tile",
-                              value=self.tile, remedy="Set --mesh.tile none to leave the choice to the run.")
+            raise ConfigError(f"does not divide the {self.row} rows and {self.col} columns",
+                              code="mesh-tile-does-not-divide", where="mesh.tile", value=self.tile,
+                              remedy="Set `--mesh.tile none` to leave the choice to the run.")
 
     @property
     def sizes(self) -> dict[Axis, int]:

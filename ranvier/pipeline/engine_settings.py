@@ -40,8 +40,8 @@ def engine_settings(pipeline: Pipeline, memory: Memory, policy: Policy | None) -
     policy: an object of the caller's own, in place of `pipeline.policy`. ConfigError where it is a name.
     """
     if isinstance(policy, str):
-        raise ConfigError("is no policy of your own", where="Engine(policy=...)", value=policy,
-                          remedy="Name a policy in Pipeline(policy=...).")
+        raise ConfigError("is no policy of your own", code="policy-object-is-a-name", where="Engine(policy=...)",
+                          value=policy, remedy="Name a policy in Pipeline(policy=...).")
     return EngineSettings(
         policy=policy_named(pipeline.policy) if policy is None else policy, in_flight=pipeline.in_flight,
         boundaries=pipeline.boundaries, partition=pipeline.partition, defer_bytes=pipeline.defer_bytes,

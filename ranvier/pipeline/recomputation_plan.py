@@ -34,8 +34,8 @@ class RecomputationPlan:
 
     def __post_init__(self) -> None:
         if self.recompute == "auto" and self.table.costs is None:
-            raise ConfigError("needs a sample to count activations with", where="memory.recompute",
-                              value=self.recompute,
+            raise ConfigError("needs a sample to count activations with", code="recompute-needs-sample",
+                              where="memory.recompute", value=self.recompute,
                               remedy="Give the engine sample=, a microbatch of the usual shape, or set an interval.")
 
     def segments(self, stage: int) -> list[range]:
@@ -68,7 +68,7 @@ def whole_parameters(optim: Optim, layout: Layout) -> frozenset[str]:
         if min(box_size(layout.box(parameter, row, col)) for row in range(layout.mesh.row)
                for col in range(layout.mesh.col)) == 0:
             raise ConfigError(f"needs whole tensors, and some of the rows and columns hold nothing of {parameter.name}",
-                              where="optim.algorithm", value=optim.algorithm,
+                              code="algorithm-needs-whole-tensors", where="optim.algorithm", value=optim.algorithm,
                               remedy="Use fewer rows and columns, or an algorithm such as adamw.")
         found.append(parameter.name)
     return frozenset(found)
