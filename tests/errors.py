@@ -27,4 +27,4 @@ def check(error, code, *facts, **fields):
 
 def says(error, fact):
     """Whether the message has `fact` as a whole word."""
-    return re.search(rf"(?<![\w.]){re.escape(str(fact))}(?!\w)", str(error)) is not None
+    return re.search(rf"(?<!\w)(?<!\d\.){re.escape(str(fact))}(?!\w)", str(error)) is not None
