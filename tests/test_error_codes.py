@@ -41,7 +41,8 @@ def sites():
     """(place, call) of every error that the package makes."""
     return [(f"{path.relative_to(ROOT)}:{node.lineno}", node) for path, tree in trees().items()
             for node in ast.walk(tree)
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in classes()]
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in classes()
+            and all(keyword.arg is not None for keyword in node.keywords)]  # one that is made again from its texts
 
 
 def argument(call, name):
