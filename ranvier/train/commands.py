@@ -101,8 +101,8 @@ class CommandChannel:
         finally:
             board.close()
         if message.kind is not MessageKind.ORDER:
-            raise TransportError("is not a command", where=f"message from rank {message.source}", value=str(message),
-                                 remedy="Give all ranks one version of Ranvier.")
+            raise TransportError("is not a command", code="not-a-command", where=f"message from rank {message.source}",
+                                 value=str(message), remedy="Give all ranks one version of Ranvier.")
         data = message.tensors[""].cpu()
         if int(message.tensors["checksum"]) != int(checksum(data)):
             raise invalid_message("commands", message.source, "the command has been changed on its way")
@@ -117,6 +117,6 @@ class CommandChannel:
                 heard, heard_at = now, time.monotonic()
             elif time.monotonic() - heard_at > timeout_seconds:
                 raise MessageTimeout("nothing was heard from rank 0, whose commands an idle rank awaits",
-                                     where="commands", value=f"{timeout_seconds:g} s",
-                                     remedy="See what that rank does, and start again with --resume auto.")
+                                     code="rank-0-silent", where="commands", value=f"{timeout_seconds:g} s",
+                                     remedy="See what that rank does, and start again with `--resume auto`.")
         return message

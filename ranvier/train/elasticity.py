@@ -313,7 +313,8 @@ class Elasticity:
         mesh, frozen = run.mesh, FrozenLayers(int(state["frozen"]), tuple(state.get("frozen_above", ())))
         if max(frozen.layers, default=-1) >= len(engine.layers):
             raise RanvierError(f"has {len(frozen)} frozen layers, and the model {len(engine.layers)}",
-                               where="checkpoint", remedy="Resume with the model that it was written with.")
+                               code="checkpoint-frozen-layers", where="checkpoint",
+                               remedy="Resume with the model that it was written with.")
         # checkpoints from before rows and columns could change have only replicas and stages
         same = all(state.get(f"first_{axis}", size) == size for axis, size in mesh.sizes.items())
         size, boundaries = int(state["global_size"]), engine.boundaries or None

@@ -76,7 +76,8 @@ def explain_out_of_memory(error: BaseException, run: ResolvedRun, where: str) ->
     """`error` as one that tells where the memory went and what to do, if it is an allocator's."""
     if not is_out_of_memory(error):
         return None
-    return OutOfMemory(f"ran out of memory\n{prediction_text(run)}\n", where=where, value=str(error).splitlines()[0],
+    return OutOfMemory(f"ran out of memory\n{prediction_text(run)}\n", code="out-of-memory", where=where,
+                       value=str(error).splitlines()[0],
                        remedy="In this order: " + "; ".join(remedies(run, shared=run.launch.device != "cuda")) + ".")
 
 
