@@ -8,22 +8,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.count import laid_out, memory_curve
 from ranvier.cost.device_overhead import usable_bytes
-from ranvier.cost.fitting import first_that_fits, schedule_note
 from ranvier.cost.hardware import Cluster
-from ranvier.cost.limits import MemoryChoice
 from ranvier.cost.memory import PROCESS_BYTES, RankMemory, remedies
 from ranvier.cost.memory_table import memory_table
 from ranvier.cost.tensor_traffic import TensorMeshFacts, tensor_mesh_facts
 from ranvier.data.prepare import cached
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.optim.learning_rate import describe
-from ranvier.pipeline.build import StageTable
+from ranvier.plan.cut import StageTable
+from ranvier.plan.fitting import first_that_fits, schedule_note
+from ranvier.plan.limits import MemoryChoice
 from ranvier.planner.auto import open_axes_of, with_plan, with_pretrained
 from ranvier.planner.candidates import on_cluster
 from ranvier.planner.problems import PREVENT_A_CUT, TOO_LARGE, cannot_be_laid_out, problems, warnings
@@ -161,7 +162,8 @@ def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = N
     if not more and not any(problem.where.startswith(PREVENT_A_CUT) for problem in found):
         try:
             planned = run
-            run, (stages, memory) = first_that_fits(run, laid_out, lambda run, found: _fits(run, place, found[1]))
+            run, (stages, memory) = first_that_fits(
+                run, partial(laid_out, cluster=place), lambda run, found: _fits(run, place, found[1]))
             note = schedule_note(planned, run)
         except RanvierError as problem:
             found.append(problem)
@@ -175,7 +177,7 @@ def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = N
                   warnings=(*warnings(run, chosen, asked), *_machine_warnings(run, machine),
                             *(() if data is None else data.warnings)),
                   stages=stages, memory=memory, tensor_mesh=tensor_mesh_facts(run, ranks_per_node), machine=machine,
-                  schedule=() if stages is None else memory_curve(run, stages),
+                  schedule=() if stages is None else memory_curve(run, stages, place),
                   planned=f"{run.mesh}, microbatches of {run.batch.microbatch_size}" if is_planned else None,
                   schedule_note=note,
                   cluster=_cluster_line(place, memory) if place is not None and memory else "",

@@ -22,13 +22,12 @@ from ranvier.block import Model, State, freeze, meta_device, named
 from ranvier.comm.fp32_sums import Fp32Sums
 from ranvier.comm.meta import MetaGroup
 from ranvier.comm.nccl_transport import SLOTS
-from ranvier.config import parameter_groups
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.resolve import bucket_size as resolve_bucket_size
 from ranvier.config.rules import looks_before_update
 from ranvier.config.run import Optim
 from ranvier.cost.blocks import BlockCost
-from ranvier.cost.limits import MemoryChoice, memory_choices, run_limits, stages_at_peak
+from ranvier.cost.hardware import Cluster
 from ranvier.cost.memory import KEPT_STEPS, RankMemory, StoredMicrobatches, activation_bytes, checkpoint_bytes
 from ranvier.layout import Chunking, Layout
 from ranvier.mesh import Coordinates
@@ -39,13 +38,13 @@ from ranvier.optim.gradients import Gradients
 from ranvier.optim.optimizer import gather_bytes, state_places, uncut_places
 from ranvier.optim.rules import rules_of, skips_by_itself
 from ranvier.optim.state_places import StatePlaces
-from ranvier.pipeline.block_costs import FusedAttention, KeptBytes
-from ranvier.pipeline.build import StageTable, cut, meta_mesh, split_model
-from ranvier.pipeline.microbatch import Microbatch
-from ranvier.pipeline.recomputation import recomputed_segments
-from ranvier.pipeline.recomputation_plan import whole_parameters
-from ranvier.pipeline.stage import runs_of
 from ranvier.pipeline.ties import gradient_specs
+from ranvier.plan.block_costs import FusedAttention, KeptBytes
+from ranvier.plan.cut import StageTable, meta_mesh, split_model
+from ranvier.plan.limits import MemoryChoice, memory_choices, run_limits, stages_at_peak
+from ranvier.plan.make import make_for_run, whole_parameters
+from ranvier.plan.plan import Plan
+from ranvier.plan.recomputation import recomputed_segments, runs_of
 from ranvier.precision import DTYPES
 from ranvier.schedule.limits import Limits, rule_limits
 from ranvier.schedule.policies import policy_named
@@ -69,35 +68,32 @@ def device_kind(run: ResolvedRun) -> str:
     return "cuda" if run.launch.device == "cuda" else "cpu"
 
 
-def laid_out(run: ResolvedRun, frozen: int = 0, frozen_above: Sequence[int] = ()
+def laid_out(run: ResolvedRun, frozen: int = 0, frozen_above: Sequence[int] = (), *, cluster: Cluster | None = None
              ) -> tuple[StageTable, tuple[RankMemory, ...]]:
     """The cut of the run's model with its first `frozen` layers frozen, and the weights of those `frozen_above`, and
-    what each stage's ranks need. ConfigError when the settings allow no cut."""
-    model, stages, layout = _cut_of(run, frozen, frozen_above)
-    return stages, predict(run, model, stages, layout)
+    what each stage's ranks need. cluster: as for `run_limits`. ConfigError when the settings allow no cut."""
+    model, plan = _planned(run, frozen, frozen_above)
+    return plan.stages, predict(run, model, plan.stages, plan.layout, cluster=cluster,
+                                limits=plan.limits if cluster is None else None)
 
 
-def _cut_of(run: ResolvedRun, frozen: int, frozen_above: Sequence[int]) -> tuple[Model, StageTable, Layout]:
+def _planned(run: ResolvedRun, frozen: int, frozen_above: Sequence[int]) -> tuple[Model, Plan]:
+    """Of one replica: there may be very many of them, and they change neither cut nor limits."""
     with torch.device("meta"):
-        inputs, targets = families.sample_of(run, run.row_microbatch_size)
-    sample = Microbatch(inputs=inputs, targets=targets, samples=torch.arange(1))
-    # Replicas do not change the cut, and there may be very many of them.
+        sample = families.sample_of(run, run.row_microbatch_size)
     model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen, frozen_above)
-    stages, layout = cut(model, replace(run.mesh, data=1), boundaries=run.pipeline.boundaries,
-                         how=run.pipeline.partition, sample=sample, dtype=DTYPES[run.precision],
-                         device=device_kind(run), tensor=run.tensor, placement=run.placement)
-    for problem in parameter_groups.problems(run.optim, [parameter.settings_name for parameter in layout.parameters]):
-        raise problem
-    return model, stages, layout
+    return model, make_for_run(run, model, sample, mesh=replace(run.mesh, data=1))
 
 
-def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, needs: Needs | None = None
-            ) -> tuple[RankMemory, ...]:
+def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, needs: Needs | None = None, *,
+            limits: Limits | None = None, cluster: Cluster | None = None) -> tuple[RankMemory, ...]:
     """One prediction for each index along `pipe`. `layout` may be that of one replica: they differ in nothing.
-    needs: what earlier predictions for the same model on the same tensor mesh found, to which this one adds."""
+    needs: what earlier predictions for the same model on the same tensor mesh found, to which this one adds. limits:
+    the schedule's, where they are known. cluster: as for `run_limits`."""
     found: list[RankMemory] = []
-    known, limits = {} if needs is None else needs, _limits(run, layout, stages.costs)
-    peaks = _stages_at_peak(run, layout, stages.costs, limits)
+    known = {} if needs is None else needs
+    limits = limits or _limits(run, layout, stages.costs, cluster)
+    peaks = _stages_at_peak(run, layout, stages.costs, limits, cluster)
     on_mesh = run.mesh.stage_size > 1 and stages.costs
     buffers, passing, kept = _tensor_mesh(run, model, stages, layout, known) if on_mesh else ({}, {}, {})
     for pipe in range(run.mesh.pipe):
@@ -151,7 +147,8 @@ def device_bytes_of_stages(run: ResolvedRun, frozen: int = 0, frozen_above: Sequ
     gather into is the most of any stage of the run's own cut. The schedule's limits are the rule's, since simulated
     ones depend on all stages; `pipeline.memory` bounds what these need more, and a cut that is found is counted whole.
     """
-    model, stages, layout = _cut_of(run, frozen, frozen_above)
+    model, plan = _planned(run, frozen, frozen_above)
+    stages, layout = plan.stages, plan.layout
     buffers, arriving, kept = _tensor_mesh(run, model, stages, layout, {}) if run.mesh.stage_size > 1 else ({}, {}, {})
     gathered = max(buffers.values(), default=0) + max(arriving.values(), default=0)
     lasting: dict[object, tuple[int, int]] = {}
@@ -416,20 +413,21 @@ def _stage_costs(layout: Layout, costs: Sequence[BlockCost]) -> list[Sequence[Bl
     return [costs[blocks.start:blocks.stop] for blocks in map(layout.blocks, range(layout.stages.num_stages))]
 
 
-def _stages_at_peak(run: ResolvedRun, layout: Layout, costs: Sequence[BlockCost] | None, limits: Limits
-                    ) -> tuple[tuple[int, float], ...] | None:
+def _stages_at_peak(run: ResolvedRun, layout: Layout, costs: Sequence[BlockCost] | None, limits: Limits,
+                    cluster: Cluster | None) -> tuple[tuple[int, float], ...] | None:
     """What each stage has at its rank's peak, where that is simulated."""
     if costs is None:
         return None
     counted = _stage_costs(layout, costs)
-    return stages_at_peak(run, counted, limits, recomputed_runs(run, counted))
+    return stages_at_peak(run, counted, limits, recomputed_runs(run, counted), cluster)
 
 
-def _limits(run: ResolvedRun, layout: Layout, costs: Sequence[BlockCost] | None) -> Limits:
+def _limits(run: ResolvedRun, layout: Layout, costs: Sequence[BlockCost] | None, cluster: Cluster | None = None
+            ) -> Limits:
     """What the pipeline may have under way. costs: of all blocks; None for the rule without them."""
     if costs is not None:
         counted = _stage_costs(layout, costs)
-        return run_limits(run, counted, recomputed_runs(run, counted))
+        return run_limits(run, counted, recomputed_runs(run, counted), cluster)
     stages = [layout.blocks(stage) for stage in range(layout.stages.num_stages)]
     trained = {parameter.block for parameter in layout.parameters if parameter.trainable}
     rule = rule_limits([not trained.isdisjoint(blocks) for blocks in stages], layout.stages)
@@ -446,12 +444,12 @@ def recomputed_runs(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]]) -> 
         policy_named(run.pipeline.policy), rule.in_flight, (stage, len(stages))) for stage, blocks in enumerate(stages)]
 
 
-def memory_curve(run: ResolvedRun, table: StageTable) -> tuple[MemoryChoice, ...]:
+def memory_curve(run: ResolvedRun, table: StageTable, cluster: Cluster | None = None) -> tuple[MemoryChoice, ...]:
     """Memory against speed of a run that is cut like this (`memory_choices`); empty where nothing was counted, too."""
     if table.costs is None:
         return ()
     costs = table.stage_costs()
-    return memory_choices(run, costs, recomputed_runs(run, costs))
+    return memory_choices(run, costs, recomputed_runs(run, costs), cluster)
 
 
 def _segments(run: ResolvedRun, model: Model, blocks: Sequence[str], costs: Sequence[BlockCost], stage: int,

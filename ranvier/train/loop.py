@@ -28,7 +28,6 @@ from ranvier.config.run import Run
 from ranvier.config.task_form import form_of
 from ranvier.cost.count import laid_out
 from ranvier.cost.device_overhead import with_overhead
-from ranvier.cost.fitting import schedule_note
 from ranvier.elastic.freezing import FreezePolicy, FrozenLayers
 from ranvier.elastic.transition import Held, hand_over, take
 from ranvier.errors import ConfigError, RanvierError, TransportError
@@ -41,6 +40,7 @@ from ranvier.launch.stop import StopRequest
 from ranvier.models import families
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.result import BatchResult
+from ranvier.plan.fitting import schedule_note
 from ranvier.schedule.spans import Category
 from ranvier.system.lease import Lease
 from ranvier.system.memory_tracker import peak_memory_bytes
@@ -668,6 +668,9 @@ class Training:
                                            global_size=self.run.samples_of(1),
                                            microbatch_size=self.run.batch.microbatch_size,
                                            stages=str(self.engine.stages), wish=change.wish))
+        own = replace(change, schedule=None).applied(self._asked)
+        if text := schedule_note(own, self.run):
+            self.outputs.event(NoteEvent(step=self.done, event="schedule", text=text))
         self.requests.current = None
         if back_to is None:
             for ended in ended_ties(None if old is None else old.engine.layout, self.engine.layout, self.done):

@@ -21,7 +21,6 @@ from ranvier.config.other_mesh import on_mesh
 from ranvier.config.resolve import Facts, ResolvedRun, auto_offload, resolve
 from ranvier.cost.count import device_bytes_of_stages, laid_out
 from ranvier.cost.device_overhead import with_overhead
-from ranvier.cost.fitting import first_that_fits, schedules
 from ranvier.cost.hybrid import with_offload_share
 from ranvier.cost.memory import RankMemory, remedies, too_large
 from ranvier.cost.memory_table import memory_table
@@ -31,10 +30,12 @@ from ranvier.elastic.mesh_candidates import StageMemory
 from ranvier.errors import ConfigError, OutOfMemory, RanvierError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
+from ranvier.plan.fitting import first_that_fits, schedule_settings, schedules
 from ranvier.planner.problems import problems
 from ranvier.system.machine import available_memory_bytes
 from ranvier.system.memory_tracker import MemoryPlace, MemoryTracker
 from ranvier.system.terminal import TextTable
+from ranvier.train.commands import Change
 from ranvier.world import World
 
 _WORKING = ("activations", "deferred", "workspace", "messages", "arriving")
@@ -178,6 +179,14 @@ class MemoryBudget:
     frozen: FrozenLayers
     device_bytes: int | None = None
 
+    def fitted(self, change: Change) -> tuple[Change, RanvierError | None]:
+        """The change with the first schedule of the run that fits there (`cost/fitting`). Where none does, with the
+        run's own, and why the run cannot continue so."""
+        own = replace(change, schedule=None)
+        there = own.applied(self.first)
+        found, problem = first_that_fits(there, self.problem, lambda run, problem: problem is None)
+        return own if found == there else replace(own, schedule=schedule_settings(found)), problem
+
     def problem(self, run: ResolvedRun) -> RanvierError | None:
         """Why the run cannot continue as `run`: a setting; a rank, alone on its device; all ranks together on this
         machine, were they all here."""
@@ -199,10 +208,11 @@ class MemoryBudget:
                          available_bytes=available_memory_bytes() + before)
 
     def stage_memory(self) -> StageMemory:
-        """What cuts of other meshes must fit into."""
+        """What cuts of other meshes must fit into, with the schedule that needs least."""
         def needed(mesh: Mesh, samples: int, microbatch_size: int) -> Callable[[CandidateStage], int] | None:
             there = on_mesh(replace(self.first, batch=replace(self.first.batch, global_size=samples)), mesh)
-            return self.stage_bytes(replace(there, batch=replace(there.batch, microbatch_size=microbatch_size)))
+            there = replace(there, batch=replace(there.batch, microbatch_size=microbatch_size))
+            return self.stage_bytes(schedules(there)[-1])
 
         return StageMemory(limit_bytes=self.device_bytes, needed=needed)
 
