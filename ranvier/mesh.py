@@ -217,16 +217,18 @@ class Mesh(_NumberPerAxis):
             if hasattr(Mesh, axis) or hasattr(Coordinates, axis):
                 raise TypeError(f"{axis} is a name that every mesh has, and no axis can have")
             if not _is_size(size):
-                raise ConfigError("must be a whole number of at least 1", where=f"mesh.{axis}", value=size,
-                                  remedy=f"Set --mesh.{axis} 1 to leave this axis unused.")
+                raise ConfigError("must be a whole number of at least 1", code="mesh-axis-size", where=f"mesh.{axis}",
+                                  value=size, remedy=f"Set `--mesh.{axis} 1` to leave this axis unused.")
         if tile is None:
             return
         if not isinstance(tile, tuple) or len(tile) != 2 or not all(map(_is_size, tile)):
-            raise ConfigError("must be two whole numbers of at least 1, or none", where="mesh.tile", value=tile,
-                              remedy="Set --mesh.tile none to leave the choice to the run.")
+            raise ConfigError("must be two whole numbers of at least 1, or none", code="mesh-tile-form",
+                              where="mesh.tile", value=tile,
+                              remedy="Set `--mesh.tile none` to leave the choice to the run.")
         if self.row % self._tile[0] or self.col % self._tile[1]:
-            raise ConfigError(f"does not divide the {self.row} rows and {self.col} columns", where="mesh.tile",
-                              value=tile, remedy="Set --mesh.tile none to leave the choice to the run.")
+            raise ConfigError(f"does not divide the {self.row} rows and {self.col} columns",
+                              code="mesh-tile-does-not-divide", where="mesh.tile", value=tile,
+                              remedy="Set `--mesh.tile none` to leave the choice to the run.")
 
     @classmethod
     def of_replicas(cls, count: int) -> Mesh:

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ranvier.config import read
-from ranvier.errors import ConfigError
 from ranvier.mesh import AXES, Mesh
+from tests.errors import raises
 
 meshes = st.builds(Mesh, data=st.integers(1, 4), pipe=st.integers(1, 4), row=st.integers(1, 3), col=st.integers(1, 3))
 
@@ -59,8 +59,7 @@ def test_a_small_mesh_by_hand():
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("size", [0, -1, 1.5, True, "2"])
 def test_sizes_that_cannot_be(axis, size):
-    with pytest.raises(ConfigError, match=rf"^mesh.{axis}: must be a whole number of at least 1 \(got .*\). "
-                                          rf"Set --mesh.{axis} 1 to leave this axis unused.$"):
+    with raises("mesh-axis-size", axis):
         Mesh(**{axis: size})
 
 
@@ -108,14 +107,13 @@ def test_tiles_by_hand():
 
 @pytest.mark.parametrize("tile", [(2,), (2, 2, 2), (0, 1), (1, True), (1.0, 2), [2, 2], 4])
 def test_tiles_that_cannot_be(tile):
-    with pytest.raises(ConfigError, match=r"^mesh.tile: must be two whole numbers of at least 1, or none \(got .*\). "
-                                          r"Set --mesh.tile none to leave the choice to the run.$"):
+    with raises("mesh-tile-form"):
         Mesh(row=2, col=2, tile=tile)
 
 
 @pytest.mark.parametrize("tile", [(4, 1), (3, 2), (2, 4), (1, 3)])
 def test_tiles_that_do_not_divide_the_mesh(tile):
-    with pytest.raises(ConfigError, match=r"^mesh.tile: does not divide the 2 rows and 2 columns \(got .*\). Set"):
+    with raises("mesh-tile-does-not-divide", 2):
         Mesh(row=2, col=2, tile=tile)
     one_rank = Mesh(data=2, tile=tile)
     assert one_rank.coordinates(1) == one_rank.at(data=1), "stages of one rank have no use for it"

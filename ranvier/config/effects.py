@@ -382,8 +382,8 @@ def warnings(run: ResolvedRun, chosen: Collection[str] | None = None, asked: Run
             continue
         why = CONDITIONS[name](run) if name in CONDITIONS else ASKED[name](asked or run)
         if why is not None:
-            yield ConfigError(f"has no effect: {why}", where=setting.flag, value=read.as_text(value),
-                              remedy="Leave it out, or change the other setting.")
+            yield ConfigError(f"has no effect: {why}", code="without-effect", where=setting.flag,
+                              value=read.as_text(value), remedy="Leave it out, or change the other setting.")
 
 
 def _asks_for_nothing(value: object) -> bool:

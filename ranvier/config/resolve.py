@@ -117,7 +117,7 @@ def resolve(run: Run, facts: Facts | None = None) -> ResolvedRun:
     if facts.num_classes is not None:
         if model.num_classes not in ("auto", facts.num_classes):
             raise ConfigError(f"is not the number of classes in the data, {facts.num_classes}",
-                              where="model.num-classes", value=model.num_classes,
+                              code="num-classes-differ", where="model.num-classes", value=model.num_classes,
                               remedy="Leave it out: auto takes it from the data.")
         model = replace(model, num_classes=facts.num_classes)
     optim, launch = run.optim, run.launch
@@ -141,8 +141,9 @@ def _mesh(run: Run, facts: Facts) -> Mesh:
 def _batch(run: Run, facts: Facts) -> ResolvedBatch:
     size = run.batch.microbatch_size if facts.microbatch_size is None else facts.microbatch_size
     if size == "auto":
-        raise ConfigError("is auto, and must be a number here", where="batch.microbatch-size", value="auto",
-                          remedy="Set --batch.microbatch-size, or plan the run first (ranvier.planner.auto).")
+        raise ConfigError("is auto, and must be a number here", code="microbatch-size-auto",
+                          where="batch.microbatch-size", value="auto",
+                          remedy="Set `--batch.microbatch-size`, or plan the run first (ranvier.planner.auto).")
     return ResolvedBatch(**_fields(run.batch) | {"microbatch_size": size})
 
 

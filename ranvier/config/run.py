@@ -79,8 +79,9 @@ class MeshSettings:
         known = {axis: getattr(self, axis) for axis in AXES if axis not in self.open_axes} | sizes
         for axis in self.open_axes:
             if axis not in known:
-                raise ConfigError("is auto, and must be a number here", where=f"mesh.{axis}", value="auto",
-                                  remedy=f"Set --mesh.{axis}, or plan the run first (ranvier.planner.auto).")
+                raise ConfigError("is auto, and must be a number here", code="mesh-axis-auto", where=f"mesh.{axis}",
+                                  value="auto",
+                                  remedy=f"Set `--mesh.{axis}`, or plan the run first (ranvier.planner.auto).")
         return Mesh(**known, tile=self.tile)
 
 

@@ -63,9 +63,11 @@ def _refusal(cls: type, error: ValidationError) -> ConfigError:
     annotation = get_type_hints(cls, include_extras=True).get(name)
     argument = f"{cls.__name__}({name}=...)"
     if annotation is None:
-        return ConfigError(f"is not an argument of {cls.__name__}", where=argument, value=first["input"],
+        return ConfigError(f"is not an argument of {cls.__name__}", code="unknown-argument", where=argument,
+                           value=first["input"],
                            remedy=f"Choose among {', '.join(field.name for field in fields(cls))}.")
-    return ConfigError(f"must be {describe(annotation)}", where=argument, value=first["input"],
+    return ConfigError(f"must be {describe(annotation)}", code="malformed-argument", where=argument,
+                       value=first["input"],
                        remedy=f"Give a value of this form, or leave it out for {getattr(cls, name)!r}.")
 
 

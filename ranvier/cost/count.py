@@ -27,6 +27,7 @@ from ranvier.config.resolve import bucket_size as resolve_bucket_size
 from ranvier.config.rules import looks_before_update
 from ranvier.config.run import Optim
 from ranvier.cost.blocks import BlockCost
+from ranvier.cost.hardware import Cluster
 from ranvier.cost.memory import KEPT_STEPS, RankMemory, StoredMicrobatches, activation_bytes, checkpoint_bytes
 from ranvier.layout import Chunking, Layout
 from ranvier.models import families
@@ -66,12 +67,13 @@ def device_kind(run: ResolvedRun) -> str:
     return "cuda" if run.launch.device == "cuda" else "cpu"
 
 
-def laid_out(run: ResolvedRun, frozen: int = 0, frozen_above: Sequence[int] = ()
+def laid_out(run: ResolvedRun, frozen: int = 0, frozen_above: Sequence[int] = (), *, cluster: Cluster | None = None
              ) -> tuple[StageTable, tuple[RankMemory, ...]]:
     """The cut of the run's model with its first `frozen` layers frozen, and the weights of those `frozen_above`, and
-    what each stage's ranks need. ConfigError when the settings allow no cut."""
+    what each stage's ranks need. cluster: as for `run_limits`. ConfigError when the settings allow no cut."""
     model, plan = _planned(run, frozen, frozen_above)
-    return plan.stages, predict(run, model, plan.stages, plan.layout, limits=plan.limits)
+    return plan.stages, predict(run, model, plan.stages, plan.layout, cluster=cluster,
+                                limits=plan.limits if cluster is None else None)
 
 
 def _planned(run: ResolvedRun, frozen: int, frozen_above: Sequence[int]) -> tuple[Model, Plan]:
@@ -82,14 +84,15 @@ def _planned(run: ResolvedRun, frozen: int, frozen_above: Sequence[int]) -> tupl
     return model, make_for_run(run, model, sample, mesh=run.mesh.with_one_replica())
 
 
-def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, needs: Needs | None = None,
-            limits: Limits | None = None) -> tuple[RankMemory, ...]:
+def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, needs: Needs | None = None, *,
+            limits: Limits | None = None, cluster: Cluster | None = None) -> tuple[RankMemory, ...]:
     """One prediction for each index along `pipe`. `layout` may be that of one replica: they differ in nothing.
     needs: what earlier predictions for the same model on the same tensor mesh found, to which this one adds. limits:
-    the schedule's, where they are known."""
+    the schedule's, where they are known. cluster: as for `run_limits`."""
     found: list[RankMemory] = []
-    known, limits = {} if needs is None else needs, limits or _limits(run, layout, stages.costs)
-    peaks = _stages_at_peak(run, layout, stages.costs, limits)
+    known = {} if needs is None else needs
+    limits = limits or _limits(run, layout, stages.costs, cluster)
+    peaks = _stages_at_peak(run, layout, stages.costs, limits, cluster)
     on_mesh = run.mesh.stage_size > 1 and stages.costs
     buffers, passing, kept = _tensor_mesh(run, model, stages, layout, known) if on_mesh else ({}, {}, {})
     for pipe in range(run.mesh.pipeline_size):
@@ -410,20 +413,21 @@ def _stage_costs(layout: Layout, costs: Sequence[BlockCost]) -> list[Sequence[Bl
     return [costs[blocks.start:blocks.stop] for blocks in map(layout.blocks, range(layout.stages.num_stages))]
 
 
-def _stages_at_peak(run: ResolvedRun, layout: Layout, costs: Sequence[BlockCost] | None, limits: Limits
-                    ) -> tuple[tuple[int, float], ...] | None:
+def _stages_at_peak(run: ResolvedRun, layout: Layout, costs: Sequence[BlockCost] | None, limits: Limits,
+                    cluster: Cluster | None) -> tuple[tuple[int, float], ...] | None:
     """What each stage has at its rank's peak, where that is simulated."""
     if costs is None:
         return None
     counted = _stage_costs(layout, costs)
-    return stages_at_peak(run, counted, limits, recomputed_runs(run, counted))
+    return stages_at_peak(run, counted, limits, recomputed_runs(run, counted), cluster)
 
 
-def _limits(run: ResolvedRun, layout: Layout, costs: Sequence[BlockCost] | None) -> Limits:
+def _limits(run: ResolvedRun, layout: Layout, costs: Sequence[BlockCost] | None, cluster: Cluster | None = None
+            ) -> Limits:
     """What the pipeline may have under way. costs: of all blocks; None for the rule without them."""
     if costs is not None:
         counted = _stage_costs(layout, costs)
-        return run_limits(run, counted, recomputed_runs(run, counted))
+        return run_limits(run, counted, recomputed_runs(run, counted), cluster)
     stages = [layout.blocks(stage) for stage in range(layout.stages.num_stages)]
     trained = {parameter.block for parameter in layout.parameters if parameter.trainable}
     rule = rule_limits([not trained.isdisjoint(blocks) for blocks in stages], layout.stages)
@@ -440,12 +444,12 @@ def recomputed_runs(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]]) -> 
         policy_named(run.pipeline.policy), rule.in_flight, (stage, len(stages))) for stage, blocks in enumerate(stages)]
 
 
-def memory_curve(run: ResolvedRun, table: StageTable) -> tuple[MemoryChoice, ...]:
+def memory_curve(run: ResolvedRun, table: StageTable, cluster: Cluster | None = None) -> tuple[MemoryChoice, ...]:
     """Memory against speed of a run that is cut like this (`memory_choices`); empty where nothing was counted, too."""
     if table.costs is None:
         return ()
     costs = table.stage_costs()
-    return memory_choices(run, costs, recomputed_runs(run, costs))
+    return memory_choices(run, costs, recomputed_runs(run, costs), cluster)
 
 
 def _segments(run: ResolvedRun, model: Model, blocks: Sequence[str], costs: Sequence[BlockCost], stage: int,

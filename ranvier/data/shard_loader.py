@@ -45,11 +45,12 @@ class ShardedLoader:
 
     def __init__(self, loader: DataLoader[Any], world: World, microbatch_size: int, mesh: Mesh) -> None:
         if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
-            raise DataError("has no batches of numbered samples", where="shard_loader(loader)",
-                            value=type(loader.dataset).__name__,
+            raise DataError("has no batches of numbered samples", code="loader-without-samples",
+                            where="shard_loader(loader)", value=type(loader.dataset).__name__,
                             remedy="Give a DataLoader with a batch_size over a data set with __getitem__ and __len__.")
         if microbatch_size < 1:
-            raise ConfigError("must be at least 1", where="shard_loader(microbatch_size=...)", value=microbatch_size,
+            raise ConfigError("must be at least 1", code="loader-microbatch-size",
+                              where="shard_loader(microbatch_size=...)", value=microbatch_size,
                               remedy="Give samples per microbatch.")
         mesh.require_known_axes("shard_loader")
         self._loader, self._world, self._size, self._mesh = loader, world, microbatch_size, mesh
@@ -81,8 +82,9 @@ class ShardedLoader:
         wrong = next((number for batch in found for number in batch if not isinstance(number, Integral)), None)
         sizes, wrong = self._world.broadcast([[len(batch) for batch in found], wrong and repr(wrong)])
         if wrong is not None:
-            raise DataError("gives something that is no sample's number", where="the sampler of the DataLoader",
-                            value=wrong, remedy="Give a sampler of whole numbers.")
+            raise DataError("gives something that is no sample's number", code="sampler-not-numbers",
+                            where="the sampler of the DataLoader", value=wrong,
+                            remedy="Give a sampler of whole numbers.")
         flat = [int(number) for batch in found for number in batch] or [0] * sum(sizes)
         numbers = self._world.broadcast(torch.tensor(flat, dtype=torch.int64)).tolist()
         edges = [0]
@@ -110,8 +112,8 @@ class ShardedLoader:
 
     def _microbatches(self, loaded: object, share: Sequence[int]) -> list[Microbatch]:
         if not isinstance(loaded, (tuple, list)) or len(loaded) != 2:
-            raise DataError("gives batches that are no (inputs, targets) pairs", where="shard_loader(loader)",
-                            value=type(loaded).__name__,
+            raise DataError("gives batches that are no (inputs, targets) pairs", code="loader-not-pairs",
+                            where="shard_loader(loader)", value=type(loaded).__name__,
                             remedy="Give the DataLoader a collate_fn that returns (inputs, targets).")
         edges = [0, *accumulate(map(len, self._parts(share)))]
         return cut_batch(loaded[0], loaded[1], torch.tensor(self._loaded(share), dtype=torch.int64),

@@ -57,7 +57,7 @@ def generate(engine: Engine, ranks: Group, prompts: Sequence[Sequence[int]], sam
     for text in texts:
         if not 0 < len(text.prompt) < longest:
             raise ConfigError("is empty" if not text.prompt else "leaves no room for an answer: the model sees "
-                              f"{longest} tokens at once", where=f"prompt {text.number + 1}",
+                              f"{longest} tokens at once", code="prompt-length", where=f"prompt {text.number + 1}",
                               value=f"{len(text.prompt)} tokens", remedy="Give a text of 1 to "
                               f"{longest - 1} tokens.")
     mesh, mine = engine.mesh, engine.coordinates.replica

@@ -41,7 +41,8 @@ def loglikelihoods(engine: Engine, ranks: Group, requests: Sequence[Request], *,
     for number, (context, continuation) in enumerate(requests):
         if not context or len(continuation) > longest:
             what = "has no context" if not context else f"is longer than the {longest} tokens that the model sees"
-            raise DataError(what, where=f"request {number + 1}", value=f"{len(continuation)} tokens",
+            raise DataError(what, code="request-length", where=f"request {number + 1}",
+                            value=f"{len(continuation)} tokens",
                             remedy="Give the separator of texts as the context of a whole text, and score long texts "
                                    "in windows.")
     found = [(0.0, True)] * len(requests)

@@ -109,11 +109,11 @@ class Layout:
         edges = self._edges
         if len(edges) != self.stages.num_stages + 1 or any(a >= b for a, b in pairwise(edges)):
             raise ConfigError(f"does not cut {self.num_blocks} blocks into {self.stages.num_stages} stages",
-                              where="pipeline.boundaries", value=self.boundaries,
+                              code="boundaries-do-not-cut", where="pipeline.boundaries", value=self.boundaries,
                               remedy="Give the first block of each stage after the first, rising.")
         names = [parameter.name for parameter in self.parameters]
         if len(set(names)) != len(names):
-            raise ModelError("two parameters have one name", where="model",
+            raise ModelError("two parameters have one name", code="parameter-names-repeat", where="model",
                              value=sorted({name for name in names if names.count(name) > 1})[0],
                              remedy="Give each block its own name.")
 
@@ -339,5 +339,6 @@ class Layout:
             inside = all(intersection(box, whole(shape)) == box for box in found)
             apart = all(intersection(a, b) is None for i, a in enumerate(found) for b in found[:i])
             if not inside or not apart or sum(map(box_size, found)) != prod(shape):
-                raise ModelError("is not owned exactly once", where=f"parameter {name}", value=sorted(found),
+                raise ModelError("is not owned exactly once", code="parameter-not-owned-once",
+                                 where=f"parameter {name}", value=sorted(found),
                                  remedy="Check that the tensor shards of this parameter cover it without overlap.")

@@ -147,7 +147,8 @@ class Connections:
         other = closing.wait(calls, progress=self.transport.progress, seconds=self._timeout_seconds)
         if other is not None:
             raise TransportError(f"ended its loop after {steps} batches, while rank {other} goes on",
-                                 where=f"rank {self.rank}", value=self.board.name(self.rank),
+                                 code="ranks-differ-in-steps", where=f"rank {self.rank}",
+                                 value=self.board.name(self.rank),
                                  remedy="Give all ranks equally many batches, and close the engine on all of them "
                                         "after the last one.")
         self.all.barrier()

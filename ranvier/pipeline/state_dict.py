@@ -98,12 +98,13 @@ _WHAT_DIFFERS = {"mesh": "was taken on the mesh {was}, and this engine's is {now
 
 def _check(engine: Engine, state: Mapping[str, Any]) -> None:
     if not isinstance(state, Mapping) or state.get("format") != FORMAT:
-        raise CheckpointError("is not a state_dict of an engine", where="load_state_dict", value=type(state).__name__,
-                              remedy="Give what Engine.state_dict() returned on this rank.")
+        raise CheckpointError("is not a state_dict of an engine", code="not-a-state-dict", where="load_state_dict",
+                              value=type(state).__name__, remedy="Give what Engine.state_dict() returned on this rank.")
     was, now = state["layout"], _layout_of(engine)
     for key, what in _WHAT_DIFFERS.items():
         if was[key] != now[key]:
-            raise CheckpointError(what.format(was=was[key], now=now[key]), where="load_state_dict", remedy=_CHECKPOINTS)
+            raise CheckpointError(what.format(was=was[key], now=now[key]), code="state-dict-of-another-engine",
+                                  where="load_state_dict", remedy=_CHECKPOINTS)
 
 
 def _optimizer_state(engine: Engine) -> StateDict | None:

@@ -91,7 +91,7 @@ def global_parameters(model: Model, modules: dict[str, nn.Module]) -> tuple[Para
             full = f"{block}.{name}"
             if parameter.is_complex() and parameter.requires_grad:
                 raise ModelError("is complex and trains, and gradients add up as real numbers",
-                                 where=f"parameter {full}", value=parameter.dtype,
+                                 code="complex-parameter", where=f"parameter {full}", value=parameter.dtype,
                                  remedy="Hold a parameter of real numbers [..., 2], and compute with "
                                         "torch.view_as_complex of it.")
             objects[full] = parameter
@@ -102,20 +102,20 @@ def global_parameters(model: Model, modules: dict[str, nn.Module]) -> tuple[Para
     for group in model.tied:
         for name in group:
             if name not in found:
-                raise ModelError("is declared as tied but is no parameter of the model", where="model.tied", value=name,
-                                 remedy="Name parameters as 'block.parameter'.")
+                raise ModelError("is declared as tied but is no parameter of the model", code="tied-unknown-parameter",
+                                 where="model.tied", value=name, remedy="Name parameters as 'block.parameter'.")
             if name in grouped:
-                raise ModelError("is in two groups", where="model.tied", value=name,
+                raise ModelError("is in two groups", code="tied-in-two-groups", where="model.tied", value=name,
                                  remedy="Put all names of one parameter into one group, each once.")
             grouped.add(name)
         owner = found[group[0]]
         for name in group[1:]:
             end = found[name]
             if end.shape != owner.shape:
-                raise ModelError(f"is tied to {owner.name} of shape {owner.shape}", where=f"parameter {name}",
-                                 value=end.shape, remedy="Tie parameters of one shape.")
+                raise ModelError(f"is tied to {owner.name} of shape {owner.shape}", code="tied-shapes-differ",
+                                 where=f"parameter {name}", value=end.shape, remedy="Tie parameters of one shape.")
             if end.trainable != owner.trainable:
-                raise ModelError(f"is tied to {owner.name}, and only one of the two is frozen",
+                raise ModelError(f"is tied to {owner.name}, and only one of the two is frozen", code="tied-one-frozen",
                                  where=f"parameter {name}", value=f"requires_grad={end.trainable}",
                                  remedy="Untie them, or freeze both.")
             found[name] = replace(end, owner=owner.name)
@@ -123,8 +123,8 @@ def global_parameters(model: Model, modules: dict[str, nn.Module]) -> tuple[Para
     for name, parameter in objects.items():
         other = first.setdefault(parameter, name)
         if found[other].owner != found[name].owner:
-            raise ModelError(f"is {other} under another name", where=f"parameter {name}", value=name,
-                             remedy=f"Declare them as tied: Model(tied=(({other!r}, {name!r}),)).")
+            raise ModelError(f"is {other} under another name", code="tied-undeclared", where=f"parameter {name}",
+                             value=name, remedy=f"Declare them as tied: Model(tied=(({other!r}, {name!r}),)).")
     return tuple(found.values())
 
 
@@ -155,9 +155,10 @@ def _check_quantized(layout: Layout) -> None:
             start, stop = layout.box(parameter, position)[1]
             if start % BLOCK or stop % BLOCK:
                 raise ConfigError(f"divides the blocks of {BLOCK} inputs with one scale in {parameter.name}, whose "
-                                  f"inputs are {parameter.shape[1]}", where="lora.base-format",
+                                  f"inputs are {parameter.shape[1]}", code="quantized-block-split",
+                                  where="lora.base-format",
                                   value=f"{parameter.quantized} on {mesh.row} rows and {mesh.col} columns",
-                                  remedy="Use fewer rows or columns, or leave out --lora.base-format.")
+                                  remedy="Use fewer rows or columns, or leave out `--lora.base-format`.")
 
 
 class Parts:
@@ -208,9 +209,9 @@ def _check_loss(model: Model, last: nn.Module, mesh: Mesh) -> None:
     """Columns have their part of the logits: only a loss that knows takes those."""
     if (mesh.feature_parts > 1 and any(isinstance(layer, VocabularyLinear) for layer in last.modules())
             and not isinstance(model.loss, NextTokenLoss)):
-        raise ModelError("cannot take logits whose vocabulary is split over columns", where="loss",
-                         value=getattr(model.loss, "__name__", type(model.loss).__name__),
-                         remedy="Use ranvier.tensor.split.loss.NextTokenLoss(vocab), or set --mesh.col 1.")
+        raise ModelError("cannot take logits whose vocabulary is split over columns", code="loss-needs-whole-vocab",
+                         where="loss", value=getattr(model.loss, "__name__", type(model.loss).__name__),
+                         remedy="Use ranvier.tensor.split.loss.NextTokenLoss(vocab), or set `--mesh.col 1`.")
 
 
 def meta_mesh(mesh: Mesh, tensor: TensorParallel, device: str) -> TensorMesh:

@@ -86,7 +86,8 @@ def _recomputed(recompute: Recompute, stages: StageTable, layers: Sequence[Seque
                 ) -> list[list[range]]:
     """By the rule's limits: simulated ones follow from what is recomputed."""
     if recompute == "auto" and stages.costs is None:
-        raise ConfigError("needs a sample to count activations with", where="memory.recompute", value=recompute,
+        raise ConfigError("needs a sample to count activations with", code="recompute-needs-sample",
+                          where="memory.recompute", value=recompute,
                           remedy="Give the engine sample=, a microbatch of the usual shape, or set an interval.")
     costs = [()] * len(stages.rows) if stages.costs is None else stages.stage_costs()
     return [recomputed_segments(recompute, row.blocks, layers, costs[row.stage], policy, rule.in_flight,
@@ -114,7 +115,7 @@ def whole_parameters(optim: Optim, layout: Layout) -> frozenset[str]:
             continue
         if min(box_size(layout.box(parameter, position)) for position in layout.mesh.positions) == 0:
             raise ConfigError(f"needs whole tensors, and some of the rows and columns hold nothing of {parameter.name}",
-                              where="optim.algorithm", value=optim.algorithm,
+                              code="algorithm-needs-whole-tensors", where="optim.algorithm", value=optim.algorithm,
                               remedy="Use fewer rows and columns, or an algorithm such as adamw.")
         found.append(parameter.name)
     return frozenset(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Literal, TypeVar
 
@@ -81,7 +82,8 @@ def with_memory(found: Candidate, cluster: Cluster, work: Work, *, exact: bool =
         memory = work.memory(found.run, states_only=True)
         if reason := excess(found.run, cluster, memory):
             return replace(found, memory=memory, reason=reason)
-        run, memory = first_that_fits(found.run, work.memory, lambda run, memory: not excess(run, cluster, memory))
+        run, memory = first_that_fits(found.run, partial(work.memory, cluster=cluster),
+                                      lambda run, memory: not excess(run, cluster, memory))
     except RanvierError as problem:
         return replace(found, reason=str(problem))
     cost = found.cost if run is found.run else run_cost(run, cluster, work.stages(run), exact=exact)
@@ -91,7 +93,7 @@ def with_memory(found: Candidate, cluster: Cluster, work: Work, *, exact: bool =
 def with_share(run: ResolvedRun, cluster: Cluster, work: Work) -> ResolvedRun:
     """The run with the share of its states in host memory that its memory on the cluster's devices needs, with what
     allocators waste: a plan that fills the device must be one that starts."""
-    return with_offload_share(run, lambda run: [with_overhead(entry) for entry in work.memory(run)],
+    return with_offload_share(run, lambda run: [with_overhead(entry) for entry in work.memory(run, cluster=cluster)],
                               cluster.device.memory_bytes - cluster.device.reserved_bytes)
 
 

@@ -85,7 +85,8 @@ def _on_ranks(function: str, count: int, transport: Literal["torch", "mpi"], **m
     try:
         return run_processes(f"ranvier.planner.measure:{function}", count, transport, timeout_seconds=120.0, **more)
     except RanksFailed as error:
-        raise ConfigError(f"could not be measured: {str(error).splitlines()[0]}", where="this machine",
+        raise ConfigError(f"could not be measured: {str(error).splitlines()[0]}", code="measurement-failed",
+                          where="this machine",
                           remedy="Measure again while the machine has nothing else to do.") from error
 
 
@@ -96,8 +97,8 @@ def formed(found: Mapping[str, Any], links: Mapping[str, Any], devices: int, kin
     except ValidationError as error:
         raise first_fault(error, "what was measured here") from error
     except (ArithmeticError, np.linalg.LinAlgError) as error:
-        raise ConfigError("cannot be made of what was measured here", where="cluster", value=str(error),
-                          remedy="Measure again while the machine has nothing else to do.") from error
+        raise ConfigError("cannot be made of what was measured here", code="measurement-not-a-cluster", where="cluster",
+                          value=str(error), remedy="Measure again while the machine has nothing else to do.") from error
 
 
 def _cluster(found: Mapping[str, Any], links: Mapping[str, Any], devices: int, kind: str) -> Cluster:

@@ -66,7 +66,8 @@ def settings_of(text: str | None) -> tuple[Setting, ...]:
         names = tuple("recompute" if name == "checkpoint" else name for name in names)
     unknown = [name for name in names if name not in get_args(Setting)]
     if unknown or not names:
-        raise ConfigError("is nothing that can be searched", where="--search", value=unknown[0] if unknown else text,
+        raise ConfigError("is nothing that can be searched", code="unknown-search", where="--search",
+                          value=unknown[0] if unknown else text,
                           remedy=f"Name some of: {', '.join(get_args(Setting))}.")
     return cast("tuple[Setting, ...]", names)  # each is one: the others were refused
 
@@ -220,16 +221,16 @@ def _write(run: Run, path: Path) -> None:
     try:
         read.write_changes(run, path)
     except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror or error}", where="--out", value=str(path),
-                          remedy="Name a .toml file in a folder you own.") from error
+        raise ConfigError(f"cannot be written: {error.strerror or error}", code="plan-not-writable", where="--out",
+                          value=str(path), remedy="Name a .toml file in a folder you own.") from error
 
 
 def _write_page(found: SearchResult, name: str, path: Path) -> None:
     try:
         write_atomically(path, page_of(found, name).html())
     except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror or error}", where="--out-html", value=str(path),
-                          remedy="Name a file in a folder you own.") from error
+        raise ConfigError(f"cannot be written: {error.strerror or error}", code="plan-page-not-writable",
+                          where="--out-html", value=str(path), remedy="Name a file in a folder you own.") from error
 
 
 def print_plan(found: SearchResult, name: str, explain: bool, goal: Goal | None = None) -> None:
@@ -265,14 +266,16 @@ def simulate(name: str, run: Run, cluster_name: str, *, ranks: int | None = None
     cluster = load_cluster(cluster_name)
     for where, value in (("--jitter", jitter), ("--mtbf-hours", mtbf_hours or 1.0)):
         if not isfinite(value):
-            raise ConfigError("must be a finite number", where=where, value=value, remedy="Leave it out for none.")
+            raise ConfigError("must be a finite number", code="not-finite-option", where=where, value=value,
+                              remedy="Leave it out for none.")
     run, problems = with_pretrained(replace(run, launch=replace(run.launch, cluster=cluster_name)))
     run, unplanned = with_plan(run, ranks)
     for problem in (*problems, *unplanned, *find_problems(run)):
         raise problem
     if run.mesh.size > cluster.num_devices:
-        raise ConfigError(f"needs {run.mesh.size} devices, and {cluster.name} has {cluster.num_devices}", where="mesh",
-                          value=str(run.mesh), remedy="Take a smaller mesh, or a larger cluster.")
+        raise ConfigError(f"needs {run.mesh.size} devices, and {cluster.name} has {cluster.num_devices}",
+                          code="cluster-too-small-for-mesh", where="mesh", value=str(run.mesh),
+                          remedy="Take a smaller mesh, or a larger cluster.")
     check_precision(run, cluster)
     noise = Noise(jitter=jitter, slow=dict(_slow(text, run) for text in slow), seed=run.seed)
     try:
@@ -326,9 +329,10 @@ def _slow(text: str, run: ResolvedRun) -> tuple[tuple[int, int], float]:
         if not (0 <= found[0][0] < replicas and 0 <= found[0][1] < stages and 0 < found[1] < 1e6):
             raise ValueError
     except ValueError:
-        raise ConfigError("must be REPLICA:STAGE:FACTOR, of a replica and stage that are there", where="--slow",
-                          value=text, remedy=f"There are {replicas} replicas of {stages} stages, numbered "
-                                             "from 0; for example --slow 0:0:1.5.") from None
+        raise ConfigError("must be REPLICA:STAGE:FACTOR, of a replica and stage that are there",
+                          code="malformed-slow-stage", where="--slow", value=text,
+                          remedy=f"There are {replicas} replicas of {stages} stages, numbered from 0; for example "
+                                 "`--slow 0:0:1.5`.") from None
     return found
 
 

@@ -201,7 +201,7 @@ def schedule_text(choices: Sequence[MemoryChoice]) -> str:
 
 def schedule_of(plan: SearchResult) -> tuple[MemoryChoice, ...]:
     """Memory against speed for the fastest configuration; empty where `pipeline.memory` has no effect on it."""
-    return memory_curve(plan.best[0].run, laid_out(plan.best[0].run)[0])
+    return memory_curve(plan.best[0].run, laid_out(plan.best[0].run)[0], plan.cluster)
 
 
 def waits_for_link(cost: Cost) -> bool:

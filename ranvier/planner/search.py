@@ -75,11 +75,13 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
     ConfigError where nothing is possible, with what is missing and the nearest thing that works.
     """
     if ranks > cluster.num_devices:
-        raise ConfigError(f"is more than the {cluster.num_devices} devices of {cluster.name}", where="ranks",
-                          value=ranks, remedy=f"Take {cluster.num_devices} or less, or a larger cluster.")
+        raise ConfigError(f"is more than the {cluster.num_devices} devices of {cluster.name}",
+                          code="ranks-above-cluster", where="ranks", value=ranks,
+                          remedy=f"Take {cluster.num_devices} or less, or a larger cluster.")
     if "mesh" not in searched and isinstance(run.mesh, Mesh) and run.mesh.size != ranks:
-        raise ConfigError(f"has {run.mesh.size} ranks, not {ranks}, and may not change", where="mesh",
-                          value=str(run.mesh), remedy=f"Search mesh, too, or plan for {run.mesh.size} ranks.")
+        raise ConfigError(f"has {run.mesh.size} ranks, not {ranks}, and may not change", code="mesh-not-searched",
+                          where="mesh", value=str(run.mesh),
+                          remedy=f"Search mesh, too, or plan for {run.mesh.size} ranks.")
     if "precision" not in searched:
         check_precision(run, cluster)
     work, considered = work or Work(), 0
@@ -126,8 +128,9 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
 def check_precision(run: Run, cluster: Cluster) -> None:
     """ConfigError where the cluster's file does not say how fast it computes in the run's number format."""
     if run.precision not in cluster.device.rates:
-        raise ConfigError(f"has no rate on {cluster.device.name}", where="precision", value=run.precision,
-                          remedy=f"Set --precision {next(iter(cluster.device.rates))}, or add the rate to its file.")
+        raise ConfigError(f"has no rate on {cluster.device.name}", code="precision-without-rate", where="precision",
+                          value=run.precision,
+                          remedy=f"Set `--precision {next(iter(cluster.device.rates))}`, or add the rate to its file.")
 
 
 _Queued = tuple[float, int, Candidate, bool]

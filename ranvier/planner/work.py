@@ -66,9 +66,10 @@ class Work:
             self._cuts[key] = _cut(run, self.blocks(run, frozen), frozen > 0)
         return self._cuts[key]
 
-    def memory(self, run: ResolvedRun, frozen: int = 0, *, states_only: bool = False) -> tuple[RankMemory, ...]:
+    def memory(self, run: ResolvedRun, frozen: int = 0, *, states_only: bool = False, cluster: Cluster | None = None
+               ) -> tuple[RankMemory, ...]:
         """What `ranvier check` predicts, with the blocks that are counted already. states_only: what lives from step to
-        step, which takes far less time to find."""
+        step, which takes far less time to find. cluster: as for `run_limits`."""
         kind = _kind(run), frozen
         if kind not in self._parts:
             model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen)
@@ -76,12 +77,12 @@ class Work:
         model, parts = self._parts[kind]
         table, layout = parts.cut(run.mesh.with_one_replica(), None if states_only else self.blocks(run, frozen),
                                   boundaries=self.boundaries(run, frozen), how="cost", placement=run.placement)
-        return predict_memory(run, model, table, layout, self._needs.setdefault(kind, {}))
+        return predict_memory(run, model, table, layout, self._needs.setdefault(kind, {}), cluster=cluster)
 
     def excess(self, run: ResolvedRun, cluster: Cluster, frozen: int = 0) -> str:
         """What does not suffice for it; empty where it fits."""
         try:
-            return excess(run, cluster, self.memory(run, frozen))
+            return excess(run, cluster, self.memory(run, frozen, cluster=cluster))
         except RanvierError as problem:
             return str(problem)
 

@@ -83,7 +83,7 @@ def choose_kernel(run: ResolvedRun, ranks: Group, device: torch.device) -> tuple
     if asked != "auto" and asked not in slowest:
         rank = next(rank for rank, one in enumerate(everyone) if asked not in one)
         raise ConfigError(f"cannot compute this run's attention on the device of rank {rank}",
-                          where="model.attention-kernel", value=asked,
+                          code="attention-kernel-not-usable", where="model.attention-kernel", value=asked,
                           remedy=f"Use auto, or one of {', '.join(slowest)}.")
     kernel = asked if asked != "auto" else min(slowest, key=lambda name: slowest[name])
     times = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in sorted(

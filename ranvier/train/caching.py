@@ -45,8 +45,8 @@ def check_repeats(data: Prepared) -> None:
                             for one, other in zip(first, inputs(epoch), strict=True)):
         return
     raise ConfigError("would keep the inputs of one epoch, and the task's samples have others in each",
-                      where="elastic.cache", value=True,
-                      remedy="Leave out --elastic.cache, or have the task give each sample the same inputs in every "
+                      code="cache-of-changing-samples", where="elastic.cache", value=True,
+                      remedy="Leave out `--elastic.cache`, or have the task give each sample the same inputs in every "
                              "epoch.")
 
 

@@ -26,7 +26,7 @@ def check_samples(data: Dataset, rows: int, policy: str) -> None:
     """ConfigError for held-out data with too few samples for `policy` to compare."""
     if len(data) < 2 * rows:
         raise ConfigError(f"compares the layers' outputs for at least {2 * rows} held-out samples, and there are "
-                          f"{len(data)}", where="elastic.freeze", value=policy,
+                          f"{len(data)}", code="too-few-held-out-samples", where="elastic.freeze", value=policy,
                           remedy="Hold out more samples, or set another freeze policy.")
 
 

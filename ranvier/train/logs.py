@@ -30,8 +30,8 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RanvierError(f"cannot be written: {error.strerror or error}", where=str(path),
-                           remedy="Free space on that disk, or choose another folder with --run-dir.") from error
+        raise RanvierError(f"cannot be written: {error.strerror or error}", code="log-not-writable", where=str(path),
+                           remedy="Free space on that disk, or choose another folder with `--run-dir`.") from error
 
 
 def open_folder(path: Path) -> None:

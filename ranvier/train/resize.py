@@ -126,18 +126,19 @@ def ask_and_wait(run_dir: Path, *, seconds: float, **sizes: int | None) -> str:
             if line.get("wish") == wish and line["event"] == "transition":
                 return f"step {line['step']}: {line.get('text')}"
             if line.get("wish") == wish:
-                raise RanvierError(f"refuses: {line.get('text')}", where=f"run {run_dir}",
+                raise RanvierError(f"refuses: {line.get('text')}", code="resize-refused", where=f"run {run_dir}",
                                    remedy="Ask for another mesh.")
         if ended or time.monotonic() >= deadline:
             break
         time.sleep(_POLL_SECONDS)
     if not withdraw(run_dir, wish):
-        raise RanvierError("has taken the request, and has not yet said what came of it", where=f"run {run_dir}",
-                           remedy="Look into its events.jsonl, or wait longer with --wait.")
+        raise RanvierError("has taken the request, and has not yet said what came of it", code="resize-unanswered",
+                           where=f"run {run_dir}", remedy="Look into its events.jsonl, or wait longer with `--wait`.")
     if ended:
-        raise RanvierError("has ended", where=f"run {run_dir}", remedy="Resize runs that are under way.")
-    raise RanvierError(f"has not answered within {seconds:g} s", where=f"run {run_dir}",
-                       remedy="Is it under way? Wait longer with --wait, for runs with long steps.")
+        raise RanvierError("has ended", code="resize-ended-run", where=f"run {run_dir}",
+                           remedy="Resize runs that are under way.")
+    raise RanvierError(f"has not answered within {seconds:g} s", code="resize-late", where=f"run {run_dir}",
+                       remedy="Is it under way? Wait longer with `--wait`, for runs with long steps.")
 
 
 def _given(sizes: Mapping[str, int | None]) -> dict[str, int]:
@@ -148,10 +149,12 @@ def ask(run_dir: Path, **sizes: int | None) -> str:
     """Leave a request in the folder of a run; returns its ID. sizes: by axis; None leaves it. RanvierError where
     there is no such run, or it has ended."""
     if not (run_dir / "run.toml").is_file():
-        raise RanvierError("is no run's folder: it has no run.toml", where="RUN", value=str(run_dir),
-                           remedy="Name the folder that the run has printed as its own (--run-dir).")
+        raise RanvierError("is no run's folder: it has no run.toml", code="not-a-run-folder", where="RUN",
+                           value=str(run_dir),
+                           remedy="Name the folder that the run has printed as its own (`--run-dir`).")
     if (run_dir / "summary.json").exists():
-        raise RanvierError("has ended", where=f"run {run_dir}", remedy="Resize runs that are under way.")
+        raise RanvierError("has ended", code="resize-ended-run", where=f"run {run_dir}",
+                           remedy="Resize runs that are under way.")
     wish = new_wish()
     leave(run_dir, wish, _given(sizes))
     return wish
@@ -169,7 +172,7 @@ def leave(run_dir: Path, wish: str, sizes: Mapping[str, int]) -> None:
     try:
         write_atomically(path, json.dumps({**sizes, "wish": wish}))
     except OSError as error:
-        raise RanvierError(f"cannot be written: {error.strerror or error}", where=str(path),
+        raise RanvierError(f"cannot be written: {error.strerror or error}", code="resize-not-writable", where=str(path),
                            remedy="Ask as the user whose run it is.") from error
 
 

@@ -75,13 +75,14 @@ def agree_on_run(run: ResolvedRun, recipe: str, data: Prepared, ranks: Group, wo
                                      "plan": f"{run.mesh}, microbatches of {run.batch.microbatch_size}"})
     for rank, other in enumerate(everyone):
         if other["plan"] != everyone[0]["plan"]:
-            raise ConfigError(f"differs from that of rank 0 ({everyone[0]['plan']})", where=f"mesh of rank {rank}",
-                              value=other["plan"], remedy="Start all ranks with the same settings; where they are auto "
-                              "and machines differ, name one cluster with --launch.cluster, or give numbers.")
+            raise ConfigError(f"differs from that of rank 0 ({everyone[0]['plan']})", code="mesh-differs-between-ranks",
+                              where=f"mesh of rank {rank}", value=other["plan"],
+                              remedy="Start all ranks with the same settings; where they are auto and machines differ, "
+                                     "name one cluster with `--launch.cluster`, or give numbers.")
         if other["text"] != everyone[0]["text"]:
-            raise DataError(f"differs from that of rank 0 ({everyone[0]['text']})", where=f"data of rank {rank}",
-                            value=other["text"], remedy="Give all machines the same files and versions, or one "
-                                                        "shared --data.cache-dir.")
+            raise DataError(f"differs from that of rank 0 ({everyone[0]['text']})", code="data-differs-between-ranks",
+                            where=f"data of rank {rank}", value=other["text"],
+                            remedy="Give all machines the same files and versions, or one shared `--data.cache-dir`.")
     nodes = {other["local_size"] for other in everyone}
     facts = tensor_mesh_facts(run, nodes.pop() if len(nodes) == 1 else None)
     return replace(resolve(run, Facts(tile=None if facts is None else facts.tile)), run_dir=Path(everyone[0]["folder"]))
