@@ -88,6 +88,7 @@ def fallback(mesh: Mesh, num_ranks: int, problems: Callable[[Mesh], Sequence[Ran
 
 def resized(first: Mesh, **sizes: int) -> Mesh:
     """The mesh of these sizes of a run that was started on `first`, whose tile is for its rows and columns only."""
+    first.require_known_axes("a change of mesh")
     return first.resized(**sizes)
 
 

@@ -67,6 +67,7 @@ def mesh_candidates(rules: ElasticRules, present: PresentMesh, depth: int, facts
         among: (data, pipe) of the meshes that are looked at, beside the present one; None looks at all.
     """
     frozen, first, here = present.frozen_blocks(depth), rules.run.mesh, present.mesh
+    here.require_known_axes("the choice of a mesh")
     if rules.run.elastic.cut == "reference":
         return [_reference(rules, present, frozen, facts, num_ranks)]
     ranks = num_ranks // here.stage_size  # with as many ranks in each stage as now

@@ -93,7 +93,7 @@ class Layout:
     chunking: how gradients are reduced and optimizer states shared; None where nothing is updated from them yet.
     placement: which stages the ranks of a pipeline have; None for one each.
 
-    Raises ConfigError for boundaries that do not cut, ModelError for two parameters of one name.
+    Raises ConfigError for boundaries that do not cut and for axes that are not known, ModelError for two parameters of one name.
     """
 
     mesh: Mesh
@@ -105,6 +105,7 @@ class Layout:
     placement: StagePlacement | None = None
 
     def __post_init__(self) -> None:
+        self.mesh.require_known_axes("a layout")
         edges = self._edges
         if len(edges) != self.stages.num_stages + 1 or any(a >= b for a, b in pairwise(edges)):
             raise ConfigError(f"does not cut {self.num_blocks} blocks into {self.stages.num_stages} stages",

@@ -100,6 +100,8 @@ def with_share(run: ResolvedRun, cluster: Cluster, work: Work) -> ResolvedRun:
 def variants(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] = SEARCHED
              ) -> Iterator[ResolvedRun]:
     """Every mesh and microbatch whose settings can be together, with the least that saves memory."""
+    if isinstance(run.mesh, Mesh):
+        run.mesh.require_known_axes("the planner")
     meshes = [run.mesh] if "mesh" not in searched and isinstance(run.mesh, Mesh) else list(_meshes(run, ranks))
     schemes = _schemes(run) if "scheme" in searched else [run.tensor]
     precisions = [name for name in ("bf16", "fp16", "fp32") if name in cluster.device.rates
