@@ -152,7 +152,8 @@ def _check(request: Request, clusters: Sequence[Cluster]) -> None:
     for where, value in (("--out", request.out), ("--out-html", request.out_html), ("--measure", request.measure)):
         if several and value:
             raise ConfigError("is for one plan, and several clusters are compared", code="comparison-with-output",
-                              where=where, value=str(value), remedy="Leave it out here, and plan again for the cluster that you choose.")
+                              where=where, value=str(value),
+                              remedy="Leave it out here, and plan again for the cluster that you choose.")
     if request.launcher is not None and request.out is None:
         raise ConfigError("needs a run file to start", code="launcher-without-out", where="--launcher",
                           value=request.launcher, remedy="Give `--out FILE.toml`, too.")

@@ -148,8 +148,8 @@ def _unmet(cluster: Cluster, goal: Goal, tried: list[tuple[SearchResult, Trainin
     if tried and goal.deadline_days is not None and tried[-1][1].days <= goal.deadline_days:
         last = tried[-1][1]
         return ConfigError(f"is not enough: {last.devices:,} devices, the fewest that are in time, cost "
-                           f"{last.dollars:,.0f} dollars", code="budget-of-deadline", where="--budget", value=goal.budget,
-                           remedy="Give more days with `--deadline`, fewer `--tokens`, or a larger budget.")
+                           f"{last.dollars:,.0f} dollars", code="budget-of-deadline", where="--budget",
+                           value=goal.budget, remedy="Give more days with `--deadline`, fewer `--tokens`, or a larger budget.")
     if goal.deadline_days is None:
         return ConfigError("is not enough for any number of devices", code="budget-too-small", where="--budget",
                            value=goal.budget, remedy="Take fewer `--tokens`, or a larger budget.")
@@ -176,7 +176,8 @@ def changed_cluster(cluster: Cluster, text: str) -> Cluster:
         value, times = None, 0.0
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1e-9 <= times <= 1e9:
         raise ConfigError("is not KEY=FACTOR of a number in the cluster's file", code="malformed-what-if",
-                          where="--what-if", value=text, remedy=f"Numbers of {cluster.name} are, for example: {', '.join(_numbers(tree))}.")
+                          where="--what-if", value=text,
+                          remedy=f"Numbers of {cluster.name} are, for example: {', '.join(_numbers(tree))}.")
     place[last] = type(value)(value * times)
     return replace(cluster_of(tree, f"--what-if {text}"), name=f"{cluster.name}, {key.strip()} x {times:g}")
 
