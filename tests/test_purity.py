@@ -19,7 +19,8 @@ PURE = ("mesh", "layout", "config.aliases", "config.resolve", "config.rules", "c
         "cost.placement", "cost.mesh_shape", "cost.volume", "cost.memory", "cost.published_peaks",
         "cost.device_overhead", "cost.hybrid", "cost.step", "cost.transition", "cost.fitting", "pipeline.partition",
         "elastic.rules", "elastic.freezing", "elastic.auto_pipe", "elastic.microbatch_profile",
-        "elastic.mesh_candidates", "elastic.transition_selector", "elastic.ledger", "elastic.cache_profile")
+        "elastic.mesh_candidates", "elastic.transition_selector", "elastic.ledger", "elastic.cache_profile",
+        "elastic.change", "elastic.state", "elastic.controller", "optim.learning_rate", "train.progress")
 
 
 def sources(*names):

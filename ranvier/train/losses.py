@@ -20,6 +20,7 @@ from ranvier.comm.protocol import Group
 from ranvier.config.other_mesh import refit
 from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.memory import KEPT_STEPS
+from ranvier.elastic.change import Change
 from ranvier.elastic.freezing import NONE_FROZEN
 from ranvier.elastic.neighbour_copy import with_states_of_neighbour
 from ranvier.elastic.transition import Held, take
@@ -28,7 +29,6 @@ from ranvier.launch.losses import Agreement, Losses
 from ranvier.mesh import AXES, Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.planner.problems import problems
-from ranvier.train.commands import Change
 from ranvier.train.events import NoteEvent
 from ranvier.train.runtime import RankRuntime
 from ranvier.world import World
@@ -175,7 +175,7 @@ class Survival:
         return self._steps.held(step)
 
     def agree(self, error: Exception, change_to: Callable[..., Change]) -> Agreement:
-        """See `Losses.agree`; the decision is a command of rank 0 (`Change`). change_to: as of `Elasticity`."""
+        """See `Losses.agree`; the decision is a command of rank 0 (`Change`). change_to: as of `Controller`."""
         def decide(parts: Sequence[Mapping[str, Any]]) -> dict[str, object] | str:
             problem = missing_state(parts, self._along["step"], sharded=self._asked.optim.shard)
             mesh = None if problem else mesh_without(replace(self._asked, mesh=self._mesh), len(parts))

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from ranvier.elastic.change import request_text
 from ranvier.errors import RanvierError
 from ranvier.system.atomic_file import write_atomically
 from ranvier.system.untrusted_file import open_regular_file, parse_json
@@ -102,11 +103,6 @@ def _remove(path: Path) -> None:
         path.unlink()
     with suppress(OSError):
         path.rmdir()
-
-
-def request_text(request: Mapping[str, object]) -> str:
-    """The mesh that a request names, in words."""
-    return " x ".join(f"{axis} {request[axis]}" for axis in ("data", "pipe", "row", "col") if axis in request)
 
 
 def ask_and_wait(run_dir: Path, *, data: int, pipe: int, seconds: float, row: int | None = None,

@@ -11,7 +11,10 @@ from ranvier.config.resolve import ResolvedRun, resolve
 from ranvier.config.run import Batch, Data, Elastic, Launch, Run, Train, Transformer
 from ranvier.cost import transition
 from ranvier.cost.cluster_files import load_cluster
+from ranvier.elastic.change import Change
+from ranvier.elastic.controller import Controller
 from ranvier.elastic.rules import EvaluationSchedule
+from ranvier.elastic.state import ElasticState
 from ranvier.mesh import Mesh
 from ranvier.planner.elastic_plan import Course, course
 from ranvier.planner.predicted_blocks import predicted_blocks
@@ -52,10 +55,23 @@ def stated_facts(monkeypatch, plan: Course) -> None:
     monkeypatch.setattr(Elasticity, "saw", lambda self, event: saw(
         self, replace(event, step_seconds=step_seconds(event.step))))
 
-    def entered(self, now, change, old, moved, seconds, step):
-        return enter(self, now, change, old, moved, self.ledger.expected_cost(moved), step)
+    def entered(self, now, saved, change, old, moved, seconds, step, progress):
+        cost = ElasticState.read(saved).ledger.expected_cost(moved)
+        return enter(self, now, saved, change, old, moved, cost, step, progress)
 
     monkeypatch.setattr(Elasticity, "enter", entered)
+
+
+def told_changes(monkeypatch) -> dict[int, Change]:
+    """Step -> the change after it, of whatever runs from now on."""
+    told, entered = {}, Controller.entered
+
+    def noting(controller, state, change, *, step, **facts):
+        told[step] = change
+        return entered(controller, state, change, step=step, **facts)
+
+    monkeypatch.setattr(Controller, "entered", noting)
+    return told
 
 
 def decisions(found: list[tuple[int, int, tuple[int, ...]]]) -> list[tuple[int, int, tuple[int, ...]]]:
@@ -77,9 +93,13 @@ def test_a_run_and_its_plan_take_the_same_decisions(sentences, tmp_path, monkeyp
     monkeypatch.setattr(transition, "PRIOR_SECONDS", prior_seconds)
     monkeypatch.setattr(transition, "PRIOR_BYTES_PER_SECOND", 1e15)
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=4), elastic=elastic, train=Train(steps=STEPS))
+    told = told_changes(monkeypatch)
     plan = planned(sentences, run)
+    in_plan = dict(told)
+    told.clear()
     stated_facts(monkeypatch, plan)
     run_all(run)
+    assert told == in_plan
     steps = lines(run, "metrics.jsonl")
     happened = [(line["step"] - 1, line["frozen_layers"], (line["data"], line["pipe"]))
                 for line in steps if "frozen_layers" in line]
