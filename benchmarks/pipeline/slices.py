@@ -23,7 +23,7 @@ from statistics import mean, median
 
 from benchmarks.memory.program import table
 from ranvier.mesh import StagePlacement
-from ranvier.pipeline.partition import partition_for
+from ranvier.plan.partition import partition_for
 from ranvier.schedule.computed_limits import StageLoad, computed_limits
 from ranvier.schedule.policies import MessageDriven
 from ranvier.schedule.schedule import Action

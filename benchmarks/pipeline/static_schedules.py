@@ -34,7 +34,7 @@ from benchmarks.memory.program import table
 from benchmarks.pipeline.bounds import Order, run_in_order
 from benchmarks.record import results_file, write_results
 from ranvier.mesh import StagePlacement
-from ranvier.pipeline.partition import partition_for
+from ranvier.plan.partition import partition_for
 from ranvier.schedule.computed_limits import StageLoad, computed_limits
 from ranvier.schedule.limits import Limits
 from ranvier.schedule.policies import MessageDriven, OneForwardOneBackward

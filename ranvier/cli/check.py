@@ -14,16 +14,16 @@ from ranvier.config.run import Run
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.count import laid_out, memory_curve
 from ranvier.cost.device_overhead import usable_bytes
-from ranvier.cost.fitting import first_that_fits, schedule_note
 from ranvier.cost.hardware import Cluster
-from ranvier.cost.limits import MemoryChoice
 from ranvier.cost.memory import PROCESS_BYTES, RankMemory, remedies
 from ranvier.cost.memory_table import memory_table
 from ranvier.cost.tensor_traffic import TensorMeshFacts, tensor_mesh_facts
 from ranvier.data.prepare import cached
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.optim.learning_rate import describe
-from ranvier.pipeline.build import StageTable
+from ranvier.plan.cut import StageTable
+from ranvier.plan.fitting import first_that_fits, schedule_note
+from ranvier.plan.limits import MemoryChoice
 from ranvier.planner.auto import open_axes_of, with_plan, with_pretrained
 from ranvier.planner.candidates import on_cluster
 from ranvier.planner.problems import PREVENT_A_CUT, TOO_LARGE, cannot_be_laid_out, problems, warnings

@@ -12,7 +12,7 @@ Still `auto` in a `ResolvedRun`, because the answer differs between ranks, or is
 
     memory.recompute        chosen on each stage, by its blocks
     optim.offload_share     of the free memory of a rank's device
-    pipeline.in_flight, pipeline.defer_bytes    by counted blocks (`cost/limits`)
+    pipeline.in_flight, pipeline.defer_bytes    by counted blocks (`plan/limits`)
     launch.*                of the machine that a rank runs on
     tensor.reduce_dtype, optim.reduce_dtype    the format of what is summed
     elastic.cache_from      measured while the run trains

@@ -22,13 +22,11 @@ from ranvier.block import Model, State, freeze, meta_device, named
 from ranvier.comm.fp32_sums import Fp32Sums
 from ranvier.comm.meta import MetaGroup
 from ranvier.comm.nccl_transport import SLOTS
-from ranvier.config import parameter_groups
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.resolve import bucket_size as resolve_bucket_size
 from ranvier.config.rules import looks_before_update
 from ranvier.config.run import Optim
 from ranvier.cost.blocks import BlockCost
-from ranvier.cost.limits import MemoryChoice, memory_choices, run_limits, stages_at_peak
 from ranvier.cost.memory import KEPT_STEPS, RankMemory, StoredMicrobatches, activation_bytes, checkpoint_bytes
 from ranvier.layout import Chunking, Layout
 from ranvier.mesh import Coordinates
@@ -39,13 +37,13 @@ from ranvier.optim.gradients import Gradients
 from ranvier.optim.optimizer import gather_bytes, state_places, uncut_places
 from ranvier.optim.rules import rules_of, skips_by_itself
 from ranvier.optim.state_places import StatePlaces
-from ranvier.pipeline.block_costs import FusedAttention, KeptBytes
-from ranvier.pipeline.build import StageTable, cut, meta_mesh, split_model
-from ranvier.pipeline.microbatch import Microbatch
-from ranvier.pipeline.recomputation import recomputed_segments
-from ranvier.pipeline.recomputation_plan import whole_parameters
-from ranvier.pipeline.stage import runs_of
 from ranvier.pipeline.ties import gradient_specs
+from ranvier.plan.block_costs import FusedAttention, KeptBytes
+from ranvier.plan.cut import StageTable, meta_mesh, split_model
+from ranvier.plan.limits import MemoryChoice, memory_choices, run_limits, stages_at_peak
+from ranvier.plan.make import make_for_run, whole_parameters
+from ranvier.plan.plan import Plan
+from ranvier.plan.recomputation import recomputed_segments, runs_of
 from ranvier.precision import DTYPES
 from ranvier.schedule.limits import Limits, rule_limits
 from ranvier.schedule.policies import policy_named
@@ -73,30 +71,25 @@ def laid_out(run: ResolvedRun, frozen: int = 0, frozen_above: Sequence[int] = ()
              ) -> tuple[StageTable, tuple[RankMemory, ...]]:
     """The cut of the run's model with its first `frozen` layers frozen, and the weights of those `frozen_above`, and
     what each stage's ranks need. ConfigError when the settings allow no cut."""
-    model, stages, layout = _cut_of(run, frozen, frozen_above)
-    return stages, predict(run, model, stages, layout)
+    model, plan = _planned(run, frozen, frozen_above)
+    return plan.stages, predict(run, model, plan.stages, plan.layout, limits=plan.limits)
 
 
-def _cut_of(run: ResolvedRun, frozen: int, frozen_above: Sequence[int]) -> tuple[Model, StageTable, Layout]:
+def _planned(run: ResolvedRun, frozen: int, frozen_above: Sequence[int]) -> tuple[Model, Plan]:
+    """Of one replica: there may be very many of them, and they change neither cut nor limits."""
     with torch.device("meta"):
-        inputs, targets = families.sample_of(run, run.row_microbatch_size)
-    sample = Microbatch(inputs=inputs, targets=targets, samples=torch.arange(1))
-    # Replicas do not change the cut, and there may be very many of them.
+        sample = families.sample_of(run, run.row_microbatch_size)
     model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen, frozen_above)
-    stages, layout = cut(model, replace(run.mesh, data=1), boundaries=run.pipeline.boundaries,
-                         how=run.pipeline.partition, sample=sample, dtype=DTYPES[run.precision],
-                         device=device_kind(run), tensor=run.tensor, placement=run.placement)
-    for problem in parameter_groups.problems(run.optim, [parameter.settings_name for parameter in layout.parameters]):
-        raise problem
-    return model, stages, layout
+    return model, make_for_run(run, model, sample, mesh=replace(run.mesh, data=1))
 
 
-def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, needs: Needs | None = None
-            ) -> tuple[RankMemory, ...]:
+def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, needs: Needs | None = None,
+            limits: Limits | None = None) -> tuple[RankMemory, ...]:
     """One prediction for each index along `pipe`. `layout` may be that of one replica: they differ in nothing.
-    needs: what earlier predictions for the same model on the same tensor mesh found, to which this one adds."""
+    needs: what earlier predictions for the same model on the same tensor mesh found, to which this one adds. limits:
+    the schedule's, where they are known."""
     found: list[RankMemory] = []
-    known, limits = {} if needs is None else needs, _limits(run, layout, stages.costs)
+    known, limits = {} if needs is None else needs, limits or _limits(run, layout, stages.costs)
     peaks = _stages_at_peak(run, layout, stages.costs, limits)
     on_mesh = run.mesh.stage_size > 1 and stages.costs
     buffers, passing, kept = _tensor_mesh(run, model, stages, layout, known) if on_mesh else ({}, {}, {})
@@ -151,7 +144,8 @@ def device_bytes_of_stages(run: ResolvedRun, frozen: int = 0, frozen_above: Sequ
     gather into is the most of any stage of the run's own cut. The schedule's limits are the rule's, since simulated
     ones depend on all stages; `pipeline.memory` bounds what these need more, and a cut that is found is counted whole.
     """
-    model, stages, layout = _cut_of(run, frozen, frozen_above)
+    model, plan = _planned(run, frozen, frozen_above)
+    stages, layout = plan.stages, plan.layout
     buffers, arriving, kept = _tensor_mesh(run, model, stages, layout, {}) if run.mesh.stage_size > 1 else ({}, {}, {})
     gathered = max(buffers.values(), default=0) + max(arriving.values(), default=0)
     lasting: dict[object, tuple[int, int]] = {}

@@ -18,7 +18,7 @@ from statistics import pvariance
 from ranvier.cost.collectives import ring_seconds
 from ranvier.elastic.microbatch_profile import microbatch_counts
 from ranvier.mesh import StagePlacement
-from ranvier.pipeline.partition import partition_for
+from ranvier.plan.partition import partition_for
 from ranvier.schedule.limits import rule_limits
 from ranvier.schedule.partition import cut
 from ranvier.schedule.policies import MessageDriven

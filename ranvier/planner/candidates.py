@@ -12,7 +12,6 @@ from ranvier.config.resolve import Facts, ResolvedRun, resolve, stage_placement
 from ranvier.config.resolve import bucket_size as resolve_bucket_size
 from ranvier.config.run import MeshSettings, Run, TensorParallel
 from ranvier.cost.device_overhead import with_overhead
-from ranvier.cost.fitting import first_that_fits
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.hybrid import with_offload_share
 from ranvier.cost.memory import RankMemory
@@ -22,6 +21,7 @@ from ranvier.cost.step import Cost
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.mesh import Mesh
 from ranvier.models import families
+from ranvier.plan.fitting import first_that_fits
 from ranvier.planner.elastic_plan import Course
 from ranvier.planner.problems import problems
 from ranvier.planner.work import Work, excess

@@ -33,7 +33,7 @@ from ranvier.launch.mpiexec import mpi_available
 from ranvier.launch.rank_processes import RanksFailed, run_processes
 from ranvier.models import families
 from ranvier.optim.rules import AdamW
-from ranvier.pipeline.block_costs import block_costs
+from ranvier.plan.block_costs import block_costs
 from ranvier.precision import DTYPES
 from ranvier.system.machine import available_cores, memory_limit_bytes
 from ranvier.world import World

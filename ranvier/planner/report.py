@@ -8,8 +8,8 @@ from dataclasses import asdict
 from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.collectives import placed
 from ranvier.cost.count import laid_out, memory_curve
-from ranvier.cost.limits import MemoryChoice
 from ranvier.cost.step import Cost
+from ranvier.plan.limits import MemoryChoice
 from ranvier.planner.candidates import Candidate
 from ranvier.planner.elastic_plan import Course
 from ranvier.planner.search import Plan

@@ -21,10 +21,10 @@ from ranvier.cost.memory import PROCESS_BYTES, RankMemory, too_large
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.mesh import Mesh
 from ranvier.models import families
-from ranvier.pipeline.block_costs import block_costs
-from ranvier.pipeline.build import Parts, meta_mesh, split_model
-from ranvier.pipeline.kernel_count import counting_of
-from ranvier.pipeline.partition import partition_for, uniform
+from ranvier.plan.block_costs import block_costs
+from ranvier.plan.cut import Parts, meta_mesh, split_model
+from ranvier.plan.kernel_count import counting_of
+from ranvier.plan.partition import partition_for, uniform
 from ranvier.precision import DTYPES
 
 _MOST_COUNTED = 4

@@ -32,8 +32,8 @@ from ranvier.config.run import TensorParallel
 from ranvier.errors import ConfigError, DivisibilityError, ModelError, RanvierError
 from ranvier.layout import part
 from ranvier.mesh import Mesh
-from ranvier.pipeline.build import split_model
 from ranvier.pipeline.microbatch import Microbatch
+from ranvier.plan.cut import split_model
 from ranvier.tensor.activations import layout_of
 from ranvier.tensor.columns import ColumnLayout, layout_of_tensor, mark, plain
 from ranvier.tensor.layers import block_splits

@@ -28,7 +28,6 @@ from ranvier.config.run import Run
 from ranvier.config.task_form import form_of
 from ranvier.cost.count import laid_out
 from ranvier.cost.device_overhead import with_overhead
-from ranvier.cost.fitting import schedule_note
 from ranvier.elastic.change import Change
 from ranvier.elastic.freezing import FreezePolicy, FrozenLayers
 from ranvier.elastic.state import StepFigures
@@ -43,6 +42,7 @@ from ranvier.launch.stop import StopRequest
 from ranvier.models import families
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.result import BatchResult
+from ranvier.plan.fitting import schedule_note
 from ranvier.schedule.spans import Category
 from ranvier.system.lease import Lease
 from ranvier.system.memory_tracker import peak_memory_bytes

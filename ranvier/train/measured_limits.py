@@ -13,8 +13,8 @@ from typing import cast
 
 from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.count import recomputed_runs
-from ranvier.cost.limits import Factors, expected_seconds, measured_choice, measured_factors
 from ranvier.mesh import Coordinates
+from ranvier.plan.limits import Factors, expected_seconds, measured_choice, measured_factors
 from ranvier.schedule.computed_limits import UNKNOWN
 from ranvier.schedule.conditions import Conditions, measured_conditions
 from ranvier.schedule.limits import Limits

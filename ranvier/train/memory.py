@@ -21,7 +21,6 @@ from ranvier.config.other_mesh import on_mesh
 from ranvier.config.resolve import Facts, ResolvedRun, auto_offload, resolve
 from ranvier.cost.count import device_bytes_of_stages, laid_out
 from ranvier.cost.device_overhead import with_overhead
-from ranvier.cost.fitting import first_that_fits, schedules
 from ranvier.cost.hybrid import with_offload_share
 from ranvier.cost.memory import RankMemory, remedies, too_large
 from ranvier.cost.memory_table import memory_table
@@ -31,6 +30,7 @@ from ranvier.elastic.mesh_candidates import StageMemory
 from ranvier.errors import ConfigError, OutOfMemory, RanvierError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
+from ranvier.plan.fitting import first_that_fits, schedules
 from ranvier.planner.problems import problems
 from ranvier.system.machine import available_memory_bytes
 from ranvier.system.memory_tracker import MemoryPlace, MemoryTracker

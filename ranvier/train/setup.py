@@ -20,7 +20,6 @@ from ranvier.config import read
 from ranvier.config.resolve import Facts, ResolvedRun, resolve
 from ranvier.config.resolve import bucket_size as resolve_bucket_size
 from ranvier.config.task_form import form_of
-from ranvier.cost.limits import defers_by_limits
 from ranvier.cost.tensor_traffic import tensor_mesh_facts
 from ranvier.data.cache_folder import cache_folder
 from ranvier.data.offline.pretrained_models import folder_of
@@ -32,6 +31,7 @@ from ranvier.errors import ConfigError, DataError
 from ranvier.models import families
 from ranvier.optim.learning_rate import describe as describe_schedule
 from ranvier.pipeline.engine import Engine
+from ranvier.plan.limits import defers_by_limits
 from ranvier.precision import DTYPES, is_half
 from ranvier.system.atomic_file import write_atomically
 from ranvier.train.logs import writing

@@ -15,7 +15,7 @@ from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.config.run import Transformer
 from ranvier.errors import ConfigError
 from ranvier.models.llama import LLAMA, flops_per_sequence, head_dim, llama, problems
-from ranvier.pipeline.block_costs import block_costs
+from ranvier.plan.block_costs import block_costs
 from ranvier.testing.families import check_family
 from tests.hf_peers import assert_gradients, blocks_of, forward, gradients_as_ours, peer, relative, saved
 

@@ -10,9 +10,9 @@ from ranvier.block import Initial, Model, meta_device
 from ranvier.config.run import Pipeline
 from ranvier.errors import ModelError
 from ranvier.mesh import Mesh
-from ranvier.pipeline.build import cut
 from ranvier.pipeline.engine import Engine
-from ranvier.pipeline.microbatch import Microbatch, microbatches
+from ranvier.pipeline.microbatch import microbatches
+from ranvier.plan.cut import cut
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
 from tests.pipeline.parity import SEED, chain, frozen, on_mesh, points, share, small_gpt, squared
@@ -47,7 +47,7 @@ def test_large_numbers_have_separators():
 @pytest.mark.parametrize(("how", "expected"), [("cost", (3,)), ("uniform", (2,))])
 def test_the_cut_follows_costs_or_numbers(how, expected):
     model = chain(*[partial(nn.Linear, 4, 4)] * 3, partial(nn.Linear, 4, 40))
-    sample = Microbatch(torch.zeros(8, 4), torch.zeros(8, 40))
+    sample = torch.zeros(8, 4), torch.zeros(8, 40)
     table, _ = cut(model, Mesh(pipe=2), boundaries=None, how=how, sample=sample, dtype=torch.float32, device="cpu")
     assert table.boundaries == expected
     assert [cost.flops for cost in table.costs] == [2 * 8 * 16] * 3 + [2 * 8 * 160]

@@ -12,7 +12,7 @@ from torch import nn
 from ranvier.config.run import Memory, Pipeline
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
-from ranvier.pipeline.recomputation import (
+from ranvier.plan.recomputation import (
     best_interval,
     layers_of,
     paper_interval,

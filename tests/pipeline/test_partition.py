@@ -18,8 +18,8 @@ from ranvier.cost.blocks import BlockCost
 from ranvier.errors import ConfigError, ModelError
 from ranvier.mesh import StagePlacement
 from ranvier.models.gpt import flops_per_sequence, gpt
-from ranvier.pipeline.block_costs import FusedAttention, KeptBytes, block_costs, loss_parts
-from ranvier.pipeline.partition import partition, partition_for, uniform
+from ranvier.plan.block_costs import FusedAttention, KeptBytes, block_costs, loss_parts
+from ranvier.plan.partition import partition, partition_for, uniform
 from ranvier.schedule.partition import cut
 from tests.pipeline.parity import chain, small_gpt, squared
 

@@ -23,9 +23,9 @@ from ranvier.config.run import Memory, TensorParallel, Transformer
 from ranvier.errors import ModelError
 from ranvier.mesh import Mesh
 from ranvier.models import bert
-from ranvier.pipeline.block_costs import block_costs
-from ranvier.pipeline.build import Parts
 from ranvier.pipeline.microbatch import Microbatch
+from ranvier.plan.block_costs import block_costs
+from ranvier.plan.cut import Parts
 from ranvier.tensor import layers
 from ranvier.tensor.columns import mapped
 from ranvier.tensor.split.layers import split_layers

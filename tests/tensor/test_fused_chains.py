@@ -15,7 +15,7 @@ from ranvier.config.run import Memory, Transformer
 from ranvier.errors import ModelError
 from ranvier.mesh import Mesh
 from ranvier.models import bert, gpt
-from ranvier.pipeline.build import meta_mesh
+from ranvier.plan.cut import meta_mesh
 from ranvier.tensor import fused
 from ranvier.tensor.fused import Fused, using
 from ranvier.tensor.split.layers import split_layers

@@ -23,8 +23,8 @@ from torch.utils.module_tracker import ModuleTracker
 from ranvier.block import Model, State, meta_device, named, wrapping_hint
 from ranvier.cost.blocks import BlockCost
 from ranvier.errors import ModelError
-from ranvier.pipeline.formats import BlockFormats
-from ranvier.pipeline.kernel_count import (
+from ranvier.plan.formats import BlockFormats
+from ranvier.plan.kernel_count import (
     AS_WRITTEN,
     FUSED_ATTENTION,
     Counting,
