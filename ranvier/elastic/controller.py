@@ -239,8 +239,7 @@ class Controller:
         if problem is None:
             return Decision(state=state, change=change, notes=notes)
         refused = Note(event="unfreeze-refused", fields={"layers": len(wanted)},
-                       text=f"{layers_text(thawed)} {'stays' if len(thawed) == 1 else 'stay'} frozen: "
-                            f"{problem.where} {problem.what}")
+                       text=f"{layers_text(thawed)} {'stays' if len(thawed) == 1 else 'stay'} frozen: {problem}")
         return Decision(state=replace(state, kept=facts.frozen.prefix), change=None, notes=(*notes, refused))
 
     def measured(self, state: ElasticState) -> ElasticState:
@@ -356,11 +355,8 @@ class Controller:
         candidates = mesh_candidates(
             self.rules, present, depth, blocks, num_ranks=facts.num_ranks, cached=cached,
             profile=self.profile(state), memory=facts.stage_memory(wanted), among=among)
-        found = select(self.rules, present, candidates, blocks, depth=depth, step=step, ledger=state.ledger,
-                       refused=state.refused, seconds=state.seconds, remaining_steps=facts.remaining_steps,
-                       problem_of=problem_of)
-        ledger = state.ledger if found.entry is None else state.ledger.with_entry(found.entry)
-        return replace(state, ledger=ledger, refused=found.refused), found.candidate, found.notes
+        return select(self.rules, state, present, candidates, blocks, depth=depth, step=step,
+                      remaining_steps=facts.remaining_steps, problem_of=problem_of)
 
     # ------------------------------------------------------------------ requests
 

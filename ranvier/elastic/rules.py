@@ -116,11 +116,7 @@ class EvaluationSchedule:
     def is_due(self, step: int, before: int, after: int, frozen: int, lowest: int = 0) -> bool:
         """Whether the policy is asked after `step`, which takes the data from sample `before` to `after`. lowest:
         layers that stay frozen whatever it says."""
-        if self.depths is not None:
-            return any(at == step for at, _ in self.depths) or self._is_late(step, frozen, lowest)
-        if self.every:
-            return step % self.every == 0
-        return after // self.epoch_samples > before // self.epoch_samples
+        return self.steps_until_due(step - 1, before, after - before, frozen, lowest) == 1
 
     def _is_late(self, step: int, frozen: int, lowest: int) -> bool:
         """Whether a depth given by hand for an earlier step has not been reached yet."""

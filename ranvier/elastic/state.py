@@ -10,10 +10,12 @@ Rank 0 decides (`ranvier.elastic.controller`), and the state goes to all ranks w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from math import inf, isfinite, nan
 from statistics import median
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from ranvier.elastic.ledger import Ledger
 from ranvier.elastic.microbatch_profile import TRIAL_STEPS, MicrobatchProfile
@@ -119,44 +121,28 @@ class ElasticState:
 
     def document(self) -> dict[str, object]:
         """What checkpoints and other ranks get; JSON holds it exactly."""
-        inputs = self.inputs
-        return {"evaluations": self.evaluations, "due": self.due, "unmeasured": self.unmeasured,
-                "norms": self.norms and [_saved(norm) for norm in self.norms],
-                "ledger": self.ledger.to_dict(), "profile": self.profile.to_dict(), "kept": self.kept,
-                "progress": {"loss": _saved(inputs.loss), "targets": _saved(inputs.targets),
-                             "learning_rate": _saved(inputs.learning_rate),
-                             "metrics": {name: _saved(value) for name, value in inputs.metrics.items()},
-                             "similarities": inputs.similarities},
-                "policy": self.policy, "refused": [list(mesh) for mesh in sorted(self.refused)],
-                "compares": self.compares, "recent": list(self.recent),
-                "trial": self.trial and asdict(self.trial), "reported": [list(mesh) for mesh in sorted(self.reported)]}
+        found: dict[str, object] = _as_json(asdict(self))
+        return found
 
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> ElasticState:
-        """The inverse of `document`. Older checkpoints lack some entries, and have None for what is no number."""
-        norms, inputs, trial = document["norms"], document.get("progress"), document.get("trial")
-        return cls(
-            evaluations=int(document["evaluations"]), due=bool(document["due"]),
-            unmeasured=bool(document.get("unmeasured")), kept=int(document.get("kept", 0)),
-            norms=None if norms is None else tuple(_read(norm, inf) for norm in norms),
-            ledger=Ledger.from_dict(document["ledger"]), profile=MicrobatchProfile.from_dict(document["profile"]),
-            inputs=PolicyInputs() if inputs is None else PolicyInputs(
-                loss=_read(inputs["loss"]), targets=_read(inputs["targets"]),
-                learning_rate=_read(inputs["learning_rate"]),
-                metrics={name: _read(value) for name, value in inputs["metrics"].items()},
-                similarities=inputs["similarities"]),
-            policy=document.get("policy"), compares=bool(document.get("compares")),
-            refused=frozenset((data, pipe, frozen) for data, pipe, frozen in document.get("refused", ())),
-            recent=tuple(document.get("recent", ())),
-            trial=None if trial is None else MicrobatchTrial(
-                **{**trial, "steps": tuple(trial["steps"]), "seconds": tuple(trial["seconds"])}),
-            reported=frozenset((pipe, data) for pipe, data in document.get("reported", ())))
+        """The inverse of `document`. Older checkpoints lack some entries, have the inputs as "progress", and None for
+        what is not finite."""
+        norms, inputs = document["norms"], document.get("inputs", document.get("progress")) or {}
+        found = _FORM.validate_python({
+            **{field.name: document[field.name] for field in fields(cls) if field.name in document},
+            "norms": norms and [inf if norm is None else norm for norm in norms],
+            "inputs": {name: value for name, value in inputs.items() if value is not None}})
+        return found
 
 
-def _saved(value: float) -> float | str:
-    """JSON has no NaN and no infinity."""
-    return value if isfinite(value) else repr(value)
+_FORM = TypeAdapter(ElasticState)
 
 
-def _read(value: float | str | None, missing: float = nan) -> float:
-    return missing if value is None else nan if value == "nan" else float(value)
+def _as_json(value: Any) -> Any:
+    """JSON has neither tuples nor sets, and no NaN or infinity: these are text, which numbers are read from as well."""
+    if isinstance(value, Mapping):
+        return {name: _as_json(one) for name, one in value.items()}
+    if isinstance(value, (tuple, list, frozenset)):
+        return [_as_json(one) for one in (sorted(value) if isinstance(value, frozenset) else value)]
+    return repr(value) if isinstance(value, float) and not isfinite(value) else value

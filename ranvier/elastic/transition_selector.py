@@ -7,11 +7,11 @@ not pay may be taken later with the same frozen layers; until then its refusal i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from ranvier.elastic.ledger import Entry, Ledger
 from ranvier.elastic.mesh_candidates import MeshCandidate, candidate_moved_bytes
 from ranvier.elastic.rules import BlockFacts, ElasticRules, PresentMesh
+from ranvier.elastic.state import ElasticState
 from ranvier.mesh import Mesh
 
 
@@ -24,31 +24,19 @@ class Note:
     fields: Mapping[str, object] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Selection:
-    """candidate: the mesh and cut that the run changes to; None where both stay as they are. entry: the candidate's in
-    the ledger, where it was judged. refused: (data, pipe, frozen layers) of the meshes that are rejected now."""
-
-    candidate: MeshCandidate | None
-    entry: Entry | None
-    refused: frozenset[tuple[int, int, int]]
-    notes: tuple[Note, ...]
-
-
-def select(rules: ElasticRules, present: PresentMesh, candidates: Sequence[MeshCandidate], facts: BlockFacts, *,
-           depth: int, step: int, ledger: Ledger, refused: frozenset[tuple[int, int, int]], seconds: float | None,
-           remaining_steps: int, problem_of: Callable[[MeshCandidate], str | None]) -> Selection:
-    """Select one of `candidates` after `step`.
+def select(rules: ElasticRules, state: ElasticState, present: PresentMesh, candidates: Sequence[MeshCandidate],
+           facts: BlockFacts, *, depth: int, step: int, remaining_steps: int,
+           problem_of: Callable[[MeshCandidate], str | None]
+           ) -> tuple[ElasticState, MeshCandidate | None, tuple[Note, ...]]:
+    """Select the mesh and cut that the run changes to after `step`; None where both stay as they are.
 
     Args:
         candidates: the best first, with the present mesh, whose cut may be another. Where no more layers freeze,
             only another mesh is taken.
         depth: frozen layers from now on.
-        refused: (data, pipe, frozen layers) of the meshes that were rejected before.
-        seconds: of a step now, measured; None where it was not.
         problem_of: why the run cannot continue on a candidate, or None.
     """
-    notes: list[Note] = []
+    notes, ledger, refused = list[Note](), state.ledger, state.refused
 
     def refuse(candidate: MeshCandidate, event: str, text: str, fields: Mapping[str, object] | None = None) -> None:
         nonlocal refused
@@ -57,9 +45,7 @@ def select(rules: ElasticRules, present: PresentMesh, candidates: Sequence[MeshC
             notes.append(Note(event=event, text=text, fields=fields or {}))
         refused = frozenset(other for other in refused if other[2] == depth) | {key}
 
-    def selection(candidate: MeshCandidate | None, entry: Entry | None = None) -> Selection:
-        return Selection(candidate=candidate, entry=entry, refused=refused, notes=tuple(notes))
-
+    chosen = None
     here = next((each for each in candidates if each.mesh(present.mesh) == present.mesh), None)
     for candidate in candidates:
         if candidate.too_large and candidate is not here:
@@ -77,18 +63,20 @@ def select(rules: ElasticRules, present: PresentMesh, candidates: Sequence[MeshC
             refuse(candidate, "dropped", text)
             continue
         if candidate is here or rules.run.elastic.cut == "reference" or here is None or here.seconds is None:
-            return selection(candidate)
+            chosen = candidate
+            break
         decision = ledger.pays(
             step=step, old=mesh_text(present.mesh), new=mesh_text(candidate.mesh(present.mesh)),
-            seconds_before=_scaled(seconds, here.seconds, facts.seconds), model_before=here.seconds_per_sample,
+            seconds_before=_scaled(state.seconds, here.seconds, facts.seconds), model_before=here.seconds_per_sample,
             model_after=candidate.seconds_per_sample, remaining_steps=remaining_steps,
             moved_bytes=candidate_moved_bytes(rules, present, candidate, facts, depth))
         if decision.pays:
             refused -= {(candidate.data, candidate.pipe, depth)}
             notes.append(Note(event="judged", text=decision.text, fields={"pays": True}))
-            return selection(candidate, decision.entry)
+            chosen, ledger = candidate, ledger.with_entry(decision.entry)
+            break
         refuse(candidate, "judged", decision.text, {"pays": False})
-    return selection(None)
+    return replace(state, ledger=ledger, refused=refused), chosen, tuple(notes)
 
 
 def mesh_text(mesh: Mesh) -> str:

@@ -120,11 +120,17 @@ def test_the_next_evaluation_is_the_first_step_at_which_the_policy_is_asked(sche
     def depth(step):
         return max((layers for at, layers in schedule.depths or () if at <= step), default=0)
 
+    def is_asked(step):
+        if schedule.depths:
+            return step in dict(schedule.depths)
+        return step % schedule.every == 0 if schedule.every else (
+            step * size // schedule.epoch_samples > (step - 1) * size // schedule.epoch_samples)
+
     for start in range(40):
         until = schedule.steps_until_due(start, start * size, size, depth(start))
-        due = next((step - start for step in range(start + 1, start + 200) if schedule.is_due(
-            step, (step - 1) * size, step * size, depth(start))), None)
+        due = next((step - start for step in range(start + 1, start + 200) if is_asked(step)), None)
         assert until == due, start
+        assert schedule.is_due(start + 1, start * size, (start + 1) * size, depth(start)) == is_asked(start + 1)
 
 
 def test_all_settings_of_elastic_runs_are_in_the_plan(monkeypatch):

@@ -47,18 +47,15 @@ class Case:
                                    layers=tuple((name,) for name in names), block_names=tuple(names))
         self.rules, self.refused = ElasticRules(run), frozenset()
 
-    def refused_at(self, depth):
-        return {(data, pipe) for data, pipe, frozen in self.refused if frozen == depth}
-
     def select(self, found, *, depth=2, steps=100, full=()):
         """full: (data, pipe) of meshes that the device does not hold."""
-        selection = select(
-            self.rules, self.present, found, FACTS, depth=depth, step=7, ledger=Ledger(), refused=self.refused,
-            seconds=1.0, remaining_steps=steps,
+        state, chosen, notes = select(
+            self.rules, ElasticState(refused=self.refused, recent=(1.0,)), self.present, found, FACTS, depth=depth,
+            step=7, remaining_steps=steps,
             problem_of=lambda there: FULL if (there.data, there.pipe) in full else None)
-        self.refused = selection.refused
-        self.told += [(note.event, note.text) for note in selection.notes]
-        return selection.candidate, selection.entry
+        self.refused = state.refused
+        self.told += [(note.event, note.text) for note in notes]
+        return chosen, next(iter(state.ledger.entries), None)
 
 
 HERE, FAST, FASTER = candidate(1, 4, 1.0), candidate(2, 2, 0.9), candidate(4, 1, 0.8)
@@ -67,7 +64,7 @@ HERE, FAST, FASTER = candidate(1, 4, 1.0), candidate(2, 2, 0.9), candidate(4, 1,
 def test_what_does_not_pay_is_told_once_and_taken_once_it_does():
     case = Case()
     assert case.select([FAST, HERE], depth=3, steps=5) == (HERE, None)  # 0.5 s are less than 1 s
-    assert [event for event, _ in case.told] == ["judged"] and case.refused_at(3) == {(2, 2)}
+    assert [event for event, _ in case.told] == ["judged"] and case.refused == {(2, 2, 3)}
     case.present = replace(case.present, frozen=3)
     assert case.select([FAST, HERE], depth=3, steps=5) == (None, None) and len(case.told) == 1
     taken, entry = case.select([FAST, HERE], depth=3, steps=50)
@@ -80,7 +77,7 @@ def test_what_does_not_fit_is_told_once_and_taken_once_it_does():
     case = Case()
     assert case.select([FASTER, FAST, HERE], depth=3, full={(4, 1)})[0] == FAST
     assert case.told[0] == ("dropped", "data 4 x pipe 1 with 3 frozen layers: memory of the device does not suffice")
-    assert case.refused_at(3) == {(4, 1)}
+    assert case.refused == {(4, 1, 3)}
     case.present = replace(case.present, frozen=3)
     case.told.clear()
     assert case.select([FASTER, HERE], depth=3, full={(4, 1)}) == (None, None) and not case.told
@@ -92,7 +89,7 @@ def test_a_mesh_without_a_cut_that_fits_is_told_of_wherever_it_stands():
     assert case.select([HERE, none], depth=3) == (HERE, None)
     assert case.told == [("dropped", "data 4 x pipe 1 with 3 frozen layers: no cut fits")]
     assert case.select([HERE, none], depth=3) == (HERE, None) and len(case.told) == 1
-    assert case.refused_at(3) == {(4, 1)}
+    assert case.refused == {(4, 1, 3)}
     assert case.select([HERE, candidate(4, 1, None)], depth=4) == (HERE, None) and len(case.told) == 1
 
 
@@ -155,7 +152,7 @@ def test_what_was_refused_goes_along_until_the_user_chooses(sentences, tmp_path)
     elastic, progress = Elasticity(run, prepare(run), tell=print), Progress.begin(run)
     elastic.state = replace(elastic.state, refused=frozenset({(2, 2, 3), (4, 1, 3)}))
     saved = elastic.document(run, FrozenLayers(3), progress)
-    assert ElasticState.read(saved) == elastic.state
+    assert ElasticState.read(saved).refused == elastic.state.refused
     assert not ElasticState.read({name: value for name, value in saved.items() if name != "refused"}).refused
     elastic.caching = SimpleNamespace(enter=lambda now, reads: False)
     for wish, kept in ((None, 2), ("1", 0)):
