@@ -71,9 +71,9 @@ def pieces_to_write(engine: Engine) -> list[Piece]:
 def pieces_held(engine: Engine) -> list[Piece]:
     """All that this rank has, whoever else has it too; but for torch's generators, which stay with their process."""
     layout, at = engine.layout, engine.coordinates
-    ends = engine.layout.ends_on(engine.coordinates.pipe)
+    ends = engine.layout.ends_on(engine.coordinates.pipeline_rank)
     pieces = [Piece(kind="parameter", name=layout[key].owner, shape=layout[key].shape,
-                    box=layout.box(ends[key], at.row, at.col), tensor=parameter.detach())
+                    box=layout.box(ends[key], at.position), tensor=parameter.detach())
               for key, parameter in engine.named_parameters().items()]
     for name, start, stop, states in _flat_states(engine):
         for kind, state in states.items():
@@ -165,7 +165,7 @@ def _numbers_of_users(engine: Engine, own: Mapping[str, Sequence[Slice]]) -> Ite
 
 def _buffers(engine: Engine, *, first_only: bool) -> Iterator[Piece]:
     at = engine.coordinates
-    if first_only and (at.data, at.row, at.col) != (0, 0, 0):
+    if first_only and not at.is_first_on_pipeline_rank:
         return
     for name, buffer in engine.named_buffers().items():
         if not isinstance(buffer, Tensor):
@@ -323,11 +323,11 @@ def fill(engine: Engine, source: StateSource, *, freezes: bool = True) -> None:
 def set_parameters(engine: Engine, value: Callable[[str], Tensor | None]) -> None:
     """Parameters of this rank, and their master copies, become their boxes of whole ones, as the engine's first step
     will find them. value: a parameter's name (of a tied group, its owner's) -> all of it; None leaves it as it is."""
-    at, layout, ends = engine.coordinates, engine.layout, engine.layout.ends_on(engine.coordinates.pipe)
+    at, layout, ends = engine.coordinates, engine.layout, engine.layout.ends_on(engine.coordinates.pipeline_rank)
     with torch.no_grad():
         for key, parameter in engine.named_parameters().items():
             if (found := value(layout[key].owner)) is not None:
-                parameter.copy_(found[index_of(layout.box(ends[key], at.row, at.col), whole(found.shape))])
+                parameter.copy_(found[index_of(layout.box(ends[key], at.position), whole(found.shape))])
         for name, start, stop, states in _flat_states(engine):
             if "master" in states and (found := value(layout[name].owner)) is not None:
                 for piece in _pieces(engine, "master", name, start, stop, states["master"]):
@@ -380,9 +380,9 @@ def _load_parameters(engine: Engine, saved: StateSource) -> None:
     copies, which are exact."""
     at, layout = engine.coordinates, engine.layout
     masters = saved.manifest.tensors.get("master", {})
-    ends = engine.layout.ends_on(engine.coordinates.pipe)
+    ends = engine.layout.ends_on(engine.coordinates.pipeline_rank)
     for key, parameter in engine.named_parameters().items():
-        name, box = layout[key].owner, layout.box(ends[key], at.row, at.col)
+        name, box = layout[key].owner, layout.box(ends[key], at.position)
         if is_adapter(name) and _is_import_without_adapters(saved):
             continue
         same = saved.tensor("parameter", name).dtype == dtype_name(parameter)
@@ -478,7 +478,7 @@ def frozen(engine: Engine) -> list[str]:
 def _pieces(engine: Engine, kind: str, name: str, start: int, stop: int, flat: Tensor) -> Iterator[Piece]:
     """Elements [start, stop) of what this rank holds of a parameter, as boxes of the whole, views of `flat`."""
     shape, at = engine.layout[name].shape, 0
-    held = engine.layout.box(engine.layout[name], engine.coordinates.row, engine.coordinates.col)
+    held = engine.layout.box(engine.layout[name], engine.coordinates.position)
     for box in Slice(name, held, (start, stop)).boxes():
         sizes = [last - first for first, last in box]
         size = torch.Size(sizes).numel()

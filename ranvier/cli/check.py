@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
@@ -66,7 +67,7 @@ class Report:
         return {"problems": [as_dict(problem) for problem in self.problems],
                 "warnings": [as_dict(warning) for warning in self.warnings],
                 "stages": [asdict(row) for row in rows],
-                "memory": [{"pipe": entry.pipe, "ranks": entry.ranks, "device": dict(entry.device),
+                "memory": [{"pipe": entry.pipeline_rank, "ranks": entry.ranks, "device": dict(entry.device),
                             "host": dict(entry.host), "device_bytes": entry.device_bytes,
                             "host_bytes": entry.host_bytes} for entry in self.memory],
                 "tensor_mesh": None if self.tensor_mesh is None else asdict(self.tensor_mesh),
@@ -161,7 +162,8 @@ def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = N
     if not more and not any(problem.where.startswith(PREVENT_A_CUT) for problem in found):
         try:
             planned = run
-            run, (stages, memory) = first_that_fits(run, laid_out, lambda run, found: _fits(run, place, found[1]))
+            run, (stages, memory) = first_that_fits(
+                run, partial(laid_out, cluster=place), lambda run, found: _fits(run, place, found[1]))
             note = schedule_note(planned, run)
         except RanvierError as problem:
             found.append(problem)
@@ -175,7 +177,7 @@ def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = N
                   warnings=(*warnings(run, chosen, asked), *_machine_warnings(run, machine),
                             *(() if data is None else data.warnings)),
                   stages=stages, memory=memory, tensor_mesh=tensor_mesh_facts(run, ranks_per_node), machine=machine,
-                  schedule=() if stages is None else memory_curve(run, stages),
+                  schedule=() if stages is None else memory_curve(run, stages, place),
                   planned=f"{run.mesh}, microbatches of {run.batch.microbatch_size}" if is_planned else None,
                   schedule_note=note,
                   cluster=_cluster_line(place, memory) if place is not None and memory else "",

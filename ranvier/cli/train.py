@@ -153,7 +153,7 @@ def _plan_before(asked: Run, ranks: int) -> ResolvedRun | None:
     found = before.batch.microbatch_size
     if merged.problems or open_axes_of(before) or found == "auto":
         return None
-    mesh = Mesh(**{axis: getattr(before.mesh, axis) for axis in AXES}, tile=before.mesh.tile)
+    mesh = before.mesh if isinstance(before.mesh, Mesh) else before.mesh.with_sizes()
     same = all(getattr(asked.mesh, axis) in ("auto", getattr(mesh, axis)) for axis in AXES)
     if not same or mesh.size > ranks or before.batch.global_size != asked.batch.global_size:
         return None

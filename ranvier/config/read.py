@@ -36,6 +36,7 @@ from ranvier.config.run import MeshSettings, Run
 from ranvier.config.section import alternatives, bare, describe
 from ranvier.config.urls import has_user_information, without_user_information
 from ranvier.errors import ConfigError
+from ranvier.mesh import AXES, Mesh
 from ranvier.system.atomic_file import write_atomically
 from ranvier.system.untrusted_file import parse_toml, read_bytes, read_toml
 
@@ -265,7 +266,11 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, object]:
     found: dict[str, object] = {}
     for field in dataclasses.fields(tree):
         value = getattr(tree, field.name)
-        found |= flatten(value, f"{prefix}{field.name}.") if is_dataclass(value) else {prefix + field.name: value}
+        if isinstance(value, Mesh):
+            found |= {f"{prefix}{field.name}.{name}": part for name, part in value.document().items()
+                      if name in (*AXES, "tile")}
+        else:
+            found |= flatten(value, f"{prefix}{field.name}.") if is_dataclass(value) else {prefix + field.name: value}
     return found
 
 

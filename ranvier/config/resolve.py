@@ -80,7 +80,7 @@ class ResolvedRun(Run):
 
 def stage_placement(pipe: int, pipeline: Pipeline) -> StagePlacement:
     """Which stages each of `pipe` ranks has; one rank has one."""
-    return StagePlacement(pipe=pipe, per_rank=pipeline.stages_per_rank if pipe > 1 else 1, how=pipeline.placement)
+    return StagePlacement(num_ranks=pipe, per_rank=pipeline.stages_per_rank if pipe > 1 else 1, how=pipeline.placement)
 
 
 @section
@@ -135,7 +135,7 @@ def resolve(run: Run, facts: Facts | None = None) -> ResolvedRun:
 def _mesh(run: Run, facts: Facts) -> Mesh:
     asked = run.mesh
     mesh = facts.mesh or (asked.with_sizes() if isinstance(asked, MeshSettings) else asked)
-    return mesh if facts.tile is None or mesh.tile is not None else replace(mesh, tile=facts.tile)
+    return mesh if facts.tile is None or mesh.tile is not None else mesh.with_tile(facts.tile)
 
 
 def _batch(run: Run, facts: Facts) -> ResolvedBatch:

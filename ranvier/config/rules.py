@@ -56,6 +56,10 @@ def problems(run: ResolvedRun, num_ranks: int | None = None, *, num_blocks: int 
 def mesh_problems(run: ResolvedRun, num_ranks: int | None, num_blocks: int | None) -> Iterator[ConfigError]:
     """A mesh that the ranks, the model or the batch do not suit."""
     mesh, num_layers = run.mesh, run.model.num_layers
+    try:
+        mesh.require_known_axes("a run")
+    except ConfigError as problem:
+        yield problem
     if num_ranks is not None and mesh.size != num_ranks:
         yield ConfigError(f"needs {mesh.size} ranks, not {num_ranks}", where="mesh", value=str(mesh),
                           remedy=f"Change --mesh.data and --mesh.pipe so that data x pipe x row x col is {num_ranks}, "
@@ -87,8 +91,8 @@ def mesh_problems(run: ResolvedRun, num_ranks: int | None, num_blocks: int | Non
 def schedule_problems(placement: StagePlacement, policy: str, deferred: tuple[int, ...] | None
                       ) -> Iterator[ConfigError]:
     """A schedule that does not know several stages on a rank; limits of other ranks than there are."""
-    if deferred is not None and len(deferred) != placement.pipe:
-        yield ConfigError(f"has {len(deferred)} numbers for {placement.pipe} ranks of the pipeline",
+    if deferred is not None and len(deferred) != placement.num_ranks:
+        yield ConfigError(f"has {len(deferred)} numbers for {placement.num_ranks} ranks of the pipeline",
                           where="pipeline.deferred", value=deferred,
                           remedy="Set --pipeline.deferred none, or one number for each.")
     if placement.per_rank > 1 and policy == "1f1b":

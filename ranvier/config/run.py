@@ -19,7 +19,7 @@ from pydantic_core import ArgsKwargs
 from ranvier.config import aliases
 from ranvier.config.section import section
 from ranvier.errors import ConfigError
-from ranvier.mesh import AXES, Axis, Mesh, Size
+from ranvier.mesh import AXES, Mesh, Size
 
 Positive = Annotated[int, Ge(1)]
 Bytes = Annotated[int, Ge(0)]
@@ -70,7 +70,7 @@ class MeshSettings:
     stages of one rank."""
 
     @property
-    def open_axes(self) -> tuple[Axis, ...]:
+    def open_axes(self) -> tuple[str, ...]:
         """The axes that are auto."""
         return tuple(axis for axis in AXES if getattr(self, axis) == "auto")
 

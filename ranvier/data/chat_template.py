@@ -26,12 +26,13 @@ from ranvier.data import template_renderer
 from ranvier.data.tables import has_package
 from ranvier.data.template_renderer import Rendered, TemplateError, TemplateLimitError
 from ranvier.errors import DataError
-from ranvier.system.untrusted_file import read_json
+from ranvier.system.untrusted_file import member, read_bytes, read_json
 
 _TOKENIZER, _TEMPLATE = "tokenizer.json", "chat_template.jinja"
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 _FORM = "a folder with tokenizer.json, tokenizer_config.json and a chat template, as transformers saves a tokenizer"
 _MOST_TEMPLATE = 1 << 18
+_MOST_BYTES = 1 << 24
 Message = Mapping[str, Any]
 """A turn: `role` (system, user, assistant, ...) and `content`, and what else the template reads."""
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -77,9 +78,12 @@ class ChatTokenizer:
         except ImportError as error:
             raise missing_transformers() from error
         try:
+            own = {name: member(folder, name) for name in (_TOKENIZER, _TEMPLATE, *_BESIDE) if (folder / name).exists()}
             self._inner = PreTrainedTokenizerFast.from_pretrained(str(folder))
             if template is not None:
                 self._inner.chat_template = template.read_text(encoding="utf-8")
+            self._document = own[_TOKENIZER].read_text(encoding="utf-8")
+            self._beside = {name: read_bytes(own[name], _MOST_BYTES).decode() for name in _BESIDE if name in own}
         except Exception as error:  # the library raises many kinds
             raise DataError("is not a tokenizer as transformers saves it", where=str(folder),
                             value=f"{type(error).__name__}: {error}"[:200], remedy=f"Give {_FORM}.") from error
@@ -93,9 +97,6 @@ class ChatTokenizer:
                             remedy="Name another --data.chat-template.")
         self._words = frozenset(re.findall(r"\w+", self._source))
         self.vocab: int = len(self._inner)
-        self._document = (folder / _TOKENIZER).read_text(encoding="utf-8")
-        self._beside = {name: (folder / name).read_text(encoding="utf-8") for name in _BESIDE
-                        if (folder / name).is_file()}
         if isinstance(self._inner.chat_template, str):
             self._beside[_TEMPLATE] = self._inner.chat_template
         self.fingerprint: str = hashlib.blake2b(repr((self._document, self._inner.chat_template)).encode(),
@@ -315,7 +316,7 @@ def missing_transformers() -> DataError:
 
 def _has_template(folder: Path) -> bool:
     try:
-        document: Any = read_json(folder / "tokenizer_config.json", 1 << 24)
+        document: Any = read_json(folder / "tokenizer_config.json", _MOST_BYTES)
         return bool(document.get("chat_template"))
     except (OSError, ValueError, AttributeError):
         return False

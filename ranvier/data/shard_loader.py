@@ -37,7 +37,7 @@ def shard_loader(loader: DataLoader[Any], world: World, *, microbatch_size: int,
 
     Raises DataError for a loader that is none of these.
     """
-    return ShardedLoader(loader, world, microbatch_size, mesh or world.mesh or Mesh(data=world.size))
+    return ShardedLoader(loader, world, microbatch_size, mesh or world.mesh or Mesh.of_replicas(world.size))
 
 
 class ShardedLoader:
@@ -51,10 +51,11 @@ class ShardedLoader:
         if microbatch_size < 1:
             raise ConfigError("must be at least 1", where="shard_loader(microbatch_size=...)", value=microbatch_size,
                               remedy="Give samples per microbatch.")
+        mesh.require_known_axes("shard_loader")
         self._loader, self._world, self._size, self._mesh = loader, world, microbatch_size, mesh
         at = mesh.coordinates(world.rank)
-        self._replica, self._row = at.data, at.row
-        self._needs_samples = at.pipe in (0, mesh.pipe - 1)  # the first stage, and the last one in either placement
+        self._share_index, self._part_index = at.batch_share, at.microbatch_part
+        self._needs_samples = at.pipeline_rank in (0, mesh.pipeline_size - 1)  # of the first stage, and of the last
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -91,15 +92,15 @@ class ShardedLoader:
 
     def _share(self, batch: Sequence[int]) -> list[int]:
         """What this replica has of a batch: replicas' shares follow each other, and differ by one sample at most."""
-        count = self._mesh.data
-        return list(batch[len(batch) * self._replica // count:len(batch) * (self._replica + 1) // count])
+        count = self._mesh.batch_shares
+        return list(batch[len(batch) * self._share_index // count:len(batch) * (self._share_index + 1) // count])
 
     def _parts(self, share: Sequence[int]) -> list[list[int]]:
         """What this row has of each microbatch of a replica's share."""
         found = []
         for start in range(0, len(share), self._size):
             samples = share[start:start + self._size]
-            first, last = part(len(samples), self._mesh.row, self._row)
+            first, last = part(len(samples), self._mesh.microbatch_parts, self._part_index)
             found.append(list(samples[first:last]))
         return found
 

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf, isfinite, nan, prod
-from typing import Any
+from typing import Any, Protocol
 
-from ranvier.config.other_mesh import on_mesh, resized
+from ranvier.config.other_mesh import microbatch_size, resized
 from ranvier.config.resolve import ResolvedRun
 from ranvier.elastic.change import Change, request_text
 from ranvier.elastic.freezing import (
@@ -41,6 +42,12 @@ from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
 
 
+class Problem(Protocol):
+    """Why a run cannot continue in this form with these frozen layers; None where it can."""
+
+    def __call__(self, run: ResolvedRun, /, frozen: FrozenLayers) -> RanvierError | None: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecisionFacts:
     """What a decision depends on beside the state: measured by a run, predicted by a plan."""
@@ -57,8 +64,7 @@ class DecisionFacts:
     frozen: FrozenLayers
     blocks: Callable[[], BlockFacts]
     """Times and sizes of the blocks."""
-    problem: Callable[[ResolvedRun, FrozenLayers], RanvierError | None]
-    """Why the run cannot continue in this form with these frozen layers."""
+    problem: Problem
     stage_memory: Callable[[FrozenLayers], StageMemory | None]
     """What cuts must fit into."""
     caches: Callable[[int], bool]
@@ -176,7 +182,7 @@ class Controller:
                         ) -> tuple[ElasticState, int, Note | None]:
         """Samples of a microbatch of `step`, where numbers of them are profiled: of the one that is being tried, or was
         the fastest. share: samples of a replica."""
-        pipe, data, note = mesh.pipe, mesh.data, None
+        pipe, data, note = mesh.pipeline_size, mesh.num_replicas, None
         counts = microbatch_counts(pipe, share)
         best = state.profile.best(pipe, data, frozen, counts)
         if state.trial is None:
@@ -193,10 +199,10 @@ class Controller:
                             fields={"microbatches": best,
                                     "seconds": {str(count): tried[count] for count in sorted(tried)}})
         if state.trial is None:
-            return state, size_of(share, best, mesh.row), note
+            return state, size_of(share, best, mesh.microbatch_parts), note
         state = replace(state, trial=replace(state.trial, steps=(*state.trial.steps, step)))
         assert state.trial is not None
-        return state, size_of(share, state.trial.count, mesh.row), note
+        return state, size_of(share, state.trial.count, mesh.microbatch_parts), note
 
     # ------------------------------------------------------------------ decisions
 
@@ -219,7 +225,7 @@ class Controller:
             found = self._requested(facts, request, wanted)
             if isinstance(found, Change):
                 return Decision(state=state, change=found, notes=notes)
-            change = self._change(facts, wanted, "freezing") if moves else None
+            change = self._here(state, facts, wanted, "freezing")[0] if moves else None
             return Decision(state=state, change=change, notes=(*notes, found))
         reason = "nothing trains in them" if not state.evaluations else \
             f"{self.policy_text}, evaluation {state.evaluations}"
@@ -229,14 +235,12 @@ class Controller:
                 state, facts, wanted, among=None if moves or compares_all else again)
             notes += more_notes
         if chosen is not None:
-            return Decision(state=state, notes=notes, change=self.change_to(
-                chosen.mesh(facts.present.mesh), facts.frozen, wanted, chosen.boundaries or None, reason))
+            return Decision(state=state, notes=notes, change=self._to(chosen, facts, wanted, reason)[0])
         if not moves:
             return Decision(state=state, change=None, notes=notes)
-        change = self._change(facts, wanted, reason)  # 3. other frozen layers where the run is
+        change, problem = self._here(state, facts, wanted, reason)  # 3. other frozen layers where the run is
         thawed = facts.frozen.layers - wanted.layers
-        problem = facts.problem(change.applied(self.run), wanted) if thawed else None
-        if problem is None:
+        if problem is None or not thawed:
             return Decision(state=state, change=change, notes=notes)
         refused = Note(event="unfreeze-refused", fields={"layers": len(wanted)},
                        text=f"{layers_text(thawed)} {'stays' if len(thawed) == 1 else 'stay'} frozen: {problem}")
@@ -258,10 +262,10 @@ class Controller:
                 step=step, old=mesh_text(old), new=mesh_text(new), moved_bytes=moved_bytes,
                 seconds_before=state.seconds, remaining_steps=remaining_steps))
         state = replace(state, ledger=ledger.with_measured(cost=seconds, moved_bytes=moved_bytes),
-                        recent=(), trial=None, kept=0)
+                        recent=(), trial=None, kept=0, schedule=change.schedule)
         if change.wish is not None:  # the user has chosen, and that holds until more layers freeze
             state = replace(state, refused=frozenset())
-        if old.stage_size != new.stage_size or old.row != new.row:  # times of other shares of a layer
+        if {*old.changed_axes(new)} & {*old.stage_axes}:  # its times are those of other shares of a layer
             state = replace(state, profile=MicrobatchProfile(), reported=frozenset())
         return state
 
@@ -284,34 +288,47 @@ class Controller:
         same = all(saved.get(f"first_{axis}", size) == size for axis, size in mesh.sizes.items())
         size = int(saved["global_size"])
         if saved["first_size"] != self.run.batch.global_size:  # another one is asked for now
-            size = self.rules.step_samples(int(saved["data"]) if same else mesh.data)
+            size = self.rules.step_samples(prod(int(saved[axis]) for axis in mesh.replica_axes) if same else
+                                           mesh.num_replicas)
         was = resized(mesh, **{axis: int(saved.get(axis, size)) for axis, size in mesh.sizes.items()}) if same else mesh
         had = int(saved.get("num_ranks", num_ranks))  # older checkpoints have none
         if was.size > num_ranks or had < num_ranks:  # ranks that had joined are gone, or lost ones are back
-            same, was, size = False, mesh, self.rules.step_samples(mesh.data)
+            same, was, size = False, mesh, self.rules.step_samples(mesh.num_replicas)
+        if not same or was == mesh:  # whose memory the start has looked at
+            state = replace(state, schedule=None)
         if not frozen and was == mesh and size == self.run.batch.global_size == step_samples:
             return state, None
         reason = "frozen layers as before the run was interrupted"
         if same:
             reason, boundaries = "as before the run was interrupted", saved["boundaries"] and tuple(saved["boundaries"])
-            if boundaries and len(boundaries) != replace(self.run, mesh=was).placement.num_stages - 1:
+            if len(boundaries or ()) != replace(self.run, mesh=was).placement.num_stages - 1:
                 boundaries = None  # ranks have other numbers of stages now
-        return state, self.change_to(was, FrozenLayers(0), frozen, boundaries, reason, size)
+        return state, self.change_to(was, FrozenLayers(0), frozen, boundaries, reason, size=size,
+                                     schedule=state.schedule)
 
     def change_to(self, mesh: Mesh, old_frozen: FrozenLayers, frozen: FrozenLayers,
-                  boundaries: tuple[int, ...] | None, reason: str, size: int | None = None) -> Change:
+                  boundaries: tuple[int, ...] | None, reason: str, *, size: int | None = None,
+                  schedule: Mapping[str, Any] | None = None) -> Change:
         """The change from `old_frozen` to `frozen` layers, on `mesh`. boundaries: None cuts by cost. size: samples of a
         step; None takes as many as its replicas are to have."""
-        size = self.rules.step_samples(mesh.data) if size is None else size
-        there = on_mesh(replace(self.run, batch=replace(self.run.batch, global_size=size)), mesh)
-        return Change(data=mesh.data, pipe=mesh.pipe, row=mesh.row, col=mesh.col, frozen=frozen, old_frozen=old_frozen,
-                      boundaries=boundaries, global_size=size, microbatch_size=there.batch.microbatch_size,
-                      reason=reason)
+        size = self.rules.step_samples(mesh.num_replicas) if size is None else size
+        return Change(mesh=mesh.sizes, frozen=frozen, old_frozen=old_frozen, boundaries=boundaries, global_size=size,
+                      microbatch_size=microbatch_size(self.run.batch.microbatch_size, global_size=size, mesh=mesh),
+                      reason=reason, schedule=schedule)
 
-    def _change(self, facts: DecisionFacts, wanted: FrozenLayers, reason: str) -> Change:
-        """To other frozen layers, on the present mesh and cut."""
-        present = facts.present
-        return self.change_to(present.mesh, facts.frozen, wanted, present.boundaries or None, reason)
+    def _to(self, candidate: MeshCandidate, facts: DecisionFacts, wanted: FrozenLayers, reason: str = ""
+            ) -> tuple[Change, RanvierError | None]:
+        """The change to a mesh and cut, with a schedule that fits; and why it cannot be."""
+        return self.change_to(candidate.mesh(facts.present.mesh), facts.frozen, wanted, candidate.boundaries or None,
+                              reason).fitted(self.run, partial(facts.problem, frozen=wanted))
+
+    def _here(self, state: ElasticState, facts: DecisionFacts, wanted: FrozenLayers, reason: str
+              ) -> tuple[Change, RanvierError | None]:
+        """To other frozen layers, on the present mesh and cut; and why that may not fit."""
+        here = self.change_to(facts.present.mesh, facts.frozen, wanted, facts.present.boundaries or None, reason,
+                              schedule=state.schedule)
+        there, problem = here.fitted(self.run, partial(facts.problem, frozen=wanted))
+        return (there if problem is None else here), problem
 
     def _evaluate(self, state: ElasticState, facts: DecisionFacts, norms: tuple[float, ...]
                   ) -> tuple[ElasticState, FrozenLayers]:
@@ -348,8 +365,7 @@ class Controller:
                                               asked_after=left if due is None else min(due, left))
 
         def problem_of(candidate: MeshCandidate) -> str | None:
-            there = self.change_to(candidate.mesh(present.mesh), facts.frozen, wanted, candidate.boundaries or None, "")
-            problem = facts.problem(there.applied(self.run), wanted)
+            problem = self._to(candidate, facts, wanted)[1]
             return None if problem is None else f"{problem.where} {problem.what}"
 
         candidates = mesh_candidates(
@@ -363,13 +379,14 @@ class Controller:
     def _requested(self, facts: DecisionFacts, request: Mapping[str, Any], wanted: FrozenLayers) -> Change | Note:
         """The change to the mesh that a user requests, of the ranks that the run has; or why it is refused."""
         mesh = facts.present.mesh
-        asked: dict[str, Any] = {axis: request.get(axis, size if axis in ("row", "col") else None)
+        asked: dict[str, Any] = {axis: request.get(axis, size if axis in mesh.stage_axes else None)
                                  for axis, size in mesh.sizes.items()}
         problem = request.get("problem") or self._unfit(facts, asked)
         if problem is None:
-            change = self.change_to(resized(self.run.mesh, **asked), facts.frozen, wanted, None,
-                                    request.get("reason", "as asked with ranvier resize"))
-            found = facts.problem(change.applied(self.run), wanted)
+            change, found = self.change_to(
+                resized(self.run.mesh, **asked), facts.frozen, wanted, None,
+                request.get("reason", "as asked with ranvier resize")).fitted(
+                    self.run, partial(facts.problem, frozen=wanted))
             if found is None:
                 return replace(change, wish=request["wish"])
             problem = str(found)
@@ -385,7 +402,8 @@ class Controller:
             started = facts.num_ranks == self.run.mesh.size
             return f"needs {prod(sizes)} ranks, and the run {'was started with' if started else 'has'} " \
                    f"{facts.num_ranks}"
-        if self._eval_samples is not None and self._eval_samples < 2 * asked["row"]:
+        if self._eval_samples is not None and self._eval_samples < 2 * resized(
+                self.run.mesh, **asked).microbatch_parts:
             return (f"leaves rows with fewer than two of the {self._eval_samples} held-out samples, which "
                     f"{self.policy_text} compares")
         return "is the mesh that the run has" if asked == facts.present.mesh.sizes else None

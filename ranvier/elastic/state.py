@@ -95,6 +95,8 @@ class ElasticState:
     """The policy's own state, where it has one."""
     kept: int = 0
     """Layers that stay frozen on this mesh, for want of memory to train them."""
+    schedule: Mapping[str, Any] | None = None
+    """As of the `Change` to the present mesh."""
     compares: bool = False
     """Whether meshes are to be compared without an evaluation of the policy."""
     unmeasured: bool = False

@@ -50,7 +50,7 @@ def loglikelihoods(engine: Engine, ranks: Group, requests: Sequence[Request], *,
         return found
     data = _dataset([requests[number] for number in scored], longest)
     loader = Loader(data, Sampler(len(data), None), total=len(data), lengths=data.sample_lengths,
-                    global_size=min(len(data), SAMPLES_AT_ONCE * engine.mesh.data),
+                    global_size=min(len(data), SAMPLES_AT_ONCE * engine.mesh.num_replicas),
                     **loader_options(engine, microbatch_size))
     mine: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     for step in range(-(-len(data) // loader.global_size)):
@@ -62,7 +62,8 @@ def loglikelihoods(engine: Engine, ranks: Group, requests: Sequence[Request], *,
             mine.append((samples, *continuation_scores(output, targets)))
 
         engine.predict(batch, observe)
-    part = [] if engine.coordinates.col else [entry for scores in mine for entry in _entries(*scores)]
+    counts = engine.coordinates.is_first_with_samples
+    part = [entry for scores in mine for entry in _entries(*scores)] if counts else []
     for number, total, is_greedy in chain.from_iterable(ranks.gather_objects(part)):
         found[scored[number]] = total, is_greedy
     return found

@@ -16,7 +16,6 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from types import TracebackType
 from typing import NoReturn
 
@@ -280,15 +279,14 @@ def describe_rank(mesh: Mesh, rank: int) -> str:
 
 def publish_mesh(store: SharedStore, mesh: Mesh) -> None:
     """Tell the supervisor, which names ranks by their coordinates, that the run now uses `mesh`."""
-    store.set(MESH, json.dumps([mesh.data, mesh.pipe]))
+    store.set(MESH, json.dumps(mesh.sizes))
 
 
 def read_mesh(store: SharedStore, mesh: Mesh) -> Mesh:
     """The mesh that was published last, in a run that was started with `mesh`."""
     if not store.check([MESH]):
         return mesh
-    data, pipe = json.loads(store.get(MESH))
-    return replace(mesh, data=data, pipe=pipe)
+    return mesh.resized(**json.loads(store.get(MESH)))
 
 
 def _print_error(text: str) -> None:

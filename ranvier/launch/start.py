@@ -97,6 +97,7 @@ def start(mesh: Mesh | None = None, *, data: int = 1, pipe: int = 1, row: int = 
     cannot be started or reached.
     """
     mesh = mesh or Mesh(data=data, pipe=pipe, row=row, col=col)
+    mesh.require_known_axes("the start of ranks")
     interactive = hasattr(sys, "ps1")  # an error at a prompt must not end the process
     if not interactive:
         failure.install_start_error_handlers(None)

@@ -33,7 +33,7 @@ from ranvier.config.arguments import of_engine
 from ranvier.config.rules import float8_problems, guard_problems, looks_before_update
 from ranvier.config.run import Guard, Memory, Optim, Pipeline, TensorParallel
 from ranvier.errors import ConfigError, ModelError, RanvierError
-from ranvier.mesh import Coordinates, Mesh
+from ranvier.mesh import Mesh
 from ranvier.optim.guard import BadSteps
 from ranvier.optim.optimizer import storage_bytes
 from ranvier.optim.step import GradientStatus, OptimizerFactory, Updater
@@ -176,7 +176,7 @@ class Engine:
         model, self._came_in_evaluation = _prepared(model, loss, dtype, keep_fp32, frozen, frozen_above, own=own,
                                                     optim=optim, warns=world.rank == 0)
         if plan is None:
-            plan = self._make_plan(model, mesh or world.mesh or Mesh(data=world.size), sample, policy, dtype,
+            plan = self._make_plan(model, mesh or world.mesh or Mesh.of_replicas(world.size), sample, policy, dtype,
                                    pipeline=pipeline, tensor=tensor, memory=memory, optim=optim, own_optimizer=own)
         else:
             plan.check(model, world.size, dtype, has_optimizer=optimizer is not None)
@@ -201,7 +201,7 @@ class Engine:
         blocks, self.cast_buffers = build_stage(model, self.layout, self.coordinates, seed=seed, dtype=dtype,
                                                 device=world.device, copies=self._copies)
         """Buffers of this rank's blocks that `dtype` has cast to less precision: name -> number format before."""
-        if self.cast_buffers and self.coordinates == Coordinates(pipe=self.coordinates.pipe):
+        if self.cast_buffers and self.coordinates.is_first_on_pipeline_rank:
             warnings.warn(told(self.cast_buffers, dtype), stacklevel=3)
         self._parameters, self._held = stage_parameters(self.layout, blocks), HeldParameters(blocks)
         self._connect(blocks, timeout_seconds)
@@ -237,14 +237,14 @@ class Engine:
         """The number by which random numbers of plain modules differ from those of other samples' ranks."""
         if self.world.backend.name == "in-process":  # whose ranks share one generator, so that their numbers differ
             return 0
-        return self.coordinates.data * self.mesh.row + self.coordinates.row
+        return self.coordinates.index(self.mesh.over(splits_samples=True))
 
     def _split(self, model: Model, autocast: torch.dtype | None) -> Model:
         """The model with this rank's part of each block, where several ranks split them."""
         mesh = self._connections.tensor_mesh
         if mesh is None:
             return model
-        if self.mesh.col > 1 and self.world.backend.name != "in-process":
+        if self.mesh.feature_parts > 1 and self.world.backend.name != "in-process":
             self._randomness.is_compared, mesh.order.drawn = True, self._randomness.drawn
         mesh.autocast = autocast
         return split_model(model, mesh)
@@ -263,7 +263,7 @@ class Engine:
             optimizer=optimizer, dtype=dtype, device=self.world.device,
             nominal_weight=1.0 if nominal_weight == "auto" else nominal_weight,
             order=self.layout.flat_order(self.world.rank),
-            runs=plan.chunking.runs.get(self.coordinates.pipe, ()),
+            runs=plan.chunking.runs.get(self.coordinates.pipeline_rank, ()),
             send_to_owner=lambda spec: ties.send_gradient(spec.name, board.calls),
             weight=self._statistics.weight, earlier_weight=self._statistics.earlier_weight,
             timeline=self.timeline, progress=self._connections.transport.progress,
@@ -281,11 +281,11 @@ class Engine:
             seed=seed, device=self.world.device,
             progress=self._updater.progress if self.world.size > 1 else None, segments=self.plan.recomputed[stage],
             block_passed=partial(_block_passed, self._updater, mesh), mesh=mesh, compile=self._compiles(compile),
-            tables=tables, may_wait=self.mesh.pipe > 1 or sets_deferral,  # under any policy: all agree to the bit
+            tables=tables, may_wait=self.mesh.pipeline_size > 1 or sets_deferral,  # under any policy: all agree
             autocast=autocast,
             in_float8=float8_layers(blocks, len(self.block_names), self.world.device) if float8 else (),
             weight_gradients=self._weight_gradients())
-            for stage in placement.stages_of(self.coordinates.pipe)],
+            for stage in placement.stages_of(self.coordinates.pipeline_rank)],
             eval_blocks=range(0 if frozen_dropout else self.frozen_blocks))
 
     def _build_runner(self, dtype: torch.dtype, nominal_weight: float | Literal["auto"]) -> BatchRunner:
@@ -334,8 +334,8 @@ class Engine:
     def _share_buffers(self, blocks: Blocks, how: BufferSync) -> SharedBuffers:
         """The buffers of this stage, over all ranks that compute its blocks for other samples."""
         group: Group = self._connections.data
-        if self.mesh.row > 1:
-            group = self._connections.group("buffers", self.mesh, "row")
+        if self.mesh.microbatch_parts > 1:
+            group = self._connections.group("buffers", self.mesh.over(splits_samples=True))
         shared = SharedBuffers(blocks, group, how)
         if how != "broadcast":
             why = unused_buffer_sync(shared, group, self._connections.all)
@@ -369,17 +369,17 @@ class Engine:
     def rank_of_outputs(self, replica: int = 0) -> int:
         """The first rank of that replica which has the last stage, and so what the model returns."""
         stages = self.layout.stages
-        return self.mesh.rank(Coordinates(data=replica, pipe=stages.rank_of(stages.num_stages - 1)))
+        return self.mesh.rank(self.mesh.place(replica=replica, pipeline_rank=stages.rank_of(stages.num_stages - 1)))
 
     @property
     def is_first_stage(self) -> bool:
         """Whether this rank has the first stage, and so needs the inputs."""
-        return self.coordinates.pipe == self.layout.stages.rank_of(0)
+        return self.coordinates.pipeline_rank == self.layout.stages.rank_of(0)
 
     @property
     def is_last_stage(self) -> bool:
         """Whether this rank has the last stage, and so needs the targets."""
-        return self.coordinates.pipe == self.layout.stages.rank_of(self.layout.stages.num_stages - 1)
+        return self.coordinates.pipeline_rank == self.layout.stages.rank_of(self.layout.stages.num_stages - 1)
 
     @property
     def boundaries(self) -> tuple[int, ...]:
@@ -417,7 +417,7 @@ class Engine:
         have others, torch.nn.utils.clip_grad_norm_ warns: use `clip_grad_norm_`."""
         self._updater.wait()
         owned = [spec.parameter for spec in self._updater.gradients.owned()]
-        return RankParameters(owned) if self.mesh.size > self.mesh.data else owned
+        return RankParameters(owned) if self.mesh.size > self.mesh.num_replicas else owned
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """All parameters of this rank's blocks by global name, up to date; a tied one by its owner's name, and by its

@@ -71,7 +71,7 @@ def load_state(engine: Engine, state: Mapping[str, Any]) -> None:
 def _layout_of(engine: Engine) -> dict[str, Any]:
     """What must be equal for the tensors of this rank to fit."""
     layout, rank, at = engine.layout, engine.world.rank, engine.coordinates
-    ends = layout.ends_on(at.pipe)
+    ends = layout.ends_on(at.pipeline_rank)
     updated: dict[str, list[list[int]]] = {}
     for piece in sorted(layout.updated(rank), key=lambda piece: (piece.parameter, piece.interval)):
         intervals, (start, stop) = updated.setdefault(piece.parameter, []), piece.interval
@@ -79,7 +79,7 @@ def _layout_of(engine: Engine) -> dict[str, Any]:
             start = intervals.pop()[0]
         intervals.append([start, stop])
     return {"mesh": str(layout.mesh), "rank": rank, "boundaries": list(layout.boundaries),
-            "held": {name: [list(edges) for edges in layout.box(end, at.row, at.col)] for name, end in ends.items()},
+            "held": {name: [list(edges) for edges in layout.box(end, at.position)] for name, end in ends.items()},
             "dtypes": {name: str(parameter.dtype) for name, parameter in engine.named_parameters().items()},
             "buffers": {name: list(buffer.shape) for name, buffer in engine.named_buffers().items()
                         if isinstance(buffer, Tensor)},

@@ -67,7 +67,7 @@ def partition_for(costs: Sequence[float], placement: StagePlacement) -> tuple[in
         if any(start >= stop for start, stop in pairwise(edges)):
             return inf, inf
         stages = [sums[stop] - sums[start] for start, stop in pairwise(edges)]
-        ranks = [sum(stages[stage] for stage in placement.stages_of(rank)) for rank in range(placement.pipe)]
+        ranks = [sum(stages[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks)]
         return max(ranks), sum(work * work for work in ranks) + _LITTLE * sum(work * work for work in stages)
 
     moves = [(one, other, *by) for one in range(len(boundaries)) for other in range(one, len(boundaries))

@@ -21,7 +21,6 @@ from ranvier.cost.mesh_shape import best_shape
 from ranvier.cost.volume import volume_scheme
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.launch.start import choose_device
-from ranvier.mesh import Axis
 from ranvier.planner.candidates import Setting
 from ranvier.planner.problems import PREVENT_A_CUT, TOO_LARGE, cannot_be_laid_out, problems
 from ranvier.planner.search import search
@@ -88,15 +87,15 @@ def closed(run: Run) -> ResolvedRun:
         pipeline = replace(pipeline, boundaries=None, deferred=None, defer_last=None)
     size = run.batch.microbatch_size
     return resolve(replace(run, pipeline=pipeline),
-                   Facts(mesh=mesh, microbatch_size=mesh.row if size == "auto" else size))
+                   Facts(mesh=mesh, microbatch_size=mesh.microbatch_parts if size == "auto" else size))
 
 
-def open_axes_of(run: Run) -> tuple[Axis, ...]:
+def open_axes_of(run: Run) -> tuple[str, ...]:
     """The axes of the mesh that are auto."""
     return run.mesh.open_axes if isinstance(run.mesh, MeshSettings) else ()
 
 
-def _unknown_ranks(axis: Axis) -> ConfigError:
+def _unknown_ranks(axis: str) -> ConfigError:
     return ConfigError("needs to know how many ranks there are", where=f"mesh.{axis}", value="auto",
                        remedy="Start them with torchrun, mpiexec or srun (check and simulate: say --ranks N), or set "
                               f"--mesh.{axis}.")

@@ -13,7 +13,6 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from ranvier.config.other_mesh import on_mesh
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.task_form import form_of
 from ranvier.cost.blocks import BlockCost
@@ -258,8 +257,8 @@ class _PredictedRun:
             return
         there, depth, left = change.applied(self.first), change.frozen.prefix, self.left
         moved = candidate_moved_bytes(self.rules, present, MeshCandidate(
-            data=change.data, pipe=change.pipe, boundaries=change.boundaries or (), samples=change.global_size,
-            seconds=None, fits=True, reason=""), blocks(), depth)
+            data=there.mesh.num_replicas, pipe=there.mesh.pipeline_size, boundaries=change.boundaries or (),
+            samples=change.global_size, seconds=None, fits=True, reason=""), blocks(), depth)
         self.transition = self.state.ledger.expected_cost(moved)
         self.state = self.controller.entered(
             self.state, change, step=self.step, old=self.run.mesh, new=there.mesh, moved_bytes=moved,
@@ -275,8 +274,10 @@ class _PredictedRun:
         profile = self.controller.profile(self.state)
         if profile is None:
             return self.run
-        best = profile.best(mesh.pipe, mesh.data, self.depth, microbatch_counts(mesh.pipe, share))
-        return replace(self.run, batch=replace(self.run.batch, microbatch_size=size_of(share, best, mesh.row)))
+        best = profile.best(mesh.pipeline_size, mesh.num_replicas, self.depth,
+                            microbatch_counts(mesh.pipeline_size, share))
+        size = size_of(share, best, mesh.microbatch_parts)
+        return replace(self.run, batch=replace(self.run.batch, microbatch_size=size))
 
     def _present(self) -> PresentMesh:
         names = tuple(block.name for block in self.work.blocks(self.run, self.depth))
@@ -292,20 +293,12 @@ class _PredictedRun:
         if device.cores is not None:
             return None
 
-        def needed(mesh: Mesh, samples: int, microbatch_size: int) -> Callable[[CandidateStage], int] | None:
-            there = on_mesh(replace(self.first, batch=replace(self.first.batch, global_size=samples)), mesh)
-            there = replace(there, batch=replace(there.batch, microbatch_size=microbatch_size),
-                            pipeline=replace(there.pipeline, boundaries=None))
-            if problems(there):
-                return None
+        def needed(there: ResolvedRun) -> Callable[[CandidateStage], int] | None:
             try:
-                found = self.work.stage_bytes(there, depth)
+                found = None if problems(there) else self.work.stage_bytes(there, depth)
             except RanvierError:
                 return None
-
-            def of(place: CandidateStage) -> int:
-                return found(place.stage, place.start, place.stop)
-            return of
+            return found and (lambda place: found(place.stage, place.start, place.stop))
 
         return StageMemory(limit_bytes=usable_bytes(device), needed=needed)
 
@@ -317,7 +310,7 @@ class _PredictedRun:
             return False
         if self.first.elastic.cache_from != "auto" or self.cached >= self.depth:
             return True
-        reads = self.left * self.size // self.run.mesh.data
+        reads = self.left * self.size // self.run.mesh.num_replicas
         decision = decide_cache("auto", frozen_layers=self.depth, times=self._cache_times(run), remaining_reads=reads,
                                num_samples=min(self.epoch_samples, reads))
         if not decision.pays and not self.cached:

@@ -175,7 +175,7 @@ def _collective(world: World) -> float | None:
     for apart in (1, 2, 3):
         pairs = {tuple(sorted({rank, rank ^ apart if rank ^ apart < world.size else rank}))
                  for rank in range(world.size)}
-        pair = world.backend.group("data", sorted(pairs))
+        pair = world.backend.group("pairs", sorted(pairs))
         seconds(pair, 20)
         both, alone = zip(*((seconds(pair), seconds(None)) for _ in range(4)), strict=True)
         if len(pair.ranks) == 2:
@@ -305,8 +305,8 @@ def _slowest(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def messages_on_rank(world: World) -> dict[str, Any]:
     """Seconds of one way for each size, and what a collective adds to computing."""
-    other, group = 1 - world.rank, world.backend.group("data", [range(2)])
-    transport = world.backend.transport("pipe")
+    other, group = 1 - world.rank, world.backend.group("pair", [range(2)])
+    transport = world.backend.transport("messages")
     transport.connect([other], [other], _MESSAGES[-1] + 4096)
 
     def exchange(tensor: Tensor) -> None:

@@ -33,7 +33,7 @@ def no_mesh(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting])
     if found := problems(alone):
         return found[0]
     if "mesh" not in searched and isinstance(run.mesh, Mesh):
-        size = run.mesh.row if run.batch.microbatch_size == "auto" else run.batch.microbatch_size
+        size = run.mesh.microbatch_parts if run.batch.microbatch_size == "auto" else run.batch.microbatch_size
         given = resolve(run, Facts(microbatch_size=size))
         if found := problems(given):
             return found[0]
@@ -151,7 +151,7 @@ def _sparing(run: Run, cluster: Cluster, mesh: Mesh, work: Work) -> Candidate:
     """The run on a mesh with all that saves memory."""
     offload: Literal["none", "hybrid"] = "none" if cluster.device.cores is not None else "hybrid"
     tried = resolve(replace(run, memory=replace(run.memory, recompute="auto"),
-                            optim=replace(run.optim, offload=offload, shard=mesh.data > 1),
+                            optim=replace(run.optim, offload=offload, shard=mesh.num_replicas > 1),
                             pipeline=replace(run.pipeline, boundaries=None, in_flight="auto", deferred=None,
                                              defer_last=None, defer_bytes=0)),
                     Facts(mesh=mesh, microbatch_size=1))

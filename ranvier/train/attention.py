@@ -40,7 +40,7 @@ def kernel_seconds(run: ResolvedRun, device: torch.device) -> dict[Kernel, float
     model = run.model
     if is_object_name(model.family) or is_object_name(run.data.task):
         return {}
-    shape = (run.row_microbatch_size, max(1, model.heads // run.mesh.col), families.tokens_of(run),
+    shape = (run.row_microbatch_size, max(1, model.heads // run.mesh.feature_parts), families.tokens_of(run),
              model.head_dim or model.hidden // model.heads)
     values = torch.linspace(-1, 1, math.prod(shape), device=device).to(DTYPES[run.precision])  # draws no random numbers
     q, k, v = (values.roll(number).view(shape).requires_grad_() for number in range(3))

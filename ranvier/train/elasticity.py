@@ -16,6 +16,7 @@ from ranvier.data.task import Prepared
 from ranvier.elastic.change import Change
 from ranvier.elastic.controller import DecisionFacts
 from ranvier.elastic.freezing import FreezePolicy, FrozenLayers
+from ranvier.elastic.mesh_candidates import StageMemory
 from ranvier.elastic.named_policy import controller_of
 from ranvier.elastic.similarity import similarity_loss
 from ranvier.elastic.state import ElasticState, Similarities, StepFigures
@@ -46,7 +47,7 @@ class Elasticity:
         self.controller = controller_of(run, data.epoch_samples, policy=policy, eval_samples=len(data.eval))
         self._compares_outputs = bool(getattr(self.controller.policy, "needs_activations", False))
         if self._compares_outputs:
-            check_samples(data.eval, run.mesh.row, self.controller.policy_text)
+            check_samples(data.eval, run.mesh.microbatch_parts, self.controller.policy_text)
         self.state = self.controller.initial()
         self.caching = Caching(run, data, tell)
         self.num_ranks = run.mesh.size
@@ -167,7 +168,7 @@ class Elasticity:
         sizes = [row["device_bytes"] for row in measured if row["device_bytes"] is not None]
         changes = None
         if similarities is not None:
-            if before and len(before[0]) != now.run.mesh.row:
+            if before and len(before[0]) != now.run.mesh.microbatch_parts:
                 before = None  # they were of other samples: each row has its own
             changes = tuple(nan if before is None else similarity_loss(layer, before[number])
                             for number, layer in enumerate(similarities))
@@ -180,8 +181,9 @@ class Elasticity:
             present=present, frozen=now.frozen, stages=now.engine.stage_of_layers(),
             stage_seconds=stage_seconds(now, measured), activation_change=changes, similarities=similarities,
             blocks=lambda: measured_blocks(now, measured, self.controller.profile(self.state)),
-            problem=lambda run, frozen: budget(frozen).problem(run),
-            stage_memory=lambda frozen: budget(frozen).stage_memory(), caches=self.caching.wanted)
+            problem=lambda run, frozen: budget(frozen).problem(run), caches=self.caching.wanted,
+            stage_memory=lambda frozen: StageMemory(limit_bytes=min(sizes, default=None),
+                                                    needed=budget(frozen).stage_bytes))
 
     def _report(self, step: int, notes: Sequence[Note]) -> None:
         for note in notes:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ranvier.errors import RanvierError
-from ranvier.mesh import AXES, Mesh
+from ranvier.mesh import Mesh
 from ranvier.system.atomic_file import write_atomically
 from ranvier.system.untrusted_file import append_file, open_regular_file
 from ranvier.train.events import EndEvent, EvalEvent, Event, NoteEvent, StartEvent, StepEvent, TransitionEvent
@@ -100,12 +100,7 @@ def step_fields(event: StepEvent) -> dict[str, object]:
 
 def mesh_fields(mesh: Mesh) -> dict[str, int]:
     """Axis -> size, as JSON can hold it."""
-    return {axis: getattr(mesh, axis) for axis in AXES}
-
-
-def mesh_text(mesh: Mesh) -> str:
-    """The mesh for headings: row and col only where they are used."""
-    return str(mesh) if mesh.stage_size > 1 else f"data {mesh.data} x pipe {mesh.pipe}"
+    return mesh.sizes
 
 
 class MetricsFile(LineFile):

@@ -453,7 +453,7 @@ class Training:
             self._page.finish(summary, timelines, run.mesh, predicted, on_cpu=world.device.type == "cpu")
             pictures = [self._page.path, *pictures]
             report = report_text(predicted, summary["memory"],
-                                 lambda rank: run.mesh.coordinates(rank).pipe) if run.memory_report else None
+                                 lambda rank: run.mesh.coordinates(rank).pipeline_rank) if run.memory_report else None
             note = None if text is None else expectation(summary["eval_loss"], frequency_entropy(self.data.train))
             self.outputs.event(EndEvent(step=self.done, summary=summary, sample=text, pictures=pictures,
                                         sample_note=note, report=report))
@@ -519,7 +519,8 @@ class Training:
                 if self._has_begun:
                     self.saving.checkpoints.close(_LAST_WRITE_SECONDS)
                 old.engine.abandon()
-            agreement = self.survival.agree(error, self.elastic.controller.change_to)
+            agreement = self.survival.agree(error, partial(
+                self.elastic.controller.change_to, schedule=self.elastic.state.schedule))
             try:
                 self.survival.connect(agreement)
                 self._go_back(agreement)
@@ -674,6 +675,9 @@ class Training:
                                            global_size=self.run.samples_of(1),
                                            microbatch_size=self.run.batch.microbatch_size,
                                            stages=str(self.engine.stages), wish=change.wish))
+        own = replace(change, schedule=None).applied(self._asked)
+        if text := schedule_note(own, self.run):
+            self.outputs.event(NoteEvent(step=self.done, event="schedule", text=text))
         self.requests.current = None
         if back_to is None:
             for ended in ended_ties(None if old is None else old.engine.layout, self.engine.layout, self.done):

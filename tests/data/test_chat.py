@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import sys
 from dataclasses import replace
@@ -101,6 +102,26 @@ def test_a_template_may_mark_what_the_assistant_writes(tmp_path):
     (tmp_path / "other.jinja").write_text(MARKED)
     other = ChatTokenizer(tokenizer_in(tmp_path / "tok"), tmp_path / "other.jinja")
     assert encode(other, TALK)[0] == encode(tokenizer, TALK)[0] and other.fingerprint == tokenizer.fingerprint
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_tokenizers_folder_has_its_own_files(tmp_path, name, kind):
+    """They are copied into the run's folder; what others have there is not."""
+    folder = tokenizer_in(tmp_path / "tok")
+    path = folder / name
+    if path.exists():
+        path.rename(tmp_path / "elsewhere")
+    else:
+        (tmp_path / "elsewhere").write_text("{}")
+    if kind == "link":
+        path.symlink_to(tmp_path / "elsewhere")
+    else:
+        os.mkfifo(path)
+    with pytest.raises(DataError) as refused:
+        ChatTokenizer(folder)
+    assert refused.value.where in (str(folder), "data.tokenizer")
+    assert name == "tokenizer.json" or name in str(refused.value.value)
 
 
 def test_templates_that_cannot_be_used_are_named(tmp_path, monkeypatch):

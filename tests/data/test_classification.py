@@ -137,8 +137,8 @@ def test_a_changed_array_in_the_cache_is_refused(tmp_path):
 def test_fewer_samples_than_a_batch_and_not_ascii(tmp_path, count):
     prepared = prepare(made(tmp_path, [(f"größe 中文 {number} \u2028 🙂", number % 2) for number in range(count)]))
     assert len(prepared.train) + len(prepared.eval) == count and len(prepared.eval) == 1
-    loader = Loader(prepared.train, Sampler(len(prepared.train), 0), global_size=8, microbatch_size=3, row=1,
-                    num_rows=2)
+    loader = Loader(prepared.train, Sampler(len(prepared.train), 0), global_size=8, microbatch_size=3, part=1,
+                    num_parts=2)
     taken = loader.microbatches(0)
     assert sum(len(microbatch.samples) for microbatch in taken) == 2 + 2 + 1
     assert taken[0].targets.shape == (2,) and taken[0].targets[1] == IGNORED

@@ -369,8 +369,8 @@ def test_squad_is_asked_for_by_its_name(tmp_path, monkeypatch):
 
 def test_the_loader_fills_up_with_windows_that_do_not_count(tmp_path):
     prepared = prepare(made(tmp_path, many(2), many(1, words=3)))
-    loader = Loader(prepared.eval, Sampler(len(prepared.eval), None), global_size=4, microbatch_size=4, row=1,
-                    num_rows=2, total=1)
+    loader = Loader(prepared.eval, Sampler(len(prepared.eval), None), global_size=4, microbatch_size=4, part=1,
+                    num_parts=2, total=1)
     batch, = loader.microbatches(0)
     assert batch.targets["start"].tolist() == [IGNORED] and batch.inputs["ids"].shape == (1, 12)
     scoring = prepared.scoring()

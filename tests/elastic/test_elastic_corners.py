@@ -201,7 +201,7 @@ def changing_nothing(monkeypatch, through):
 
     def there_and_back(training, back, save=False):
         if through is not None:
-            change(training, replace(back, data=through.data, pipe=through.pipe, boundaries=None))
+            change(training, replace(back, mesh=through.sizes, boundaries=None))
         if training.now is not None:  # the others are idle, and hear of it
             change(training, back, save)
 

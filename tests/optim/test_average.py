@@ -104,8 +104,8 @@ def test_parameters_are_their_averages_inside_and_themselves_afterwards(tmp_path
     def work(engine, looks):
         train(engine, 2)
         loader = Loader(SAMPLES, Sampler(len(SAMPLES), None), global_size=8, microbatch_size=2, total=8,
-                        replica=engine.coordinates.data, num_replicas=mesh.data, row=engine.coordinates.row,
-                        num_rows=mesh.row, needs_inputs=engine.is_first_stage, needs_targets=engine.is_last_stage)
+                        replica=engine.coordinates.data, num_replicas=mesh.data, part=engine.coordinates.row,
+                        num_parts=mesh.row, needs_inputs=engine.is_first_stage, needs_targets=engine.is_last_stage)
         inside = None
         if looks:
             with engine.averaged():

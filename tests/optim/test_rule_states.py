@@ -141,7 +141,7 @@ def test_memory_is_predicted_to_the_byte(algorithm, mesh, options, precision):
         def total(memory):
             return sum(memory[place].get(name, 0) for place in memory for name in ("master", "moments"))
 
-        most = max((memory for memory, at in found if at.pipe == entry.pipe), key=total)
+        most = max((memory for memory, at in found if at.pipe == entry.pipeline_rank), key=total)
         for place in ("device", "host"):
             for category in ("gradients", "master", "moments", "buckets", "staging"):
                 assert most[place].get(category, 0) == getattr(entry, place).get(category, 0), (place, category)

@@ -224,7 +224,7 @@ def test_counting_leaves_forwards_of_other_threads_alone():
 @given(st.lists(st.integers(1, 30), min_size=8, max_size=24), st.sampled_from(["v-shape", "interleaved"]))
 def test_ranks_with_several_stages_have_equal_work(costs, how):
     """No less equal than where stages alone are equal, and within a block of the best that there can be."""
-    placement = StagePlacement(pipe=2, per_rank=2, how=how)
+    placement = StagePlacement(num_ranks=2, per_rank=2, how=how)
 
     def largest(boundaries):
         stages = [sum(costs[start:stop]) for start, stop in pairwise((0, *boundaries, len(costs)))]

@@ -223,7 +223,7 @@ class Ranks:
         for rank in range(self.mesh.size):
             at = self.mesh.coordinates(rank)
             self.parameters.append({layout.key(one): nn.Parameter(torch.full(
-                [stop - start for start, stop in layout.box(one, at.row, at.col)], torch.nan, dtype=torch.float64),
+                [stop - start for start, stop in layout.box(one, at.position)], torch.nan, dtype=torch.float64),
                 requires_grad=trainable) for one in layout.parameters if one.block in layout.blocks(at.pipe)})
             self.ends.append(TiedParameters(ties_of(layout, rank, self.parameters[-1]), self.messages[rank],
                                             partial(self.send, rank), partial(self.wait, rank)))
@@ -247,7 +247,7 @@ class Ranks:
             if at.pipe == key[0]:
                 one = next(one for one in self.layout.parameters
                            if one.block in self.layout.blocks(at.pipe) and self.layout.key(one) == key[1])
-                box = self.layout.box(one, at.row, at.col)
+                box = self.layout.box(one, at.position)
                 yield one, at, self.parameters[rank][key[1]], tuple(slice(*part) for part in box)
 
     def exchange_gradients(self, batch):

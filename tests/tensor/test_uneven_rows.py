@@ -293,7 +293,7 @@ def errors(world: World, scheme: str) -> list[float]:
     reference.forward_backward(BATCHES[0])
     found = []
     for name, gradient in engine.gradients().items():
-        box = engine.layout.box(engine.layout[name], engine.coordinates.row, engine.coordinates.col)
+        box = engine.layout.box(engine.layout[name], engine.coordinates.position)
         expected = reference.gradients()[name][tuple(slice(*edges) for edges in box)]
         found.append(float((gradient - expected).norm() / (1 + expected.norm())))
     engine.close()

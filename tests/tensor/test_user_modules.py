@@ -292,6 +292,10 @@ REFUSED = {
     "a weight by its dict": (MLP(lambda block, x: block.method(x) * block.up._parameters.get("weight").norm()),
                              "weight of a layer"),
     "a copied dict": (MLP(lambda block, x: block.method(x) * block.up._parameters.copy()["bias"].norm()), "parameters"),
+    "a dict": (MLP(lambda block, x: block.method(x) * dict(block.up._parameters)["weight"].norm()), "weight of"),
+    "unpacked": (MLP(lambda block, x: block.method(x) * {**block.up._parameters}["weight"].norm()), "weight of"),
+    "the method of dict": (MLP(lambda block, x: block.method(x) * dict.__getitem__(
+        block.up._parameters, "weight").norm()), "dict' objects doesn't apply"),
     "all weights": (MLP(lambda block, x: block.method(x) * sum(p.norm() for p in block.parameters())), "parameters"),
     "another's parameter": (MLP(lambda block, x: x * block.own, lambda block: setattr(
         block, "own", nn.Parameter(torch.ones(HIDDEN)))), "parameter 1.own"),

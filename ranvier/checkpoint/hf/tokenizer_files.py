@@ -74,13 +74,7 @@ def _import_wordpiece(model: Path, path: Path) -> tuple[int, str | None]:
 def import_files_beside(model: Path, folder: Path, tell: Callable[[str], None]) -> None:
     """Copy the generation configuration and what else a language model has beside its tokenizer. Without a generation
     configuration, one is written with the ends of texts that config.json names."""
-    for name in _BESIDE:
-        if (model / name).exists():
-            path = own_file(model, name)
-            if path.stat().st_size > _MOST_BYTES:
-                tell(f"left out: {model / name} is larger than any")
-            else:
-                shutil.copyfile(path, folder / name)
+    _copy_files_beside(model, folder, tell)
     if not (folder / GENERATION).exists():
         document: Any = read_json(own_file(model, "config.json"), _MOST_BYTES)
         ends = {key: document[key] for key in _ENDS if document.get(key) is not None}
@@ -88,11 +82,10 @@ def import_files_beside(model: Path, folder: Path, tell: Callable[[str], None]) 
             (folder / GENERATION).write_text(json.dumps(ends, indent=2) + "\n", encoding="utf-8")
 
 
-def export_files_beside(folder: Path, tokenizer: Path) -> dict[str, object]:
-    """The inverse, from the folder of the tokenizer that is exported. Returns the ends of texts, for config.json."""
-    for name in _BESIDE:
-        if (tokenizer.parent / name).is_file():
-            shutil.copyfile(tokenizer.parent / name, folder / name)
+def export_files_beside(folder: Path, tokenizer: Path, tell: Callable[[str], None]) -> dict[str, object]:
+    """The inverse, from the folder of the tokenizer that is exported. Returns the ends of texts, for config.json.
+    CheckpointError for a link that leads out of that folder."""
+    _copy_files_beside(tokenizer.parent, folder, tell)
     if not (folder / GENERATION).exists():
         return {}
     try:
@@ -101,6 +94,16 @@ def export_files_beside(folder: Path, tokenizer: Path) -> dict[str, object]:
     except (ValueError, TypeError) as error:
         raise DataError("is not a JSON object", where=str(tokenizer.parent / GENERATION), value=str(error),
                         remedy="Take it from where the model comes from, or delete it.") from error
+
+
+def _copy_files_beside(source: Path, folder: Path, tell: Callable[[str], None]) -> None:
+    for name in _BESIDE:
+        if (source / name).exists():
+            path = own_file(source, name)
+            if path.stat().st_size > _MOST_BYTES:
+                tell(f"left out: {source / name} is larger than any")
+            else:
+                shutil.copyfile(path, folder / name)
 
 
 def export_tokenizer(folder: Path, path: Path, config: Transformer) -> dict[str, object]:
