@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from ranvier.pipeline.microbatch import Microbatch as Microbatch
     from ranvier.pipeline.microbatch import microbatches as microbatches
     from ranvier.pipeline.result import BatchResult as BatchResult
+    from ranvier.plan.plan import Plan as Plan
     from ranvier.train.loop import train as train
     from ranvier.world import World as World
 
@@ -73,6 +74,7 @@ _HOMES = {
     "ranvier.pipeline.engine": ("Engine",),
     "ranvier.pipeline.microbatch": ("Microbatch", "microbatches"),
     "ranvier.pipeline.result": ("BatchResult",),
+    "ranvier.plan.plan": ("Plan",),
     "ranvier.train": ("train",),
     "ranvier.world": ("World",),
 }

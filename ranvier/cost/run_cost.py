@@ -18,14 +18,14 @@ from ranvier.config.run import Run
 from ranvier.cost.blocks import BlockCost
 from ranvier.cost.count import device_kind, recomputed_runs
 from ranvier.cost.hardware import Cluster
-from ranvier.cost.limits import run_limits
 from ranvier.cost.step import Cost, ElementBytes, PipelineNumbers, StageWork, Step, step_cost, step_pipeline
 from ranvier.cost.volume import SplitLayer
 from ranvier.models import families
 from ranvier.optim.average import averages_of
 from ranvier.optim.rules import rules_of, states_per_element, update_flops
-from ranvier.pipeline.block_costs import build_on_meta
-from ranvier.pipeline.build import global_parameters
+from ranvier.plan.block_costs import build_on_meta
+from ranvier.plan.cut import global_parameters
+from ranvier.plan.limits import run_limits
 from ranvier.precision import DTYPES, is_half, reduce_dtype, sum_dtype, wide
 from ranvier.schedule.policies import policy_named
 from ranvier.tensor.layers import Embedding, Linear, SharedInputLinear, VocabularyLinear
@@ -35,18 +35,18 @@ def run_cost(run: ResolvedRun, cluster: Cluster, stages: Sequence[Sequence[Block
              others: bool = False) -> Cost:
     """Of a run with these blocks on each stage, counted for its microbatch on its tensor mesh. exact, others: as for
     `step_cost`."""
-    return step_cost(step_of(run, stages), cluster, exact=exact, others=others)
+    return step_cost(step_of(run, stages, cluster), cluster, exact=exact, others=others)
 
 
 def run_pipeline(run: ResolvedRun, cluster: Cluster, stages: Sequence[Sequence[BlockCost]]) -> PipelineNumbers:
     """What the simulator needs of such a run."""
-    return step_pipeline(step_of(run, stages), cluster)
+    return step_pipeline(step_of(run, stages, cluster), cluster)
 
 
-def step_of(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]]) -> Step:
-    """One step of the run."""
+def step_of(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], cluster: Cluster | None = None) -> Step:
+    """One step of the run; cluster: as for `run_limits`."""
     recomputed = recomputed_runs(run, stages)
-    limits = run_limits(run, stages, recomputed)
+    limits = run_limits(run, stages, recomputed, cluster)
     dtype, optim = DTYPES[run.precision], run.optim
     state_bytes = wide(dtype).itemsize
     formats = ElementBytes(

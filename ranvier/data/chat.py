@@ -63,8 +63,9 @@ class Chat(Task):
         """What is wrong with the settings, the tokenizer's folder and the columns; one row of each file is read."""
         found: list[RanvierError] = [*text_only(run.data)]
         if run.data.mixture and run.data.eval is not None:
-            found.append(DataError("is not used with data.mixture, of which each part holds out a tenth",
-                                   where="data.eval", value=run.data.eval, remedy="Leave --data.eval out."))
+            found.append(DataError("is not used with `data.mixture`, of which each part holds out a tenth",
+                                   code="eval-with-mixture", where="data.eval", value=run.data.eval,
+                                   remedy="Leave `--data.eval` out."))
         try:
             sources = sources_of(run.data, run.data.train or "")
         except DataError as problem:
@@ -137,8 +138,8 @@ def tokenizer_folder(run: Run, progress: Progress | None = None) -> Path | None:
         path = Path(run.model.pretrained).expanduser()
         return path if progress is None and path.is_dir() else (
             None if progress is None else folder_of(run.model.pretrained, cache_folder(run), progress))
-    raise DataError("has no chat template", where="data.tokenizer", value=run.data.tokenizer,
-                    remedy="Name the folder of a chat model's tokenizer.")
+    raise DataError("has no chat template", code="tokenizer-without-chat-template", where="data.tokenizer",
+                    value=run.data.tokenizer, remedy="Name the folder of a chat model's tokenizer.")
 
 
 def _number_problems(run: Run, folder: Path) -> list[RanvierError]:
@@ -168,7 +169,8 @@ def open_conversations(name: str, setting: str) -> Table:
     if is_data_set(name) or is_saved(path):
         return open_dataset(name, split, f"data.{setting}", FORM)
     if path.suffix.lower() not in (*JSON_LINES, *PARQUET):
-        raise DataError("is not a table of conversations", where=f"data.{setting}", value=name, remedy=f"Give {FORM}.")
+        raise DataError("is not a table of conversations", code="not-conversations", where=f"data.{setting}",
+                        value=name, remedy=f"Give {FORM}.")
     with readable_file(path, setting, FORM):
         return open_file(path, name)
 
@@ -187,9 +189,10 @@ def conversation_of(row: Row, column: str = "messages") -> Conversation:
     """The conversation in a row. column: of its messages. DataError, with the place, for a row that has none."""
     refused = next((name for name in _REFUSED if row.values.get(name) is not None), None)
     if refused is not None:
-        raise DataError(f"has a column {refused} of a conversation, which has no effect here", where=row.place,
-                        value=repr(row.values[refused])[:80], remedy="Leave the column out of the data set; `weight` "
-                        "and `train` belong to messages, functions into `tools`.")
+        raise DataError(f"has a column {refused} of a conversation, which has no effect here",
+                        code="column-without-effect", where=row.place, value=repr(row.values[refused])[:80],
+                        remedy="Leave the column out of the data set; `weight` and `train` belong to messages, "
+                               "functions into `tools`.")
     messages = _messages(row, column)
     unlearnt = frozenset(number for number, message in enumerate(messages) if not _is_learnt(message, row.place))
     tools = _of_kind(row, _TOOLS, list, 'Give a list of JSON schemas, for example [{"type": "function", ...}].')
@@ -206,7 +209,8 @@ def _of_kind(row: Row, column: str, kind: type, remedy: str) -> Any:
         with suppress(ValueError):
             value = parse_json(value)
     if value and not isinstance(value, kind):
-        raise DataError(f"has {column} of another kind", where=row.place, value=repr(value)[:80], remedy=remedy)
+        raise DataError(f"has {column} of another kind", code="column-of-other-kind", where=row.place,
+                        value=repr(value)[:80], remedy=remedy)
     return value
 
 
@@ -215,11 +219,13 @@ def _is_learnt(message: Message, place: str) -> bool:
     for key, values in _LEARNT.items():
         value = message.get(key, values[1])
         if not isinstance(value, (bool, int, float)) or value not in values:
-            raise DataError(f"has a message whose `{key}` is none of {values[0]} and {values[1]}", where=place,
-                            value=value, remedy="A turn is learnt or not: there are no weights between.")
+            raise DataError(f"has a message whose `{key}` is none of {values[0]} and {values[1]}",
+                            code="message-weight", where=place, value=value,
+                            remedy="A turn is learnt or not: there are no weights between.")
         if value and key in message and message["role"] != "assistant":
-            raise DataError(f"has a message with `{key}` {value} which is not the assistant's", where=place,
-                            value=message["role"], remedy="Leave it out: only what the assistant writes is learnt.")
+            raise DataError(f"has a message with `{key}` {value} which is not the assistant's",
+                            code="weight-of-other-role", where=place, value=message["role"],
+                            remedy="Leave it out: only what the assistant writes is learnt.")
         if not value:
             return False
     return True
@@ -231,17 +237,19 @@ def _messages(row: Row, column: str) -> list[Message]:
     value = row.values[column]
     remedy = 'Give a list of messages, for example [{"role": "user", "content": "..."}, ...].'
     if not isinstance(value, list) or not value:
-        raise DataError("is no conversation", where=row.place, value=repr(value)[:80], remedy=remedy)
+        raise DataError("is no conversation", code="not-a-conversation", where=row.place, value=repr(value)[:80],
+                        remedy=remedy)
     found: list[Message] = []
     for message in value:
         if isinstance(message, dict) and {"from", "value"} <= message.keys():
-            raise DataError("has a message with `from` and `value`", where=row.place, value=repr(message)[:80],
+            raise DataError("has a message with `from` and `value`", code="message-from-value", where=row.place,
+                            value=repr(message)[:80],
                             remedy="Rename `from` role (human: user, gpt: assistant) and `value` content.")
         has_content = isinstance(message, dict) and (
             message.get("content") is not None or bool(message.get("tool_calls")))
         if not has_content or not isinstance(message.get("role"), str):
-            raise DataError("has a message without `role` and `content`", where=row.place, value=repr(message)[:80],
-                            remedy=remedy)
+            raise DataError("has a message without `role` and `content`", code="message-without-role", where=row.place,
+                            value=repr(message)[:80], remedy=remedy)
         # A template may look for `content` without asking whether it is there.
         found.append({key: part for key, part in message.items() if part is not None or key == "content"})
     return found
@@ -283,8 +291,8 @@ def _stored(run: Run, source: Source, folder: Path, tokenizer: ChatTokenizer, pr
         for name, part, told in (("eval", held, held_counts), ("train", train, counts)):
             if not part:
                 raise DataError("has too few conversations to train on some and hold out others",
-                                where=f"data.train {source.name}", value=len(train) + len(held),
-                                remedy="Give at least two, or more in --data.eval.")
+                                code="too-few-conversations", where=f"data.train {source.name}",
+                                value=len(train) + len(held), remedy="Give at least two, or more in `--data.eval`.")
             _write(place / name, part, told, tokenizer.vocab)
 
     return made_once(place, make, progress)
@@ -341,8 +349,9 @@ def _all(name: str, setting: str, column: str | None, encode: Callable[[list[Con
                     longest=max((one.size - 1 for one in found), default=0))
     if not kept:
         raise DataError("has no conversation in which the assistant says something" + (
-            f" within model.sequence {sequence}" if counts.too_long else ""), where=f"data.{setting} {name}",
-                        value=len(found), remedy="Give more conversations, or a longer --model.sequence.")
+            f" within `model.sequence` {sequence}" if counts.too_long else ""), code="nothing-said",
+                        where=f"data.{setting} {name}", value=len(found),
+                        remedy="Give more conversations, or a longer `--model.sequence`.")
     return kept, counts
 
 
@@ -376,8 +385,8 @@ class Counts:
         if left_out <= _WARNED_SHARE * self.samples:
             return None
         return DataError(f"leaves out {left_out / self.samples:.1%} of its samples: {self.text(sequence)}",
-                         where=setting, value=left_out,
-                         remedy=f"Set a longer --model.sequence: all of it fits into {self.longest}." if self.too_long
+                         code="samples-left-out", where=setting, value=left_out,
+                         remedy=f"Set a longer `--model.sequence`: all of it fits into {self.longest}." if self.too_long
                          else "Leave conversations without answers out of the data set.")
 
 

@@ -27,11 +27,12 @@ from ranvier.block import Loss, State, carried, named, wrapping_hint
 from ranvier.errors import ModelError, RanvierError
 from ranvier.pipeline import hooked_states
 from ranvier.pipeline.autocast import casting
-from ranvier.pipeline.block_costs import loss_parts
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.result import KeptOutputs
 from ranvier.pipeline.segment import Segment
 from ranvier.pipeline.shared_memory import SharedMemory, sharing, unmarked
+from ranvier.plan.block_costs import loss_parts
+from ranvier.plan.recomputation import runs_of
 from ranvier.schedule.schedule import Product
 from ranvier.tensor.autograd import Function
 from ranvier.tensor.boundaries import detached_names, with_layouts
@@ -442,18 +443,5 @@ def _compiled_blocks(how: bool | Literal["auto"], gradients: WeightGradients, fo
 
 def _ended(where: str, error: SystemExit) -> ModelError:
     """A rank that left here would leave the others waiting for its messages."""
-    return ModelError("ends the program of this rank while the others wait for it", where=where,
+    return ModelError("ends the program of this rank while the others wait for it", code="block-exits", where=where,
                       value=f"sys.exit({error.code!r})", remedy="Raise an error that says what is wrong.")
-
-
-def runs_of(num_blocks: int, segments: Sequence[range]) -> list[tuple[range, bool]]:
-    """Blocks in order, as recomputed segments and single blocks between them; True where recomputed."""
-    inside = {place: segment for segment in segments for place in segment}
-    runs: list[tuple[range, bool]] = []
-    for place in range(num_blocks):
-        segment = inside.get(place)
-        if segment is None:
-            runs.append((range(place, place + 1), False))
-        elif place == segment.start:
-            runs.append((segment, True))
-    return runs

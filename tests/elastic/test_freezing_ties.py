@@ -22,8 +22,9 @@ from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
 from ranvier.models.llama import llama
 from ranvier.models.lora import with_adapters
-from ranvier.pipeline.build import build_on_meta, global_parameters
+from ranvier.pipeline.build import build_on_meta
 from ranvier.pipeline.engine import Engine
+from ranvier.plan.cut import global_parameters
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
 from tests.checkpoint.anywhere import CONFIG, GLOBAL_SIZE, LLAMA, SEED
@@ -95,12 +96,12 @@ def step_of(layouts, number):
         return None
     mesh, at = engine.mesh, engine.coordinates
     loader = Loader(SAMPLES, Sampler(len(SAMPLES), SEED), global_size=GLOBAL_SIZE, microbatch_size=2,
-                    replica=at.data, num_replicas=mesh.data, row=at.row, num_rows=mesh.row,
+                    replica=at.data, num_replicas=mesh.data, part=at.row, num_parts=mesh.row,
                     needs_inputs=engine.is_first_stage, needs_targets=engine.is_last_stage)
     engine.learning_rate = RATE
     result = engine.forward_backward(loader.microbatches(number))
     ends = engine.layout.ends_on(at.pipe)
-    gradients = {name: (engine.layout[name].shape, engine.layout.box(ends[name], at.row, at.col), gradient.clone())
+    gradients = {name: (engine.layout[name].shape, engine.layout.box(ends[name], at.position), gradient.clone())
                  for name, gradient in engine.gradients().items()}
     engine.step(result)
     return result.loss, gradients

@@ -109,3 +109,16 @@ def segments_of(layers: Sequence[range], interval: int) -> list[range]:
             found.append(layer)
             lengths.append(1)
     return found
+
+
+def runs_of(num_blocks: int, segments: Sequence[range]) -> list[tuple[range, bool]]:
+    """Blocks in order, as recomputed segments and single blocks between them; True where recomputed."""
+    inside = {place: segment for segment in segments for place in segment}
+    runs: list[tuple[range, bool]] = []
+    for place in range(num_blocks):
+        segment = inside.get(place)
+        if segment is None:
+            runs.append((range(place, place + 1), False))
+        elif place == segment.start:
+            runs.append((segment, True))
+    return runs
