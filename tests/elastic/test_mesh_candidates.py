@@ -178,7 +178,7 @@ def asked(monkeypatch, now, first=None, **options):
     situations = {}
 
     def spy(situation):
-        situations[situation.data, situation.pipe] = situation
+        situations[situation.num_replicas, situation.pipeline_size] = situation
         return best_cut(situation)
 
     work = measured_blocks(now, rows(now.run.mesh))
