@@ -187,7 +187,7 @@ def test_settings_within_sentences_exist():
 
 def test_there_are_commands_to_look_at():
     count = {name(page): len(commands(page.read_text())) for page in PAGES}
-    assert sum(count.values()) > 90 and count["docs/planner.md"] == 6 and count["README.md"] >= 10
+    assert sum(count.values()) > 90 and count["docs/planner.md"] >= 6 and count["README.md"] >= 10
 
 
 MISTAKES = [

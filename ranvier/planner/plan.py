@@ -151,17 +151,18 @@ def _check(request: Request, clusters: Sequence[Cluster]) -> None:
     several = len(clusters) > 1 or bool(request.what_if)
     for where, value in (("--out", request.out), ("--out-html", request.out_html), ("--measure", request.measure)):
         if several and value:
-            raise ConfigError("is for one plan, and several clusters are compared", where=where, value=str(value),
+            raise ConfigError("is for one plan, and several clusters are compared", code="comparison-with-output",
+                              where=where, value=str(value),
                               remedy="Leave it out here, and plan again for the cluster that you choose.")
     if request.launcher is not None and request.out is None:
-        raise ConfigError("needs a run file to start", where="--launcher", value=request.launcher,
-                          remedy="Give --out FILE.toml, too.")
+        raise ConfigError("needs a run file to start", code="launcher-without-out", where="--launcher",
+                          value=request.launcher, remedy="Give `--out FILE.toml`, too.")
     if request.goal is not None and request.goal.budget is not None:
         for cluster in clusters:
             if cluster.price_per_hour is None:
-                raise ConfigError(f"needs to know what a device of {cluster.name} costs", where="--budget",
-                                  value=request.goal.budget, remedy="Write price_per_hour = DOLLARS (of a device) into "
-                                                                    "the cluster's file.")
+                raise ConfigError(f"needs to know what a device of {cluster.name} costs", code="budget-without-price",
+                                  where="--budget", value=request.goal.budget,
+                                  remedy="Write price_per_hour = DOLLARS (of a device) into the cluster's file.")
 
 
 def _search(run: Run, cluster: Cluster, ranks: int, request: Request) -> SearchResult:

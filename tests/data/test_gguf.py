@@ -27,7 +27,7 @@ transformers = pytest.importorskip("transformers")
 
 from tests.checkpoint.test_hf_llama import TEXT, published_tokenizer  # noqa: E402
 from tests.data.gguf_files import Q8, SIZES, byte_level, ids, sentence_piece_of, write_gguf  # noqa: E402
-from tests.errors import raises
+from tests.errors import raises  # noqa: E402
 
 LLAMA3 = dict(rope_type="llama3", rope_theta=500000.0, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=8192)

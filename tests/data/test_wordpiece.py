@@ -10,7 +10,6 @@ import pytest
 
 from ranvier.data import wordpiece
 from ranvier.data.wordpiece import WordPiece
-from ranvier.errors import DataError
 from tests.errors import raises
 
 VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "fine", "film", "a", "##s", "joy"]
@@ -75,7 +74,7 @@ def tokenizer_json(**changes):
     (tokenizer_json(normalizer__lowercase=1), "lowercase is 1"),
     (tokenizer_json(model__vocab={"[PAD]": 0, "[CLS]": 2}), "not numbered from 0 without a gap"),
     (tokenizer_json(model__vocab={"[PAD]": 0, "[CLS]": 10**20}), "not numbered from 0 without a gap"),
-    (tokenizer_json(model__vocab={"[PAD]": 0, "[CLS]": 1}), r"it has no \[UNK\], \[SEP\]")])
+    (tokenizer_json(model__vocab={"[PAD]": 0, "[CLS]": 1}), "it has no [UNK], [SEP]")])
 def test_damaged_tokenizers(tmp_path, text, reason):
     (tmp_path / "tokenizer.json").write_text(text)
     with raises("not-wordpiece", reason):
@@ -85,8 +84,8 @@ def test_damaged_tokenizers(tmp_path, text, reason):
 def test_folders_without_their_tokenizer(tmp_path):
     with raises("wordpiece-missing"):
         wordpiece.from_folder(tmp_path)
-    for vocab, reason in (([*VOCAB, "fine"], "a token twice"), (VOCAB[1:], "it has no .PAD.")):
-        with pytest.raises(DataError, match=reason):
+    for vocab, reason in (([*VOCAB, "fine"], "a token twice"), (VOCAB[1:], "it has no [PAD]")):
+        with raises("not-wordpiece", reason):
             wordpiece.from_folder(model_folder(tmp_path / "model", vocab))
     (tmp_path / "model" / "vocab.txt").write_bytes(b"\xff")
     with raises("not-wordpiece"):

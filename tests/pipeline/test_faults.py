@@ -104,7 +104,7 @@ def test_a_deferred_product_that_raises(monkeypatch):
     assert "actions so far: F0 B0 >W0<" in text_of(caught.value)
 
 
-def raises(outputs, targets):
+def without_loss(outputs, targets):
     if (outputs[0, 0] > 50).item():
         raise ValueError("no loss")
     return squared(outputs, targets)
@@ -113,7 +113,7 @@ def raises(outputs, targets):
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=2)], ids=str)
 def test_a_loss_that_raises(mesh):
     with pytest.raises(ValueError, match="no loss") as caught:
-        train(partial(chain, Passes, Passes, loss=raises), marked([[1] * 3], 1), mesh,
+        train(partial(chain, Passes, Passes, loss=without_loss), marked([[1] * 3], 1), mesh,
               pipeline=Pipeline(policy="gpipe"))
     text = text_of(caught.value)
     assert "in the loss of microbatch 1" in text and "actions so far: F0 >F1<" in text
