@@ -171,10 +171,10 @@ def test_commands_within_sentences_exist(monkeypatch):
 
 
 def test_settings_within_sentences_exist():
-    """--section.name, and a value after it where it is one word; docs/experiments.md tells of earlier ones, too."""
+    """--section.name, and a value after it where it is one word; docs/experiments tells of earlier ones, too."""
     problems = []
     for page in PAGES:
-        for span in spans(page.read_text()) if page.name != "experiments.md" else []:
+        for span in spans(page.read_text()) if page.parent.name != "experiments" else []:
             for negated, flag, value in re.findall(r"--(no-)?([a-z]+\.[a-z][\w-]*)(?: ([\w-]+)$)?", span):
                 setting = read.settings().get(flag.replace("-", "_"))
                 if setting is None or (negated and not setting.is_yes_no):
@@ -187,7 +187,7 @@ def test_settings_within_sentences_exist():
 
 def test_there_are_commands_to_look_at():
     count = {name(page): len(commands(page.read_text())) for page in PAGES}
-    assert sum(count.values()) > 90 and count["docs/planner.md"] == 6 and count["README.md"] >= 10
+    assert sum(count.values()) > 90 and count["docs/planner.md"] >= 6 and count["README.md"] >= 10
 
 
 MISTAKES = [

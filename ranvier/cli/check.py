@@ -8,7 +8,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
+from ranvier.cli.problems import settings_of
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
 from ranvier.cost.cluster_files import load_cluster
@@ -66,7 +68,7 @@ class Report:
         return {"problems": [as_dict(problem) for problem in self.problems],
                 "warnings": [as_dict(warning) for warning in self.warnings],
                 "stages": [asdict(row) for row in rows],
-                "memory": [{"pipe": entry.pipe, "ranks": entry.ranks, "device": dict(entry.device),
+                "memory": [{"pipe": entry.pipeline_rank, "ranks": entry.ranks, "device": dict(entry.device),
                             "host": dict(entry.host), "device_bytes": entry.device_bytes,
                             "host_bytes": entry.host_bytes} for entry in self.memory],
                 "tensor_mesh": None if self.tensor_mesh is None else asdict(self.tensor_mesh),
@@ -102,8 +104,9 @@ def _machine_warnings(run: ResolvedRun, machine: MachineMemory | None) -> Iterat
     if machine is not None and machine.needed_bytes > machine.available_bytes:
         needed, free = machine.needed_bytes / 2**20, machine.available_bytes / 2**20
         yield ConfigError(f"would not suffice for all {run.mesh.size} ranks: they need {needed:,.0f} MiB, and "
-                          f"{free:,.0f} are free", where="memory of this machine", remedy="In this order: " + "; ".join(
-                              remedies(run, shared=run.launch.device != "cuda")) + ".")
+                          f"{free:,.0f} are free", code="machine-memory-too-small", where="memory of this machine",
+                          remedy="In this order: " + "; ".join(
+remedies(run, shared=run.launch.device != "cuda")) + ".")
 
 
 def _fits(run: ResolvedRun, cluster: Cluster | None, memory: Sequence[RankMemory]) -> bool:
@@ -117,8 +120,9 @@ def _fits(run: ResolvedRun, cluster: Cluster | None, memory: Sequence[RankMemory
 def _too_small(run: ResolvedRun, cluster: Cluster, memory: Sequence[RankMemory]) -> ConfigError | None:
     """What the cluster has too little of for this run: devices, or memory."""
     if run.mesh.size > cluster.num_devices:
-        return ConfigError(f"has more ranks than {cluster.name} has devices ({cluster.num_devices:,})", where="mesh",
-                           value=run.mesh.size, remedy="Choose a smaller mesh, or raise `nodes` in the cluster's file.")
+        return ConfigError(f"has more ranks than {cluster.name} has devices ({cluster.num_devices:,})",
+                           code="mesh-above-cluster", where="mesh", value=run.mesh.size,
+                           remedy="Choose a smaller mesh, or raise `nodes` in the cluster's file.")
     return shortage(run, cluster, memory)
 
 
@@ -133,9 +137,11 @@ def _cluster_line(cluster: Cluster, memory: Sequence[RankMemory]) -> str:
 
 
 def as_dict(problem: RanvierError) -> dict[str, object]:
-    """An error as JSON has it: where, value (text unless JSON can hold it), message, remedy."""
+    """An error as JSON has it: code, where, value (text unless JSON can hold it), message, remedy, and the settings to
+    set, each with its value, or null for any other than now."""
     value = problem.value if isinstance(problem.value, (str, int, float, bool, type(None))) else str(problem.value)
-    return {"where": problem.where, "value": value, "message": problem.what, "remedy": problem.remedy}
+    return {"code": problem.code, "where": problem.where, "value": value, "message": problem.what,
+            "remedy": problem.remedy, "set": settings_of(problem)}
 
 
 def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = None, *,
@@ -161,7 +167,8 @@ def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = N
     if not more and not any(problem.where.startswith(PREVENT_A_CUT) for problem in found):
         try:
             planned = run
-            run, (stages, memory) = first_that_fits(run, laid_out, lambda run, found: _fits(run, place, found[1]))
+            run, (stages, memory) = first_that_fits(
+                run, partial(laid_out, cluster=place), lambda run, found: _fits(run, place, found[1]))
             note = schedule_note(planned, run)
         except RanvierError as problem:
             found.append(problem)
@@ -175,7 +182,7 @@ def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = N
                   warnings=(*warnings(run, chosen, asked), *_machine_warnings(run, machine),
                             *(() if data is None else data.warnings)),
                   stages=stages, memory=memory, tensor_mesh=tensor_mesh_facts(run, ranks_per_node), machine=machine,
-                  schedule=() if stages is None else memory_curve(run, stages),
+                  schedule=() if stages is None else memory_curve(run, stages, place),
                   planned=f"{run.mesh}, microbatches of {run.batch.microbatch_size}" if is_planned else None,
                   schedule_note=note,
                   cluster=_cluster_line(place, memory) if place is not None and memory else "",

@@ -77,6 +77,6 @@ def warning(alias: Alias, origin: str) -> ConfigError | None:
         return None
     where = alias.old if alias.value_of is None else alias.value_of
     new = alias.new.replace("_", "-")
-    return ConfigError(f"is an old spelling, in {origin}, and will be refused by the next release",
+    return ConfigError(f"is an old spelling, in {origin}, and will be refused by the next release", code="old-spelling",
                        where=where.replace("_", "-"), value=None if alias.value_of is None else alias.old,
                        remedy=f"Write {new} instead.")

@@ -150,6 +150,11 @@ def _nothing_is_averaged(run: ResolvedRun) -> str | None:
     return "mesh.data is 1, so no gradients are averaged" if alone else None
 
 
+def _one_replica(run: ResolvedRun) -> str | None:
+    alone = run.mesh.data == 1 and not run.elastic.auto_dp
+    return "mesh.data is 1; rows and columns add up gradients in fp32" if alone else None
+
+
 def _no_copies(run: ResolvedRun) -> str | None:
     alone = run.mesh.data == run.mesh.stage_size == 1 and not run.elastic.auto_dp
     return "no two ranks have the same parameters" if alone else _beyond_the_end(run.guard.compare_every, run)
@@ -309,7 +314,7 @@ CONDITIONS: Mapping[str, Reason] = {
     "optim.muon_scale": lambda run: None if run.optim.algorithm == "muon" else "optim.algorithm is not muon",
     "optim.decay": lambda run: None if run.optim.weight_decay else "optim.weight-decay is 0",
     "optim.accumulate": _wide_precision,
-    "optim.reduce_dtype": lambda run: _wide_precision(run) or _nothing_is_averaged(run),
+    "optim.reduce_dtype": lambda run: _wide_precision(run) or _one_replica(run),
     "optim.chunk_buckets": _nothing_is_averaged,
     "optim.clip_from": lambda run: None if run.optim.clip_norm else "optim.clip-norm is 0",
     "optim.offload_share": lambda run: None if run.optim.offload == "hybrid" else "optim.offload is not hybrid",
@@ -396,8 +401,8 @@ def warnings(run: ResolvedRun, chosen: Collection[str] | None = None, asked: Run
             continue
         why = CONDITIONS[name](run) if name in CONDITIONS else ASKED[name](asked or run)
         if why is not None:
-            yield ConfigError(f"has no effect: {why}", where=setting.flag, value=read.as_text(value),
-                              remedy="Leave it out, or change the other setting.")
+            yield ConfigError(f"has no effect: {why}", code="without-effect", where=setting.flag,
+                              value=read.as_text(value), remedy="Leave it out, or change the other setting.")
 
 
 def _asks_for_nothing(value: object) -> bool:

@@ -19,7 +19,7 @@ from pydantic_core import ArgsKwargs
 from ranvier.config import aliases
 from ranvier.config.section import section
 from ranvier.errors import ConfigError
-from ranvier.mesh import AXES, Axis, Mesh, Size
+from ranvier.mesh import AXES, Mesh, Size
 
 Positive = Annotated[int, Ge(1)]
 Bytes = Annotated[int, Ge(0)]
@@ -70,7 +70,7 @@ class MeshSettings:
     stages of one rank."""
 
     @property
-    def open_axes(self) -> tuple[Axis, ...]:
+    def open_axes(self) -> tuple[str, ...]:
         """The axes that are auto."""
         return tuple(axis for axis in AXES if getattr(self, axis) == "auto")
 
@@ -79,8 +79,9 @@ class MeshSettings:
         known = {axis: getattr(self, axis) for axis in AXES if axis not in self.open_axes} | sizes
         for axis in self.open_axes:
             if axis not in known:
-                raise ConfigError("is auto, and must be a number here", where=f"mesh.{axis}", value="auto",
-                                  remedy=f"Set --mesh.{axis}, or plan the run first (ranvier.planner.auto).")
+                raise ConfigError("is auto, and must be a number here", code="mesh-axis-auto", where=f"mesh.{axis}",
+                                  value="auto",
+                                  remedy=f"Set `--mesh.{axis}`, or plan the run first (ranvier.planner.auto).")
         return Mesh(**known, tile=self.tile)
 
 
@@ -199,7 +200,7 @@ class TensorParallel:
     reduce_dtype: Literal["auto", "fp32", "half"] = "auto"
     """Number format in which half-precision activations are summed over columns; auto is fp32 on CPU, half on CUDA.
     half takes half the bytes, and rounds each column's part before the sum, with an error as large as the product's
-    own; NCCL rounds after each addition, too. Weight gradients are always summed over rows in fp32."""
+    own; NCCL rounds after each addition, too. Gradients are always summed over rows and columns in fp32."""
     panel_bytes: Positive | Literal["auto"] = "auto"
     """Not with summa: activations are gathered and reduced along columns in panels of at most so many bytes, one of
     which travels while another is multiplied. On CUDA the panel that no product hides is 4.5 % of the whole, and
@@ -262,7 +263,8 @@ class Optim:
     accumulate: Literal["fp32", "half"] = "fp32"
     """Number format of gradient accumulation over microbatches, with bf16 and fp16 parameters."""
     reduce_dtype: Literal["auto", "fp32", "half"] = "auto"
-    """Number format of the gradient all-reduce between data parallel replicas; auto is the format of the parameters."""
+    """Number format of the gradient all-reduce between data parallel replicas; auto is the format of the parameters.
+    Gradients of which rows or columns have a part each, such as those of norms, always travel in fp32."""
     offload: Literal["none", "stream", "host", "hybrid", "auto"] = "auto"
     """CPU offload of optimizer states. none: states on the device; stream: states in host memory, streamed through the
     device bucket by bucket for the update; host: states in host memory, updated by the CPU; hybrid: a part of the

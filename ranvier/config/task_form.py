@@ -119,6 +119,6 @@ def form_of(data: Data) -> TaskForm:
     with blamed(data.task, "data.task", "`form`"):
         form = getattr(found, "form")  # noqa: B009 - the protocol is in a room above this one
     if not isinstance(form, TaskForm):
-        raise ConfigError(f"has a `form` that is a {type(form).__name__}", where="data.task", value=data.task,
-                          remedy="Make it a ranvier.config.task_form.TaskForm.")
+        raise ConfigError(f"has a `form` that is a {type(form).__name__}", code="task-form-type", where="data.task",
+                          value=data.task, remedy="Make it a ranvier.config.task_form.TaskForm.")
     return form

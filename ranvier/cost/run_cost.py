@@ -35,18 +35,18 @@ def run_cost(run: ResolvedRun, cluster: Cluster, stages: Sequence[Sequence[Block
              others: bool = False) -> Cost:
     """Of a run with these blocks on each stage, counted for its microbatch on its tensor mesh. exact, others: as for
     `step_cost`."""
-    return step_cost(step_of(run, stages), cluster, exact=exact, others=others)
+    return step_cost(step_of(run, stages, cluster), cluster, exact=exact, others=others)
 
 
 def run_pipeline(run: ResolvedRun, cluster: Cluster, stages: Sequence[Sequence[BlockCost]]) -> PipelineNumbers:
     """What the simulator needs of such a run."""
-    return step_pipeline(step_of(run, stages), cluster)
+    return step_pipeline(step_of(run, stages, cluster), cluster)
 
 
-def step_of(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]]) -> Step:
-    """One step of the run."""
+def step_of(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], cluster: Cluster | None = None) -> Step:
+    """One step of the run; cluster: as for `run_limits`."""
     recomputed = recomputed_runs(run, stages)
-    limits = run_limits(run, stages, recomputed)
+    limits = run_limits(run, stages, recomputed, cluster)
     dtype, optim = DTYPES[run.precision], run.optim
     state_bytes = wide(dtype).itemsize
     formats = ElementBytes(

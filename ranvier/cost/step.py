@@ -37,6 +37,7 @@ from ranvier.cost.collectives import (
 )
 from ranvier.cost.hardware import Cluster, Device, Precision
 from ranvier.cost.kernels import Kernel, backward_of, weight_gradients_of, without_panels
+from ranvier.cost.stage_messages import edge_bytes, edge_links, rank_threads, replica_offsets, sent_bytes
 from ranvier.cost.volume import (
     Bytes,
     Exposed,
@@ -47,7 +48,6 @@ from ranvier.cost.volume import (
     exposed_panels,
     volume_scheme,
 )
-from ranvier.mesh import Axis, Mesh
 from ranvier.schedule.closed_form import DIRECT, Way, passage
 from ranvier.schedule.limits import Limits
 from ranvier.schedule.schedule import Policy
@@ -229,12 +229,6 @@ def step_pipeline(step: Step, cluster: Cluster) -> PipelineNumbers:
                            room=step.limits.room, alternating=step.limits.alternating)
 
 
-def rank_threads(cluster: Cluster, mesh: Mesh) -> float:
-    """Cores that one rank of the mesh computes with; 1 where each rank has a device of its own."""
-    cores = cluster.device.cores
-    return 1.0 if cores is None else max(1.0, cores // min(cluster.devices_per_node, mesh.size))
-
-
 def update_seconds(step: Step, cluster: Cluster, count: float, *, local: int, threads: float = 1.0,
                    crowded: float = 1.0) -> float:
     """Seconds in which one rank updates `count` parameters: what moves through the device's memory, over the link to
@@ -261,9 +255,8 @@ def update_seconds(step: Step, cluster: Cluster, count: float, *, local: int, th
 
 
 _Object = TypeVar("_Object")
-_ROW: Axis = "row"
-_COL: Axis = "col"
-_GROUPED: tuple[Axis, ...] = ("data", _ROW, _COL)
+_ROW, _COL = "row", "col"
+_GROUPED = ("data", _ROW, _COL)
 
 
 class _Seconds(NamedTuple):
@@ -318,13 +311,13 @@ class _StepCost:
         self.placement = step.run.placement
         assert len(step.stages) == self.placement.num_stages
         self.step, self.run, self.cluster, self.mesh = step, step.run, cluster, mesh
-        self.size, self.data = mesh.stage_size, mesh.data
+        self.size, self.data = mesh.stage_size, mesh.num_replicas
         self.scheme = volume_scheme(step.run.tensor)
         self.stages = [stage.blocks for stage in step.stages]
         self.others = others
         self._agains: dict[int, list[int]] = {}
         self._volumes: dict[tuple[tuple[SplitLayer, ...], bool], Volume] = {}
-        self.held = [self.placement.stages_of(rank) for rank in range(mesh.pipe)]
+        self.held = [self.placement.stages_of(rank) for rank in range(mesh.pipeline_size)]
         """The stages of each rank of a pipeline."""
         self.trained = [sum(block.num_owned for stage in held for block in self.stages[stage]) for held in self.held]
         """Parameters that each rank updates."""
@@ -346,7 +339,8 @@ class _StepCost:
         shared = self._shared_cores(rows)
         pipeline = max(passed.seconds - partial, shared)
         slack, last = 0.0, (-inf, rows[0])
-        for row in rows[:self.mesh.pipe]:  # of each rank the first; later ones end earlier: their last backward goes on
+        # of each rank the first; later ones end earlier: their last backward goes on
+        for row in rows[:self.mesh.pipeline_size]:
             last = max(last, (pipeline - slack + row.after_seconds, row), key=lambda pair: pair[0])
             slack += row.backward_seconds
         total, ends = last
@@ -457,7 +451,7 @@ class _StepCost:
         if crowded == 1.0:
             return busy
         turns = microbatches * sum(self._collectives(row.stage) for row in rows) * self.cluster.device.turn_seconds
-        nodes = max(1, self.mesh.pipe * self.size / self.local)  # of a replica
+        nodes = max(1, self.mesh.pipeline_size * self.size / self.local)  # of a replica
         return busy / self.cluster.device.crowded_share + (exchanged * crowded + turns) / nodes
 
     # --- messages ----------------------------------------------------------------------------------------------------
@@ -561,39 +555,21 @@ class _StepCost:
         """The edges of the pipeline, as messages beside the computing."""
         if self.others:
             return DIRECT
-        transfer, latency = zip(*self._edges(), strict=True) if self.mesh.pipe > 1 else ((), ())
+        transfer, latency = zip(*self._edges(), strict=True) if self.mesh.pipeline_size > 1 else ((), ())
         return Way(transfer=transfer, latency=latency)
 
     def _edges(self) -> list[tuple[float, float]]:
         """Seconds for which one message keeps each edge between neighbouring ranks busy, and until it is there after
         that; of stages that send over one edge, the largest message counts."""
-        pipe, size, per_node = self.mesh.pipe, self.size, self.cluster.devices_per_node
-        edges = []
-        for place in range(pipe - 1):
-            crossing = max(sum(rank // per_node != (rank + size) // per_node
-                               for rank in range(first + place * size, first + (place + 1) * size))
-                           for first in self._offsets())
-            link = self.cluster.between if crossing else self.cluster.inside
-            together = min(max(1, crossing), per_node)
-            sent, gathered = float(max(size for (source, destination), size in self._sent()
-                                       if min(source, destination) == place)), 0.0
+        edges, size = [], self.size
+        for (link, together), most in zip(edge_links(self.mesh, self.cluster), edge_bytes(self.placement, self.stages),
+                                          strict=True):
+            sent, gathered = float(most), 0.0
             if self.others:
                 group = self.groups["col"]
                 sent, gathered = sent / size, received_seconds(sent * (size - 1) / size, size - 1, group, self.cluster)
             edges.append((sent / link.rate(together) + gathered, link.latency_seconds))
         return edges
-
-    def _sent(self) -> list[tuple[tuple[int, int], int]]:
-        """(Rank, rank) and bytes of the message of one microbatch over each boundary of stages that crosses ranks."""
-        ends = [(self.placement.rank_of(stage), self.placement.rank_of(stage + 1)) for stage in range(
-            len(self.stages) - 1)]
-        return [(edge, blocks[-1].output_bytes) for edge, blocks in zip(ends, self.stages, strict=False)
-                if edge[0] != edge[1]]
-
-    def _offsets(self) -> set[int]:
-        """Where replicas begin on a node: they all wait for the one that lies worst."""
-        replica, per_node = self.mesh.pipe * self.size, self.cluster.devices_per_node
-        return {data * replica % per_node for data in range(min(self.data, per_node))}
 
     def defer(self, times: Sequence[StageTimes]) -> int | Sequence[int]:
         """Bytes of deferred weight gradients, on all ranks or on each."""
@@ -631,10 +607,10 @@ class _StepCost:
         """Parameters of a rank on the node of this one of a pipeline, on average: they take turns on its link."""
         size, per_node = self.size, self.cluster.devices_per_node
         found = []
-        for first in self._offsets():
+        for first in replica_offsets(self.mesh, per_node):
             node = (first + place * size) // per_node
             here = {(rank - first) // size for rank in range(node * per_node, (node + 1) * per_node)
-                    if 0 <= rank - first < size * self.mesh.pipe}
+                    if 0 <= rank - first < size * self.mesh.pipeline_size}
             found.append(max(sum(self.trained[other] for other in here), self.trained[place]) / len(here))
         return max(found)
 
@@ -666,9 +642,9 @@ class _StepCost:
     def _link_bytes(self) -> dict[str, float]:
         optim, mesh = self.run.optim, self.mesh
         found: dict[str, float] = {}
-        if sent := self._sent():
+        if sent := sent_bytes(self.placement, self.stages):
             found["pipe"] = self.count * max(sum(size for edge, size in sent if rank in edge)
-                                             for rank in range(mesh.pipe))
+                                             for rank in range(mesh.pipeline_size))
         volumes = [[self._block_volume(block.name, self.run.memory.recompute != "none") for block in blocks]
                    for blocks in self.stages] if self.size > 1 else []
         if mesh.col > 1:

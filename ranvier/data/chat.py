@@ -54,8 +54,9 @@ class Chat(Task):
         """What is wrong with the settings, the tokenizer's folder and the columns; one row of each file is read."""
         found: list[RanvierError] = [*text_only(run.data)]
         if run.data.mixture and run.data.eval is not None:
-            found.append(DataError("is not used with data.mixture, of which each part holds out a tenth",
-                                   where="data.eval", value=run.data.eval, remedy="Leave --data.eval out."))
+            found.append(DataError("is not used with `data.mixture`, of which each part holds out a tenth",
+                                   code="eval-with-mixture", where="data.eval", value=run.data.eval,
+                                   remedy="Leave `--data.eval` out."))
         try:
             sources = sources_of(run.data, run.data.train or "")
         except DataError as problem:
@@ -128,8 +129,8 @@ def tokenizer_folder(run: Run, progress: Progress | None = None) -> Path | None:
         path = Path(run.model.pretrained).expanduser()
         return path if progress is None and path.is_dir() else (
             None if progress is None else folder_of(run.model.pretrained, cache_folder(run), progress))
-    raise DataError("has no chat template", where="data.tokenizer", value=run.data.tokenizer,
-                    remedy="Name the folder of a chat model's tokenizer.")
+    raise DataError("has no chat template", code="tokenizer-without-chat-template", where="data.tokenizer",
+                    value=run.data.tokenizer, remedy="Name the folder of a chat model's tokenizer.")
 
 
 def number_problems(run: Run, folder: Path) -> list[RanvierError]:
@@ -159,7 +160,8 @@ def open_conversations(name: str, setting: str) -> Table:
     if is_data_set(name) or is_saved(path):
         return open_dataset(name, split, f"data.{setting}", FORM)
     if path.suffix.lower() not in (*JSON_LINES, *PARQUET):
-        raise DataError("is not a table of conversations", where=f"data.{setting}", value=name, remedy=f"Give {FORM}.")
+        raise DataError("is not a table of conversations", code="not-conversations", where=f"data.{setting}",
+                        value=name, remedy=f"Give {FORM}.")
     with readable_file(path, setting, FORM):
         return open_file(path, name)
 
@@ -210,8 +212,8 @@ def _stored(run: Run, source: Source, folder: Path, tokenizer: ChatTokenizer, pr
         for name, part, told in (("eval", held, held_counts), ("train", train, counts)):
             if not part:
                 raise DataError("has too few conversations to train on some and hold out others",
-                                where=f"data.train {source.name}", value=len(train) + len(held),
-                                remedy="Give at least two, or more in --data.eval.")
+                                code="too-few-conversations", where=f"data.train {source.name}",
+                                value=len(train) + len(held), remedy="Give at least two, or more in `--data.eval`.")
             _write(place / name, part, told, tokenizer.vocab)
 
     return made_once(place, make, progress)
@@ -262,8 +264,9 @@ def _all(name: str, setting: str, column: str | None, encode: Callable[[list[Con
                     longest=max((one.size - 1 for one in found), default=0))
     if not kept:
         raise DataError("has no conversation in which the assistant says something" + (
-            f" within model.sequence {sequence}" if counts.too_long else ""), where=f"data.{setting} {name}",
-                        value=len(found), remedy="Give more conversations, or a longer --model.sequence.")
+            f" within `model.sequence` {sequence}" if counts.too_long else ""), code="nothing-said",
+                        where=f"data.{setting} {name}", value=len(found),
+                        remedy="Give more conversations, or a longer `--model.sequence`.")
     return kept, counts
 
 
@@ -297,8 +300,8 @@ class Counts:
         if left_out <= _WARNED_SHARE * self.samples:
             return None
         return DataError(f"leaves out {left_out / self.samples:.1%} of its samples: {self.text(sequence)}",
-                         where=setting, value=left_out,
-                         remedy=f"Set a longer --model.sequence: all of it fits into {self.longest}." if self.too_long
+                         code="samples-left-out", where=setting, value=left_out,
+                         remedy=f"Set a longer `--model.sequence`: all of it fits into {self.longest}." if self.too_long
                          else "Leave conversations without answers out of the data set.")
 
 

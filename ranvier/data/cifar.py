@@ -199,6 +199,6 @@ def _sound(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # tar files, pictures and pickles raise many kinds
-        raise DataError("is not CIFAR in the format of its authors or of the package", where=str(path),
-                        value=f"{type(error).__name__}: {error}",
-                        remedy="Fetch and unpack it again, or use --data.train cifar10.") from error
+        raise DataError("is not CIFAR in the format of its authors or of the package", code="not-cifar",
+                        where=str(path), value=f"{type(error).__name__}: {error}",
+                        remedy="Fetch and unpack it again, or use `--data.train cifar10`.") from error

@@ -27,9 +27,10 @@ def conversation_of(row: Row, column: str = "messages") -> Conversation:
     """The conversation in a row. column: of its messages. DataError, with the place, for a row that has none."""
     refused = next((name for name in _REFUSED if row.values.get(name) is not None), None)
     if refused is not None:
-        raise DataError(f"has a column {refused} of a conversation, which has no effect here", where=row.place,
-                        value=repr(row.values[refused])[:80], remedy="Leave the column out of the data set; `weight` "
-                        "and `train` belong to messages, functions into `tools`.")
+        raise DataError(f"has a column {refused} of a conversation, which has no effect here",
+                        code="column-without-effect", where=row.place, value=repr(row.values[refused])[:80],
+                        remedy="Leave the column out of the data set; `weight` and `train` belong to messages, "
+                               "functions into `tools`.")
     messages = _messages(row, column)
     unlearnt = frozenset(number for number, message in enumerate(messages) if not _is_learnt(message, row.place))
     tools = _of_kind(row, _TOOLS, list, 'Give a list of JSON schemas, for example [{"type": "function", ...}].')
@@ -46,7 +47,8 @@ def _of_kind(row: Row, column: str, kind: type, remedy: str) -> Any:
         with suppress(ValueError):
             value = parse_json(value)
     if value and not isinstance(value, kind):
-        raise DataError(f"has {column} of another kind", where=row.place, value=repr(value)[:80], remedy=remedy)
+        raise DataError(f"has {column} of another kind", code="column-of-other-kind", where=row.place,
+                        value=repr(value)[:80], remedy=remedy)
     return value
 
 
@@ -55,11 +57,13 @@ def _is_learnt(message: Message, place: str) -> bool:
     for key, values in _LEARNT.items():
         value = message.get(key, values[1])
         if not isinstance(value, (bool, int, float)) or value not in values:
-            raise DataError(f"has a message whose `{key}` is none of {values[0]} and {values[1]}", where=place,
-                            value=value, remedy="A turn is learnt or not: there are no weights between.")
+            raise DataError(f"has a message whose `{key}` is none of {values[0]} and {values[1]}",
+                            code="message-weight", where=place, value=value,
+                            remedy="A turn is learnt or not: there are no weights between.")
         if value and key in message and message["role"] != "assistant":
-            raise DataError(f"has a message with `{key}` {value} which is not the assistant's", where=place,
-                            value=message["role"], remedy="Leave it out: only what the assistant writes is learnt.")
+            raise DataError(f"has a message with `{key}` {value} which is not the assistant's",
+                            code="weight-of-other-role", where=place, value=message["role"],
+                            remedy="Leave it out: only what the assistant writes is learnt.")
         if not value:
             return False
     return True
@@ -71,17 +75,19 @@ def _messages(row: Row, column: str) -> list[Message]:
     value = row.values[column]
     remedy = 'Give a list of messages, for example [{"role": "user", "content": "..."}, ...].'
     if not isinstance(value, list) or not value:
-        raise DataError("is no conversation", where=row.place, value=repr(value)[:80], remedy=remedy)
+        raise DataError("is no conversation", code="not-a-conversation", where=row.place, value=repr(value)[:80],
+                        remedy=remedy)
     found: list[Message] = []
     for message in value:
         if isinstance(message, dict) and {"from", "value"} <= message.keys():
-            raise DataError("has a message with `from` and `value`", where=row.place, value=repr(message)[:80],
+            raise DataError("has a message with `from` and `value`", code="message-from-value", where=row.place,
+                            value=repr(message)[:80],
                             remedy="Rename `from` role (human: user, gpt: assistant) and `value` content.")
         has_content = isinstance(message, dict) and (
             message.get("content") is not None or bool(message.get("tool_calls")))
         if not has_content or not isinstance(message.get("role"), str):
-            raise DataError("has a message without `role` and `content`", where=row.place, value=repr(message)[:80],
-                            remedy=remedy)
+            raise DataError("has a message without `role` and `content`", code="message-without-role", where=row.place,
+                            value=repr(message)[:80], remedy=remedy)
         # A template may look for `content` without asking whether it is there.
         found.append({key: part for key, part in message.items() if part is not None or key == "content"})
     return found
@@ -145,4 +151,4 @@ def _answered(row: Row, context: Sequence[Message], answer: Sequence[Message]) -
 
 
 def _unfit(row: Row, what: str, value: object) -> DataError:
-    return DataError(what, where=row.place, value=repr(value)[:80], remedy=_PAIR_FORM)
+    return DataError(what, code="not-a-pair", where=row.place, value=repr(value)[:80], remedy=_PAIR_FORM)

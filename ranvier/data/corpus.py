@@ -121,8 +121,9 @@ def own_corpus(name: str) -> OpenCorpus:
             for document in found.read(max_bytes):
                 if not isinstance(document, Document):
                     raise DataError(
-                        "has a `read` that gives something else than documents", where=f"data.corpus {name}",
-                        value=type(document).__name__, remedy="Give ranvier.data.corpus.Document objects.")
+                        "has a `read` that gives something else than documents", code="corpus-read-result",
+                        where=f"data.corpus {name}", value=type(document).__name__,
+                        remedy="Give ranvier.data.corpus.Document objects.")
                 yield document
 
     return OpenCorpus(name=name, fingerprint=fingerprint("own", name, same), read=read, is_path=True)
@@ -150,7 +151,7 @@ def open_corpus(name: str, cache: Path, progress: Progress, column: str | None =
         names = list(_walk(path, lambda folder: not folder.startswith("."), ""))
         return replace(_files(name, path, names, progress, column=column), is_path=True)
     if not stat.S_ISREG(found.st_mode):
-        raise DataError("is neither a file nor a folder", where="data.corpus", value=name,
+        raise DataError("is neither a file nor a folder", code="corpus-not-file", where="data.corpus", value=name,
                         remedy="Give a file or folder of plain text; write what comes out of a pipe to a file.")
     if path.name == SOTU.filename:
         return _addresses(lambda: path)
@@ -182,7 +183,7 @@ def missing_path(name: str) -> DataError | None:
     with contextlib.suppress(RuntimeError):  # "~name" of nobody
         if name and _stat(Path(name).expanduser()) is not None:
             return None
-    return DataError("does not exist", where="data.corpus", value=name,
+    return DataError("does not exist", code="corpus-missing", where="data.corpus", value=name,
                      remedy="Give an existing file or folder of text, python-stdlib, sotu, or a data set's name.")
 
 
@@ -232,8 +233,8 @@ def _files(name: str, root: Path, names: list[str], progress: Progress, version:
                 unreadable.append(error)
         if len(unreadable) == len(names):
             reason = f"{type(unreadable[0]).__name__}: {unreadable[0]}" if unreadable else "no files"
-            raise DataError("has no file of UTF-8 text", where="data.corpus", value=f"{name}: {reason}",
-                            remedy="Give a file or folder of plain text.")
+            raise DataError("has no file of UTF-8 text", code="corpus-without-text", where="data.corpus",
+                            value=f"{name}: {reason}", remedy="Give a file or folder of plain text.")
         if unreadable:
             progress(f"left out {len(unreadable)} of {len(names)} files of {name}, which are not UTF-8 text")
 
@@ -309,8 +310,9 @@ def missing_package(name: str) -> DataError | None:
 
 def _no_datasets(name: str) -> DataError:
     return DataError("is neither a file nor built in, and the package `datasets` is not installed",
-                     where="data.corpus", value=name, remedy="Run pip install 'ranvier[hub]' to read it from the "
-                     "Hugging Face hub, or give a path, python-stdlib or sotu.")
+                     code="corpus-needs-datasets", where="data.corpus", value=name,
+                     remedy="Run pip install 'ranvier[hub]' to read it from the Hugging Face hub, or give a path, "
+                            "python-stdlib or sotu.")
 
 
 def _hugging_face(name: str, progress: Progress, text: str | None = None) -> OpenCorpus:
@@ -332,9 +334,10 @@ def _hugging_face(name: str, progress: Progress, text: str | None = None) -> Ope
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            raise DataError("could not be read from the Hugging Face hub", where=f"data.corpus {name}", value=reason,
+            raise DataError("could not be read from the Hugging Face hub", code="corpus-hub-unreadable",
+                            where=f"data.corpus {name}", value=reason,
                             remedy="Check the name and the connection, or give a path to files of text, python-stdlib "
-                            "or sotu.") from error
+                                   "or sotu.") from error
 
     return OpenCorpus(name=name, fingerprint=fingerprint("hub", path, configuration), read=read)
 
@@ -346,8 +349,9 @@ def row_texts(name: str, rows: Iterable[dict[str, object]], named: str | None = 
         if column is None:
             texts = [key for key, value in row.items() if isinstance(value, str)]
             if TEXT_COLUMN not in texts and len(texts) != 1:
-                raise DataError("has no column `text`", where=f"data.corpus {name}", value=sorted(row),
-                                remedy="Set --data.text-column to a column of text, or give a file of text.")
+                raise DataError("has no column `text`", code="corpus-without-text-column", where=f"data.corpus {name}",
+                                value=sorted(row),
+                                remedy="Set `--data.text-column` to a column of text, or give a file of text.")
             column = TEXT_COLUMN if TEXT_COLUMN in texts else texts[0]
         if column not in row:
             raise no_column(f"data.corpus {name}", column, row, "data.text-column")

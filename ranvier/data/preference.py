@@ -33,7 +33,7 @@ from ranvier.data.parallel import map_in_order
 from ranvier.data.preference_pairs import PreferencePairs, PreferenceScoring, WithReference
 from ranvier.data.publish import Progress, advance, processes_of
 from ranvier.data.subset import chosen, held_out, some
-from ranvier.data.tables import JSON_LINES, PARQUET, Table, is_saved, no_column, open_dataset, open_file
+from ranvier.data.tables import JSON_LINES, PARQUET, Table, is_saved, open_dataset, open_file
 from ranvier.data.task import Dataset, Prepared, Task
 from ranvier.data.token_samples import TokenSamples
 from ranvier.errors import DataError, RanvierError
@@ -116,13 +116,15 @@ def open_pairs(name: str, setting: str) -> Table:
     elif is_data_set(name) or is_saved(path):
         found = open_dataset(name, "train" if setting == "train" else "validation", f"data.{setting}", FORM)
     elif path.suffix.lower() not in (*JSON_LINES, *PARQUET):
-        raise DataError("is not a table of pairs", where=f"data.{setting}", value=name, remedy=f"Give {FORM}.")
+        raise DataError("is not a table of pairs", code="not-pairs", where=f"data.{setting}", value=name,
+                        remedy=f"Give {FORM}.")
     else:
         with readable_file(path, setting, FORM):
             found = open_file(path, name)
     for column in PAIR_COLUMNS[1:]:
         if column not in found.columns:
-            raise no_column(name, column, found.columns, "data.train")
+            raise DataError(f"has no column `{column}`", code="column-missing", where=name,
+                            value=", ".join(sorted(found.columns)), remedy=f"Give {FORM}.")
     return found
 
 
@@ -179,9 +181,9 @@ class _Counts:
         left_out = self.too_long + self.silent + self.same
         if left_out <= _WARNED_SHARE * self.pairs:
             return None
-        return DataError(f"leaves out {left_out / self.pairs:.1%} of its pairs: {self.text(sequence)}", where=setting,
-                         value=left_out,
-                         remedy=f"Set a longer --model.sequence: all of it fits into {self.longest}." if self.too_long
+        return DataError(f"leaves out {left_out / self.pairs:.1%} of its pairs: {self.text(sequence)}",
+                         code="pairs-left-out", where=setting, value=left_out,
+                         remedy=f"Set a longer `--model.sequence`: all of it fits into {self.longest}." if self.too_long
                          else "Leave pairs without a difference out of the data set.")
 
 
@@ -211,8 +213,9 @@ def _stored(run: Run, folder: Path, tokenizer: ChatTokenizer, progress: Progress
             train = [one for one, here in zip(train, out, strict=True) if not here]
         for part, found, told in (("eval", held, held_counts), ("train", train, counts)):
             if not found:
-                raise DataError("has too few pairs to train on some and hold out others", where=f"data.train {name}",
-                                value=len(train) + len(held), remedy="Give at least two, or more in --data.eval.")
+                raise DataError("has too few pairs to train on some and hold out others", code="too-few-pairs",
+                                where=f"data.train {name}", value=len(train) + len(held),
+                                remedy="Give at least two, or more in `--data.eval`.")
             _write(place / part, found, told, tokenizer.vocab)
 
     return made_once(place, make, progress)
@@ -234,8 +237,9 @@ def _all(name: str, setting: str, folder: str, template: str | None, sequence: i
     counts = _Counts(pairs=count, same=count - len(found), silent=len(found) - len(spoken),
                      too_long=len(spoken) - len(kept), longest=max((one.length for one in spoken), default=0))
     if not kept:
-        raise DataError(f"has no pair of answers within model.sequence {sequence}", where=f"data.{setting} {name}",
-                        value=count, remedy=f"Set --model.sequence {counts.longest}." if counts.too_long else
+        raise DataError(f"has no pair of answers within `model.sequence {sequence}`", code="no-pairs",
+                        where=f"data.{setting} {name}", value=count,
+                        remedy=f"Set `--model.sequence {counts.longest}`." if counts.too_long else
                         "Give pairs whose answers differ.")
     return kept, counts
 
@@ -258,8 +262,8 @@ def _answer(tokenizer: ChatTokenizer, conversation: Conversation) -> _Answer:
     samples = tokenizer.encode(conversation)
     if len(samples) != 1:
         raise DataError("has an answer of several turns, which the chat template writes otherwise once others follow",
-                        where=conversation.place, value=len(samples), remedy="Give answers of one turn, or a "
-                        "--data.chat-template that writes each turn alike.")
+                        code="answer-of-several-turns", where=conversation.place, value=len(samples),
+                        remedy="Give answers of one turn, or a `--data.chat-template` that writes each turn alike.")
     ids, is_target = samples[0]
     return ids, is_target
 

@@ -130,11 +130,12 @@ def read_sentences(train: Part, held: Part | None) -> Sentences:
         sentences = [sentence for sentence, here in zip(sentences, chosen, strict=True) if not here]
     unknown = next((sentence for sentence in evaluated if sentence.label not in classes), None)
     if unknown is not None:
-        raise DataError("is not a label of the training data", where=unknown.place, value=unknown.label,
-                        remedy=f"Use its labels: {_listed(classes)}.")
+        raise DataError("is not a label of the training data", code="unknown-label", where=unknown.place,
+                        value=unknown.label, remedy=f"Use its labels: {_listed(classes)}.")
     if not sentences or not evaluated:
-        raise DataError("has too few sentences to train on some and hold out others", where=f"data.train {train.name}",
-                        value=len(sentences) + len(evaluated), remedy="Give at least two, or more in --data.eval.")
+        raise DataError("has too few sentences to train on some and hold out others", code="too-few-sentences",
+                        where=f"data.train {train.name}", value=len(sentences) + len(evaluated),
+                        remedy="Give at least two, or more in `--data.eval`.")
     return Sentences(train=sentences, eval=evaluated, classes=classes)
 
 
@@ -144,7 +145,7 @@ def class_names(labels: Sequence[str], name: str) -> tuple[str, ...]:
     found = set(labels)
     if len(found) < 2:
         raise DataError("has one class only, so there is nothing to learn" if found else "has no sentences",
-                        where=f"data.train {name}", value=_listed(sorted(found)) or None,
+                        code="one-class", where=f"data.train {name}", value=_listed(sorted(found)) or None,
                         remedy="Give sentences of two classes or more.")
     numbers = all(label.isascii() and label.removeprefix("-").isdigit() and len(label) < 19 for label in found)
     return tuple(sorted(found, key=(lambda label: (int(label), label)) if numbers else None))
@@ -181,7 +182,8 @@ def look_at_header(path: Path, setting: str, columns: Columns = _DEFAULT) -> Non
         return
     with readable_file(path, setting, FORM):
         if not path.is_file():
-            raise DataError("is not a file", where=f"data.{setting}", value=str(path), remedy=f"Give {FORM}.")
+            raise DataError("is not a file", code="sentences-not-file", where=f"data.{setting}", value=str(path),
+                            remedy=f"Give {FORM}.")
         if path.suffix.lower() in _TABLES:
             columns.in_table(open_file(path, str(path)))
             return
@@ -206,7 +208,7 @@ def _rows(lines: Iterator[tuple[int, str]], columns: list[str], places: list[int
 
 
 def _wrong(what: str, name: str, line: int, value: object) -> DataError:
-    return DataError(what, where=f"{name} line {line}", value=value,
+    return DataError(what, code="sentences-malformed", where=f"{name} line {line}", value=value,
                      remedy="Give tab-separated UTF-8 text with a header line that has the columns label and sentence, "
                             "and one sentence a line.")
 

@@ -79,8 +79,9 @@ def read_questions(train: Part, held: Part | None) -> tuple[list[Question], list
         evaluated = [question for question, here in zip(questions, chosen, strict=True) if here]
         questions = [question for question, here in zip(questions, chosen, strict=True) if not here]
     if not questions or not evaluated:
-        raise DataError("has too few questions to train on some and hold out others", where=f"data.train {train.name}",
-                        value=len(questions) + len(evaluated), remedy="Give at least two, or more in --data.eval.")
+        raise DataError("has too few questions to train on some and hold out others", code="too-few-questions",
+                        where=f"data.train {train.name}", value=len(questions) + len(evaluated),
+                        remedy="Give at least two, or more in `--data.eval`.")
     return questions, evaluated
 
 
@@ -89,7 +90,8 @@ def parse(data: bytes, name: str) -> list[Question]:
     try:
         document = parse_json(data)
     except ValueError as error:
-        raise DataError("is not JSON", where=name, value=str(error)[:200], remedy=f"Give {_FORMAT}.") from error
+        raise DataError("is not JSON", code="squad-not-json", where=name, value=str(error)[:200],
+                        remedy=f"Give {_FORMAT}.") from error
     return list(_questions(document, name))
 
 
@@ -118,8 +120,8 @@ def _get(holder: object, key: str, kind: type[_Kind], at: str) -> _Kind:
     value = holder.get(key) if isinstance(holder, dict) else None
     if not isinstance(value, kind) or isinstance(value, bool):
         name = {list: "list", str: "text", int: "whole number"}[kind]
-        raise DataError(f"has no {name} {key!r}", where=at, value=None if value is None else repr(value)[:80],
-                        remedy=f"Give {_FORMAT}.")
+        raise DataError(f"has no {name} {key!r}", code="squad-lacks-field", where=at,
+                        value=None if value is None else repr(value)[:80], remedy=f"Give {_FORMAT}.")
     return value
 
 
@@ -127,16 +129,17 @@ def _checked(question: Question) -> Question:
     """The question. DataError if it has no answer, an answer that is not in the context, or invalid Unicode."""
     if not question.answers:
         raise DataError("has no answer; unanswerable questions, as in SQuAD 2.0, are not supported",
-                        where=question.place, remedy="Remove such questions.")
+                        code="question-without-answer", where=question.place, remedy="Remove such questions.")
     for text, start in question.answers:
         if not text or start < 0 or question.context[start:start + len(text)] != text:
-            raise DataError("has an answer that is not at its place in the context", where=question.place,
-                            value=(text[:80], start), remedy="Let answer_start count characters, from 0.")
+            raise DataError("has an answer that is not at its place in the context", code="answer-not-in-context",
+                            where=question.place, value=(text[:80], start),
+                            remedy="Let answer_start count characters, from 0.")
     try:
         (question.text + question.context).encode()
     except UnicodeEncodeError as error:
-        raise DataError("has half of a surrogate pair, which is not a character", where=question.place,
-                        remedy="Give Unicode text.") from error
+        raise DataError("has half of a surrogate pair, which is not a character", code="question-not-unicode",
+                        where=question.place, remedy="Give Unicode text.") from error
     return question
 
 

@@ -33,8 +33,8 @@ def first_of_order(total: int, count: int | None, seed: int, setting: str) -> np
     if count is None or count == total:
         return None
     if count > total:
-        raise DataError(f"is more than the {total:,} that there are", where=setting, value=count,
-                        remedy=f"Set --{setting} {total} or less, or leave it out for all.")
+        raise DataError(f"is more than the {total:,} that there are", code="more-samples-than-there-are", where=setting,
+                        value=count, remedy=f"Set --{setting} {total} or less, or leave it out for all.")
     hashes = keyed_random.bits(keyed_random.key("subset", setting, seed), torch.arange(total, dtype=torch.int64))
     return torch.argsort(hashes, stable=True)[:count].sort().values.numpy()
 

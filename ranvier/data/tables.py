@@ -77,7 +77,7 @@ def no_column(table: str, column: str, columns: Iterable[str], setting: str) -> 
     """The error for a table without a column. columns: those that it has."""
     there = sorted(columns)
     listed = ", ".join(there[:_MOST_COLUMNS]) + (", ..." if len(there) > _MOST_COLUMNS else "")
-    return DataError(f"has no column `{column}`", where=table, value=listed or "no columns",
+    return DataError(f"has no column `{column}`", code="column-missing", where=table, value=listed or "no columns",
                      remedy=f"Set --{setting} to one of its columns.")
 
 
@@ -126,9 +126,11 @@ def json_rows(path: Path, name: str) -> Iterator[Row]:
             try:
                 values = parse_json(line)
             except ValueError as error:
-                raise DataError("is no JSON", where=where, value=line.strip()[:80], remedy=remedy) from error
+                raise DataError("is no JSON", code="row-not-json", where=where, value=line.strip()[:80],
+                                remedy=remedy) from error
             if not isinstance(values, dict):
-                raise DataError("is no JSON object", where=where, value=line.strip()[:80], remedy=remedy)
+                raise DataError("is no JSON object", code="row-not-object", where=where, value=line.strip()[:80],
+                                remedy=remedy)
             if "\\ud" in line.lower():
                 _check_surrogates(values, where)
             yield Row(where, values)
@@ -139,7 +141,7 @@ def _check_surrogates(values: dict[str, object], where: str) -> None:
     try:
         json.dumps(values, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise DataError("has half of a surrogate pair, which is no character", where=where,
+        raise DataError("has half of a surrogate pair, which is no character", code="row-half-surrogate", where=where,
                         value=ascii(error.object[error.start:error.end])[1:-1],
                         remedy="Write the whole character, or U+FFFD in its place.") from error
 
@@ -153,9 +155,9 @@ def _separated(path: Path, name: str, separator: str) -> tuple[tuple[str, ...], 
                 for values in reader:
                     yield reader.line_num, values
             except csv.Error as error:
-                raise DataError("is not a table of separated values", where=f"{name} line {reader.line_num}",
-                                value=str(error), remedy="Quote fields with line breaks or quotes, as spreadsheets do."
-                                ) from error
+                raise DataError("is not a table of separated values", code="not-separated-values",
+                                where=f"{name} line {reader.line_num}", value=str(error),
+                                remedy="Quote fields with line breaks or quotes, as spreadsheets do.") from error
 
     csv.field_size_limit(min(sys.maxsize, 1 << 31))  # texts may be longer than the 128 KiB of its default
     columns = tuple(next(lines(), (0, []))[1])
@@ -166,7 +168,7 @@ def _separated(path: Path, name: str, separator: str) -> tuple[tuple[str, ...], 
                 continue
             if len(values) != len(columns):
                 raise DataError(f"does not have {len(columns)} columns, as the header has",
-                                where=f"{name} line {number}", value=len(values),
+                                code="row-column-count", where=f"{name} line {number}", value=len(values),
                                 remedy="Quote fields that have the separator in them.")
             yield Row(f"{name} line {number}", dict(zip(columns, values, strict=True)))
 
@@ -181,7 +183,7 @@ def _parquet(path: Path, name: str) -> tuple[tuple[str, ...], _Rows]:
         raise missing_package("pyarrow", name) from error
 
     def damaged(error: Exception) -> DataError:
-        return DataError("is not a Parquet file", where=name, value=str(error).partition("\n")[0],
+        return DataError("is not a Parquet file", code="not-parquet", where=name, value=str(error).partition("\n")[0],
                          remedy="Write it again, or give another file.")
 
     try:
@@ -264,16 +266,17 @@ def unreadable(name: str, error: Exception, setting: str, instead: str, *, is_lo
     """The error for a data set that could not be read. error: the reason."""
     reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if is_local:
-        return DataError("could not be read by the package `datasets`", where=f"{setting} {name}", value=reason,
-                         remedy="Save it again with Dataset.save_to_disk.")
-    return DataError("could not be read from the Hugging Face hub", where=f"{setting} {name}", value=reason,
+        return DataError("could not be read by the package `datasets`", code="datasets-folder-unreadable",
+                         where=f"{setting} {name}", value=reason, remedy="Save it again with Dataset.save_to_disk.")
+    return DataError("could not be read from the Hugging Face hub", code="hub-table-unreadable",
+                     where=f"{setting} {name}", value=reason,
                      remedy=f"Check the name and the connection, or give {instead}.")
 
 
 def missing_package(package: str, name: str, setting: str = "", instead: str = "a JSONL or CSV file") -> DataError:
     """The error for a table that needs a package which is not installed."""
-    return DataError(f"needs the package `{package}`, which is not installed", where=f"{setting} {name}".strip(),
-                     remedy=f"{INSTALL}, or give {instead}.")
+    return DataError(f"needs the package `{package}`, which is not installed", code="table-package-missing",
+                     where=f"{setting} {name}".strip(), remedy=f"{INSTALL}, or give {instead}.")
 
 
 def has_package(package: str) -> bool:
@@ -290,11 +293,11 @@ def text_of(row: Row, column: str, setting: str) -> str:
         raise no_column(row.place, column, row.values, setting)
     text: Any = row.values[column]
     if not isinstance(text, str):
-        raise DataError(f"has a column `{column}` that is no text", where=row.place, value=repr(text)[:80],
-                        remedy=f"Set --{setting} to a column of text.")
+        raise DataError(f"has a column `{column}` that is no text", code="column-not-text", where=row.place,
+                        value=repr(text)[:80], remedy=f"Set --{setting} to a column of text.")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError("has half of a surrogate pair, which is no character", where=row.place,
-                        remedy="Give Unicode text.") from error
+        raise DataError("has half of a surrogate pair, which is no character", code="text-half-surrogate",
+                        where=row.place, remedy="Give Unicode text.") from error
     return text

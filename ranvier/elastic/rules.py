@@ -31,7 +31,7 @@ class ElasticRules:
     def step_samples(self, data: int) -> int:
         """Samples of a step with so many replicas."""
         size = self.run.samples_of(1)
-        return size if self.run.elastic.global_batch == "keep" else max(1, size * data // self.run.mesh.data)
+        return size if self.run.elastic.global_batch == "keep" else max(1, size * data // self.run.mesh.num_replicas)
 
     @property
     def may_cache(self) -> bool:

@@ -78,8 +78,9 @@ class TransitionSelector:
 
 
 def mesh_text(mesh: Mesh) -> str:
-    """The mesh in words: row and col only where they are used."""
-    return str(mesh) if mesh.stage_size > 1 else f"data {mesh.data} x pipe {mesh.pipe}"
+    """The mesh in words: axes of a stage only where they are used."""
+    left_out = mesh.stage_axes if mesh.stage_size == 1 else ()
+    return " x ".join(f"{axis} {size}" for axis, size in mesh.items() if axis not in left_out)
 
 
 def _dropped(present: PresentMesh, candidate: MeshCandidate, depth: int, why: str) -> str:

@@ -30,7 +30,7 @@ def log_p_of_pairs(engine: Engine, ranks: Group, loader: Loader) -> np.ndarray:
             assert isinstance(output, Tensor) and isinstance(targets, dict) and samples is not None
             is_pair_B1 = (targets["tokens"] != IGNORED).any(1, keepdim=True)  # the others fill up a row
             log_p_B2 = answer_log_p(output, targets).double().where(is_pair_B1, 0)
-            if engine.coordinates.col == 0:  # all columns have the same
+            if engine.coordinates.is_first_with_samples:  # all columns have the same
                 found.index_add_(0, samples.to(found.device), log_p_B2)
 
         engine.predict(batch, observe)

@@ -281,7 +281,8 @@ class _First(nn.Module):
         """Of a call of the next layer: note its arguments, and return the hidden states."""
         hidden = args[0] if args else kwargs.get("hidden_states")
         if not isinstance(hidden, Tensor) or (self._hidden is not None and hidden is not self._hidden):
-            raise ModelError("changes its hidden states between two layers", where=f"layer {len(self._called)}",
+            raise ModelError("changes its hidden states between two layers",
+                             code="hidden-states-changed-between-layers", where=f"layer {len(self._called)}",
                              remedy=_REMEDY)
         self._hidden = hidden
         leaves, spec = tree_flatten((args, kwargs))
@@ -299,7 +300,7 @@ class _First(nn.Module):
             self.model(**inputs, **self._options)
         except _Reached:
             return
-        raise ModelError("did not call its layers", where="embedding", remedy=_REMEDY)
+        raise ModelError("did not call its layers", code="layers-not-called", where="embedding", remedy=_REMEDY)
 
     def forward(self, inputs: State) -> dict[str, Tensor]:
         named = {self.main_input: inputs} if isinstance(inputs, Tensor) else dict(inputs)
@@ -307,11 +308,13 @@ class _First(nn.Module):
         state: dict[str, Tensor] = {}
         for index, (call, (leaves, spec)) in enumerate(zip(self._calls, self._called, strict=True)):
             if spec != call.spec:
-                raise ModelError("is called with other arguments than for the sample", where=f"layer{index}",
+                raise ModelError("is called with other arguments than for the sample", code="layer-arguments-differ",
+                                 where=f"layer{index}",
                                  remedy="Give from_transformers a sample with the inputs that microbatches have.")
             for slot, leaf in zip(call.leaves, leaves, strict=True):
                 if isinstance(slot, _Slot) != isinstance(leaf, Tensor):
-                    raise ModelError("is called with other tensors than for the sample", where=f"layer{index}",
+                    raise ModelError("is called with other tensors than for the sample", code="layer-tensors-differ",
+                                     where=f"layer{index}",
                                      remedy="Give from_transformers a sample with the inputs that microbatches have.")
                 if isinstance(slot, _Slot) and isinstance(leaf, Tensor):
                     state[slot.name] = leaf
@@ -438,7 +441,8 @@ class _Absent(nn.Module):
         self._name = name
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        raise ModelError("runs before the layers, and not so for the sample", where=self._name, remedy=_REMEDY)
+        raise ModelError("runs before the layers, and not so for the sample", code="other-order-than-sample",
+                         where=self._name, remedy=_REMEDY)
 
 
 def _shell(model: nn.Module, plan: _Plan, others: Mapping[str, nn.Module], layers: Sequence[nn.Module], *,
@@ -500,7 +504,8 @@ def _output(found: Any) -> State:
     for names in (("logits",), ("start_logits", "end_logits"), ("last_hidden_state",)):
         if all(name in found for name in names):
             return {name: found[name] for name in names} if len(names) > 1 else found[names[0]]
-    raise ModelError("is neither logits nor hidden states", where="output of the model", value=list(found),
+    raise ModelError("is neither logits nor hidden states", code="model-output-unknown", where="output of the model",
+                     value=list(found),
                      remedy="Pass output=f with f(what the model returns) -> a tensor or a dict of tensors.")
 
 
@@ -526,8 +531,8 @@ def _run(modules: Mapping[str, nn.Module], inputs: dict[str, Tensor]) -> State:
             except ModelError:
                 raise
             except Exception as error:  # of the model's code, which misses what is in another block
-                raise ModelError(f"cannot run by itself: {type(error).__name__}: {error}", where=f"block {name}",
-                                 remedy=_REMEDY) from error
+                raise ModelError(f"cannot run by itself: {type(error).__name__}: {error}",
+                                 code="block-cannot-run-alone", where=f"block {name}", remedy=_REMEDY) from error
     return state
 
 
@@ -562,4 +567,4 @@ def _in_evaluation(model: nn.Module) -> Iterator[None]:
 
 
 def _refused(model: nn.Module, what: str, where: str, remedy: str = _REMEDY) -> ModelError:
-    return ModelError(what, where=where, value=type(model).__name__, remedy=remedy)
+    return ModelError(what, code="model-cannot-be-cut", where=where, value=type(model).__name__, remedy=remedy)

@@ -442,5 +442,5 @@ def _compiled_blocks(how: bool | Literal["auto"], gradients: WeightGradients, fo
 
 def _ended(where: str, error: SystemExit) -> ModelError:
     """A rank that left here would leave the others waiting for its messages."""
-    return ModelError("ends the program of this rank while the others wait for it", where=where,
+    return ModelError("ends the program of this rank while the others wait for it", code="block-exits", where=where,
                       value=f"sys.exit({error.code!r})", remedy="Raise an error that says what is wrong.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ranvier.config.resolve import ResolvedRun
 from ranvier.schedule.policies import policy_named
@@ -17,13 +17,19 @@ def schedules(run: ResolvedRun) -> tuple[ResolvedRun, ...]:
     """The run, and where the limits of its schedule are auto the same within 1F1B's memory and, last, with the plainest
     schedule: 1F1B, or with several stages on each rank, which have none, one that defers nothing."""
     pipeline = run.pipeline
-    if run.mesh.pipe == 1 or not policy_named(pipeline.policy).defers or (
+    if run.mesh.pipeline_size == 1 or not policy_named(pipeline.policy).defers or (
             pipeline.in_flight, pipeline.deferred, pipeline.defer_last, pipeline.defer_bytes) != (
             "auto", None, None, "auto"):
         return (run,)
     within = replace(pipeline, memory=1.0)
     plainest = replace(within, policy="1f1b") if run.placement.per_rank == 1 else replace(within, defer_bytes=0)
     return run, *(replace(run, pipeline=each) for each in (within, plainest) if each != pipeline)
+
+
+def schedule_settings(run: ResolvedRun) -> dict[str, Any]:
+    """The settings of the pipeline in which the `schedules` of a run differ, as JSON can hold them."""
+    pipeline = run.pipeline
+    return {"policy": pipeline.policy, "memory": pipeline.memory, "defer_bytes": pipeline.defer_bytes}
 
 
 def first_that_fits(run: ResolvedRun, look: Callable[[ResolvedRun], _Found], fits: Callable[[ResolvedRun, _Found], bool]

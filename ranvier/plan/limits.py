@@ -12,7 +12,9 @@ from typing import Literal
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Optim
 from ranvier.cost.blocks import BlockCost
+from ranvier.cost.hardware import Cluster
 from ranvier.cost.memory import PROCESS_BYTES, operand_bytes
+from ranvier.cost.stage_messages import link_conditions
 from ranvier.mesh import StagePlacement
 from ranvier.schedule.computed_limits import (
     MAX_SIMULATED_STAGES,
@@ -53,7 +55,7 @@ def pipeline_limits(stages: Sequence[Sequence[BlockCost]], policy: Policy, *, in
                     memory: float | None, device: str, element_bytes: int, trained_bytes: float,
                     deferred: tuple[int, ...] | None = None, defer_last: int | None = None,
                     placement: StagePlacement | None = None, segments: Segments = (),
-                    num_microbatches: int | None = None) -> Limits:
+                    num_microbatches: int | None = None, conditions: Conditions = UNKNOWN) -> Limits:
     """The limits of a pipeline.
 
     Args:
@@ -63,34 +65,37 @@ def pipeline_limits(stages: Sequence[Sequence[BlockCost]], policy: Policy, *, in
         device: the type of device. element_bytes, trained_bytes: of a parameter, and of one that
             trains beside that. placement: by default one stage on each rank.
         segments: what is recomputed. num_microbatches: of a batch on one replica, where that is known.
+        conditions: as for `computed_limits`.
     """
-    placement = placement or StagePlacement(pipe=len(stages))
+    placement = placement or StagePlacement(num_ranks=len(stages))
     given = None if in_flight == "auto" else in_flight
     if memory is not None:
         loads = _loads(stages, device, element_bytes, trained_bytes, placement.per_rank, segments)
         found = computed_limits(loads, policy, memory=memory, in_flight=given, placement=placement,
-                                num_microbatches=num_microbatches)
+                                num_microbatches=num_microbatches, conditions=conditions)
         return found.given("auto", deferred, defer_last)
     rule = rule_limits([any(block.num_trainable for block in blocks) for blocks in stages], placement)
     return rule.given(in_flight, deferred, defer_last)
 
 
-def run_limits(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments: Segments = ()) -> Limits:
-    """The limits of a run with these blocks on each stage."""
+def run_limits(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments: Segments = (),
+               cluster: Cluster | None = None) -> Limits:
+    """The limits of a run with these blocks on each stage. cluster: whose links the messages between stages travel
+    over; None: not known."""
     return pipeline_limits(stages, policy_named(run.pipeline.policy), in_flight=run.pipeline.in_flight,
                            deferred=run.pipeline.deferred, defer_last=run.pipeline.defer_last,
                            memory=run.pipeline.memory, device=_device(run), trained_bytes=_trained_bytes(run),
                            element_bytes=_ELEMENT_BYTES[run.precision], placement=run.placement, segments=segments,
-                           num_microbatches=run.num_microbatches)
+                           num_microbatches=run.num_microbatches, conditions=link_conditions(run, stages, cluster))
 
 
-def stages_at_peak(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], limits: Limits, segments: Segments = ()
-                   ) -> tuple[tuple[int, float], ...] | None:
+def stages_at_peak(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], limits: Limits, segments: Segments = (),
+                   cluster: Cluster | None = None) -> tuple[tuple[int, float], ...] | None:
     """`Prediction.at_peak`, where a rank's stages share the memory of the microbatches (`Limits.room`)."""
     if limits.room is None:
         return None
     return predicted(_loads_of(run, stages, segments), policy_named(run.pipeline.policy), limits, run.placement,
-                     run.num_microbatches).at_peak
+                     run.num_microbatches, link_conditions(run, stages, cluster)).at_peak
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,18 +112,20 @@ class MemoryChoice:
     step_microbatches: int
 
 
-def memory_choices(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments: Segments = ()
-                   ) -> tuple[MemoryChoice, ...]:
+def memory_choices(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments: Segments = (),
+                   cluster: Cluster | None = None) -> tuple[MemoryChoice, ...]:
     """Memory against speed: for the run's own value first, then for others. Empty where it has no effect."""
     policy, memory = policy_named(run.pipeline.policy), run.pipeline.memory
-    if memory is None or not policy.defers or not 1 < run.mesh.pipe <= MAX_SIMULATED_STAGES:
+    if memory is None or not policy.defers or not 1 < run.mesh.pipeline_size <= MAX_SIMULATED_STAGES:
         return ()
-    loads, found = _loads_of(run, stages, segments), []
+    loads, found, conditions = _loads_of(run, stages, segments), [], link_conditions(run, stages, cluster)
     for value in (memory, *_MEMORIES):
-        limits = run_limits(replace(run, pipeline=replace(run.pipeline, memory=value)), stages, segments)
-        result = predicted(loads, policy, limits, run.placement, run.num_microbatches)
+        limits = run_limits(replace(run, pipeline=replace(run.pipeline, memory=value)), stages, segments,
+                            cluster)
+        result = predicted(loads, policy, limits, run.placement, run.num_microbatches, conditions)
         found.append(MemoryChoice(
-            memory=value, limits=limits, num_microbatches=simulated_microbatches(run.mesh.pipe, run.num_microbatches),
+            memory=value, limits=limits,
+            num_microbatches=simulated_microbatches(run.mesh.pipeline_size, run.num_microbatches),
             step_microbatches=run.num_microbatches, step=result.step, bubble_fraction=result.bubble_fraction,
             peak_memory=result.memory))
     return tuple(found)
@@ -126,7 +133,7 @@ def memory_choices(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segm
 
 def defers_by_limits(run: ResolvedRun) -> bool:
     """Whether weight gradients may wait, as many as numbers of microbatches for each rank say, which were simulated."""
-    return (run.pipeline.memory is not None and run.mesh.pipe > 1 and run.pipeline.defer_bytes == "auto"
+    return (run.pipeline.memory is not None and run.mesh.pipeline_size > 1 and run.pipeline.defer_bytes == "auto"
             and policy_named(run.pipeline.policy).defers and not run.optim.update_in_backward)
 
 
@@ -191,7 +198,7 @@ def measured_choice(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], pre
     """
     policy, memory, pipeline = policy_named(run.pipeline.policy), run.pipeline.memory, run.pipeline
     if (memory is None or not defers_by_limits(run) or pipeline.deferred is not None or run.memory_report
-            or run.mesh.pipe > MAX_SIMULATED_STAGES):
+            or run.mesh.pipeline_size > MAX_SIMULATED_STAGES):
         return None
     loads = _loads_of(run, stages, segments)
     timed: list[StageLoad] = []
@@ -244,7 +251,7 @@ def _block_times(stages: Sequence[Sequence[BlockCost]], device: str, segments: S
 def _rank_times(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments: Segments, cached: int,
                 factors: Factors | None = None) -> list[tuple[float, float]]:
     """Of each rank, forwards and backwards of one microbatch; times `factors`, block by block."""
-    found, block = [(0.0, 0.0)] * run.mesh.pipe, 0
+    found, block = [(0.0, 0.0)] * run.mesh.pipeline_size, 0
     for stage, times in enumerate(_block_times(stages, _device(run), segments)):
         rank = run.placement.rank_of(stage)
         for each in times:

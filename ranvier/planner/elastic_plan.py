@@ -34,6 +34,7 @@ from ranvier.elastic.transition_selector import TransitionSelector, mesh_text
 from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
 from ranvier.models import families
+from ranvier.plan.fitting import first_that_fits, schedules
 from ranvier.planner.predicted_blocks import predicted_blocks
 from ranvier.planner.problems import problems
 from ranvier.planner.work import Work
@@ -229,7 +230,7 @@ class _PredictedRun:
             chosen, entry = self.selector.select(
                 present, candidates, facts, depth=depth, step=self.step, ledger=self.ledger,
                 seconds=self._seconds(now, self.frozen, min(self.cached, self.frozen)), remaining_steps=self.left,
-                problem_of=lambda candidate: self._problem(candidate, depth))
+                problem_of=lambda candidate: self._fitted(candidate, depth)[1] or None)
         if chosen is None and not moves:
             return
         here = MeshCandidate(data=present.mesh.data, pipe=present.mesh.pipe, boundaries=present.boundaries,
@@ -249,7 +250,7 @@ class _PredictedRun:
               ) -> None:
         """Make the transition, which costs what is expected of it."""
         self.transition = self.ledger.expected_cost(moved)
-        self.run = self._on(candidate)
+        self.run = self._fitted(candidate, depth)[0]
         self.ledger = self.ledger.with_entry(entry or Entry(
             step=self.step, old=mesh_text(present.mesh), new=mesh_text(self.run.mesh), moved_bytes=moved,
             remaining_steps=self.left)).with_measured(cost=self.transition, moved_bytes=moved)
@@ -272,10 +273,13 @@ class _PredictedRun:
         there = on_mesh(replace(self.first, batch=batch), candidate.mesh(self.first.mesh))
         return replace(there, pipeline=replace(there.pipeline, boundaries=candidate.boundaries or None))
 
-    def _problem(self, candidate: MeshCandidate, depth: int) -> str | None:
+    def _fitted(self, candidate: MeshCandidate, depth: int) -> tuple[ResolvedRun, str]:
+        """The same with the first of its schedules that fits, and what does not fit; empty where all does."""
         there = self._on(candidate)
-        found = problems(there)
-        return str(found[0]) if found else self.work.excess(there, self.cluster, depth) or None
+        if found := problems(there):
+            return there, str(found[0])
+        return first_that_fits(there, lambda run: self.work.excess(run, self.cluster, depth),
+                               lambda run, excess: not excess)
 
     def _stage_memory(self, depth: int) -> StageMemory | None:
         """What cuts must fit into, where each rank has a device of its own."""
@@ -290,7 +294,7 @@ class _PredictedRun:
             if problems(there):
                 return None
             try:
-                found = self.work.stage_bytes(there, depth)
+                found = self.work.stage_bytes(schedules(there)[-1], depth)
             except RanvierError:
                 return None
 

@@ -9,7 +9,8 @@ from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.kernels import backward_of, weight_gradients_of
 from ranvier.cost.run_cost import step_of
-from ranvier.cost.step import rank_threads, update_seconds
+from ranvier.cost.stage_messages import rank_threads
+from ranvier.cost.step import update_seconds
 from ranvier.elastic.mesh_candidates import with_present_seconds
 from ranvier.elastic.microbatch_profile import MicrobatchProfile
 from ranvier.elastic.rules import LINKS, BlockFacts, ElasticRules, PresentMesh
@@ -25,7 +26,7 @@ def predicted_blocks(run: ResolvedRun, cluster: Cluster, work: Work, present: Pr
     """
     mesh, size = run.mesh, run.batch.microbatch_size
     stages = work.stages(run, present.frozen)
-    step = step_of(run, stages)
+    step = step_of(run, stages, cluster)
     threads, local = rank_threads(cluster, mesh), min(cluster.devices_per_node, mesh.size)
     blocks = [block for blocks in stages for block in blocks]
     known = {id(block.kernels): [cluster.device.seconds(kernels, run.precision, threads) / size for kernels in (
@@ -47,7 +48,8 @@ def predicted_blocks(run: ResolvedRun, cluster: Cluster, work: Work, present: Pr
                                for block, seconds, of_inputs, of_weights, recomputed in zip(
                                    blocks, forward, backward, weight, again, strict=True)),
         update_seconds=tuple(update * count for count in parameters),
-        output_bytes=tuple(-(-sent // max(1, size // mesh.row)) for sent in outputs), num_parameters=parameters,
+        output_bytes=tuple(-(-sent // max(1, size // mesh.microbatch_parts)) for sent in outputs),
+        num_parameters=parameters,
         parameter_bytes=tuple(step.bytes.parameter * count for count in parameters),
         state_bytes=tuple(round(step.bytes.state * step.num_states) * count for count in parameters),
         cores=None if cores is None else cores * nodes / threads / mesh.stage_size, bandwidth=bandwidth,

@@ -118,8 +118,8 @@ def check_plain(layer: Splittable, where: str) -> None:
             "several normalized dims": len(getattr(layer, "normalized_shape", (1,))) > 1}
     for what, has in more.items():
         if has:
-            raise ModelError(f"has {what}, which would be lost on rows and columns", where=where,
-                             value=type(layer).__name__,
+            raise ModelError(f"has {what}, which would be lost on rows and columns", code="layer-state-lost",
+                             where=where, value=type(layer).__name__,
                              remedy="Leave it out, or give the layer a split(mesh) of its own.")
 
 
@@ -149,10 +149,10 @@ def unsplit_parameter(name: str, module: nn.Module, owner: nn.Module) -> ModelEr
     instead = next((layers for kind, layers in _INSTEAD.items() if isinstance(owner, kind)), "")
     if not instead and not type(owner).__module__.startswith("torch."):
         instead = "Scale, Scalar or BiasTable"  # of a parameter of the block's own
-    return ModelError("belongs to a layer that cannot be split over rows and columns", where=f"parameter {name}",
-                      value=type(module).__name__,
-                      remedy=f"Use {instead or 'the layers'} of ranvier.tensor.layers in its place, or set "
-                             "--mesh.row 1 --mesh.col 1.")
+    return ModelError("belongs to a layer that cannot be split over rows and columns", code="layer-cannot-be-split",
+                      where=f"parameter {name}", value=type(module).__name__,
+                      remedy=f"Use {instead or 'the layers'} of ranvier.tensor.layers in its place, or set `--mesh.row "
+                             "1` `--mesh.col 1`.")
 
 
 _INSTEAD: dict[type[nn.Module], str] = {

@@ -27,7 +27,8 @@ class Change:
     """From one mesh and depth to others.
 
     boundaries: None cuts by cost. microbatch_size, global_size: samples. reason: why, in a few words.
-    wish: the ID of the resize request that it fulfils; logs have it under this name.
+    schedule: settings of the pipeline in place of the run's own, whose schedule does not fit the memory there
+    (`cost/fitting`). wish: the ID of the resize request that it fulfils; logs have it under this name.
     """
 
     data: int
@@ -40,13 +41,14 @@ class Change:
     global_size: int
     microbatch_size: int
     reason: str
+    schedule: Mapping[str, Any] | None = None
     wish: str | None = None
 
     def applied(self, run: ResolvedRun) -> ResolvedRun:
         """`run`, as it was started, as it is after the change."""
         mesh = resized(run.mesh, data=self.data, pipe=self.pipe, row=self.row, col=self.col)
         pipeline = run.pipeline if self.pipe == run.mesh.pipe else replace(run.pipeline, deferred=None, defer_last=None)
-        return replace(run, mesh=mesh, pipeline=replace(pipeline, boundaries=self.boundaries),
+        return replace(run, mesh=mesh, pipeline=replace(pipeline, boundaries=self.boundaries, **self.schedule or {}),
                        batch=replace(run.batch, global_size=self.global_size, microbatch_size=self.microbatch_size))
 
     def document(self) -> dict[str, object]:
@@ -99,8 +101,8 @@ class CommandChannel:
         finally:
             board.close()
         if message.kind is not MessageKind.ORDER:
-            raise TransportError("is not a command", where=f"message from rank {message.source}", value=str(message),
-                                 remedy="Give all ranks one version of Ranvier.")
+            raise TransportError("is not a command", code="not-a-command", where=f"message from rank {message.source}",
+                                 value=str(message), remedy="Give all ranks one version of Ranvier.")
         data = message.tensors[""].cpu()
         if int(message.tensors["checksum"]) != int(checksum(data)):
             raise invalid_message("commands", message.source, "the command has been changed on its way")
@@ -115,6 +117,6 @@ class CommandChannel:
                 heard, heard_at = now, time.monotonic()
             elif time.monotonic() - heard_at > timeout_seconds:
                 raise MessageTimeout("nothing was heard from rank 0, whose commands an idle rank awaits",
-                                     where="commands", value=f"{timeout_seconds:g} s",
-                                     remedy="See what that rank does, and start again with --resume auto.")
+                                     code="rank-0-silent", where="commands", value=f"{timeout_seconds:g} s",
+                                     remedy="See what that rank does, and start again with `--resume auto`.")
         return message

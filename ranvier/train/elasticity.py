@@ -160,6 +160,7 @@ class Elasticity:
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._floor = 0 if run.elastic.dry_run or not self.freezes else untrained_layers(families.model_of(run))
         self._lowest: dict[int, int] = {}  # frozen layers -> those of them that cannot train again
+        self._schedule: Mapping[str, Any] | None = None  # of the mesh, where the run's own did not fit its memory
         self._kept = 0  # layers that stay frozen on this mesh, for want of memory
         self._begins = False  # meshes are to be compared, without asking the policy
         self._unmeasured = False  # the last mesh was chosen before a step was measured
@@ -273,7 +274,7 @@ class Elasticity:
                 "ledger": self.ledger.to_dict(), "profile": self.profile.to_dict(),
                 "progress": progress.state(), "kept": self._kept,
                 "policy": self.policy.state_dict() if isinstance(self.policy, Remembers) else None,
-                "refused": [list(mesh) for mesh in sorted(self.selector.refused)]}
+                "schedule": self._schedule, "refused": [list(mesh) for mesh in sorted(self.selector.refused)]}
 
     @property
     def freezes(self) -> bool:
@@ -295,6 +296,7 @@ class Elasticity:
             if isinstance(self.policy, Remembers) and state.get("policy") is not None:
                 self.policy.load_state_dict(state["policy"])
             self.selector.refused = {tuple(mesh) for mesh in state.get("refused", ())}  # older checkpoints have none
+            self._schedule = state.get("schedule")  # likewise
 
     def rolled_back(self, step: int, state: Mapping[str, Any]) -> None:
         """The run is at `step` again, with the weights of a checkpoint that has `state`. Frozen layers, mesh and global
@@ -311,7 +313,8 @@ class Elasticity:
         mesh, frozen = run.mesh, FrozenLayers(int(state["frozen"]), tuple(state.get("frozen_above", ())))
         if max(frozen.layers, default=-1) >= len(engine.layers):
             raise RanvierError(f"has {len(frozen)} frozen layers, and the model {len(engine.layers)}",
-                               where="checkpoint", remedy="Resume with the model that it was written with.")
+                               code="checkpoint-frozen-layers", where="checkpoint",
+                               remedy="Resume with the model that it was written with.")
         # checkpoints from before rows and columns could change have only replicas and stages
         same = all(state.get(f"first_{axis}", size) == size for axis, size in mesh.sizes.items())
         size, boundaries = int(state["global_size"]), engine.boundaries or None
@@ -323,6 +326,8 @@ class Elasticity:
         if was.size > self.num_ranks or had < self.num_ranks:  # ranks that had joined are gone, or lost ones are back
             same, was = False, mesh
             size = self._rules.step_samples(mesh.data)
+        if not same or was == mesh:  # whose memory the start has looked at
+            self._schedule = None
         if not frozen and was == mesh and size == run.batch.global_size == self._size:
             return None
         reason = "frozen layers as before the run was interrupted"
@@ -333,7 +338,7 @@ class Elasticity:
         there = on_mesh(replace(run, batch=replace(run.batch, global_size=size)), was)
         return Change(data=was.data, pipe=was.pipe, row=was.row, col=was.col, frozen=frozen, old_frozen=FrozenLayers(0),
                       boundaries=boundaries, global_size=size, microbatch_size=there.batch.microbatch_size,
-                      reason=reason)
+                      reason=reason, schedule=self._schedule)
 
     def enter(self, now: RankRuntime, change: Change, old: Mesh, moved: int, seconds: float, step: int) -> bool:
         """The change from mesh `old` has been made. Returns whether this rank caches from now on."""
@@ -348,7 +353,7 @@ class Elasticity:
         if size != self._size:
             self._since, self._size = (step, self._taken(step)), size
         self._recent.clear()
-        self._trial, self._kept = None, 0
+        self._trial, self._kept, self._schedule = None, 0, change.schedule
         if old.stage_size != now.run.mesh.stage_size or old.row != now.run.mesh.row:
             self.profile, self._told = MicrobatchProfile(), set()  # its times are those of other shares of a layer
         return self.caching.enter(now, reads=self.left(step) * now.run.batch.global_size)
@@ -456,7 +461,7 @@ class Elasticity:
             return self._change(now, candidate.mesh(run.mesh), wanted, candidate.boundaries or None, reason)
 
         def problem_of(candidate: MeshCandidate) -> str | None:
-            problem = budget.problem(change(candidate).applied(run))
+            problem = budget.fitted(change(candidate))[1]
             return None if problem is None else f"{problem.where} {problem.what}"
 
         chosen = None
@@ -474,19 +479,24 @@ class Elasticity:
             if entry is not None:
                 self.ledger = self.ledger.with_entry(entry)
         if chosen is not None:
-            return change(chosen)
+            return budget.fitted(change(chosen))[0]
         if not moves:
             return None
-        here = self._change(now, run.mesh, wanted, now.engine.boundaries or None, reason)
+        here, problem = self._here(now, budget, reason)
         thawed = now.frozen.layers - wanted.layers
-        problem = budget.problem(here.applied(run)) if thawed else None
-        if problem is not None:
+        if thawed and problem is not None:
             stays = "stays" if len(thawed) == 1 else "stay"
             self._note(step, "unfreeze-refused", f"{layers_text(thawed)} {stays} frozen: {problem}",
                        {"layers": len(wanted)})
             self._kept = now.frozen.prefix
             return None
         return here
+
+    def _here(self, now: RankRuntime, budget: MemoryBudget, reason: str) -> tuple[Change, RanvierError | None]:
+        """The change to as many frozen layers as `budget` is for, on the same mesh, and why that may not fit."""
+        here = self._change(now, now.run.mesh, budget.frozen, now.engine.boundaries or None, reason)
+        there, problem = budget.fitted(here)
+        return (there if problem is None else here), problem
 
     def _cached_blocks(self, present: PresentMesh, depth: int, step: int) -> int:
         """Frozen blocks that the next steps will read."""
@@ -506,16 +516,13 @@ class Elasticity:
         if problem is None:
             mesh = resized(self._first.mesh, **asked)
             reason = request.get("reason", "as asked with ranvier resize")
-            change = replace(self._change(now, mesh, wanted, None, reason), wish=request["wish"])
-            there = change.applied(run)
-            found = budget.problem(there)
+            change, found = budget.fitted(replace(self._change(now, mesh, wanted, None, reason), wish=request["wish"]))
             if found is None:
                 return change
             problem = str(found)
         self._note(step, "resize-refused", f"resize request for {request_text(request)} refused: {problem}",
                    {name: value for name, value in request.items() if name not in ("problem", "reason")})
-        return self._change(now, run.mesh, wanted, now.engine.boundaries or None, "freezing") if wanted != now.frozen \
-            else None
+        return self._here(now, budget, "freezing")[0] if wanted != now.frozen else None
 
     def _unfit(self, mesh: Mesh, asked: Mapping[str, Any]) -> str | None:
         """Why a run on `mesh` cannot go to one of the sizes `asked` (axis -> size), by these numbers alone."""
@@ -536,13 +543,14 @@ class Elasticity:
 
     def change_to(self, mesh: Mesh, old_frozen: FrozenLayers, frozen: FrozenLayers,
                   boundaries: tuple[int, ...] | None, reason: str) -> Change:
-        """The change from `old_frozen` to `frozen` layers, on `mesh`. boundaries: None cuts by cost."""
+        """The change from `old_frozen` to `frozen` layers, on `mesh`, with the schedule of now. boundaries: None cuts
+        by cost."""
         size = self._rules.step_samples(mesh.data)
         batch = replace(self._first.batch, global_size=size)
         there = on_mesh(replace(self._first, batch=batch), mesh)
         return Change(data=mesh.data, pipe=mesh.pipe, row=mesh.row, col=mesh.col, frozen=frozen, old_frozen=old_frozen,
                       boundaries=boundaries, global_size=size, microbatch_size=there.batch.microbatch_size,
-                      reason=reason)
+                      reason=reason, schedule=self._schedule)
 
     def _note(self, step: int, event: str, text: str, fields: Mapping[str, object]) -> None:
         self._tell(NoteEvent(step=step, event=event, text=text, fields=fields))

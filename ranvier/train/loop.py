@@ -174,8 +174,8 @@ class Training:
         world, recipe = self.world, self.recipe
         if world.joins is not None and freezing is not None:
             raise ConfigError("cannot be with a freeze policy that is an object: ranks that join would not have it",
-                              where="launch.join-address", value=world.joins.address,
-                              remedy="Name the policy with --elastic.freeze module:name.")
+                              code="join-with-policy-object", where="launch.join-address", value=world.joins.address,
+                              remedy="Name the policy with `--elastic.freeze module:name`.")
         run, self.data, self.pretrained = prepare_run(run, world, stream)
         self.run = agree_on_run(run, recipe, self.data, self.members.everyone, world)
         world.mesh = self.run.mesh
@@ -451,7 +451,7 @@ class Training:
             self._page.finish(summary, timelines, run.mesh, predicted, on_cpu=world.device.type == "cpu")
             pictures = [self._page.path, *pictures]
             report = report_text(predicted, summary["memory"],
-                                 lambda rank: run.mesh.coordinates(rank).pipe) if run.memory_report else None
+                                 lambda rank: run.mesh.coordinates(rank).pipeline_rank) if run.memory_report else None
             note = None if text is None else expectation(summary["eval_loss"], frequency_entropy(self.data.train))
             self.outputs.event(EndEvent(step=self.done, summary=summary, sample=text, pictures=pictures,
                                         sample_note=note, report=report))
@@ -670,6 +670,9 @@ class Training:
                                            global_size=self.run.samples_of(1),
                                            microbatch_size=self.run.batch.microbatch_size,
                                            stages=str(self.engine.stages), wish=change.wish))
+        own = replace(change, schedule=None).applied(self._asked)
+        if text := schedule_note(own, self.run):
+            self.outputs.event(NoteEvent(step=self.done, event="schedule", text=text))
         self.requests.current = None
         if back_to is None:
             for ended in ended_ties(None if old is None else old.engine.layout, self.engine.layout, self.done):
@@ -775,9 +778,10 @@ class Training:
         self.saving.published_step = event.step
         if event.stepped and not math.isfinite(event.loss):
             self.ranks.barrier()  # a rank that fails ends the others: not before rank 0 has written the step
-            raise RanvierError("is not a finite number", where=f"loss of step {event.step}", value=event.loss,
-                               remedy=f"Lower --train.learning-rate (it is {self.run.train.learning_rate:g}) or raise "
-                                      "--train.warmup-steps; metrics.jsonl shows how it came about.")
+            raise RanvierError("is not a finite number", code="loss-not-finite", where=f"loss of step {event.step}",
+                               value=event.loss,
+                               remedy=f"Lower `--train.learning-rate` (it is {self.run.train.learning_rate:g}) or "
+                                      "raise `--train.warmup-steps`; metrics.jsonl shows how it came about.")
 
     def _tell_of_checkpoints(self) -> None:
         for note in self.saving.tell():

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ranvier.comm.protocol import Group
@@ -60,8 +60,9 @@ class LastSteps:
         places = [at]
         if now.run.optim.shard:
             held = with_states_of_neighbour(held, self._group(now))
-            places.append(at.replace("data", (at.data - 1) % mesh.data))
-        part: dict[str, object] = {"mesh": dict(mesh.sizes), "places": [asdict(place) for place in places],
+            places.append(mesh.place(replica=(at.replica - 1) % mesh.num_replicas, pipeline_rank=at.pipeline_rank,
+                                     position=at.position))
+        part: dict[str, object] = {"mesh": dict(mesh.sizes), "places": [dict(place) for place in places],
                                    "frozen": sorted(now.frozen.layers)}
         self._copies[step] = _Copy(held=held, part=part)
 
@@ -69,7 +70,7 @@ class LastSteps:
         """The ranks with this one's place in the other replicas. Collective where the engine is a new one."""
         if self._engine is not now.engine or self._replicas is None:
             self._engine = now.engine
-            self._replicas = now.world.backend.group("copies", now.run.mesh.groups("data"))
+            self._replicas = now.world.backend.group("copies", now.run.mesh.groups(*now.run.mesh.replica_axes))
         return self._replicas
 
     @property

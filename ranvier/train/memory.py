@@ -30,11 +30,12 @@ from ranvier.elastic.mesh_candidates import StageMemory
 from ranvier.errors import ConfigError, OutOfMemory, RanvierError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
-from ranvier.plan.fitting import first_that_fits, schedules
+from ranvier.plan.fitting import first_that_fits, schedule_settings, schedules
 from ranvier.planner.problems import problems
 from ranvier.system.machine import available_memory_bytes
 from ranvier.system.memory_tracker import MemoryPlace, MemoryTracker
 from ranvier.system.terminal import TextTable
+from ranvier.train.commands import Change
 from ranvier.world import World
 
 _WORKING = ("activations", "deferred", "workspace", "messages", "arriving")
@@ -49,7 +50,7 @@ def check_fits(run: ResolvedRun, world: World, everyone: Group) -> ResolvedRun:
 
     def local_memory(run: ResolvedRun) -> list[RankMemory]:
         memory = laid_out(run)[1]
-        return [memory[run.mesh.coordinates(rank).pipe] for rank in world.local_ranks]
+        return [memory[run.mesh.coordinates(rank).pipeline_rank] for rank in world.local_ranks]
 
     run = resolve(run, Facts(device="cuda" if on_cuda else "cpu"))
     needed_bytes = max(with_overhead(entry).device_bytes if on_cuda else entry.device_bytes
@@ -75,7 +76,8 @@ def explain_out_of_memory(error: BaseException, run: ResolvedRun, where: str) ->
     """`error` as one that tells where the memory went and what to do, if it is an allocator's."""
     if not is_out_of_memory(error):
         return None
-    return OutOfMemory(f"ran out of memory\n{prediction_text(run)}\n", where=where, value=str(error).splitlines()[0],
+    return OutOfMemory(f"ran out of memory\n{prediction_text(run)}\n", code="out-of-memory", where=where,
+                       value=str(error).splitlines()[0],
                        remedy="In this order: " + "; ".join(remedies(run, shared=run.launch.device != "cuda")) + ".")
 
 
@@ -138,7 +140,7 @@ def report_text(predicted: Sequence[RankMemory], measured: Sequence[Mapping[str,
                 stage_of: Callable[[int], int]) -> str:
     """Predicted and measured MiB side by side, for the rank of each stage that needed most. measured: by rank."""
     rows: list[list[str]] = []
-    largest = [max((facts for rank, facts in enumerate(measured) if stage_of(rank) == entry.pipe),
+    largest = [max((facts for rank, facts in enumerate(measured) if stage_of(rank) == entry.pipeline_rank),
                    key=lambda facts: sum(facts["device"].values())) for entry in predicted]
     entries = [{"device": folded(entry.device), "host": dict(entry.host)} for entry in predicted]
     for place in ("device", "host"):
@@ -149,7 +151,7 @@ def report_text(predicted: Sequence[RankMemory], measured: Sequence[Mapping[str,
         if names:
             sums = [sum(facts[place].values()) for pair in zip(entries, largest, strict=True) for facts in pair]
             rows.append([f"{place} in all", *(f"{size / 2**20:,.1f}" for size in sums)])
-    return str(TextTable(header=["memory in MiB", *(f"stage {entry.pipe}\n{kind}" for entry in predicted
+    return str(TextTable(header=["memory in MiB", *(f"stage {entry.pipeline_rank}\n{kind}" for entry in predicted
                                                     for kind in ("predicted", "measured"))], rows=rows, words=(0,)))
 
 
@@ -178,6 +180,14 @@ class MemoryBudget:
     frozen: FrozenLayers
     device_bytes: int | None = None
 
+    def fitted(self, change: Change) -> tuple[Change, RanvierError | None]:
+        """The change with the first schedule of the run that fits there (`cost/fitting`). Where none does, with the
+        run's own, and why the run cannot continue so."""
+        own = replace(change, schedule=None)
+        there = own.applied(self.first)
+        found, problem = first_that_fits(there, self.problem, lambda run, problem: problem is None)
+        return own if found == there else replace(own, schedule=schedule_settings(found)), problem
+
     def problem(self, run: ResolvedRun) -> RanvierError | None:
         """Why the run cannot continue as `run`: a setting; a rank, alone on its device; all ranks together on this
         machine, were they all here."""
@@ -199,10 +209,11 @@ class MemoryBudget:
                          available_bytes=available_memory_bytes() + before)
 
     def stage_memory(self) -> StageMemory:
-        """What cuts of other meshes must fit into."""
+        """What cuts of other meshes must fit into, with the schedule that needs least."""
         def needed(mesh: Mesh, samples: int, microbatch_size: int) -> Callable[[CandidateStage], int] | None:
             there = on_mesh(replace(self.first, batch=replace(self.first.batch, global_size=samples)), mesh)
-            return self.stage_bytes(replace(there, batch=replace(there.batch, microbatch_size=microbatch_size)))
+            there = replace(there, batch=replace(there.batch, microbatch_size=microbatch_size))
+            return self.stage_bytes(schedules(there)[-1])
 
         return StageMemory(limit_bytes=self.device_bytes, needed=needed)
 

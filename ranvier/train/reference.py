@@ -52,9 +52,10 @@ def fill_reference(runtime: RankRuntime, data: Prepared, everyone: Group, resume
         values = _read_by_first(path, runtime, data, everyone)
     else:
         if run.lora.rank and resumed.loaded is not None and resumed.step:
-            raise ConfigError("has adapters, and the reference is the model without them", where="resume",
-                              value=str(resumed.loaded.folder), remedy="Write a whole model with `ranvier export`, and "
-                              "begin with it: --model.pretrained.")
+            raise ConfigError("has adapters, and the reference is the model without them",
+                              code="reference-with-adapters", where="resume", value=str(resumed.loaded.folder),
+                              remedy="Write a whole model with `ranvier export`, and begin with it: "
+                                     "`--model.pretrained`.")
         values = {name: _log_p(runtime, pairs) for name, pairs in sets.items()}
         if everyone.index == 0:
             with writing(path):
@@ -74,7 +75,7 @@ def _sets(data: Prepared) -> dict[str, WithReference]:
 
 
 def _log_p(runtime: RankRuntime, pairs: WithReference) -> np.ndarray:
-    at_once = max(runtime.run.batch.global_size, SAMPLES_AT_ONCE * runtime.run.mesh.data)
+    at_once = max(runtime.run.batch.global_size, SAMPLES_AT_ONCE * runtime.run.mesh.num_replicas)
     loader = evaluation_loader(runtime.run, runtime.engine, pairs, len(pairs), at_once=at_once)
     return log_p_of_pairs(runtime.engine, runtime.ranks, loader)
 
@@ -89,7 +90,7 @@ def _read_by_first(path: Path, runtime: RankRuntime, data: Prepared, everyone: G
         except RanvierError as error:
             problem = error
     if everyone.gather_number(int(problem is not None))[0]:
-        raise problem or CheckpointError("cannot be used, as rank 0 says", where=str(path),
+        raise problem or CheckpointError("cannot be used, as rank 0 says", code="reference-of-first", where=str(path),
                                          remedy="See the error of rank 0.")
     found = {}
     for name, pairs in _sets(data).items():
@@ -109,14 +110,15 @@ def _read(path: Path, data: Prepared) -> Mapping[str, np.ndarray]:
         same = document["data"] == fingerprint(data)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError("cannot be read, and the weights of a run that resumes are not its reference",
-                              where=str(path), value=f"{type(error).__name__}: {error}"[:200],
-                              remedy="Begin the run again in another folder, or set --preference.loss simpo."
+                              code="no-reference", where=str(path), value=f"{type(error).__name__}: {error}"[:200],
+                              remedy="Begin the run again in another folder, or set `--preference.loss simpo`."
                               ) from error
     if not same:
-        raise DataError("has the reference's log-probabilities of other pairs", where=str(path),
+        raise DataError("has the reference's log-probabilities of other pairs", code="reference-of-other-pairs",
+                        where=str(path),
                         remedy="Resume with the same data, or begin the run again in another folder.")
     for name, pairs in _sets(data).items():
         if values[name].shape != (len(pairs), 2) or not all(map(math.isfinite, values[name].flat)):
-            raise CheckpointError("does not have two numbers for each pair", where=str(path),
+            raise CheckpointError("does not have two numbers for each pair", code="damaged-reference", where=str(path),
                                   value=str(values[name].shape), remedy="Begin the run again in another folder.")
     return values

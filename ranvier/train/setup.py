@@ -76,13 +76,14 @@ def agree_on_run(run: ResolvedRun, recipe: str, data: Prepared, ranks: Group, wo
                                      "plan": f"{run.mesh}, microbatches of {run.batch.microbatch_size}"})
     for rank, other in enumerate(everyone):
         if other["plan"] != everyone[0]["plan"]:
-            raise ConfigError(f"differs from that of rank 0 ({everyone[0]['plan']})", where=f"mesh of rank {rank}",
-                              value=other["plan"], remedy="Start all ranks with the same settings; where they are auto "
-                              "and machines differ, name one cluster with --launch.cluster, or give numbers.")
+            raise ConfigError(f"differs from that of rank 0 ({everyone[0]['plan']})", code="mesh-differs-between-ranks",
+                              where=f"mesh of rank {rank}", value=other["plan"],
+                              remedy="Start all ranks with the same settings; where they are auto and machines differ, "
+                                     "name one cluster with `--launch.cluster`, or give numbers.")
         if other["text"] != everyone[0]["text"]:
-            raise DataError(f"differs from that of rank 0 ({everyone[0]['text']})", where=f"data of rank {rank}",
-                            value=other["text"], remedy="Give all machines the same files and versions, or one "
-                                                        "shared --data.cache-dir.")
+            raise DataError(f"differs from that of rank 0 ({everyone[0]['text']})", code="data-differs-between-ranks",
+                            where=f"data of rank {rank}", value=other["text"],
+                            remedy="Give all machines the same files and versions, or one shared `--data.cache-dir`.")
     nodes = {other["local_size"] for other in everyone}
     facts = tensor_mesh_facts(run, nodes.pop() if len(nodes) == 1 else None)
     return replace(resolve(run, Facts(tile=None if facts is None else facts.tile)), run_dir=Path(everyone[0]["folder"]))
@@ -163,7 +164,7 @@ def resolve_remaining(run: ResolvedRun, engine: Engine, world: World, origin: st
     optim = replace(run.optim, offload=engine.flat_optimizer.offload,
                     offload_share=engine.flat_optimizer.offload_share,
                     bucket_size=resolve_bucket_size(run.optim, world.device.type))
-    if is_half(DTYPES[run.precision]) and run.mesh.data > 1:
+    if is_half(DTYPES[run.precision]) and run.mesh.num_replicas > 1:
         optim = replace(optim, reduce_dtype="half" if optim.reduce_dtype == "auto" else optim.reduce_dtype)
     resume = origin if run.resume == "auto" else run.resume  # who repeats the run from its file begins as it did
     pipeline = replace(run.pipeline, boundaries=engine.boundaries or None, in_flight=engine.in_flight)
@@ -189,7 +190,7 @@ def tensor_text(run: ResolvedRun) -> str:
     tensor = run.tensor
     more = [text for said, text in ((tensor.sequence_sharding, "sequence sharded"),
                                     (tensor.keep_weights, "gathered weights kept")) if said]
-    return ", ".join([f"{run.mesh.row} x {run.mesh.col}", tensor.scheme, *more])
+    return ", ".join([" x ".join(str(run.mesh[axis]) for axis in run.mesh.stage_axes), tensor.scheme, *more])
 
 
 def optimizer_text(run: ResolvedRun) -> str:
@@ -199,5 +200,5 @@ def optimizer_text(run: ResolvedRun) -> str:
     streamed = f"streamed from the host, {optim.buckets_in_flight} buckets at once"
     where = {"none": "states on the device", "host": "states and updates on the host", "stream": f"states {streamed}",
              "hybrid": f"{part:.1%} of the states {streamed}, the others on the device"}[optim.offload]
-    shared = f", sharded over {run.mesh.data} replicas" if optim.shard and run.mesh.data > 1 else ""
+    shared = f", sharded over {run.mesh.num_replicas} replicas" if optim.shard and run.mesh.num_replicas > 1 else ""
     return f"{optim.algorithm} in buckets of {optim.bucket_size:,}, {where}{shared}"

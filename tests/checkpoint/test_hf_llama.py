@@ -226,3 +226,21 @@ def test_a_head_of_its_own_is_read(tmp_path):
     published("llama2", tmp_path / "there")
     pretrained = Pretrained(tmp_path / "there")
     assert not torch.equal(pretrained.read("head.projection.weight"), pretrained.read("embedding.token.weight"))
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_an_export_copies_nothing_from_outside_the_runs_folder(tmp_path, name):
+    published("llama2", tmp_path / "there")
+    import_model(tmp_path / "there", tmp_path / "run", tell=lambda line: None)
+    (tmp_path / "secret").write_text("{}")
+    (tmp_path / "run" / name).unlink(missing_ok=True)
+    (tmp_path / "run" / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError) as refused:
+        export(tmp_path / "run", tmp_path / "back", tell=lambda line: None)
+    assert name in refused.value.what and str(tmp_path / "run") in refused.value.where
+    assert not (tmp_path / "back").exists()
+    (tmp_path / "run" / name).unlink()
+    (tmp_path / "run" / "own").write_text("{}")
+    (tmp_path / "run" / name).symlink_to("own")
+    export(tmp_path / "run", tmp_path / "back", tell=lambda line: None)
+    assert (tmp_path / "back" / name).read_text() == "{}"

@@ -96,12 +96,12 @@ def step_of(layouts, number):
         return None
     mesh, at = engine.mesh, engine.coordinates
     loader = Loader(SAMPLES, Sampler(len(SAMPLES), SEED), global_size=GLOBAL_SIZE, microbatch_size=2,
-                    replica=at.data, num_replicas=mesh.data, row=at.row, num_rows=mesh.row,
+                    replica=at.data, num_replicas=mesh.data, part=at.row, num_parts=mesh.row,
                     needs_inputs=engine.is_first_stage, needs_targets=engine.is_last_stage)
     engine.learning_rate = RATE
     result = engine.forward_backward(loader.microbatches(number))
     ends = engine.layout.ends_on(at.pipe)
-    gradients = {name: (engine.layout[name].shape, engine.layout.box(ends[name], at.row, at.col), gradient.clone())
+    gradients = {name: (engine.layout[name].shape, engine.layout.box(ends[name], at.position), gradient.clone())
                  for name, gradient in engine.gradients().items()}
     engine.step(result)
     return result.loss, gradients

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +14,14 @@ from ranvier.config.run import Batch, Data, Elastic, Launch, Memory, Optim, Pipe
 from ranvier.cost.count import device_bytes_of_stages, laid_out
 from ranvier.elastic.auto_pipe import CandidateStage
 from ranvier.elastic.freezing import NONE_FROZEN, FrozenLayers
+from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
-from ranvier.train import elasticity, memory
+from ranvier.plan.fitting import first_that_fits, schedules
+from ranvier.train import elasticity, loop, memory
+from ranvier.train.commands import Change
 from ranvier.train.memory import MemoryBudget, device_bytes
-from tests.elastic.runs import BY_HAND, Wishes, always, lines, run_all, tiny, transitions
+from ranvier.train.runtime import build_runtime
+from tests.elastic.runs import BY_HAND, Wishes, always, lines, losses, run_all, tiny, transitions
 
 
 def small(folder=Path("nowhere"), **changed):
@@ -82,13 +87,73 @@ def test_on_rows_and_columns_a_stage_needs_no_less():
 
 
 def test_stages_are_judged_alone_on_devices_only(sentences):
-    place = CandidateStage(data=1, pipe=2, stage=0, start=0, stop=4, num_microbatches=8, microbatch_size=2)
+    place = CandidateStage(num_replicas=1, pipeline_size=2, stage=0, start=0, stop=4, num_microbatches=8,
+                           microbatch_size=2)
     run = small(sentences)
     assert MemoryBudget(first=run, frozen=NONE_FROZEN).stage_bytes(run) is None
     needed = MemoryBudget(first=run, frozen=NONE_FROZEN, device_bytes=1).stage_bytes(run)
     assert needed(place) == device_bytes_of_stages(run)(0, 0, 4)
     forbidden = small(sentences, mesh=Mesh(pipe=2, row=2), batch=Batch(global_size=1, microbatch_size=1))
     assert MemoryBudget(first=run, frozen=NONE_FROZEN, device_bytes=1).stage_bytes(forbidden) is None
+
+
+def change_to(run):
+    return Change(**run.mesh.sizes, frozen=NONE_FROZEN, old_frozen=NONE_FROZEN, boundaries=run.pipeline.boundaries,
+                  global_size=run.batch.global_size, microbatch_size=run.batch.microbatch_size, reason="")
+
+
+@pytest.mark.parametrize("on_cuda", [True, False], ids=["device", "host"])
+def test_a_transition_that_the_start_would_accept_is_accepted(sentences, monkeypatch, on_cuda):
+    """With each amount of memory that one of the run's schedules needs, and with a byte less."""
+    run = small(sentences, pipeline=Pipeline(memory=2.0), launch=Launch(device="cuda" if on_cuda else "cpu"))
+    there = replace(run, mesh=Mesh(pipe=4))
+    sizes = [[entry.device_bytes * (1 if on_cuda else entry.ranks) for entry in laid_out(each)[1]]
+             for each in schedules(there)]
+    needed = [max(each) if on_cuda else sum(each) for each in sizes]
+    before = sum(entry.ranks * entry.device_bytes for entry in laid_out(run)[1])
+    assert needed[0] > needed[-1]
+    for most in (max(needed), min(needed), min(needed) - 1):
+        if on_cuda:
+            monkeypatch.setattr(memory, "available_memory_bytes", lambda: 1 << 40)
+        else:
+            hosts = sum(entry.ranks * entry.host_bytes for entry in laid_out(there)[1]) - sum(
+                entry.ranks * entry.host_bytes for entry in laid_out(run)[1])
+            monkeypatch.setattr(memory, "available_memory_bytes", lambda most=most, more=hosts: most + more - before)
+        budget = MemoryBudget(first=run, frozen=NONE_FROZEN, device_bytes=most if on_cuda else None)
+        change, problem = budget.fitted(change_to(there))
+        assert (problem is None) == (most >= min(needed))
+        starts = first_that_fits(there, lambda each: needed[schedules(there).index(each)],
+                                 lambda each, needs, most=most: needs <= most)[0]
+        assert change.applied(run) == starts
+        assert Change.read(json.loads(json.dumps(change.document()))) == change
+        assert (change.schedule is None) == (starts == there)
+
+
+def test_a_run_takes_a_schedule_that_fits_and_its_own_again(sentences, tmp_path, monkeypatch):
+    """Two stages must be content with 1F1B here, and four need not be; a run that resumes returns to what it had."""
+    problem, built = MemoryBudget.problem, []
+
+    def tight(budget, run):
+        is_too_much = run.mesh.pipe == 2 and run.pipeline.policy != "1f1b"
+        return ConfigError("does not suffice", where="memory", remedy="") if is_too_much else problem(budget, run)
+
+    def noted(run, world, *args, **options):
+        if world.rank == 0:
+            built.append((run.mesh.pipe, run.pipeline.policy, run.pipeline.memory))
+        return build_runtime(run, world, *args, **options)
+
+    monkeypatch.setattr(MemoryBudget, "problem", tight)
+    monkeypatch.setattr(loop, "build_runtime", noted)
+    run = tiny(sentences, tmp_path / "run", pipeline=Pipeline(memory=2.0), train=Train(steps=9))
+    wishes = {2: dict(data=1, pipe=2), 4: dict(data=1, pipe=4), 6: dict(data=1, pipe=2)}
+    run_all(run, trackers=[Wishes(run, wishes)])
+    own, plain = (4, "message-driven", 2.0), (2, "1f1b", 1.0)
+    assert built == [own, plain, own, plain]
+    notes = [line["text"] for line in lines(run, "events.jsonl") if line["event"] == "schedule"]
+    assert len(notes) == 2 and all("pipeline.policy is 1f1b" in note for note in notes)
+    built.clear()
+    run_all(replace(run, train=Train(steps=12), resume="auto"))
+    assert built == [own, plain] and len(losses(run)) == 12
 
 
 @pytest.mark.parametrize(("cut", "text"), [("exact", "no cut fits the memory"), ("reference", "memory of the device")])

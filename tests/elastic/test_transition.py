@@ -74,7 +74,7 @@ class Layouts:
             return None
         mesh, at = self.engine.mesh, self.engine.coordinates
         loader = Loader(SAMPLES, Sampler(len(SAMPLES), SEED), global_size=GLOBAL_SIZE, microbatch_size=2,
-                        replica=at.data, num_replicas=mesh.data, row=at.row, num_rows=mesh.row,
+                        replica=at.data, num_replicas=mesh.data, part=at.row, num_parts=mesh.row,
                         needs_inputs=self.engine.is_first_stage, needs_targets=self.engine.is_last_stage)
         assert self.engine.steps == step
         result = self.engine.train_batch(loader.microbatches(step))

@@ -213,7 +213,7 @@ def _read_tokenizer(folder: Path) -> None:
     numbers_in(folder)
     (folder / "out").mkdir()
     import_files_beside(folder, folder / "out", quiet)
-    export_files_beside(folder / "out", folder / "tokenizer.json")
+    export_files_beside(folder / "out", folder / "tokenizer.json", quiet)
 
 
 def _read_chat_tokenizer(folder: Path) -> None:

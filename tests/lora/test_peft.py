@@ -146,7 +146,7 @@ def test_logits_and_gradients_are_pefts(peer, kind, dora, mesh, scheme):
         assert abs(found - loss) < 1e-10 * loss
         for name, gradient in gradients.items():
             if is_adapter(name):
-                box = layout.box(layout[name], at.row, at.col)
+                box = layout.box(layout[name], at.position)
                 part = expected[name][tuple(slice(*edges) for edges in box)]
                 assert (gradient - part).norm() < 1e-10 * expected[name].norm(), name
                 seen.add(name)

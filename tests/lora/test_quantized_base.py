@@ -131,7 +131,7 @@ def test_memory_is_predicted_to_the_byte(weight_format, mesh):
     measured = on_mesh(partial(make, run.lora, torch.bfloat16), mesh, lambda engine: engine.memory()["device"],
                        dtype=torch.bfloat16, optim=run.optim)
     for entry, before in zip(predicted, full, strict=True):
-        of_stage = measured[entry.pipe * mesh.stage_size]
+        of_stage = measured[entry.pipeline_rank * mesh.stage_size]
         assert entry.device["parameters"] == of_stage["parameters"] < 0.75 * before.device["parameters"]
 
 

@@ -15,6 +15,7 @@ from ranvier.models.from_transformers import from_transformers
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.testing.ranks import run_ranks
+from tests.errors import raises
 
 transformers = pytest.importorskip("transformers")
 TEXT = dict(vocab_size=61, hidden_size=24, intermediate_size=40, num_hidden_layers=3, num_attention_heads=6,
@@ -185,9 +186,9 @@ def test_models_without_one_list(model, message):
 
 
 def test_a_missing_loss_and_output_are_said():
-    with pytest.raises(ModelError, match="loss: is missing"):
+    with raises("loss-missing"):
         from_transformers(transformers.BertModel(transformers.BertConfig(**TEXT)))
-    with pytest.raises(ModelError, match=r"output of the model: is neither logits nor hidden states"):
+    with raises("model-output-unknown"):
         from_transformers(_Named(transformers.BertModel(transformers.BertConfig(**TEXT))), torch.arange(10).view(2, 5),
                           loss=lambda output, targets: (output.sum(), 1))
 

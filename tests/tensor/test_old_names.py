@@ -6,7 +6,8 @@ from torch import nn
 
 from ranvier.layout import Split
 from ranvier.tensor import layers
-from ranvier.testing import SplitError, check_split
+from ranvier.testing import check_split
+from tests.errors import raises
 
 IDS = torch.arange(18).view(3, 6)
 
@@ -62,7 +63,7 @@ class Narrow(layers.LayerNorm):
 
 def test_constraints_under_their_old_name():
     with pytest.warns(FutureWarning, match=r"Scale\.cannot\(mesh\) is now divisibility_constraints\(mesh\)"):
-        with pytest.raises(SplitError, match=r"samples cannot be divided by mesh\.row 2 \(got 3\)"):
+        with raises("split-refused", "mesh.row", 2, 3):
             check_split([layers.Embedding(20, 12), Scale()], IDS, meshes=[(2, 1)], schemes=["stationary"])
     with pytest.warns(FutureWarning, match=r"Scale\.cannot"):
         check_split([layers.Embedding(20, 12), Scale()], IDS, meshes=[(1, 1)], schemes=["stationary"])
@@ -70,7 +71,7 @@ def test_constraints_under_their_old_name():
 
 def test_constraints_of_a_subclass_under_their_old_name():
     with pytest.warns(FutureWarning, match=r"Narrow\.cannot"):
-        with pytest.raises(SplitError, match=r"units cannot be divided by mesh\.col 2 \(got 3\)"):
+        with raises("split-refused", "mesh.col", 2, 3):
             check_split([layers.Embedding(20, 12), Narrow(12)], IDS, meshes=[(1, 2)], schemes=["stationary"])
     with pytest.warns(FutureWarning, match=r"LayerNorm\.cannot"):
         assert list(layers.LayerNorm(12).cannot(_OneColumn())) == []

@@ -74,13 +74,7 @@ def _import_wordpiece(model: Path, path: Path) -> tuple[int, str | None]:
 def import_files_beside(model: Path, folder: Path, tell: Callable[[str], None]) -> None:
     """Copy the generation configuration and what else a language model has beside its tokenizer. Without a generation
     configuration, one is written with the ends of texts that config.json names."""
-    for name in _BESIDE:
-        if (model / name).exists():
-            path = own_file(model, name)
-            if path.stat().st_size > _MOST_BYTES:
-                tell(f"left out: {model / name} is larger than any")
-            else:
-                shutil.copyfile(path, folder / name)
+    _copy_files_beside(model, folder, tell)
     if not (folder / GENERATION).exists():
         document: Any = read_json(own_file(model, "config.json"), _MOST_BYTES)
         ends = {key: document[key] for key in _ENDS if document.get(key) is not None}
@@ -88,19 +82,29 @@ def import_files_beside(model: Path, folder: Path, tell: Callable[[str], None]) 
             (folder / GENERATION).write_text(json.dumps(ends, indent=2) + "\n", encoding="utf-8")
 
 
-def export_files_beside(folder: Path, tokenizer: Path) -> dict[str, object]:
-    """The inverse, from the folder of the tokenizer that is exported. Returns the ends of texts, for config.json."""
-    for name in _BESIDE:
-        if (tokenizer.parent / name).is_file():
-            shutil.copyfile(tokenizer.parent / name, folder / name)
+def export_files_beside(folder: Path, tokenizer: Path, tell: Callable[[str], None]) -> dict[str, object]:
+    """The inverse, from the folder of the tokenizer that is exported. Returns the ends of texts, for config.json.
+    CheckpointError for a link that leads out of that folder."""
+    _copy_files_beside(tokenizer.parent, folder, tell)
     if not (folder / GENERATION).exists():
         return {}
     try:
         document: Any = read_json(folder / GENERATION, _MOST_BYTES)
         return {key: document[key] for key in _ENDS if key in document}
     except (ValueError, TypeError) as error:
-        raise DataError("is not a JSON object", where=str(tokenizer.parent / GENERATION), value=str(error),
+        raise DataError("is not a JSON object", code="generation-config-not-json",
+                        where=str(tokenizer.parent / GENERATION), value=str(error),
                         remedy="Take it from where the model comes from, or delete it.") from error
+
+
+def _copy_files_beside(source: Path, folder: Path, tell: Callable[[str], None]) -> None:
+    for name in _BESIDE:
+        if (source / name).exists():
+            path = own_file(source, name)
+            if path.stat().st_size > _MOST_BYTES:
+                tell(f"left out: {source / name} is larger than any")
+            else:
+                shutil.copyfile(path, folder / name)
 
 
 def export_tokenizer(folder: Path, path: Path, config: Transformer) -> dict[str, object]:
@@ -118,8 +122,9 @@ def export_tokenizer(folder: Path, path: Path, config: Transformer) -> dict[str,
         special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), tokenizer.end_text) | {
             "bos_token": tokenizer.token(tokenizer.nothing[-1]), "clean_up_tokenization_spaces": False}
     if vocab > config.vocab:
-        raise DataError(f"has more tokens than the model, whose vocabulary is {config.vocab}", where=str(path),
-                        value=vocab, remedy="Name the run's own with --tokenizer.")
+        raise DataError(f"has more tokens than the model, whose vocabulary is {config.vocab}",
+                        code="tokenizer-above-model", where=str(path), value=vocab,
+                        remedy="Name the run's own with `--tokenizer`.")
     shutil.copyfile(path, folder / TOKENIZER)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast",
                 "model_max_length": config.max_positions or config.sequence, **special}
@@ -144,5 +149,5 @@ def _vocab_of(path: Path) -> int:
     try:
         return int(Tokenizer.from_file(str(path)).get_vocab_size())
     except Exception as error:  # the library raises nothing more precise
-        raise DataError("is not a tokenizer", where=str(path), value=str(error).partition("\n")[0],
-                        remedy="Name the run's own with --tokenizer.") from error
+        raise DataError("is not a tokenizer", code="exported-tokenizer-unreadable", where=str(path),
+                        value=str(error).partition("\n")[0], remedy="Name the run's own with `--tokenizer`.") from error

@@ -20,14 +20,16 @@ def load_split(name: str, split: str, progress: Progress, instead: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise DataError("needs the package `datasets`, which is not installed", where="data.train", value=name,
+        raise DataError("needs the package `datasets`, which is not installed", code="datasets-missing",
+                        where="data.train", value=name,
                         remedy=f"Run pip install 'ranvier[hub]', or give {instead}.") from error
     progress(f"reading {name} ({split}) from the Hugging Face hub")
     try:
         return datasets.load_dataset(path, configuration or None, split=split)
     except Exception as error:  # whatever the package, the hub or the network raise
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise DataError("could not be read from the Hugging Face hub", where=f"data.train {name}", value=reason,
+        raise DataError("could not be read from the Hugging Face hub", code="hub-data-unreadable",
+                        where=f"data.train {name}", value=reason,
                         remedy=f"Check the connection, or give {instead}.") from error
 
 
@@ -37,6 +39,6 @@ def readable(name: str) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise DataError("has rows that are not as expected", where=f"data.train {name}",
+        raise DataError("has rows that are not as expected", code="hub-rows", where=f"data.train {name}",
                         value=f"{type(error).__name__}: {error}",
                         remedy="The dataset on the hub has changed: give a file in its format.") from error

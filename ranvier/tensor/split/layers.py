@@ -71,8 +71,8 @@ def _split_modules(module: nn.Module, mesh: TensorMesh, where: str, done: dict[n
         done[module] = SplitTokenLosses(module, mesh)
         return done[module]
     if isinstance(module, (nn.modules.dropout._DropoutNd, nn.RReLU)):
-        raise ModelError("draws different random numbers on each rank", where=f"{where} (nn.{type(module).__name__})",
-                         value=getattr(module, "p", None),
+        raise ModelError("draws different random numbers on each rank", code="random-layer-on-columns",
+                         where=f"{where} (nn.{type(module).__name__})", value=getattr(module, "p", None),
                          remedy="Use ranvier.tensor.layers.Dropout, whose masks are keyed by place.")
     for name, _ in module.named_parameters(recurse=False):
         raise unsplit_parameter(f"{where}.{name}", module, module)
@@ -97,14 +97,15 @@ def _check_sharing(module: nn.Module, where: str) -> None:
         for name, parameter in layer.named_parameters(recurse=False):
             if holders.setdefault(parameter, layer) is not layer:
                 raise ModelError("is shared by two layers of a block, and would become two parameters on a mesh",
-                                 where=f"parameter {name} in {where}", value=type(layer).__name__,
-                                 remedy="Share the layer itself, or put the layers into two blocks and declare them "
-                                        "as tied.")
+                                 code="parameter-shared-by-layers", where=f"parameter {name} in {where}",
+                                 value=type(layer).__name__,
+                                 remedy="Share the layer itself, or put the layers into two blocks and declare them as "
+                                        "tied.")
 
 
 def _check_sizes(layer: Splittable, mesh: TensorMesh, where: str) -> None:
     for what, size, axis, count in constraints_of(layer, mesh):
         if size % count if what != "vocabulary" else size < count:
             problem = "is smaller than" if what == "vocabulary" else "cannot be divided by"
-            raise DivisibilityError(f"{what} {problem} mesh.{axis} {count}", where=where, value=size,
-                                    remedy=f"Set --mesh.{axis} to a divisor, or change the model's size.")
+            raise DivisibilityError(f"{what} {problem} mesh.{axis} {count}", code="layer-not-divisible", where=where,
+                                    value=size, remedy=f"Set `--mesh.{axis}` to a divisor, or change the model's size.")

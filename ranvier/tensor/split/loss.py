@@ -153,7 +153,8 @@ def _cross_entropies(logits_BC: Tensor, targets_B: Tensor) -> Tensor:
 def _unfit(logits: Tensor, targets: object, remedy: str) -> ModelError:
     shapes = {name: tuple(tensor.shape) for name, tensor in targets.items()} if isinstance(targets, dict) else (
         tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__)
-    return ModelError(f"do not fit logits of shape {tuple(logits.shape)}", where="targets", value=shapes, remedy=remedy)
+    return ModelError(f"do not fit logits of shape {tuple(logits.shape)}", code="targets-do-not-fit-logits",
+                      where="targets", value=shapes, remedy=remedy)
 
 
 class _TokenLosses(Function):

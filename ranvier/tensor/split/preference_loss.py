@@ -55,9 +55,10 @@ def checked_targets(targets: object, settings: Preference) -> dict[str, Tensor]:
     needed = {"tokens", "rejected_from"} | ({"reference"} if settings.needs_reference else set())
     if not isinstance(targets, dict) or not needed <= targets.keys():
         has = sorted(targets) if isinstance(targets, dict) else type(targets).__name__
-        raise ModelError(f"lack some of {', '.join(sorted(needed))}", where="targets of the preference loss", value=has,
+        raise ModelError(f"lack some of {', '.join(sorted(needed))}", code="targets-of-pairs",
+                         where="targets of the preference loss", value=has,
                          remedy="The reference's log-probabilities are computed at the start of a run; without a "
-                                "reference, set --preference.loss simpo.")
+                                "reference, set `--preference.loss simpo`.")
     return targets
 
 

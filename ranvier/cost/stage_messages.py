@@ -1,0 +1,64 @@
+"""The messages between the stages of a pipeline: over which link they travel, and how long they take beside the stages'
+work. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ranvier.config.resolve import ResolvedRun
+from ranvier.cost.blocks import BlockCost
+from ranvier.cost.hardware import Cluster, Link
+from ranvier.mesh import Mesh, StagePlacement
+from ranvier.schedule.conditions import Conditions
+
+
+def rank_threads(cluster: Cluster, mesh: Mesh) -> float:
+    """Cores that one rank of the mesh computes with; 1 where each rank has a device of its own."""
+    cores = cluster.device.cores
+    return 1.0 if cores is None else max(1.0, cores // min(cluster.devices_per_node, mesh.size))
+
+
+def replica_offsets(mesh: Mesh, per_node: int) -> set[int]:
+    """Where replicas begin on a node: they all wait for the one that lies worst."""
+    replica = mesh.pipeline_size * mesh.stage_size
+    return {data * replica % per_node for data in range(min(mesh.num_replicas, per_node))}
+
+
+def edge_links(mesh: Mesh, cluster: Cluster) -> list[tuple[Link, int]]:
+    """Of each edge between neighbouring ranks of a pipeline its link, and how many messages share that."""
+    size, per_node, found = mesh.stage_size, cluster.devices_per_node, list[tuple[Link, int]]()
+    for place in range(mesh.pipeline_size - 1):
+        crossing = max(sum(rank // per_node != (rank + size) // per_node
+                           for rank in range(first + place * size, first + (place + 1) * size))
+                       for first in replica_offsets(mesh, per_node))
+        found.append((cluster.between if crossing else cluster.inside, min(max(1, crossing), per_node)))
+    return found
+
+
+def sent_bytes(placement: StagePlacement, stages: Sequence[Sequence[BlockCost]]) -> list[tuple[tuple[int, int], int]]:
+    """(Rank, rank) and bytes of the message of one microbatch over each boundary of stages that crosses ranks."""
+    ends = [(placement.rank_of(stage), placement.rank_of(stage + 1)) for stage in range(len(stages) - 1)]
+    return [(edge, blocks[-1].output_bytes) for edge, blocks in zip(ends, stages, strict=False) if edge[0] != edge[1]]
+
+
+def edge_bytes(placement: StagePlacement, stages: Sequence[Sequence[BlockCost]]) -> list[int]:
+    """Of each edge between neighbouring ranks, the largest of the messages that stages send over it."""
+    sent = sent_bytes(placement, stages)
+    return [max(size for edge, size in sent if min(edge) == place) for place in range(placement.num_ranks - 1)]
+
+
+def link_conditions(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], cluster: Cluster | None) -> Conditions:
+    """The conditions of a run's pipeline on a cluster, with messages as its slowest edge takes them. Those of an
+    unknown one where there is no cluster, or its file does not say how fast it computes in the run's number format.
+
+    stages: the blocks of each, with their kernels.
+    """
+    if cluster is None or run.mesh.pipeline_size == 1 or run.precision not in cluster.device.rates:
+        return Conditions()
+    device, threads = cluster.device, rank_threads(cluster, run.mesh)
+    forward = run.placement.per_rank * max(
+        sum(device.seconds(block.kernels, run.precision, threads) for block in blocks) for blocks in stages)
+    message = max(link.seconds(size, together) for (link, together), size in zip(
+        edge_links(run.mesh, cluster), edge_bytes(run.placement, stages), strict=True))
+    # One digit: limits are simulated anew for other messages, and a search has very many alike pipelines.
+    return Conditions(messages=float(f"{message / forward:.0e}")) if forward else Conditions()

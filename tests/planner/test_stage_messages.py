@@ -1,0 +1,79 @@
+"""The messages between stages on a cluster, and what they change of the schedule's limits."""
+
+from dataclasses import replace
+
+import pytest
+
+from ranvier.cli.check import check
+from ranvier.config.resolve import ResolvedRun
+from ranvier.config.run import Batch, Launch, Pipeline, Transformer
+from ranvier.cost.cluster_files import load_cluster, write_cluster
+from ranvier.cost.count import recomputed_runs
+from ranvier.cost.hardware import Link
+from ranvier.cost.run_cost import step_of
+from ranvier.cost.stage_messages import edge_links, link_conditions
+from ranvier.cost.step import step_cost
+from ranvier.mesh import Mesh
+from ranvier.plan.limits import run_limits
+from ranvier.planner.candidates import predict
+from ranvier.planner.work import Work
+from ranvier.schedule.conditions import Conditions
+
+RUN = ResolvedRun(model=Transformer(num_layers=16, hidden=1024, heads=16, vocab=8192, sequence=512), precision="bf16",
+                  batch=Batch(global_size=16, microbatch_size=1), mesh=Mesh(pipe=4), launch=Launch(device="cuda"),
+                  pipeline=Pipeline(memory=2.0))
+H100, WORK = load_cluster("h100"), Work()
+
+
+def linked(seconds):
+    """A node for each device; a message takes so long, whatever its size."""
+    return replace(H100, nodes=64, devices_per_node=1, between=Link(bandwidth=1e24, latency_seconds=seconds))
+
+
+def forward_seconds(run):
+    """Of the slowest stage."""
+    return max(sum(H100.device.seconds(block.kernels, run.precision) for block in blocks)
+               for blocks in WORK.stages(run))
+
+
+def test_messages_are_those_of_the_slowest_edge_beside_the_slowest_stage():
+    forward, bytes_ = forward_seconds(RUN), 2 * 512 * 1024
+    assert link_conditions(RUN, WORK.stages(RUN), linked(0.3 * forward)) == Conditions(messages=0.3)
+    slow = replace(linked(0.0), between=Link(bandwidth=bytes_ / (0.4 * forward)))
+    assert link_conditions(RUN, WORK.stages(RUN), slow) == Conditions(messages=0.4)
+    # Two nodes of two devices: one edge of three is between them.
+    assert link_conditions(RUN, WORK.stages(RUN), replace(slow, devices_per_node=2)) == Conditions(messages=0.4)
+    assert [link for link, _ in edge_links(RUN.mesh, replace(slow, devices_per_node=2))] == [
+        slow.inside, slow.between, slow.inside]
+    inside = link_conditions(RUN, WORK.stages(RUN), replace(slow, devices_per_node=4)).messages
+    assert inside < 0.1
+    for run, cluster in ((RUN, None), (replace(RUN, mesh=Mesh()), slow), (replace(RUN, precision="fp64"), replace(
+            slow, device=replace(slow.device, rates={"bf16": slow.device.rates["bf16"]})))):
+        assert link_conditions(run, WORK.stages(run), cluster) == Conditions()
+
+
+@pytest.mark.parametrize(("pipe", "memory", "gain"), [(2, 2.0, 0.0), (4, 2.0, 0.05), (8, 2.0, 0.1), (4, 1.1, 0.0)])
+def test_slow_links_have_more_in_flight_and_no_slower_step(pipe, memory, gain):
+    """memory: 1.1 times that of 1F1B has no room for more. gain: of a step, over limits that know nothing of links."""
+    run = replace(RUN, mesh=Mesh(pipe=pipe), pipeline=Pipeline(memory=memory))
+    stages, forward = WORK.stages(run), forward_seconds(run)
+    segments, limits = recomputed_runs(run, stages), []
+    for cluster, less in ((linked(0.0), 0.0), (linked(forward), gain)):
+        step = step_of(run, stages, cluster)
+        assert step.limits == run_limits(run, stages, segments, cluster)
+        limits.append(step.limits)
+        assumed = replace(step, limits=run_limits(run, stages, segments))
+        assert step_cost(step, cluster).seconds <= (1 - less) * step_cost(assumed, cluster).seconds * (1 + 1e-3)
+    assert (limits[1].in_flight > limits[0].in_flight) == (memory > 1.1)
+
+
+def test_a_plans_memory_and_checks_are_of_the_same_limits(tmp_path):
+    """With more in flight than for fast links, more is stored."""
+    slow = linked(forward_seconds(RUN))
+    write_cluster(slow, tmp_path / "slow.toml")
+    stored = {name: [entry.device["activations"] for entry in each] for name, each in (
+        ("plan", predict(RUN, slow).memory), ("check", check(RUN, cluster=str(tmp_path / "slow.toml")).memory),
+        ("fast", predict(RUN, linked(0.0)).memory))}
+    assert stored["plan"] == stored["check"] and sum(stored["fast"]) < sum(stored["plan"])
+    curve = check(RUN, cluster=str(tmp_path / "slow.toml")).schedule
+    assert curve[0].limits == run_limits(RUN, WORK.stages(RUN), (), slow)
