@@ -87,9 +87,15 @@ def test_a_resumed_run_without_its_reference_is_refused(folder, tmp_path):
         assert caught.value.where == str(path)
 
 
-def test_without_a_reference_nothing_is_computed_beforehand(folder, tmp_path):
+def test_without_a_reference_nothing_is_computed_beforehand(folder, tmp_path, capsys):
     run = run_of(folder, tmp_path / "run", preference=Preference(loss="simpo", beta=2.0, gamma=0.5))
     summary, _ = trained(run)
+    assert run_command(["evaluate", str(run.run_dir), "--json"]) == 0
+    found, = json.loads(capsys.readouterr().out)["results"].values()
+    for name in ("accuracy", "reward_margin"):
+        assert abs(found[name] - summary[f"eval_{name}"]) < 1e-9
+    assert run_command(["evaluate", str(run.run_dir), "--preference.loss", "dpo"]) == 2
+    assert "preference.loss" in capsys.readouterr().err
     assert not (run.run_dir / "reference.json").exists() and summary["eval_count"] == 4
 
 
