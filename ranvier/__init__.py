@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ranvier.config.run import MeshSettings as MeshSettings
     from ranvier.config.run import Optim as Optim
     from ranvier.config.run import Pipeline as Pipeline
+    from ranvier.config.run import Preference as Preference
     from ranvier.config.run import Run as Run
     from ranvier.config.run import TensorParallel as TensorParallel
     from ranvier.config.run import Train as Train
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from ranvier.pipeline.microbatch import Microbatch as Microbatch
     from ranvier.pipeline.microbatch import microbatches as microbatches
     from ranvier.pipeline.result import BatchResult as BatchResult
+    from ranvier.plan.plan import Plan as Plan
     from ranvier.train.loop import train as train
     from ranvier.world import World as World
 
@@ -60,7 +62,8 @@ _HOMES = {
     "ranvier.block": ("Initial", "Model"),
     "ranvier.checkpoint.checkpoints": ("Checkpoints",),
     "ranvier.config.run": ("Batch", "Checkpoint", "Comm", "Data", "Elastic", "Guard", "Launch", "Log", "Lora", "Memory",
-                           "MeshSettings", "Optim", "Pipeline", "Run", "TensorParallel", "Train", "Transformer"),
+                           "MeshSettings", "Optim", "Pipeline", "Preference", "Run", "TensorParallel", "Train",
+                           "Transformer"),
     "ranvier.data.shard_loader": ("shard_loader",),
     "ranvier.errors": ("CheckpointError", "ConfigError", "DataError", "LaunchError", "MessageTimeout", "ModelError",
                        "OutOfMemory", "RanvierError", "TransportError"),
@@ -73,6 +76,7 @@ _HOMES = {
     "ranvier.pipeline.engine": ("Engine",),
     "ranvier.pipeline.microbatch": ("Microbatch", "microbatches"),
     "ranvier.pipeline.result": ("BatchResult",),
+    "ranvier.plan.plan": ("Plan",),
     "ranvier.train": ("train",),
     "ranvier.world": ("World",),
 }

@@ -23,7 +23,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def reduce_dtype(optim: Optim, dtype: torch.dtype) -> torch.dtype:
-    """The number format in which gradients of `dtype` are summed over replicas."""
+    """The number format in which gradients of `dtype` are summed over replicas alone."""
     return torch.float32 if is_half(dtype) and optim.reduce_dtype == "fp32" else dtype
 
 

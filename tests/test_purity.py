@@ -15,12 +15,13 @@ PURE = ("mesh", "layout", "config.aliases", "config.resolve", "config.rules", "c
         "config.presets", "config.other_mesh", "config.urls", "schedule.partition", "schedule.schedule",
         "schedule.policies", "schedule.conditions", "schedule.limits", "schedule.simulator",
         "schedule.computed_limits",
-        "schedule.closed_form", "cost.blocks", "cost.kernels", "cost.limits", "cost.hardware", "cost.collectives",
+        "schedule.closed_form", "cost.blocks", "cost.kernels", "plan.limits", "cost.hardware", "cost.collectives",
         "cost.placement", "cost.stage_messages", "cost.mesh_shape", "cost.volume", "cost.memory",
-        "cost.published_peaks", "cost.device_overhead", "cost.hybrid", "cost.step", "cost.transition", "cost.fitting",
-        "pipeline.partition",
+        "cost.published_peaks", "cost.device_overhead", "cost.hybrid", "cost.step", "cost.transition", "plan.fitting",
+        "plan.partition",
         "elastic.rules", "elastic.freezing", "elastic.auto_pipe", "elastic.microbatch_profile",
-        "elastic.mesh_candidates", "elastic.transition_selector", "elastic.ledger", "elastic.cache_profile")
+        "elastic.mesh_candidates", "elastic.transition_selector", "elastic.ledger", "elastic.cache_profile",
+        "elastic.change", "elastic.state", "elastic.controller", "optim.learning_rate", "train.progress")
 
 
 def sources(*names):

@@ -41,8 +41,8 @@ from ranvier.cost.volume import Scheme
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
-from ranvier.pipeline.block_costs import block_costs
-from ranvier.pipeline.build import meta_mesh, split_model
+from ranvier.plan.block_costs import block_costs
+from ranvier.plan.cut import meta_mesh, split_model
 from ranvier.planner.problems import problems
 from ranvier.tensor.split.linear import SplitLinear
 

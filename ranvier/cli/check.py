@@ -10,21 +10,22 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
+from ranvier.cli.problems import settings_of
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.count import laid_out, memory_curve
 from ranvier.cost.device_overhead import usable_bytes
-from ranvier.cost.fitting import first_that_fits, schedule_note
 from ranvier.cost.hardware import Cluster
-from ranvier.cost.limits import MemoryChoice
 from ranvier.cost.memory import PROCESS_BYTES, RankMemory, remedies
 from ranvier.cost.memory_table import memory_table
 from ranvier.cost.tensor_traffic import TensorMeshFacts, tensor_mesh_facts
 from ranvier.data.prepare import cached
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.optim.learning_rate import describe
-from ranvier.pipeline.build import StageTable
+from ranvier.plan.cut import StageTable
+from ranvier.plan.fitting import first_that_fits, schedule_note
+from ranvier.plan.limits import MemoryChoice
 from ranvier.planner.auto import open_axes_of, with_plan, with_pretrained
 from ranvier.planner.candidates import on_cluster
 from ranvier.planner.problems import PREVENT_A_CUT, TOO_LARGE, cannot_be_laid_out, problems, warnings
@@ -67,7 +68,7 @@ class Report:
         return {"problems": [as_dict(problem) for problem in self.problems],
                 "warnings": [as_dict(warning) for warning in self.warnings],
                 "stages": [asdict(row) for row in rows],
-                "memory": [{"pipe": entry.pipe, "ranks": entry.ranks, "device": dict(entry.device),
+                "memory": [{"pipe": entry.pipeline_rank, "ranks": entry.ranks, "device": dict(entry.device),
                             "host": dict(entry.host), "device_bytes": entry.device_bytes,
                             "host_bytes": entry.host_bytes} for entry in self.memory],
                 "tensor_mesh": None if self.tensor_mesh is None else asdict(self.tensor_mesh),
@@ -103,8 +104,9 @@ def _machine_warnings(run: ResolvedRun, machine: MachineMemory | None) -> Iterat
     if machine is not None and machine.needed_bytes > machine.available_bytes:
         needed, free = machine.needed_bytes / 2**20, machine.available_bytes / 2**20
         yield ConfigError(f"would not suffice for all {run.mesh.size} ranks: they need {needed:,.0f} MiB, and "
-                          f"{free:,.0f} are free", where="memory of this machine", remedy="In this order: " + "; ".join(
-                              remedies(run, shared=run.launch.device != "cuda")) + ".")
+                          f"{free:,.0f} are free", code="machine-memory-too-small", where="memory of this machine",
+                          remedy="In this order: " + "; ".join(
+remedies(run, shared=run.launch.device != "cuda")) + ".")
 
 
 def _fits(run: ResolvedRun, cluster: Cluster | None, memory: Sequence[RankMemory]) -> bool:
@@ -118,8 +120,9 @@ def _fits(run: ResolvedRun, cluster: Cluster | None, memory: Sequence[RankMemory
 def _too_small(run: ResolvedRun, cluster: Cluster, memory: Sequence[RankMemory]) -> ConfigError | None:
     """What the cluster has too little of for this run: devices, or memory."""
     if run.mesh.size > cluster.num_devices:
-        return ConfigError(f"has more ranks than {cluster.name} has devices ({cluster.num_devices:,})", where="mesh",
-                           value=run.mesh.size, remedy="Choose a smaller mesh, or raise `nodes` in the cluster's file.")
+        return ConfigError(f"has more ranks than {cluster.name} has devices ({cluster.num_devices:,})",
+                           code="mesh-above-cluster", where="mesh", value=run.mesh.size,
+                           remedy="Choose a smaller mesh, or raise `nodes` in the cluster's file.")
     return shortage(run, cluster, memory)
 
 
@@ -134,9 +137,11 @@ def _cluster_line(cluster: Cluster, memory: Sequence[RankMemory]) -> str:
 
 
 def as_dict(problem: RanvierError) -> dict[str, object]:
-    """An error as JSON has it: where, value (text unless JSON can hold it), message, remedy."""
+    """An error as JSON has it: code, where, value (text unless JSON can hold it), message, remedy, and the settings to
+    set, each with its value, or null for any other than now."""
     value = problem.value if isinstance(problem.value, (str, int, float, bool, type(None))) else str(problem.value)
-    return {"where": problem.where, "value": value, "message": problem.what, "remedy": problem.remedy}
+    return {"code": problem.code, "where": problem.where, "value": value, "message": problem.what,
+            "remedy": problem.remedy, "set": settings_of(problem)}
 
 
 def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = None, *,

@@ -22,17 +22,14 @@ from ranvier.block import Model, State, freeze, meta_device, named
 from ranvier.comm.fp32_sums import Fp32Sums
 from ranvier.comm.meta import MetaGroup
 from ranvier.comm.nccl_transport import SLOTS
-from ranvier.config import parameter_groups
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.resolve import bucket_size as resolve_bucket_size
 from ranvier.config.rules import looks_before_update
 from ranvier.config.run import Optim
 from ranvier.cost.blocks import BlockCost
 from ranvier.cost.hardware import Cluster
-from ranvier.cost.limits import MemoryChoice, memory_choices, run_limits, stages_at_peak
 from ranvier.cost.memory import KEPT_STEPS, RankMemory, StoredMicrobatches, activation_bytes, checkpoint_bytes
 from ranvier.layout import Chunking, Layout
-from ranvier.mesh import Coordinates
 from ranvier.models import families
 from ranvier.optim.average import averages_of
 from ranvier.optim.buckets import Bucket, buckets_of, split_by_share
@@ -40,13 +37,13 @@ from ranvier.optim.gradients import Gradients
 from ranvier.optim.optimizer import gather_bytes, state_places, uncut_places
 from ranvier.optim.rules import rules_of, skips_by_itself
 from ranvier.optim.state_places import StatePlaces
-from ranvier.pipeline.block_costs import FusedAttention, KeptBytes
-from ranvier.pipeline.build import StageTable, cut, meta_mesh, split_model
-from ranvier.pipeline.microbatch import Microbatch
-from ranvier.pipeline.recomputation import recomputed_segments
-from ranvier.pipeline.recomputation_plan import whole_parameters
-from ranvier.pipeline.stage import runs_of
 from ranvier.pipeline.ties import gradient_specs
+from ranvier.plan.block_costs import FusedAttention, KeptBytes
+from ranvier.plan.cut import StageTable, meta_mesh, split_model
+from ranvier.plan.limits import MemoryChoice, memory_choices, run_limits, stages_at_peak
+from ranvier.plan.make import make_for_run, whole_parameters
+from ranvier.plan.plan import Plan
+from ranvier.plan.recomputation import recomputed_segments, runs_of
 from ranvier.precision import DTYPES
 from ranvier.schedule.limits import Limits, rule_limits
 from ranvier.schedule.policies import policy_named
@@ -74,35 +71,31 @@ def laid_out(run: ResolvedRun, frozen: int = 0, frozen_above: Sequence[int] = ()
              ) -> tuple[StageTable, tuple[RankMemory, ...]]:
     """The cut of the run's model with its first `frozen` layers frozen, and the weights of those `frozen_above`, and
     what each stage's ranks need. cluster: as for `run_limits`. ConfigError when the settings allow no cut."""
-    model, stages, layout = _cut_of(run, frozen, frozen_above)
-    return stages, predict(run, model, stages, layout, cluster=cluster)
+    model, plan = _planned(run, frozen, frozen_above)
+    return plan.stages, predict(run, model, plan.stages, plan.layout, cluster=cluster,
+                                limits=plan.limits if cluster is None else None)
 
 
-def _cut_of(run: ResolvedRun, frozen: int, frozen_above: Sequence[int]) -> tuple[Model, StageTable, Layout]:
+def _planned(run: ResolvedRun, frozen: int, frozen_above: Sequence[int]) -> tuple[Model, Plan]:
+    """Of one replica: there may be very many of them, and they change neither cut nor limits."""
     with torch.device("meta"):
-        inputs, targets = families.sample_of(run, run.row_microbatch_size)
-    sample = Microbatch(inputs=inputs, targets=targets, samples=torch.arange(1))
-    # Replicas do not change the cut, and there may be very many of them.
+        sample = families.sample_of(run, run.row_microbatch_size)
     model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen, frozen_above)
-    stages, layout = cut(model, replace(run.mesh, data=1), boundaries=run.pipeline.boundaries,
-                         how=run.pipeline.partition, sample=sample, dtype=DTYPES[run.precision],
-                         device=device_kind(run), tensor=run.tensor, placement=run.placement)
-    for problem in parameter_groups.problems(run.optim, [parameter.settings_name for parameter in layout.parameters]):
-        raise problem
-    return model, stages, layout
+    return model, make_for_run(run, model, sample, mesh=run.mesh.with_one_replica())
 
 
 def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, needs: Needs | None = None, *,
-            cluster: Cluster | None = None) -> tuple[RankMemory, ...]:
+            limits: Limits | None = None, cluster: Cluster | None = None) -> tuple[RankMemory, ...]:
     """One prediction for each index along `pipe`. `layout` may be that of one replica: they differ in nothing.
-    needs: what earlier predictions for the same model on the same tensor mesh found, to which this one adds. cluster:
-    as for `run_limits`."""
+    needs: what earlier predictions for the same model on the same tensor mesh found, to which this one adds. limits:
+    the schedule's, where they are known. cluster: as for `run_limits`."""
     found: list[RankMemory] = []
-    known, limits = {} if needs is None else needs, _limits(run, layout, stages.costs, cluster)
+    known = {} if needs is None else needs
+    limits = limits or _limits(run, layout, stages.costs, cluster)
     peaks = _stages_at_peak(run, layout, stages.costs, limits, cluster)
     on_mesh = run.mesh.stage_size > 1 and stages.costs
     buffers, passing, kept = _tensor_mesh(run, model, stages, layout, known) if on_mesh else ({}, {}, {})
-    for pipe in range(run.mesh.pipe):
+    for pipe in range(run.mesh.pipeline_size):
         held = [(stage, *_computed(run, model, stages, layout, stage))
                 for stage in layout.stages.stages_of(pipe)]
         runs = tuple(each for *_, own in held for each in own)
@@ -123,15 +116,15 @@ def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, 
             memory["device"]["workspace"] += passing[pipe]
         if (values := _largest_values(run, layout, pipe)) and stages.costs:
             memory["device"]["workspace"] += values
-        found.append(RankMemory(pipe=pipe, ranks=run.mesh.data * run.mesh.stage_size, **memory))
+        found.append(RankMemory(pipeline_rank=pipe, ranks=run.mesh.num_replicas * run.mesh.stage_size, **memory))
     return tuple(found)
 
 
 def _largest_values(run: ResolvedRun, layout: Layout, pipe: int) -> int:
     """Bytes of the values of the largest quantized weight, which a product multiplies with."""
     return DTYPES[run.precision].itemsize * max(
-        (prod(stop - start for start, stop in layout.box(p, 0, 0)) for p in layout.parameters_of(pipe)
-         if p.quantized is not None), default=0)
+        (prod(stop - start for start, stop in layout.box(p, layout.mesh.positions[0]))
+         for p in layout.parameters_of(pipe) if p.quantized is not None), default=0)
 
 
 def _together(run: ResolvedRun, stages: Sequence[Mapping[str, int]]) -> dict[str, int]:
@@ -153,7 +146,8 @@ def device_bytes_of_stages(run: ResolvedRun, frozen: int = 0, frozen_above: Sequ
     gather into is the most of any stage of the run's own cut. The schedule's limits are the rule's, since simulated
     ones depend on all stages; `pipeline.memory` bounds what these need more, and a cut that is found is counted whole.
     """
-    model, stages, layout = _cut_of(run, frozen, frozen_above)
+    model, plan = _planned(run, frozen, frozen_above)
+    stages, layout = plan.stages, plan.layout
     buffers, arriving, kept = _tensor_mesh(run, model, stages, layout, {}) if run.mesh.stage_size > 1 else ({}, {}, {})
     gathered = max(buffers.values(), default=0) + max(arriving.values(), default=0)
     lasting: dict[object, tuple[int, int]] = {}
@@ -161,7 +155,7 @@ def device_bytes_of_stages(run: ResolvedRun, frozen: int = 0, frozen_above: Sequ
     @cache
     def needed(stage: int, start: int, stop: int) -> int:
         there = replace(layout, boundaries=(*range(start - stage + 1, start + 1),
-                                            *range(stop, stop + run.mesh.pipe - stage - 1)))
+                                            *range(stop, stop + run.mesh.pipeline_size - stage - 1)))
         limits = _limits(run, there, None)
         costs, segments, runs = _computed(run, model, stages, there, stage)
         if (start, stop, runs) not in lasting:  # on whichever stage they are
@@ -191,7 +185,7 @@ def _likeness(layout: Layout, pipe: int) -> object:
     held, first = layout.parameters_of(pipe), layout.blocks_on(pipe)[0]
     if any(layout.is_tied(p) for p in held):
         return pipe
-    return tuple((p.block - first, layout.box(p, 0, 0), p.trainable, p.summed, p.quantized,
+    return tuple((p.block - first, layout.box(p, layout.mesh.positions[0]), p.trainable, p.summed, p.quantized,
                   layout.copy_axes(p.name)) for p in held)
 
 
@@ -200,13 +194,14 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range]) 
     optim, dtype = run.optim, DTYPES[run.precision]
     half, wide = precision.is_half(dtype), precision.wide(dtype)
     held = {layout.key(p): p for p in layout.parameters_of(pipe)}
-    shapes = {key: [stop - start for start, stop in layout.box(p, 0, 0)] for key, p in held.items()}  # the largest
+    shapes = {key: [stop - start for start, stop in layout.box(p, layout.mesh.positions[0])]  # the largest
+              for key, p in held.items()}
     parameters = {key: nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=held[key].trainable)
                   for key, shape in shapes.items()}
-    over = {axes: MetaGroup("data", run.mesh.data * prod(getattr(run.mesh, axis) for axis in axes),
+    over = {axes: MetaGroup("data", run.mesh.num_replicas * run.mesh.count(axes),
                             device=device_kind(run)) for axes in {(), *(p.summed for p in held.values())}}
     layout = replace(layout, chunking=Chunking(chunk_size=1, whole=whole_parameters(optim, layout)))
-    specs = gradient_specs(layout, layout.mesh.rank(Coordinates(pipe=pipe)), parameters, over)
+    specs = gradient_specs(layout, layout.mesh.rank(layout.mesh.place(pipeline_rank=pipe)), parameters, over)
     bucket_size = resolve_bucket_size(optim, run.launch.device)
     gradients = Gradients(specs, over[()], bucket_size * optim.chunk_buckets, lambda spec: None, allocate=False,
                           dtype=_gradient_dtype(run), reduce_dtype=precision.reduce_dtype(optim, dtype),
@@ -242,12 +237,12 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range]) 
     owners = [prod(shapes[key]) for key in held if layout.pipe_of(layout[key].block) == pipe]
     host["checkpoint"] = max(owners, default=0) * wide.itemsize if not run.checkpoint.background else checkpoint_bytes(
         owners, state_bytes=wide.itemsize * (states + (half + averages) * updated), element_bytes=dtype.itemsize,
-        data=run.mesh.data, sharded=optim.shard, updated=updated if has_owners else 0,
+        data=run.mesh.num_replicas, sharded=optim.shard, updated=updated if has_owners else 0,
         random_state_bytes=torch.get_rng_state().nbytes)
     if run.launch.survive_losses:
         own, shares = (sum(part.get(name, 0) for part in (device, host) for name in names)
                        for names in (("parameters",), ("master", "moments", "average")))
-        host["copies"] = KEPT_STEPS * (own + shares * (2 if optim.shard and run.mesh.data > 1 else 1))
+        host["copies"] = KEPT_STEPS * (own + shares * (2 if optim.shard and run.mesh.num_replicas > 1 else 1))
     if device_kind(run) == "cuda":
         tensors = [host["master"], *[size * wide.itemsize for size in streamed.sizes.values()]
                    ] if offload != "none" else []
@@ -325,16 +320,16 @@ def _tensor_mesh(run: ResolvedRun, model: Model, stages: StageTable, layout: Lay
     that runs, on a microbatch without values, forward and backward through every block."""
     mesh = meta_mesh(run.mesh, run.tensor, device_kind(run))
     part, kept_again = split_model(model, mesh), {}
-    passing, gathered, unreduced = (dict.fromkeys(range(run.mesh.pipe), 0) for _ in range(3))
-    largest: list[dict[tuple[str, torch.dtype], int]] = [{} for _ in range(run.mesh.pipe)]
-    uses: list[list[WeightUse]] = [[] for _ in range(run.mesh.pipe)]
+    passing, gathered, unreduced = (dict.fromkeys(range(run.mesh.pipeline_size), 0) for _ in range(3))
+    largest: list[dict[tuple[str, torch.dtype], int]] = [{} for _ in range(run.mesh.pipeline_size)]
+    uses: list[list[WeightUse]] = [[] for _ in range(run.mesh.pipeline_size)]
     limit = _limits(run, layout, None).in_flight
     with torch.device("meta"):
         state, targets = families.sample_of(run, run.row_microbatch_size)
     costs = stages.costs
     assert costs is not None  # the table was made with a sample
     for row in stages.rows:
-        blocks, pipe = layout.blocks(row.stage), row.pipe
+        blocks, pipe = layout.blocks(row.stage), row.pipeline_rank
         segments = _segments(run, model, row.blocks, costs[blocks.start:blocks.stop], row.stage, limit)
         recomputed = {place for segment in segments for place in segment}
         here = [p for p in layout.parameters if p.block in blocks]

@@ -40,6 +40,8 @@ Count = Annotated[int, Ge(1), Le(10**18), _Number]
 Size = Annotated[float, Ge(1), Le(1e24), _Number]
 Share = Annotated[float, Ge(1e-6), Le(1), _Number]
 Seconds = Annotated[float, Ge(0), Le(1e6), _Number]
+Watts = Annotated[float, Ge(0.001), Le(1e9), _Number]
+Dollars = Annotated[float, Ge(0), Le(1e9), _Number]
 Cores = Annotated[float, Ge(0.01), Le(1e9), _Number]
 
 
@@ -116,6 +118,8 @@ class Device:
     """Of a CPU as the device: cores that the ranks of one node share. A rank computes with as many as it has threads;
     `rates` and `memory_bandwidth` are those of one core. None where each rank has a device of its own."""
 
+    watts: Watts | None = None
+    """Power under load, as it is sold (thermal design power), without the rest of its node; for kilowatt hours."""
     crowded_share: Share = 1.0
     """Part of the cores' rates that is left where more ranks than cores share them, and take turns."""
     turn_seconds: Seconds = 0.0
@@ -175,6 +179,8 @@ class Cluster:
     """What a collective takes beside its messages: its start on all members."""
     chunk_seconds: Seconds = 0.0
     """What a chunk of gradients takes beside its all-reduce: the host prepares it and queues its updates."""
+    price_per_hour: Dollars | None = None
+    """Dollars for a device and an hour, with its share of the node; none is not known, as in the shipped files."""
     source: str = ""
     """Where the figures are from."""
 

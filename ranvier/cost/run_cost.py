@@ -18,14 +18,14 @@ from ranvier.config.run import Run
 from ranvier.cost.blocks import BlockCost
 from ranvier.cost.count import device_kind, recomputed_runs
 from ranvier.cost.hardware import Cluster
-from ranvier.cost.limits import run_limits
 from ranvier.cost.step import Cost, ElementBytes, PipelineNumbers, StageWork, Step, step_cost, step_pipeline
 from ranvier.cost.volume import SplitLayer
 from ranvier.models import families
 from ranvier.optim.average import averages_of
 from ranvier.optim.rules import rules_of, states_per_element, update_flops
-from ranvier.pipeline.block_costs import build_on_meta
-from ranvier.pipeline.build import global_parameters
+from ranvier.plan.block_costs import build_on_meta
+from ranvier.plan.cut import global_parameters
+from ranvier.plan.limits import run_limits
 from ranvier.precision import DTYPES, is_half, reduce_dtype, sum_dtype, wide
 from ranvier.schedule.policies import policy_named
 from ranvier.tensor.layers import Embedding, Linear, SharedInputLinear, VocabularyLinear

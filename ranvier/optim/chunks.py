@@ -85,6 +85,11 @@ class Chunk:
         return self.specs[0].sent_to_owner
 
     @property
+    def adds_parts(self) -> bool:
+        """Whether rows or columns take part in its sum, each with a part of one gradient."""
+        return self.specs[0].group is not None
+
+    @property
     def reused(self) -> bool:
         """Whether its memory is that of other chunks too."""
         return self.run is not None

@@ -5,6 +5,9 @@ memory in turn. Where half-precision sums come in two halves, with in_flight 3:
 
     scatter        | 0 | 1 | 2 | 3 | 4 |      before scatter 3 begins, 0 has been gathered, and gather 1 has begun
     gather                 | 0 | 1 | 2 |
+
+Where rows or columns take part, each has a part of one gradient, such as that of a norm's weight: these parts add up in
+fp32, as those of split weights do, and the sum is rounded once.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from ranvier.comm.collectives import ChainedWork
 from ranvier.comm.protocol import Group, Work
 from ranvier.optim.chunks import Chunk
 from ranvier.optim.touched_rows import PackedChunk, TouchedRows
-from ranvier.precision import is_half
+from ranvier.precision import is_half, wide
 
 MAX_COLLECTIVES = 4
 """Reductions, and gathers of parameters, that may work in memory of their own at once. A replica that is that many
@@ -32,7 +35,7 @@ class Reductions:
 
     Args:
         chunks: all of them.
-        dtype: of the buffer. reduce_dtype: in which chunks travel.
+        dtype: of the buffer. reduce_dtype: in which chunks travel that replicas alone add up.
         in_flight: reductions that may work in memory of their own at once, 2 or more.
 
     `flat`, the buffer [elements of its memory], is set before the first reduction.
@@ -68,17 +71,17 @@ class Reductions:
         whole, needs = self.of(chunk, chunk.start, chunk.stop), self._needs(chunk, self.scatter)
         packed = PackedChunk(whole, chunk.start, tables) if tables else None
         if packed is not None and packed.pays:
-            few = packed.take().to(self._reduce_dtype)
+            few = packed.take().to(self._dtype_of(chunk))
             chunk.work = ChainedWork(chunk.group.all_reduce(few), lambda: packed.put(few))
             return
         slot = self._next_slot(chunk) if needs else 0
-        sent = self._buffer(slot, "copy", len(whole)).copy_(whole) if "copy" in needs else whole
+        sent = self._buffer(slot, "copy", chunk, len(whole)).copy_(whole) if "copy" in needs else whole
         if "share" not in needs:
             work = chunk.group.all_reduce(sent)
             chunk.work = work if sent is whole else ChainedWork(work, lambda: whole.copy_(sent))
             return
-        share = self._buffer(slot, "share", needs["share"])
-        room = self._buffer(slot, "room", needs["room"]) if "room" in needs else None
+        share = self._buffer(slot, "share", chunk, len(whole) // len(chunk.group.ranks))
+        room = self._buffer(slot, "room", chunk, needs["room"] // share.itemsize) if "room" in needs else None
         work = chunk.group.reduce_scatter(share, sent, room)
         if self.scatter:
             place = self.of(chunk, *chunk.share)
@@ -126,18 +129,22 @@ class Reductions:
 
     # ------------------------------------------------------------------ memory
 
+    def _dtype_of(self, chunk: Chunk) -> torch.dtype:
+        """The number format in which `chunk` travels."""
+        return wide(self._reduce_dtype) if chunk.adds_parts else self._reduce_dtype
+
     def _needs(self, chunk: Chunk, scatter: bool) -> dict[str, int]:
-        """Elements that the reduction of `chunk` works in, beside its gradients: a copy in the format that travels, the
+        """Bytes that the reduction of `chunk` works in, beside its gradients: a copy in the format that travels, the
         share that is summed here, and room for what arrives (`passing` where the group takes it by itself)."""
-        size, members, dtype = chunk.stop - chunk.start, len(chunk.group.ranks), self._reduce_dtype
+        size, members, dtype = chunk.stop - chunk.start, len(chunk.group.ranks), self._dtype_of(chunk)
         if members == 1 or not size or chunk.sent_to_owner:
             return {}
-        scattered = scatter or is_half(dtype)
+        scattered, each = scatter or is_half(dtype), dtype.itemsize
         arriving = chunk.group.buffer_bytes("reduce_scatter" if scattered else "all_reduce", size, dtype,
-                                            self._device.type) // dtype.itemsize
-        found = {"copy": size if dtype is not self._dtype else 0, "share": size // members if scattered else 0,
-                 "room" if scattered else "passing": arriving}
-        return {name: elements for name, elements in found.items() if elements}
+                                            self._device.type)
+        found = {"copy": size * each if dtype is not self._dtype else 0,
+                 "share": size // members * each if scattered else 0, "room" if scattered else "passing": arriving}
+        return {name: needed for name, needed in found.items() if needed}
 
     def _next_slot(self, chunk: Chunk) -> int:
         """The number of the memory that `chunk` has in its turn. Who had it before must be done, and who has it next
@@ -155,14 +162,15 @@ class Reductions:
         waiting[slot] = chunk
         return slot
 
-    def _buffer(self, slot: int, name: str, elements: int) -> Tensor:
+    def _buffer(self, slot: int, name: str, chunk: Chunk, elements: int) -> Tensor:
         if (slot, name) not in self._memory:
-            self._memory[slot, name] = torch.empty(self._largest(self.scatter)[name], dtype=self._reduce_dtype,
+            self._memory[slot, name] = torch.empty(self._largest(self.scatter)[name], dtype=torch.uint8,
                                                    device=self._device)
-        return self._memory[slot, name][:elements]
+        dtype = self._dtype_of(chunk)
+        return self._memory[slot, name][:elements * dtype.itemsize].view(dtype)
 
     def _largest(self, scatter: bool) -> Counter[str]:
-        """Elements of the memory that reductions have in turn, for one of them."""
+        """Bytes of the memory that reductions have in turn, for one of them."""
         found: Counter[str] = Counter()
         for chunk in self._chunks:
             found |= Counter(self._needs(chunk, scatter))
@@ -175,9 +183,8 @@ class Reductions:
         needing = [chunk for chunk in self._chunks if self._needs(chunk, scatter)]
         slots = max(min(self._in_flight, sum(not chunk.reused for chunk in needing)),
                     any(chunk.reused for chunk in needing))
-        lasting = slots * sum(self._largest(scatter).values())
         passing = sorted((self._needs(chunk, scatter).get("passing", 0) for chunk in needing), reverse=True)
-        return lasting * self._reduce_dtype.itemsize, sum(passing[:slots]) * self._reduce_dtype.itemsize
+        return slots * sum(self._largest(scatter).values()), sum(passing[:slots])
 
     @property
     def buffers(self) -> list[Tensor]:

@@ -1,251 +1,18 @@
-"""From a model and a mesh to this rank's blocks: the cut, the table of stages, the layout, the initial weights."""
+"""From a layout to this rank's blocks, with their initial weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import pairwise, product
-from typing import Literal
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from ranvier.block import LossBlock, Model, initialise, meta_device
-from ranvier.comm.meta import MetaGroup
-from ranvier.config.rules import check_boundaries
-from ranvier.config.run import TensorParallel
-from ranvier.cost.blocks import BlockCost
-from ranvier.errors import ConfigError, ModelError
-from ranvier.layout import Box, Layout, Parameter
-from ranvier.mesh import Coordinates, Mesh, StagePlacement
-from ranvier.pipeline.block_costs import block_costs, build_on_meta
-from ranvier.pipeline.formats import BlockFormats
-from ranvier.pipeline.microbatch import Microbatch
-from ranvier.pipeline.partition import partition_for, uniform
-from ranvier.pipeline.shared_objects import StageCopies, buffers_of_several_stages, copy_of
-from ranvier.system.terminal import TextTable
-from ranvier.tensor.layers import VocabularyLinear, block_splits
-from ranvier.tensor.mesh import TensorMesh
-from ranvier.tensor.quantized_weight import BLOCK, QuantizedWeight
-from ranvier.tensor.split.layers import split_layers, split_loss
-from ranvier.tensor.split.loss import NextTokenLoss
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageRow:
-    """One stage in the table: its blocks, and what they hold and cost."""
-
-    stage: int
-    pipe: int
-    """Index along `pipe` of the ranks that hold it."""
-    blocks: tuple[str, ...]
-    num_parameters: int
-    num_trainable: int
-    cost: float
-    """Share of the model's cost, 0 to 1."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageTable:
-    """How the model is cut. `str()` is the table that a run prints."""
-
-    rows: tuple[StageRow, ...]
-    boundaries: tuple[int, ...]
-    costs: tuple[BlockCost, ...] | None
-    """Per block, where a sample was given to count with."""
-    placement: StagePlacement
-    shared_buffers: Mapping[str, str] = field(default_factory=dict)
-    """As `buffers_of_several_stages` returns it."""
-
-    def stage_costs(self) -> list[tuple[BlockCost, ...]]:
-        """The costs of each stage's blocks, which must be counted."""
-        assert self.costs is not None
-        edges = (0, *self.boundaries, len(self.costs))
-        return [self.costs[start:stop] for start, stop in pairwise(edges)]
-
-    def __str__(self) -> str:
-        columns = {"stage": [str(row.stage) for row in self.rows], "pipe": [str(row.pipe) for row in self.rows],
-                   "blocks": [str(len(row.blocks)) for row in self.rows],
-                   "parameters": [f"{row.num_parameters:,}" for row in self.rows],
-                   "trainable": [f"{row.num_trainable:,}" for row in self.rows],
-                   "cost": [f"{row.cost:.1%}" for row in self.rows],
-                   "from .. to": [" .. ".join(dict.fromkeys((row.blocks[0], row.blocks[-1]))) for row in self.rows]}
-        if self.placement.per_rank == 1:
-            del columns["pipe"]
-        if columns["trainable"] == columns["parameters"]:
-            del columns["trainable"]
-        return str(TextTable(header=list(columns), rows=list(zip(*columns.values(), strict=True)),
-                             words=(len(columns) - 1,)))
-
-
-def global_parameters(model: Model, modules: dict[str, nn.Module]) -> tuple[Parameter, ...]:
-    """All parameters of the model by global name, with the owner of tied ones. ModelError for ties that cannot be."""
-    found: dict[str, Parameter] = {}
-    objects: dict[str, nn.Parameter] = {}
-    layers = {block for layer in model.layers for block in layer} or set(modules)
-    for number, (block, module) in enumerate(modules.items()):
-        for name, parameter in module.named_parameters():
-            full = f"{block}.{name}"
-            if parameter.is_complex() and parameter.requires_grad:
-                raise ModelError("is complex and trains, and gradients add up as real numbers",
-                                 where=f"parameter {full}", value=parameter.dtype,
-                                 remedy="Hold a parameter of real numbers [..., 2], and compute with "
-                                        "torch.view_as_complex of it.")
-            objects[full] = parameter
-            found[full] = Parameter(full, tuple(parameter.shape), number, full, parameter.requires_grad,
-                                    in_layer=block in layers, origin=model.untied.get(full),
-                                    quantized=model.quantized.get(full))
-    grouped: set[str] = set()
-    for group in model.tied:
-        for name in group:
-            if name not in found:
-                raise ModelError("is declared as tied but is no parameter of the model", where="model.tied", value=name,
-                                 remedy="Name parameters as 'block.parameter'.")
-            if name in grouped:
-                raise ModelError("is in two groups", where="model.tied", value=name,
-                                 remedy="Put all names of one parameter into one group, each once.")
-            grouped.add(name)
-        owner = found[group[0]]
-        for name in group[1:]:
-            end = found[name]
-            if end.shape != owner.shape:
-                raise ModelError(f"is tied to {owner.name} of shape {owner.shape}", where=f"parameter {name}",
-                                 value=end.shape, remedy="Tie parameters of one shape.")
-            if end.trainable != owner.trainable:
-                raise ModelError(f"is tied to {owner.name}, and only one of the two is frozen",
-                                 where=f"parameter {name}", value=f"requires_grad={end.trainable}",
-                                 remedy="Untie them, or freeze both.")
-            found[name] = replace(end, owner=owner.name)
-    first: dict[nn.Parameter, str] = {}
-    for name, parameter in objects.items():
-        other = first.setdefault(parameter, name)
-        if found[other].owner != found[name].owner:
-            raise ModelError(f"is {other} under another name", where=f"parameter {name}", value=name,
-                             remedy=f"Declare them as tied: Model(tied=(({other!r}, {name!r}),)).")
-    return tuple(found.values())
-
-
-def cut(model: Model, mesh: Mesh, *, boundaries: Sequence[int] | None, how: Literal["cost", "uniform"],
-        sample: Microbatch | None, dtype: torch.dtype, device: str, tensor: TensorParallel | None = None,
-        placement: StagePlacement | None = None) -> tuple[StageTable, Layout]:
-    """Decide the stages, and who holds and owns each parameter; the same on every rank.
-
-    With `sample` (any microbatch of the usual shape, on the tensor mesh a row's share of it; its values do not matter)
-    the costs of one rank are counted and the chain of blocks is checked; without it a block costs its number of
-    parameters.
-    """
-    parts = Parts(model, mesh, tensor or TensorParallel(), device)
-    costs = None
-    if sample is not None and sample.inputs is not None:
-        costs = tuple(block_costs(parts.model, sample.inputs, sample.targets, dtype))
-    stages, layout = parts.cut(mesh, costs, boundaries=boundaries, how=how, placement=placement)
-    layout.check()
-    _check_quantized(layout)
-    return replace(stages, shared_buffers=buffers_of_several_stages(layout, parts.modules)), layout
-
-
-def _check_quantized(layout: Layout) -> None:
-    """ConfigError where ranks would have parts of the blocks of a quantized weight, which have one scale each."""
-    mesh = layout.mesh
-    for parameter in (parameter for parameter in layout.parameters if parameter.quantized is not None):
-        for row, col in product(range(mesh.row), range(mesh.col)):
-            start, stop = layout.box(parameter, row, col)[1]
-            if start % BLOCK or stop % BLOCK:
-                raise ConfigError(f"divides the blocks of {BLOCK} inputs with one scale in {parameter.name}, whose "
-                                  f"inputs are {parameter.shape[1]}", where="lora.base-format",
-                                  value=f"{parameter.quantized} on {mesh.row} rows and {mesh.col} columns",
-                                  remedy="Use fewer rows or columns, or leave out --lora.base-format.")
-
-
-class Parts:
-    """A model on a tensor mesh, whatever the number of stages: its parameters, and who holds what of them.
-
-    model: with one rank's part of each block, as it runs on such a device. modules: the whole blocks, of which those
-        that are built lazily have no storage.
-    """
-
-    def __init__(self, model: Model, mesh: Mesh, tensor: TensorParallel, device: str) -> None:
-        self._device = device
-        self.modules = modules = build_on_meta(model)
-        self.names = tuple(modules)
-        self.parameters, self.shards = global_parameters(model, modules), None
-        self._sizes = [1.0 + sum(parameter.numel() for parameter in module.parameters())
-                       for module in modules.values()]
-        if mesh.stage_size > 1:
-            self.parameters, self.shards = _split(self.parameters, modules, mesh, tensor)
-            _check_loss(model, [module for module in modules.values() if not isinstance(module, LossBlock)][-1], mesh)
-            model = split_model(model, meta_mesh(mesh, tensor, device))
-        self.model = model
-
-    def cut(self, mesh: Mesh, costs: Sequence[BlockCost] | None, *, boundaries: Sequence[int] | None,
-            how: Literal["cost", "uniform"], placement: StagePlacement | None = None) -> tuple[StageTable, Layout]:
-        """The stages of a mesh with this tensor mesh, by each block's cost, or number of parameters. Unchecked."""
-        placement = placement or StagePlacement(pipe=mesh.pipe)
-        count, num_stages = len(self.names), placement.num_stages
-        weights = [cost.weight(self._device) for cost in costs] if costs else self._sizes
-        if boundaries is not None:
-            boundaries = check_boundaries(boundaries, count, num_stages)
-        else:
-            boundaries = uniform(count, num_stages) if how == "uniform" else partition_for(weights, placement)
-        layout = Layout(mesh=mesh, num_blocks=count, boundaries=boundaries, parameters=self.parameters,
-                        shards=self.shards, placement=placement)
-        return _table(layout, self.names, weights, tuple(costs) if costs else None), layout
-
-
-def _split(parameters: Sequence[Parameter], modules: Mapping[str, nn.Module], mesh: Mesh, tensor: TensorParallel
-           ) -> tuple[tuple[Parameter, ...], dict[str, dict[tuple[int, int], Box]]]:
-    """The parameters with the axes along which their gradients are summed, and who holds what of each."""
-    splits = {f"{block}.{name}": split for block, module in modules.items()
-              for name, split in block_splits(block, module, tensor, mesh.col).items()}
-    return (tuple(replace(parameter, summed=splits[parameter.name].summed) for parameter in parameters),
-            {parameter.name: splits[parameter.name].boxes(parameter.shape, mesh) for parameter in parameters})
-
-
-def _check_loss(model: Model, last: nn.Module, mesh: Mesh) -> None:
-    """Columns have their part of the logits: only a loss that knows takes those."""
-    if (mesh.col > 1 and any(isinstance(layer, VocabularyLinear) for layer in last.modules())
-            and not isinstance(model.loss, NextTokenLoss)):
-        raise ModelError("cannot take logits whose vocabulary is split over columns", where="loss",
-                         value=getattr(model.loss, "__name__", type(model.loss).__name__),
-                         remedy="Use ranvier.tensor.split.loss.NextTokenLoss(vocab), or set --mesh.col 1.")
-
-
-def meta_mesh(mesh: Mesh, tensor: TensorParallel, device: str) -> TensorMesh:
-    """The tensor mesh of a stage of such devices as its first rank sees it, for blocks on the meta device: nothing
-    moves, and what is counted (panels, what sums work in) is that device's."""
-    return TensorMesh(MetaGroup("row", mesh.row, device=device), MetaGroup("col", mesh.col, device=device), tensor,
-                      device=device)
-
-
-def split_model(model: Model, mesh: TensorMesh) -> Model:
-    """The same model, whose builders make this rank's part of each block. Parameters of ready-made
-    modules are copied."""
-    def build(name: str, whole: Callable[[], nn.Module]) -> nn.Module:
-        if model.initial is None:
-            return split_layers(whole(), mesh, f"block {name}", in_chain=True)
-        with meta_device():
-            module = whole()
-        if next(module.buffers(), None) is not None:  # their values are the builder's
-            module = whole()
-        return split_layers(module, mesh, f"block {name}", in_chain=True)
-
-    return replace(model, loss=split_loss(model.loss, mesh),
-                   blocks={name: partial(build, name, whole) for name, whole in model.blocks.items()})
-
-
-def _table(layout: Layout, names: tuple[str, ...], weights: Sequence[float],
-           costs: tuple[BlockCost, ...] | None) -> StageTable:
-    rows = []
-    for stage in range(layout.stages.num_stages):
-        blocks, pipe = layout.blocks(stage), layout.stages.rank_of(stage)
-        counts = {layout.key(parameter): (parameter.numel, parameter.trainable)
-                  for parameter in layout.parameters_of(pipe) if parameter.block in blocks}
-        rows.append(StageRow(stage=stage, pipe=pipe, blocks=names[blocks.start:blocks.stop],
-                             num_parameters=sum(numel for numel, _ in counts.values()),
-                             num_trainable=sum(numel for numel, trainable in counts.values() if trainable),
-                             cost=sum(weights[block] for block in blocks) / (sum(weights) or 1.0)))
-    return StageTable(rows=tuple(rows), boundaries=layout.boundaries, costs=costs, placement=layout.stages)
+from ranvier.block import Model, initialise
+from ranvier.layout import Layout
+from ranvier.mesh import Coordinates
+from ranvier.pipeline.shared_objects import StageCopies, copy_of
+from ranvier.plan.formats import BlockFormats
+from ranvier.tensor.quantized_weight import QuantizedWeight
 
 
 def build_stage(model: Model, layout: Layout, at: Coordinates, *, seed: int, dtype: torch.dtype,
@@ -265,7 +32,7 @@ def build_stage(model: Model, layout: Layout, at: Coordinates, *, seed: int, dty
     cast: dict[str, torch.dtype] = {}
     here: dict[str, nn.Parameter] = {}
     taken: set[nn.Parameter] = set()
-    for stage in layout.stages.stages_of(at.pipe):
+    for stage in layout.stages.stages_of(at.pipeline_rank):
         copies.begin_stage()
         for number in layout.blocks(stage):
             block = names[number]
@@ -290,7 +57,7 @@ def build_stage(model: Model, layout: Layout, at: Coordinates, *, seed: int, dty
                 if model.initial is not None:
                     start = layout[owner].settings_name
                     initialise(parameter.data, start, model.initial(start), seed, whole.shape,
-                               layout.box(whole, at.row, at.col))
+                               layout.box(whole, at.position))
                 if whole.quantized is not None:
                     parameter = nn.Parameter(QuantizedWeight.of(parameter, whole.quantized), requires_grad=False)
                     _replace_parameter(module, name, parameter, None)

@@ -29,32 +29,20 @@ from torch import Tensor, nn
 
 from ranvier.block import Loss, LossBlock, Model, Modules, State, as_model, freeze, frozen_prefix, ready_made
 from ranvier.comm.protocol import Group
-from ranvier.config.arguments import of_engine
-from ranvier.config.parameter_groups import problems as group_problems
-from ranvier.config.resolve import stage_placement
-from ranvier.config.rules import (
-    float8_problems,
-    guard_problems,
-    looks_before_update,
-    schedule_problems,
-    tensor_problems,
-)
+from ranvier.config.python_names import of_engine
+from ranvier.config.rules import float8_problems, guard_problems, looks_before_update
 from ranvier.config.run import Guard, Memory, Optim, Pipeline, TensorParallel
-from ranvier.cost.limits import pipeline_limits, trained_bytes
 from ranvier.errors import ConfigError, ModelError, RanvierError
-from ranvier.mesh import Coordinates, Mesh
+from ranvier.mesh import Mesh
 from ranvier.optim.guard import BadSteps
 from ranvier.optim.optimizer import storage_bytes
 from ranvier.optim.step import GradientStatus, OptimizerFactory, Updater
 from ranvier.pipeline.autocast import check_autocast, refuse_outer_autocast
 from ranvier.pipeline.batch import BatchRunner
-from ranvier.pipeline.block_costs import build_on_meta
-from ranvier.pipeline.build import build_stage, cut, split_model, stage_parameters
+from ranvier.pipeline.build import build_stage, stage_parameters
 from ranvier.pipeline.connections import Connections
 from ranvier.pipeline.device_timeline import timeline_of
-from ranvier.pipeline.engine_settings import EngineSettings, engine_settings
 from ranvier.pipeline.examine import Cause, examine
-from ranvier.pipeline.formats import check_formats, told
 from ranvier.pipeline.full_state import gather_full_state
 from ranvier.pipeline.held_parameters import HeldParameters
 from ranvier.pipeline.look_ahead import LookAhead
@@ -63,7 +51,6 @@ from ranvier.pipeline.modes import some_train
 from ranvier.pipeline.nominal_weight import NominalWeight
 from ranvier.pipeline.rank_parameters import RankParameters
 from ranvier.pipeline.rank_stages import RankStages
-from ranvier.pipeline.recomputation_plan import RecomputationPlan
 from ranvier.pipeline.replica_randomness import ReplicaRandomness
 from ranvier.pipeline.replicas import Replicas
 from ranvier.pipeline.result import BatchResult, KeptOutputs
@@ -74,8 +61,14 @@ from ranvier.pipeline.start_values import share_start_values
 from ranvier.pipeline.state_dict import StateDict, load_state, take_state
 from ranvier.pipeline.statistics import BatchStatistics
 from ranvier.pipeline.ties import TiedParameters, TieMessages, gradient_specs, ties_of
+from ranvier.plan.block_costs import build_on_meta
+from ranvier.plan.cut import split_model
+from ranvier.plan.formats import check_formats, told
+from ranvier.plan.make import make
+from ranvier.plan.plan import Plan, refuse_settings_beside
 from ranvier.precision import is_half
-from ranvier.schedule.limits import Limits, rule_limits
+from ranvier.schedule.limits import Limits
+from ranvier.schedule.policies import policy_named
 from ranvier.schedule.schedule import Policy
 from ranvier.system.machine import has_triton
 from ranvier.tensor.float8 import float8_layers
@@ -106,6 +99,8 @@ class Engine:
             puts all in `eval()` and each one back afterwards.
         world: this rank, from `ranvier.start`.
         mesh: how the ranks are arranged; by default that of `ranvier.start`, else all along `data`.
+        plan: what `ranvier.plan.make.make` has decided for this model, in place of mesh, pipeline, tensor, memory,
+            optim and sample; without it the engine makes its own (`engine.plan`).
         loss: (output, targets) -> (sum of losses, weight), for models that do not bring theirs. A module with
             parameters trains, as a last block named loss; on several rows or columns it is refused.
         optimizer: from this rank's parameters to a torch optimizer; None with no `optim` for gradients only. One whose
@@ -133,7 +128,7 @@ class Engine:
             overflow.
         keep_fp32: names of modules, parameters and buffers, or patterns of them ("*.norm"), that stay in fp32 beside a
             `dtype` of half precision. They begin with the block's name. What a model of transformers keeps in fp32
-            stays so by itself (`pipeline/formats`); a warning tells which buffers have been cast.
+            stays so by itself (`plan/formats`); a warning tells which buffers have been cast.
         autocast: torch.bfloat16: forwards and losses run under torch.autocast, as in a loop in plain PyTorch, with
             parameters, gradients and optimizer states in fp32 (`pipeline/autocast`). Costs and bytes are counted as
             for fp32. Not beside another `dtype` or float8.
@@ -160,140 +155,152 @@ class Engine:
 
     @of_engine
     def __init__(self, /, model: Model | Modules, world: World, *,
-                 mesh: Mesh | None = None, loss: Loss | None = None,
+                 mesh: Mesh | None = None, plan: Plan | None = None, loss: Loss | None = None,
                  optimizer: OptimizerFactory | None = None,
                  optim: Optim | None = None, learning_rate: float = 1e-3, pipeline: Pipeline | None = None,
                  policy: Policy | None = None, tensor: TensorParallel | None = None, memory: Memory | None = None,
                  guard: Guard | None = None, sample: Microbatch | None = None, seed: int = 0,
-                 dtype: torch.dtype = torch.float32, keep_fp32: str | Sequence[str] = (),
+                 dtype: torch.dtype | None = None, keep_fp32: str | Sequence[str] = (),
                  autocast: torch.dtype | None = None,
                  nominal_weight: float | Literal["auto"] = "auto",
                  frozen: int = 0, frozen_above: Sequence[int] = (), frozen_dropout: bool = True,
                  buffers: BufferSync = "broadcast", timeout_seconds: float = 300.0, check_order: bool = False,
                  flags: bool = False, compile: bool | Literal["auto"] = "auto", float8: bool = False) -> None:
-        settings = engine_settings(pipeline or Pipeline(), memory or Memory(), policy)
-        check_autocast(autocast, dtype=dtype, float8=float8)
-        tensor = tensor or TensorParallel()
-        self.flags = flags
-        mesh = mesh or world.mesh or Mesh(data=world.size)
-        if mesh.size != world.size:
-            raise ConfigError(f"has {mesh.size} ranks, but {world.size} were started", where="mesh", value=str(mesh),
-                              remedy="Make data x pipe x row x col equal to the number of ranks.")
-        self.world, self.mesh, self.coordinates = world, mesh, mesh.coordinates(world.rank)
-        self._policy = settings.policy
-        self._step = 0
-        self._closed = False
+        self.world, self.flags = world, flags
+        if plan is not None:
+            refuse_settings_beside(mesh=mesh, pipeline=pipeline, tensor=tensor, memory=memory, optim=optim)
+            dtype, optim = dtype or plan.dtype, plan.optim
+        own = optimizer is None and (optim is not None if plan is None else plan.own_optimizer)
+        dtype = dtype or torch.float32
+        _check_arguments(policy, optimizer, autocast, dtype=dtype, float8=float8)
+        model, self._came_in_evaluation = _prepared(model, loss, dtype, keep_fp32, frozen, frozen_above, own=own,
+                                                    optim=optim, warns=world.rank == 0)
+        if plan is None:
+            plan = self._make_plan(model, mesh or world.mesh or Mesh.of_replicas(world.size), sample, policy, dtype,
+                                   pipeline=pipeline, tensor=tensor, memory=memory, optim=optim, own_optimizer=own)
+        else:
+            plan.check(model, world.size, dtype, has_optimizer=optimizer is not None)
+        self.plan, self.mesh, self.layout, self.stages = plan, plan.mesh, plan.layout, plan.stages
+        self.coordinates = plan.mesh.coordinates(world.rank)
+        for problem in (*(float8_problems(plan.mesh, is_fp64=dtype is torch.float64) if float8 else ()),
+                        *guard_problems(guard or Guard(bad_step="none"), plan.optim)):
+            raise problem
+        self.layers, self.frozen, self.frozen_above = model.layers, frozen, tuple(frozen_above)
+        self.block_names, self.frozen_blocks = list(model.blocks), frozen_prefix(model, frozen)
+        self.learning_rate, self.timeline = learning_rate, timeline_of(world.device)
+        self._policy = policy or policy_named(plan.policy)
+        self._step, self._closed = 0, False
         self._failure: str | None = None
         self._replicas: Replicas | None = None
-        self.timeline = timeline_of(world.device)
-        replica = self.coordinates.data * mesh.row + self.coordinates.row
-        if world.backend.name == "in-process":  # whose ranks share one generator, so that their numbers differ
-            replica = 0
-        self._randomness = ReplicaRandomness(replica, seed, world.device)
+        self._refuses_bad_losses = guard is None
+        self._randomness = ReplicaRandomness(self._replica(), seed, world.device)
 
-        model = as_model(model, loss)
-        self._came_in_evaluation = bool(given := ready_made(model)) and not some_train(given)
-        if keep_fp32:
-            keep_fp32 = [keep_fp32] if isinstance(keep_fp32, str) else keep_fp32
-            model = replace(model, keep_fp32=(*model.keep_fp32, *keep_fp32))
-            if not is_half(dtype) and world.rank == 0:
-                warnings.warn(f"Engine(keep_fp32=...) has no effect: dtype is {dtype}", stacklevel=3)
-        model = freeze(model, frozen, frozen_above)
-        if keep_fp32 or is_half(dtype):
-            check_formats(model, build_on_meta(model), dtype, own=optim is not None and optimizer is None,
-                          accumulates_half=optim is not None and optim.accumulate == "half")
-        self.layers, self.frozen, self.frozen_above = model.layers, frozen, tuple(frozen_above)
-        self.block_names = list(model.blocks)
-        self.frozen_blocks = frozen_prefix(model, frozen)
-        for problem in (*tensor_problems(mesh, tensor),
-                        *(float8_problems(mesh, is_fp64=dtype is torch.float64) if float8 else ())):
-            raise problem
-        placement = stage_placement(mesh.pipe, pipeline or Pipeline())
-        for problem in schedule_problems(placement, self._policy.name, settings.deferred):
-            raise problem
-        self.stages, self.layout = cut(model, mesh, boundaries=settings.boundaries, how=settings.partition,
-                                       sample=sample, dtype=dtype, device=world.device.type, tensor=tensor,
-                                       placement=placement)
-        plan = RecomputationPlan(layout=self.layout, table=self.stages, layers=model.layers, policy=self._policy,
-                                 in_flight=self._rule_limits(settings).in_flight, recompute=settings.recompute)
-        self.limits = self._choose_limits(settings, plan, dtype, optim)
-        self._connections = Connections(world, self.layout, tensor, check_order=check_order)
-        if self._connections.tensor_mesh is not None:
-            if mesh.col > 1 and world.backend.name != "in-process":
-                self._randomness.is_compared, self._connections.tensor_mesh.order.drawn = True, self._randomness.drawn
-            self._connections.tensor_mesh.autocast = autocast
-            model = split_model(model, self._connections.tensor_mesh)
+        self._connections = Connections(world, self.layout, plan.tensor, check_order=check_order)
+        model = self._split(model, autocast)
         self._copies = StageCopies()
         blocks, self.cast_buffers = build_stage(model, self.layout, self.coordinates, seed=seed, dtype=dtype,
                                                 device=world.device, copies=self._copies)
         """Buffers of this rank's blocks that `dtype` has cast to less precision: name -> number format before."""
-        if self.cast_buffers and self.coordinates == Coordinates(pipe=self.coordinates.pipe):
+        if self.cast_buffers and self.coordinates.is_first_on_pipeline_rank:
             warnings.warn(told(self.cast_buffers, dtype), stacklevel=3)
         self._parameters, self._held = stage_parameters(self.layout, blocks), HeldParameters(blocks)
         self._connect(blocks, timeout_seconds)
         self._buffers = self._share_buffers(blocks, buffers)
         self._buffer_changes = SharedBufferChanges(self.stages.shared_buffers, blocks)
-
-        if optimizer is not None and not callable(optimizer):
-            raise ConfigError("is not a function that makes one of this rank's parameters", where="optimizer",
-                              value=type(optimizer).__name__,
-                              remedy="Pass optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3).")
-        own = optim is not None and optimizer is None
-        optim = optim or Optim()
-        chunking = plan.chunking(optim, world.device.type, own=own)
-        self.layout = replace(self.layout, chunking=chunking)
         self._connections.open_splits(self.layout)
-        self._refuses_bad_losses = guard is None
-        guard = guard or Guard(bad_step="none")
-        for problem in (*group_problems(optim, [parameter.settings_name for parameter in self.layout.parameters]),
-                        *guard_problems(guard, optim)):
-            raise problem
-        if optim.ema and optimizer is not None:
-            raise ConfigError("is kept by Ranvier's own optimizer only", where="optim.ema", value=optim.ema,
-                              remedy="Give optim= without optimizer=, or use torch.optim.swa_utils.AveragedModel.")
-        self.learning_rate = learning_rate
         self._statistics = BatchStatistics(self._connections.all, on_device=world.device.type == "cuda")
-        bad_loss = partial(self._statistics.bad_loss, is_scaled=dtype is torch.float16)
+        tables = lookup_tables(module for _, _, module in blocks)
+        self._updater = self._build_updater(optimizer, dtype, nominal_weight, guard, tables)
+        self.optimizer_name = self._optimizer_name()
+        """What updates parameters here: "ranvier adamw", the class of the user's optimizer, or None."""
+        self._stages = self._build_stages(model, blocks, seed=seed, compile=compile, autocast=autocast, float8=float8,
+                                          frozen_dropout=frozen_dropout, tables=tables)
+        self._runner = self._build_runner(dtype, nominal_weight)
+
+    # ------------------------------------------------------------------ start
+
+    def _make_plan(self, model: Model, mesh: Mesh, sample: Microbatch | None, policy: Policy | None,
+                   dtype: torch.dtype, *, pipeline: Pipeline | None, tensor: TensorParallel | None,
+                   memory: Memory | None, optim: Optim | None, own_optimizer: bool) -> Plan:
+        if mesh.size != self.world.size:
+            raise ConfigError(f"has {mesh.size} ranks, but {self.world.size} were started", code="mesh-of-other-size",
+                              where="mesh", value=str(mesh),
+                              remedy="Make data x pipe x row x col equal to the number of ranks.")
+        if optim is not None and optim.ema and not own_optimizer:
+            raise ConfigError("is kept by Ranvier's own optimizer only", code="ema-with-own-optimizer",
+                              where="optim.ema", value=optim.ema,
+                              remedy="Give optim= without optimizer=, or use torch.optim.swa_utils.AveragedModel.")
+        shape = None if sample is None or sample.inputs is None else (sample.inputs, sample.targets)
+        return make(model, mesh, sample=shape, pipeline=pipeline or Pipeline(), tensor=tensor or TensorParallel(),
+                    memory=memory or Memory(), optim=optim, own_optimizer=own_optimizer, policy=policy, dtype=dtype,
+                    device=self.world.device.type)
+
+    def _replica(self) -> int:
+        """The number by which random numbers of plain modules differ from those of other samples' ranks."""
+        if self.world.backend.name == "in-process":  # whose ranks share one generator, so that their numbers differ
+            return 0
+        return self.coordinates.index(self.mesh.over(splits_samples=True))
+
+    def _split(self, model: Model, autocast: torch.dtype | None) -> Model:
+        """The model with this rank's part of each block, where several ranks split them."""
+        mesh = self._connections.tensor_mesh
+        if mesh is None:
+            return model
+        if self.mesh.feature_parts > 1 and self.world.backend.name != "in-process":
+            self._randomness.is_compared, mesh.order.drawn = True, self._randomness.drawn
+        mesh.autocast = autocast
+        return split_model(model, mesh)
+
+    def _build_updater(self, optimizer: OptimizerFactory | None, dtype: torch.dtype,
+                       nominal_weight: float | Literal["auto"], guard: Guard | None, tables: set[nn.Parameter]
+                       ) -> Updater:
+        plan, bad_loss = self.plan, partial(self._statistics.bad_loss, is_scaled=dtype is torch.float16)
         # Parts are given each other, never the engine: what a part refers to would live on in a circle after `close`.
         ties, board = self._ties, self._connections.board
-        tables = lookup_tables(module for _, _, module in blocks)
-        self._updater = Updater(
-            gradient_specs(self.layout, world.rank, self._parameters, self._connections.sums, self._connections.splits,
-                           tables=tables),
-            self._connections.data, self._connections.all, optim=optim, own=own, optimizer=optimizer, dtype=dtype,
-            device=world.device, nominal_weight=1.0 if nominal_weight == "auto" else nominal_weight,
-            order=self.layout.flat_order(world.rank), runs=chunking.runs.get(self.coordinates.pipe, ()),
+        judges = guard is not None and looks_before_update(guard, plan.optim)
+        return Updater(
+            gradient_specs(self.layout, self.world.rank, self._parameters, self._connections.sums,
+                           self._connections.splits, tables=tables),
+            self._connections.data, self._connections.all, optim=plan.optim, own=plan.own_optimizer,
+            optimizer=optimizer, dtype=dtype, device=self.world.device,
+            nominal_weight=1.0 if nominal_weight == "auto" else nominal_weight,
+            order=self.layout.flat_order(self.world.rank),
+            runs=plan.chunking.runs.get(self.coordinates.pipeline_rank, ()),
             send_to_owner=lambda spec: ties.send_gradient(spec.name, board.calls),
             weight=self._statistics.weight, earlier_weight=self._statistics.earlier_weight,
             timeline=self.timeline, progress=self._connections.transport.progress,
             bad_loss=bad_loss if self._refuses_bad_losses else None,
-            bad_steps=BadSteps(guard, self._statistics.loss) if looks_before_update(guard, optim) else None)
-        self.optimizer_name = self._optimizer_name(optim, own=own)
-        """What updates parameters here: "ranvier adamw", the class of the user's optimizer, or None."""
-        self._stages = RankStages([Stage(
+            bad_steps=BadSteps(guard, self._statistics.loss) if guard is not None and judges else None)
+
+    def _build_stages(self, model: Model, blocks: Blocks, *, seed: int, compile: bool | Literal["auto"],
+                      autocast: torch.dtype | None, float8: bool, frozen_dropout: bool, tables: set[nn.Parameter]
+                      ) -> RankStages:
+        placement, mesh, pipeline = self.layout.stages, self._connections.tensor_mesh, self.plan.pipeline
+        sets_deferral = pipeline.defer_bytes not in ("auto", 0) or any(pipeline.deferred or ())
+        return RankStages([Stage(
             [block for block in blocks if block[0] in self.layout.blocks(stage)],
             loss=self._loss(model, blocks) if stage == placement.num_stages - 1 else None,
-            seed=seed, device=world.device,
-            progress=self._updater.progress if world.size > 1 else None, segments=plan.segments(stage),
-            block_passed=partial(_block_passed, self._updater, self._connections.tensor_mesh),
-            mesh=self._connections.tensor_mesh, compile=self._compiles(compile), tables=tables,
-            may_wait=mesh.pipe > 1 or settings.sets_deferral,  # under any policy, so that all agree to the bit
+            seed=seed, device=self.world.device,
+            progress=self._updater.progress if self.world.size > 1 else None, segments=self.plan.recomputed[stage],
+            block_passed=partial(_block_passed, self._updater, mesh), mesh=mesh, compile=self._compiles(compile),
+            tables=tables, may_wait=self.mesh.pipeline_size > 1 or sets_deferral,  # under any policy: all agree
             autocast=autocast,
-            in_float8=float8_layers(blocks, len(self.block_names), world.device) if float8 else (),
+            in_float8=float8_layers(blocks, len(self.block_names), self.world.device) if float8 else (),
             weight_gradients=self._weight_gradients())
-            for stage in placement.stages_of(self.coordinates.pipe)],
+            for stage in placement.stages_of(self.coordinates.pipeline_rank)],
             eval_blocks=range(0 if frozen_dropout else self.frozen_blocks))
-        defer_bytes = None if settings.defer_bytes == "auto" else settings.defer_bytes
-        self._runner = BatchRunner(
+
+    def _build_runner(self, dtype: torch.dtype, nominal_weight: float | Literal["auto"]) -> BatchRunner:
+        placement, pipeline = self.layout.stages, self.plan.pipeline
+        defer_bytes = None if pipeline.defer_bytes == "auto" else pipeline.defer_bytes
+        return BatchRunner(
             placement=placement, at=self.coordinates, stages=self._stages, connections=self._connections,
             updater=self._updater, statistics=self._statistics, timeline=self.timeline, policy=self._policy,
             limits=self.limits,
-            look_ahead=LookAhead(settings.look_ahead, device=world.device, num_stages=placement.num_stages),
+            look_ahead=LookAhead(pipeline.look_ahead, device=self.world.device, num_stages=placement.num_stages),
             defer_bytes=0 if self._updater.in_backward else defer_bytes,  # a waiting product holds a block's gradients
             nominal_weight=NominalWeight(self._connections.all) if dtype is torch.float16 else None,
             takes_nominal_weight=nominal_weight == "auto")
-
-    # ------------------------------------------------------------------ start
 
     def _loss(self, model: Model, blocks: Blocks) -> Loss:
         """What the last stage computes: the loss that its last block has, where it has one."""
@@ -310,23 +317,6 @@ class Engine:
         """Whether blocks are compiled here, or on several rows or columns their chains of elementwise operations."""
         wanted = how is True or (how == "auto" and self.world.device.type == "cuda" and has_triton())
         return how if wanted else False
-
-    def _rule_limits(self, settings: EngineSettings) -> Limits:
-        rule = rule_limits([bool(row.num_trainable) for row in self.stages.rows], self.layout.stages)
-        return rule.given(settings.in_flight, settings.deferred, settings.defer_last)
-
-    def _choose_limits(self, settings: EngineSettings, plan: RecomputationPlan, dtype: torch.dtype,
-                       optim: Optim | None) -> Limits:
-        """By the counted costs of blocks; without a sample by a rule."""
-        if self.stages.costs is None:
-            return self._rule_limits(settings)
-        return pipeline_limits(
-            self.stages.stage_costs(), self._policy, in_flight=settings.in_flight, deferred=settings.deferred,
-            defer_last=settings.defer_last, memory=settings.memory, device=self.world.device.type,
-            element_bytes=dtype.itemsize, trained_bytes=trained_bytes(
-                optim, device=self.world.device.type, element_bytes=dtype.itemsize),
-            placement=self.layout.stages, segments=[plan.segments(stage) for stage in range(
-                self.layout.stages.num_stages)])
 
     def _connect(self, blocks: Blocks, timeout_seconds: float) -> None:
         """Open the way to the other ranks, and start from the same values as those who hold the same."""
@@ -346,8 +336,8 @@ class Engine:
     def _share_buffers(self, blocks: Blocks, how: BufferSync) -> SharedBuffers:
         """The buffers of this stage, over all ranks that compute its blocks for other samples."""
         group: Group = self._connections.data
-        if self.mesh.row > 1:
-            group = self._connections.group("buffers", self.mesh, "row")
+        if self.mesh.microbatch_parts > 1:
+            group = self._connections.group("buffers", self.mesh.over(splits_samples=True))
         shared = SharedBuffers(blocks, group, how)
         if how != "broadcast":
             why = unused_buffer_sync(shared, group, self._connections.all)
@@ -355,12 +345,17 @@ class Engine:
                 warnings.warn(f"Engine(buffers={how!r}) has no effect: {why}", stacklevel=4)
         return shared
 
-    def _optimizer_name(self, optim: Optim, *, own: bool) -> str | None:
-        if own:
-            return f"ranvier {optim.algorithm}"
+    def _optimizer_name(self) -> str | None:
+        if self.plan.own_optimizer:
+            return f"ranvier {self.plan.optim.algorithm}"
         return None if self.optimizer is None else type(self.optimizer).__name__
 
     # ------------------------------------------------------------------ what a rank is
+
+    @property
+    def limits(self) -> Limits:
+        """How much the pipeline may have under way."""
+        return self.plan.limits
 
     @property
     def in_flight(self) -> int:
@@ -370,23 +365,23 @@ class Engine:
     def use_limits(self, limits: Limits) -> None:
         """From the next batch on have as much under way as `limits` says, the same on every rank. Gradients are the
         same to the bit."""
-        self.limits = limits
+        self.plan = self.plan.with_limits(limits)
         self._runner.use_limits(limits)
 
     def rank_of_outputs(self, replica: int = 0) -> int:
         """The first rank of that replica which has the last stage, and so what the model returns."""
         stages = self.layout.stages
-        return self.mesh.rank(Coordinates(data=replica, pipe=stages.rank_of(stages.num_stages - 1)))
+        return self.mesh.rank(self.mesh.place(replica=replica, pipeline_rank=stages.rank_of(stages.num_stages - 1)))
 
     @property
     def is_first_stage(self) -> bool:
         """Whether this rank has the first stage, and so needs the inputs."""
-        return self.coordinates.pipe == self.layout.stages.rank_of(0)
+        return self.coordinates.pipeline_rank == self.layout.stages.rank_of(0)
 
     @property
     def is_last_stage(self) -> bool:
         """Whether this rank has the last stage, and so needs the targets."""
-        return self.coordinates.pipe == self.layout.stages.rank_of(self.layout.stages.num_stages - 1)
+        return self.coordinates.pipeline_rank == self.layout.stages.rank_of(self.layout.stages.num_stages - 1)
 
     @property
     def boundaries(self) -> tuple[int, ...]:
@@ -424,7 +419,7 @@ class Engine:
         have others, torch.nn.utils.clip_grad_norm_ warns: use `clip_grad_norm_`."""
         self._updater.wait()
         owned = [spec.parameter for spec in self._updater.gradients.owned()]
-        return RankParameters(owned) if self.mesh.size > self.mesh.data else owned
+        return RankParameters(owned) if self.mesh.size > self.mesh.num_replicas else owned
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """All parameters of this rank's blocks by global name, up to date; a tied one by its owner's name, and by its
@@ -557,14 +552,15 @@ class Engine:
         """
         self.check_usable("train_batch")
         if not self._updater.updates:
-            raise ConfigError("is missing", where="Engine(optimizer=...)",
+            raise ConfigError("is missing", code="optimizer-missing", where="Engine(optimizer=...)",
                               remedy="Give the engine an optimizer, or call forward_backward and update by hand.")
         batch = self._checked(microbatches)
         if self._updater.in_backward and len(batch) != 1:
             raise ConfigError(f"needs batches of one microbatch, not {len(batch)}: blocks share the memory of "
                               "gradients, in which those of several microbatches cannot add up",
-                              where="optim.update-in-backward", value=True,
-                              remedy="Set --batch.microbatch-size to a replica's share of the batch, or leave it out.")
+                              code="in-backward-batch", where="optim.update-in-backward", value=True,
+                              remedy="Set `--batch.microbatch-size` to a replica's share of the batch, or leave it "
+                                     "out.")
         self._updater.learning_rate = self.learning_rate
         with self._keeping_outputs(keep_outputs) as kept:
             self._accumulate(batch, updates=True)
@@ -583,7 +579,8 @@ class Engine:
         """
         self.check_usable("forward_backward")
         if self._updater.in_backward:
-            raise ConfigError("keeps no gradients", where="optim.update-in-backward", value=True,
+            raise ConfigError("keeps no gradients", code="in-backward-keeps-no-gradients",
+                              where="optim.update-in-backward", value=True,
                               remedy="Call train_batch, or leave the setting out.")
         self._accumulate(self._checked(microbatches), updates=False)
         with self._working():
@@ -606,8 +603,8 @@ class Engine:
         self._connections.board.action = "the optimizer"
         self._updater.learning_rate = self.learning_rate
         if result.status is None:
-            raise ConfigError("is of an evaluation, which has no gradients", where="Engine.step(result)",
-                              remedy="Give the result of forward_backward.")
+            raise ConfigError("is of an evaluation, which has no gradients", code="step-after-evaluation",
+                              where="Engine.step(result)", remedy="Give the result of forward_backward.")
         with self._working():
             self._updater.apply(result.status)
         self._statistics.forget()
@@ -623,9 +620,10 @@ class Engine:
         """
         self.check_usable("clip_grad_norm_")
         if not self._updater.has_averaged:
-            raise ConfigError("has no gradients to clip", where="Engine.clip_grad_norm_", value=max_norm,
+            raise ConfigError("has no gradients to clip", code="clip-without-gradients", where="Engine.clip_grad_norm_",
+                              value=max_norm,
                               remedy="Call it between forward_backward and step; train_batch clips by "
-                                     "--optim.clip-norm.")
+                                     "`--optim.clip-norm`.")
         return self._updater.clip(max_norm)
 
     def zero_grad(self) -> None:
@@ -642,7 +640,8 @@ class Engine:
             parameter.requires_grad_(self._parameters[self.layout[name].owner].requires_grad)
             if parameter.requires_grad and not self.layout[name].trainable:
                 raise ModelError("was frozen when the engine was built, and is trainable now",
-                                 where=f"parameter {name}", remedy="Build a new engine to train more parameters.")
+                                 code="parameter-unfrozen", where=f"parameter {name}",
+                                 remedy="Build a new engine to train more parameters.")
         self._step += 1
         self._stages.set_loss_factor(self._updater.loss_factor)
         self._statistics.begin_training(self._updater.gradients.were_zeroed)
@@ -687,7 +686,8 @@ class Engine:
             cause = ""
             if batch is not None and not self._updater.in_backward:
                 cause = f". It began here: {self.examine(batch)}"
-            raise RanvierError(f"{status.refused}, and nothing was updated{cause}", where=f"step {self._step}",
+            raise RanvierError(f"{status.refused}, and nothing was updated{cause}", code="step-refused",
+                               where=f"step {self._step}",
                                remedy="Lower the learning rate, or look at the data and the loss. Engine(guard=Guard("
                                       "bad_step='skip')) leaves out such steps and reports them in BatchResult.bad; "
                                       "bad_step='none' applies them.")
@@ -708,7 +708,8 @@ class Engine:
         self.check_usable("examine")
         if self._updater.in_backward:
             raise ConfigError("has changed the parameters of the step that is to be examined",
-                              where="optim.update-in-backward", value=True, remedy="Leave the setting out.")
+                              code="in-backward-examined", where="optim.update-in-backward", value=True,
+                              remedy="Leave the setting out.")
         batch = self._checked(microbatches)
         self._finish_update()
         self._statistics.forget()
@@ -781,7 +782,8 @@ class Engine:
     def evaluate(self, microbatches: Batch,
                  observe: Callable[[int, State], None] | None = None) -> BatchResult:
         """Forward only: loss and weight over the global batch, without dropout. observe: called on the ranks of the
-        last stage with each microbatch's number and what the last block has returned for it."""
+        last stage, all of which give one, with each microbatch's number and what the last block has returned for it,
+        whole on every column."""
         self.check_usable("evaluate")
         batch = self._checked(microbatches, training=False)
         self._stages.observe(observe)
@@ -798,8 +800,8 @@ class Engine:
         self.check_usable("averaged")
         flat = self._updater.flat
         if flat is None or not self._updater.has_averages:
-            raise ConfigError("keeps no moving average of the parameters", where="optim.ema", value=0.0,
-                              remedy="Set --optim.ema, for example to 0.999.")
+            raise ConfigError("keeps no moving average of the parameters", code="ema-not-kept", where="optim.ema",
+                              value=0.0, remedy="Set `--optim.ema`, for example to 0.999.")
         self._finish_update()
         before = flat.take_averages()
         self._share_values()
@@ -867,7 +869,8 @@ class Engine:
                     ("inputs", "first", self.is_first_stage, one.inputs),
                     ("targets", "last", self.is_last_stage and has_loss, one.targets)):
                 if is_needed and value is None:
-                    raise ModelError(f"has no {what} on the {stage} stage", where=f"microbatch {number}",
+                    raise ModelError(f"has no {what} on the {stage} stage", code="microbatch-lacks-data",
+                                     where=f"microbatch {number}",
                                      remedy=f"Give the ranks of the {stage} stage the {what} of every microbatch.")
         if training:
             self._stages.check()
@@ -886,12 +889,12 @@ class Engine:
         it now, a method of the engine or another's."""
         where = call if "." in call else f"Engine.{call}"
         if self._closed:
-            raise RanvierError("is closed" if where != call else "has an engine that is closed", where=where,
-                               remedy="Build a new engine.")
+            raise RanvierError("is closed" if where != call else "has an engine that is closed", code="engine-closed",
+                               where=where, remedy="Build a new engine.")
         if self._failure is not None:
             raise RanvierError(f"cannot be used: a call of the engine failed in the middle with {self._failure}",
-                               where=where, remedy="Close the engine, build a new one on all ranks, and load a "
-                                                   "checkpoint.")
+                               code="engine-failed", where=where,
+                               remedy="Close the engine, build a new one on all ranks, and load a checkpoint.")
 
     @contextmanager
     def _working(self) -> Iterator[None]:
@@ -918,6 +921,38 @@ class Engine:
         return self._connections.board.calls
 
 
+def _check_arguments(policy: Policy | None, optimizer: OptimizerFactory | None, autocast: torch.dtype | None, *,
+                     dtype: torch.dtype, float8: bool) -> None:
+    """ConfigError for arguments that are not what they must be."""
+    if isinstance(policy, str):
+        raise ConfigError("is no policy of your own", code="policy-object-is-a-name", where="Engine(policy=...)",
+                          value=policy, remedy="Name a policy in Pipeline(policy=...).")
+    if optimizer is not None and not callable(optimizer):
+        raise ConfigError("is not a function that makes one of this rank's parameters", code="optimizer-not-a-factory",
+                          where="optimizer", value=type(optimizer).__name__,
+                          remedy="Pass optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3).")
+    check_autocast(autocast, dtype=dtype, float8=float8)
+
+
+def _prepared(model: Model | Modules, loss: Loss | None, dtype: torch.dtype, keep_fp32: str | Sequence[str],
+              frozen: int, frozen_above: Sequence[int], *, own: bool, optim: Optim | None, warns: bool
+              ) -> tuple[Model, bool]:
+    """The model with its frozen layers and the formats of what stays in fp32, and whether all of it came in evaluation
+    mode."""
+    model = as_model(model, loss)
+    in_evaluation = bool(given := ready_made(model)) and not some_train(given)
+    if keep_fp32:
+        keep_fp32 = [keep_fp32] if isinstance(keep_fp32, str) else keep_fp32
+        model = replace(model, keep_fp32=(*model.keep_fp32, *keep_fp32))
+        if not is_half(dtype) and warns:
+            warnings.warn(f"Engine(keep_fp32=...) has no effect: dtype is {dtype}", stacklevel=4)
+    model = freeze(model, frozen, frozen_above)
+    if keep_fp32 or is_half(dtype):
+        check_formats(model, build_on_meta(model), dtype, own=own,
+                      accumulates_half=optim is not None and optim.accumulate == "half")
+    return model, in_evaluation
+
+
 def _block_passed(updater: Updater, mesh: TensorMesh | None, block: int) -> None:
     """The last backward of the batch has left `block`, which may be updated while the backward goes on."""
     if mesh is not None and updater.in_backward:
@@ -929,7 +964,7 @@ def _as_microbatches(batch: Batch) -> list[Microbatch]:
     entries: list[Any] = [batch] if isinstance(batch, Tensor) or not isinstance(batch, Iterable) else list(batch)
     for entry in entries:
         if not isinstance(entry, Microbatch) and not (isinstance(entry, (tuple, list)) and 1 <= len(entry) <= 3):
-            raise ModelError("is not a microbatch", where="batch", value=type(entry).__name__,
+            raise ModelError("is not a microbatch", code="not-a-microbatch", where="batch", value=type(entry).__name__,
                              remedy="Pass a list of ranvier.Microbatch or of (inputs, targets), for example "
                                     "ranvier.microbatches(inputs, targets, size=8).")
     return [entry if isinstance(entry, Microbatch) else Microbatch(*entry) for entry in entries]

@@ -17,10 +17,9 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from ranvier.errors import ModelError
-from ranvier.layout import Layout
+from ranvier.plan.shared_buffers import shared_buffer_error
 
 
 class StageCopies:
@@ -61,10 +60,10 @@ class StageCopies:
             return copy.deepcopy(module, self._copies)
         except Exception as error:
             raise ModelError(f"has a module in common with block {self._earlier[module]}, on another stage of this "
-                             f"rank, and it cannot be copied: {type(error).__name__}: {error}", where=f"block {block}",
-                             value=type(module).__name__,
-                             remedy="Set --pipeline.stages-per-rank 1, or give each block a module of its own and tie "
-                                    "their parameters: one.weight = other.weight.") from error
+                             f"rank, and it cannot be copied: {type(error).__name__}: {error}",
+                             code="shared-module-not-copied", where=f"block {block}", value=type(module).__name__,
+                             remedy="Set `--pipeline.stages-per-rank 1`, or give each block a module of its own and "
+                                    "tie their parameters: one.weight = other.weight.") from error
 
     def replace(self, module: nn.Module, name: str, value: nn.Module | nn.Parameter) -> None:
         """Put `value` in the place of the child or parameter `name` of `module`, until `restore`."""
@@ -86,27 +85,6 @@ def copy_of(parameter: nn.Parameter) -> nn.Parameter:
     for hook in (parameter._post_accumulate_grad_hooks or {}).values():
         own.register_post_accumulate_grad_hook(hook)
     return own
-
-
-def buffers_of_several_stages(layout: Layout, modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Buffer, by full name -> a buffer of a block on another stage that is the same object. ModelError where that is a
-    running statistic of a batch norm that trains.
-
-    modules: all blocks of the model, in order.
-    """
-    found: dict[str, str] = {}
-    first: dict[Tensor, tuple[str, int]] = {}
-    for number, (block, module) in enumerate(modules.items()):
-        for path, part in module.named_modules():
-            for leaf, buffer in part.named_buffers(recurse=False):
-                name = ".".join(filter(None, (block, path, leaf)))
-                other, stage = first.setdefault(buffer, (name, layout.stage_of(number)))
-                if stage == layout.stage_of(number):
-                    continue
-                if isinstance(part, _NormBase) and part.training:
-                    raise _error(name, other, f"nn.{type(part).__name__}")
-                found |= {name: other, other: name}
-    return found
 
 
 class SharedBufferChanges:
@@ -134,11 +112,4 @@ class SharedBufferChanges:
         for name, buffer in self._now():
             before, version = self._before[name]
             if buffer is not before or buffer._version != version:
-                raise _error(name, self._shared[name], None)
-
-
-def _error(name: str, other: str, module: str | None) -> ModelError:
-    return ModelError(f"is also {other}, of a block on another stage, and training changes it: stages would not agree "
-                      "on its value", where=f"buffer {name}", value=module,
-                      remedy="Give each block a buffer of its own, put the blocks on one stage, or freeze the buffer "
-                             "(a batch norm: module.eval()).")
+                raise shared_buffer_error(name, self._shared[name], None)

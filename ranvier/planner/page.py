@@ -5,12 +5,12 @@ from __future__ import annotations
 from ranvier.pictures.report_page import Page, Table
 from ranvier.planner import report
 from ranvier.planner.candidates import Candidate
-from ranvier.planner.search import Plan
+from ranvier.planner.search import SearchResult
 
 _MAX_ROWS = 60
 
 
-def page_of(plan: Plan, recipe: str) -> Page:
+def page_of(plan: SearchResult, recipe: str) -> Page:
     """Figures of the best configuration, its explanation, and the candidates, those that do not fit last."""
     best = plan.best[0]
     dropped = sorted(plan.dropped, key=lambda one: one.cost.seconds)
@@ -28,13 +28,13 @@ def page_of(plan: Plan, recipe: str) -> Page:
         text=report.explanation(plan),
         candidates=Table(header=("", "configuration", "s a step", "tokens/s", "MFU", "bubble", "GiB a device",
                                  "why not"), rows=rows[:_MAX_ROWS], numbers=(2, 3, 4, 5, 6)),
-        memory=[{"place": f"stage {entry.pipe}" if first else "", "category": category, "predicted": size,
+        memory=[{"place": f"stage {entry.pipeline_rank}" if first else "", "category": category, "predicted": size,
                  "measured": None, "whole": False}
                 for entry in best.memory for first, (category, size) in zip(
                     [True] + [False] * len(entry.device), entry.device.items(), strict=False) if size])
 
 
-def _row(plan: Plan, number: int, found: Candidate, reason: str) -> tuple[str, ...]:
+def _row(plan: SearchResult, number: int, found: Candidate, reason: str) -> tuple[str, ...]:
     cost = found.cost
     return (str(number) if number else "", report.describe(found.run), f"{cost.seconds:.4g}",
             f"{cost.tokens_per_second:,.0f}", f"{cost.model_utilisation:.1%}", f"{cost.bubble_fraction:.1%}",

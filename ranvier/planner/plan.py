@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import cast, get_args
@@ -21,10 +21,11 @@ from ranvier.errors import ConfigError, RanvierError
 from ranvier.planner import report
 from ranvier.planner.auto import closed, open_axes_of, with_plan, with_pretrained
 from ranvier.planner.candidates import SEARCHED, Setting, predict
+from ranvier.planner.job_files import Launcher, start_command, write_job
 from ranvier.planner.page import page_of
 from ranvier.planner.problems import TOO_LARGE, cannot_be_laid_out
 from ranvier.planner.problems import problems as find_problems
-from ranvier.planner.search import Plan, check_precision, search
+from ranvier.planner.search import SearchResult, check_precision, search
 from ranvier.planner.simulation import (
     STEADY,
     Failures,
@@ -34,11 +35,13 @@ from ranvier.planner.simulation import (
     goodput,
     simulate_step,
 )
+from ranvier.planner.training import Goal, changed_cluster, check_goal, fewest_devices, training
+from ranvier.planner.training import columns as training_columns
 from ranvier.planner.trial import measured
 from ranvier.planner.work import Work
 from ranvier.schedule.policies import policy_named
 from ranvier.system.atomic_file import write_atomically
-from ranvier.system.terminal import Screen, fitted, terminal_width
+from ranvier.system.terminal import Screen, TextTable, fitted, terminal_width
 
 
 def ranks_for(run: Run, cluster: Cluster, ranks: int | None) -> int:
@@ -57,78 +60,177 @@ def settings_of(text: str | None) -> tuple[Setting, ...]:
     if text is None:
         return SEARCHED
     names = tuple(part.strip() for part in text.split(",") if part.strip())
-    if "checkpoint" in names:
-        print("warning: --search checkpoint is --search recompute now; the old spelling works for one more release",
-              file=sys.stderr)
-        names = tuple("recompute" if name == "checkpoint" else name for name in names)
     unknown = [name for name in names if name not in get_args(Setting)]
     if unknown or not names:
-        raise ConfigError("is nothing that can be searched", where="--search", value=unknown[0] if unknown else text,
+        raise ConfigError("is nothing that can be searched", code="unknown-search", where="--search",
+                          value=unknown[0] if unknown else text,
                           remedy=f"Name some of: {', '.join(get_args(Setting))}.")
     return cast("tuple[Setting, ...]", names)  # each is one: the others were refused
 
 
-def plan(name: str, run: Run, cluster_name: str, *, ranks: int | None = None, searched: str | None = None,
-         measure: int = 0, out: Path | None = None, out_html: Path | None = None,
-         explain: bool = False, as_json: bool = False) -> Plan:
-    """Search, run the best `measure` for some steps here, print, and write the best as a run file."""
-    cluster = load_cluster(cluster_name)
-    if out is not None:
-        read.check_out(out)
-    count = ranks_for(run, cluster, ranks)
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What `ranvier plan` is asked beside the recipe and the clusters. ranks: devices; None for what the recipe's mesh
+    or the cluster has. nodes: of each cluster instead of its file's. searched: what may change. measure: how many are
+    run here. goal: a whole training. what_if: factors on numbers of the cluster. out: the run file, beside which
+    `launcher` has a job's file."""
+
+    ranks: int | None = None
+    nodes: int | None = None
+    searched: str | None = None
+    measure: int = 0
+    goal: Goal | None = None
+    what_if: Sequence[str] = ()
+    out: Path | None = None
+    out_html: Path | None = None
+    launcher: Launcher | None = None
+    explain: bool = False
+    as_json: bool = False
+
+
+def plan(name: str, run: Run, cluster_names: Sequence[str], request: Request) -> SearchResult:
+    """Search, run the best `measure` for some steps here, print, and write the best as a run file. The result of the
+    first cluster is returned."""
+    clusters = [_sized(load_cluster(each), request.nodes) for each in cluster_names]
+    _check(request, clusters)
+    if request.out is not None:
+        read.check_out(request.out)
     run, problems = with_pretrained(run)
     for problem in (*problems, *(one for one in find_problems(closed(run)) if one.where.startswith("model."))):
         raise problem
-    def progress(line: str) -> None:
-        print(f"ranvier: {line}", file=sys.stderr, flush=True)
+    if len(clusters) > 1 or request.what_if:
+        return _compare(name, run, clusters, request)
+    tried = _searched(run, clusters[0], request)
+    found, goal = tried[-1], request.goal
+    if request.measure:
+        found = measured(found, request.measure, _progress)
+    best, job = found.best[0], None
+    if request.out is not None:
+        _write(replace(best.run, launch=run.launch, run_dir=None), request.out)
+        if request.launcher is not None:
+            job = write_job(request.launcher, best.run, found.cluster, request.out)
+    if request.out_html is not None:
+        _write_page(found, name, request.out_html)
+    if request.as_json:
+        print(json.dumps(report.document(found, name, goal), indent=1))
+        return found
+    if len(tried) > 1:
+        Screen(sys.stdout).print(comparison(tried, goal))
+        print()
+    print_plan(found, name, request.explain, goal)
+    screen = Screen(sys.stdout)
+    for line in report.course_lines(best):
+        screen.print(line)
+    freezes = run.elastic.freeze != "none" and not run.elastic.dry_run
+    if best.course is None and freezes:
+        screen.print("\nWhat freezing gives is not predicted: how many steps an epoch has is not known. " + (
+            "Set --elastic.every and --train.steps." if "data.train_samples" in form_of(run.data).unused else
+            "Set --data.train-samples."))
+    if request.out is not None:
+        start = f"ranvier train {request.out}" if job is None or request.launcher is None else start_command(
+            request.launcher, job)
+        print(f"\nwritten to {request.out}{'' if job is None else f' and {job}'}; now: {start}\n"
+              f"or first: ranvier check {request.out} --cluster {cluster_names[0]}")
+    return found
 
+
+def _progress(line: str) -> None:
+    print(f"ranvier: {line}", file=sys.stderr, flush=True)
+
+
+def _sized(cluster: Cluster, nodes: int | None) -> Cluster:
+    return cluster if nodes is None else replace(cluster, nodes=nodes)
+
+
+def _check(request: Request, clusters: Sequence[Cluster]) -> None:
+    """ConfigError for options that cannot be together."""
+    several = len(clusters) > 1 or bool(request.what_if)
+    for where, value in (("--out", request.out), ("--out-html", request.out_html), ("--measure", request.measure)):
+        if several and value:
+            raise ConfigError("is for one plan, and several clusters are compared", code="comparison-with-output",
+                              where=where, value=str(value),
+                              remedy="Leave it out here, and plan again for the cluster that you choose.")
+    if request.launcher is not None and request.out is None:
+        raise ConfigError("needs a run file to start", code="launcher-without-out", where="--launcher",
+                          value=request.launcher, remedy="Give `--out FILE.toml`, too.")
+    if request.goal is not None and request.goal.budget is not None:
+        for cluster in clusters:
+            if cluster.price_per_hour is None:
+                raise ConfigError(f"needs to know what a device of {cluster.name} costs", code="budget-without-price",
+                                  where="--budget", value=request.goal.budget,
+                                  remedy="Write price_per_hour = DOLLARS (of a device) into the cluster's file.")
+
+
+def _search(run: Run, cluster: Cluster, ranks: int, request: Request) -> SearchResult:
     try:
-        found = search(run, cluster, count, settings_of(searched), progress=progress)
+        return search(run, cluster, ranks, settings_of(request.searched), progress=_progress)
     except RanvierError:  # some are ValueErrors
         raise
     except TOO_LARGE as error:
         raise cannot_be_laid_out(error) from error
-    if measure:
-        found = measured(found, measure, progress)
-    if out is not None:
-        _write(replace(found.best[0].run, launch=run.launch, run_dir=None), out)
-    if out_html is not None:
-        _write_page(found, name, out_html)
-    if as_json:
-        print(json.dumps(report.document(found, name), indent=1))
-        return found
-    print_plan(found, name, explain)
-    screen = Screen(sys.stdout)
-    for line in report.course_lines(found.best[0]):
-        screen.print(line)
-    freezes = run.elastic.freeze != "none" and not run.elastic.dry_run
-    if found.best[0].course is None and freezes:
-        screen.print("\nWhat freezing gives is not predicted: how many steps an epoch has is not known. " + (
-            "Set --elastic.every and --train.steps." if "data.train_samples" in form_of(run.data).unused else
-            "Set --data.train-samples."))
-    if out is not None:
-        print(f"\nwritten to {out}; now: ranvier train {out}\n"
-              f"or first: ranvier check {out} --cluster {cluster_name}")
-    return found
+
+
+def _searched(run: Run, cluster: Cluster, request: Request) -> list[SearchResult]:
+    """The plan; where a deadline or a budget leaves the number of devices open, those for fewer devices before it."""
+    goal = request.goal
+    if goal is None or request.ranks is not None or (goal.deadline_days is None and goal.budget is None):
+        found = _search(run, cluster, ranks_for(run, cluster, request.ranks), request)
+        if goal is not None:
+            check_goal(found, goal)
+        return [found]
+    return [result for result, _ in fewest_devices(
+        run, cluster, goal, lambda count: _search(run, cluster, count, request))]
+
+
+def _compare(name: str, run: Run, clusters: Sequence[Cluster], request: Request) -> SearchResult:
+    """Plans for several clusters, and for what they would be with other numbers, side by side."""
+    changed = [changed_cluster(cluster, text) for cluster in clusters for text in request.what_if]
+    results = [_searched(run, cluster, request)[-1] for cluster in (*clusters, *changed)]
+    if request.as_json:
+        print(json.dumps({"recipe": name, "plans": [report.document(each, name, request.goal) for each in results]},
+                         indent=1))
+    else:
+        screen = Screen(sys.stdout)
+        screen.print(f"{name}, {report.numbers(results[0])}")
+        screen.print()
+        screen.print(comparison(results, request.goal))
+    return results[0]
+
+
+def comparison(results: Sequence[SearchResult], goal: Goal | None) -> TextTable:
+    """The best plan of each search, one a line."""
+    best = [each.best[0] for each in results]
+    longer = [one.expected_seconds(each.measured_over_predicted) / one.cost.seconds
+              for one, each in zip(best, results, strict=True)]
+    columns = {"cluster": [each.cluster.name for each in results], "devices": [f"{each.ranks:,}" for each in results],
+               "best": [report.describe(one.run) for one in best],
+               "s a step": [f"{one.cost.seconds * factor:.4g}" for one, factor in zip(best, longer, strict=True)],
+               "tokens/s": [f"{one.cost.tokens_per_second / factor:,.0f}"
+                            for one, factor in zip(best, longer, strict=True)],
+               "MFU": [f"{one.cost.model_utilisation / factor:.1%}" for one, factor in zip(best, longer, strict=True)]}
+    if goal is not None:
+        columns |= training_columns([training(one, each.cluster, goal, each.measured_over_predicted)
+                                     for one, each in zip(best, results, strict=True)])
+    return TextTable(header=list(columns), rows=list(zip(*columns.values(), strict=True)), words=(0, 2), keys=1)
 
 
 def _write(run: Run, path: Path) -> None:
     try:
         read.write_changes(run, path)
     except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror or error}", where="--out", value=str(path),
-                          remedy="Name a .toml file in a folder you own.") from error
+        raise ConfigError(f"cannot be written: {error.strerror or error}", code="plan-not-writable", where="--out",
+                          value=str(path), remedy="Name a .toml file in a folder you own.") from error
 
 
-def _write_page(found: Plan, name: str, path: Path) -> None:
+def _write_page(found: SearchResult, name: str, path: Path) -> None:
     try:
         write_atomically(path, page_of(found, name).html())
     except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror or error}", where="--out-html", value=str(path),
-                          remedy="Name a file in a folder you own.") from error
+        raise ConfigError(f"cannot be written: {error.strerror or error}", code="plan-page-not-writable",
+                          where="--out-html", value=str(path), remedy="Name a file in a folder you own.") from error
 
 
-def print_plan(found: Plan, name: str, explain: bool) -> None:
+def print_plan(found: SearchResult, name: str, explain: bool, goal: Goal | None = None) -> None:
     """For people, on standard output."""
     screen = Screen(sys.stdout)
     screen.print(f"{name} on {found.ranks} of the {found.cluster.num_devices:,} devices of {found.cluster.name} "
@@ -136,7 +238,7 @@ def print_plan(found: Plan, name: str, explain: bool) -> None:
     if same := report.common_settings(found):
         screen.print(same)
     screen.print()
-    screen.print(report.table(found))
+    screen.print(report.table(found, goal=goal))
     if found.measured_over_predicted != 1.0:
         screen.print(f"\nMeasured steps take {found.measured_over_predicted:.2f} times what is predicted (median).")
     faster = [one for one in found.dropped if one.cost.seconds < found.best[0].cost.seconds]
@@ -144,12 +246,11 @@ def print_plan(found: Plan, name: str, explain: bool) -> None:
         first = min(faster, key=lambda one: one.cost.seconds)
         screen.print(f"\n{len(faster)} that would be faster do not fit. The fastest: {report.describe(first.run)}, "
                       f"{first.cost.seconds:.4g} s a step: {first.reason}.")
-    if explain:
-        screen.print()
-        for line in report.explanation(found):
-            screen.print(line)
-        if choices := report.schedule_of(found):
-            screen.print(report.schedule_text(choices))
+    screen.print()
+    for line in report.explanation(found)[:None if explain else 2]:
+        screen.print(line)
+    if explain and (choices := report.schedule_of(found)):
+        screen.print(report.schedule_text(choices))
 
 
 # --- simulate --------------------------------------------------------------------------------------------------------
@@ -162,14 +263,16 @@ def simulate(name: str, run: Run, cluster_name: str, *, ranks: int | None = None
     cluster = load_cluster(cluster_name)
     for where, value in (("--jitter", jitter), ("--mtbf-hours", mtbf_hours or 1.0)):
         if not isfinite(value):
-            raise ConfigError("must be a finite number", where=where, value=value, remedy="Leave it out for none.")
+            raise ConfigError("must be a finite number", code="not-finite-option", where=where, value=value,
+                              remedy="Leave it out for none.")
     run, problems = with_pretrained(replace(run, launch=replace(run.launch, cluster=cluster_name)))
     run, unplanned = with_plan(run, ranks)
     for problem in (*problems, *unplanned, *find_problems(run)):
         raise problem
     if run.mesh.size > cluster.num_devices:
-        raise ConfigError(f"needs {run.mesh.size} devices, and {cluster.name} has {cluster.num_devices}", where="mesh",
-                          value=str(run.mesh), remedy="Take a smaller mesh, or a larger cluster.")
+        raise ConfigError(f"needs {run.mesh.size} devices, and {cluster.name} has {cluster.num_devices}",
+                          code="cluster-too-small-for-mesh", where="mesh", value=str(run.mesh),
+                          remedy="Take a smaller mesh, or a larger cluster.")
     check_precision(run, cluster)
     noise = Noise(jitter=jitter, slow=dict(_slow(text, run) for text in slow), seed=run.seed)
     try:
@@ -202,7 +305,7 @@ def simulation(run: ResolvedRun, cluster: Cluster, noise: Noise = STEADY, work: 
     run = one.run
     pipeline = run_pipeline(run, cluster, work.stages(run))
     step = simulate_step(pipeline.times, pipeline.num_microbatches, policy_named(run.pipeline.policy),
-                         pipeline.in_flight, replicas=run.mesh.data, stage_size=run.mesh.stage_size,
+                         pipeline.in_flight, replicas=run.mesh.num_replicas, stage_size=run.mesh.stage_size,
                          way=pipeline.way, defer_bytes=pipeline.defer_bytes, noise=noise, cores=pipeline.at_once,
                          placement=run.placement, defer_last=pipeline.defer_last, room=pipeline.room,
                          alternating=pipeline.alternating)
@@ -219,12 +322,14 @@ def _slow(text: str, run: ResolvedRun) -> tuple[tuple[int, int], float]:
     try:
         replica, stage, factor = text.split(":")
         found = (int(replica), int(stage)), float(factor)
-        if not (0 <= found[0][0] < run.mesh.data and 0 <= found[0][1] < run.mesh.pipe and 0 < found[1] < 1e6):
+        replicas, stages = run.mesh.num_replicas, run.mesh.pipeline_size
+        if not (0 <= found[0][0] < replicas and 0 <= found[0][1] < stages and 0 < found[1] < 1e6):
             raise ValueError
     except ValueError:
-        raise ConfigError("must be REPLICA:STAGE:FACTOR, of a replica and stage that are there", where="--slow",
-                          value=text, remedy=f"There are {run.mesh.data} replicas of {run.mesh.pipe} stages, numbered "
-                                             "from 0; for example --slow 0:0:1.5.") from None
+        raise ConfigError("must be REPLICA:STAGE:FACTOR, of a replica and stage that are there",
+                          code="malformed-slow-stage", where="--slow", value=text,
+                          remedy=f"There are {replicas} replicas of {stages} stages, numbered from 0; for example "
+                                 "`--slow 0:0:1.5`.") from None
     return found
 
 

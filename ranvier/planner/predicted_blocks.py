@@ -48,7 +48,8 @@ def predicted_blocks(run: ResolvedRun, cluster: Cluster, work: Work, present: Pr
                                for block, seconds, of_inputs, of_weights, recomputed in zip(
                                    blocks, forward, backward, weight, again, strict=True)),
         update_seconds=tuple(update * count for count in parameters),
-        output_bytes=tuple(-(-sent // max(1, size // mesh.row)) for sent in outputs), num_parameters=parameters,
+        output_bytes=tuple(-(-sent // max(1, size // mesh.microbatch_parts)) for sent in outputs),
+        num_parameters=parameters,
         parameter_bytes=tuple(step.bytes.parameter * count for count in parameters),
         state_bytes=tuple(round(step.bytes.state * step.num_states) * count for count in parameters),
         cores=None if cores is None else cores * nodes / threads / mesh.stage_size, bandwidth=bandwidth,

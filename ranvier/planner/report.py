@@ -8,19 +8,22 @@ from dataclasses import asdict
 from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.collectives import placed
 from ranvier.cost.count import laid_out, memory_curve
-from ranvier.cost.limits import MemoryChoice
 from ranvier.cost.step import Cost
+from ranvier.elastic.transition_selector import mesh_text
+from ranvier.plan.limits import MemoryChoice
 from ranvier.planner.candidates import Candidate
 from ranvier.planner.elastic_plan import Course
-from ranvier.planner.search import Plan
+from ranvier.planner.search import SearchResult
+from ranvier.planner.training import Goal, training
+from ranvier.planner.training import columns as columns_of
 from ranvier.system.terminal import TextTable
 
 _GIB = 2**30
 
 
-def table(plan: Plan, rows: int = 8) -> TextTable:
+def table(plan: SearchResult, rows: int = 8, goal: Goal | None = None) -> TextTable:
     """The fastest configurations, one a line, with the settings in which they differ (`common_settings` has the
-    others). Rates are as measured where anything was."""
+    others). Rates are as measured where anything was. goal: a training, of which each has its days and its cost."""
     shown = plan.best[:rows]
     axes = [axis for axis in shown[0].run.mesh.sizes
             if axis in ("data", "pipe") or any(found.run.mesh.sizes[axis] > 1 for found in shown)]
@@ -36,9 +39,11 @@ def table(plan: Plan, rows: int = 8) -> TextTable:
                            "tokens/s": f"{cost.tokens_per_second / longer:,.0f}",
                            "MFU": f"{cost.model_utilisation / longer:.1%}",
                            "HFU": f"{cost.hardware_utilisation / longer:.1%}",
-                           "GiB a\ndevice": f"{device_bytes(found) / _GIB:.2f}",
-                           "days to\n3e11\ntokens": f"{cost.days() * longer:,.1f}"}.items():
+                           "TFLOP/s\na device": f"{model_flops_per_device(found) / longer / 1e12:,.3g}",
+                           "GiB a\ndevice": f"{device_bytes(found) / _GIB:.2f}"}.items():
             rates.setdefault(name, []).append(cell)
+    if goal is not None:
+        rates |= columns_of([training(found, plan.cluster, goal, plan.measured_over_predicted) for found in shown])
     if rates["HFU"] == rates["MFU"]:
         del rates["HFU"]
     further = {name: cells for name, cells in _further(plan, shown).items() if len({*cells}) > 1}
@@ -47,7 +52,7 @@ def table(plan: Plan, rows: int = 8) -> TextTable:
     return TextTable(header=list(columns), rows=list(zip(*columns.values(), strict=True)), words=words, keys=2)
 
 
-def common_settings(plan: Plan, rows: int = 8) -> str:
+def common_settings(plan: SearchResult, rows: int = 8) -> str:
     """The settings that are the same in all rows of `table`, in words; empty for one row, which shows all."""
     shown = plan.best[:rows]
     same = [f"{name} {cells[0]}" for name, cells in _settings(shown).items() if len({*cells}) == 1]
@@ -65,7 +70,7 @@ def _settings(shown: Sequence[Candidate]) -> dict[str, list[str]]:
 _WORDS = ("recompute", "offload", "shard", "deferred", "precision", "scheme")
 
 
-def numbers(plan: Plan) -> str:
+def numbers(plan: SearchResult) -> str:
     """What all configurations have in common: the batch, and the number format where only one was searched."""
     run = plan.best[0].run
     formats = {found.run.precision for found in plan.best}
@@ -75,7 +80,7 @@ def numbers(plan: Plan) -> str:
     return ", ".join(parts)
 
 
-def _further(plan: Plan, shown: Sequence[Candidate]) -> dict[str, list[str]]:
+def _further(plan: SearchResult, shown: Sequence[Candidate]) -> dict[str, list[str]]:
     """Columns that the table has only where its rows differ in them."""
     return {"deferred": ["no" if found.run.pipeline.defer_bytes == 0 else "yes" for found in shown],
             "precision": [found.run.precision for found in shown], "scheme": [scheme(found.run) for found in shown],
@@ -88,6 +93,11 @@ def scheme(run: ResolvedRun) -> str:
     if run.mesh.stage_size == 1:
         return ""
     return run.tensor.scheme + " by sequence" * run.tensor.shards_sequence
+
+
+def model_flops_per_device(found: Candidate) -> float:
+    """The model's own FLOPs of a step, a second and a device."""
+    return found.cost.model_flops / found.cost.seconds / found.run.mesh.size
 
 
 def device_bytes(found: Candidate) -> int:
@@ -109,7 +119,7 @@ def shares(cost: Cost) -> dict[str, float]:
             "the optimizer": rest * cost.update_seconds / after if after else 0.0}
 
 
-def explanation(plan: Plan) -> list[str]:
+def explanation(plan: SearchResult) -> list[str]:
     """The bottleneck, and what memory excludes, in sentences."""
     best, second = plan.best[0], plan.best[1] if len(plan.best) > 1 else None
     cost = best.cost
@@ -138,7 +148,7 @@ def explanation(plan: Plan) -> list[str]:
     return lines
 
 
-def _bottleneck(worst: str, share: float, best: Candidate, plan: Plan) -> str:
+def _bottleneck(worst: str, share: float, best: Candidate, plan: SearchResult) -> str:
     mesh, cluster = best.run.mesh, plan.cluster
     if share < 0.05:
         return (f"The bottleneck is computing: nothing else takes more than {share:.0%}. A device that computes faster "
@@ -149,8 +159,9 @@ def _bottleneck(worst: str, share: float, best: Candidate, plan: Plan) -> str:
             return ("The bottleneck is the link between stages: a microbatch's activations take longer on it than a "
                     f"stage computes, {sent:.2f} GB per rank and step. Fewer stages send less.")
         case "the bubble":
-            return (f"The bottleneck is the bubble: {mesh.pipe} stages wait {best.cost.bubble_fraction:.0%} of the "
-                    "time for each other. A larger global batch has more microbatches to fill it.")
+            waiting = f"{mesh.pipeline_size} stages wait {best.cost.bubble_fraction:.0%}"
+            return (f"The bottleneck is the bubble: {waiting} of the time for each other. A larger global "
+                    "batch has more microbatches to fill it.")
         case "averaging gradients":
             crossing = "between" if placed(mesh, "data", cluster.devices_per_node).crosses else "inside"
             return (f"The bottleneck is the link {crossing} nodes: averaging the gradients sends "
@@ -188,7 +199,7 @@ def schedule_text(choices: Sequence[MemoryChoice]) -> str:
                       *(f"{name:>16}" + "".join(f"{value:>8}" for value in row) for name, *row in rows)])
 
 
-def schedule_of(plan: Plan) -> tuple[MemoryChoice, ...]:
+def schedule_of(plan: SearchResult) -> tuple[MemoryChoice, ...]:
     """Memory against speed for the fastest configuration; empty where `pipeline.memory` has no effect on it."""
     return memory_curve(plan.best[0].run, laid_out(plan.best[0].run)[0], plan.cluster)
 
@@ -215,15 +226,17 @@ def describe(run: ResolvedRun) -> str:
         extra.append(f"offload {offload_text(run)}")
     if run.optim.shard:
         extra.append("sharded")
-    if run.pipeline.defer_bytes == 0 and run.mesh.pipe > 1:
+    if run.pipeline.defer_bytes == 0 and run.mesh.pipeline_size > 1:
         extra.append("nothing deferred")
     extra += [run.precision, *([scheme(run)] if run.mesh.stage_size > 1 else [])]
     return f"{' x '.join(parts)} ({', '.join(extra)})"
 
 
-def document(plan: Plan, recipe: str) -> dict[str, object]:
-    """As JSON can hold it."""
-    return {"recipe": recipe, "cluster": plan.cluster.name, "ranks": plan.ranks, "considered": plan.considered,
+def document(plan: SearchResult, recipe: str, goal: Goal | None = None) -> dict[str, object]:
+    """As JSON can hold it. goal: a training, which "training" is about."""
+    whole = None if goal is None else training(plan.best[0], plan.cluster, goal, plan.measured_over_predicted)
+    return {"training": None if goal is None or whole is None else {"tokens": goal.tokens, **asdict(whole)},
+            "recipe": recipe, "cluster": plan.cluster.name, "ranks": plan.ranks, "considered": plan.considered,
             "plans": [as_dict(found) for found in plan.best],
             "dropped": [as_dict(found) for found in sorted(plan.dropped, key=lambda one: one.cost.seconds)],
             "elastic": course_dict(plan.best[0].course),
@@ -234,7 +247,7 @@ def document(plan: Plan, recipe: str) -> dict[str, object]:
 def as_dict(found: Candidate) -> dict[str, object]:
     """One configuration."""
     run, cost = found.run, found.cost
-    return {"mesh": asdict(run.mesh), "microbatch_size": run.batch.microbatch_size,
+    return {"mesh": run.mesh.document(), "microbatch_size": run.batch.microbatch_size,
             "in_flight": run.pipeline.in_flight, "checkpoint": run.memory.recompute, "offload": run.optim.offload,
             "offload_share": run.optim.offload_share if run.optim.offload == "hybrid" else None,
             "defer_bytes": run.pipeline.defer_bytes, "sequence_sharding": run.tensor.sequence_sharding,
@@ -242,7 +255,7 @@ def as_dict(found: Candidate) -> dict[str, object]:
             "scheme": run.tensor.scheme, "reason": found.reason, **cost_dict(cost),
             "measured_seconds": found.measured_seconds,
             "device_bytes": device_bytes(found),
-            "memory": [{"pipe": entry.pipe, "ranks": entry.ranks, "device": dict(entry.device),
+            "memory": [{"pipe": entry.pipeline_rank, "ranks": entry.ranks, "device": dict(entry.device),
                         "host": dict(entry.host)} for entry in found.memory]}
 
 
@@ -253,7 +266,8 @@ def cost_dict(cost: Cost) -> dict[str, object]:
             "update_seconds": cost.update_seconds, "tokens_per_second": cost.tokens_per_second,
             "model_flops_utilisation": cost.model_utilisation,
             "hardware_flops_utilisation": cost.hardware_utilisation, "days_to_3e11_tokens": cost.days(),
-            "link_bytes": dict(cost.link_bytes), "shares": shares(cost)}
+            "model_flops_per_second": cost.model_flops / cost.seconds, "link_bytes": dict(cost.link_bytes),
+            "shares": shares(cost)}
 
 
 def course_dict(course: Course | None) -> dict[str, object] | None:
@@ -277,8 +291,8 @@ def course_lines(found: Candidate) -> list[str]:
     grows = len({period.global_size for period in course.periods}) > 1
     for period in course.periods:
         batch = f", batch {period.global_size}" if grows else ""
-        lines.append(f"  from step {period.first_step}: {period.frozen} frozen, data {period.mesh.data} x pipe "
-                     f"{period.mesh.pipe}{batch}, {period.step_seconds:.4g} s a step")
+        lines.append(f"  from step {period.first_step}: {period.frozen} frozen, {mesh_text(period.mesh)}"
+                     f"{batch}, {period.step_seconds:.4g} s a step")
     return lines
 
 

@@ -17,7 +17,7 @@ from subprocess import TimeoutExpired
 from ranvier.config import read
 from ranvier.config.run import Checkpoint, Elastic, Log, Run
 from ranvier.errors import LaunchError
-from ranvier.planner.search import Plan
+from ranvier.planner.search import SearchResult
 from ranvier.system import child
 
 STEPS, WARMUP = 10, 4
@@ -27,7 +27,7 @@ _EVALUATED = 32
 """Samples of the evaluation at the end, of tasks that have samples: it is not measured."""
 
 
-def measured(plan: Plan, count: int, progress: Callable[[str], None] = lambda line: None) -> Plan:
+def measured(plan: SearchResult, count: int, progress: Callable[[str], None] = lambda line: None) -> SearchResult:
     """The plan with the seconds of a step of its first `count` configurations: the fastest of them first, then ordered
     by what was measured and, where nothing was, by the prediction times the median of measured over predicted.
     LaunchError where a run fails."""
@@ -62,6 +62,6 @@ def step_seconds(run: Run, folder: Path, *, steps: int = STEPS, warmup: int = WA
     except TimeoutExpired:
         lines, said = [], [f"{steps} steps take longer than {_SECONDS:.0f} s"]
     if not lines:
-        raise LaunchError(f"could not be measured: {said[0]}", where="mesh", value=str(run.mesh),
-                          remedy="Plan for devices that are here, or leave out --measure and --launch.trial.")
+        raise LaunchError(f"could not be measured: {said[0]}", code="trial-failed", where="mesh", value=str(run.mesh),
+                          remedy="Plan for devices that are here, or leave out `--measure` and `--launch.trial`.")
     return median(float(json.loads(line)["step_seconds"]) for line in lines[warmup:])

@@ -52,8 +52,9 @@ def rule_limits(trains: Sequence[bool], placement: StagePlacement | None = None)
     earlier stage does for a gradient. With several stages a rank keeps as much as any other, and one waits on each.
     """
     if placement is not None and placement.per_rank > 1:
-        held = [placement.stages_of(rank) for rank in range(placement.pipe)]
-        return Limits(in_flight=placement.pipe + sum(not any(trains[stage] for stage in stages) for stages in held),
+        held = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
+        frozen = sum(not any(trains[stage] for stage in stages) for stages in held)
+        return Limits(in_flight=placement.num_ranks + frozen,
                       deferred=tuple(int(any(trains[:max(stages)])) for stages in held))
     depth = len(trains)
     return Limits(in_flight=depth + sum(not each for each in trains), deferred=tuple(

@@ -1,6 +1,6 @@
 """The cut of blocks into stages whose slowest stage is fastest: exact, whatever a stage's cost is made of.
 
-Pure: costs are numbers that somebody has counted (`ranvier.pipeline.block_costs`) or measured (`ranvier.elastic`).
+Pure: costs are numbers that somebody has counted (`ranvier.plan.block_costs`) or measured (`ranvier.elastic`).
 """
 
 from __future__ import annotations

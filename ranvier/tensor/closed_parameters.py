@@ -8,7 +8,7 @@ averages and saves compute with parts.
 from __future__ import annotations
 
 import sys
-from collections.abc import ItemsView, Iterator, ValuesView
+from collections.abc import ItemsView, Iterator, Mapping, MutableMapping, ValuesView
 from contextlib import contextmanager
 from types import FrameType
 
@@ -20,41 +20,58 @@ from ranvier.tensor.mesh import TensorMesh
 _Parameter = nn.Parameter | None
 
 
-class ClosedParameters(dict[str, _Parameter]):
-    """In place of `_parameters` of a split layer and its parts: each read while code of a block runs is checked."""
+class ClosedParameters(MutableMapping[str, _Parameter]):
+    """In place of `_parameters` of a split layer and its parts: each read while code of a block runs is checked.
 
-    def __init__(self, parameters: dict[str, _Parameter], mesh: TensorMesh) -> None:
-        super().__init__(parameters)
-        self.mesh = mesh
+    It is no dict, because `dict.__getitem__`, `dict(...)` and `{**...}` of one read past its methods.
+    """
+
+    def __init__(self, parameters: Mapping[str, _Parameter], mesh: TensorMesh) -> None:
+        self._held, self.mesh = dict(parameters), mesh
 
     def __getitem__(self, name: str) -> _Parameter:
         if self.mesh.runs_user_code:
             self._check(sys._getframe(1), name)
-        return super().__getitem__(name)
+        return self._held[name]
+
+    def __setitem__(self, name: str, parameter: _Parameter) -> None:
+        self._held[name] = parameter
+
+    def __delitem__(self, name: str) -> None:
+        del self._held[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._held
 
     def get(self, name: str, default: _Parameter = None) -> _Parameter:  # type: ignore[override]
         """A parameter by its name."""
         if self.mesh.runs_user_code:
             self._check(sys._getframe(1), name)
-        return super().get(name, default)
+        return self._held.get(name, default)
 
     def copy(self) -> dict[str, _Parameter]:
         """All parameters by name, in a plain dict."""
         if self.mesh.runs_user_code:
             self._check(sys._getframe(1), "parameters()")
-        return super().copy()
+        return dict(self._held)
 
-    def items(self) -> ItemsView[str, _Parameter]:  # type: ignore[override]  # of dict, which has a class of its own
+    def items(self) -> ItemsView[str, _Parameter]:
         """All parameters by name: `parameters()` and `state_dict()` of a module read them."""
         if self.mesh.runs_user_code:
             self._check(sys._getframe(1), "parameters()")
-        return super().items()
+        return self._held.items()
 
-    def values(self) -> ValuesView[_Parameter]:  # type: ignore[override]
+    def values(self) -> ValuesView[_Parameter]:
         """All parameters."""
         if self.mesh.runs_user_code:
             self._check(sys._getframe(1), "parameters()")
-        return super().values()
+        return self._held.values()
 
     def _check(self, frame: FrameType | None, name: str) -> None:
         """ModelError unless the code that reads is this package's or the layer's own; torch's reads for another."""

@@ -18,7 +18,7 @@ from ranvier.config.named_object import lacks
 from ranvier.config.run import Transformer
 from ranvier.errors import RanvierError
 from ranvier.models.family import FAMILY_ATTRIBUTES, ModelFacts, ModelFamily, Targets
-from ranvier.pipeline.block_costs import block_costs
+from ranvier.plan.block_costs import block_costs
 
 _FLOPS_WITHIN = 3.0
 """Counts of operations leave out different small parts; a factor above this one is a mistake."""

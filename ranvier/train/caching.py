@@ -45,8 +45,8 @@ def check_repeats(data: Prepared) -> None:
                             for one, other in zip(first, inputs(epoch), strict=True)):
         return
     raise ConfigError("would keep the inputs of one epoch, and the task's samples have others in each",
-                      where="elastic.cache", value=True,
-                      remedy="Leave out --elastic.cache, or have the task give each sample the same inputs in every "
+                      code="cache-of-changing-samples", where="elastic.cache", value=True,
+                      remedy="Leave out `--elastic.cache`, or have the task give each sample the same inputs in every "
                              "epoch.")
 
 
@@ -90,10 +90,10 @@ class Caching:
         if not (self.wanted(now.frozen.prefix) and engine.is_first_stage and blocks):
             self.leave()
             return False
-        at, mesh = engine.coordinates, engine.mesh
+        at, mesh, columns = engine.coordinates, engine.mesh, engine.mesh.over(splits_features=True)
         # rows have other samples in each epoch, so an entry is the same whichever row has computed it
-        part = f"{self._run.tensor.scheme}, {mesh.row} rows, col {at.col} of {mesh.col}" \
-            if mesh.stage_size > 1 else "whole"
+        column = f"col {at.index(columns)} of {mesh.feature_parts}"
+        part = f"{self._run.tensor.scheme}, {mesh.microbatch_parts} rows, {column}" if mesh.stage_size > 1 else "whole"
         if part != self._part:  # its entries are those of another part of each output
             self.leave()
         if self._cache is None:
@@ -103,11 +103,11 @@ class Caching:
                 num_samples=len(self._data.train), precision=self._run.elastic.cache_precision,
                 device=now.world.device, warn=self._say,
                 agree=self._agree if mesh.stage_size > 1 else None,
-                of_rows=self._of_rows if mesh.row > 1 else None,
+                of_rows=self._of_rows if mesh.microbatch_parts > 1 else None,
                 lengths=now.train_data.lengths, part=part)
         else:
             self._cache.set_blocks(blocks)
-        self._reads, self._seen, self._is_checked = reads // now.run.mesh.data, 0, False
+        self._reads, self._seen, self._is_checked = reads // now.run.mesh.num_replicas, 0, False
         self._before = replace(self._cache.counts, seconds=dict(self._cache.counts.seconds))
         engine.use_cache(self._forward, len(blocks))
         return True

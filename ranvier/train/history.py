@@ -68,9 +68,10 @@ class History:
         match event:
             case StartEvent():
                 self.unit = event.unit
+                last = max(self.meshes, default=0)
                 if not self.meshes:
                     self._at(0, 0, event.mesh)
-                elif self.meshes[last := max(self.meshes)] != (event.mesh.pipe, event.mesh.data):  # resumed on another
+                elif self.meshes[last] != (event.mesh.pipeline_size, event.mesh.num_replicas):  # resumed on another
                     self._at(max(last, *self.losses, 0), self.frozen[last], event.mesh)
             case StepEvent():
                 self.steps.append(step_fields(event))
@@ -85,7 +86,7 @@ class History:
                 self._at(event.step, len(event.frozen), event.mesh)
 
     def _at(self, step: int, frozen: int, mesh: Mesh) -> None:
-        self.frozen[step], self.meshes[step] = frozen, (mesh.pipe, mesh.data)
+        self.frozen[step], self.meshes[step] = frozen, (mesh.pipeline_size, mesh.num_replicas)
 
     def close(self) -> None:
         """Nothing is open."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ranvier.errors import RanvierError
-from ranvier.mesh import AXES, Mesh
+from ranvier.mesh import Mesh
 from ranvier.system.atomic_file import write_atomically
 from ranvier.system.untrusted_file import append_file, open_regular_file
 from ranvier.train.events import EndEvent, EvalEvent, Event, NoteEvent, StartEvent, StepEvent, TransitionEvent
@@ -30,8 +30,8 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RanvierError(f"cannot be written: {error.strerror or error}", where=str(path),
-                           remedy="Free space on that disk, or choose another folder with --run-dir.") from error
+        raise RanvierError(f"cannot be written: {error.strerror or error}", code="log-not-writable", where=str(path),
+                           remedy="Free space on that disk, or choose another folder with `--run-dir`.") from error
 
 
 def open_folder(path: Path) -> None:
@@ -100,12 +100,7 @@ def step_fields(event: StepEvent) -> dict[str, object]:
 
 def mesh_fields(mesh: Mesh) -> dict[str, int]:
     """Axis -> size, as JSON can hold it."""
-    return {axis: getattr(mesh, axis) for axis in AXES}
-
-
-def mesh_text(mesh: Mesh) -> str:
-    """The mesh for headings: row and col only where they are used."""
-    return str(mesh) if mesh.stage_size > 1 else f"data {mesh.data} x pipe {mesh.pipe}"
+    return mesh.sizes
 
 
 class MetricsFile(LineFile):

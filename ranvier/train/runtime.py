@@ -8,22 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import torch
-
-from ranvier.block import Initial
+from ranvier.block import Initial, freeze
 from ranvier.comm.protocol import Group
 from ranvier.config.resolve import ResolvedRun
-from ranvier.cost.count import recomputed_runs
-from ranvier.cost.limits import run_limits
 from ranvier.data.loader import Loader
 from ranvier.data.sampler import Sampler
 from ranvier.data.task import Dataset, Prepared
 from ranvier.elastic.freezing import NONE_FROZEN, FrozenLayers
 from ranvier.inference.evaluation import SAMPLES_AT_ONCE, evaluation_loader, length_multiple, lengths_of, loader_options
-from ranvier.mesh import Coordinates
 from ranvier.models import families
 from ranvier.pipeline.engine import Engine
-from ranvier.pipeline.microbatch import Microbatch
+from ranvier.plan.make import make_for_run
 from ranvier.precision import DTYPES
 from ranvier.train.memory import Measured
 from ranvier.world import World
@@ -98,27 +93,21 @@ def with_frozen(now: RankRuntime, data: Prepared, frozen: FrozenLayers) -> RankR
 
 def build_engine(run: ResolvedRun, world: World, weight: float, *, frozen: FrozenLayers, fresh: bool) -> Engine:
     """weight: of one sample in the loss."""
-    size = run.row_microbatch_size
-    inputs, targets = families.sample_of(run, size)
-    sample = Microbatch(inputs=inputs, targets=targets, samples=torch.arange(size))
     model = families.model_of(run)
     if not fresh:
         model = replace(model, initial=lambda name: Initial("constant", 0.0))
-    engine = Engine(model, world, mesh=run.mesh, tensor=run.tensor, pipeline=replace(run.pipeline, memory=None),
-                    optim=run.optim, memory=run.memory, guard=run.guard, seed=run.seed, dtype=DTYPES[run.precision],
-                    nominal_weight=run.batch.global_size * weight, timeout_seconds=run.comm.timeout_seconds,
-                    sample=sample, frozen=frozen.prefix, frozen_above=frozen.above,
-                    frozen_dropout=run.elastic.frozen_dropout, flags=True, compile=run.model.compile,
-                    float8=run.model.float8)
-    costs = engine.stages.stage_costs()
-    engine.use_limits(run_limits(run, costs, recomputed_runs(run, costs)))  # a run knows how many microbatches it has
-    return engine
+    plan = make_for_run(run, freeze(model, frozen.prefix, frozen.above),
+                        families.sample_of(run, run.row_microbatch_size), device=world.device.type)
+    return Engine(model, world, plan=plan, guard=run.guard, seed=run.seed, dtype=DTYPES[run.precision],
+                  nominal_weight=run.batch.global_size * weight, timeout_seconds=run.comm.timeout_seconds,
+                  frozen=frozen.prefix, frozen_above=frozen.above, frozen_dropout=run.elastic.frozen_dropout,
+                  flags=True, compile=run.model.compile, float8=run.model.float8)
 
 
 def _loaders(run: ResolvedRun, engine: Engine, data: Prepared) -> tuple[Loader, dict[str, Loader]]:
     """Training samples in the seed's order, and held-out ones in their own, once through."""
-    nodes = [run.mesh.rank(Coordinates(data=replica)) // engine.world.local_size  # of each replica's first stage
-             for replica in range(run.mesh.data)] if run.elastic.cache else ()
+    nodes = [run.mesh.rank(run.mesh.place(replica=replica)) // engine.world.local_size  # of each replica's first stage
+             for replica in range(run.mesh.num_replicas)] if run.elastic.cache else ()
     lengths = lengths_of(run, data.train)
     sampler = Sampler(len(data.train), run.seed, lengths=lengths, shares=data.shares)
     return (Loader(data.train, sampler, global_size=run.batch.global_size, nodes=nodes, lengths=lengths,
@@ -133,5 +122,5 @@ def _eval_loader(run: ResolvedRun, engine: Engine, data: Dataset, *, is_scored: 
     if not is_scored:
         total = min(run.train.eval_sequences, len(data))
         return evaluation_loader(run, engine, data, total, at_once=total)
-    at_once = max(run.batch.global_size, SAMPLES_AT_ONCE * run.mesh.data)
+    at_once = max(run.batch.global_size, SAMPLES_AT_ONCE * run.mesh.num_replicas)
     return evaluation_loader(run, engine, data, len(data), at_once=at_once)

@@ -24,6 +24,7 @@ from rich.text import Text
 from tensorboardX import SummaryWriter
 
 from ranvier.config.run import Run
+from ranvier.elastic.transition_selector import mesh_text
 from ranvier.system.terminal import fields, fitted, prose, terminal_width
 from ranvier.train.events import (
     EndEvent,
@@ -41,7 +42,6 @@ from ranvier.train.logs import (
     EventsFile,
     Log,
     MetricsFile,
-    mesh_text,
     open_folder,
     read_events,
     read_metrics,

@@ -66,7 +66,7 @@ def started(run, folder, mesh=None, *, scheme="stationary", dtype=torch.float32,
             if "master" in part.states:
                 masters.setdefault(part.parameter, []).append(part.states["master"].clone())
         layout, at = engine.layout, engine.coordinates
-        boxes = {layout.key(end): layout.box(end, at.row, at.col) for end in layout.parameters
+        boxes = {layout.key(end): layout.box(end, at.position) for end in layout.parameters
                  if end.block in layout.blocks(at.pipe)}  # a tied head is cut otherwise than the embedding that owns it
         engine.close()
         return before, after, boxes, notes, {name: torch.cat(parts) for name, parts in masters.items()}

@@ -89,7 +89,7 @@ def test_stages_and_memory():
     tied = run.model.vocab * run.model.hidden
     for row, entry in zip(report.stages.rows, report.memory, strict=True):
         owned = row.num_parameters - (tied if row.stage == 1 else 0)
-        assert (entry.pipe, entry.ranks) == (row.stage, 2)
+        assert (entry.pipeline_rank, entry.ranks) == (row.stage, 2)
         assert entry.device["parameters"] == entry.device["gradients"] == 8 * row.num_parameters
         assert (entry.device["moments"], entry.device["master"]) == (16 * owned, 0), "the first stage owns the tied one"
         assert entry.device_bytes > 16 * row.num_parameters + 16 * owned
@@ -122,7 +122,7 @@ def test_memory_follows_the_microbatches_in_flight():
 
 def test_any_number_of_ranks_on_a_laptop():
     found = read.merge([read.load("gpt-100b")[1]])
-    run = dataclasses.replace(found.run, mesh=dataclasses.replace(found.run.mesh, data=4096))
+    run = dataclasses.replace(found.run, mesh=found.run.mesh.resized(data=4096))
     report = check.check(run, run.mesh.size)
     assert report.problems == ()
     total = sum(row.num_parameters for row in report.stages.rows)

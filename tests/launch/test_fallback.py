@@ -86,7 +86,7 @@ def test_the_first_legal_candidate_is_taken(mesh, num_ranks, allowed):
 def test_a_tile_is_kept_with_the_stages_it_lies_on():
     mesh = Mesh(data=3, pipe=2, row=2, col=4, tile=(2, 2))
     kept, *others = fallback_meshes(mesh, 16)
-    assert kept == replace(mesh, data=1)
+    assert kept == mesh.resized(data=1)
     assert others and all(other.tile is None for other in others)
 
 

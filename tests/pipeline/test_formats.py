@@ -14,9 +14,9 @@ from ranvier.errors import ConfigError, ModelError
 from ranvier.mesh import Mesh
 from ranvier.models.blocks_of import blocks_of
 from ranvier.models.from_transformers import from_transformers
-from ranvier.pipeline.block_costs import block_costs
 from ranvier.pipeline.engine import Engine
-from ranvier.pipeline.formats import BlockFormats
+from ranvier.plan.block_costs import block_costs
+from ranvier.plan.formats import BlockFormats
 from ranvier.testing.ranks import run_ranks
 from tests.pipeline.parity import squared
 

@@ -26,8 +26,8 @@ from ranvier.cost.kernels import (
     without_panels,
 )
 from ranvier.mesh import Mesh
-from ranvier.pipeline.block_costs import block_costs
-from ranvier.pipeline.kernel_count import Counting
+from ranvier.plan.block_costs import block_costs
+from ranvier.plan.kernel_count import Counting
 from ranvier.planner import work
 from ranvier.planner.work import Work
 

@@ -10,11 +10,11 @@ from ranvier.config.run import Batch, Launch, Pipeline, Transformer
 from ranvier.cost.cluster_files import load_cluster, write_cluster
 from ranvier.cost.count import recomputed_runs
 from ranvier.cost.hardware import Link
-from ranvier.cost.limits import run_limits
 from ranvier.cost.run_cost import step_of
 from ranvier.cost.stage_messages import edge_links, link_conditions
 from ranvier.cost.step import step_cost
 from ranvier.mesh import Mesh
+from ranvier.plan.limits import run_limits
 from ranvier.planner.candidates import predict
 from ranvier.planner.work import Work
 from ranvier.schedule.conditions import Conditions

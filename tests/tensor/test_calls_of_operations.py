@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from ranvier.config.run import TensorParallel
 from ranvier.mesh import Mesh
-from ranvier.pipeline.build import meta_mesh
+from ranvier.plan.cut import meta_mesh
 from ranvier.tensor.columns import ColumnLayout, mark
 
 

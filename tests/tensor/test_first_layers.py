@@ -14,8 +14,8 @@ from ranvier.block import Model
 from ranvier.config.run import Memory, TensorParallel
 from ranvier.errors import DivisibilityError, ModelError
 from ranvier.mesh import Mesh
-from ranvier.pipeline.build import meta_mesh
 from ranvier.pipeline.microbatch import Microbatch
+from ranvier.plan.cut import meta_mesh
 from ranvier.tensor import layers
 from ranvier.tensor.split.layers import split_layers
 from ranvier.testing import check_split

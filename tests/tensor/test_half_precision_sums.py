@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ranvier.config.run import TensorParallel as Settings
 from ranvier.mesh import Mesh
-from ranvier.pipeline.build import meta_mesh
+from ranvier.plan.cut import meta_mesh
 from ranvier.tensor import layers
 from ranvier.tensor.split.layers import split_layers
 from ranvier.testing.reference import relative_error

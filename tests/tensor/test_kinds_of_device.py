@@ -14,7 +14,7 @@ from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Batch, Launch, TensorParallel, Transformer
 from ranvier.mesh import Mesh
 from ranvier.models.gpt import MLP, Attention
-from ranvier.pipeline.build import meta_mesh
+from ranvier.plan.cut import meta_mesh
 from ranvier.planner.work import Work
 from ranvier.tensor import mesh as tensor_mesh
 from ranvier.tensor.mesh import TensorMesh

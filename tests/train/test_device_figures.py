@@ -76,7 +76,7 @@ def test_utilisation_is_of_the_published_peak_where_there_is_one(monkeypatch):
 
 
 def test_overhead_beside_tensors():
-    entry = RankMemory(pipe=0, ranks=1, device={"parameters": 1000, "gradients": 1000})
+    entry = RankMemory(pipeline_rank=0, ranks=1, device={"parameters": 1000, "gradients": 1000})
     assert with_overhead(entry).device == {"parameters": 1000, "gradients": 1000, "allocator": 100,
                                            "context and libraries": LIBRARY_BYTES}
     assert with_overhead(entry, context=True).device["context and libraries"] == LIBRARY_BYTES + CONTEXT_BYTES

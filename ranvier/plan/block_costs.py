@@ -1,0 +1,303 @@
+"""What each block costs, counted on the meta device, and the check of the model contract on the way.
+
+No weight exists there, so any model fits on a laptop: floating-point operations of the forward pass, plus the bytes
+that its operations write, weighed by the machine's balance of the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
+
+from ranvier.block import Model, State, meta_device, named, wrapping_hint
+from ranvier.cost.blocks import BlockCost
+from ranvier.errors import ModelError
+from ranvier.plan.formats import BlockFormats
+from ranvier.plan.kernel_count import (
+    AS_WRITTEN,
+    FUSED_ATTENTION,
+    Counting,
+    KernelCount,
+    float8_kernels,
+    loss_kernels,
+    run_kernels,
+    tensor_bytes,
+)
+from ranvier.tensor import float8
+from ranvier.tensor.columns import on_local, plain
+from ranvier.tensor.layers.rotary import tables_made
+from ranvier.tensor.split.linear import SplitLinear
+
+
+class FusedAttention(TorchFunctionMode):
+    """Has attention counted as the fused kernel that devices run: on the meta device torch would take it apart, and
+    write and keep matrices of sequence x sequence that no real run has."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            fused = _fused(**dict(zip(_ATTENTION_ARGUMENTS, args, strict=False)), **kwargs)
+            if fused is not None:
+                return fused
+        return func(*args, **kwargs)
+
+
+_ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+           is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False) -> Tensor | None:
+    """What the fused kernel returns; None where no kernel takes such arguments, and torch takes attention apart."""
+    if dropout_p or any(each.dim() != 4 or each.shape[-1] != query.shape[-1] for each in (query, key, value)):
+        return None
+    if query.shape[1] != key.shape[1] and not (enable_gqa and key.shape[1] and query.shape[1] % key.shape[1] == 0):
+        return None
+    if attn_mask is not None:
+        if attn_mask.requires_grad:
+            return None
+        if attn_mask.dtype is torch.bool:  # the kernel adds it
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+    attended: Tensor = FUSED_ATTENTION(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return attended
+
+
+def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *rest: Any,
+                     **options: Any) -> int:
+    """Two products; a causal one is counted in full."""
+    *batch, length, width = query
+    return 2 * prod(batch) * length * key[-2] * (width + value[-1])
+
+
+def _added_product_flops(out: Sequence[int], first: Sequence[int], second: Sequence[int], *rest: Any,
+                         **options: Any) -> int:
+    return 2 * first[0] * first[1] * second[1]
+
+
+class _Float8Products(TorchFunctionMode):
+    """Finds the products of linear layers that float8 could have: (tokens, inputs, outputs), in order, each once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[tuple[int, int, int], None] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        if func is functional.linear and not any(size % float8.MULTIPLE for size in args[1].shape):
+            outputs, inputs = args[1].shape
+            self.found[args[0].shape[:-1].numel(), inputs, outputs] = None
+        return func(*args, **(kwargs or {}))
+
+
+class KeptBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Counts the bytes that autograd saves, each storage once, without those of `parameters`."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.count = 0
+        self._seen = {parameter.untyped_storage()._cdata: parameter.untyped_storage() for parameter in parameters}
+        super().__init__(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = plain(tensor).untyped_storage()
+        if storage._cdata not in self._seen:
+            self._seen[storage._cdata] = storage
+            self.count += storage.nbytes()
+        return tensor
+
+
+def build_on_meta(model: Model) -> dict[str, nn.Module]:
+    """All blocks; lazily built ones have no storage, ready-made modules are what they are."""
+    with meta_device():
+        return {name: build() for name, build in model.blocks.items()}
+
+
+def _tensors_on_meta(module: nn.Module, formats: BlockFormats) -> dict[str, Tensor]:
+    """The module's parameters and buffers without data, cast."""
+    return {key: value.detach().to("meta", formats.of_tensor(key, value)).requires_grad_(value.requires_grad)
+            for key, value in (*module.named_parameters(remove_duplicate=False),
+                               *module.named_buffers(remove_duplicate=False))}
+
+
+def _to_meta(value: Any) -> Any:
+    return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, value)
+
+
+def block_costs(model: Model, inputs: State, targets: object = None, dtype: torch.dtype = torch.float32,
+                counting: Counting = AS_WRITTEN) -> list[BlockCost]:
+    """Cost of every block for a microbatch like `inputs`, whose values do not matter. counting: what the device that
+    runs it fuses.
+
+    This runs the whole chain once without data, and is also the check of the model contract: ModelError names the
+    first block that does not take what the block before it returns, or the loss (which is not run for CUDA, where its
+    kernels are not those of the meta device).
+    """
+    state, costs, before, trains = _to_meta(inputs), [], "the inputs", False
+    known: dict[object, tuple[BlockCost, State]] = {}
+    borrowed = {name for group in model.tied for name in group[1:]}
+    counted = {FUSED_ATTENTION: _attention_flops, torch.ops.aten.addmm_: _added_product_flops}
+    for name, build in model.blocks.items():
+        alike = model.alike.get(name, name), trains, _shapes(state)
+        if alike in known:
+            cost, state = known[alike]
+            costs.append(replace(cost, name=name))
+            trains |= cost.num_trainable > 0
+            before = f"what block {name} returns"
+            continue
+        with meta_device():
+            module = build()
+        tensors = _tensors_on_meta(module, BlockFormats.of(model, name, module, dtype))
+        entered, arrived, arrived_trains = _state_bytes(state), state, trains
+        trains |= any(tensor.requires_grad for tensor in tensors.values())
+        made = -1
+        try:
+            while made != tables_made():  # counted again where it has made a table, which later forwards find
+                made = tables_made()
+                count, kept, products = _count_of(module, tensors), KeptBytes(tensors.values()), _Float8Products()
+                entered_state = _as_leaves(arrived, arrived_trains)  # which the block may change
+                with torch.enable_grad(), _FlopCounter(custom_mapping=counted) as counter, kept, count, \
+                        FusedAttention(), products, count.chains(counting):
+                    state = functional_call(module, tensors, (entered_state,), tie_weights=False)
+        except ModelError:
+            raise
+        except Exception as error:
+            raise ModelError(f"does not take {before}: {type(error).__name__}: {error}",
+                             code="block-refuses-input", where=f"block {name}",
+                             remedy=f"Make its forward take and return the carried state.{_hint(entered_state)}"
+                             ) from error
+        outputs = named(state, f"block {name}")
+        share, defers = _weights_of(module, counter)
+        costs.append(BlockCost(
+            name=name, flops=counter.get_total_flops(), written_bytes=count.written, allocated_bytes=count.allocated,
+            kernels=run_kernels(count, state, counting, dtype.itemsize), kept_bytes=kept.count,
+            input_bytes=entered, output_bytes=_state_bytes(outputs), weight_share=share, defers=defers,
+            float8_products=tuple(products.found),
+            num_parameters=sum(p.numel() for p in module.parameters()),
+            num_trainable=sum(p.numel() for p in module.parameters() if p.requires_grad),
+            num_owned=sum(p.numel() for key, p in module.named_parameters()
+                          if p.requires_grad and f"{name}.{key}" not in borrowed)))
+        known[alike] = costs[-1], state
+        before = f"what block {name} returns"
+    if targets is not None:
+        targets = _to_meta(targets)
+        with KernelCount() as count:
+            if not counting.on_cuda:
+                check_loss(model, _as_leaves(state, False), targets, dtype)
+        costs[-1] = replace(costs[-1], kernels=(*costs[-1].kernels, *loss_kernels(count, state, counting)))
+    if counting.float8:
+        in_float8 = {id(cost.kernels): float8_kernels(cost.kernels, counting) for cost in costs[1:-1]}
+        costs[1:-1] = [replace(cost, kernels=in_float8[id(cost.kernels)]) for cost in costs[1:-1]]
+    return costs
+
+
+def _count_of(module: nn.Module, tensors: Mapping[str, Tensor]) -> KernelCount:
+    """For a block with these parameters. What has been gathered of several trains as most elements of weights do."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    weights = [parameter for parameter in parameters.values() if parameter.dim() >= 2]
+    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    return KernelCount({tensors[name].untyped_storage()._cdata: parameter.requires_grad
+                        for name, parameter in parameters.items()},
+                       others_train=2 * trained > sum(weight.numel() for weight in weights))
+
+
+def _hint(state: State) -> str:
+    hint = wrapping_hint(state)
+    return "" if hint is None else f" If the block before it is none of yours: {hint}."
+
+
+class _WholeBlock:
+    """In place of torch's `ModuleTracker`, whose hooks are global: they would run, and fail, in forwards of other
+    threads."""
+
+    parents = ("Global",)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class _FlopCounter(FlopCounterMode):
+    """Counts a block as a whole, and not its modules."""
+
+    def __init__(self, *, custom_mapping: dict[Any, Any]) -> None:
+        super().__init__(display=False, custom_mapping=custom_mapping)
+        self.mod_tracker = cast(ModuleTracker, _WholeBlock())
+
+
+_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+
+
+def _weights_of(module: nn.Module, counter: FlopCounterMode) -> tuple[float, bool]:
+    """A block's `weight_share` and `defers`. Products take flops as their weights have elements; what attention
+    computes is no weight's, and has gradients of two operands whatever is frozen."""
+    weights = [parameter for parameter in module.parameters() if parameter.dim() == 2]
+    total, flops = sum(weight.numel() for weight in weights), counter.get_total_flops()
+    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    linear = [weight.requires_grad for layer in module.modules() if isinstance(layer, (nn.Linear, SplitLinear))
+              for weight in (layer.weights if isinstance(layer, SplitLinear) else (layer._parameters.get("weight"),))
+              if weight is not None]  # to look at a parametrised weight would evaluate it
+    defers = not linear or any(linear)
+    if trained == total or not flops or not any(parameter.requires_grad for parameter in module.parameters()):
+        return 1.0, defers
+    counts = counter.get_flop_counts().get("Global", {})
+    products = sum(count for operation, count in counts.items() if operation in _PRODUCTS)
+    return 1.0 - products / flops * (1.0 - trained / total), defers
+
+
+def _shapes(state: State) -> tuple[object, ...]:
+    leaves, spec = tree_flatten(state)
+    return str(spec), tuple((plain(leaf).shape, leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def _state_bytes(state: State) -> int:
+    return sum(tensor_bytes(leaf) for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
+
+
+def _as_leaves(state: State, trains: bool) -> State:
+    """The carried state as it enters a stage: leaves that want gradients, where something before them trains."""
+    def as_leaf(x: Tensor) -> Tensor:
+        return x.detach().requires_grad_(trains and (x.is_floating_point() or x.is_complex()))
+
+    leaves: State = tree_map(lambda leaf: on_local(as_leaf, leaf) if isinstance(leaf, Tensor) else leaf, state)
+    return leaves
+
+
+def check_loss(model: Model, state: State, targets: object, dtype: torch.dtype) -> None:
+    """ModelError when the loss does not take the last block's state, or does not return (sum, weight)."""
+    try:
+        with torch.no_grad():
+            if isinstance(model.loss, nn.Module):
+                tensors = _tensors_on_meta(model.loss, BlockFormats(dtype=dtype))
+                result = functional_call(model.loss, tensors, (state, targets))
+            else:
+                result = model.loss(state, targets)
+    except Exception as error:
+        raise ModelError(f"does not take what the last block returns: {type(error).__name__}: {error}",
+                         code="loss-refuses-output", where="loss",
+                         remedy="Its arguments are (output of the last block, targets of the microbatch).") from error
+    loss_parts(result)
+
+
+def loss_parts(result: object) -> tuple[Tensor, Tensor | float | int]:
+    """A loss's (sum, weight). ModelError when it returned something else."""
+    fits = (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor) and result[0].numel() == 1
+            and (isinstance(result[1], (int, float)) or (isinstance(result[1], Tensor) and result[1].numel() == 1)))
+    if not fits:
+        shown = (f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__)
+        raise ModelError("must return (sum of losses, number of valid targets)", code="loss-result", where="loss",
+                         value=shown,
+                         remedy="Use reduction='sum' and return the count beside it, so that microbatches of different "
+                                "sizes add up to the same gradients.")
+    return cast(tuple[Tensor, Tensor | float | int], result)

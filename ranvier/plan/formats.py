@@ -1,0 +1,158 @@
+"""The number formats of a block's tensors, by the `dtype` of an engine.
+
+Parameters and buffers are cast as by `module.to(dtype)`, which BatchNorm and positional tables need. With a `dtype` of
+half precision these stay in fp32:
+
+    what `keep_fp32` of the engine or model names
+    what a model of transformers says that it keeps: `_keep_in_fp32_modules_strict`, in fp16 `_keep_in_fp32_modules` too
+    fp32 buffers of modules of transformers that are no part of its state, such as `inv_freq` of rotary embeddings
+
+Complex tensors stay complex: no half precision holds them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from ranvier.block import KEPT_IN_FP32, Model
+from ranvier.errors import ConfigError, ModelError
+from ranvier.precision import is_half
+
+_TRANSFORMERS = ("transformers", "transformers_modules")
+"""Packages of its modules, and of those that it loads from a model's folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockFormats:
+    """The formats of one block's tensors.
+
+    dtype: of floating-point tensors in general. kept: names of those that are in fp32 nevertheless.
+    """
+
+    dtype: torch.dtype
+    kept: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, model: Model, block: str, module: nn.Module, dtype: torch.dtype) -> BlockFormats:
+        """module: the block of that name."""
+        if not is_half(dtype):
+            return cls(dtype=dtype)
+        names = dict(_floating(module))
+        kept = {name for name in names if any(_is_named(f"{block}.{name}", pattern) for pattern in model.keep_fp32)}
+        for path, one in module.named_modules(remove_duplicate=False):
+            inside = f"{path}." if path else ""
+            for part in _kept_parts(one, dtype):
+                kept |= {name for name in names if name.startswith(inside) and part.search(name.removeprefix(inside))}
+            kinds = getattr(one, "stands_for", type(one)).__mro__
+            if any(kind.__module__.partition(".")[0] in _TRANSFORMERS for kind in kinds):
+                kept |= {inside + name for name in one._non_persistent_buffers_set
+                         if inside + name in names and names[inside + name].dtype is torch.float32}
+        ids = {id(names[name]) for name in kept}
+        return cls(dtype=dtype, kept=frozenset(name for name, one in names.items() if id(one) in ids))
+
+    def of_tensor(self, name: str, tensor: Tensor) -> torch.dtype:
+        """The format of the block's tensor of that name."""
+        return self._cast(tensor.dtype, name in self.kept)
+
+    def cast(self, module: nn.Module, device: torch.device) -> dict[str, torch.dtype]:
+        """Move the block to `device` and cast it, in place. Returns buffers with their formats before, where these had
+        more precision.
+
+        One buffer under several names stays one, as a parameter does; `module.to` would make several of it.
+        """
+        tensors = dict(_floating(module))
+        kept = {id(one) for name in self.kept for one in (tensors[name], tensors[name].grad) if one is not None}
+        before = dict(module.named_buffers())
+        buffers = {id(buffer) for buffer in before.values()}  # `before` holds them, so that no number is used again
+        moved: dict[int, Tensor] = {}
+
+        def move(tensor: Tensor) -> Tensor:
+            if (found := moved.get(id(tensor))) is not None:
+                return found
+            result = tensor.to(device, self._cast(tensor.dtype, id(tensor) in kept))
+            if id(tensor) in buffers:
+                moved[id(tensor)] = moved[id(result)] = result  # a module under several names moves several times
+            return result
+
+        module._apply(move)
+        return {name: before[name].dtype for name, buffer in module.named_buffers()
+                if buffer.is_floating_point() and buffer.dtype.itemsize < before[name].dtype.itemsize}
+
+    def _cast(self, dtype: torch.dtype, is_kept: bool) -> torch.dtype:
+        if dtype.is_complex:
+            return torch.complex128 if self.dtype is torch.float64 else torch.complex64
+        return dtype if not dtype.is_floating_point else torch.float32 if is_kept else self.dtype
+
+
+def _floating(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All floating-point parameters and buffers, under all their names."""
+    for name, one in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)):
+        if one.is_floating_point():
+            yield name, one
+
+
+def _kept_parts(module: nn.Module, dtype: torch.dtype) -> list[re.Pattern[str]]:
+    """What a model of transformers keeps in fp32 beside `dtype`: patterns that are found in names of its tensors."""
+    names = [name for attribute in (KEPT_IN_FP32 if dtype is torch.float16 else KEPT_IN_FP32[:1])
+             for name in getattr(module, attribute, None) or ()]
+    return [re.compile(rf"(^|\.){re.escape(name).replace(re.escape('*'), '.*')}(\.|$)") for name in names]
+
+
+def _is_named(name: str, pattern: str) -> bool:
+    """Whether `pattern` names the tensor, or a module that has it."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+
+
+def check_formats(model: Model, modules: Mapping[str, nn.Module], dtype: torch.dtype, *, own: bool,
+                  accumulates_half: bool) -> None:
+    """Refuse, on every rank alike, formats that are not those that were asked for. modules: all blocks, with or without
+    storage. own: whether Ranvier's optimizer updates them. accumulates_half: whether gradients add up in `dtype`."""
+    full = [f"{block}.{name}" for block, module in modules.items() for name, _ in _floating(module)]
+    for pattern in model.keep_fp32:
+        if not any(_is_named(name, pattern) for name in full):
+            raise ConfigError("names no floating-point parameter, buffer or module of the model",
+                              code="keep-fp32-without-match", where="keep_fp32", value=pattern,
+                              remedy=f"Names begin with a block's: {', '.join(full[:3])}.")
+    formats = {block: BlockFormats.of(model, block, module, dtype) for block, module in modules.items()}
+    kept = {f"{block}.{name}" for block, one in formats.items() for name in one.kept}
+    for what, how, groups in (("parameter", "tied to", model.tied), ("buffer", "also", _shared_buffers(modules))):
+        for group in groups:
+            if 0 < len(found := kept.intersection(group)) < len(group):
+                odd = min(set(group) - found)
+                raise ModelError(f"is {how} {min(found)}, which stays in fp32", code="keep-fp32-partly",
+                                 where=f"{what} {odd}", value=dtype, remedy=f'Add "{odd}" to keep_fp32.')
+    if not (own or accumulates_half):
+        return
+    for block, module in modules.items():
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and name in formats[block].kept:
+                remedy = "Pass optimizer= in place of optim=, which updates both, or freeze it." if own else \
+                    "Set accumulate='fp32'."
+                raise ConfigError(f"trains in fp32, beside parameters in {dtype}, "
+                                  f"{'whose buffer' if own else 'in which gradients add up, and it'} has one format",
+                                  code="trains-in-two-formats", where=f"parameter {block}.{name}", value=torch.float32,
+                                  remedy=remedy)
+
+
+def _shared_buffers(modules: Mapping[str, nn.Module]) -> list[tuple[str, ...]]:
+    """Groups of full names of one floating-point buffer."""
+    names: dict[int, list[str]] = {}
+    for block, module in modules.items():
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            if buffer.is_floating_point():
+                names.setdefault(id(buffer), []).append(f"{block}.{name}")
+    return [tuple(group) for group in names.values() if len(group) > 1]
+
+
+def told(cast: Mapping[str, torch.dtype], dtype: torch.dtype, shown: int = 4) -> str:
+    """What to say of buffers that have lost precision. cast: name -> format before."""
+    names: Sequence[str] = list(cast)
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return (f"dtype={dtype} casts buffers of {next(iter(cast.values()))}: {', '.join(names[:shown])}{more}. "
+            f"Engine(keep_fp32=[...]) takes names or patterns of buffers and modules that stay in fp32")

@@ -1,0 +1,298 @@
+"""What `pipeline.in-flight` and `pipeline.defer-bytes` stand for where they are auto, from counted blocks. Pure.
+
+The engine, `check`, `plan` and a run's prediction of its memory all ask here, so they agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ranvier.config.resolve import ResolvedRun
+from ranvier.config.run import Optim
+from ranvier.cost.blocks import BlockCost
+from ranvier.cost.hardware import Cluster
+from ranvier.cost.memory import PROCESS_BYTES, operand_bytes
+from ranvier.cost.stage_messages import link_conditions
+from ranvier.mesh import StagePlacement
+from ranvier.schedule.computed_limits import (
+    MAX_SIMULATED_STAGES,
+    UNKNOWN,
+    StageLoad,
+    computed_limits,
+    predicted,
+    simulated_microbatches,
+)
+from ranvier.schedule.conditions import Conditions
+from ranvier.schedule.limits import Limits, rule_limits
+from ranvier.schedule.policies import policy_named
+from ranvier.schedule.schedule import Policy
+
+Segments = Sequence[Sequence[range]]
+"""Of each stage the runs of its blocks, by their places on it, that are recomputed; empty where none are."""
+_ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+_MEMORIES = (1.0, 1.1, 1.25, 1.5, 2.0)
+_DEFERRED_FACTOR = 1.1
+"""How many times as long a weight gradient takes on a CPU if it was deferred: 1.0 to 1.2 were measured, the more the
+faster the cores (docs/experiments.md). On CUDA devices caches hold little of it either way."""
+
+
+def trained_bytes(optim: Optim | None, *, device: str, element_bytes: int) -> float:
+    """Bytes on a device of a parameter that trains, beside its value: its gradient, and what the optimizer keeps there,
+    two moments as of AdamW and a master copy of half-precision ones. optim: None for an optimizer of the user's."""
+    wide = max(4, element_bytes)
+    if optim is None:
+        return element_bytes + 2 * wide
+    states = wide * (2 + (element_bytes < wide))
+    share = {"none": 1.0, "auto": 1.0, "stream": 0.0, "host": 0.0}.get(
+        optim.offload, 1.0 - (0.5 if optim.offload_share == "auto" else optim.offload_share))
+    gradient = wide if optim.accumulate == "fp32" else element_bytes
+    return gradient + states * (share if device == "cuda" else 1.0)  # a CPU's device memory is the host's
+
+
+def pipeline_limits(stages: Sequence[Sequence[BlockCost]], policy: Policy, *, in_flight: int | Literal["auto"],
+                    memory: float | None, device: str, element_bytes: int, trained_bytes: float,
+                    deferred: tuple[int, ...] | None = None, defer_last: int | None = None,
+                    placement: StagePlacement | None = None, segments: Segments = (),
+                    num_microbatches: int | None = None, conditions: Conditions = UNKNOWN) -> Limits:
+    """The limits of a pipeline.
+
+    Args:
+        stages: of each stage the costs of its blocks for one microbatch.
+        in_flight, deferred, defer_last: as in `Pipeline`.
+        memory: as `pipeline.memory`; None follows `rule_limits`.
+        device: the type of device. element_bytes, trained_bytes: of a parameter, and of one that
+            trains beside that. placement: by default one stage on each rank.
+        segments: what is recomputed. num_microbatches: of a batch on one replica, where that is known.
+        conditions: as for `computed_limits`.
+    """
+    placement = placement or StagePlacement(num_ranks=len(stages))
+    given = None if in_flight == "auto" else in_flight
+    if memory is not None:
+        loads = _loads(stages, device, element_bytes, trained_bytes, placement.per_rank, segments)
+        found = computed_limits(loads, policy, memory=memory, in_flight=given, placement=placement,
+                                num_microbatches=num_microbatches, conditions=conditions)
+        return found.given("auto", deferred, defer_last)
+    rule = rule_limits([any(block.num_trainable for block in blocks) for blocks in stages], placement)
+    return rule.given(in_flight, deferred, defer_last)
+
+
+def run_limits(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments: Segments = (),
+               cluster: Cluster | None = None) -> Limits:
+    """The limits of a run with these blocks on each stage. cluster: whose links the messages between stages travel
+    over; None: not known."""
+    return pipeline_limits(stages, policy_named(run.pipeline.policy), in_flight=run.pipeline.in_flight,
+                           deferred=run.pipeline.deferred, defer_last=run.pipeline.defer_last,
+                           memory=run.pipeline.memory, device=_device(run), trained_bytes=_trained_bytes(run),
+                           element_bytes=_ELEMENT_BYTES[run.precision], placement=run.placement, segments=segments,
+                           num_microbatches=run.num_microbatches, conditions=link_conditions(run, stages, cluster))
+
+
+def stages_at_peak(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], limits: Limits, segments: Segments = (),
+                   cluster: Cluster | None = None) -> tuple[tuple[int, float], ...] | None:
+    """`Prediction.at_peak`, where a rank's stages share the memory of the microbatches (`Limits.room`)."""
+    if limits.room is None:
+        return None
+    return predicted(_loads_of(run, stages, segments), policy_named(run.pipeline.policy), limits, run.placement,
+                     run.num_microbatches, link_conditions(run, stages, cluster)).at_peak
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryChoice:
+    """The limits for one value of `pipeline.memory`, and what comes of them (`Prediction`), of so many simulated
+    microbatches of so many that a step has on one replica."""
+
+    memory: float
+    limits: Limits
+    step: float
+    bubble_fraction: float
+    peak_memory: float
+    num_microbatches: int
+    step_microbatches: int
+
+
+def memory_choices(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments: Segments = (),
+                   cluster: Cluster | None = None) -> tuple[MemoryChoice, ...]:
+    """Memory against speed: for the run's own value first, then for others. Empty where it has no effect."""
+    policy, memory = policy_named(run.pipeline.policy), run.pipeline.memory
+    if memory is None or not policy.defers or not 1 < run.mesh.pipeline_size <= MAX_SIMULATED_STAGES:
+        return ()
+    loads, found, conditions = _loads_of(run, stages, segments), [], link_conditions(run, stages, cluster)
+    for value in (memory, *_MEMORIES):
+        limits = run_limits(replace(run, pipeline=replace(run.pipeline, memory=value)), stages, segments,
+                            cluster)
+        result = predicted(loads, policy, limits, run.placement, run.num_microbatches, conditions)
+        found.append(MemoryChoice(
+            memory=value, limits=limits,
+            num_microbatches=simulated_microbatches(run.mesh.pipeline_size, run.num_microbatches),
+            step_microbatches=run.num_microbatches, step=result.step, bubble_fraction=result.bubble_fraction,
+            peak_memory=result.memory))
+    return tuple(found)
+
+
+def defers_by_limits(run: ResolvedRun) -> bool:
+    """Whether weight gradients may wait, as many as numbers of microbatches for each rank say, which were simulated."""
+    return (run.pipeline.memory is not None and run.mesh.pipeline_size > 1 and run.pipeline.defer_bytes == "auto"
+            and policy_named(run.pipeline.policy).defers and not run.optim.update_in_backward)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredChoice:
+    """The limits that measured times lead to. bubble_fraction: predicted with these times; counted_fraction: likewise,
+    with the limits that counted times have led to."""
+
+    limits: Limits
+    bubble_fraction: float
+    counted_fraction: float
+
+
+_WORTH = 0.01
+"""Of a step, what other limits must save by the prediction: measurements have noise."""
+
+
+Factors = tuple[tuple[float, float], ...]
+"""Of each block, what its forward and its backward have taken, relative to what is counted, in a unit of their own."""
+
+
+def measured_factors(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], seconds: Sequence[tuple[float, float]],
+                     segments: Segments = (), cached: int = 0) -> Factors | None:
+    """What the blocks have taken on these ranks; None where nothing can be told.
+
+    Args:
+        stages, segments: as for `run_limits`.
+        seconds: of each rank of the pipeline, what forwards and what backwards (with all weight gradients) have taken,
+            in any unit. A rank's blocks share them in proportion to the counted times; blocks of a rank without times
+            have those of all.
+        cached: blocks whose outputs came from the cache, so that nothing of them was computed.
+    """
+    counted = _rank_times(run, stages, segments, cached)
+    means = [sum(measured) / sum(times) if sum(times) else 0.0 for measured, times in zip(
+        zip(*seconds, strict=True), zip(*counted, strict=True), strict=True)]
+    if not all(means):
+        return None
+    of_rank = [(_ratio(*forward, means[0]), _ratio(*backward, means[1])) for forward, backward in (
+        zip(*each, strict=True) for each in zip(seconds, counted, strict=True))]
+    return tuple(of_rank[run.placement.rank_of(stage)] for stage, blocks in enumerate(stages) for _ in blocks)
+
+
+def _ratio(measured: float, counted: float, mean: float) -> float:
+    return measured / counted if measured and counted else mean
+
+
+def expected_seconds(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], factors: Factors,
+                     segments: Segments = (), cached: int = 0) -> list[tuple[float, float]]:
+    """What forwards and backwards of each rank take with these blocks, by what was measured of them elsewhere."""
+    return _rank_times(run, stages, segments, cached, factors)
+
+
+def measured_choice(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], present: Limits,
+                    seconds: Sequence[tuple[float, float]], segments: Segments = (),
+                    conditions: Conditions = UNKNOWN) -> MeasuredChoice | None:
+    """The limits by the times of these ranks; those of now where no others are worth a change. None where nothing is
+    chosen by simulation, and where a rank has no times.
+
+    Args:
+        run: with `auto` as it was asked for. stages, segments: as for `run_limits`. present: the limits of now.
+        seconds: as for `measured_factors`. conditions: as for `computed_limits`.
+    """
+    policy, memory, pipeline = policy_named(run.pipeline.policy), run.pipeline.memory, run.pipeline
+    if (memory is None or not defers_by_limits(run) or pipeline.deferred is not None or run.memory_report
+            or run.mesh.pipeline_size > MAX_SIMULATED_STAGES):
+        return None
+    loads = _loads_of(run, stages, segments)
+    timed: list[StageLoad] = []
+    for place, load in enumerate(loads):
+        rank = run.placement.rank_of(place)
+        held = [loads[stage] for stage in run.placement.stages_of(rank)]
+        forward, backward = (measured / counted if counted else 0.0 for measured, counted in zip(seconds[rank], (
+            sum(each.forward for each in held), sum(each.backward + each.weight for each in held)), strict=True))
+        if not forward or (not backward and load.backward + load.weight):
+            return None
+        timed.append(replace(load, forward=load.forward * forward, backward=load.backward * backward,
+                             weight=load.weight * backward))
+    limits = computed_limits(timed, policy, memory=memory, placement=run.placement,
+                             in_flight=None if pipeline.in_flight == "auto" else pipeline.in_flight,
+                             num_microbatches=run.num_microbatches, conditions=conditions)
+    before, after = (predicted(timed, policy, each, run.placement, run.num_microbatches, conditions)
+                     for each in (present, limits))
+    if after.step > (1.0 - _WORTH) * before.step:
+        limits, after = present, before
+    return MeasuredChoice(limits=limits, bubble_fraction=after.bubble_fraction, counted_fraction=before.bubble_fraction)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BlockTimes:
+    """What one microbatch takes in a block, in units of `BlockCost.weight`; 0 for what the block does not do. A weight
+    gradient takes as long as the forward of its products. weight: of those that may wait."""
+
+    forward: float
+    backward: float
+    weight: float
+
+
+def _block_times(stages: Sequence[Sequence[BlockCost]], device: str, segments: Segments) -> list[list[_BlockTimes]]:
+    """Of each stage's blocks. What is recomputed has one more forward in its backward, and no product of it waits."""
+    found, trains = [], False
+    for stage, blocks in enumerate(stages):
+        found.append(list[_BlockTimes]())
+        again = {place for segment in segments[stage] for place in segment} if segments else set()
+        for place, block in enumerate(blocks):
+            trains = trains or block.num_trainable > 0
+            own = block.weight_flops if block.num_trainable else 0
+            waits = block.defers and place not in again
+            forward = block.weight(device)
+            found[-1].append(_BlockTimes(
+                forward=forward, weight=own if waits else 0,
+                backward=(forward * (1 + (place in again)) if trains else 0) + (0 if waits else own)))
+    return found
+
+
+def _rank_times(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments: Segments, cached: int,
+                factors: Factors | None = None) -> list[tuple[float, float]]:
+    """Of each rank, forwards and backwards of one microbatch; times `factors`, block by block."""
+    found, block = [(0.0, 0.0)] * run.mesh.pipeline_size, 0
+    for stage, times in enumerate(_block_times(stages, _device(run), segments)):
+        rank = run.placement.rank_of(stage)
+        for each in times:
+            forward, backward = (1.0, 1.0) if factors is None else factors[block]
+            found[rank] = (found[rank][0] + (each.forward * forward if block >= cached else 0.0),
+                           found[rank][1] + (each.backward + each.weight) * backward)
+            block += 1
+    return found
+
+
+def _device(run: ResolvedRun) -> str:
+    return "cuda" if run.launch.device == "cuda" else "cpu"
+
+
+def _loads_of(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments: Segments) -> list[StageLoad]:
+    return _loads(stages, _device(run), _ELEMENT_BYTES[run.precision], _trained_bytes(run), run.placement.per_rank,
+                  segments)
+
+
+def _trained_bytes(run: ResolvedRun) -> float:
+    return trained_bytes(run.optim, device=_device(run), element_bytes=_ELEMENT_BYTES[run.precision])
+
+
+def _loads(stages: Sequence[Sequence[BlockCost]], device: str, element_bytes: int, trained_bytes: float, per_rank: int,
+           segments: Segments) -> list[StageLoad]:
+    loads = []
+    for stage, times in enumerate(_block_times(stages, device, segments)):
+        blocks, is_last = stages[stage], stage == len(stages) - 1
+        behind = [place for place, each in enumerate(times) if each.backward or each.weight]
+        runs = [[place for place in segment if place in behind] for segment in segments[stage]] if segments else []
+        inside = {place for places in runs for place in places}
+        trained = [blocks[place] for place in behind if place not in inside and blocks[place].num_trainable]
+        loss_bytes = blocks[-1].output_bytes if is_last else 0  # about what it keeps of the outputs
+        loads.append(StageLoad(
+            forward=sum(each.forward for each in times), backward=sum(each.backward for each in times),
+            weight=sum(each.weight for each in times), trains=any(block.num_trainable for block in blocks),
+            fixed=sum(block.num_parameters * element_bytes + block.num_trainable * trained_bytes
+                      for block in blocks) + (PROCESS_BYTES / per_rank if device == "cpu" else 0)
+            + max((sum(blocks[place].kept_bytes for place in places) for places in runs), default=0),
+            graph=sum(blocks[place].kept_bytes for place in behind if place not in inside)
+            + sum(blocks[places[0]].input_bytes for places in runs if places) + loss_bytes,
+            operands=operand_bytes(trained, ends_model=is_last),
+            deferred_factor=_DEFERRED_FACTOR if device == "cpu" else 1.0))
+    return loads

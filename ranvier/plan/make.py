@@ -1,0 +1,121 @@
+"""From a model, a mesh and settings to a plan: every decision of an engine, each from those before it.
+
+    checks of the settings -> the cut -> what is recomputed -> limits of the schedule -> how gradients are cut
+
+The engine, a run and its prediction of memory all make their plan here, so that they agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from ranvier.block import Model
+from ranvier.config import parameter_groups
+from ranvier.config.resolve import ResolvedRun, bucket_size, chunk_size, stage_placement
+from ranvier.config.rules import schedule_problems, tensor_problems
+from ranvier.config.run import Memory, Optim, Pipeline, TensorParallel
+from ranvier.errors import ConfigError
+from ranvier.layout import Chunking, Layout, box_size
+from ranvier.mesh import Mesh
+from ranvier.optim.rules import rules_of
+from ranvier.plan.cut import Sample, StageTable, cut
+from ranvier.plan.limits import pipeline_limits, trained_bytes
+from ranvier.plan.plan import Plan
+from ranvier.plan.recomputation import Recompute, recomputed_segments, runs_of
+from ranvier.precision import DTYPES
+from ranvier.schedule.limits import Limits, rule_limits
+from ranvier.schedule.policies import policy_named
+from ranvier.schedule.schedule import Policy
+
+_AUTO = Pipeline(), TensorParallel(), Memory()
+
+
+def make(model: Model, mesh: Mesh, *, sample: Sample | None = None, pipeline: Pipeline = _AUTO[0],
+         tensor: TensorParallel = _AUTO[1], memory: Memory = _AUTO[2], optim: Optim | None = None,
+         own_optimizer: bool | None = None, policy: Policy | None = None, dtype: torch.dtype = torch.float32,
+         device: str = "cpu", num_microbatches: int | None = None) -> Plan:
+    """The plan of `model`, of which layers may be frozen, on `mesh`. The same on every rank.
+
+    Args:
+        sample: inputs and targets of a microbatch of the usual shape; on several rows a row's share of one. Their
+            values do not matter. Without it blocks cost their numbers of parameters, and the limits follow a rule.
+        own_optimizer: whether Ranvier's optimizer updates; by default where `optim` is given.
+        policy: in place of the one that `pipeline.policy` names.
+        device: its type. num_microbatches: of a batch on one replica, where that is known.
+
+    Raises ConfigError for settings that cannot be together, ModelError for a model that cannot be cut.
+    """
+    mesh.require_known_axes("the engine")
+    own = optim is not None if own_optimizer is None else own_optimizer
+    policy, placement = policy or policy_named(pipeline.policy), stage_placement(mesh.pipeline_size, pipeline)
+    for problem in (*tensor_problems(mesh, tensor), *schedule_problems(placement, policy.name, pipeline.deferred)):
+        raise problem
+    stages, layout = cut(model, mesh, boundaries=pipeline.boundaries, how=pipeline.partition, sample=sample,
+                         dtype=dtype, device=device, tensor=tensor, placement=placement)
+    rule = rule_limits([bool(row.num_trainable) for row in stages.rows], placement).given(
+        pipeline.in_flight, pipeline.deferred, pipeline.defer_last)
+    recomputed = _recomputed(memory.recompute, stages, model.layers, policy, rule)
+    limits = rule if stages.costs is None else pipeline_limits(
+        stages.stage_costs(), policy, in_flight=pipeline.in_flight, deferred=pipeline.deferred,
+        defer_last=pipeline.defer_last, memory=pipeline.memory, device=device, element_bytes=dtype.itemsize,
+        trained_bytes=trained_bytes(optim, device=device, element_bytes=dtype.itemsize), placement=placement,
+        segments=recomputed, num_microbatches=num_microbatches)
+    optim = optim or Optim()
+    for problem in parameter_groups.problems(optim, [each.settings_name for each in layout.parameters]):
+        raise problem
+    plan = Plan(mesh=mesh, stages=stages, recomputed=tuple(map(tuple, recomputed)), limits=limits, policy=policy.name,
+                layout=replace(layout, chunking=_chunking(optim, layout, recomputed, device, own=own)),
+                pipeline=replace(pipeline, boundaries=stages.boundaries or None), tensor=tensor, memory=memory,
+                optim=replace(optim, bucket_size=bucket_size(optim, device)), own_optimizer=own, dtype=dtype)
+    return plan.with_limits(limits)
+
+
+def make_for_run(run: ResolvedRun, model: Model, sample: Sample, *, mesh: Mesh | None = None, device: str | None = None
+                 ) -> Plan:
+    """The plan of a run for its model, of which layers may be frozen. mesh: another number of replicas, which changes
+    neither cut nor limits. device: its type, by default the one that the run names."""
+    return make(model, mesh or run.mesh, sample=sample, pipeline=run.pipeline, tensor=run.tensor, memory=run.memory,
+                optim=run.optim, dtype=DTYPES[run.precision], num_microbatches=run.num_microbatches,
+                device=device or ("cuda" if run.launch.device == "cuda" else "cpu"))
+
+
+def _recomputed(recompute: Recompute, stages: StageTable, layers: Sequence[Sequence[str]], policy: Policy, rule: Limits
+                ) -> list[list[range]]:
+    """By the rule's limits: simulated ones follow from what is recomputed."""
+    if recompute == "auto" and stages.costs is None:
+        raise ConfigError("needs a sample to count activations with", code="recompute-needs-sample",
+                          where="memory.recompute", value=recompute,
+                          remedy="Give the engine sample=, a microbatch of the usual shape, or set an interval.")
+    costs = [()] * len(stages.rows) if stages.costs is None else stages.stage_costs()
+    return [recomputed_segments(recompute, row.blocks, layers, costs[row.stage], policy, rule.in_flight,
+                                (row.stage, len(stages.rows))) for row in stages.rows]
+
+
+def _chunking(optim: Optim, layout: Layout, recomputed: Sequence[Sequence[range]], device: str, *, own: bool
+              ) -> Chunking:
+    """How gradients are cut on every rank."""
+    runs = {pipe: tuple(range(blocks.start + run.start, blocks.start + run.stop)
+                        for stage in layout.stages.stages_of(pipe) for blocks in [layout.blocks(stage)]
+                        for run, _ in runs_of(len(blocks), recomputed[stage]))
+            for pipe in range(layout.stages.num_ranks)} if optim.update_in_backward else {}
+    return Chunking(chunk_size=chunk_size(optim, device), runs=runs, shard=optim.shard and own,
+                    whole=whole_parameters(optim, layout) if own else frozenset())
+
+
+def whole_parameters(optim: Optim, layout: Layout) -> frozenset[str]:
+    """The trainable parameters whose update needs whole tensors. ConfigError where a rank holds nothing of one, so that
+    it could not take part in its update."""
+    rules, found = rules_of(optim), []
+    for parameter in layout.parameters:
+        if not (parameter.is_owner and parameter.trainable and rules.needs_whole(
+                parameter.settings_name, parameter.shape, in_layer=parameter.in_layer)):
+            continue
+        if min(box_size(layout.box(parameter, position)) for position in layout.mesh.positions) == 0:
+            raise ConfigError(f"needs whole tensors, and some of the rows and columns hold nothing of {parameter.name}",
+                              code="algorithm-needs-whole-tensors", where="optim.algorithm", value=optim.algorithm,
+                              remedy="Use fewer rows and columns, or an algorithm such as adamw.")
+        found.append(parameter.name)
+    return frozenset(found)

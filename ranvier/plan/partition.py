@@ -1,0 +1,85 @@
+"""Blocks to stages: the cut whose slowest stage is as fast as any cut allows, or equal numbers of blocks."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import accumulate, pairwise, product
+from math import inf
+
+from ranvier.errors import ConfigError
+from ranvier.mesh import StagePlacement
+
+
+def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """First block of each stage after the first, such that the slowest stage costs as little as any cut allows.
+
+    As `ranvier.schedule.partition.cut` where a stage costs what its blocks do together, and not below 0: bisection
+    takes num_stages x num_blocks x log(num_blocks). ConfigError when there are more stages than blocks.
+    """
+    num_blocks = len(costs)
+    if num_stages > num_blocks:
+        raise ConfigError(f"is more than the model's {num_blocks} blocks", code="more-stages-than-blocks",
+                          where="mesh.pipe", value=num_stages,
+                          remedy=f"Set `--mesh.pipe {num_blocks}` or less, or use a deeper model.")
+    sums = list(accumulate(costs, initial=0.0))
+    slowest = [sums[-1] - begun for begun in sums]  # of blocks first.. in the stages considered so far, from the back
+    chosen: list[list[int]] = []
+    for behind in range(1, num_stages):
+        longer, starts = [inf] * num_blocks, [0] * num_blocks
+        for first in range(num_blocks - behind):
+            options, begun = range(first + 1, num_blocks - behind + 1), sums[first]
+            # This stage's cost rises with the next one's first block, and that of the slowest other one falls.
+            crossing = bisect_left(options, True, key=lambda start: sums[start] - begun >= slowest[start])
+            longer[first] = min([sums[start] - begun for start in options[crossing:crossing + 1]]
+                                + [slowest[start] for start in options[max(0, crossing - 1):crossing]])
+            starts[first] = options[bisect_right(options, longer[first], key=lambda start: sums[start] - begun) - 1]
+        slowest = longer
+        chosen.append(starts)
+    edges = [0]
+    for starts in reversed(chosen):
+        edges.append(starts[edges[-1]])
+    return tuple(edges[1:])
+
+
+def uniform(num_blocks: int, num_stages: int) -> tuple[int, ...]:
+    """The cut into equal numbers of blocks, the first stages taking one more where it does not divide."""
+    return partition([1.0] * num_blocks, num_stages) if num_stages > num_blocks else tuple(
+        stage * (num_blocks // num_stages) + min(stage, num_blocks % num_stages) for stage in range(1, num_stages))
+
+
+_LITTLE = 0.01
+"""Of ranks that are equal, those with more equal stages are better."""
+
+
+def partition_for(costs: Sequence[float], placement: StagePlacement) -> tuple[int, ...]:
+    """As `partition`, where a rank has several stages: such that the rank with most work has as little as can be found.
+
+    A local search from the stages that are most equal: it moves one boundary, or two, by one block while that makes
+    the ranks' work more equal, by its largest value or the sum of its squares.
+    """
+    boundaries = partition(costs, placement.num_stages)
+    if placement.per_rank == 1:
+        return boundaries
+    sums = list(accumulate(costs, initial=0.0))
+
+    def work_of(chosen: tuple[int, ...]) -> tuple[float, float]:
+        edges = (0, *chosen, len(costs))
+        if any(start >= stop for start, stop in pairwise(edges)):
+            return inf, inf
+        stages = [sums[stop] - sums[start] for start, stop in pairwise(edges)]
+        ranks = [sum(stages[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks)]
+        return max(ranks), sum(work * work for work in ranks) + _LITTLE * sum(work * work for work in stages)
+
+    moves = [(one, other, *by) for one in range(len(boundaries)) for other in range(one, len(boundaries))
+             for by in product((-1, 1), (-1, 0, 1))]
+    best, found = work_of(boundaries), True
+    while found:
+        found = False
+        for one, other, by, also in moves:
+            tried = list(boundaries)
+            tried[one] += by
+            tried[other] += also
+            if (cost := work_of(tuple(tried))) < best:
+                best, boundaries, found = cost, tuple(tried), True
+    return boundaries

@@ -1,0 +1,138 @@
+"""The job's file beside a planned run: what starts it under Slurm, torchrun or Kubernetes, with the plan's numbers."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Literal, get_args
+
+from ranvier.config.resolve import ResolvedRun
+from ranvier.cost.hardware import Cluster
+from ranvier.errors import ConfigError
+from ranvier.system.atomic_file import write_atomically
+
+Launcher = Literal["slurm", "torchrun", "kubernetes"]
+_SUFFIXES: dict[Launcher, str] = {"slurm": ".sbatch", "torchrun": ".sh", "kubernetes": ".yaml"}
+LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
+
+
+def write_job(launcher: Launcher, run: ResolvedRun, cluster: Cluster, run_file: Path) -> Path:
+    """Write the file that starts `run_file` on the run's devices; its path, beside that file. ConfigError where it
+    cannot be written, or where the devices do not fill whole nodes."""
+    per_node = min(cluster.devices_per_node, run.mesh.size)
+    nodes, rest = divmod(run.mesh.size, per_node)
+    if rest:
+        raise ConfigError(f"does not fill nodes of {per_node} devices", code="job-of-partial-nodes",
+                          where="--launcher", value=run.mesh.size,
+                          remedy=f"Plan for a multiple of {per_node} ranks, or start the ranks yourself.")
+    path = run_file.with_suffix(_SUFFIXES[launcher])
+    text = {"slurm": _slurm, "torchrun": _torchrun, "kubernetes": _kubernetes}[launcher](
+        run_file, nodes, per_node, on_gpus=cluster.device.cores is None)
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        raise ConfigError(f"cannot be written: {error.strerror or error}", code="job-not-writable", where="--launcher",
+                          value=str(path), remedy="Name a file for `--out` in a folder you own.") from error
+    return path
+
+
+def start_command(launcher: Launcher, path: Path) -> str:
+    """What a user types."""
+    return {"slurm": f"sbatch {path}", "torchrun": f"bash {path} FIRST_MACHINE (on each machine)",
+            "kubernetes": f"kubectl apply -f {path}"}[launcher]
+
+
+def _slurm(run_file: Path, nodes: int, per_node: int, *, on_gpus: bool) -> str:
+    gpus = f"#SBATCH --gpus-per-node={per_node}\n" if on_gpus else ""
+    return f"""#!/bin/bash
+# sbatch {run_file.with_suffix(".sbatch").name} [/shared/folder/of/the/run]
+# Saves before its time is up, is put back into the queue, and resumes.
+#SBATCH --job-name={run_file.stem}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node={per_node}
+{gpus}#SBATCH --time=24:00:00
+#SBATCH --signal=USR1@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.out
+
+run_dir=${{1:-{shlex.quote(f"runs/{run_file.stem}")}}}
+newest() {{ find "$run_dir/checkpoint" -maxdepth 1 -name 'step-*' 2>/dev/null | sort -V | tail -n 1; }}
+before=$(newest)
+srun --kill-on-bad-exit=1 ranvier train {shlex.quote(str(run_file))} --resume auto --run-dir "$run_dir"
+code=$?
+if [ -e "$run_dir/summary.json" ]; then exit "$code"; fi # finished
+if [ "$(newest)" = "$before" ]; then exit "$((code == 0 ? 1 : code))"; fi # no step further: not again
+scontrol requeue "$SLURM_JOB_ID"
+"""
+
+
+def _torchrun(run_file: Path, nodes: int, per_node: int, *, on_gpus: bool) -> str:
+    way = ('--nnodes ' + str(nodes) + ' --rdzv-backend c10d --rdzv-endpoint "${1:?say the first machine}:29400" '
+           f'--rdzv-id {shlex.quote(run_file.stem)}') if nodes > 1 else "--standalone"
+    where = "on each machine, with the first one's name or address" if nodes > 1 else "on the machine"
+    return f"""#!/bin/bash
+# {where}: bash {run_file.with_suffix(".sh").name}{" FIRST_MACHINE" if nodes > 1 else ""}
+exec torchrun {way} \\
+    --nproc-per-node {per_node} --max-restarts 3 \\
+    -m ranvier train {shlex.quote(str(run_file))} --resume auto --run-dir {shlex.quote(f"runs/{run_file.stem}")}
+"""
+
+
+def _kubernetes(run_file: Path, nodes: int, per_node: int, *, on_gpus: bool) -> str:
+    name = "".join(char if char.isalnum() else "-" for char in run_file.stem.lower()).strip("-") or "ranvier"
+    gpus = f'\n            limits: {{nvidia.com/gpu: "{per_node}"}}' if on_gpus else ""
+    settings = "\n".join(f"    {line}" for line in run_file.read_text().splitlines())
+    return f"""# kubectl apply -f {run_file.with_suffix(".yaml").name}
+# Insert your image, which has ranvier and torchrun, and a volume claim that all nodes can write to.
+# docs/kubernetes.md has a job that also survives evictions.
+apiVersion: v1
+kind: ConfigMap
+metadata: {{name: {name}}}
+data:
+  run.toml: |
+{settings}
+---
+apiVersion: v1
+kind: Service
+metadata: {{name: {name}}}
+spec:
+  clusterIP: None
+  publishNotReadyAddresses: true
+  selector: {{job-name: {name}}}
+---
+apiVersion: batch/v1
+kind: Job
+metadata: {{name: {name}}}
+spec:
+  completionMode: Indexed
+  completions: {nodes}
+  parallelism: {nodes}
+  backoffLimit: 10
+  template:
+    spec:
+      subdomain: {name}
+      restartPolicy: Never
+      terminationGracePeriodSeconds: 120
+      containers:
+        - name: train
+          image: example.com/ranvier:latest
+          command: [bash, -c]
+          args:
+            - exec torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d
+              --rdzv-endpoint {name}-0.{name}:29400 --rdzv-id {name} --max-restarts 3
+              -m ranvier train /settings/run.toml --resume auto --run-dir /runs/{name}
+          resources:
+            requests: {{cpu: "{4 * per_node}"}}{gpus}
+          volumeMounts:
+            - {{name: runs, mountPath: /runs}}
+            - {{name: settings, mountPath: /settings}}
+            - {{name: shm, mountPath: /dev/shm}}
+      volumes:
+        - name: runs
+          persistentVolumeClaim: {{claimName: ranvier-runs}}
+        - name: settings
+          configMap: {{name: {name}}}
+        - name: shm
+          emptyDir: {{medium: Memory}}
+"""

@@ -1,0 +1,193 @@
+"""What a whole training comes to by a plan: days, device hours, dollars and kilowatt hours for a number of tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ranvier.config.run import Run
+from ranvier.cost.cluster_files import cluster_of
+from ranvier.cost.hardware import Cluster
+from ranvier.errors import ConfigError
+from ranvier.models import families
+from ranvier.planner.auto import closed
+from ranvier.planner.candidates import Candidate
+from ranvier.planner.search import SearchResult
+from ranvier.planner.simulation import Failures, goodput
+
+_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+_MOST_TOKENS = 1e18
+
+
+def tokens_of(text: str) -> float:
+    """A number of tokens: 15T, 300B, 2e9. ConfigError for what is none."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmbt]?)", text.strip().lower())
+    value = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    if not 1 <= value <= _MOST_TOKENS:
+        raise ConfigError("is no number of tokens", code="malformed-tokens", where="--tokens", value=text,
+                          remedy="Give one, such as 300B, 15T or 2e9.")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """What a training is for. tokens: of all steps together. deadline_days, budget: dollars; None for none.
+    mtbf_hours: between two failures of one rank, on average; None for no failures."""
+
+    tokens: float
+    deadline_days: float | None = None
+    budget: float | None = None
+    mtbf_hours: float | None = None
+
+
+def goal_of(tokens: str | None, deadline: float | None, budget: float | None, mtbf_hours: float | None) -> Goal | None:
+    """The goal that options describe. ConfigError where one of them needs a number of tokens."""
+    for where, value in (("--deadline", deadline), ("--budget", budget), ("--mtbf-hours", mtbf_hours)):
+        if value is not None and tokens is None:
+            raise ConfigError("needs a number of tokens", code="goal-without-tokens", where=where, value=value,
+                              remedy="Give `--tokens 300B`, say, too.")
+    return None if tokens is None else Goal(tokens=tokens_of(tokens), deadline_days=deadline, budget=budget,
+                                            mtbf_hours=mtbf_hours)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A whole training by one configuration. goodput: the share of its time in steps that count; 1 without failures.
+    best_checkpoint_steps: between checkpoints that lose least; None without failures. dollars, kilowatt_hours: None
+    where the cluster's file has no price or power."""
+
+    devices: int
+    days: float
+    device_hours: float
+    goodput: float
+    best_checkpoint_steps: int | None
+    dollars: float | None
+    kilowatt_hours: float | None
+
+    def meets(self, goal: Goal) -> bool:
+        """Whether it ends in time and within the budget."""
+        return ((goal.deadline_days is None or self.days <= goal.deadline_days)
+                and (goal.budget is None or self.dollars is None or self.dollars <= goal.budget))
+
+
+def training(found: Candidate, cluster: Cluster, goal: Goal, measured_over_predicted: float = 1.0) -> Training:
+    """What `goal.tokens` take by a configuration."""
+    longer = found.expected_seconds(measured_over_predicted) / found.cost.seconds
+    devices, share, best_steps = found.run.mesh.size, 1.0, None
+    if goal.mtbf_hours is not None:
+        copied = max((entry.host.get("checkpoint", 0) for entry in found.memory), default=0)
+        lost = goodput(found.cost.seconds * longer, devices, Failures(
+            mtbf_seconds=goal.mtbf_hours * 3600, stall_seconds=cluster.host_link.seconds(copied),
+            checkpoint_steps=found.run.checkpoint.every or found.run.train.steps))
+        share, best_steps = lost.share, lost.best_steps
+    days = found.cost.days(goal.tokens) * longer / max(share, 1e-9)
+    hours = days * 24 * devices
+    price, watts = cluster.price_per_hour, cluster.device.watts
+    return Training(devices=devices, days=days, device_hours=hours, goodput=share, best_checkpoint_steps=best_steps,
+                    dollars=None if price is None else hours * price,
+                    kilowatt_hours=None if watts is None else hours * watts / 1000)
+
+
+def columns(several: list[Training]) -> dict[str, list[str]]:
+    """Header -> cells of a table, one for each; without those of which nothing is known."""
+    table = {"days": [f"{one.days:,.1f}" for one in several],
+             "device\nhours": [f"{one.device_hours:,.0f}" for one in several]}
+    if any(one.dollars is not None for one in several):
+        table["dollars"] = ["" if one.dollars is None else f"{one.dollars:,.0f}" for one in several]
+    if any(one.kilowatt_hours is not None for one in several):
+        table["kWh"] = ["" if one.kilowatt_hours is None else f"{one.kilowatt_hours:,.0f}" for one in several]
+    if any(one.goodput < 1.0 for one in several):
+        table["goodput"] = [f"{one.goodput:.1%}" for one in several]
+    return table
+
+
+def check_goal(result: SearchResult, goal: Goal) -> None:
+    """ConfigError where the fastest of a number of devices that is given does not meet the goal."""
+    found = training(result.best[0], result.cluster, goal, result.measured_over_predicted)
+    if not found.meets(goal):
+        raise _unmet(result.cluster, goal, [(result, found)])
+
+
+# --- how many devices ------------------------------------------------------------------------------------------------
+
+
+def fewest_devices(run: Run, cluster: Cluster, goal: Goal, search: Callable[[int], SearchResult]
+                   ) -> list[tuple[SearchResult, Training]]:
+    """The plans for 1, 2, 4, ... nodes, up to the first that meets the goal, which is the last of them: more devices
+    cost more, since they wait for each other more. Numbers of devices that could not meet the deadline at their peak
+    are left out. ConfigError where the cluster has too few, or those that are in time cost too much."""
+    tried: list[tuple[SearchResult, Training]] = []
+    for count in _counts(run, cluster, goal):
+        try:
+            result = search(count)
+        except ConfigError:  # it does not fit so few, or there is no mesh of so many
+            continue
+        tried.append((result, training(result.best[0], cluster, goal, result.measured_over_predicted)))
+        if goal.deadline_days is None or tried[-1][1].days <= goal.deadline_days:
+            break
+    if not tried or not tried[-1][1].meets(goal):
+        raise _unmet(cluster, goal, tried)
+    return tried
+
+
+def _counts(run: Run, cluster: Cluster, goal: Goal) -> Iterator[int]:
+    alone, rate = closed(run), cluster.device.rates.get(run.precision)
+    flops = families.flops_per_sample(alone) / families.tokens_of(alone) * goal.tokens
+    nodes = 1
+    while nodes <= cluster.nodes:
+        count = nodes * cluster.devices_per_node
+        days = 0.0 if rate is None else flops / (rate.peak_flops * count) / 86400
+        if goal.deadline_days is None or days <= goal.deadline_days:
+            yield count
+        nodes = nodes * 2 if nodes * 2 <= cluster.nodes or nodes == cluster.nodes else cluster.nodes
+
+
+def _unmet(cluster: Cluster, goal: Goal, tried: list[tuple[SearchResult, Training]]) -> ConfigError:
+    if tried and goal.deadline_days is not None and tried[-1][1].days <= goal.deadline_days:
+        last = tried[-1][1]
+        return ConfigError(f"is not enough: {last.devices:,} devices, the fewest that are in time, cost "
+                           f"{last.dollars:,.0f} dollars", code="budget-of-deadline", where="--budget",
+                           value=goal.budget,
+                           remedy="Give more days with `--deadline`, fewer `--tokens`, or a larger budget.")
+    if goal.deadline_days is None:
+        return ConfigError("is not enough for any number of devices", code="budget-too-small", where="--budget",
+                           value=goal.budget, remedy="Take fewer `--tokens`, or a larger budget.")
+    days = f"{tried[-1][1].days:,.1f} days on {tried[-1][1].devices:,} devices" if tried else "more at their peak"
+    return ConfigError(f"cannot be met on the {cluster.num_devices:,} devices of {cluster.name}: {days}",
+                       code="deadline-too-early", where="--deadline", value=goal.deadline_days,
+                       remedy="Give more days, fewer `--tokens`, or more nodes with `--nodes`.")
+
+
+# --- what if ---------------------------------------------------------------------------------------------------------
+
+
+def changed_cluster(cluster: Cluster, text: str) -> Cluster:
+    """The cluster with one number multiplied: "between.bandwidth=2". ConfigError for what it does not have."""
+    key, _, factor = text.partition("=")
+    tree: dict[str, Any] = asdict(cluster)
+    *path, last = key.strip().split(".")
+    place: Any = tree
+    try:
+        for name in path:
+            place = place[name]
+        value, times = place[last], float(factor)
+    except (KeyError, TypeError, ValueError):
+        value, times = None, 0.0
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1e-9 <= times <= 1e9:
+        raise ConfigError("is not KEY=FACTOR of a number in the cluster's file", code="malformed-what-if",
+                          where="--what-if", value=text,
+                          remedy=f"Numbers of {cluster.name} are, for example: {', '.join(_numbers(tree))}.")
+    place[last] = type(value)(value * times)
+    return replace(cluster_of(tree, f"--what-if {text}"), name=f"{cluster.name}, {key.strip()} x {times:g}")
+
+
+def _numbers(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
+    found: list[str] = []
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            found += _numbers(value, f"{prefix}{name}.")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            found.append(prefix + name)
+    return found

@@ -1,0 +1,81 @@
+"""A plan is data: an engine builds it as it builds settings, and refuses one that was made for something else."""
+
+from dataclasses import FrozenInstanceError, replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import ranvier
+from ranvier import Engine, Memory, Mesh, Optim, Pipeline
+from ranvier.plan.make import make
+from ranvier.testing.ranks import run_ranks
+from tests.errors import raises
+from tests.pipeline.parity import chain, points
+
+MESH = Mesh(data=2, pipe=2)
+SETTINGS = {"pipeline": Pipeline(in_flight=3), "memory": Memory(recompute=2), "optim": Optim(clip_norm=1.0)}
+
+
+def model(width=4):
+    return chain(*[partial(nn.Linear, width, width)] * 4)
+
+
+def planned(**also):
+    return make(model(), MESH, sample=(torch.zeros(2, 4), torch.zeros(2, 4)), dtype=torch.float64,
+                **(SETTINGS | also))
+
+
+def trained(world, **given):
+    engine = Engine(model(), world, **given)
+    for _ in range(2):
+        engine.train_batch(points([[2, 2, 1]], width=4)[0])
+    state = {name: value.clone() for name, value in engine.named_parameters().items()}
+    engine.close()
+    return state, engine.plan
+
+
+def test_an_engine_builds_a_plan_as_it_builds_settings():
+    plan = planned()
+    assert plan.limits.in_flight == plan.pipeline.in_flight == 3 and any(plan.recomputed)
+    assert isinstance(plan, ranvier.Plan) and plan.optim.bucket_size == 262_144 and plan.pipeline.boundaries
+    sample = ranvier.Microbatch(torch.zeros(2, 4), torch.zeros(2, 4))
+    for (one, own), (other, given) in zip(
+            run_ranks(lambda world: trained(world, mesh=MESH, sample=sample, dtype=torch.float64,
+                                               **SETTINGS), 4),
+            run_ranks(lambda world: trained(world, plan=plan), 4), strict=True):
+        assert own == given == plan and one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_it_is_frozen_and_printed():
+    plan = planned()
+    with pytest.raises(FrozenInstanceError):
+        plan.policy = "gpipe"
+    text = str(plan)
+    assert "data 2 x pipe 2" in text and "at most 3 microbatches in flight" in text and "recomputed" in text
+    assert "stage" in text and "262,144 parameters" in text
+
+
+def engine(size=4, made=model, **given):
+    run_ranks(lambda world: Engine(made(), world, **given), size)
+
+
+def test_what_does_not_belong_to_it_is_refused():
+    plan = planned()
+    with raises("setting-of-the-plan", where="Engine(mesh=...)"):
+        engine(plan=plan, mesh=MESH)
+    with raises("setting-of-the-plan", where="Engine(optim=...)"):
+        engine(plan=plan, optim=Optim())
+    for code, given in (("plan-for-other-engine", {"size": 2}), ("plan-of-other-model", {"made": partial(model, 5)}),
+                        ("plan-for-other-engine", {"dtype": torch.float32}),
+                        ("plan-for-other-engine", {"optimizer": torch.optim.SGD})):
+        with raises(code, where="Engine(plan=...)"):
+            engine(plan=plan, **given)
+
+
+def test_measured_limits_are_the_second_decision():
+    plan = planned()
+    later = plan.with_limits(replace(plan.limits, in_flight=2))
+    assert later.pipeline.in_flight == 2 and replace(later, limits=plan.limits, pipeline=plan.pipeline) == plan

@@ -1,0 +1,124 @@
+"""What a plan answers beyond a mesh: days, money, devices, other numbers, other clusters, job files."""
+
+import json
+import subprocess
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from ranvier.config.resolve import resolve
+from ranvier.config.run import Batch, MeshSettings, Run, Transformer
+from ranvier.cost.cluster_files import load_cluster, write_cluster
+from ranvier.mesh import Mesh
+from ranvier.planner.job_files import LAUNCHERS, write_job
+from ranvier.planner.plan import Request, plan
+from ranvier.planner.search import search
+from ranvier.planner.training import Goal, changed_cluster, goal_of, tokens_of, training
+from tests.errors import raises
+
+RUN = Run(model=Transformer(num_layers=4, hidden=64, heads=4, vocab=512, sequence=32),
+          batch=Batch(global_size=16, microbatch_size=1), mesh=MeshSettings(data="auto", pipe=1))
+
+
+def priced(**changes):
+    return replace(load_cluster("h100"), nodes=4, devices_per_node=2, price_per_hour=2.0, **changes)
+
+
+@pytest.fixture
+def here(tmp_path):
+    write_cluster(priced(), tmp_path / "here.toml")
+    return str(tmp_path / "here.toml")
+
+
+def planned(capsys, *clusters, **request):
+    plan("small", RUN, clusters, Request(searched="mesh", as_json=True, **request))
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("15T", 15e12), ("300b", 3e11), ("2e9", 2e9), ("1.5M", 1.5e6)])
+def test_numbers_of_tokens(text, tokens):
+    assert tokens_of(text) == tokens
+
+
+@pytest.mark.parametrize(("arguments", "code"), [
+    (("many", None, None, None), "malformed-tokens"), (("0", None, None, None), "malformed-tokens"),
+    ((None, 3.0, None, None), "goal-without-tokens"), ((None, None, 9.0, None), "goal-without-tokens"),
+    ((None, None, None, 5.0), "goal-without-tokens")])
+def test_what_is_no_goal(arguments, code):
+    with raises(code):
+        goal_of(*arguments)
+
+
+def test_days_money_and_power_follow_from_the_step():
+    cluster = priced()
+    found = search(RUN, cluster, 4, ("mesh",)).best[0]
+    whole = training(found, cluster, Goal(tokens=3e11))
+    seconds = 3e11 / found.cost.tokens * found.cost.seconds
+    assert whole.days == pytest.approx(seconds / 86400) and whole.device_hours == pytest.approx(seconds / 3600 * 4)
+    assert whole.dollars == pytest.approx(2 * whole.device_hours)
+    assert whole.kilowatt_hours == pytest.approx(0.7 * whole.device_hours)
+    failing = training(found, cluster, Goal(tokens=3e11, mtbf_hours=100.0))
+    assert failing.goodput < 1 and failing.days == pytest.approx(whole.days / failing.goodput)
+    assert failing.best_checkpoint_steps >= 1
+
+
+def test_the_fewest_devices_that_are_in_time(here, capsys):
+    """More devices take less time and cost more, so that a deadline between two numbers is met by the larger one."""
+    goals = [Goal(tokens=1e12)] * 2
+    few, many = (planned(capsys, here, ranks=count, goal=goal)["training"] for count, goal in zip(
+        (2, 4), goals, strict=True))
+    assert many["days"] < few["days"] and many["dollars"] > few["dollars"]
+    between = (few["days"] + many["days"]) / 2
+    found = planned(capsys, here, goal=Goal(tokens=1e12, deadline_days=between, budget=1.01 * many["dollars"]))
+    assert found["ranks"] == 4 and found["training"] == many
+    with raises("deadline-too-early"):
+        planned(capsys, here, goal=Goal(tokens=1e12, deadline_days=1e-9))
+    with raises("budget-of-deadline", 4):
+        planned(capsys, here, goal=Goal(tokens=1e12, deadline_days=between, budget=few["dollars"]))
+    with raises("deadline-too-early", 2):
+        planned(capsys, here, ranks=2, goal=Goal(tokens=1e12, deadline_days=between))
+    with raises("budget-too-small"):
+        planned(capsys, here, goal=Goal(tokens=1e12, budget=1e-9))
+
+
+def test_clusters_and_other_numbers_side_by_side(here, capsys):
+    found = planned(capsys, here, "a100", ranks=8, nodes=16, what_if=["device.memory_bandwidth=0.5"])["plans"]
+    assert [each["cluster"] for each in found] == [
+        "H100", "A100", "H100, device.memory_bandwidth x 0.5", "A100, device.memory_bandwidth x 0.5"]
+    assert found[2]["plans"][0]["step_seconds"] > found[0]["plans"][0]["step_seconds"]
+    plan("small", RUN, [here, "a100"], Request(searched="mesh", ranks=8, nodes=16, goal=Goal(tokens=1e9)))
+    text = capsys.readouterr().out
+    assert "A100" in text and "kWh" in text and max(map(len, text.splitlines())) <= 80
+    assert changed_cluster(priced(), "nodes=2").nodes == 8
+
+
+@pytest.mark.parametrize(("asked", "code"), [
+    ({"what_if": ["between.speed=2"]}, "malformed-what-if"), ({"what_if": ["between.bandwidth"]}, "malformed-what-if"),
+    ({"what_if": ["name=2"]}, "malformed-what-if"), ({"what_if": ["nodes=2"], "measure": 1}, "comparison-with-output"),
+    ({"launcher": "slurm"}, "launcher-without-out"), ({"goal": Goal(tokens=1e9, budget=1.0)}, "budget-without-price")])
+def test_what_cannot_be_asked(asked, code):
+    with raises(code):
+        plan("small", RUN, ["h100"], Request(searched="mesh", ranks=2, **asked))
+
+
+def test_a_job_file_beside_the_run(here, tmp_path, capsys):
+    for launcher in LAUNCHERS:
+        out = tmp_path / f"{launcher}.toml"
+        plan("small", RUN, [here], Request(searched="mesh", ranks=8, out=out, launcher=launcher))
+        assert str(out) in capsys.readouterr().out
+    for script in ("slurm.sbatch", "torchrun.sh"):
+        subprocess.run(["bash", "-n", tmp_path / script], check=True)
+    batch = (tmp_path / "slurm.sbatch").read_text()
+    assert "--nodes=4\n" in batch and "--ntasks-per-node=2\n" in batch and str(tmp_path / "slurm.toml") in batch
+    assert "--nnodes 4 " in (tmp_path / "torchrun.sh").read_text()
+    settings, _, job = yaml.safe_load_all((tmp_path / "kubernetes.yaml").read_text())
+    assert job["spec"]["completions"] == 4 and "[mesh]" in settings["data"]["run.toml"]
+    assert job["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "2"}
+    three = resolve(replace(RUN, mesh=Mesh(data=3)))
+    with raises("job-of-partial-nodes", 2, value=3):
+        write_job("slurm", three, priced(), tmp_path / "slurm.toml")
+    (tmp_path / "torchrun.sh").unlink()
+    (tmp_path / "torchrun.sh").mkdir()
+    with raises("job-not-writable"):
+        write_job("torchrun", three, load_cluster("h100"), tmp_path / "torchrun.toml")
