@@ -93,7 +93,8 @@ class Layout:
     chunking: how gradients are reduced and optimizer states shared; None where nothing is updated from them yet.
     placement: which stages the ranks of a pipeline have; None for one each.
 
-    Raises ConfigError for boundaries that do not cut and for axes that are not known, ModelError for two parameters of one name.
+    Raises ConfigError for boundaries that do not cut and for axes that are not known, ModelError for two parameters of
+    one name.
     """
 
     mesh: Mesh
