@@ -327,7 +327,7 @@ class Mesh(_NumberPerAxis):
         it."""
         for axis in self.axes:
             if self[axis.name] > 1 and axis not in STANDARD_AXES:
-                raise ConfigError(f"is an axis that {who} does not handle", code="axis-not-handled",
+                raise ConfigError(f"is an axis that {who} does not handle", code="mesh-axis-unknown",
                                   where=f"mesh.{axis.name}", value=self[axis.name], remedy="Give it one rank.")
 
     # ------------------------------------------------------------------ other meshes

@@ -8,8 +8,29 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
 import ranvier
-from ranvier.mesh import AXES
+from ranvier.block import as_model
+from ranvier.config.other_mesh import fallback_meshes, refit, resized
+from ranvier.config.resolve import ResolvedRun
+from ranvier.config.rules import problems
+from ranvier.cost.cluster_files import load_cluster
+from ranvier.data.shard_loader import shard_loader
+from ranvier.elastic.mesh_candidates import mesh_candidates
+from ranvier.elastic.rules import ElasticRules, PresentMesh
+from ranvier.errors import ConfigError
+from ranvier.layout import Layout
+from ranvier.mesh import AXES, STANDARD_AXES, Axis, Mesh
+from ranvier.pipeline.engine import Engine
+from ranvier.plan.make import make
+from ranvier.planner.candidates import variants
+from ranvier.planner.search import search
+from ranvier.testing.ranks import run_ranks
 
 ROOT = Path(ranvier.__file__).parent
 NAMED_THERE = ("mesh.py", "tensor/", "config/", "cli/", "launch/start.py", "launch/run_function.py")
@@ -73,3 +94,67 @@ mesh.groups("data"), run["data"]
 axis == "col"
 '''
     assert names_an_axis(ast.parse(source)) == [3, 4, 5, 6, 7, 8]
+
+
+# --- an axis at run time ---------------------------------------------------------------------------------------------
+
+CONTEXT = Axis("context", "contexts", splits_sequence=True, replicates_parameters=True)
+AXES_WITH_CONTEXT = (*STANDARD_AXES[:1], CONTEXT, *STANDARD_AXES[1:])
+
+
+def test_questions_by_role_count_another_axis():
+    mesh = Mesh(axes=AXES_WITH_CONTEXT, data=2, context=3, pipe=2, row=2)
+    assert mesh.size == 24 and mesh.num_replicas == 6 and mesh.batch_shares == 2 and mesh.pipeline_size == 2
+    assert mesh.over(splits_sequence=True) == ("context",) and mesh.replica_axes == ("data", "context")
+    assert [mesh.rank(mesh.coordinates(rank)) for rank in range(24)] == list(range(24))
+    for rank in range(24):
+        at = mesh.coordinates(rank)
+        assert mesh.place(replica=at.replica, pipeline_rank=at.pipeline_rank, position=at.position) == at
+    assert mesh.group(0, *mesh.replica_axes) == (0, 4, 8, 12, 16, 20)
+
+
+def test_names_that_are_no_axes():
+    with pytest.raises(TypeError, match="context is not an axis"):
+        Mesh(context=2)
+    with pytest.raises(TypeError, match="size is a name that every mesh has"):
+        Mesh(axes=(*STANDARD_AXES, Axis("size", "sizes")))
+
+
+def _present():
+    return PresentMesh(mesh=UNKNOWN, boundaries=(), frozen=0, cached_blocks=0, global_size=8, layers=(("a",),),
+                       block_names=("a",))
+
+
+UNKNOWN = Mesh(axes=AXES_WITH_CONTEXT, context=2)
+RUN = ResolvedRun(mesh=UNKNOWN)
+MODEL = nn.Sequential(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("enter", [
+    pytest.param(lambda: ranvier.start(UNKNOWN), id="start"),
+    pytest.param(lambda: run_ranks(lambda world: Engine(MODEL, world, mesh=UNKNOWN, loss=mse_loss), 2), id="engine"),
+    pytest.param(lambda: make(as_model(MODEL, mse_loss), UNKNOWN), id="plan"),
+    pytest.param(lambda: _raise(problems(RUN, num_blocks=None)), id="settings"),
+    pytest.param(lambda: refit(RUN, 2, "torchrun", lambda run: []), id="resume"),
+    pytest.param(lambda: list(fallback_meshes(UNKNOWN, 4)), id="fallback"),
+    pytest.param(lambda: resized(UNKNOWN, data=2), id="change"),
+    pytest.param(lambda: mesh_candidates(ElasticRules(RUN), _present(), 0, None, num_ranks=2, cached=0),
+                 id="candidates"),
+    pytest.param(lambda: list(variants(RUN, load_cluster("a100"), 2)), id="planner"),
+    pytest.param(lambda: search(RUN, load_cluster("a100"), 2), id="search"),
+    pytest.param(lambda: Layout(mesh=UNKNOWN, num_blocks=1, boundaries=(), parameters=()), id="layout, checkpoint"),
+    pytest.param(lambda: run_ranks(lambda world: shard_loader(_loader(), world, microbatch_size=2, mesh=UNKNOWN), 2),
+                 id="data")])
+def test_ranks_along_another_axis_are_refused_by_name(enter):
+    with pytest.raises(ConfigError) as caught:
+        enter()
+    assert (caught.value.code, caught.value.value) == ("mesh-axis-unknown", 2)
+    assert caught.value.where in ("mesh.context", "Mesh(context=...)"), "as the audience writes it"
+
+
+def _raise(found):
+    raise next(iter(found))
+
+
+def _loader():
+    return DataLoader(TensorDataset(torch.zeros(4, 2), torch.zeros(4, 2)), batch_size=2)

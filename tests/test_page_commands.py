@@ -140,7 +140,7 @@ def problem_of_ranvier(words: list[str], *, is_whole: bool = True) -> str | None
         return error.format_message() if is_whole else None
     known = read.settings()
     flags = {setting: value for key, value in given.items()
-             if (setting := key.replace("__", ".")) in known or setting in aliases.old_names() if value is not None}
+             if (setting := key.replace("__", ".")) in known or setting in aliases.NAMES if value is not None}
     layers, recipe = [], given.get("recipe")
     if recipe and not recipe.endswith(".toml") and not re.search("[A-Z]{4}", recipe):
         try:
@@ -148,7 +148,7 @@ def problem_of_ranvier(words: list[str], *, is_whole: bool = True) -> str | None
         except read.ConfigError as error:
             return str(error)
     merged = read.merge([*layers, read.Layer(origin="page", values=flags, is_text=True)])
-    problems = [*merged.problems, *merged.warnings]
+    problems = merged.problems
     return str(problems[0]) if problems else None
 
 
@@ -187,7 +187,7 @@ def test_settings_within_sentences_exist():
 
 def test_there_are_commands_to_look_at():
     count = {name(page): len(commands(page.read_text())) for page in PAGES}
-    assert sum(count.values()) > 90 and count["docs/planner.md"] == 6 and count["README.md"] >= 10
+    assert sum(count.values()) > 90 and count["docs/planner.md"] >= 6 and count["README.md"] >= 10
 
 
 MISTAKES = [

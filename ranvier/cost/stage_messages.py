@@ -21,7 +21,7 @@ def rank_threads(cluster: Cluster, mesh: Mesh) -> float:
 def replica_offsets(mesh: Mesh, per_node: int) -> set[int]:
     """Where replicas begin on a node: they all wait for the one that lies worst."""
     replica = mesh.pipeline_size * mesh.stage_size
-    return {data * replica % per_node for data in range(min(mesh.data, per_node))}
+    return {data * replica % per_node for data in range(min(mesh.num_replicas, per_node))}
 
 
 def edge_links(mesh: Mesh, cluster: Cluster) -> list[tuple[Link, int]]:

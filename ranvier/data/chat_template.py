@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_confi
 _FORM = "a folder with tokenizer.json, tokenizer_config.json and a chat template, as transformers saves a tokenizer"
 _MOST_TEMPLATE = 1 << 18
 _MOST_BYTES = 1 << 24
+_MOST_OBJECTS = 50_000
+"""In tokenizer_config.json, of which transformers makes copies; Gemma's has 6,500."""
 Message = Mapping[str, Any]
 """A turn: `role` (system, user, assistant, ...) and `content`, and what else the template reads."""
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -79,6 +82,7 @@ class ChatTokenizer:
             raise missing_transformers() from error
         try:
             own = {name: member(folder, name) for name in (_TOKENIZER, _TEMPLATE, *_BESIDE) if (folder / name).exists()}
+            _check_size(own)
             self._inner = PreTrainedTokenizerFast.from_pretrained(str(folder))
             if template is not None:
                 self._inner.chat_template = template.read_text(encoding="utf-8")
@@ -267,6 +271,12 @@ class ChatTokenizer:
         return ids, is_target
 
 
+@lru_cache(maxsize=1)
+def chat_tokenizer(folder: str, template: str | None) -> ChatTokenizer:
+    """Of a process that encodes piece after piece."""
+    return ChatTokenizer(Path(folder), None if template is None else Path(template))
+
+
 def _is_text(text: str) -> bool:
     """Whether a text has no half of a surrogate pair, which no tokenizer takes."""
     try:
@@ -314,6 +324,19 @@ def look_at_folder(folder: Path, template: Path | None) -> DataError | None:
     if template is None and not (folder / _TEMPLATE).is_file() and not _has_template(folder):
         return _no_template(folder)
     return None if has_package("transformers") and has_package("jinja2") else missing_transformers()
+
+
+def _check_size(files: Mapping[str, Path]) -> None:
+    """ValueError for a tokenizer_config.json that would take far more memory than its bytes."""
+    if (path := files.get("tokenizer_config.json")) is None:
+        return
+    level, count = [read_json(path, _MOST_BYTES)], 0
+    while level:
+        count += len(level)
+        if count > _MOST_OBJECTS:
+            raise ValueError(f"{path.name} has more than {_MOST_OBJECTS:,} objects and lists")
+        level = [inner for outer in level if isinstance(outer, (dict, list))
+                 for inner in (outer.values() if isinstance(outer, dict) else outer) if isinstance(inner, (dict, list))]
 
 
 def missing_transformers() -> DataError:

@@ -60,10 +60,6 @@ def settings_of(text: str | None) -> tuple[Setting, ...]:
     if text is None:
         return SEARCHED
     names = tuple(part.strip() for part in text.split(",") if part.strip())
-    if "checkpoint" in names:
-        print("warning: --search checkpoint is --search recompute now; the old spelling works for one more release",
-              file=sys.stderr)
-        names = tuple("recompute" if name == "checkpoint" else name for name in names)
     unknown = [name for name in names if name not in get_args(Setting)]
     if unknown or not names:
         raise ConfigError("is nothing that can be searched", code="unknown-search", where="--search",
@@ -151,16 +147,16 @@ def _check(request: Request, clusters: Sequence[Cluster]) -> None:
     several = len(clusters) > 1 or bool(request.what_if)
     for where, value in (("--out", request.out), ("--out-html", request.out_html), ("--measure", request.measure)):
         if several and value:
-            raise ConfigError("is for one plan, and several clusters are compared", code="job-of-several-clusters",
+            raise ConfigError("is for one plan, and several clusters are compared", code="comparison-with-output",
                               where=where, value=str(value),
                               remedy="Leave it out here, and plan again for the cluster that you choose.")
     if request.launcher is not None and request.out is None:
-        raise ConfigError("needs a run file to start", code="job-without-run-file", where="--launcher",
-                          value=request.launcher, remedy="Give `--out FILE`.toml, too.")
+        raise ConfigError("needs a run file to start", code="launcher-without-out", where="--launcher",
+                          value=request.launcher, remedy="Give `--out FILE.toml`, too.")
     if request.goal is not None and request.goal.budget is not None:
         for cluster in clusters:
             if cluster.price_per_hour is None:
-                raise ConfigError(f"needs to know what a device of {cluster.name} costs", code="cost-of-device-unknown",
+                raise ConfigError(f"needs to know what a device of {cluster.name} costs", code="budget-without-price",
                                   where="--budget", value=request.goal.budget,
                                   remedy="Write price_per_hour = DOLLARS (of a device) into the cluster's file.")
 

@@ -125,6 +125,15 @@ def test_a_tokenizers_folder_has_its_own_files(tmp_path, name, kind):
     assert name == "tokenizer.json" or name in str(refused.value.value)
 
 
+def test_a_configuration_of_very_many_objects_is_refused(tmp_path):
+    """Of which transformers would make copies: far more memory than the file's bytes."""
+    folder = tokenizer_in(tmp_path / "tok")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML, "more": [[]] * 50_000}))
+    with pytest.raises(DataError) as refused:
+        ChatTokenizer(folder)
+    assert refused.value.where == str(folder) and "50,000 objects" in str(refused.value.value)
+
+
 def test_templates_that_cannot_be_used_are_named(tmp_path, monkeypatch):
     forgetful = ChatTokenizer(tokenizer_in(tmp_path / "tok", FORGETFUL))
     with raises("turn-without-place", 3):

@@ -11,12 +11,13 @@ import torch
 from examples.published_freezing import Plasticity
 from ranvier.config.resolve import resolve
 from ranvier.config.run import Checkpoint, Elastic, Guard, Train
+from ranvier.elastic import named_policy
 from ranvier.elastic.freezing import Facts, decide
 from ranvier.elastic.similarity import normalised, products, similarity_loss
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.planner.problems import problems
-from ranvier.train import elasticity, loop
+from ranvier.train import loop
 from ranvier.train.memory import MemoryBudget
 from tests.checkpoint.anywhere import everything
 from tests.elastic.runs import NUM_LAYERS, always, events, lines, losses, read_rows, run_all, tiny, transitions
@@ -300,8 +301,8 @@ def test_a_policy_by_its_name(sentences, tmp_path, monkeypatch):
     _, text = run_all(run)
     assert [line["frozen_layers"] for line in transitions(run)] == [2, 4]
     assert "step 8: froze layers 0-1; " in text and "(my_policies:Every, evaluation 1)" in text
-    assert elasticity.policy_of(elastic).asked == 0, "each run has a policy of its own"
+    assert named_policy.policy_of(elastic).asked == 0, "each run has a policy of its own"
     with raises("object-lacks-attribute", "elastic.freeze", "frozen_layers"):
-        elasticity.policy_of(Elastic(freeze="my_policies:none"))
+        named_policy.policy_of(Elastic(freeze="my_policies:none"))
     wrong = resolve(replace(run, elastic=replace(elastic, options=("depth=2",))))
     assert any("elastic.freeze: raised in the call: TypeError" in str(problem) for problem in problems(wrong))

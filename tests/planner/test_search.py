@@ -21,7 +21,6 @@ from ranvier.mesh import Mesh
 from ranvier.planner import report, trial
 from ranvier.planner import search as search_module
 from ranvier.planner.candidates import SEARCHED, predict, variants
-from ranvier.planner.plan import settings_of
 from ranvier.planner.problems import problems
 from ranvier.planner.search import search
 from ranvier.planner.work import Work
@@ -441,8 +440,3 @@ def test_the_table_tells_apart_what_it_ranks():
     assert len(set(described)) == len(described)
     row = report.as_dict(many.best[0])
     assert row["defer_bytes"] == "auto" and row["sequence_sharding"] in (True, False)
-
-
-def test_the_old_name_of_recomputation_still_works(capsys):
-    assert settings_of("mesh,checkpoint") == ("mesh", "recompute")
-    assert "--search checkpoint is --search recompute now" in capsys.readouterr().err
