@@ -12,10 +12,10 @@ from ranvier.config.resolve import ResolvedRun, resolve
 from ranvier.config.run import Run
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.memory import PROCESS_BYTES
-from ranvier.errors import ConfigError
 from ranvier.planner.auto import with_plan
 from ranvier.planner.problems import problems, warnings
 from ranvier.planner.search import search
+from tests.errors import raises
 
 
 def run_with(**flags):
@@ -304,5 +304,5 @@ def test_what_a_cluster_has_too_little_of():
     report = check.check(run_with(mesh__data="32", batch__microbatch_size="1"), 32, cluster="laptop")
     assert "has more ranks than Laptop has devices (8)" in str(report.problems[0])
     assert "a rank needs" in report.cluster
-    with pytest.raises(ConfigError, match="no-such"):
+    with raises("unknown-cluster", "no-such"):
         check.check(run_with(), 1, cluster="no-such")
