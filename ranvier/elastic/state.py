@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from ranvier.elastic.ledger import Ledger
-from ranvier.elastic.microbatch_profile import TRIAL_STEPS, MicrobatchProfile
+from ranvier.elastic.microbatch_profile import MicrobatchProfile
 
 RECENT_STEPS = 8
 """Steps whose median says how long one takes now."""
@@ -73,11 +73,6 @@ class MicrobatchTrial:
     """Those that have been started with it."""
     seconds: tuple[float, ...] = ()
     """Of those that have been measured."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether enough steps have been measured."""
-        return len(self.seconds) == TRIAL_STEPS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from ranvier.config.run import Batch, Elastic, Train
 from ranvier.data.prepare import prepare
 from ranvier.elastic import controller
 from ranvier.elastic.freezing import FrozenLayers
-from ranvier.elastic.ledger import Ledger
+from ranvier.elastic.ledger import Entry, Ledger
 from ranvier.elastic.mesh_candidates import MeshCandidate
 from ranvier.elastic.rules import BlockFacts, ElasticRules, PresentMesh
 from ranvier.elastic.state import ElasticState
@@ -156,7 +156,8 @@ def test_what_was_refused_goes_along_until_the_user_chooses(sentences, tmp_path)
     assert not ElasticState.read({name: value for name, value in saved.items() if name != "refused"}).refused
     elastic.caching = SimpleNamespace(enter=lambda now, reads: False)
     for wish, kept in ((None, 2), ("1", 0)):
-        elastic.enter(SimpleNamespace(run=run), saved, SimpleNamespace(wish=wish, schedule=None), Mesh(pipe=2), 10, 0.5, 3, progress)
+        change = SimpleNamespace(wish=wish, schedule=None)
+        elastic.enter(SimpleNamespace(run=run), saved, change, Mesh(pipe=2), 10, 0.5, 3, progress)
         assert len(elastic.state.refused) == kept
 
 
@@ -178,7 +179,7 @@ def test_every_transition_is_in_the_ledger(sentences, tmp_path, elastic, wishes,
         assert entry["seconds_before"] > 0 and entry["measured_after"] > 0
         assert entry["new"] == f"data {line['mesh']['data']} x pipe {line['mesh']['pipe']}"
     assert ledger[0]["old"] == "data 1 x pipe 4"
-    learnt = Ledger.from_dict({"entries": ledger})
+    learnt = Ledger(tuple(Entry(**entry) for entry in ledger))
     assert learnt.expected_cost(0) != Ledger().expected_cost(0)
 
 
