@@ -64,6 +64,7 @@ from ranvier.train.memory import check_fits, explain_out_of_memory, report_text
 from ranvier.train.metrics import Meter, PendingStep
 from ranvier.train.peak import peak_rate
 from ranvier.train.progress import Progress
+from ranvier.train.reference import fill_reference
 from ranvier.train.report import summarise, write_report
 from ranvier.train.report_page import ReportPage
 from ranvier.train.requests import Requests, join_note
@@ -272,7 +273,8 @@ class Training:
         self._kernel.enter_context(preferred_kernel(self.run.model.attention_kernel))
         loaded = self.resumed.loaded
         notes = [NoteEvent(step=0, event="pretrained", text=text) for text in initial_weights(
-            self.engine, self.run, self.pretrained, from_step=None if loaded is None else loaded.step)]
+            self.engine, self.run, self.pretrained, from_step=None if loaded is None else loaded.step,
+            before_adapters=partial(fill_reference, self.runtime, self.data, self.members.everyone, self.resumed))]
         notes += [NoteEvent(step=self.done, event="data", text=f"warning: {warning}") for warning in self.data.warnings]
         if self.run.train.epochs is not None:  # how many steps these are is known only now
             notes += [NoteEvent(step=self.done, event="settings", text=str(warning))
