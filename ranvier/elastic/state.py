@@ -124,8 +124,8 @@ class ElasticState:
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> ElasticState:
         """The inverse of `document`. Older checkpoints lack some entries, have the inputs as "progress", and None for
-        what is not finite."""
-        norms, inputs = document["norms"], document.get("inputs", document.get("progress")) or {}
+        what is not finite. pydantic's ValidationError for impossible values."""
+        norms, inputs = document.get("norms"), document.get("inputs", document.get("progress")) or {}
         found = _FORM.validate_python({
             **{field.name: document[field.name] for field in fields(cls) if field.name in document},
             "norms": norms and [inf if norm is None else norm for norm in norms],
