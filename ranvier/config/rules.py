@@ -43,6 +43,11 @@ def problems(run: ResolvedRun, num_ranks: int | None = None, *, num_blocks: int 
         yield ConfigError("needs `comm.transport torch`: MPI's ranks are those that were started",
                           code="join-needs-torch", where="launch.join-address", value=run.launch.join_address,
                           remedy="Leave `--comm.transport auto`, or `--launch.join-address` out.")
+    if run.launch.join_address is not None and run.data.task == "preference" and run.preference.needs_reference:
+        yield ConfigError("cannot be where the loss has a reference: ranks that join would not have its "
+                          "log-probabilities", code="join-with-reference", where="launch.join-address",
+                          value=run.launch.join_address,
+                          remedy="Leave `--launch.join-address` out, or set `--preference.loss simpo`.")
     if run.launch.survive_losses and (run.comm.transport == "mpi" or run.launch.device == "cuda"):
         what = "`comm.transport torch`: MPI's ranks are those that were started" if run.comm.transport == "mpi" else \
             "`launch.device cpu`: a wait inside NCCL for a lost rank cannot be ended"
@@ -109,7 +114,13 @@ def _rotary_problems(run: ResolvedRun) -> Iterator[ConfigError]:
     """Dynamic rotary scaling chooses its base by the length of a sequence, which with packing or padding is not that of
     the sample."""
     model, packing, pads = run.model, run.data.packing, run.data.task == "chat" and run.data.padding == "longest"
-    if model.rope_scaling == "dynamic" and model.sequence > (model.rope_positions or model.sequence) and (
+    if run.data.task == "preference" and model.rope_scaling == "dynamic" and (
+            model.sequence > (model.rope_positions or model.sequence)):
+        yield ConfigError("puts two answers into one sequence, and the rotary scaling dynamic depends on the "
+                          f"length above {model.rope_positions} positions", code="pairs-with-dynamic-rope",
+                          where="data.task", value=run.data.task,
+                          remedy=f"Set `--model.sequence {model.rope_positions}` or less.")
+    elif model.rope_scaling == "dynamic" and model.sequence > (model.rope_positions or model.sequence) and (
             packing or pads):
         name, value = ("packing", True) if packing else ("padding", "longest")
         yield ConfigError("gives samples other lengths than their own, and the rotary scaling dynamic depends on the "

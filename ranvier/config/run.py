@@ -530,10 +530,10 @@ class Lora:
 class Data:
     """Task, data sets and tokenizer."""
 
-    task: Literal["lm", "chat", "classification", "qa", "images"] | ObjectName = "lm"
-    """Task: language modelling (lm), fine-tuning on conversations (chat), classification of sentences or pairs of them,
-    extractive question answering (qa), or classification of images. Or a task of your own, as module:function
-    (docs/extending.md)."""
+    task: Literal["lm", "chat", "preference", "classification", "qa", "images"] | ObjectName = "lm"
+    """Task: language modelling (lm), fine-tuning on conversations (chat), preference tuning on pairs of a chosen and a
+    rejected answer (preference), classification of sentences or pairs of them, extractive question answering (qa), or
+    classification of images. Or a task of your own, as module:function (docs/extending.md)."""
     options: tuple[str, ...] = ()
     """Keyword arguments of the function that a `task` of your own names, as NAME=VALUE, for example length=16."""
     train: str | None = None
@@ -593,6 +593,27 @@ class Data:
     16 MB of a corpus that is given by name."""
     cache_dir: Path | None = None
     """Cache folder for downloaded corpora, tokenizers and token files; by default the user's cache folder."""
+
+
+@section
+class Preference:
+    """Loss of the task preference."""
+
+    loss: Literal["dpo", "ipo", "simpo"] = "dpo"
+    """dpo (Rafailov et al., 2023) and ipo (Azar et al., 2023) compare with the likelihoods of a reference, which are
+    computed before the first step, by the weights with which the run begins, without adapters; simpo (Meng et al.,
+    2024) needs no reference."""
+    beta: Annotated[float, Gt(0)] = 0.1
+    """Scale of the rewards: the larger, the closer the model stays to the reference. simpo is used with 2 to 2.5."""
+    label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
+    """dpo and simpo: probability that a pair's answers are the wrong way round."""
+    gamma: Annotated[float, Ge(0)] = 0.0
+    """simpo: target margin between the rewards of a pair."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares with a reference."""
+        return self.loss != "simpo"
 
 
 @section
@@ -660,6 +681,7 @@ class Run:
     model: Transformer = Transformer()
     lora: Lora = Lora()
     data: Data = Data()
+    preference: Preference = Preference()
     elastic: Elastic = Elastic()
     seed: Annotated[int, Ge(0)] = 0
     """Random seed of initial weights, sample order and dropout, which do not depend on the mesh."""

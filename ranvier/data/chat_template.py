@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +269,12 @@ class ChatTokenizer:
                     for turns in range(len(conversation.messages) + 1)]
             is_target &= ~_begin_in(offsets, [(ends[number], ends[number + 1]) for number in conversation.unlearnt])
         return ids, is_target
+
+
+@lru_cache(maxsize=1)
+def chat_tokenizer(folder: str, template: str | None) -> ChatTokenizer:
+    """Of a process that encodes piece after piece."""
+    return ChatTokenizer(Path(folder), None if template is None else Path(template))
 
 
 def _is_text(text: str) -> bool:

@@ -24,6 +24,9 @@ def task_of(run: Run) -> Task:
         case "chat":
             from ranvier.data.chat import CHAT
             return CHAT
+        case "preference":
+            from ranvier.data.preference import PREFERENCE
+            return PREFERENCE
         case "classification":
             from ranvier.data.classification import CLASSIFICATION
             return CLASSIFICATION

@@ -42,6 +42,12 @@ def evaluate(trained: Trained, run: ResolvedRun, runs: Mapping[str, ResolvedRun]
         raise ConfigError("is of language models only", code="evaluation-of-language-models",
                           where="choices" if choices else "lm-eval", value=f"the task {run.data.task}",
                           remedy="Name a run of the task lm or chat, or a folder of a GPT-2 or a Llama.")
+    if any(one.data.task == "preference" and one.preference.needs_reference for one in runs.values()):
+        raise ConfigError("compares with a reference, and the model alone does not tell which: the run's metrics have "
+                          "its scores", code="evaluation-of-reference", where="preference.loss",
+                          value=run.preference.loss,
+                          remedy="Set `--preference.loss simpo` for the rewards without a reference, or name data of "
+                                 "the task chat and set `--data.task chat`.")
     questions = {name: read_questions(Path(path)) for name, path in choices.items()}
     line = tell if world.rank == 0 else (lambda text: None)
     prepared = {name: prepare(one, line) for name, one in runs.items()}

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ranvier.data import tokenizer as tokenizers
-from ranvier.data.chat import conversation_of
 from ranvier.data.chat_template import ChatTokenizer
+from ranvier.data.conversation_rows import conversation_of
 from ranvier.data.tables import Row
 from ranvier.errors import ConfigError
 

@@ -38,10 +38,10 @@ from ranvier.precision import DTYPES
 from ranvier.system.untrusted_file import member, read_json, read_toml
 from ranvier.world import World
 
-KEPT = ("model.", "lora.", "batch.", "seed", "precision", "train.eval_sequences", "data.task", "data.options",
-        "data.train_samples", "data.eval_samples", "data.text_column", "data.pair_column", "data.label_column",
-        "data.messages_column", "data.packing", "data.padding", "data.augment", "data.augment_repeats",
-        "data.max_bytes")
+KEPT = ("model.", "lora.", "preference.", "batch.", "seed", "precision", "train.eval_sequences", "data.task",
+        "data.options", "data.train_samples", "data.eval_samples", "data.text_column", "data.pair_column",
+        "data.label_column", "data.messages_column", "data.packing", "data.padding", "data.augment",
+        "data.augment_repeats", "data.max_bytes")
 """Beginnings of the settings of a run that its evaluation has, too; place and performance are chosen anew."""
 PLACES = ("data.corpus", "data.mixture", "data.train", "data.eval", "data.eval_sets", "data.tokenizer",
           "data.chat_template", "model.pretrained")
@@ -121,7 +121,7 @@ def open_trained(path: Path, tell: Callable[[str], None], *, ema: bool = False) 
     values.pop("lora.adapters", None)  # where they began; the checkpoint has what they have become
     tokenizer, labels = saved.manifest.about.get("tokenizer"), saved.manifest.about.get("labels")
     beside = tokenizer_beside(path, saved.folder)
-    if beside is not None and values.get("data.task") != "chat":
+    if beside is not None and values.get("data.task") not in ("chat", "preference"):
         values |= {"data.tokenizer": str(beside)}
         values.pop("model.pretrained", None)  # for its sizes, which are among the settings, and its tokenizer
     own = _own_settings(path) or _own_settings(saved.folder.parent.parent)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from ranvier.block import Model, State, untrained_layers
 from ranvier.config.named_object import blamed, is_object_name, load_object
@@ -14,6 +15,8 @@ from ranvier.config.task_form import form_of
 from ranvier.errors import ConfigError, ModelError, RanvierError
 from ranvier.models.family import FAMILY_ATTRIBUTES, ModelFacts, ModelFamily, Targets
 from ranvier.models.lora import with_adapters
+from ranvier.tensor.split.loss import vocabulary_of
+from ranvier.tensor.split.preference_loss import PreferenceLoss
 
 _SETTING = "model.family"
 
@@ -94,6 +97,8 @@ def model_of(run: Run, *, dtype: torch.dtype = torch.float32) -> Model:
         raise problem
     head = head_of(run)
     model = _built(family_of(run), family_name(run), run.model, head, dtype)
+    if run.data.task == "preference":
+        model = replace(model, loss=PreferenceLoss(vocabulary_of(model.loss) or run.model.vocab, run.preference))
     if not run.lora.rank:
         return model
     train_head = head != "tokens" if run.lora.train_head == "auto" else run.lora.train_head
@@ -195,4 +200,16 @@ def flops_per_sample(run: Run, *, recomputed: bool = False) -> float:
 def sample_of(run: Run, count: int) -> tuple[State, Targets]:
     """Inputs and targets of `count` samples, where a device context says."""
     with blamed(family_name(run), _SETTING, "`sample`"):
-        return family_of(run).sample(run.model, head_of(run), count)
+        inputs, targets = family_of(run).sample(run.model, head_of(run), count)
+    return _pairs(inputs, targets) if run.data.task == "preference" else (inputs, targets)
+
+
+def _pairs(ids_BS: State, tokens_BS: Targets) -> tuple[State, Targets]:
+    """Samples of tokens as pairs of answers, each of half the positions."""
+    assert isinstance(ids_BS, Tensor) and isinstance(tokens_BS, Tensor)  # of the head "tokens"
+    half = ids_BS.shape[1] // 2
+    segments_BS = torch.ones_like(ids_BS)
+    segments_BS[:, half:] = 2
+    return {"ids": ids_BS, "segments": segments_BS}, {
+        "tokens": tokens_BS, "rejected_from": torch.full_like(tokens_BS[:, 0], half),
+        "reference": torch.zeros(len(tokens_BS), 2, dtype=torch.float64)}

@@ -782,7 +782,8 @@ class Engine:
     def evaluate(self, microbatches: Batch,
                  observe: Callable[[int, State], None] | None = None) -> BatchResult:
         """Forward only: loss and weight over the global batch, without dropout. observe: called on the ranks of the
-        last stage with each microbatch's number and what the last block has returned for it."""
+        last stage, all of which give one, with each microbatch's number and what the last block has returned for it,
+        whole on every column."""
         self.check_usable("evaluate")
         batch = self._checked(microbatches, training=False)
         self._stages.observe(observe)

@@ -27,7 +27,7 @@ from ranvier.tensor.layers import VocabularyLinear, block_splits
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.quantized_weight import BLOCK
 from ranvier.tensor.split.layers import split_layers, split_loss
-from ranvier.tensor.split.loss import NextTokenLoss
+from ranvier.tensor.split.loss import vocabulary_of
 
 Sample = tuple[State, object]
 """Inputs and targets of a microbatch."""
@@ -208,10 +208,11 @@ def _split(parameters: Sequence[Parameter], modules: Mapping[str, nn.Module], me
 def _check_loss(model: Model, last: nn.Module, mesh: Mesh) -> None:
     """Columns have their part of the logits: only a loss that knows takes those."""
     if (mesh.feature_parts > 1 and any(isinstance(layer, VocabularyLinear) for layer in last.modules())
-            and not isinstance(model.loss, NextTokenLoss)):
+            and vocabulary_of(model.loss) is None):
         raise ModelError("cannot take logits whose vocabulary is split over columns", code="loss-needs-whole-vocab",
                          where="loss", value=getattr(model.loss, "__name__", type(model.loss).__name__),
-                         remedy="Use ranvier.tensor.split.loss.NextTokenLoss(vocab), or set `--mesh.col 1`.")
+                         remedy="Use ranvier.tensor.split.loss.NextTokenLoss(vocab), or a module that uses "
+                                "TokenLosses(vocab) from there, or set `--mesh.col 1`.")
 
 
 def meta_mesh(mesh: Mesh, tensor: TensorParallel, device: str) -> TensorMesh:

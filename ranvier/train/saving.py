@@ -68,7 +68,7 @@ class CheckpointMetadata:
     guard: dict[str, list[float]] = field(default_factory=lambda: {"losses": []})
     run: dict[str, object] = field(default_factory=dict)
     elastic: dict[str, object] = field(default_factory=dict)
-    """What layers are frozen, and how the run came to its mesh: `Elasticity.state`."""
+    """What layers are frozen, and how the run came to its mesh: `Elasticity.document`."""
     best: BestState | None = None
     """The best evaluation so far."""
 
@@ -235,11 +235,6 @@ class Saving:
                             fields={"setting": name, "before": was, "now": now})
 
     # ------------------------------------------------------------------ while it trains
-
-    def due(self, step: int) -> bool:
-        """Whether a checkpoint is to be written after `step`, which is not the last."""
-        every = self._run.checkpoint.every
-        return bool(every and step % every == 0)
 
     def save(self, step: int, result: BatchResult | None, elastic: Mapping[str, object],
              best: BestEvaluation | None = None) -> float | None:

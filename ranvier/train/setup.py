@@ -4,6 +4,7 @@ once every `auto` is resolved.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
@@ -88,11 +89,13 @@ def agree_on_run(run: ResolvedRun, recipe: str, data: Prepared, ranks: Group, wo
     return replace(resolve(run, Facts(tile=None if facts is None else facts.tile)), run_dir=Path(everyone[0]["folder"]))
 
 
-def initial_weights(engine: Engine, run: ResolvedRun, pretrained: Pretrained | None, *, from_step: int | None
-                    ) -> list[str]:
+def initial_weights(engine: Engine, run: ResolvedRun, pretrained: Pretrained | None, *, from_step: int | None,
+                    before_adapters: Callable[[], list[str]] = list) -> list[str]:
     """Set the weights with which the run begins, where they are a pretrained model's or those of adapters in a folder.
-    Collective. from_step: of the checkpoint that the run goes on from, None without one. Returns notes for the user."""
+    Collective. from_step: of the checkpoint that the run goes on from, None without one. before_adapters: called while
+    adapters, if there are any, change nothing. Returns notes for the user."""
     notes = [] if pretrained is None or from_step is not None else load_pretrained(engine, pretrained)
+    notes += before_adapters()
     if run.lora.adapters is not None and not from_step:
         folder = AdapterFolder(run.lora.adapters.expanduser())
         notes += load_adapters(engine, folder, families.config_of(run), families.head_of(run))

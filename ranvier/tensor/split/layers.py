@@ -14,7 +14,7 @@ from ranvier.tensor.boundaries import checked_loss, guard_block, guard_layer, na
 from ranvier.tensor.closed_parameters import close_parameters
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.attributes import rebind_attributes
-from ranvier.tensor.split.loss import NextTokenLoss, SplitNextTokenLoss
+from ranvier.tensor.split.loss import SplitTokenLosses, TokenLosses, vocabulary_of
 from ranvier.tensor.splittable import Splittable, check_plain, unsplit_parameter
 
 
@@ -33,7 +33,7 @@ def split_layers(module: nn.Module, mesh: TensorMesh, where: str, *, in_chain: b
     done: dict[nn.Module, nn.Module] = {}
     found = _split_modules(module, mesh, where, done, alone)
     rebind_attributes(module, done, where)
-    if not alone and not isinstance(module, NextTokenLoss):
+    if not alone and vocabulary_of(module) is None:
         guard_block(found, mesh, where, in_chain=in_chain)
     return found
 
@@ -45,7 +45,7 @@ def split_loss(loss: Loss, mesh: TensorMesh) -> Loss:
         done: dict[nn.Module, nn.Module] = {}
         whole = _split_modules(loss, mesh, "loss", done, alone=False)
         rebind_attributes(loss, done, "loss")
-    return checked_loss(whole, mesh, loss.vocab if isinstance(loss, NextTokenLoss) else None)
+    return checked_loss(whole, mesh, vocabulary_of(loss))
 
 
 def _split_modules(module: nn.Module, mesh: TensorMesh, where: str, done: dict[nn.Module, nn.Module],
@@ -66,8 +66,9 @@ def _split_modules(module: nn.Module, mesh: TensorMesh, where: str, done: dict[n
         guard_layer(done[module], mesh, where, getattr(module, "takes", "same"), getattr(module, "gives", "same"),
                     alone=alone, vocab=getattr(module, "out_features", 0))
         return done[module]
-    if isinstance(module, NextTokenLoss):
-        return SplitNextTokenLoss(module, mesh)
+    if isinstance(module, TokenLosses):
+        done[module] = SplitTokenLosses(module, mesh)
+        return done[module]
     if isinstance(module, (nn.modules.dropout._DropoutNd, nn.RReLU)):
         raise ModelError("draws different random numbers on each rank", code="random-layer-on-columns",
                          where=f"{where} (nn.{type(module).__name__})", value=getattr(module, "p", None),
