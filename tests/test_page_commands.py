@@ -140,7 +140,7 @@ def problem_of_ranvier(words: list[str], *, is_whole: bool = True) -> str | None
         return error.format_message() if is_whole else None
     known = read.settings()
     flags = {setting: value for key, value in given.items()
-             if (setting := key.replace("__", ".")) in known or setting in aliases.old_names() if value is not None}
+             if (setting := key.replace("__", ".")) in known or setting in aliases.NAMES if value is not None}
     layers, recipe = [], given.get("recipe")
     if recipe and not recipe.endswith(".toml") and not re.search("[A-Z]{4}", recipe):
         try:
@@ -148,7 +148,7 @@ def problem_of_ranvier(words: list[str], *, is_whole: bool = True) -> str | None
         except read.ConfigError as error:
             return str(error)
     merged = read.merge([*layers, read.Layer(origin="page", values=flags, is_text=True)])
-    problems = [*merged.problems, *merged.warnings]
+    problems = merged.problems
     return str(problems[0]) if problems else None
 
 

@@ -60,8 +60,7 @@ def check(recipe: str | None, allow_code: bool, split: str | None, ranks: int | 
         ranks = local_devices(resolved.run.launch.device)  # which `train` would start
     report = check_run(resolved.run, ranks, ranks_per_node, chosen=resolved.chosen,
                        cluster=cluster)
-    report = dataclasses.replace(report, problems=(*resolved.problems, *report.problems),
-                                 warnings=(*resolved.warnings, *report.warnings))
+    report = dataclasses.replace(report, problems=(*resolved.problems, *report.problems))
     if resolved.run.train.epochs is not None:
         values["train.steps"] = "by train.epochs"
     rows = [(setting.flag, read.as_text(values[setting.name]), resolved.origins[setting.name])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ranvier.cli.options import OF_EVALUATION, SettingsCommand, json_option
-from ranvier.cli.problems import ConfigProblems, print_warnings
+from ranvier.cli.problems import ConfigProblems
 from ranvier.cli.ranks import work_as_rank
 from ranvier.config import read
 from ranvier.errors import ConfigError
@@ -111,7 +111,6 @@ def _run(trained: Trained, flags: Mapping[str, str], reads_data: bool) -> Resolv
     merged = read.merge([trained.layer(), read.Layer(origin="flag", values=flags, is_text=True)])
     if merged.problems:
         raise ConfigProblems(merged.problems)
-    print_warnings(merged.warnings)
     run = resolve(trained.sized(merged.run))
     found = [problem for problem in problems(run) if problem.where.startswith(("mesh", "model", "tensor", "batch"))]
     if found:

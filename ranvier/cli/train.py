@@ -102,7 +102,7 @@ def _close(resolved: read.Merged, started: Started | None, tell: Callable[[str],
     run, open_problems = (before, []) if before is not None else with_plan(
         asked, ranks if open_axes_of(asked) or started is not None else None,
         None if started is None else started.local_size, trial=trial)
-    warnings: list[RanvierError] = [*resolved.warnings]
+    warnings: list[RanvierError] = []
     problems = [*resolved.problems, *_missing_data(resolved), *problems, *find_problems(run),
                 *tracker_problems(run.log)]
     if started is not None and started.size != run.mesh.size and run.resume == "auto" and not problems:

@@ -81,7 +81,6 @@ class Layer:
     origin: str
     values: Mapping[str, object]
     problems: tuple[ConfigError, ...] = ()
-    warnings: tuple[ConfigError, ...] = ()
     is_text: bool = False
     is_users: bool = True
     code: named_code.Permission = "never"
@@ -95,14 +94,13 @@ class Layer:
 class Merged:
     """The run, where each of its values comes from, and what is wrong with those that were refused.
 
-    chosen: the settings whose value a user has chosen. warnings: old spellings that will be refused one day.
+    chosen: the settings whose value a user has chosen.
     """
 
     run: Run
     origins: Mapping[str, str]
     problems: tuple[ConfigError, ...]
     chosen: frozenset[str] = frozenset()
-    warnings: tuple[ConfigError, ...] = ()
 
 
 def flag(name: str) -> str:
@@ -171,10 +169,8 @@ def merge(layers: Sequence[Layer]) -> Merged:
     problems: list[ConfigError] = []
     chosen: set[str] = set()
     places: dict[str, Layer] = {}
-    warnings: list[ConfigError] = []
-    for layer in (part for given in layers for part in _with_preset(_in_new_spellings(given))):
+    for layer in (part for given in layers for part in _with_preset(_canonical(given))):
         problems += layer.problems
-        warnings += layer.warnings
         before = dict(values)
         for name, value in layer.values.items():
             setting = settings().get(name)
@@ -200,24 +196,22 @@ def merge(layers: Sequence[Layer]) -> Merged:
     except ConfigError as problem:  # of values that are right one by one
         problems.append(problem)
         run = _build(Run, {**values, "mesh.tile": None})
-    return Merged(run=run, origins=origins, problems=tuple(problems), chosen=frozenset(chosen),
-                  warnings=tuple(warnings))
+    return Merged(run=run, origins=origins, problems=tuple(problems), chosen=frozenset(chosen))
 
 
-def _in_new_spellings(layer: Layer) -> Layer:
-    """The layer with the new name and value of each setting, and warnings for the old spellings in it."""
+def _canonical(layer: Layer) -> Layer:
+    """The layer with the own name and spelling of each setting (`ranvier.config.aliases`)."""
     values: dict[str, object] = {}
-    problems, warnings = list(layer.problems), []
-    for name, value in layer.values.items():
-        setting = aliases.current(name, value)
-        warnings += [warning for alias in setting.used if (warning := aliases.warning(alias, layer.origin))]
-        if setting.name != name and setting.name in layer.values:
-            problems.append(ConfigError(f"is another name of {flag(setting.name)}, which is given as well, in "
-                                        f"{layer.origin}", code="setting-given-twice", where=flag(name), value=value,
-                                        remedy=f"Leave out {flag(name)}."))
+    problems = list(layer.problems)
+    for given, value in layer.values.items():
+        name, spelled = aliases.canonical(given, value)
+        if name != given and name in layer.values:
+            problems.append(ConfigError(f"is another name of {flag(name)}, which is given as well, in {layer.origin}",
+                                        code="setting-given-twice", where=flag(given), value=value,
+                                        remedy=f"Leave out {flag(given)}."))
             continue
-        values[setting.name] = setting.value
-    return replace(layer, values=values, problems=tuple(problems), warnings=tuple(warnings))
+        values[name] = spelled
+    return replace(layer, values=values, problems=tuple(problems))
 
 
 def _with_preset(layer: Layer) -> tuple[Layer, ...]:

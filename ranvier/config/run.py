@@ -8,7 +8,6 @@ the result.
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,28 +24,6 @@ Positive = Annotated[int, Ge(1)]
 Bytes = Annotated[int, Ge(0)]
 ObjectName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 """A Python object of the user's: module:name (ranvier/config/named_object.py)."""
-
-
-class _Renamed:
-    """A section that also takes its fields' old names and values (`ranvier.config.aliases`), as keyword arguments."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _in_new_spellings(cls, given: Any) -> Any:
-        if not isinstance(given, ArgsKwargs) or given.kwargs is None:
-            return given
-        prefix = f"{cls.__name__.lower()}."
-        fields: dict[str, Any] = {}
-        for name, value in given.kwargs.items():
-            setting = aliases.current(prefix + name, value)
-            for alias in setting.used:
-                if (warning := aliases.warning(alias, f"{cls.__name__}(...)")) is not None:
-                    warnings.warn(str(warning), DeprecationWarning, stacklevel=4)
-            new = setting.name.removeprefix(prefix)
-            if new != name and new in given.kwargs:  # as dataclasses.replace passes it
-                raise TypeError(f"{cls.__name__}() got {name} and {new}, which are two names of one field; use {new}")
-            fields[new] = setting.value
-        return ArgsKwargs(given.args, fields)
 
 
 @section
@@ -298,12 +275,23 @@ class Optim:
 
 
 @section
-class Memory(_Renamed):
+class Memory:
     """What is recomputed to save memory."""
 
     recompute: Literal["none", "auto", "axonn"] | Positive = "none"
     """Activation recomputation (activation checkpointing): layers between stored activations; the others are computed
     again in the backward. auto: on each stage what needs the least memory; axonn: AxoNN's rule."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _canonical(cls, given: Any) -> Any:
+        """With the other spellings (`ranvier.config.aliases`) as keyword arguments too."""
+        if not isinstance(given, ArgsKwargs) or given.kwargs is None:
+            return given
+        if {"checkpoint", "recompute"} <= given.kwargs.keys():  # as dataclasses.replace passes them
+            raise TypeError("Memory() got checkpoint and recompute, which are two names of one field; use recompute")
+        pairs = (aliases.canonical(f"memory.{name}", value) for name, value in given.kwargs.items())
+        return ArgsKwargs(given.args, {name.removeprefix("memory."): value for name, value in pairs})
 
 
 @section
@@ -331,7 +319,7 @@ class Checkpoint:
 
 
 @section
-class Guard(_Renamed):
+class Guard:
     """What happens at a bad step: NaN, infinity, or a loss spike."""
 
     bad_step: Literal["stop", "skip", "rollback", "none"] = "stop"

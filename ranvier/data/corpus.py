@@ -28,7 +28,19 @@ from ranvier.data.documents import Document as Document
 from ranvier.data.fingerprint import fingerprint
 from ranvier.data.offline.fetch import SOTU, check, fetch
 from ranvier.data.publish import Progress
-from ranvier.data.tables import ENDINGS, JSON_LINES, Row, has_package, is_saved, no_column, open_dataset, text_of
+from ranvier.data.tables import (
+    ENDINGS,
+    INSTALL,
+    JSON_LINES,
+    Row,
+    has_package,
+    is_saved,
+    load_split,
+    no_column,
+    open_dataset,
+    readable_rows,
+    text_of,
+)
 from ranvier.errors import DataError
 
 HELD_OUT_EVERY = 20
@@ -47,6 +59,7 @@ _NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "
 
 
 _SETTING = "data.corpus"
+_INSTEAD = "a path to files of text, python-stdlib or sotu"
 CORPUS_ATTRIBUTES = ("fingerprint", "read()")
 """What a corpus of a user's own has."""
 
@@ -305,14 +318,10 @@ def missing_package(name: str) -> DataError | None:
     path = Path(name).expanduser()
     if _stat(path) is not None and not is_saved(path):
         return None
-    return None if has_package("datasets") else _no_datasets(name)
-
-
-def _no_datasets(name: str) -> DataError:
-    return DataError("is neither a file nor built in, and the package `datasets` is not installed",
-                     code="corpus-needs-datasets", where="data.corpus", value=name,
-                     remedy="Run pip install 'ranvier[hub]' to read it from the Hugging Face hub, or give a path, "
-                            "python-stdlib or sotu.")
+    return None if has_package("datasets") else DataError(
+        "is neither a file nor built in, and the package `datasets` is not installed",
+        code="corpus-needs-datasets", where=_SETTING, value=name,
+        remedy=f"{INSTALL} to read it from the Hugging Face hub, or give {_INSTEAD}.")
 
 
 def _hugging_face(name: str, progress: Progress, text: str | None = None) -> OpenCorpus:
@@ -320,24 +329,12 @@ def _hugging_face(name: str, progress: Progress, text: str | None = None) -> Ope
     path, _, configuration = HUB.get(name, name).partition(":")
 
     def read(max_bytes: int) -> Iterator[Document]:
-        try:
-            import datasets
-        except ImportError as error:
-            raise _no_datasets(name) from error
         progress(f"reading {name} from the Hugging Face hub")
-        try:
-            rows = datasets.load_dataset(path, configuration or None, split="train", streaming=True)
+        rows = load_split(HUB.get(name, name), "train", _SETTING, _INSTEAD, streaming=True)
+        with readable_rows(name, _SETTING, _INSTEAD):
             texts = row_texts(name, rows, text)
             yield from articles(texts) if path.endswith("wikitext") else (
                 Document(str(number), text) for number, text in enumerate(texts))
-        except DataError:
-            raise
-        except Exception as error:
-            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            raise DataError("could not be read from the Hugging Face hub", code="corpus-hub-unreadable",
-                            where=f"data.corpus {name}", value=reason,
-                            remedy="Check the name and the connection, or give a path to files of text, python-stdlib "
-                                   "or sotu.") from error
 
     return OpenCorpus(name=name, fingerprint=fingerprint("hub", path, configuration), read=read)
 

@@ -12,9 +12,9 @@ import numpy.typing as npt
 from PIL import Image
 
 from ranvier.data.fingerprint import fingerprint
-from ranvier.data.offline import hub
 from ranvier.data.publish import Progress
 from ranvier.data.subset import held_out
+from ranvier.data.tables import known_rows, load_known
 from ranvier.errors import DataError
 
 ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -189,8 +189,8 @@ def _opened(path: Path) -> Image.Image:
 
 
 def _hub(split: str, progress: Progress) -> Images:
-    rows = hub.load_split(_HUB, split, progress, "a folder with one folder of images for each class")
-    with hub.readable(_HUB):
+    rows = load_known(_HUB, split, progress, "a folder with one folder of images for each class")
+    with known_rows(_HUB):
         classes = tuple(rows.features["label"].names)
         labels = np.asarray(list(rows["label"]), dtype=np.int64)
     same = fingerprint("hub", _HUB, split, len(labels))

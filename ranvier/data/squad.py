@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -16,9 +16,9 @@ import numpy as np
 
 from ranvier.data.fingerprint import fingerprint
 from ranvier.data.named_files import read_bytes
-from ranvier.data.offline import hub
 from ranvier.data.publish import Progress
-from ranvier.data.subset import held_out
+from ranvier.data.subset import Part, held_out, read_parts
+from ranvier.data.tables import known_rows, load_known
 from ranvier.errors import DataError
 from ranvier.system.untrusted_file import parse_json
 
@@ -41,17 +41,7 @@ class Question:
     place: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """A dataset. fingerprint: of its content, known without parsing it; read: (training, held out), where held out is
-    None if the dataset has no such part."""
-
-    name: str
-    fingerprint: str
-    read: Callable[[], tuple[list[Question], list[Question] | None]]
-
-
-def open_part(name: str, setting: str, progress: Progress) -> Part:
+def open_part(name: str, setting: str, progress: Progress) -> Part[Question]:
     """The dataset squad, or that of a file. DataError if it is neither, or cannot be read. setting: train or eval."""
     if name == "squad":
         return Part(name=name, fingerprint=fingerprint("hub", _HUB), read=lambda: _hub(progress))
@@ -60,16 +50,11 @@ def open_part(name: str, setting: str, progress: Progress) -> Part:
                 read=lambda: (parse(data, name), None))
 
 
-def read_questions(train: Part, held: Part | None) -> tuple[list[Question], list[Question]]:
+def read_questions(train: Part[Question], held: Part[Question] | None) -> tuple[list[Question], list[Question]]:
     """Training and held-out questions. Without a held-out part the questions of every tenth context are held out, by
     the hash of its text; of a single context every tenth question. DataError if there are too few."""
-    questions, own = train.read()
-    if held is not None:
-        first, second = held.read()
-        evaluated = first if second is None else second
-    elif own is not None:
-        evaluated = own
-    else:
+    questions, evaluated = read_parts(train, held)
+    if evaluated is None:
         contexts = list(dict.fromkeys(question.context for question in questions))
         if len(contexts) > 1:
             out = {text for text, here in zip(contexts, held_out(contexts), strict=True) if here}
@@ -146,8 +131,8 @@ def _checked(question: Question) -> Question:
 def _hub(progress: Progress) -> tuple[list[Question], list[Question]]:
     parts = []
     for split in ("train", "validation"):
-        rows = hub.load_split(_HUB, split, progress, "a JSON file in the format of SQuAD 1.1")
-        with hub.readable(_HUB):
+        rows = load_known(_HUB, split, progress, "a JSON file in the format of SQuAD 1.1")
+        with known_rows(_HUB):
             parts.append([_checked(Question(
                 row["question"], row["context"],
                 tuple(zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True)),

@@ -6,13 +6,14 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from math import inf
 
-from ranvier.config.other_mesh import microbatch_size
-from ranvier.config.resolve import stage_placement
+from ranvier.config.other_mesh import microbatch_size, on_mesh
+from ranvier.config.resolve import ResolvedRun, stage_placement
 from ranvier.cost.transition import moved_bytes
 from ranvier.elastic.auto_pipe import CandidateStage, Situation, best_cut, compress, greedy, stage_sizes
 from ranvier.elastic.microbatch_profile import MicrobatchProfile, microbatch_counts, size_of
 from ranvier.elastic.rules import BlockFacts, ElasticRules, PresentMesh
 from ranvier.mesh import Mesh
+from ranvier.plan.fitting import schedules
 from ranvier.schedule.policies import policy_named
 
 
@@ -50,9 +51,8 @@ class StageMemory:
 
     limit_bytes: int | None
     """What a rank may need."""
-    needed: Callable[[Mesh, int, int], Callable[[CandidateStage], int] | None]
-    """(mesh, samples of a step, samples of a microbatch) -> what a rank of a stage needs; None where it is not judged
-    stage by stage, or the mesh is not legal."""
+    needed: Callable[[ResolvedRun], Callable[[CandidateStage], int] | None]
+    """What a rank of a stage of this run needs; None where it is not judged stage by stage, or the run cannot be."""
 
 
 def mesh_candidates(rules: ElasticRules, present: PresentMesh, depth: int, facts: BlockFacts, *, num_ranks: int,
@@ -105,6 +105,11 @@ def mesh_candidate(rules: ElasticRules, facts: BlockFacts, frozen: int, *, mesh:
     holders, placement = data if run.optim.shard else 1, stage_placement(pipe, run.pipeline)
     if placement.per_rank > 1:
         memory = None  # a rank's stages share it, so whole meshes are judged, by the transition's selector
+    needed = None
+    if memory is not None:  # with the schedule that needs least
+        there = on_mesh(replace(run, batch=replace(run.batch, global_size=samples)), mesh)
+        needed = memory.needed(schedules(replace(there, batch=replace(there.batch, microbatch_size=size),
+                                                 pipeline=replace(there.pipeline, boundaries=None)))[-1])
     cut = best_cut(Situation(
         num_replicas=data, pipeline_size=pipe, samples=samples, forward_seconds=facts.forward_seconds,
         backward_seconds=facts.backward_seconds,
@@ -114,7 +119,7 @@ def mesh_candidate(rules: ElasticRules, facts: BlockFacts, frozen: int, *, mesh:
         latency_seconds=facts.latency_seconds, microbatches=(count,),
         policy=policy_named(run.pipeline.policy), in_flight=None if in_flight == "auto" else in_flight,
         placement=placement,
-        memory_bytes=None if memory is None else memory.needed(mesh, samples, size),
+        memory_bytes=needed,
         limit_bytes=None if memory is None else memory.limit_bytes))
     return MeshCandidate(data=data, pipe=pipe, boundaries=cut.boundaries, samples=samples, seconds=cut.seconds,
                          fits=cut.seconds is not None, reason=cut.reason, too_large=cut.too_large)

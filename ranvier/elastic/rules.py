@@ -1,7 +1,8 @@
 """What the decisions of an elastic run depend on: the settings, the state of the run, and facts of its blocks. Pure.
 
 A run fills these with what its ranks have measured (`ranvier.train.measured_blocks`), a plan with what a cluster's
-constants predict (`ranvier.planner.elastic_plan`). All decisions are functions of them:
+constants predict (`ranvier.planner.predicted_blocks`). All decisions are functions of them
+(`ranvier.elastic.controller`):
 
     how deep to freeze            `ranvier.elastic.freezing`         when: `EvaluationSchedule`
     which meshes are candidates   `ranvier.elastic.mesh_candidates`  how each is cut: `ranvier.elastic.auto_pipe`
@@ -51,10 +52,6 @@ class ElasticRules:
         frozen, writes = present.frozen_blocks(depth), -(-epoch_samples // present.global_size)
         reads_all = depth <= present.frozen or asked_after >= 2 * writes
         return frozen if reads_all else min(frozen, present.cached_blocks)
-
-    def remaining_steps(self, total_steps: int, samples: int, step_samples: int) -> int:
-        """Steps of `step_samples` that are left after `samples`, of a run of `total_steps` steps of its first size."""
-        return max(0, -(-(self.run.samples_of(total_steps) - samples) // step_samples))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,11 +116,7 @@ class EvaluationSchedule:
     def is_due(self, step: int, before: int, after: int, frozen: int, lowest: int = 0) -> bool:
         """Whether the policy is asked after `step`, which takes the data from sample `before` to `after`. lowest:
         layers that stay frozen whatever it says."""
-        if self.depths is not None:
-            return any(at == step for at, _ in self.depths) or self._is_late(step, frozen, lowest)
-        if self.every:
-            return step % self.every == 0
-        return after // self.epoch_samples > before // self.epoch_samples
+        return self.steps_until_due(step - 1, before, after - before, frozen, lowest) == 1
 
     def _is_late(self, step: int, frozen: int, lowest: int) -> bool:
         """Whether a depth given by hand for an earlier step has not been reached yet."""

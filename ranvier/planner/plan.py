@@ -60,10 +60,6 @@ def settings_of(text: str | None) -> tuple[Setting, ...]:
     if text is None:
         return SEARCHED
     names = tuple(part.strip() for part in text.split(",") if part.strip())
-    if "checkpoint" in names:
-        print("warning: --search checkpoint is --search recompute now; the old spelling works for one more release",
-              file=sys.stderr)
-        names = tuple("recompute" if name == "checkpoint" else name for name in names)
     unknown = [name for name in names if name not in get_args(Setting)]
     if unknown or not names:
         raise ConfigError("is nothing that can be searched", code="unknown-search", where="--search",

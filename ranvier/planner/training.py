@@ -149,7 +149,8 @@ def _unmet(cluster: Cluster, goal: Goal, tried: list[tuple[SearchResult, Trainin
         last = tried[-1][1]
         return ConfigError(f"is not enough: {last.devices:,} devices, the fewest that are in time, cost "
                            f"{last.dollars:,.0f} dollars", code="budget-of-deadline", where="--budget",
-                           value=goal.budget, remedy="Give more days with `--deadline`, fewer `--tokens`, or a larger budget.")
+                           value=goal.budget,
+                           remedy="Give more days with `--deadline`, fewer `--tokens`, or a larger budget.")
     if goal.deadline_days is None:
         return ConfigError("is not enough for any number of devices", code="budget-too-small", where="--budget",
                            value=goal.budget, remedy="Take fewer `--tokens`, or a larger budget.")

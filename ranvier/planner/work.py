@@ -79,12 +79,12 @@ class Work:
                                   boundaries=self.boundaries(run, frozen), how="cost", placement=run.placement)
         return predict_memory(run, model, table, layout, self._needs.setdefault(kind, {}), cluster=cluster)
 
-    def excess(self, run: ResolvedRun, cluster: Cluster, frozen: int = 0) -> str:
-        """What does not suffice for it; empty where it fits."""
+    def problem(self, run: ResolvedRun, cluster: Cluster, frozen: int = 0) -> RanvierError | None:
+        """Why the cluster does not hold it; None where it fits."""
         try:
-            return excess(run, cluster, self.memory(run, frozen, cluster=cluster))
-        except RanvierError as problem:
-            return str(problem)
+            return shortage(run, cluster, self.memory(run, frozen, cluster=cluster))
+        except RanvierError as error:
+            return error
 
     def stage_bytes(self, run: ResolvedRun, frozen: int) -> Callable[[int, int, int], int]:
         """As `device_bytes_of_stages`, made once for each run and depth."""

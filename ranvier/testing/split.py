@@ -39,7 +39,7 @@ from ranvier.tensor.columns import ColumnLayout, layout_of_tensor, mark, plain
 from ranvier.tensor.layers import block_splits
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.attributes import rebind_attributes
-from ranvier.tensor.splittable import as_splittable, check_plain
+from ranvier.tensor.splittable import Splittable, check_plain
 from ranvier.testing.ranks import RanksFailed, run_ranks
 from ranvier.world import World
 
@@ -256,8 +256,8 @@ def _prepared(model: Model) -> Model:
     for name, build in model.blocks.items():
         built = build()
         for path, layer in built.named_modules():
-            if (splittable := as_splittable(layer)) is not None:  # a copy would have lost its parameters' hooks
-                check_plain(splittable, f"{name}.{path}" if path else name)
+            if isinstance(layer, Splittable):  # a copy would have lost its parameters' hooks
+                check_plain(layer, f"{name}.{path}" if path else name)
         module = copy.deepcopy(built).double().train()
         rebind_attributes(built, dict(zip(built.modules(), module.modules(), strict=True)), name, check_only=True)
         with torch.no_grad():

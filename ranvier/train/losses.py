@@ -20,15 +20,15 @@ from ranvier.comm.protocol import Group
 from ranvier.config.other_mesh import refit
 from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.memory import KEPT_STEPS
+from ranvier.elastic.change import Change
 from ranvier.elastic.freezing import NONE_FROZEN
 from ranvier.elastic.neighbour_copy import with_states_of_neighbour
 from ranvier.elastic.transition import Held, take
 from ranvier.errors import ConfigError
 from ranvier.launch.losses import Agreement, Losses
-from ranvier.mesh import AXES, Mesh
+from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.planner.problems import problems
-from ranvier.train.commands import Change
 from ranvier.train.events import NoteEvent
 from ranvier.train.runtime import RankRuntime
 from ranvier.world import World
@@ -124,7 +124,7 @@ def mesh_without(run: ResolvedRun, num_ranks: int) -> Mesh | None:
 
 def lost_note(agreement: Agreement) -> NoteEvent:
     """What is told of lost ranks."""
-    mesh = {axis: agreement.decision["change"][axis] for axis in AXES}
+    mesh = agreement.decision["change"]["mesh"]
     sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one"
     ranks = [f"rank {rank}, which {loss.how}," for rank, loss in agreement.lost.items()]
     step, left = agreement.decision["step"], len(agreement.members)
@@ -176,7 +176,7 @@ class Survival:
         return self._steps.held(step)
 
     def agree(self, error: Exception, change_to: Callable[..., Change]) -> Agreement:
-        """See `Losses.agree`; the decision is a command of rank 0 (`Change`). change_to: as of `Elasticity`."""
+        """See `Losses.agree`; the decision is a command of rank 0 (`Change`). change_to: as of `Controller`."""
         def decide(parts: Sequence[Mapping[str, Any]]) -> dict[str, object] | str:
             problem = missing_state(parts, self._along["step"], sharded=self._asked.optim.shard)
             mesh = None if problem else mesh_without(replace(self._asked, mesh=self._mesh), len(parts))

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import get_args
 
 import torch
 
 from ranvier.checkpoint.checkpoints import Checkpoints
 from ranvier.comm.protocol import Group
-from ranvier.config.other_mesh import on_mesh
 from ranvier.config.resolve import Facts, ResolvedRun, auto_offload, resolve
 from ranvier.cost.count import device_bytes_of_stages, laid_out
 from ranvier.cost.device_overhead import with_overhead
@@ -26,16 +25,13 @@ from ranvier.cost.memory import RankMemory, remedies, too_large
 from ranvier.cost.memory_table import memory_table
 from ranvier.elastic.auto_pipe import CandidateStage
 from ranvier.elastic.freezing import FrozenLayers
-from ranvier.elastic.mesh_candidates import StageMemory
 from ranvier.errors import ConfigError, OutOfMemory, RanvierError
-from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
-from ranvier.plan.fitting import first_that_fits, schedule_settings, schedules
+from ranvier.plan.fitting import first_that_fits, schedules
 from ranvier.planner.problems import problems
 from ranvier.system.machine import available_memory_bytes
 from ranvier.system.memory_tracker import MemoryPlace, MemoryTracker
 from ranvier.system.terminal import TextTable
-from ranvier.train.commands import Change
 from ranvier.world import World
 
 _WORKING = ("activations", "deferred", "workspace", "messages", "arriving")
@@ -180,14 +176,6 @@ class MemoryBudget:
     frozen: FrozenLayers
     device_bytes: int | None = None
 
-    def fitted(self, change: Change) -> tuple[Change, RanvierError | None]:
-        """The change with the first schedule of the run that fits there (`cost/fitting`). Where none does, with the
-        run's own, and why the run cannot continue so."""
-        own = replace(change, schedule=None)
-        there = own.applied(self.first)
-        found, problem = first_that_fits(there, self.problem, lambda run, problem: problem is None)
-        return own if found == there else replace(own, schedule=schedule_settings(found)), problem
-
     def problem(self, run: ResolvedRun) -> RanvierError | None:
         """Why the run cannot continue as `run`: a setting; a rank, alone on its device; all ranks together on this
         machine, were they all here."""
@@ -207,15 +195,6 @@ class MemoryBudget:
                      for entry in laid_out(self.first)[1] for _ in range(entry.ranks))
         return too_large(ranks, place="host" if on_cuda else "both", processes=len(ranks), run=run,
                          available_bytes=available_memory_bytes() + before)
-
-    def stage_memory(self) -> StageMemory:
-        """What cuts of other meshes must fit into, with the schedule that needs least."""
-        def needed(mesh: Mesh, samples: int, microbatch_size: int) -> Callable[[CandidateStage], int] | None:
-            there = on_mesh(replace(self.first, batch=replace(self.first.batch, global_size=samples)), mesh)
-            there = replace(there, batch=replace(there.batch, microbatch_size=microbatch_size))
-            return self.stage_bytes(schedules(there)[-1])
-
-        return StageMemory(limit_bytes=self.device_bytes, needed=needed)
 
     def stage_bytes(self, run: ResolvedRun) -> Callable[[CandidateStage], int] | None:
         """What a rank of a stage that might be would need of its device. None where ranks are judged together, which

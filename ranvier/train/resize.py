@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from ranvier.elastic.change import request_text
 from ranvier.errors import RanvierError
 from ranvier.mesh import AXES, STANDARD_AXES
 from ranvier.system.atomic_file import write_atomically
@@ -104,11 +105,6 @@ def _remove(path: Path) -> None:
         path.unlink()
     with suppress(OSError):
         path.rmdir()
-
-
-def request_text(request: Mapping[str, object]) -> str:
-    """The mesh that a request names, in words."""
-    return " x ".join(f"{axis} {request[axis]}" for axis in AXES if axis in request)
 
 
 def ask_and_wait(run_dir: Path, *, seconds: float, **sizes: int | None) -> str:

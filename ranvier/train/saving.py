@@ -17,9 +17,7 @@ from ranvier.checkpoint.checkpoints import Checkpoints, Loaded, Written
 from ranvier.checkpoint.manifest import Manifest, damaged, read_manifest, step_folder, step_of
 from ranvier.checkpoint.manifest import checkpoints as listed
 from ranvier.config import read
-from ranvier.config.aliases import current_values
 from ranvier.config.resolve import ResolvedRun
-from ranvier.config.run import Lora
 from ranvier.data.task import Prepared
 from ranvier.errors import CheckpointError, ConfigError, UnsavedError
 from ranvier.pipeline.engine import Engine
@@ -70,7 +68,7 @@ class CheckpointMetadata:
     guard: dict[str, list[float]] = field(default_factory=lambda: {"losses": []})
     run: dict[str, object] = field(default_factory=dict)
     elastic: dict[str, object] = field(default_factory=dict)
-    """What layers are frozen, and how the run came to its mesh: `Elasticity.state`."""
+    """What layers are frozen, and how the run came to its mesh: `Elasticity.document`."""
     best: BestState | None = None
     """The best evaluation so far."""
 
@@ -185,7 +183,7 @@ class Saving:
             raise CheckpointError(f"was written by a model with {heads} heads", code="checkpoint-of-other-heads",
                                   where=where, value=now, remedy=f"Set `--model.heads {heads}`.")
         for name in REFUSED:
-            before = metadata.values.get(name, EARLIER.get(name))
+            before = metadata.values.get(name)
             if before != values[name] and is_known(name, metadata.values):
                 raise CheckpointError(f"was written with {read.flag(name)} {read.as_text(before)}",
                                       code="checkpoint-of-other-setting", where=where, value=read.as_text(values[name]),
@@ -237,11 +235,6 @@ class Saving:
                             fields={"setting": name, "before": was, "now": now})
 
     # ------------------------------------------------------------------ while it trains
-
-    def due(self, step: int) -> bool:
-        """Whether a checkpoint is to be written after `step`, which is not the last."""
-        every = self._run.checkpoint.every
-        return bool(every and step % every == 0)
 
     def save(self, step: int, result: BatchResult | None, elastic: Mapping[str, object],
              best: BestEvaluation | None = None) -> float | None:
@@ -334,20 +327,15 @@ REFUSED = ("data.task", "model.norm_epsilon", "lora.alpha", "lora.method")
 """Beside the model's sizes and the optimizer's algorithm, which the tensors of a checkpoint show, and its heads."""
 
 
-EARLIER: Mapping[str, object] = {"data.padding": "maximum", "lora.alpha": Lora.alpha, "lora.method": Lora.method}
-"""What a run did before it had a setting, where that is not the setting's default."""
-
-
 def differences(before: Mapping[str, object], now: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """(setting, its value in the checkpoint) of all that are to be told, by dotted name.
 
     before: what the checkpoint says. now: all settings of the run.
     """
-    before = current_values(before)
     for name, value in now.items():
         if name.startswith(PLACE) or name in REFUSED or not is_known(name, before):
             continue
-        was = before[name] if name in before else EARLIER.get(name, read.settings()[name].default)
+        was = before[name] if name in before else read.settings()[name].default
         was = tuple(was) if isinstance(was, list) else was
         if was != value and str(was) != str(value):  # paths are text in a checkpoint
             yield name, was

@@ -340,7 +340,7 @@ def test_a_hub_with_other_rows_or_none(tmp_path, monkeypatch, rows):
         raise ConnectionError("no route\nmore")
 
     hub(monkeypatch, unreachable)
-    refused(run, r"not be read from the Hugging Face hub \(got 'ConnectionError: no route'\). Check the connection")
+    refused(run, r"not be read from the Hugging Face hub \(got 'ConnectionError: no route'\). Check the name")
     monkeypatch.setitem(sys.modules, "datasets", None)
     refused(run, r"needs the package `datasets`.*pip install 'ranvier\[hub\]', or give a TSV file")
 

@@ -180,7 +180,7 @@ def test_a_file_under_the_addresses_name_is_checked(tmp_path):
 
 def test_without_the_datasets_package_the_remedy_names_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with raises("corpus-needs-datasets"):
+    with raises("table-package-missing"):
         list(opened("wikitext-103", tmp_path).documents(100))
 
 
@@ -207,7 +207,7 @@ def test_a_hub_that_cannot_be_reached_is_named_with_the_reason(tmp_path, monkeyp
         raise ConnectionError("no route\nmore")
 
     fake_datasets(monkeypatch, load_dataset)
-    with raises("corpus-hub-unreadable", "data.corpus", "some/set"):
+    with raises("hub-table-unreadable", "data.corpus", "some/set"):
         list(opened("some/set", tmp_path).documents(100))
 
 

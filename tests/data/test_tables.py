@@ -179,7 +179,7 @@ class Split(list):
 def test_a_data_set_of_the_hub_has_its_own_splits_and_class_names(tmp_path, monkeypatch):
     asked = []
 
-    def load_dataset(path, configuration, *, split, streaming):
+    def load_dataset(path, configuration, *, split, streaming=False):
         asked.append((path, configuration, split, streaming))
         if split == "validation":
             raise ValueError("Unknown split")

@@ -122,15 +122,16 @@ def train_by_command(recipe: str, flags: Mapping[str, object], folder: Path) -> 
     return done.stdout
 
 
-def train_as_threads(name: str, flags: Mapping[str, object], ranks: int, folder: Path, recipe: str = "gpt-tiny", *,
+def train_as_threads(name: str, flags: Mapping[str, object], ranks: int, folder: Path, *,
                      axes: Sequence[Axis] = STANDARD_AXES) -> None:
-    """Train in `folder` as `ranvier train` does with the recipe, on ranks that are threads."""
+    """Train in `folder` as `ranvier train gpt-tiny` does, on ranks that are threads."""
     given = {flag.replace("-", "_"): text for flag, text in zip(flags, as_words(flags)[1::2], strict=True)}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with contextlib.chdir(folder):
-            layers = [read.load(recipe)[1], read.Layer(origin="flag", values={**given, "run_dir": name}, is_text=True)]
+            flags_of = read.Layer(origin="flag", values={**given, "run_dir": name}, is_text=True)
+            layers = [read.load("gpt-tiny")[1], flags_of]
             resolved = read.merge(layers)
             assert not resolved.problems, resolved.problems
             mesh = resolved.run.mesh

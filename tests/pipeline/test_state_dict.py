@@ -63,7 +63,7 @@ def same(one, other):
     (Mesh(data=2), {"optim": Optim(offload="host", accumulate="half"), "dtype": torch.bfloat16}),
     (Mesh(data=2, pipe=2), {"optimizer": ADAMW, "dtype": torch.bfloat16}),
     (Mesh(pipe=2), {"optim": Optim(initial_loss_scale=2.0**40, loss_scale_window=2), "dtype": torch.float16}),
-    (Mesh(pipe=2), {"optim": OWN, "frozen": 1, "guard": Guard(bad_step="skip", explode=3.0)}),
+    (Mesh(pipe=2), {"optim": OWN, "frozen": 1, "guard": Guard(bad_step="skip", loss_spike_factor=3.0)}),
     (Mesh(data=2), {"optim": Optim(update_in_backward=True, algorithm="sgd")})]), ids=[
         "one rank", "clipped in the backward", "sharded, tied",
         "sharded, streamed bf16", "sharded 2x2x2", "torch 2x2", "bf16 on the host",

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ranvier.errors import ModelError
-from ranvier.tensor.splittable import as_splittable
+from ranvier.tensor.splittable import Splittable
 
 _OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
 _HOOKS = tuple(name for name in _OF_TORCH if name.endswith("_hooks"))
@@ -31,7 +31,7 @@ def rebind_attributes(whole: nn.Module, done: Mapping[nn.Module, nn.Module], whe
     """
     parameters = {id(parameter) for parameter in whole.parameters()}
     for path, module in whole.named_modules():
-        if module not in done or as_splittable(module) is not None:
+        if module not in done or isinstance(module, Splittable):
             continue
         copied, named = done[module], f"{where}.{path}" if path else where
         for name, value in list(module.__dict__.items()):  # a copy has lost some

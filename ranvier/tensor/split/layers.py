@@ -15,7 +15,7 @@ from ranvier.tensor.closed_parameters import close_parameters
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.attributes import rebind_attributes
 from ranvier.tensor.split.loss import SplitTokenLosses, TokenLosses, vocabulary_of
-from ranvier.tensor.splittable import Splittable, as_splittable, check_plain, constraints_of, unsplit_parameter
+from ranvier.tensor.splittable import Splittable, check_plain, unsplit_parameter
 
 
 def split_layers(module: nn.Module, mesh: TensorMesh, where: str, *, in_chain: bool = False) -> nn.Module:
@@ -29,7 +29,7 @@ def split_layers(module: nn.Module, mesh: TensorMesh, where: str, *, in_chain: b
     ModelError for layers that cannot be split, each by name.
     """
     _check_sharing(module, where)
-    alone = as_splittable(module) is not None and not in_chain
+    alone = isinstance(module, Splittable) and not in_chain
     done: dict[nn.Module, nn.Module] = {}
     found = _split_modules(module, mesh, where, done, alone)
     rebind_attributes(module, done, where)
@@ -53,12 +53,11 @@ def _split_modules(module: nn.Module, mesh: TensorMesh, where: str, done: dict[n
     """done: modules that have been replaced already, for those that occur twice. alone: no block is around it."""
     if module in done:
         return done[module]
-    layer = as_splittable(module)
-    if layer is not None:
-        _check_sizes(layer, mesh, where)
-        check_plain(layer, where)
-        part_of_it = layer.split(mesh)
-        split_adapters(layer, part_of_it, mesh)
+    if isinstance(module, Splittable):
+        _check_sizes(module, mesh, where)
+        check_plain(module, where)
+        part_of_it = module.split(mesh)
+        split_adapters(module, part_of_it, mesh)
         if any(parameter.is_meta for parameter in part_of_it.parameters()):  # parameters that are not sharded
             part_of_it.to_empty(device=torch.get_default_device())
         done[module] = named_module(own_hooks(copy.copy(part_of_it)), where)
@@ -104,7 +103,7 @@ def _check_sharing(module: nn.Module, where: str) -> None:
 
 
 def _check_sizes(layer: Splittable, mesh: TensorMesh, where: str) -> None:
-    for what, size, axis, count in constraints_of(layer, mesh):
+    for what, size, axis, count in layer.divisibility_constraints(mesh):
         if size % count if what != "vocabulary" else size < count:
             problem = "is smaller than" if what == "vocabulary" else "cannot be divided by"
             raise DivisibilityError(f"{what} {problem} mesh.{axis} {count}", code="layer-not-divisible", where=where,
