@@ -229,7 +229,7 @@ class Controller:
             return Decision(state=state, change=change, notes=(*notes, found))
         reason = "nothing trains in them" if not state.evaluations else \
             f"{self.policy_text}, evaluation {state.evaluations}"
-        again = {(data, pipe) for data, pipe, frozen in state.refused if frozen == wanted.prefix}
+        again = {(replicas, length) for replicas, length, frozen in state.refused if frozen == wanted.prefix}
         if self.run.elastic.auto_pipe and (moves or again or compares_all):
             state, chosen, more_notes = self._select(
                 state, facts, wanted, among=None if moves or compares_all else again)
@@ -320,7 +320,7 @@ class Controller:
     def _to(self, candidate: MeshCandidate, facts: DecisionFacts, wanted: FrozenLayers, reason: str = ""
             ) -> tuple[Change, RanvierError | None]:
         """The change to a mesh and cut, with a schedule that fits; and why it cannot be."""
-        return self.change_to(candidate.mesh(facts.present.mesh), facts.frozen, wanted, candidate.boundaries or None,
+        return self.change_to(candidate.mesh, facts.frozen, wanted, candidate.boundaries or None,
                               reason).fitted(self.run, partial(facts.problem, frozen=wanted))
 
     def _here(self, state: ElasticState, facts: DecisionFacts, wanted: FrozenLayers, reason: str
@@ -354,8 +354,7 @@ class Controller:
 
     def _select(self, state: ElasticState, facts: DecisionFacts, wanted: FrozenLayers, *,
                 among: set[tuple[int, int]] | None) -> tuple[ElasticState, MeshCandidate | None, tuple[Note, ...]]:
-        """The mesh and cut that pay with these frozen layers. among: (data, pipe) of meshes that are looked at; None
-        looks at all."""
+        """The mesh and cut that pay with these frozen layers. among: as of `mesh_candidates`."""
         present, depth, step = facts.present, wanted.prefix, facts.step
         blocks, cached = facts.blocks(), 0
         if facts.caches(depth):

@@ -256,9 +256,9 @@ class _PredictedRun:
         if change is None:
             return
         there, depth, left = change.applied(self.first), change.frozen.prefix, self.left
-        moved = candidate_moved_bytes(self.rules, present, MeshCandidate(
-            data=there.mesh.num_replicas, pipe=there.mesh.pipeline_size, boundaries=change.boundaries or (),
-            samples=change.global_size, seconds=None, fits=True, reason=""), blocks(), depth)
+        candidate = MeshCandidate(mesh=there.mesh, boundaries=change.boundaries or (), samples=change.global_size,
+                                  seconds=None, fits=True, reason="")
+        moved = candidate_moved_bytes(self.rules, present, candidate, blocks(), depth)
         self.transition = self.state.ledger.expected_cost(moved)
         self.state = self.controller.entered(
             self.state, change, step=self.step, old=self.run.mesh, new=there.mesh, moved_bytes=moved,
