@@ -60,7 +60,7 @@ class Elasticity:
         self.state = self.controller.begin(self.state, step, frozen, len(engine.layers))
 
     def asks_after(self, step: int, before: int, after: int, frozen: FrozenLayers) -> bool:
-        """See `Controller.asks_after`."""
+        """Whether the policy is evaluated after `step`, which takes the data from sample `before` to `after`."""
         self.state = self.controller.asks_after(self.state, step, before, after, frozen)
         return self.state.due
 
@@ -103,7 +103,7 @@ class Elasticity:
         return self.document(run, frozen, progress, unseen) if self.controller.freezes or changed else {}
 
     def restore(self, saved: Mapping[str, Any], progress: Progress, engine: Engine) -> Change | None:
-        """See `Controller.restored`."""
+        """Take up the state of a checkpoint that has `saved`; the change with which the run returns to its mesh."""
         self.state, change = self.controller.restored(
             saved, num_ranks=self.num_ranks, num_layers=len(engine.layers), step_samples=progress.size,
             boundaries=engine.boundaries or None)
