@@ -20,7 +20,7 @@ from typing import Any
 
 from ranvier.config.other_mesh import microbatch_size, resized
 from ranvier.config.resolve import ResolvedRun
-from ranvier.elastic.change import Change, request_text
+from ranvier.elastic.change import Change, MeshRequest
 from ranvier.elastic.freezing import (
     Facts,
     FreezePolicy,
@@ -204,7 +204,7 @@ class Controller:
 
     # ------------------------------------------------------------------ decisions
 
-    def decide(self, state: ElasticState, facts: DecisionFacts, request: Mapping[str, Any] | None = None) -> Decision:
+    def decide(self, state: ElasticState, facts: DecisionFacts, request: MeshRequest | None = None) -> Decision:
         """What is to change now. request: a user's request for another mesh."""
         norms, compares_all = state.norms, state.unmeasured and bool(state.recent)
         state = replace(state, norms=None, compares=False, due=state.due and norms is None,
@@ -375,22 +375,21 @@ class Controller:
 
     # ------------------------------------------------------------------ requests
 
-    def _requested(self, facts: DecisionFacts, request: Mapping[str, Any], wanted: FrozenLayers) -> Change | Note:
+    def _requested(self, facts: DecisionFacts, request: MeshRequest, wanted: FrozenLayers) -> Change | Note:
         """The change to the mesh that a user requests, of the ranks that the run has; or why it is refused."""
         mesh = facts.present.mesh
-        asked: dict[str, Any] = {axis: request.get(axis, size if axis in mesh.stage_axes else None)
+        asked: dict[str, Any] = {axis: request.sizes.get(axis, size if axis in mesh.stage_axes else None)
                                  for axis, size in mesh.sizes.items()}
-        problem = request.get("problem") or self._unfit(facts, asked)
+        problem = request.problem or self._unfit(facts, asked)
         if problem is None:
             change, found = self.change_to(
-                resized(self.run.mesh, **asked), facts.frozen, wanted, None,
-                request.get("reason", "as asked with ranvier resize")).fitted(
+                resized(self.run.mesh, **asked), facts.frozen, wanted, None, request.reason).fitted(
                     self.run, lambda run: facts.problem(run, wanted))
             if found is None:
-                return replace(change, wish=request["wish"])
+                return replace(change, wish=request.wish)
             problem = str(found)
-        return Note(event="resize-refused", text=f"resize request for {request_text(request)} refused: {problem}",
-                    fields={name: value for name, value in request.items() if name not in ("problem", "reason")})
+        return Note(event="resize-refused", text=f"resize request for {request} refused: {problem}",
+                    fields=request.fields())
 
     def _unfit(self, facts: DecisionFacts, asked: Mapping[str, Any]) -> str | None:
         """Why a run cannot go to a mesh of the sizes `asked` (axis -> size), by these numbers alone."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from ranvier.config.resolve import ResolvedRun
 from ranvier.data.task import Prepared
-from ranvier.elastic.change import Change
+from ranvier.elastic.change import Change, MeshRequest
 from ranvier.elastic.controller import DecisionFacts
 from ranvier.elastic.freezing import FreezePolicy, FrozenLayers
 from ranvier.elastic.mesh_candidates import StageMemory
@@ -143,7 +143,7 @@ class Elasticity:
 
     # ------------------------------------------------------------------ deciding
 
-    def decide(self, now: RankRuntime, step: int, progress: Progress, *, resize: Mapping[str, Any] | None,
+    def decide(self, now: RankRuntime, step: int, progress: Progress, *, resize: MeshRequest | None,
                busy: Mapping[str, float], busy_steps: int) -> Change | None:
         """What is to change after `step`; the same on every rank. resize: a user's request for another mesh.
 
