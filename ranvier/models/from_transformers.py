@@ -25,12 +25,12 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from ranvier.block import HOOKS, KEPT_IN_FP32, Loss, Model, StandInModes, State, as_model, beside_modules
 from ranvier.errors import ModelError
+from ranvier.models.stand_ins import REMEDY, Absent, Elsewhere, Injector, Recorder, StandIn
 from ranvier.tensor.split.loss import NextTokenLoss
 
 TOLERANCE = 1e-4
 """Largest difference of the blocks' output, as a share of the largest output. Both run the same operations."""
-_INPUT = "input "
-_REMEDY = "Write its blocks by hand: pass a list of modules to ranvier.Engine (docs/extending.md)."
+_INPUT, _SIZES = "input ", "sizes of "
 
 
 def from_transformers(model: nn.Module, sample: Mapping[str, Tensor] | Tensor | None = None, *,
@@ -74,6 +74,9 @@ def transformer_blocks(model: nn.Module, sample: Mapping[str, Tensor] | Tensor |
     for module in modules.values():
         if isinstance(module, (_First, _Last)):
             module.stand_in_modes.follow()
+            for part in module.modules():
+                if isinstance(part, Elsewhere):
+                    part.knows = True
     _compare(model, expected, found)
     _check_parameters(model, modules)
     return modules
@@ -232,7 +235,7 @@ def _beside(model: nn.Module, plan: _Plan) -> Iterator[tuple[str, nn.Module]]:
 def _modules(model: nn.Module, plan: _Plan, take: Callable[[Any], State]) -> dict[str, nn.Module]:
     """All blocks. The first one is run here, for what layers are called with."""
     first = _First(model, plan)
-    with torch.no_grad():
+    with torch.no_grad(), _by_itself("embedding"):
         first.learn()
     layers = list(model.get_submodule(plan.path).children())
     modules: dict[str, nn.Module] = {"embedding": first}
@@ -256,9 +259,12 @@ class _First(nn.Module):
         self.main_input = _main_input(model)
         self._calls, self._inputs, self._options = plan.calls, plan.inputs, plan.options
         self.num_layers = plan.count
-        recorders = [_Recorder(self, size) for size in plan.tuples]
-        self.model = _shell(model, plan, {name: _Absent(name) for name, phase in plan.phases.items()
-                                          if phase == "after"}, recorders, has_parameters=True)
+        layers = model.get_submodule(plan.path).children()
+        recorders = [Recorder(layer, f"{plan.path}.{number}", self.record, plan.tuples[number])
+                     for number, layer in enumerate(layers)]
+        self.model = _shell(model, plan, {name: Absent(model.get_submodule(name), name)
+                                          for name, phase in plan.phases.items() if phase == "after"}, recorders,
+                            has_parameters=True)
         self.stand_in_modes = _shell_modes(model, plan, self.model)
         self._called: list[tuple[tuple[object, ...], TreeSpec]] = []
         self._hidden: Tensor | None = None
@@ -278,21 +284,18 @@ class _First(nn.Module):
         self._called, self._hidden = [], None
 
     def record(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Tensor:
-        """Of a call of the next layer: note its arguments, and return the hidden states."""
+        """Of a call of the next layer: note its arguments, and return the hidden states; `_Reached` at the last one."""
         hidden = args[0] if args else kwargs.get("hidden_states")
         if not isinstance(hidden, Tensor) or (self._hidden is not None and hidden is not self._hidden):
             raise ModelError("changes its hidden states between two layers",
                              code="hidden-states-changed-between-layers", where=f"layer {len(self._called)}",
-                             remedy=_REMEDY)
+                             remedy=REMEDY)
         self._hidden = hidden
         leaves, spec = tree_flatten((args, kwargs))
         self._called.append((tuple(leaves), spec))
+        if len(self._called) == self.num_layers:
+            raise _Reached
         return hidden
-
-    @property
-    def has_all_calls(self) -> bool:
-        """Whether all layers have been called."""
-        return len(self._called) == self.num_layers
 
     def _forward(self, inputs: dict[str, Tensor]) -> None:
         self._called, self._hidden = [], None
@@ -300,7 +303,7 @@ class _First(nn.Module):
             self.model(**inputs, **self._options)
         except _Reached:
             return
-        raise ModelError("did not call its layers", code="layers-not-called", where="embedding", remedy=_REMEDY)
+        raise ModelError("did not call its layers", code="layers-not-called", where="embedding", remedy=REMEDY)
 
     def forward(self, inputs: State) -> dict[str, Tensor]:
         named = {self.main_input: inputs} if isinstance(inputs, Tensor) else dict(inputs)
@@ -318,23 +321,19 @@ class _First(nn.Module):
                                      remedy="Give from_transformers a sample with the inputs that microbatches have.")
                 if isinstance(slot, _Slot) and isinstance(leaf, Tensor):
                     state[slot.name] = leaf
+                elif leaf is not slot and leaf != slot:
+                    raise ModelError("is called with another value than for the sample, which its block knows",
+                                     code="layer-value-differs", where=f"layer{index}",
+                                     value=f"{leaf!r}, and {slot!r} for the sample",
+                                     remedy="Give microbatches for which it is the same, such as of the sample's "
+                                            "length, or write the model's blocks by hand (docs/extending.md).")
         self._called, self._hidden = [], None
-        return state | {f"{_INPUT}{name}": value for name, value in named.items() if not value.is_floating_point()}
-
-
-class _Recorder(nn.Module):
-    """In the place of a layer before it: notes its arguments. size: how many values the layer returns."""
-
-    def __init__(self, first: _First, size: int) -> None:
-        super().__init__()
-        self._first, self._size = [first], size  # in a list: no module of this one
-
-    def forward(self, *args: object, **kwargs: object) -> object:
-        first, = self._first
-        hidden = first.record(args, kwargs)
-        if first.has_all_calls:
-            raise _Reached
-        return (hidden, *[None] * (self._size - 1)) if self._size else hidden
+        for name, value in named.items():
+            if value.is_floating_point():  # the head reads at most its sizes
+                state[f"{_SIZES}{name}"] = value.new_empty(len(value), 0, *value.shape[1:])
+            else:
+                state[f"{_INPUT}{name}"] = value
+        return state
 
 
 class _Layer(nn.Module):
@@ -352,7 +351,8 @@ class _Layer(nn.Module):
         leaves = [state[leaf.name] if isinstance(leaf, _Slot) else leaf for leaf in self._call.leaves]
         args, kwargs = tree_unflatten(leaves, self._call.spec)
         output = self.layer(*args, **kwargs)
-        kept = {name: value for name, value in state.items() if name in self._later or name.startswith(_INPUT)}
+        kept = {name: value for name, value in state.items()
+                if name in self._later or name.startswith((_INPUT, _SIZES))}
         return kept | {"hidden": output[0] if isinstance(output, (tuple, list)) else output}
 
 
@@ -362,87 +362,26 @@ class _Last(nn.Module):
     def __init__(self, model: nn.Module, plan: _Plan, take: Callable[[Any], State]) -> None:
         super().__init__()
         self._take, self._options = take, plan.options
-        self._shapes = {name: value.shape[1:] for name, value in plan.inputs.items() if value.is_floating_point()}
         self._state: list[Tensor] = []
         stand_ins: dict[str, nn.Module] = {
-            name: _StandIn(model.get_submodule(name), plan.outputs.get(name), self._state,
+            name: StandIn(model.get_submodule(name), name, plan.outputs.get(name), self._state,
                            len(next(iter(plan.inputs.values()))))
             for name, phase in plan.phases.items() if phase == "before"}
-        injectors = [_Injector(self._state, size) for size in plan.tuples]
+        injectors = [Injector(layer, f"{plan.path}.{number}", self._state, plan.tuples[number])
+                     for number, layer in enumerate(model.get_submodule(plan.path).children())]
         self.model = _shell(model, plan, stand_ins, injectors, has_parameters=False)
         self.stand_in_modes = _shell_modes(model, plan, self.model)
 
     def forward(self, state: dict[str, Tensor]) -> State:
         hidden = state["hidden"]
         inputs = {name.removeprefix(_INPUT): value for name, value in state.items() if name.startswith(_INPUT)}
-        inputs |= {name: hidden.new_zeros(()).expand(len(hidden), *shape) for name, shape in self._shapes.items()}
+        inputs |= {name.removeprefix(_SIZES): value.new_zeros(()).expand(len(value), *value.shape[2:])
+                   for name, value in state.items() if name.startswith(_SIZES)}
         self._state[:] = [hidden]
         try:
             return self._take(self.model(**inputs, **self._options))
         finally:
             self._state.clear()
-
-
-class _Injector(nn.Module):
-    """In the place of a layer after it: returns the hidden states that the last one gave."""
-
-    def __init__(self, state: list[Tensor], size: int) -> None:
-        super().__init__()
-        self._state, self._size = state, size
-
-    def forward(self, *args: object, **kwargs: object) -> object:
-        hidden, = self._state
-        return (hidden, *[None] * (self._size - 1)) if self._size else hidden
-
-
-class _StandIn(nn.Module):
-    """In the place of a module that runs before the layers: zeros of the shapes that it returned. Its other attributes
-    are the module's. samples: of the sample."""
-
-    def __init__(self, module: nn.Module, output: object, state: list[Tensor], samples: int) -> None:
-        super().__init__()
-        self._module, self._state = (module,), state  # in a tuple: its parameters are not this module's
-        self._output = tree_map(lambda leaf: _Shape(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf,
-                                output)
-        self._samples = samples
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self._module[0], name)
-
-    def forward(self, *args: object, **kwargs: object) -> object:
-        hidden, = self._state
-
-        def zeros(leaf: object) -> object:
-            if not isinstance(leaf, _Shape):
-                return leaf
-            like_hidden = len(leaf.shape) == hidden.dim() and leaf.shape[-1] == hidden.shape[-1]
-            shape = hidden.shape if like_hidden else (
-                len(hidden) if leaf.shape and leaf.shape[0] == self._samples else leaf.shape[0], *leaf.shape[1:])
-            dtype = hidden.dtype if leaf.dtype.is_floating_point else leaf.dtype
-            return hidden.new_zeros((), dtype=dtype).expand(shape)
-
-        return tree_map(zeros, self._output, is_leaf=lambda leaf: isinstance(leaf, _Shape))
-
-
-@dataclass(frozen=True)
-class _Shape:
-    shape: torch.Size
-    dtype: torch.dtype
-
-
-class _Absent(nn.Module):
-    """In the place of a module that runs after the layers."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-
-    def forward(self, *args: object, **kwargs: object) -> object:
-        raise ModelError("runs before the layers, and not so for the sample", code="other-order-than-sample",
-                         where=self._name, remedy=_REMEDY)
 
 
 def _shell(model: nn.Module, plan: _Plan, others: Mapping[str, nn.Module], layers: Sequence[nn.Module], *,
@@ -526,14 +465,22 @@ def _run(modules: Mapping[str, nn.Module], inputs: dict[str, Tensor]) -> State:
     state: State = inputs
     with torch.no_grad():
         for name, module in modules.items():
-            try:
+            with _by_itself(name):
                 state = module(state)
-            except ModelError:
-                raise
-            except Exception as error:  # of the model's code, which misses what is in another block
-                raise ModelError(f"cannot run by itself: {type(error).__name__}: {error}",
-                                 code="block-cannot-run-alone", where=f"block {name}", remedy=_REMEDY) from error
     return state
+
+
+@contextmanager
+def _by_itself(block: str) -> Iterator[None]:
+    """Inside, a block runs on the sample. Errors of the model's code, which misses what is in another block, become
+    ModelErrors."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"cannot run by itself: {type(error).__name__}: {error}", code="block-cannot-run-alone",
+                         where=f"block {block}", remedy=REMEDY) from error
 
 
 def _compare(model: nn.Module, expected: State, found: State) -> None:
@@ -566,5 +513,5 @@ def _in_evaluation(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _refused(model: nn.Module, what: str, where: str, remedy: str = _REMEDY) -> ModelError:
+def _refused(model: nn.Module, what: str, where: str, remedy: str = REMEDY) -> ModelError:
     return ModelError(what, code="model-cannot-be-cut", where=where, value=type(model).__name__, remedy=remedy)

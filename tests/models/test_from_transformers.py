@@ -175,6 +175,102 @@ def test_plain_modules_with_a_list_of_layers():
     assert list(cut.blocks) == ["embedding", "layer0", "layer1", "layer2", "head"]
 
 
+class Part(nn.Module):
+    """A layer, or an embedding, with a method and a number of its own."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.linear, self.kind = nn.Linear(4, 4), kind
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x, factor=1):
+        return x + factor * torch.tanh(self.linear(x)) if self.kind != "numbers" else (self.linear(x), x.shape[1])
+
+    def back(self, x):
+        return nn.functional.linear(x, self.linear.weight.T) * self.scale
+
+
+class Reads(nn.Module):
+    """A model whose code around the layers reads what is in another block."""
+
+    main_input_name = "x"
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.embed, self.after = Part(kind), Part("plain")
+        self.layers = nn.ModuleList(Part("whole") for _ in range(3))
+
+    def forward(self, x):
+        first, length = self.embed(x) if self.kind == "numbers" else (self.embed(x), x.shape[1])
+        if self.kind == "after":
+            first = self.after.back(first)
+        hidden = first
+        for layer in self.layers:
+            if self.kind == "length":
+                hidden = layer(hidden, x.shape[1])
+            elif self.kind == "flag":
+                hidden = layer(hidden, factor=2 if bool(x.detach().max() > 9) else 1)
+            else:
+                hidden = layer(hidden, 2 if layer.kind == "whole" else 1)
+        if self.kind == "layer":
+            hidden = hidden * self.layers[0].linear.weight.mean()
+        if self.kind in ("numbers", "sizes"):
+            hidden = hidden / length
+        return self.after(self.embed.back(hidden) if self.kind == "method" else hidden)
+
+
+def summed_squares(output, targets):
+    return ((output - targets) ** 2).sum(), targets.numel()
+
+
+@pytest.mark.parametrize("kind", ["method", "after", "sizes"])
+def test_what_another_block_has_is_tied(kind):
+    """Weights of the embedding in the head, by a method of the embedding, were those of the start, and their gradient
+    was lost on another stage; sizes of floats were the sample's."""
+    torch.manual_seed(0)
+    whole = Reads(kind).double()
+    batch = [(torch.randn(2, length, 4, dtype=torch.float64), torch.randn(2, length, 4, dtype=torch.float64))
+             for length in (3, 3, 5)]
+    reference = copy.deepcopy(whole)
+    (sum(summed_squares(reference(x), t)[0] for x, t in batch) / sum(t.numel() for _, t in batch)).backward()
+    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+
+    def rank(world):
+        model = copy.deepcopy(whole)
+        engine = Engine(from_transformers(model, torch.randn(2, 3, 4, dtype=torch.float64), loss=summed_squares), world,
+                        mesh=Mesh(pipe=2), dtype=torch.float64)
+        engine.forward_backward(batch)
+        own = {id(parameter) for parameter in engine.parameters()}
+        found = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if id(parameter) in own}
+        engine.close()
+        return found
+
+    found = {name: gradient for each in run_ranks(rank, 2) for name, gradient in each.items()}
+    assert set(found) == set(expected)
+    assert all((found[name] - right).norm() <= 1e-10 * right.norm() for name, right in expected.items())
+
+
+@pytest.mark.parametrize(("kind", "where", "code"), [
+    ("layer", "layers.0.linear", "attribute-of-another-block"), ("numbers", "embed", "number-beside-tensors")])
+def test_what_another_block_alone_knows(kind, where, code):
+    with raises(code, where=where):
+        from_transformers(Reads(kind), torch.randn(2, 3, 4), loss=summed_squares)
+
+
+@pytest.mark.parametrize(("kind", "x", "value"), [
+    ("length", torch.zeros(2, 5, 4), "5, and 3 for the sample"),
+    ("flag", torch.full((2, 3, 4), 10.0), "2, and 1 for the sample")])
+def test_layers_that_are_called_with_other_values_than_for_the_sample(kind, x, value):
+    """Such as Longformer's: they were called with the sample's."""
+    cut = from_transformers(Reads(kind), torch.zeros(2, 3, 4), loss=summed_squares)
+    first = next(iter(cut.blocks.values()))()
+    first(torch.zeros(4, 3, 4))
+    with pytest.raises(ModelError) as caught:
+        first(x)
+    assert caught.value.where == "layer0" and caught.value.value == value
+
+
 @pytest.mark.parametrize(("model", "message"), [
     (lambda: transformers.T5Model(transformers.T5Config(vocab_size=61, d_model=24, d_ff=40, num_layers=2, num_heads=3,
                                                         d_kv=8)), r"cannot be run on the sample"),

@@ -1,0 +1,134 @@
+"""What is in the place of modules that another block has, in the model's own code around its layers.
+
+    embedding    the model's forward, with recorders in the place of its layers, and nothing behind them
+    head         the model's forward, with stand-ins before the layers, and injectors in the place of these
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ranvier.errors import ModelError
+
+REMEDY = "Write its blocks by hand: pass a list of modules to ranvier.Engine (docs/extending.md)."
+
+
+class Elsewhere(nn.Module):
+    """In the place of a module that another block has. Its attributes are that module's; parameters, buffers and
+    submodules that are read for the sample become its own too, so that they are tied, or refused where stages would not
+    agree on them.
+
+    shares: whether it may have parameters that the other block has; parameters of a layer are the layer's alone.
+    """
+
+    def __init__(self, module: nn.Module, name: str, *, shares: bool) -> None:
+        super().__init__()
+        self._module, self._name, self._shares = (module,), name, shares  # in a tuple: it is no part of this one
+        self.knows = False
+        """Whether everything has been read that blocks read for the sample."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module, = self._module
+            value = getattr(module, name)
+        if isinstance(value, types.MethodType) and value.__self__ is module:
+            return types.MethodType(value.__func__, self)
+        if isinstance(value, (Tensor, nn.Module)):
+            has_parameters = isinstance(value, nn.Parameter) or (
+                isinstance(value, nn.Module) and any(True for _ in value.parameters()))
+            is_kept = isinstance(value, (nn.Parameter, nn.Module)) or name in module._buffers
+            if self.knows or not is_kept or (has_parameters and not self._shares):
+                raise ModelError("is read in another block than the module's own" + (
+                    ", and was not for the sample" if self.knows else ""), code="attribute-of-another-block",
+                    where=f"{self._name}.{name}", value=type(value).__name__, remedy=REMEDY)
+            for places in ("_parameters", "_buffers", "_modules"):  # setattr would ask for the attribute again
+                if name in vars(module)[places]:
+                    vars(self)[places][name] = value
+            self._non_persistent_buffers_set |= module._non_persistent_buffers_set & {name}
+        return value
+
+
+class Recorder(Elsewhere):
+    """In the place of a layer before it: gives its arguments to `record`, and returns the hidden states that this
+    returns. size: how many values the layer returns."""
+
+    def __init__(self, layer: nn.Module, name: str, record: Callable[[tuple[object, ...], dict[str, object]], Tensor],
+                 size: int) -> None:
+        super().__init__(layer, name, shares=False)
+        self._record, self._size = record, size
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        return _returned(self._record(args, kwargs), self._size)
+
+
+class Injector(Elsewhere):
+    """In the place of a layer after it: returns the hidden states that the last one gave."""
+
+    def __init__(self, layer: nn.Module, name: str, state: list[Tensor], size: int) -> None:
+        super().__init__(layer, name, shares=False)
+        self._state, self._size = state, size
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        hidden, = self._state
+        return _returned(hidden, self._size)
+
+
+class StandIn(Elsewhere):
+    """In the place of a module that runs before the layers: zeros of the shapes that it returned. samples: of the
+    sample."""
+
+    def __init__(self, module: nn.Module, name: str, output: object, state: list[Tensor], samples: int) -> None:
+        super().__init__(module, name, shares=True)
+        self._state = state
+        self._output = tree_map(lambda leaf: _Shape(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf,
+                                output)
+        self._samples = samples
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        hidden, = self._state
+        number = next((leaf for leaf in tree_leaves(self._output) if isinstance(leaf, (int, float))), None)
+        if number is not None:
+            raise ModelError("returns a number beside tensors, which the head has from the sample alone",
+                             code="number-beside-tensors", where=self._name, value=number, remedy=REMEDY)
+
+        def zeros(leaf: object) -> object:
+            if not isinstance(leaf, _Shape):
+                return leaf
+            like_hidden = len(leaf.shape) == hidden.dim() and leaf.shape[-1] == hidden.shape[-1]
+            shape = hidden.shape if like_hidden else (
+                len(hidden) if leaf.shape and leaf.shape[0] == self._samples else leaf.shape[0], *leaf.shape[1:])
+            dtype = hidden.dtype if leaf.dtype.is_floating_point else leaf.dtype
+            return hidden.new_zeros((), dtype=dtype).expand(shape)
+
+        return tree_map(zeros, self._output, is_leaf=lambda leaf: isinstance(leaf, _Shape))
+
+
+@dataclass(frozen=True)
+class _Shape:
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class Absent(Elsewhere):
+    """In the place of a module that runs after the layers."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        super().__init__(module, name, shares=True)
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        raise ModelError("runs before the layers, and not so for the sample", code="other-order-than-sample",
+                         where=self._name, remedy=REMEDY)
+
+
+def _returned(hidden: Tensor, size: int) -> object:
+    """Hidden states as a layer returns them that returns so many values, 0 for a tensor by itself."""
+    return (hidden, *[None] * (size - 1)) if size else hidden
