@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ranvier.config.run import MeshSettings as MeshSettings
     from ranvier.config.run import Optim as Optim
     from ranvier.config.run import Pipeline as Pipeline
+    from ranvier.config.run import Preference as Preference
     from ranvier.config.run import Run as Run
     from ranvier.config.run import TensorParallel as TensorParallel
     from ranvier.config.run import Train as Train
@@ -61,7 +62,8 @@ _HOMES = {
     "ranvier.block": ("Initial", "Model"),
     "ranvier.checkpoint.checkpoints": ("Checkpoints",),
     "ranvier.config.run": ("Batch", "Checkpoint", "Comm", "Data", "Elastic", "Guard", "Launch", "Log", "Lora", "Memory",
-                           "MeshSettings", "Optim", "Pipeline", "Run", "TensorParallel", "Train", "Transformer"),
+                           "MeshSettings", "Optim", "Pipeline", "Preference", "Run", "TensorParallel", "Train",
+                           "Transformer"),
     "ranvier.data.shard_loader": ("shard_loader",),
     "ranvier.errors": ("CheckpointError", "ConfigError", "DataError", "LaunchError", "MessageTimeout", "ModelError",
                        "OutOfMemory", "RanvierError", "TransportError"),

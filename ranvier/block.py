@@ -85,11 +85,12 @@ class Model:
 
     def __post_init__(self) -> None:
         if not self.blocks:
-            raise ModelError("has no blocks", where="model", remedy="Give at least one named block.")
+            raise ModelError("has no blocks", code="model-without-blocks", where="model",
+                             remedy="Give at least one named block.")
         for name in self.blocks:
             if not name or not isinstance(name, str):
-                raise ModelError("a block's name must be a non-empty text", where="model.blocks", value=name,
-                                 remedy="Name each block, for example 'layer3.mlp'.")
+                raise ModelError("a block's name must be a non-empty text", code="block-name", where="model.blocks",
+                                 value=name, remedy="Name each block, for example 'layer3.mlp'.")
 
     def build(self) -> nn.ModuleDict:
         """All blocks in one process, initialised by nothing but their builders: for references and exports."""
@@ -105,8 +106,9 @@ def frozen_prefix(model: Model, num_layers: int) -> int:
     """How many blocks are frozen with the first `num_layers` layers (see `ranvier.layout.frozen_blocks`). ModelError
     where the model does not say what its layers are, or has fewer."""
     if not 0 <= num_layers <= len(model.layers):
-        raise ModelError(f"is not a number of layers that the model has ({len(model.layers)})", where="frozen layers",
-                         value=num_layers, remedy="Freeze fewer layers, or declare them: Model(layers=...).")
+        raise ModelError(f"is not a number of layers that the model has ({len(model.layers)})",
+                         code="frozen-layers-count", where="frozen layers", value=num_layers,
+                         remedy="Freeze fewer layers, or declare them: Model(layers=...).")
     return frozen_blocks(model.layers, list(model.blocks), num_layers)
 
 
@@ -157,12 +159,13 @@ def _blocks_above(model: Model, num_layers: int, layer: int) -> set[str]:
     weight with other blocks."""
     if not num_layers < layer < len(model.layers):
         raise ModelError(f"is not a layer above the first one that trains, {num_layers}, of {len(model.layers)} layers",
-                         where="frozen_above", value=layer, remedy="Count the first layers in `frozen`.")
+                         code="frozen-above-layer", where="frozen_above", value=layer,
+                         remedy="Count the first layers in `frozen`.")
     blocks = set(model.layers[layer])
     for name in (name for group in model.tied for name in group):
         if any(name.startswith(f"{block}.") for block in blocks):
             raise ModelError(f"has a weight that other blocks share, {name}, and can freeze only with all layers "
-                             "before it", where=f"layer {layer}",
+                             "before it", code="frozen-shared-weight", where=f"layer {layer}",
                              remedy="Let the freeze policy answer with a number of layers.")
     return blocks
 
@@ -225,11 +228,11 @@ def as_model(model: Model | Modules, loss: Loss | None) -> Model:
     """
     if isinstance(model, Model):
         if loss is not None:
-            raise ModelError("was given beside a Model, which has its own", where="loss",
+            raise ModelError("was given beside a Model, which has its own", code="loss-given-twice", where="loss",
                              remedy="Leave the loss out, or build the Model with it.")
         return _with_loss_block(model)
     if loss is None:
-        raise ModelError("is missing", where="loss",
+        raise ModelError("is missing", code="loss-missing", where="loss",
                          remedy="Pass loss=f with f(output, targets) -> (sum of losses, number of valid targets).")
     if isinstance(model, nn.Module):
         modules = dict(_modules_of(model))
@@ -238,11 +241,12 @@ def as_model(model: Model | Modules, loss: Loss | None) -> Model:
     elif isinstance(model, Sequence):
         modules = {str(index): module for index, module in enumerate(model)}
     else:
-        raise ModelError("is not a list of blocks", where="model", value=type(model).__name__,
+        raise ModelError("is not a list of blocks", code="model-not-blocks", where="model", value=type(model).__name__,
                          remedy="Pass a ranvier.Model, an nn.Sequential, a list of modules, or a dict of them.")
     for name, module in modules.items():
         if not isinstance(module, nn.Module):
-            raise ModelError("is not an nn.Module", where=f"block {name}", value=type(module).__name__,
+            raise ModelError("is not an nn.Module", code="block-not-module", where=f"block {name}",
+                             value=type(module).__name__,
                              remedy="Wrap plain functions in a module with a forward method.")
     if _has_state(loss):
         modules[_free_name(modules)] = LossBlock(loss)
@@ -253,15 +257,15 @@ def as_model(model: Model | Modules, loss: Loss | None) -> Model:
 def _modules_of(model: nn.Module) -> Mapping[str, Any]:
     """The modules of a container that is given as a list of blocks. ModelError for any other module."""
     if not isinstance(model, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
-        raise ModelError("is not a list of blocks", where="model", value=type(model).__name__,
+        raise ModelError("is not a list of blocks", code="module-not-blocks", where="model", value=type(model).__name__,
                          remedy="Pass ranvier.blocks_of(model), or a list of modules that are called one after the "
                                 "other.")
     if lost := beside_modules(model):
         remedy = "Pass ranvier.blocks_of(model), which takes a module with a forward of its own."
         if type(model) in CONTAINERS:
             remedy = "Give these to its modules, or to a module around it that ranvier.blocks_of takes."
-        raise ModelError(f"has more than modules, which blocks would lose: {', '.join(lost)}", where="model",
-                         value=type(model).__name__, remedy=remedy)
+        raise ModelError(f"has more than modules, which blocks would lose: {', '.join(lost)}",
+                         code="model-holds-more-than-modules", where="model", value=type(model).__name__, remedy=remedy)
     return model._modules  # named_children() leaves out a module that comes a second time
 
 
@@ -328,7 +332,7 @@ def _with_loss_block(model: Model) -> Model:
         return model
     if model.initial is not None:
         raise ModelError("has parameters or buffers of its own, which Model(initial=...) knows nothing of",
-                         where="loss", value=type(model.loss).__name__,
+                         code="loss-with-parameters", where="loss", value=type(model.loss).__name__,
                          remedy="Leave `initial` out, or give the last block what the loss computes with.")
     return replace(model, blocks={**model.blocks, _free_name(model.blocks): partial(
         _ready_made, LossBlock(model.loss))})
@@ -449,8 +453,8 @@ def named(state: object, where: str) -> dict[str, Tensor]:
     remedy = "Return the carried state that the next block takes."
     if isinstance(state, Mapping) and (hint := wrapping_hint(state)) is not None:
         remedy = f"{hint}."
-    raise ModelError(f"must return a tensor, or {SENT}, with at least one tensor{_odd(state)}", where=where,
-                     value=type(state).__name__, remedy=remedy)
+    raise ModelError(f"must return a tensor, or {SENT}, with at least one tensor{_odd(state)}",
+                     code="block-output-type", where=where, value=type(state).__name__, remedy=remedy)
 
 
 def carried(tensors: Mapping[str, Tensor]) -> State:

@@ -1,49 +1,142 @@
-"""Errors for users: each states what is wrong, where, the value found, and what to do next.
+"""Errors for users: each states what is wrong, where, the value found, and what to do next, and has a code.
 
-The message is one line of text in the terms of the configuration. The command prints it without a traceback and exits
-with 2.
+A text names a setting between backticks, as the command takes it. So the setting stays data: what to change is
+`RanvierError.settings`, and each audience reads its own names.
+
+    raise ConfigError("cannot clip by the norm of all gradients", code="clip-in-backward",
+                      where="optim.update-in-backward", value=True,
+                      remedy="Set `--optim.clip-norm 0`, or leave `--optim.update-in-backward` out.")
+
+    settings            {"optim.clip-norm": 0, "optim.update-in-backward": ...}
+    the command         Set --optim.clip-norm 0, or leave --optim.update-in-backward out.
+    Python's callers    Set Optim(clip_norm=0), or leave Optim(update_in_backward=...) out.
+
+The message is one line of text. The command prints it without a traceback and exits with 2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedSetting:
+    """A setting as a text names it.
+
+    name: with hyphens, "optim.clip-norm". text: its value as a flag takes it; empty where the text has none. is_flag:
+    it is something to set or to leave out, and not only mentioned.
+    """
+
+    name: str
+    text: str = ""
+    is_flag: bool = False
+
+    def __str__(self) -> str:
+        return f"{'--' if self.is_flag else ''}{self.name}{' ' if self.text else ''}{self.text}"
+
+    @property
+    def value(self) -> object:
+        """The value to set; `...` where any other will do, and for a placeholder such as PATH."""
+        if not self.text or self.text.isupper():
+            return ...
+        try:
+            return json.loads(self.text)
+        except ValueError:
+            return self.text
+
+
+Names = Callable[[Sequence[str | NamedSetting]], str]
+"""Makes the text for one audience of plain text and settings."""
+
+
+def command_names(parts: Sequence[str | NamedSetting]) -> str:
+    """The text for users of the command: settings as flags."""
+    return "".join(map(str, parts))
+
+
+def parse(text: str) -> list[str | NamedSetting]:
+    """The plain text and the settings of `text`, in order. Backticks around anything else are plain text."""
+    parts: list[str | NamedSetting] = []
+    while True:
+        plain, _, rest = text.partition("`")
+        marked, end, after = rest.partition("`")
+        if not end:
+            return [*parts, text]
+        name, _, value = marked.partition(" ")
+        is_flag, bare = name.startswith("--"), name.removeprefix("--")
+        if bare.replace("-", "").replace(".", "").isalnum() and (is_flag or "." in bare):
+            parts += [plain, NamedSetting(name=bare, text=value, is_flag=is_flag)]
+            text = after
+        else:
+            parts.append(f"{plain}`")
+            text = rest
 
 
 class RanvierError(Exception):
-    """An error with a location and a remedy.
+    """An error with a code, a location and a remedy.
 
     Args:
         what: the problem, as a clause with `where` as its subject ("is not divisible by the microbatch size").
         where: the setting, file, block, rank or edge concerned.
         value: what was found there; None leaves it out of the message.
-        remedy: what to do next, as a sentence.
+        remedy: what to do next, as a sentence, with settings between backticks.
+        code: names this kind of error for programs: a few words with hyphens. None for that of the class.
     """
 
-    def __init__(self, what: str, *, where: str, value: object = None, remedy: str) -> None:
-        self.what, self.where, self.value, self.remedy = what, where, value, remedy
-        super().__init__(self._text())
+    code = "error"
+    names: Names = staticmethod(command_names)
+    """How the message names settings."""
 
-    def _text(self) -> str:
+    def __init__(self, what: str, *, where: str, value: object = None, remedy: str, code: str | None = None) -> None:
+        super().__init__(what)
+        self._what, self._where, self.value, self._remedy = what, where, value, remedy
+        self.code = self.code if code is None else code
+
+    @property
+    def what(self) -> str:
+        """What is wrong."""
+        return self.names(parse(self._what))
+
+    @property
+    def where(self) -> str:
+        """The setting, file, block, rank or edge concerned."""
+        return self.names([NamedSetting(name=self._where)])
+
+    @property
+    def remedy(self) -> str:
+        """What to do next."""
+        return self.names(parse(self._remedy))
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """The settings that the remedy names, each with the value to set, or `...` for any other than now."""
+        return {part.name: part.value for part in parse(self._remedy) if isinstance(part, NamedSetting)}
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """The arguments of the error but for its value, as text that another rank makes it from again."""
+        return {"what": self._what, "where": self._where, "remedy": self._remedy, "code": self.code}
+
+    def __str__(self) -> str:
         shown = "" if self.value is None else f" (got {self.value!r})"
         return f"{self.where}: {self.what}{shown}. {self.remedy}"
 
-    def reword(self, words: Callable[[str], str]) -> None:
-        """Replace each part of the message by `words` of it, for callers that use other terms."""
-        self.what, self.where, self.remedy = words(self.what), words(self.where), words(self.remedy)
-        self.args = (self._text(),)
-
     def extend(self, text: str) -> None:
         """Add `text` to what is wrong, such as a report of what other ranks do."""
-        self.what += text
-        self.args = (self._text(),)
+        self._what += text
 
     def __reduce__(self) -> tuple[Callable[..., RanvierError], tuple[object, ...]]:
         # Exception's own pickles positional arguments only, and these are keywords.
-        return _rebuild, (type(self), self.what, self.where, self.value, self.remedy)
+        return _rebuild, (type(self), self._what, self._where, self.value, self._remedy, self.code, self.names)
 
 
-def _rebuild(kind: type[RanvierError], what: str, where: str, value: object, remedy: str) -> RanvierError:
-    return kind(what, where=where, value=value, remedy=remedy)
+def _rebuild(kind: type[RanvierError], what: str, where: str, value: object, remedy: str, code: str, names: Names
+             ) -> RanvierError:
+    error = kind(what, where=where, value=value, remedy=remedy, code=code)
+    error.names = names
+    return error
 
 
 class ConfigError(RanvierError, ValueError):

@@ -1,4 +1,4 @@
-"""Who is where: ranks on four named axes.
+"""Ranks on named axes. Each axis has roles: what the ranks along it split, and what they have copies of.
 
     rank = ((data * P + pipe) * R + row) * C + col
 
@@ -12,12 +12,22 @@ node form a tile (Xu et al., 2021 (Optimus), Figure 8):
                   12 13 14 15                     8  9 | 12 13
                                                  10 11 | 14 15
 
-Along any one axis ranks rise with the index, whatever the tile. Pure: no process group, no clock, no I/O.
+Along any one axis ranks rise with the index, whatever the tile. Roles divide the axes into three:
+
+    replicates_parameters                     which replica      data
+    orders_stages                             which stages       pipe
+    shards_parameters, splits_features        which position in the stage: of each layer which part      row, col
+
+Callers ask by role (`num_replicas`, `microbatch_parts`, `over(splits_samples=True)`), so that they need no axis' name.
+Pure: no process group, no clock, no I/O.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
 from math import prod
 from typing import Annotated, Literal
 
@@ -25,136 +35,391 @@ from annotated_types import Ge
 
 from ranvier.errors import ConfigError
 
-Axis = Literal["data", "pipe", "row", "col"]
-AXES: tuple[Axis, ...] = ("data", "pipe", "row", "col")
 Size = Annotated[int, Ge(1)]
+Position = tuple[int, ...]
+"""Indices along the axes of a stage: (row, col)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, order=True)
-class Coordinates:
-    """A rank's index along each axis."""
+@dataclass(frozen=True)
+class Axis:
+    """A named axis of a mesh, and its roles.
 
-    data: int = 0
-    pipe: int = 0
-    row: int = 0
-    col: int = 0
-
-    def __str__(self) -> str:
-        return ", ".join(f"{axis} {getattr(self, axis)}" for axis in AXES)
-
-    def replace(self, axis: Axis, index: int) -> Coordinates:
-        """The coordinates with another index along one axis."""
-        return Coordinates(**{**{name: getattr(self, name) for name in AXES}, axis: index})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mesh:
-    """All ranks, as data x pipe x row x col. A *replica* is pipe x row x col ranks; a *stage* is row x col ranks.
-
-    Every size is a whole number; what a person may leave open is `ranvier.config.run.MeshSettings`. ConfigError for a
-    size below 1, and for a tile that does not divide rows and columns.
-
-    data: data parallel size. pipe: pipeline parallel size. row, col: tensor parallel sizes. tile: rows and columns of
-    the tensor mesh on one node, or None to number ranks row by row.
+    plural: what its indices count, in words.
+    splits_samples: ranks along it have different samples.
+    splits_sequence: they have different parts of each sequence.
+    replicates_parameters: they hold the same parameters, and sum their gradients.
+    orders_stages: they hold different blocks, in the order of the model.
+    shards_parameters: they hold different parts of each parameter, which they gather.
+    splits_features: they compute different parts of each layer's hidden dimension.
     """
 
-    data: Size = 1
-    pipe: Size = 1
-    row: Size = 1
-    col: Size = 1
-    tile: tuple[Size, Size] | None = None
+    name: str
+    plural: str
+    splits_samples: bool = False
+    splits_sequence: bool = False
+    replicates_parameters: bool = False
+    orders_stages: bool = False
+    shards_parameters: bool = False
+    splits_features: bool = False
 
-    def __post_init__(self) -> None:
-        for axis, size in self.sizes.items():
+    @property
+    def divides_stages(self) -> bool:
+        """Whether the ranks along it share a stage."""
+        return self.shards_parameters or self.splits_features
+
+
+STANDARD_AXES = (
+    Axis("data", "replicas", splits_samples=True, replicates_parameters=True),
+    Axis("pipe", "stages", orders_stages=True),
+    Axis("row", "rows", splits_samples=True, shards_parameters=True),
+    Axis("col", "columns", splits_features=True))
+"""The axes that the engine runs on; ranks along any other one are refused (`Mesh.require_known_axes`)."""
+AXES = tuple(axis.name for axis in STANDARD_AXES)
+REQUIRED_AXES = tuple(axis.name for axis in STANDARD_AXES if not axis.divides_stages)
+"""Those that a run's files and requests always name; the others are named where they are used."""
+
+
+class _NumberPerAxis(Mapping[str, int]):
+    """An immutable mapping from axis to number, which can be read as attributes, too."""
+
+    axes: tuple[Axis, ...]
+    data: int
+    pipe: int
+    row: int
+    col: int
+
+    def __init__(self, axes: Sequence[Axis], numbers: Mapping[str, int], default: int) -> None:
+        names = [axis.name for axis in axes]
+        for name in numbers:
+            if name not in names:
+                raise TypeError(f"{name} is not an axis: {', '.join(names)}")
+        self._numbers = {name: numbers.get(name, default) for name in names}
+        self.__dict__.update(self._numbers, axes=tuple(axes))
+
+    def __getitem__(self, axis: str) -> int:
+        return self._numbers[axis]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in self.__dict__:
+            raise AttributeError(f"{name} of a {type(self).__name__} cannot be changed")
+        super().__setattr__(name, value)
+
+    def over(self, **roles: bool) -> tuple[str, ...]:
+        """Names of the axes with these roles: `over(splits_samples=True, shards_parameters=True)`."""
+        return tuple(axis.name for axis in self.axes
+                     if all(getattr(axis, role) == has_it for role, has_it in roles.items()))
+
+
+class Coordinates(_NumberPerAxis):
+    """A rank's index along each axis of `mesh`."""
+
+    mesh: Mesh
+
+    def __init__(self, mesh: Mesh, indices: Mapping[str, int]) -> None:
+        super().__init__(mesh.axes, indices, 0)
+        self.mesh = mesh
+
+    def __str__(self) -> str:
+        return ", ".join(f"{axis} {index}" for axis, index in self.items())
+
+    def __repr__(self) -> str:
+        return f"Coordinates({self})"
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.values()))
+
+    def __lt__(self, other: Coordinates) -> bool:
+        return tuple(self.values()) < tuple(other.values())
+
+    def replace(self, axis: str, index: int) -> Coordinates:
+        """The coordinates with another index along one axis."""
+        return Coordinates(self.mesh, {**self, axis: index})
+
+    def index(self, axes: Sequence[str]) -> int:
+        """The place among the ranks that differ along `axes` only, the last varying fastest."""
+        found = 0
+        for axis in axes:
+            found = found * self.mesh[axis] + self[axis]
+        return found
+
+    @property
+    def replica(self) -> int:
+        """Number of the copy of the model that the rank has a part of."""
+        return self.index(self.mesh.replica_axes)
+
+    @property
+    def pipeline_rank(self) -> int:
+        """Which of `Mesh.pipeline_size` ranks in turn: it decides the stages."""
+        return self.index(self.mesh.over(orders_stages=True))
+
+    @property
+    def position(self) -> Position:
+        """Place in the stage."""
+        return tuple(self[axis] for axis in self.mesh.stage_axes)
+
+    @property
+    def batch_share(self) -> int:
+        """Which of `Mesh.batch_shares` shares of each global batch it has."""
+        return self.index(self.mesh.over(splits_samples=True, replicates_parameters=True))
+
+    @property
+    def microbatch_part(self) -> int:
+        """Which of `Mesh.microbatch_parts` parts of each microbatch it has."""
+        return self.index(self.mesh.over(splits_samples=True, shards_parameters=True))
+
+    @property
+    def position_text(self) -> str:
+        """The position in words: row 1, col 0."""
+        return ", ".join(f"{axis} {self[axis]}" for axis in self.mesh.stage_axes)
+
+    @property
+    def is_first_in_stage(self) -> bool:
+        """Whether it is the leader of its stage."""
+        return not any(self.position)
+
+    @property
+    def is_first_on_pipeline_rank(self) -> bool:
+        """Whether it is the first of all ranks with its stages."""
+        return not self.replica and self.is_first_in_stage
+
+    @property
+    def is_first_with_samples(self) -> bool:
+        """Whether it is the first rank of its stage that has these samples, so that each counts once."""
+        return not any(self[axis] for axis in self.mesh.stage_axes if axis not in self.mesh.over(splits_samples=True))
+
+
+class Mesh(_NumberPerAxis):
+    """All ranks: an ordered mapping from named axes to sizes, by default data x pipe x row x col.
+
+    A *replica* is one copy of the model, pipe x row x col ranks; a *stage* is row x col ranks.
+
+    Args:
+        axes: in the order in which ranks are numbered: the first varies slowest; those of a stage vary fastest.
+        tile: rows and columns of the tensor mesh on one node, or None to number ranks row by row.
+        sizes: by name of the axis; 1 for those left out. data: data parallel size. pipe: pipeline parallel size. row,
+            col: tensor parallel sizes. Whole numbers; `ranvier.config.run.MeshSettings` has those that are open.
+
+    Raises ConfigError for a size below 1, and for a tile that does not divide rows and columns; TypeError for a size of
+    no axis.
+    """
+
+    tile: tuple[int, int] | None
+
+    def __init__(self, *, axes: Sequence[Axis] = STANDARD_AXES, tile: tuple[int, int] | None = None, **sizes: int
+                 ) -> None:
+        super().__init__(axes, sizes, 1)
+        self.tile = tile
+        for axis, size in self.items():
+            if hasattr(Mesh, axis) or hasattr(Coordinates, axis):
+                raise TypeError(f"{axis} is a name that every mesh has, and no axis can have")
             if not _is_size(size):
-                raise ConfigError("must be a whole number of at least 1", where=f"mesh.{axis}", value=size,
-                                  remedy=f"Set --mesh.{axis} 1 to leave this axis unused.")
-        if self.tile is None:
+                raise ConfigError("must be a whole number of at least 1", code="mesh-axis-size", where=f"mesh.{axis}",
+                                  value=size, remedy=f"Set `--mesh.{axis} 1` to leave this axis unused.")
+        if tile is None:
             return
-        if not isinstance(self.tile, tuple) or len(self.tile) != 2 or not all(map(_is_size, self.tile)):
-            raise ConfigError("must be two whole numbers of at least 1, or none", where="mesh.tile", value=self.tile,
-                              remedy="Set --mesh.tile none to leave the choice to the run.")
+        if not isinstance(tile, tuple) or len(tile) != 2 or not all(map(_is_size, tile)):
+            raise ConfigError("must be two whole numbers of at least 1, or none", code="mesh-tile-form",
+                              where="mesh.tile", value=tile,
+                              remedy="Set `--mesh.tile none` to leave the choice to the run.")
         if self.row % self._tile[0] or self.col % self._tile[1]:
-            raise ConfigError(f"does not divide the {self.row} rows and {self.col} columns", where="mesh.tile",
-                              value=self.tile, remedy="Set --mesh.tile none to leave the choice to the run.")
+            raise ConfigError(f"does not divide the {self.row} rows and {self.col} columns",
+                              code="mesh-tile-does-not-divide", where="mesh.tile", value=tile,
+                              remedy="Set `--mesh.tile none` to leave the choice to the run.")
+
+    @classmethod
+    def of_replicas(cls, count: int) -> Mesh:
+        """As many replicas, each on one rank."""
+        return cls(data=count)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {size}" for axis, size in self.items())
+
+    def __repr__(self) -> str:
+        return f"Mesh({self}{f', tile {self.tile}' if self.tile else ''})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mesh) and (self.axes, self.tile, self.sizes) == (other.axes, other.tile, other.sizes)
+
+    def __hash__(self) -> int:
+        return hash((self.axes, self.tile, self.shape))
+
+    def document(self) -> dict[str, object]:
+        """As JSON can hold it: the sizes and the tile."""
+        return {**self, "tile": self.tile}
 
     @property
-    def sizes(self) -> dict[Axis, int]:
-        """Number of ranks along each axis, in the order of `AXES`."""
-        return {axis: getattr(self, axis) for axis in AXES}
+    def sizes(self) -> dict[str, int]:
+        """Number of ranks along each axis."""
+        return dict(self)
 
-    @property
+    @cached_property
     def _tile(self) -> tuple[int, int]:
         """Rows and columns of a tile; without one, and on stages of one rank, the whole stage is a tile."""
         return (self.row, self.col) if self.tile is None or self.stage_size == 1 else self.tile
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
-        """The sizes alone, in the order of `AXES`."""
-        return tuple(self.sizes.values())
+        """The sizes alone."""
+        return tuple(self.values())
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of ranks."""
-        return prod(self.sizes.values())
+        return prod(self.values())
 
-    @property
+    def count(self, axes: Sequence[str]) -> int:
+        """Number of ranks that differ along `axes` only."""
+        return prod(self[axis] for axis in axes)
+
+    # ------------------------------------------------------------------ questions about roles
+
+    @cached_property
+    def replica_axes(self) -> tuple[str, ...]:
+        """Axes along which ranks hold the same parameters, and over which their gradients are summed."""
+        return self.over(replicates_parameters=True)
+
+    @cached_property
+    def stage_axes(self) -> tuple[str, ...]:
+        """Axes along which the ranks of a stage differ."""
+        return self.over(divides_stages=True)
+
+    @cached_property
+    def num_replicas(self) -> int:
+        """Copies of the model."""
+        return self.count(self.replica_axes)
+
+    @cached_property
+    def pipeline_size(self) -> int:
+        """Ranks in turn that the blocks of a model are divided over."""
+        return self.count(self.over(orders_stages=True))
+
+    @cached_property
     def stage_size(self) -> int:
         """Ranks that hold one stage of one replica together: row x col."""
-        return self.row * self.col
+        return self.count(self.stage_axes)
 
-    def __str__(self) -> str:
-        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
+    @cached_property
+    def batch_shares(self) -> int:
+        """Parts of a global batch, each of which is cut into microbatches of its own."""
+        return self.count(self.over(splits_samples=True, replicates_parameters=True))
 
-    def changed_axes(self, other: Mesh) -> tuple[Axis, ...]:
+    @cached_property
+    def microbatch_parts(self) -> int:
+        """Parts of a microbatch, one for each rank of a stage that has different samples."""
+        return self.count(self.over(splits_samples=True, shards_parameters=True))
+
+    @cached_property
+    def feature_parts(self) -> int:
+        """Parts of each layer's hidden dimension."""
+        return self.count(self.over(splits_features=True))
+
+    @cached_property
+    def positions(self) -> tuple[Position, ...]:
+        """All places in a stage."""
+        return tuple(product(*(range(self[axis]) for axis in self.stage_axes)))
+
+    def require_known_axes(self, who: str) -> None:
+        """ConfigError where several ranks lie along an axis that is none of `STANDARD_AXES`. who: what does not handle
+        it."""
+        for axis in self.axes:
+            if self[axis.name] > 1 and axis not in STANDARD_AXES:
+                raise ConfigError(f"is an axis that {who} does not handle", code="mesh-axis-unknown",
+                                  where=f"mesh.{axis.name}", value=self[axis.name], remedy="Give it one rank.")
+
+    # ------------------------------------------------------------------ other meshes
+
+    def resized(self, **sizes: int) -> Mesh:
+        """The mesh with other sizes along these axes. A tile is for the rows and columns that it was made for."""
+        same = all(sizes.get(axis, self[axis]) == self[axis] for axis in self.stage_axes)
+        return Mesh(axes=self.axes, tile=self.tile if same else None, **{**self, **sizes})
+
+    def with_one_replica(self) -> Mesh:
+        """The mesh of one copy of the model."""
+        return self.resized(**dict.fromkeys(self.replica_axes, 1))
+
+    def with_tile(self, tile: tuple[int, int] | None) -> Mesh:
+        """The mesh with another tile."""
+        return Mesh(axes=self.axes, tile=tile, **self)
+
+    def changed_axes(self, other: Mesh) -> tuple[str, ...]:
         """The axes along which `other` has another size."""
-        return tuple(axis for axis, size in self.sizes.items() if size != getattr(other, axis))
+        return tuple(axis for axis in {**self, **other} if self.get(axis, 1) != other.get(axis, 1))
+
+    # ------------------------------------------------------------------ ranks
 
     def coordinates(self, rank: int) -> Coordinates:
         """Coordinates of `rank`; IndexError when it is not on the mesh."""
         if not 0 <= rank < self.size:
             raise IndexError(f"rank {rank} is not on a mesh of {self.size} ranks")
+        rest, inside = divmod(rank, self.stage_size)
+        found = {}
+        for axis in reversed(self._outer):
+            rest, found[axis] = divmod(rest, self[axis])
+        return Coordinates(self, found | dict(zip(self.stage_axes, self._in_stage[inside], strict=True)))
+
+    @cached_property
+    def _outer(self) -> tuple[str, ...]:
+        return self.over(divides_stages=False)
+
+    @cached_property
+    def _in_stage(self) -> tuple[Position, ...]:
+        """The positions in the order of their ranks: tile by tile."""
         rows, cols = self._tile
-        rest, col = divmod(rank, cols)
-        rest, row = divmod(rest, rows)
-        rest, tile_col = divmod(rest, self.col // cols)
-        rest, tile_row = divmod(rest, self.row // rows)
-        data, pipe = divmod(rest, self.pipe)
-        return Coordinates(data=data, pipe=pipe, row=tile_row * rows + row, col=tile_col * cols + col)
+        return tuple(sorted(self.positions, key=lambda at: (*at[:-2], at[-2] // rows, at[-1] // cols, at)))
+
+    @cached_property
+    def _number_in_stage(self) -> dict[Position, int]:
+        return {position: number for number, position in enumerate(self._in_stage)}
 
     def rank(self, at: Coordinates) -> int:
-        """The rank at these coordinates."""
-        for axis in AXES:
-            if not 0 <= getattr(at, axis) < getattr(self, axis):
-                raise IndexError(f"{axis} {getattr(at, axis)} is not on a mesh of {self}")
-        rows, cols = self._tile
-        (tile_row, row), (tile_col, col) = divmod(at.row, rows), divmod(at.col, cols)
-        stage = at.data * self.pipe + at.pipe
-        tile = (stage * (self.row // rows) + tile_row) * (self.col // cols) + tile_col
-        return (tile * rows + row) * cols + col
+        """The rank at these coordinates; IndexError when they are not on the mesh."""
+        for axis, index in at.items():
+            if not 0 <= index < self[axis]:
+                raise IndexError(f"{axis} {index} is not on a mesh of {self}")
+        return at.index(self._outer) * self.stage_size + self._number_in_stage[at.position]
 
-    def group(self, rank: int, axis: Axis) -> tuple[int, ...]:
-        """The ranks that differ from `rank` along `axis` only, itself among them, by index along it; so they rise."""
+    def at(self, **indices: int) -> Coordinates:
+        """The coordinates with these indices along axes by name, and 0 along the others."""
+        return Coordinates(self, indices)
+
+    def place(self, *, replica: int = 0, pipeline_rank: int = 0, position: Position | None = None) -> Coordinates:
+        """The coordinates of a place by role; `position` is the stage's leader when left out."""
+        found = dict(zip(self.stage_axes, position, strict=True)) if position is not None else {}
+        for axes, number in ((self.replica_axes, replica), (self.over(orders_stages=True), pipeline_rank)):
+            for axis in reversed(axes[1:]):
+                number, found[axis] = divmod(number, self[axis])
+            found |= {axis: number for axis in axes[:1]}
+        return Coordinates(self, found)
+
+    def group(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The ranks that differ from `rank` along `axes` only, itself among them; along one axis by index, so they
+        rise."""
         at = self.coordinates(rank)
-        return tuple(self.rank(at.replace(axis, index)) for index in range(getattr(self, axis)))
+        indices = product(*(range(self[axis]) for axis in axes))
+        return tuple(sorted(self.rank(Coordinates(self, {**at, **dict(zip(axes, each, strict=True))}))
+                            for each in indices))
 
-    def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
+    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """All sets of ranks that differ along `axes` only, each rising: a partition of the ranks.
 
         Along `row` and `col` together, rising is row by row without a tile, and tile by tile with one.
         """
-        found: dict[Coordinates, list[int]] = {}
+        found: dict[tuple[int, ...], list[int]] = {}
+        others = [axis for axis in self if axis not in axes]
         for rank in range(self.size):
-            first = self.coordinates(rank)
-            for axis in axes:
-                first = first.replace(axis, 0)
-            found.setdefault(first, []).append(rank)
+            at = self.coordinates(rank)
+            found.setdefault(tuple(at[axis] for axis in others), []).append(rank)
         return tuple(sorted(map(tuple, found.values())))
 
     def stage_ranks(self, rank: int) -> tuple[int, ...]:
         """The row x col ranks of the stage that `rank` belongs to, rising; the first, its leader, is row 0, col 0."""
-        at = self.coordinates(rank)
-        first = self.rank(Coordinates(data=at.data, pipe=at.pipe))
+        first = rank - rank % self.stage_size
         return tuple(range(first, first + self.stage_size))
 
 
@@ -167,7 +432,7 @@ PlacementName = Literal["v-shape", "interleaved"]
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlacement:
-    """Which stages the ranks along the axis `pipe` have, `per_rank` on each (virtual stages).
+    """Which stages the `num_ranks` ranks of a pipeline have, `per_rank` on each (virtual stages).
 
     one each          rank 0: 0      rank 1: 1      rank 2: 2      rank 3: 3
     v-shape           rank 0: 0 7    rank 1: 1 6    rank 2: 2 5    rank 3: 3 4       (Qi et al., 2024, ZB-V)
@@ -177,19 +442,19 @@ class StagePlacement:
     turn needs none; of an even number of stages the first rank also has the last, and so embedding and head.
     """
 
-    pipe: int
+    num_ranks: int
     per_rank: int = 1
     how: PlacementName = "v-shape"
 
     @property
     def num_stages(self) -> int:
         """Of the whole pipeline."""
-        return self.pipe * self.per_rank
+        return self.num_ranks * self.per_rank
 
     def rank_of(self, stage: int) -> int:
         """The rank that has `stage`."""
-        turn, place = divmod(stage, self.pipe)
-        return self.pipe - 1 - place if self.how == "v-shape" and turn % 2 else place
+        turn, place = divmod(stage, self.num_ranks)
+        return self.num_ranks - 1 - place if self.how == "v-shape" and turn % 2 else place
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of `rank`, rising."""
@@ -197,4 +462,4 @@ class StagePlacement:
 
     def local(self, stage: int) -> int:
         """The place of `stage` among those of its rank."""
-        return stage // self.pipe
+        return stage // self.num_ranks

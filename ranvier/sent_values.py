@@ -33,8 +33,8 @@ def pack(name: str, value: Any, others: Sequence[Any]) -> dict[str, Tensor]:
             raise TypeError("another structure")
         packed = [_as_tensor(leaf, like) for leaf in leaves]
     except (NotImplementedError, TypeError, ValueError) as error:
-        raise NotSent(f"is used in a later block, and only {SENT} can be sent there", where=f"value {name}",
-                      value=type(value).__name__,
+        raise NotSent(f"is used in a later block, and only {SENT} can be sent there", code="value-cannot-be-sent",
+                      where=f"value {name}", value=type(value).__name__,
                       remedy="Cut elsewhere, or compute it in the block that uses it.") from error
     return {f"{name}|{number}{kind}|{structure}": tensor for number, (kind, tensor) in enumerate(packed)}
 
@@ -76,8 +76,8 @@ def unpack(name: str, state: Mapping[str, Tensor], block: str) -> Any:
             _, leaf, structure = key.split("|", 2)
             found.append((int(leaf[:-1]), leaf[-1], structure, tensor))
     if not found:
-        raise ModelError("was not sent by the blocks before it", where=f"value {name} of block {block}",
-                         value=sorted({key.partition("|")[0] for key in state}),
+        raise ModelError("was not sent by the blocks before it", code="value-not-sent",
+                         where=f"value {name} of block {block}", value=sorted({key.partition("|")[0] for key in state}),
                          remedy="Let frozen blocks compute the same values in evaluation as in training.")
     found.sort(key=lambda one: one[0])
     leaves = [_LEAVES[kind](tensor) for _, kind, _, tensor in found]

@@ -118,8 +118,8 @@ class World:
         """The sum, mean, smallest or largest of all ranks' `value`: numbers, or tensors of one shape, which stay as
         they are. Collective."""
         if op not in ("sum", "mean", "min", "max"):
-            raise ConfigError("must be sum, mean, min or max", where="World.all_reduce(op=...)", value=op,
-                              remedy="Leave it out for sum.")
+            raise ConfigError("must be sum, mean, min or max", code="reduce-op", where="World.all_reduce(op=...)",
+                              value=op, remedy="Leave it out for sum.")
         reduced = _copied(value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64))
         self._all_ranks().all_reduce(reduced, "sum" if op == "mean" else op).wait()
         if op == "mean":
@@ -135,8 +135,8 @@ class World:
         """The `value` of rank `source`, on all ranks: a tensor, whose shape all ranks give, or what `gather_objects`
         takes. Collective."""
         if not 0 <= source < self.size:
-            raise ConfigError(f"is no rank; there are {self.size}", where="World.broadcast(source=...)", value=source,
-                              remedy="Give the number of a rank.")
+            raise ConfigError(f"is no rank; there are {self.size}", code="broadcast-source",
+                              where="World.broadcast(source=...)", value=source, remedy="Give the number of a rank.")
         if not isinstance(value, Tensor):
             return self._all_ranks().gather_objects(value if self.rank == source else None)[source]
         sent = _copied(value)

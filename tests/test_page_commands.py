@@ -140,7 +140,7 @@ def problem_of_ranvier(words: list[str], *, is_whole: bool = True) -> str | None
         return error.format_message() if is_whole else None
     known = read.settings()
     flags = {setting: value for key, value in given.items()
-             if (setting := key.replace("__", ".")) in known or setting in aliases.old_names() if value is not None}
+             if (setting := key.replace("__", ".")) in known or setting in aliases.NAMES if value is not None}
     layers, recipe = [], given.get("recipe")
     if recipe and not recipe.endswith(".toml") and not re.search("[A-Z]{4}", recipe):
         try:
@@ -148,7 +148,7 @@ def problem_of_ranvier(words: list[str], *, is_whole: bool = True) -> str | None
         except read.ConfigError as error:
             return str(error)
     merged = read.merge([*layers, read.Layer(origin="page", values=flags, is_text=True)])
-    problems = [*merged.problems, *merged.warnings]
+    problems = merged.problems
     return str(problems[0]) if problems else None
 
 
@@ -171,10 +171,10 @@ def test_commands_within_sentences_exist(monkeypatch):
 
 
 def test_settings_within_sentences_exist():
-    """--section.name, and a value after it where it is one word; docs/experiments.md tells of earlier ones, too."""
+    """--section.name, and a value after it where it is one word; docs/experiments tells of earlier ones, too."""
     problems = []
     for page in PAGES:
-        for span in spans(page.read_text()) if page.name != "experiments.md" else []:
+        for span in spans(page.read_text()) if page.parent.name != "experiments" else []:
             for negated, flag, value in re.findall(r"--(no-)?([a-z]+\.[a-z][\w-]*)(?: ([\w-]+)$)?", span):
                 setting = read.settings().get(flag.replace("-", "_"))
                 if setting is None or (negated and not setting.is_yes_no):
@@ -187,7 +187,7 @@ def test_settings_within_sentences_exist():
 
 def test_there_are_commands_to_look_at():
     count = {name(page): len(commands(page.read_text())) for page in PAGES}
-    assert sum(count.values()) > 90 and count["docs/planner.md"] == 6 and count["README.md"] >= 10
+    assert sum(count.values()) > 90 and count["docs/planner.md"] >= 6 and count["README.md"] >= 10
 
 
 MISTAKES = [
@@ -223,8 +223,8 @@ SHORTER = {
                                     "--model.num-layers 4",
     "ranvier train start/run.toml": FEW, "ranvier train best.toml": TINY, "ranvier train": FEW}
 """What is appended to commands that begin so, so that they take seconds."""
-ELSEWHERE_RUN = ("smollm2-sft", "runs/chat", "pip install", "--lm-eval", "--measure")
-"""In commands that need the network, a package that tests have not, or an idle machine."""
+ELSEWHERE_RUN = ("smollm2-sft", "runs/chat", "pip install", "--lm-eval", "--measure", "llama-3.1-8b")
+"""In commands that need the network, a package that tests have not, an idle machine, or minutes."""
 
 
 def run(text: str, folder: Path) -> str:

@@ -20,7 +20,8 @@ PURE = ("mesh", "layout", "config.aliases", "config.resolve", "config.rules", "c
         "cost.published_peaks", "cost.device_overhead", "cost.hybrid", "cost.step", "cost.transition", "plan.fitting",
         "plan.partition",
         "elastic.rules", "elastic.freezing", "elastic.auto_pipe", "elastic.microbatch_profile",
-        "elastic.mesh_candidates", "elastic.transition_selector", "elastic.ledger", "elastic.cache_profile")
+        "elastic.mesh_candidates", "elastic.transition_selector", "elastic.ledger", "elastic.cache_profile",
+        "elastic.change", "elastic.state", "elastic.controller", "optim.learning_rate", "train.progress")
 
 
 def sources(*names):

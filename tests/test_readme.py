@@ -65,7 +65,7 @@ def test_links_lead_to_files() -> None:
 
 def test_the_pages_have_what_is_tested_here() -> None:
     assert len(RUNNABLE) >= 9
-    assert len(blocks("python")) == 3
+    assert len(blocks("python")) == 6
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("make ")])
@@ -150,8 +150,13 @@ def test_python_example_agrees(tmp_path: Path) -> None:
     assert len(done.stdout.splitlines()) == 13  # the schemes on four meshes
 
 
+def test_the_five_lines_are_those_of_the_program() -> None:
+    five, = (code for code in blocks("python") if len(code.splitlines()) == 5)
+    assert five in python_example("def batches")
+
+
 def test_python_example_learns(tmp_path: Path) -> None:
-    code = python_example("nn.Linear")
+    code = python_example("def batches")
     (tmp_path / "example.py").write_text(code)
     done = run("python example.py", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

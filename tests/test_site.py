@@ -1,6 +1,7 @@
 """The site: it builds without a warning, no link is dead, it needs no network, and it says what the code says."""
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -37,6 +38,8 @@ def test_links_outside_of_docs_become_pages_of_the_site() -> None:
     assert deeper == "[m](../memory.md) [r](../index.md)"
     assert links.files_outside(text, "docs/kubernetes.md") == {"examples/kubernetes/job.yaml", "examples/own_task.py"}
     assert links.for_site("[n](tutorials/notebook.ipynb)", "docs/own-model.md") == "[n](tutorials/notebook.md)"
+    assert links.for_site('<source srcset="docs/images/a.svg"><img src="docs/images/b.svg">', "README.md") == (
+        '<source srcset="images/a.svg"><img src="images/b.svg">')
 
 
 def test_a_notebook_becomes_a_page_with_its_outputs() -> None:
@@ -138,8 +141,10 @@ def test_messages_of_troubleshooting_are_in_the_code() -> None:
 def test_the_picture_of_the_schedule_is_what_the_simulator_gives() -> None:
     made = schedule_picture.results()
     assert made["message-driven"].seconds < made["1f1b"].seconds
-    assert (DOCS / "images" / "schedule.svg").read_text() == schedule_picture.picture(), (
-        "python -m website.schedule_picture docs/images/schedule.svg")
+    for form in schedule_picture.FORMS:
+        text = schedule_picture.picture(form)
+        assert (DOCS / "images" / form.name).read_text() == text, "python -m website.schedule_picture docs/images"
+        assert "prefers-color-scheme:dark" in text and "@keyframes run" in text
 
 
 def test_every_public_name_is_in_the_python_reference() -> None:
@@ -173,8 +178,8 @@ class Tags(HTMLParser):
         self.anchors |= {values[name] for name in ("id", "name") if name in values}
         if tag == "a" and "href" in values:
             self.links.append(values["href"])
-        if tag in ("script", "img", "source", "iframe") and "src" in values:
-            self.loaded.append(values["src"])
+        if tag in ("script", "img", "source", "iframe"):
+            self.loaded += [values[name] for name in ("src", "srcset") if name in values]
         if tag == "link" and values.get("rel") not in ("canonical", "prev", "next") and "href" in values:
             self.loaded.append(values["href"])
 
@@ -205,6 +210,16 @@ def test_no_link_of_the_site_is_dead(site: Path) -> None:
             if not (target.is_file() and has_anchor):
                 dead.append(f"{path.relative_to(site)}: {link}")
     assert not dead, "\n".join(dead)
+
+
+def test_the_search_finds_how_to_pages_first(site: Path) -> None:
+    """Pages by how often they say a word, as the search weighs them: the log of experiments says everything."""
+    text = (site / "search" / "search_index.js").read_text()
+    entries = json.loads(text[text.index("{"):text.rindex("}") + 1])["docs"]
+    boosts = {entry["location"]: entry.get("boost", 1) for entry in entries}
+    assert boosts["lora.html"] == boosts["own-model.html"] == 2 and boosts["tutorials/own-model.html"] == 1.5
+    logs = ("experiments/2026-11.html", "repository/CHANGELOG.html", "architecture.html")
+    assert {boosts[page] for page in logs} == {0.5}
 
 
 def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
@@ -268,7 +283,7 @@ def test_steps_of_a_page(page: Path, tmp_path: Path) -> None:
         first, second = [float(found) for found in re.findall(r"held out (\S+)", output)]
         assert second < first
         assert "step 200:" in output, "the second command continues the first"
-    if page.stem in ("fsdp", "accelerate"):
+    if page.stem in ("fsdp", "ddp"):
         assert float(re.findall(r"^loss (\S+)$", output, flags=re.MULTILINE)[-1]) < 0.2
     if page.stem == "fine-tune":
         assert "Hello Ada" in output

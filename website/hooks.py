@@ -13,6 +13,10 @@ from website import links, notebooks, reference
 PARTS = {"settings": reference.settings_page, "terms": reference.terms, "commands": reference.commands,
          "python": reference.python, "step": reference.step}
 """What a line `<!-- NAME -->` of a page stands for on the site."""
+BOOSTS = {"How-to": 2.0, "Tutorials": 1.5, "Coming from": 1.2}
+"""How much more a page of these parts of the navigation counts in the search."""
+LOGS = ("experiments", "repository/", "architecture.md", "papers.md")
+"""Pages that begin so count half: they mention everything, and are what nobody looks for first."""
 
 
 def _repository_path(page_uri: str) -> str:
@@ -51,6 +55,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     path = _repository_path(page.file.src_uri)
     if path == links.HOME:
         page.meta["hide"] = ["navigation"]
+    page.meta.setdefault("search", {})["boost"] = 0.5 if page.file.src_uri.startswith(LOGS) else BOOSTS.get(
+        page.parent.title if page.parent else "", 1.0)
     for name, part in PARTS.items():
         if (mark := f"<!-- {name} -->") in markdown:
             # What stands between the mark and the next one is for readers of the repository.

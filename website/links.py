@@ -20,7 +20,8 @@ COPIED = (".png", ".jpg", ".svg", ".json", ".jsonl")
 """Endings of files that are not shown as pages."""
 
 _FENCE = re.compile(r"^(?: {0,3})(```+|~~~+).*?^(?: {0,3})\1[ \t]*$", re.MULTILINE | re.DOTALL)
-_LINK = re.compile(r"(\]\()([^)\s]+)(\))")
+_LINK = re.compile(r"""(\]\(|\b(?:src|srcset)=")([^)\s"]+)([)"])""")
+"""Of Markdown, and the pictures of HTML."""
 _NAMED = re.compile(r"(?<![\w/(\[`.-])(`?)((?:docs|examples)/[\w./-]*\w\.(?:md|py|yaml|sbatch)|(?:README|CONTRIBUTING|"
                     r"CHANGELOG|benchmarks/README)\.md)(`?)(?![\w/`])")
 

@@ -136,7 +136,7 @@ def other_names() -> dict[str, list[tuple[str, str]]]:
 
 def settings_page() -> str:
     """Every setting, by section."""
-    why, others, old = reasons(), other_names(), {new: old for old, new in aliases.old_names().items()}
+    why, others, also = reasons(), other_names(), {new: old for old, new in aliases.NAMES.items()}
     lines: list[str] = []
     for section, names in groupby(read.settings(), key=lambda name: name.rpartition(".")[0]):
         lines += [f"## {section or OF_THE_RUN} {{#{section or OF_THE_RUN}}}", "", _about(section), ""]
@@ -150,7 +150,7 @@ def settings_page() -> str:
                 by_system = groupby(others[name], key=lambda pair: pair[0])
                 notes.append("Elsewhere: " + "; ".join(f"{system} " + ", ".join(f"`{theirs}`" for _, theirs in pairs)
                                                        for system, pairs in by_system) + ".")
-            notes += [f"Old name: `{read.flag(old[name])}`."] if name in old else []
+            notes += [f"Also: `{read.flag(also[name])}`."] if name in also else []
             lines += [item for note in notes for item in (f"- {note}", "")][:-1] if notes else []
             lines.append("")
     return links.named_as_links("\n".join(lines), "docs/reference/settings.md")
@@ -194,7 +194,7 @@ def _commands(group: click.Command, name: str) -> Iterator[tuple[str, click.Comm
 def commands() -> str:
     """Every command with its arguments and options; settings are left out."""
     lines: list[str] = []
-    flags = {setting.flag for setting in read.settings().values()} | {read.flag(old) for old in aliases.old_names()}
+    flags = {setting.flag for setting in read.settings().values()} | {read.flag(old) for old in aliases.NAMES}
     for name, each in _commands(command, "ranvier"):
         context = click.Context(each, info_name=name)
         lines += [f"## {name}", "", f"```text\n{each.get_usage(context).removeprefix('Usage: ')}\n```", ""]

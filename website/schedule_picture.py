@@ -1,16 +1,18 @@
-"""The animated picture of docs/concepts/schedule.md: three policies on the simulator's clock.
+"""The animated picture of README and docs/concepts/schedule.md: three policies on the simulator's clock.
 
-    python -m website.schedule_picture docs/images/schedule.svg
+    python -m website.schedule_picture docs/images
 
 Each row is a stage, each box an action: F3 is the forward of microbatch 3. The finished picture is shown first.
 Then a cover of the page's colour moves to the right and uncovers what has run so far. Readers who prefer less motion,
-and prints, have the finished picture.
+and prints, have the finished picture. There is a wide and a narrow form, for phones; both have dark colours where the
+reader's system has.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from ranvier.pictures.figures import COLOURS, FAINT, INK
@@ -23,11 +25,35 @@ from ranvier.schedule.simulator import Simulated, StageTimes, simulate
 STAGES, MICROBATCHES = 4, 8
 FORWARD, BACKWARD, WEIGHT, MESSAGE = 1.0, 1.0, 1.0, 0.1
 """Times of the picture: a backward is half gradients of inputs and half gradients of weights."""
-UNIT, ROW, TOP, LEFT, WIDTH = 22.0, 24, 34, 64, 860
 SECONDS = 14
 """For one pass of the animation."""
 _KINDS = {"F": "forward", "B": "backward", "W": "weight"}
 TITLES = {"gpipe": "GPipe", "1f1b": "1F1B", "message-driven": "message-driven"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """Sizes in pixels: of the picture, of a unit of time, of a row, of the margins and of the letters in boxes.
+
+    name: of its file. stored: whether titles have the number of microbatches that each stage stores.
+    """
+
+    name: str
+    width: int
+    unit: float
+    row: int
+    top: int
+    left: int
+    letters: float
+    stored: bool
+
+
+FORMS = (Form(name="schedule.svg", width=860, unit=22.0, row=24, top=34, left=64, letters=11, stored=True),
+         Form(name="schedule-narrow.svg", width=400, unit=9.9, row=24, top=34, left=26, letters=8, stored=False))
+DARK = {"page": "#0d1117", "ink": "#e6edf3", "faint": "#8b949e", "wait": "#2d333b", "F": "#4a90d9", "B": "#e8912d",
+        "W": "#1f4e79", "on-W": "#e6edf3"}
+LIGHT = {"page": "#fff", "ink": INK, "faint": FAINT, "wait": COLOURS["wait"], "on-W": INK,
+         **{kind: COLOURS[name] for kind, name in _KINDS.items()}}  # type: ignore[index]
 
 
 def limits_of(policy: Policy) -> Limits:
@@ -51,55 +77,69 @@ def results() -> dict[str, Simulated]:
     return {name: by_name[name] for name in TITLES}
 
 
-def _boxes(name: str, made: Simulated, top: float) -> Iterator[str]:
-    yield (f'<text class="title" x="{LEFT}" y="{top - 9:g}">{TITLES[name]}: {made.seconds:.1f} units, bubble '
-           f'{made.bubble_fraction:.0%}, microbatches stored by stage {", ".join(map(str, made.most_stored))}</text>')
+def _boxes(form: Form, name: str, made: Simulated, top: float) -> Iterator[str]:
+    stored = f", microbatches stored by stage {', '.join(map(str, made.most_stored))}" if form.stored else ""
+    yield (f'<text class="title" x="{form.left}" y="{top - 9:g}">{TITLES[name]}: {made.seconds:.1f} units, bubble '
+           f'{made.bubble_fraction:.0%}{stored}</text>')
     for stage, actions in enumerate(made.actions):
-        y = top + stage * ROW
-        yield f'<text class="stage" x="{LEFT - 8}" y="{y + 15:g}">stage {stage}</text>'
-        yield f'<rect class="wait" x="{LEFT}" y="{y:g}" width="{made.seconds * UNIT:.1f}" height="{ROW - 4}"/>'
+        y = top + stage * form.row
+        label = f"stage {stage}" if form.stored else f"{stage}"
+        yield f'<text class="stage" x="{form.left - 8}" y="{y + 15:g}">{label}</text>'
+        yield (f'<rect class="wait" x="{form.left}" y="{y:g}" width="{made.seconds * form.unit:.1f}" '
+               f'height="{form.row - 4}"/>')
         for action, start, stop in actions:
             if action.kind in _KINDS:
-                x, width = LEFT + start * UNIT, (stop - start) * UNIT
-                yield (f'<rect class="{action.kind}" x="{x:.1f}" y="{y:g}" width="{width:.1f}" height="{ROW - 4}"/>'
-                       f'<text class="{action.kind}" x="{x + width / 2:.1f}" y="{y + 14:g}">{action.microbatch}</text>')
+                x, width = form.left + start * form.unit, (stop - start) * form.unit
+                yield (f'<rect class="{action.kind}" x="{x:.1f}" y="{y:g}" width="{width:.1f}" '
+                       f'height="{form.row - 4}"/>'
+                       f'<text class="on {action.kind}" x="{x + width / 2:.1f}" y="{y + 14:g}">{action.microbatch}'
+                       '</text>')
 
 
-def picture() -> str:
+def _colours(colours: dict[str, str]) -> str:
+    return ":root{" + ";".join(f"--{name}:{colour}" for name, colour in colours.items()) + "}"
+
+
+def picture(form: Form) -> str:
     """The picture as SVG."""
     made = results()
-    block = STAGES * ROW + TOP
-    height = len(made) * block + 30
-    longest = max(each.seconds for each in made.values()) * UNIT
-    legend = [("F", "forward"), ("B", "backward"), ("W", "weight gradients, deferred"), ("wait", "waiting")]
+    block = STAGES * form.row + form.top
+    legend = [("F", "forward", 82), ("B", "backward", 92), ("W", "weight gradients", 0 if not form.stored else 132),
+              ("wait", "waiting", 0)]
+    height = len(made) * block + (30 if form.stored else 54)
+    longest = max(each.seconds for each in made.values()) * form.unit
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {form.width} {height}" role="img" '
         f'aria-label="Three schedules of {STAGES} stages and {MICROBATCHES} microbatches">',
         "<style>",
-        "text{font:11px sans-serif;text-anchor:middle}",
-        f".title{{text-anchor:start;font-size:13px;font-weight:600;fill:{INK}}}",
-        f".stage{{text-anchor:end;fill:{FAINT}}}.legend{{text-anchor:start;fill:{INK}}}",
-        *(f"rect.{kind}{{fill:{COLOURS[name]};stroke:#fff;stroke-width:1}}"  # type: ignore[index]
-          for kind, name in _KINDS.items()),
-        f"text.F,text.B{{fill:#fff}}text.W{{fill:{INK}}}rect.wait{{fill:{COLOURS['wait']}}}",
-        f".cover{{fill:#fff;animation:run {SECONDS}s linear infinite}}",
+        _colours(LIGHT),
+        f"@media (prefers-color-scheme:dark){{{_colours(DARK)}}}",
+        f"text{{font:11px sans-serif;text-anchor:middle}}.on{{font-size:{form.letters:g}px}}",
+        ".title{text-anchor:start;font-size:13px;font-weight:600;fill:var(--ink)}",
+        ".stage{text-anchor:end;fill:var(--faint)}.legend{text-anchor:start;fill:var(--ink)}",
+        ".page,.cover{fill:var(--page)}",
+        *(f"rect.{kind}{{fill:var(--{kind});stroke:var(--page);stroke-width:1}}" for kind in _KINDS),
+        "rect.wait{fill:var(--wait)}.on.F,.on.B{fill:#fff}.on.W{fill:var(--on-W)}",
+        f".cover{{animation:run {SECONDS}s linear infinite}}",
         f"@keyframes run{{0%,15%,90%,to{{transform:translateX({longest:.0f}px)}}15.01%{{transform:translateX(0)}}}}",
         "@media (prefers-reduced-motion:reduce){.cover{display:none}}",
         "</style>",
-        f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>',
+        f'<rect class="page" width="{form.width}" height="{height}"/>',
     ]
-    tops = [TOP + number * block for number in range(len(made))]
+    tops = [form.top + number * block for number in range(len(made))]
     for top, (name, each) in zip(tops, made.items(), strict=True):
-        parts += _boxes(name, each, top)
+        parts += _boxes(form, name, each, top)
     for top in tops:
-        parts.append(f'<rect class="cover" x="{LEFT}" y="{top - 1:g}" width="{WIDTH - LEFT}" '
-                     f'height="{STAGES * ROW}"/>')
-    for number, (kind, text) in enumerate(legend):
-        x, y = LEFT + number * 110 + (90 if number == 3 else 0), height - 18
+        parts.append(f'<rect class="cover" x="{form.left}" y="{top - 1:g}" width="{form.width - form.left}" '
+                     f'height="{STAGES * form.row}"/>')
+    x, y = form.left, len(made) * block + 12
+    for kind, text, step in legend:
         parts.append(f'<rect class="{kind}" x="{x}" y="{y}" width="14" height="12"/>'
                      f'<text class="legend" x="{x + 20}" y="{y + 10}">{text}</text>')
+        x, y = (x + step, y) if step else (form.left, y + 22)
     return "\n".join([*parts, "</svg>", ""])
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(picture())
+    for form in FORMS:
+        Path(sys.argv[1], form.name).write_text(picture(form))

@@ -66,7 +66,7 @@ def share(case: Case, slices: Slices) -> float:
     pieces = [0, *(2 * slices.others,) * (2 * layers), slices.head]  # attention and MLP have two products each
     graph = [0.1, *(1.0,) * (2 * layers), 0.4 * head]
     operands = [0.0, *(0.6, 0.8) * layers, 0.6 * head]
-    placement = StagePlacement(pipe=case.pipe, per_rank=case.per_rank)
+    placement = StagePlacement(num_ranks=case.pipe, per_rank=case.per_rank)
     edges = (0, *partition_for([sum(each) for each in zip(forward, backward, weight, strict=True)], placement),
              len(forward))
     loads, stages, products = [], [], []

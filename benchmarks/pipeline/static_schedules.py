@@ -106,7 +106,7 @@ def figures(case: Case, seconds: float, peak: float) -> Figures:
 
 def static(case: Case, schedule: str) -> Figures:
     """Of torch's order with two stages a rank, in a v-shape."""
-    stages = stages_of(case, StagePlacement(pipe=case.pipe, per_rank=2))
+    stages = stages_of(case, StagePlacement(num_ranks=case.pipe, per_rank=2))
     order = static_order(schedule, case.pipe, case.microbatches)
 
     def takes(stage: int, kind: str) -> float:
@@ -125,14 +125,14 @@ def static(case: Case, schedule: str) -> Figures:
 
 def ours(case: Case, per_rank: int, memory: float) -> Figures:
     """Of what is chosen within so much of 1F1B's memory."""
-    placement = StagePlacement(pipe=case.pipe, per_rank=per_rank)
+    placement = StagePlacement(num_ranks=case.pipe, per_rank=per_rank)
     limits = computed_limits(stages_of(case, placement), MessageDriven(), memory=memory, placement=placement,
                              num_microbatches=case.microbatches)
     return figures(case, *_simulated(case, placement, MessageDriven(), limits))
 
 
 def one_f_one_b(case: Case) -> Figures:
-    placement = StagePlacement(pipe=case.pipe)
+    placement = StagePlacement(num_ranks=case.pipe)
     return figures(case, *_simulated(case, placement, OneForwardOneBackward(), _none_waits(case)))
 
 
@@ -141,7 +141,7 @@ def _none_waits(case: Case) -> Limits:
 
 
 def _peak_of_1f1b(case: Case) -> float:
-    return _simulated(case, StagePlacement(pipe=case.pipe), OneForwardOneBackward(), _none_waits(case))[1]
+    return _simulated(case, StagePlacement(num_ranks=case.pipe), OneForwardOneBackward(), _none_waits(case))[1]
 
 
 def _simulated(case: Case, placement: StagePlacement, policy: Policy, limits: Limits) -> tuple[float, float]:

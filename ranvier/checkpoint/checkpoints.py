@@ -63,8 +63,8 @@ class Written:
     write_seconds: float = 0.0
     """From the copy until the checkpoint had its name."""
     error: str | None = None
-    remedy: str = ("Free space there or choose another --checkpoint.dir; older checkpoints are whole, and --resume "
-                   "auto resumes from the newest.")
+    remedy: str = ("Free space there or choose another `--checkpoint.dir`; older checkpoints are whole, and "
+                   "`--resume auto` resumes from the newest.")
     """What to do about the error."""
 
 
@@ -169,13 +169,13 @@ class Checkpoints:
         unseen = self._ranks.gather_objects(unseen)[0]
         Path(f"{probe}{self._rank}").unlink(missing_ok=True)
         for problem in filter(None, problems):
-            raise CheckpointError(problem, where=f"folder {self.folder}",
-                                  remedy="Choose another --checkpoint.dir: one that every rank may write to, on a disk "
-                                         "with free space.")
+            raise CheckpointError(problem, code="checkpoint-folder-not-writable", where=f"folder {self.folder}",
+                                  remedy="Choose another `--checkpoint.dir`: one that every rank may write to, on a "
+                                         "disk with free space.")
         if unseen:
             raise CheckpointError(f"is not the same one on all machines: rank 0 does not see what rank {unseen[0]} "
-                                  "writes there", where=f"folder {self.folder}",
-                                  remedy="Set --checkpoint.dir to a folder that all machines share.")
+                                  "writes there", code="checkpoint-folder-not-shared", where=f"folder {self.folder}",
+                                  remedy="Set `--checkpoint.dir` to a folder that all machines share.")
         if self._rank == 0:
             files.clear_leftovers(self.folder)
         self._ranks.barrier()
@@ -321,7 +321,9 @@ class Checkpoints:
     def _failed(self, job: _Job, error: Exception | str) -> Written:
         written = Written(step=job.step, folder=step_folder(self.folder, job.step), stall_seconds=job.stall_seconds,
                           error=error if isinstance(error, str) else _said(error))
-        return replace(written, remedy=error.remedy) if isinstance(error, (OwnershipError, TransportError)) else written
+        if isinstance(error, (OwnershipError, TransportError)):
+            return replace(written, remedy=error.texts["remedy"])
+        return written
 
     def _entries(self, number: int) -> list[dict[str, Any]] | None:
         """What every rank says of its part; None when this is closed first. OSError when a rank is gone: however long
@@ -390,11 +392,13 @@ class Checkpoints:
             skipped.append(str(problem))
             self.damaged.add(folder)
         if skipped:
-            raise CheckpointError("has no checkpoint that is whole: " + "; ".join(skipped), where=str(where),
-                                  remedy="Name another one with --resume, or start anew with --resume none and another "
-                                         "--run-dir.")
+            raise CheckpointError("has no checkpoint that is whole: " + "; ".join(skipped), code="no-whole-checkpoint",
+                                  where=str(where),
+                                  remedy="Name another one with `--resume`, or start anew with `--resume none` and "
+                                         "another `--run-dir`.")
         if path is not None:
-            raise CheckpointError("is neither a checkpoint nor a folder of them", where="resume", value=str(path),
+            raise CheckpointError("is neither a checkpoint nor a folder of them", code="not-a-checkpoint",
+                                  where="resume", value=str(path),
                                   remedy="Name a folder such as RUN/checkpoint/step-100, RUN/checkpoint, or RUN.")
         return None
 
@@ -421,15 +425,15 @@ class Checkpoints:
                               f"no {', '.join(left_out)}", stacklevel=4)
         except Exception as error:
             problem = error if isinstance(error, CheckpointError) else CheckpointError(
-                f"cannot be loaded: {_said(error)}", where=f"checkpoint {saved.folder}",
+                f"cannot be loaded: {_said(error)}", code="checkpoint-not-loadable", where=f"checkpoint {saved.folder}",
                 remedy="Resume with the model and the optimizer that it was written with.")
             problem.__cause__ = None if problem is error else error
         finally:
             saved.close()
-        problems = self._ranks.gather_objects(problem and [problem.what, problem.where, problem.remedy])
+        problems = self._ranks.gather_objects(problem and problem.texts)
         for text in problems:
             if text:
-                raise problem or CheckpointError(text[0], where=text[1], remedy=text[2])
+                raise problem or CheckpointError(**text)
 
 
 @contextmanager
@@ -438,9 +442,9 @@ def _shared_store() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise TransportError("the store that the ranks share has gone", where="store",
+        raise TransportError("the store that the ranks share has gone", code="store-gone", where="store",
                              value=str(error).partition("\n")[0], remedy="The launcher or rank 0's machine has gone: "
-                             "start again with --resume auto; older checkpoints are whole.") from error
+                             "start again with `--resume auto`; older checkpoints are whole.") from error
 
 
 def _said(error: Exception) -> str:
@@ -454,12 +458,12 @@ def _said(error: Exception) -> str:
 
 def _check_about(about: Mapping[str, object]) -> None:
     if not isinstance(about, Mapping):
-        raise CheckpointError("is not a dict", where="Checkpoints.save(about=...)", value=about,
+        raise CheckpointError("is not a dict", code="about-not-dict", where="Checkpoints.save(about=...)", value=about,
                               remedy="Call save(): the step is the engine's own. `about` is for notes of yours.")
     try:
         json.dumps(about, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"is not JSON: {error}", where="Checkpoints.save(about=...)",
+        raise CheckpointError(f"is not JSON: {error}", code="about-not-json", where="Checkpoints.save(about=...)",
                               remedy="Give texts, numbers, lists and dicts.") from error
 
 

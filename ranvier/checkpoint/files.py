@@ -77,10 +77,10 @@ def publish(temporary: Path, final: Path, manifest: Manifest, verify: Callable[[
     for file in manifest.files:
         path = temporary / file.name
         if not path.exists() or path.stat().st_size != file.size_bytes:
-            raise CheckpointError("cannot be seen from rank 0 as its writer left it", where=str(path),
-                                  remedy="Set --checkpoint.dir to a folder that all machines share.")
+            raise CheckpointError("cannot be seen from rank 0 as its writer left it", code="file-not-seen",
+                                  where=str(path), remedy="Set `--checkpoint.dir` to a folder that all machines share.")
     for problem in contradictions(manifest):  # what could not be read must neither get a name nor make others go
-        raise CheckpointError(f"would be damaged: {problem}", where=str(final),
+        raise CheckpointError(f"would be damaged: {problem}", code="checkpoint-would-be-damaged", where=str(final),
                               remedy="Report this, with the model and the mesh: it is a fault of Ranvier's.")
     with new_file(temporary / MANIFEST) as stream:
         stream.write(encode(manifest))

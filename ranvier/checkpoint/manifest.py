@@ -149,9 +149,10 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         manifest = _adapter.validate_json(read_bytes(path, MOST_BYTES))
     except OSError as error:
-        raise CheckpointError(f"cannot be read: {MANIFEST}: {error.strerror or error}", where=f"checkpoint {folder}",
-                              remedy="Name the folder of a checkpoint that is whole, such as checkpoint/step-100."
-                              ) from error
+        raise CheckpointError(f"cannot be read: {MANIFEST}: {error.strerror or error}", code="manifest-unreadable",
+                              where=f"checkpoint {folder}",
+                              remedy="Name the folder of a checkpoint that is whole, such as "
+                                     "checkpoint/step-100.") from error
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"])) or "the text"
@@ -169,8 +170,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 def damaged(folder: Path | str, what: str, value: object = None) -> CheckpointError:
     """The error for a checkpoint that cannot be what was written."""
-    return CheckpointError(what, where=f"checkpoint {folder}", value=value,
-                           remedy="Resume from another one: --resume auto takes the newest that is whole.")
+    return CheckpointError(what, code="checkpoint-damaged", where=f"checkpoint {folder}", value=value,
+                           remedy="Resume from another one: `--resume auto` takes the newest that is whole.")
 
 
 def contradictions(manifest: Manifest) -> Iterator[str]:

@@ -29,7 +29,8 @@ def new_folder(out: Path, needed_bytes: int) -> Iterator[Path]:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         if (free := shutil.disk_usage(out.parent).free) < needed_bytes + _SPARE_BYTES:
-            raise CheckpointError(f"would have {needed_bytes:,} bytes, and the disk has {free:,} left", where=str(out),
+            raise CheckpointError(f"would have {needed_bytes:,} bytes, and the disk has {free:,} left",
+                                  code="disk-too-small", where=str(out),
                                   remedy="Free space there, or name a folder on another disk.")
         unfinished.mkdir()
         yield unfinished
@@ -37,7 +38,8 @@ def new_folder(out: Path, needed_bytes: int) -> Iterator[Path]:
         os.rename(unfinished, out)
         to_disk(out.parent)
     except OSError as error:
-        raise CheckpointError(f"cannot be written: {error.strerror or error}", where=str(out),
+        raise CheckpointError(f"cannot be written: {error.strerror or error}", code="output-not-writable",
+                              where=str(out),
                               remedy="Free space on that disk, or name a folder that can be written.") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -48,10 +50,10 @@ def check_free(out: Path) -> None:
     try:
         taken = out.is_symlink() or (out.exists() and not (out.is_dir() and next(out.iterdir(), None) is None))
     except OSError as error:
-        raise CheckpointError(f"cannot be looked into: {error.strerror or error}", where=str(out),
-                              remedy="Name a folder that can be written.") from error
+        raise CheckpointError(f"cannot be looked into: {error.strerror or error}", code="output-unreadable",
+                              where=str(out), remedy="Name a folder that can be written.") from error
     if taken:
-        raise CheckpointError("is there already, and is not an empty folder", where=str(out),
+        raise CheckpointError("is there already, and is not an empty folder", code="output-exists", where=str(out),
                               remedy="Name a new folder, or remove that one.")
 
 

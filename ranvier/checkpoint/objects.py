@@ -47,8 +47,8 @@ class SavedObjects:
     def __init__(self, objects: Mapping[str, object], mesh: Mesh, rank: int) -> None:
         for name, found in objects.items():
             if not isinstance(name, str) or not (found is None or isinstance(found, Stateful)):
-                raise CheckpointError("has no state_dict and load_state_dict", where="Checkpoints(objects=...)",
-                                      value=f"{name}: {type(found).__name__}",
+                raise CheckpointError("has no state_dict and load_state_dict", code="object-without-state",
+                                      where="Checkpoints(objects=...)", value=f"{name}: {type(found).__name__}",
                                       remedy="Give objects={'scheduler': scheduler}.")
         self._names = set(objects)
         self._objects = {name: found for name, found in objects.items() if isinstance(found, Stateful)}
@@ -77,9 +77,10 @@ class SavedObjects:
             states.setdefault(name, {}).setdefault((mesh, rank), []).append(key)
         for name, found in self._objects.items():
             if name not in states:
-                raise CheckpointError(f"has no state of the object {name}", where=f"checkpoint {saved.folder}",
-                                      value=sorted(states), remedy="Load it without this object: Checkpoints(objects="
-                                                                   "...) of the program that wrote it has the names.")
+                raise CheckpointError(f"has no state of the object {name}", code="checkpoint-without-object",
+                                      where=f"checkpoint {saved.folder}", value=sorted(states),
+                                      remedy="Load it without this object: Checkpoints(objects=...) of the program "
+                                             "that wrote it has the names.")
             found.load_state_dict(self._state(saved, name, states[name]))
         return sorted(set(states) - self._names)
 
@@ -90,7 +91,8 @@ class SavedObjects:
             first, *others = [_read(saved, keys) for keys in states.values()]
             if any(len(other) != len(first) or not all(map(torch.equal, other, first)) for other in others):
                 raise CheckpointError(f"has different states of the object {name} for the ranks of its mesh",
-                                      where=f"checkpoint {saved.folder}", value=next(iter(states))[0],
+                                      code="object-states-differ", where=f"checkpoint {saved.folder}",
+                                      value=next(iter(states))[0],
                                       remedy="Load it on that mesh, or leave the object out.")
             own = next(iter(states.values()))
         text, *tensors = _read(saved, own)
@@ -114,7 +116,8 @@ def _encoded(value: object, tensors: list[Tensor], where: str) -> object:
     if type(value) in _DICTS.values() and isinstance(value, dict):
         return [kind, *([_encoded(key, tensors, where), _encoded(one, tensors, f"{where}[{key!r}]")]
                         for key, one in value.items())]
-    raise CheckpointError("has no place in a checkpoint, in which nothing is pickled", where=where, value=kind,
+    raise CheckpointError("has no place in a checkpoint, in which nothing is pickled", code="object-state-type",
+                          where=where, value=kind,
                           remedy="Keep numbers, texts, tensors, lists, tuples and dicts in its state_dict.")
 
 

@@ -34,8 +34,8 @@ def acquire_folders(folders: Sequence[Path], ranks: Group, *, tell: Callable[[st
         while (outcome := ranks.gather_objects(None)[0]) == "wait":
             pass
         if outcome is not None:
-            kind, what, where, remedy = outcome
-            raise {"owned": OwnershipError}.get(kind, CheckpointError)(what, where=where, remedy=remedy)
+            kind, texts = outcome
+            raise {"owned": OwnershipError}.get(kind, CheckpointError)(**texts)
         return None
     reported: list[str] = []
 
@@ -49,7 +49,7 @@ def acquire_folders(folders: Sequence[Path], ranks: Group, *, tell: Callable[[st
         lease = Lease.acquire(folders, on_wait=on_wait, **times)
     except (OwnershipError, CheckpointError) as error:
         kind = "owned" if isinstance(error, OwnershipError) else "unwritable"
-        ranks.gather_objects([kind, error.what, error.where, error.remedy])
+        ranks.gather_objects([kind, error.texts])
         raise
     ranks.gather_objects(None)
     return lease

@@ -46,7 +46,8 @@ class Saved:
         try:
             return self.manifest.tensors[kind][name]
         except KeyError:
-            raise CheckpointError(f"has no {kind} of {name}", where=f"checkpoint {self.folder}",
+            raise CheckpointError(f"has no {kind} of {name}", code="checkpoint-without-state",
+                                  where=f"checkpoint {self.folder}",
                                   remedy="Resume with the model and the optimizer that it was written with.") from None
 
     def read(self, kind: str, name: str, box: Box | None = None) -> Tensor:

@@ -63,7 +63,8 @@ def pieces_to_write(engine: Engine) -> list[Piece]:
     for piece in pieces:
         if dtype_name(piece.tensor) not in ITEM_BYTES:
             raise CheckpointError("has a number format that checkpoints have no room for",
-                                  where=f"{piece.kind} {piece.name}", value=dtype_name(piece.tensor),
+                                  code="number-format-not-saved", where=f"{piece.kind} {piece.name}",
+                                  value=dtype_name(piece.tensor),
                                   remedy=f"Keep it in one of these: {', '.join(ITEM_BYTES)}.")
     return pieces
 
@@ -71,9 +72,9 @@ def pieces_to_write(engine: Engine) -> list[Piece]:
 def pieces_held(engine: Engine) -> list[Piece]:
     """All that this rank has, whoever else has it too; but for torch's generators, which stay with their process."""
     layout, at = engine.layout, engine.coordinates
-    ends = engine.layout.ends_on(engine.coordinates.pipe)
+    ends = engine.layout.ends_on(engine.coordinates.pipeline_rank)
     pieces = [Piece(kind="parameter", name=layout[key].owner, shape=layout[key].shape,
-                    box=layout.box(ends[key], at.row, at.col), tensor=parameter.detach())
+                    box=layout.box(ends[key], at.position), tensor=parameter.detach())
               for key, parameter in engine.named_parameters().items()]
     for name, start, stop, states in _flat_states(engine):
         for kind, state in states.items():
@@ -141,7 +142,8 @@ def _flat_states(engine: Engine) -> Iterator[tuple[str, int, int, Mapping[str, T
             for kind, state in states.items():
                 if state.numel() != parameter.numel():
                     raise CheckpointError("has a shape of its own, so that it cannot be cut for another mesh",
-                                          where=f"optimizer state {kind} of {name}", value=tuple(state.shape),
+                                          code="state-shape-not-cut", where=f"optimizer state {kind} of {name}",
+                                          value=tuple(state.shape),
                                           remedy="Save this optimizer's state_dict by yourself, or use optim=.")
             yield name, 0, parameter.numel(), states
 
@@ -165,12 +167,13 @@ def _numbers_of_users(engine: Engine, own: Mapping[str, Sequence[Slice]]) -> Ite
 
 def _buffers(engine: Engine, *, first_only: bool) -> Iterator[Piece]:
     at = engine.coordinates
-    if first_only and (at.data, at.row, at.col) != (0, 0, 0):
+    if first_only and not at.is_first_on_pipeline_rank:
         return
     for name, buffer in engine.named_buffers().items():
         if not isinstance(buffer, Tensor):
-            raise CheckpointError("is no tensor, so that it has no place in a checkpoint", where=f"state {name}",
-                                  value=type(buffer).__name__, remedy="Keep it in a buffer, or save it by yourself.")
+            raise CheckpointError("is no tensor, so that it has no place in a checkpoint", code="state-not-tensor",
+                                  where=f"state {name}", value=type(buffer).__name__,
+                                  remedy="Keep it in a buffer, or save it by yourself.")
         yield Piece(kind="buffer", name=name, shape=tuple(buffer.shape), box=whole(buffer.shape), tensor=buffer)
 
 
@@ -195,25 +198,27 @@ def check_fits(engine: Engine, saved: StateSource) -> None:
         if name not in parameters and is_adapter(name) and _is_import_without_adapters(saved):
             continue  # they keep their initial values
         if name not in parameters and is_adapter(name):
-            raise CheckpointError("is not in it", where=where, value=name,
-                                  remedy="Export the checkpoint, and start with --model.pretrained and the exported "
+            raise CheckpointError("is not in it", code="tied-parameter-not-in-checkpoint", where=where, value=name,
+                                  remedy="Export the checkpoint, and start with `--model.pretrained` and the exported "
                                          "folder.")
         if name not in parameters:
-            raise CheckpointError("is not in it", where=where, value=name,
+            raise CheckpointError("is not in it", code="parameter-not-in-checkpoint", where=where, value=name,
                                   remedy="Resume with the model that it was written with (its manifest.json has all "
                                          "settings).")
         if parameters[name].shape != shape:
             raise CheckpointError(f"has {name} with the shape {parameters[name].shape}, the model with {shape}",
-                                  where=where, remedy="Resume with the model settings that it was written with (its "
-                                                      "manifest.json has them all).")
+                                  code="checkpoint-shape", where=where,
+                                  remedy="Resume with the model settings that it was written with (its manifest.json "
+                                         "has them all).")
     tied = {parameter.name: parameter.owner for parameter in engine.layout.parameters if not parameter.is_owner}
     for name in parameters:
         if name in tied:
             raise CheckpointError(f"has weights of its own for {name}, which this model ties to {tied[name]}: layers "
-                                  "were frozen when it was written", where=where,
+                                  "were frozen when it was written", code="checkpoint-untied", where=where,
                                   remedy="Build the engine with as many frozen layers: Engine(frozen=...).")
         if name not in wanted:
-            raise CheckpointError("is no parameter of the model", where=where, value=name,
+            raise CheckpointError("is no parameter of the model", code="parameter-not-in-model", where=where,
+                                  value=name,
                                   remedy="Resume with the model settings that it was written with (its manifest.json "
                                          "has them all).")
     steps = saved.manifest.optimizer_steps
@@ -222,11 +227,13 @@ def check_fits(engine: Engine, saved: StateSource) -> None:
         saved_groups(engine.optimizer, _names_of_updated(engine), saved.manifest.optimizer_groups, where)
     written, used = saved.manifest.optimizer, optimizer_name(engine)
     if steps is None and trains and engine.flat_optimizer is None and None not in (written, used) and written != used:
-        raise CheckpointError(f"was written with the optimizer {written}", where=where, value=used,
+        raise CheckpointError(f"was written with the optimizer {written}", code="checkpoint-of-other-optimizer",
+                              where=where, value=used,
                               remedy="Build the engine with the optimizer that it was written with.")
     if trains and steps != 0 and (steps is None) != (engine.flat_optimizer is None):
         was, now = ("a torch optimizer", "optim=") if steps is None else ("optim=", "a torch optimizer")
-        raise CheckpointError(f"was written by an engine with {was}, and this one has {now}", where=where,
+        raise CheckpointError(f"was written by an engine with {was}, and this one has {now}",
+                              code="checkpoint-of-other-kind-of-optimizer", where=where,
                               remedy="Build the engine with the kind of optimizer that it was written with.")
 
 
@@ -323,11 +330,11 @@ def fill(engine: Engine, source: StateSource, *, freezes: bool = True) -> None:
 def set_parameters(engine: Engine, value: Callable[[str], Tensor | None]) -> None:
     """Parameters of this rank, and their master copies, become their boxes of whole ones, as the engine's first step
     will find them. value: a parameter's name (of a tied group, its owner's) -> all of it; None leaves it as it is."""
-    at, layout, ends = engine.coordinates, engine.layout, engine.layout.ends_on(engine.coordinates.pipe)
+    at, layout, ends = engine.coordinates, engine.layout, engine.layout.ends_on(engine.coordinates.pipeline_rank)
     with torch.no_grad():
         for key, parameter in engine.named_parameters().items():
             if (found := value(layout[key].owner)) is not None:
-                parameter.copy_(found[index_of(layout.box(ends[key], at.row, at.col), whole(found.shape))])
+                parameter.copy_(found[index_of(layout.box(ends[key], at.position), whole(found.shape))])
         for name, start, stop, states in _flat_states(engine):
             if "master" in states and (found := value(layout[name].owner)) is not None:
                 for piece in _pieces(engine, "master", name, start, stop, states["master"]):
@@ -380,9 +387,9 @@ def _load_parameters(engine: Engine, saved: StateSource) -> None:
     copies, which are exact."""
     at, layout = engine.coordinates, engine.layout
     masters = saved.manifest.tensors.get("master", {})
-    ends = engine.layout.ends_on(engine.coordinates.pipe)
+    ends = engine.layout.ends_on(engine.coordinates.pipeline_rank)
     for key, parameter in engine.named_parameters().items():
-        name, box = layout[key].owner, layout.box(ends[key], at.row, at.col)
+        name, box = layout[key].owner, layout.box(ends[key], at.position)
         if is_adapter(name) and _is_import_without_adapters(saved):
             continue
         same = saved.tensor("parameter", name).dtype == dtype_name(parameter)
@@ -478,7 +485,7 @@ def frozen(engine: Engine) -> list[str]:
 def _pieces(engine: Engine, kind: str, name: str, start: int, stop: int, flat: Tensor) -> Iterator[Piece]:
     """Elements [start, stop) of what this rank holds of a parameter, as boxes of the whole, views of `flat`."""
     shape, at = engine.layout[name].shape, 0
-    held = engine.layout.box(engine.layout[name], engine.coordinates.row, engine.coordinates.col)
+    held = engine.layout.box(engine.layout[name], engine.coordinates.position)
     for box in Slice(name, held, (start, stop)).boxes():
         sizes = [last - first for first, last in box]
         size = torch.Size(sizes).numel()

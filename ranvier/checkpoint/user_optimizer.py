@@ -56,7 +56,8 @@ def _is_number(kind: str, value: object) -> bool:
 
 
 def _error(what: str, value: str) -> CheckpointError:
-    return CheckpointError(f"{what}, which has no place in a checkpoint", where="the optimizer", value=value,
+    return CheckpointError(f"{what}, which has no place in a checkpoint", code="optimizer-state-not-saved",
+                           where="the optimizer", value=value,
                            remedy="Save its state_dict on each rank by yourself, or use optim=.")
 
 
@@ -82,7 +83,8 @@ def saved_groups(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, 
         if len(known) > 1:
             (_, one), (_, other), *_ = known.values()
             raise CheckpointError(f"has {one} and {other} in groups with different settings, and group {number} of "
-                                  "this optimizer has both", where=where, value=type(optimizer).__name__,
+                                  "this optimizer has both", code="optimizer-groups-differ", where=where,
+                                  value=type(optimizer).__name__,
                                   remedy="Group parameters as the program that wrote it did.")
         found += [(group, saved_group) for saved_group, _ in known.values()]
     return found

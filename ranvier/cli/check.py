@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
+from ranvier.cli.problems import settings_of
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
 from ranvier.cost.cluster_files import load_cluster
@@ -67,7 +68,7 @@ class Report:
         return {"problems": [as_dict(problem) for problem in self.problems],
                 "warnings": [as_dict(warning) for warning in self.warnings],
                 "stages": [asdict(row) for row in rows],
-                "memory": [{"pipe": entry.pipe, "ranks": entry.ranks, "device": dict(entry.device),
+                "memory": [{"pipe": entry.pipeline_rank, "ranks": entry.ranks, "device": dict(entry.device),
                             "host": dict(entry.host), "device_bytes": entry.device_bytes,
                             "host_bytes": entry.host_bytes} for entry in self.memory],
                 "tensor_mesh": None if self.tensor_mesh is None else asdict(self.tensor_mesh),
@@ -103,8 +104,9 @@ def _machine_warnings(run: ResolvedRun, machine: MachineMemory | None) -> Iterat
     if machine is not None and machine.needed_bytes > machine.available_bytes:
         needed, free = machine.needed_bytes / 2**20, machine.available_bytes / 2**20
         yield ConfigError(f"would not suffice for all {run.mesh.size} ranks: they need {needed:,.0f} MiB, and "
-                          f"{free:,.0f} are free", where="memory of this machine", remedy="In this order: " + "; ".join(
-                              remedies(run, shared=run.launch.device != "cuda")) + ".")
+                          f"{free:,.0f} are free", code="machine-memory-too-small", where="memory of this machine",
+                          remedy="In this order: " + "; ".join(
+remedies(run, shared=run.launch.device != "cuda")) + ".")
 
 
 def _fits(run: ResolvedRun, cluster: Cluster | None, memory: Sequence[RankMemory]) -> bool:
@@ -118,8 +120,9 @@ def _fits(run: ResolvedRun, cluster: Cluster | None, memory: Sequence[RankMemory
 def _too_small(run: ResolvedRun, cluster: Cluster, memory: Sequence[RankMemory]) -> ConfigError | None:
     """What the cluster has too little of for this run: devices, or memory."""
     if run.mesh.size > cluster.num_devices:
-        return ConfigError(f"has more ranks than {cluster.name} has devices ({cluster.num_devices:,})", where="mesh",
-                           value=run.mesh.size, remedy="Choose a smaller mesh, or raise `nodes` in the cluster's file.")
+        return ConfigError(f"has more ranks than {cluster.name} has devices ({cluster.num_devices:,})",
+                           code="mesh-above-cluster", where="mesh", value=run.mesh.size,
+                           remedy="Choose a smaller mesh, or raise `nodes` in the cluster's file.")
     return shortage(run, cluster, memory)
 
 
@@ -128,15 +131,17 @@ def _cluster_line(cluster: Cluster, memory: Sequence[RankMemory]) -> str:
     needed = max(entry.device_bytes for entry in memory) / 2**20
     host = f"; a node has {cluster.host.memory_bytes / 2**20:,.0f} MiB of host memory"
     if cluster.device.cores is not None:
-        return f"{cluster.name} ({cluster.device.name}): a rank needs at most {needed:,.0f} MiB{host}"
-    return (f"{cluster.name} ({cluster.device.name}): a rank needs at most {needed:,.0f} of the {usable:,.0f} MiB of "
-            f"its device{host}")
+        return f"{cluster.name} ({cluster.device.name}): a rank needs {needed:,.0f} MiB{host}"
+    return (f"{cluster.name} ({cluster.device.name}): a rank needs {needed:,.0f} MiB, and its device has "
+            f"{usable:,.0f}{host}")
 
 
 def as_dict(problem: RanvierError) -> dict[str, object]:
-    """An error as JSON has it: where, value (text unless JSON can hold it), message, remedy."""
+    """An error as JSON has it: code, where, value (text unless JSON can hold it), message, remedy, and the settings to
+    set, each with its value, or null for any other than now."""
     value = problem.value if isinstance(problem.value, (str, int, float, bool, type(None))) else str(problem.value)
-    return {"where": problem.where, "value": value, "message": problem.what, "remedy": problem.remedy}
+    return {"code": problem.code, "where": problem.where, "value": value, "message": problem.what,
+            "remedy": problem.remedy, "set": settings_of(problem)}
 
 
 def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = None, *,

@@ -60,15 +60,15 @@ def check(recipe: str | None, allow_code: bool, split: str | None, ranks: int | 
         ranks = local_devices(resolved.run.launch.device)  # which `train` would start
     report = check_run(resolved.run, ranks, ranks_per_node, chosen=resolved.chosen,
                        cluster=cluster)
-    report = dataclasses.replace(report, problems=(*resolved.problems, *report.problems),
-                                 warnings=(*resolved.warnings, *report.warnings))
+    report = dataclasses.replace(report, problems=(*resolved.problems, *report.problems))
     if resolved.run.train.epochs is not None:
         values["train.steps"] = "by train.epochs"
     rows = [(setting.flag, read.as_text(values[setting.name]), resolved.origins[setting.name])
             for setting in read.settings().values()]
     if as_json:
+        mesh = {name.removeprefix("mesh."): value for name, value in values.items() if name.startswith("mesh.")}
         listed = [{"name": flag, "value": value, "origin": origin} for flag, value, origin in rows]
-        print(json.dumps({"recipe": name, "ranks": ranks, "mesh": dataclasses.asdict(resolved.run.mesh),
+        print(json.dumps({"recipe": name, "ranks": ranks, "mesh": mesh,
                           **report.document(), "values": listed}, indent=1))
     else:
         print_report(report, rows, every_value=every_value)

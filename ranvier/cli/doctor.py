@@ -20,7 +20,8 @@ from ranvier.errors import ConfigError
 def doctor(measure: bool, out: Path | None, as_json: bool) -> int:
     """Show the hardware and software of this machine, and the value of each `auto` setting on it."""
     if out is not None and not measure:
-        raise ConfigError("has no effect without --measure", where="--out", value=str(out), remedy="Add --measure.")
+        raise ConfigError("has no effect without `--measure`", code="out-without-measure", where="--out",
+                          value=str(out), remedy="Add `--measure`.")
     from ranvier.cli.doctor_report import examine, measure_to, print_table
 
     findings = examine()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ranvier.cli.options import OF_EVALUATION, SettingsCommand, json_option
-from ranvier.cli.problems import ConfigProblems, print_warnings
+from ranvier.cli.problems import ConfigProblems
 from ranvier.cli.ranks import work_as_rank
 from ranvier.config import read
 from ranvier.errors import ConfigError
@@ -64,8 +64,9 @@ def evaluate(model: Path, sets: tuple[str, ...], choices: tuple[str, ...], harne
     reads_data = bool(named) or not (choices or tasks)
     run = _run(trained, {name.replace("__", "."): text for name, text in flags.items() if text is not None}, reads_data)
     if trained.pretrained is not None and not named and run.data.eval is None and not choices and tasks is None:
-        raise ConfigError("is missing: a folder in Hugging Face's format names none", where="data", value=str(model),
-                          remedy="Give --data DATA, --choices FILE or --lm-eval TASKS.")
+        raise ConfigError("is missing: a folder in Hugging Face's format names none", code="evaluation-data-missing",
+                          where="data", value=str(model),
+                          remedy="Give `--data DATA`, `--choices FILE` or `--lm-eval TASKS`.")
     runs = _runs(run, trained, named) if reads_data else {}
     world = launch.start(run.mesh, transport=run.comm.transport, launcher=run.launch.launcher,
                          threads=run.launch.threads, device=run.launch.device,
@@ -93,8 +94,8 @@ def _named(given: Sequence[str]) -> dict[str, str]:
         name, equals, data = text.partition("=")
         name, data = (name, data) if equals else (Path(text).stem, text)
         if name in found or not name or not data:
-            raise ConfigError("is no NAME=DATA with a name of its own", where="data", value=text,
-                              remedy="Give each data set another name.")
+            raise ConfigError("is no NAME=DATA with a name of its own", code="malformed-evaluation-data", where="data",
+                              value=text, remedy="Give each data set another name.")
         found[name] = data
     return found
 
@@ -110,7 +111,6 @@ def _run(trained: Trained, flags: Mapping[str, str], reads_data: bool) -> Resolv
     merged = read.merge([trained.layer(), read.Layer(origin="flag", values=flags, is_text=True)])
     if merged.problems:
         raise ConfigProblems(merged.problems)
-    print_warnings(merged.warnings)
     run = resolve(trained.sized(merged.run))
     found = [problem for problem in problems(run) if problem.where.startswith(("mesh", "model", "tensor", "batch"))]
     if found:

@@ -83,8 +83,8 @@ def _prompts(given: Sequence[str], file: Path | None) -> list[Any]:
     try:
         lines = file.read_text(encoding="utf-8").splitlines() if file is not None else ()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot be read: {getattr(error, 'strerror', None) or error}", where="prompts",
-                          value=str(file), remedy="Name a file of UTF-8 text.") from error
+        raise ConfigError(f"cannot be read: {getattr(error, 'strerror', None) or error}", code="prompts-unreadable",
+                          where="prompts", value=str(file), remedy="Name a file of UTF-8 text.") from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -97,10 +97,12 @@ def _prompts(given: Sequence[str], file: Path | None) -> list[Any]:
             json.dumps(document, ensure_ascii=False).encode()  # no tokenizer takes half of a surrogate pair
             found.append(document if {"tools", "chat_template_kwargs"} & document.keys() else only)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError("is no JSON object with a field prompt or messages", where=f"{file}, line {number}",
-                              value=line[:80], remedy='Write {"prompt": "..."} in each line.') from error
+            raise ConfigError("is no JSON object with a field prompt or messages", code="prompt-not-json",
+                              where=f"{file}, line {number}", value=line[:80],
+                              remedy='Write {"prompt": "..."} in each line.') from error
     if not found:
-        raise ConfigError("is missing", where="prompt", remedy="Give --prompt TEXT, or --prompts FILE.")
+        raise ConfigError("is missing", code="prompt-missing", where="prompt",
+                          remedy="Give `--prompt TEXT`, or `--prompts FILE`.")
     return found
 
 
@@ -121,8 +123,8 @@ def _writer(model: LanguageModel, tokenizer: Path | None, chat: bool) -> _Writer
 
     path = tokenizer or model.tokenizer
     if path is None:
-        raise ConfigError("has no tokenizer.json", where="model", value=str(model.origin),
-                          remedy="Name one with --tokenizer.")
+        raise ConfigError("has no tokenizer.json", code="model-without-tokenizer", where="model",
+                          value=str(model.origin), remedy="Name one with `--tokenizer`.")
     return ChatPrompts(path) if chat else TextPrompts(path)
 
 

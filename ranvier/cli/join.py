@@ -39,7 +39,8 @@ def join(run: Path, ranks: int, data: int | None, pipe: int | None, row: int | N
         return _start(run, ranks)
     if started.launcher != "local":
         raise ConfigError(f"starts its ranks itself, and {started.launcher} has started this process",
-                          where="ranvier join", remedy=f"Run ranvier join outside of {started.launcher}.")
+                          code="join-under-launcher", where="ranvier join",
+                          remedy=f"Run ranvier join outside of {started.launcher}.")
 
     from ranvier.cli.ranks import work_as_rank
     from ranvier.train.loop import train_as_newcomer

@@ -7,6 +7,7 @@ Exit codes: 0 success, 1 the run failed, 2 a user error, printed in one line eac
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
@@ -44,8 +45,10 @@ def run_command(args: Sequence[str] | None = None, *, change_world: Callable[[Wo
 
     change_world: applied by `train` to the world of each rank before its use; for fault injection.
     """
-    as_json = "--json" in (sys.argv[1:] if args is None else args)
+    words = sys.argv[1:] if args is None else args
+    as_json = "--json" in words
     try:
+        _check_characters(words)
         return command.main(args=args, prog_name="ranvier", standalone_mode=False, obj=change_world) or 0
     except ConfigProblems as error:
         print_problems(error.problems, as_json=as_json)
@@ -64,6 +67,17 @@ def run_command(args: Sequence[str] | None = None, *, change_world: Callable[[Wo
         return 2
     except (click.Abort, KeyboardInterrupt):
         return 130
+
+
+def _check_characters(words: Sequence[str]) -> None:
+    """UsageError for a word that no process can be given, such as one with a null character: it cannot be a path."""
+    for word in words:
+        try:
+            is_possible = b"\0" not in os.fsencode(word)
+        except UnicodeEncodeError:
+            is_possible = False
+        if not is_possible:
+            raise click.UsageError(f"no command line can have the word {word!a:.80}")
 
 
 def _usage_text(error: click.exceptions.UsageError) -> str:

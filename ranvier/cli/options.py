@@ -12,7 +12,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from ranvier.cli.problems import ConfigProblems, print_warnings
+from ranvier.cli.problems import ConfigProblems
 from ranvier.config import aliases, read
 from ranvier.config.section import words
 
@@ -126,7 +126,7 @@ class SettingsCommand(click.Command):
             self.params.append(kind([f"--{setting.flag}", setting.name.replace(".", "__")], type=str,
                                     metavar="[true|false]" if setting.is_yes_no else "VALUE", help=text,
                                     shell_complete=_values(setting)))
-        for name in aliases.old_names():
+        for name in aliases.NAMES:
             self.params.append(click.Option([f"--{read.flag(name)}", name.replace(".", "__")], type=str, hidden=True))
         self.sections = list(dict.fromkeys(_section(setting.name) for setting in read.settings().values()))
         self.params += [
@@ -185,9 +185,8 @@ def read_recipe(recipe: str, flags: Mapping[str, str | None], *, allow_code: boo
 
 
 def read_valid_recipe(recipe: str, flags: Mapping[str, str | None], *, allow_code: bool) -> tuple[str, read.Merged]:
-    """`read_recipe` that prints warnings, and raises ConfigProblems for values that cannot be read."""
+    """`read_recipe` that raises ConfigProblems for values that cannot be read."""
     name, resolved = read_recipe(recipe, flags, allow_code=allow_code)
     if resolved.problems:
         raise ConfigProblems(resolved.problems)
-    print_warnings(resolved.warnings)
     return name, resolved

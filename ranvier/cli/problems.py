@@ -31,8 +31,14 @@ def print_problems(problems: Sequence[RanvierError], *, as_json: bool = False) -
         for problem in problems:
             print_error(str(problem))
         if as_json and (started is None or started.rank == 0):
-            print(json.dumps({"errors": [{"where": problem.where, "what": problem.what, "value": problem.value,
-                                          "remedy": problem.remedy} for problem in problems]}, default=str))
+            print(json.dumps({"errors": [{"code": problem.code, "where": problem.where, "what": problem.what,
+                                          "value": problem.value, "remedy": problem.remedy,
+                                          "set": settings_of(problem)} for problem in problems]}, default=str))
+
+
+def settings_of(problem: RanvierError) -> dict[str, object]:
+    """What the remedy sets, as JSON has it: null for any other value than now."""
+    return {name: None if value is ... else value for name, value in problem.settings.items()}
 
 
 def print_error(text: str) -> None:

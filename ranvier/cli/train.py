@@ -102,7 +102,7 @@ def _close(resolved: read.Merged, started: Started | None, tell: Callable[[str],
     run, open_problems = (before, []) if before is not None else with_plan(
         asked, ranks if open_axes_of(asked) or started is not None else None,
         None if started is None else started.local_size, trial=trial)
-    warnings: list[RanvierError] = [*resolved.warnings]
+    warnings: list[RanvierError] = []
     problems = [*resolved.problems, *_missing_data(resolved), *problems, *find_problems(run),
                 *tracker_problems(run.log)]
     if started is not None and started.size != run.mesh.size and run.resume == "auto" and not problems:
@@ -112,9 +112,9 @@ def _close(resolved: read.Merged, started: Started | None, tell: Callable[[str],
     if open_problems or problems:
         raise ConfigProblems([*open_problems, *problems])
     if started is not None and started.launcher != "local" and run.max_restarts:
-        warnings.append(ConfigError(f"has no effect under {started.launcher}", where="max-restarts",
-                                    value=run.max_restarts, remedy="Let the launcher restart the run (docs/faults.md), "
-                                                                   "with --resume auto."))
+        warnings.append(ConfigError(f"has no effect under {started.launcher}", code="restarts-without-effect",
+                                    where="max-restarts", value=run.max_restarts,
+                                    remedy="Let the launcher restart the run (docs/faults.md), with `--resume auto`."))
     return asked, dataclasses.replace(run, launch=dataclasses.replace(run.launch, trial=0)), warnings
 
 
@@ -127,13 +127,14 @@ def _missing_data(resolved: read.Merged) -> list[ConfigError]:
     problems = []
     if all(origins[name] == "default" for name in ("data.corpus", "data.train", "data.mixture", "data.task")):
         problems.append(ConfigError(
-            "has no data of its own", where="recipe", value=run.model.preset or run.model.pretrained,
-            remedy="Give text with --data.corpus PATH, or samples with --data.task TASK --data.train FILE."))
+            "has no data of its own", code="preset-without-data", where="recipe",
+            value=run.model.preset or run.model.pretrained,
+            remedy="Give text with `--data.corpus PATH`, or samples with `--data.task TASK` `--data.train FILE`."))
     if is_preset and origins["data.tokenizer"] == "default" and run.data.task == "lm":
         problems.append(ConfigError(
-            "has no tokenizer of its own", where="recipe", value=run.model.preset,
-            remedy="Give the model's own with --data.tokenizer PATH/tokenizer.json, or train one on the corpus with "
-                   "--data.tokenizer bpe."))
+            "has no tokenizer of its own", code="preset-without-tokenizer", where="recipe", value=run.model.preset,
+            remedy="Give the model's own with `--data.tokenizer PATH/tokenizer.json`, or train one on the corpus with "
+                   "`--data.tokenizer bpe`."))
     return problems
 
 
@@ -153,7 +154,7 @@ def _plan_before(asked: Run, ranks: int) -> ResolvedRun | None:
     found = before.batch.microbatch_size
     if merged.problems or open_axes_of(before) or found == "auto":
         return None
-    mesh = Mesh(**{axis: getattr(before.mesh, axis) for axis in AXES}, tile=before.mesh.tile)
+    mesh = before.mesh if isinstance(before.mesh, Mesh) else before.mesh.with_sizes()
     same = all(getattr(asked.mesh, axis) in ("auto", getattr(mesh, axis)) for axis in AXES)
     if not same or mesh.size > ranks or before.batch.global_size != asked.batch.global_size:
         return None
@@ -202,6 +203,7 @@ def check_folder(run_dir: Path, resume: str) -> None:
     """
     resumes = resume == "auto" or (resume != "none" and resume == read.origin(run_dir))
     if os.path.exists(run_dir / "run.toml") and not resumes:
-        raise ConfigError("contains the results of another run", where="run-dir", value=str(run_dir),
-                          remedy="Choose another folder with --run-dir, resume with --resume auto, or remove that "
+        raise ConfigError("contains the results of another run", code="run-folder-used", where="run-dir",
+                          value=str(run_dir),
+                          remedy="Choose another folder with `--run-dir`, resume with `--resume auto`, or remove that "
                                  "folder.")

@@ -33,14 +33,14 @@ def watch(run: Path, port: int) -> int:
 def server_of(run: Path, port: int = 0) -> ThreadingHTTPServer:
     """A server of the page on 127.0.0.1, not started. RanvierError where there is no page or the port is taken."""
     if not (run / _NAME).is_file():
-        raise RanvierError("has no report.html", where="RUN", value=str(run),
+        raise RanvierError("has no report.html", code="run-without-report", where="RUN", value=str(run),
                            remedy="Name a run's folder. A run writes the page 20 seconds after its start, and at its "
                                   "end.")
     try:
         return ThreadingHTTPServer(("127.0.0.1", port), partial(_Handler, run / _NAME))
     except OSError as error:
-        raise RanvierError(f"cannot be used: {error.strerror or error}", where="--port", value=port,
-                           remedy="Leave it out, which takes a free one.") from error
+        raise RanvierError(f"cannot be used: {error.strerror or error}", code="port-not-usable", where="--port",
+                           value=port, remedy="Leave it out, which takes a free one.") from error
 
 
 class _Handler(BaseHTTPRequestHandler):

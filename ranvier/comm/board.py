@@ -257,8 +257,7 @@ class Board:
     def name(self, rank: int) -> str:
         """The coordinates of `rank` on the axes of the mesh that have more than one rank: "data 1, pipe 0"."""
         coordinates = self._mesh.coordinates(rank)
-        used = [f"{axis} {getattr(coordinates, axis)}" for axis in ("data", "pipe", "row", "col")
-                if getattr(self._mesh, axis) > 1]
+        used = [f"{axis} {index}" for axis, index in coordinates.items() if self._mesh[axis] > 1]
         return ", ".join(used) or f"rank {rank}"
 
     def report(self, what: str, source: int, seconds: float) -> str:

@@ -357,7 +357,8 @@ class CheckedGroup:
         self.closed = True
 
     def _error(self, call: str, what: str, value: object = None) -> TransportError:
-        return TransportError(what, where=f"{call} in group {self.purpose!r} of ranks {list(self.ranks)}", value=value,
+        return TransportError(what, code="collective-misused",
+                              where=f"{call} in group {self.purpose!r} of ranks {list(self.ranks)}", value=value,
                               remedy="Make the same call with matching tensors on every member.")
 
     def _check(self, call: str, *tensors: Tensor) -> None:
@@ -405,8 +406,8 @@ class CheckedGroup:
 def check_subset(count: int, size: int) -> None:
     """TransportError unless 1 <= `count` <= `size`."""
     if not 1 <= count <= size:
-        raise TransportError(f"must be between 1 and {size}, the number of ranks", where="subset of ranks", value=count,
-                             remedy="Give a number of existing ranks.")
+        raise TransportError(f"must be between 1 and {size}, the number of ranks", code="subset-size",
+                             where="subset of ranks", value=count, remedy="Give a number of existing ranks.")
 
 
 def locate_in_partition(partition: Sequence[Sequence[int]], rank: int, size: int, purpose: str
@@ -415,7 +416,8 @@ def locate_in_partition(partition: Sequence[Sequence[int]], rank: int, size: int
     if (sorted(member for members in partition for member in members) != list(range(size))
             or any(list(members) != sorted(members) for members in partition)):
         raise TransportError(f"must contain each of the {size} ranks once, in rising order within a group",
-                             where=f"partition of group {purpose!r}", value=[list(members) for members in partition],
+                             code="partition-not-of-all-ranks", where=f"partition of group {purpose!r}",
+                             value=[list(members) for members in partition],
                              remedy="Put ranks that need no group into groups of one.")
     members = next(tuple(members) for members in partition if rank in members)
     return members, members.index(rank)

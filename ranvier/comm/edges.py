@@ -17,13 +17,15 @@ from ranvier.errors import TransportError
 
 def peer_lost(purpose: str, rank: int, cause: str | None = None) -> TransportError:
     """The error for a peer that is gone. purpose: of the transport or group."""
-    return TransportError("is gone: it failed, was killed, or exited early", where=f"rank {rank} on {purpose!r}",
-                          value=cause, remedy="The first error is in that rank's output.")
+    return TransportError("is gone: it failed, was killed, or exited early", code="peer-gone",
+                          where=f"rank {rank} on {purpose!r}", value=cause,
+                          remedy="The first error is in that rank's output.")
 
 
 def invalid_message(purpose: str, rank: int, cause: str) -> TransportError:
     """The error for bytes from a peer that cannot be decoded. purpose: of the transport; cause: what is wrong."""
-    return TransportError("sent an invalid message", where=f"rank {rank} on {purpose!r}", value=cause,
+    return TransportError("sent an invalid message", code="invalid-message", where=f"rank {rank} on {purpose!r}",
+                          value=cause,
                           remedy="Install the same version of Ranvier on all ranks, and look for faults of the network "
                                  "or the memory between the two.")
 
@@ -49,7 +51,8 @@ class Edges:
         self.check_open()
         for peer in (*sources, *destinations):
             if not 0 <= peer < self.size or peer == self.rank:
-                raise TransportError(f"must be another one of the {self.size} ranks", value=peer,
+                raise TransportError(f"must be another one of the {self.size} ranks", code="peer-not-another-rank",
+                                     value=peer,
                                      where=f"peer of rank {self.rank} in connect of transport {self.purpose!r}",
                                      remedy="Connect to the ranks of neighbouring stages.")
         capacity = max(capacity_bytes, PREAMBLE_BYTES)
@@ -62,14 +65,16 @@ class Edges:
     def check_open(self) -> None:
         """TransportError if the transport is closed."""
         if self.closed:
-            raise TransportError("is closed", where=f"transport {self.purpose!r} on rank {self.rank}",
+            raise TransportError("is closed", code="transport-closed",
+                                 where=f"transport {self.purpose!r} on rank {self.rank}",
                                  remedy="Make a new transport; a closed one cannot be used again.")
 
     def capacity_to(self, destination: int) -> int:
         """Largest message in bytes that reaches `destination` as one part. TransportError unless that edge is open."""
         self.check_open()
         if destination not in self.destinations:
-            raise TransportError("is not connected", where=f"edge {self.rank} -> {destination} of {self.purpose!r}",
+            raise TransportError("is not connected", code="edge-not-connected",
+                                 where=f"edge {self.rank} -> {destination} of {self.purpose!r}",
                                  remedy="Name the destination in connect() before sending to it.")
         return self.destinations[destination]
 

@@ -67,8 +67,8 @@ class HangDetector:
         before = "" if longest is None else f", and none of its kind has taken more than {longest:.2g} s"
         self._seconds = 0  # report only once
         self._report(Hang(f"{action} runs for {seconds:.0f} s{before}: it hangs {_location(frame)}",
-                          where=f"rank {rank}",
-                          remedy="Look at that line, or raise --launch.hang-seconds (0 sets no limit)."))
+                          code="hang", where=f"rank {rank}",
+                          remedy="Look at that line, or raise `--launch.hang-seconds` (0 sets no limit)."))
 
 
 def in_debugger(frame: FrameType | None) -> bool:

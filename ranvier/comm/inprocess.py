@@ -98,7 +98,8 @@ class InProcessWorld:
 
     def _agree(self, call: int, what: str) -> None:
         if self._purposes.setdefault(call, what) != what:
-            raise TransportError(f"is made while another rank makes {self._purposes[call]}", where=what,
+            raise TransportError(f"is made while another rank makes {self._purposes[call]}",
+                                 code="transport-order-differs", where=what,
                                  remedy="Make the same transports and groups in the same order on every rank.")
 
 

@@ -133,8 +133,9 @@ def _fields(message: Message) -> _Fields:
         return tuple((name, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), name in message.requires_grad)
                      for name, tensor in message.tensors.items())
     except KeyError as error:
-        raise TransportError("has a tensor of a dtype that messages cannot carry", where=f"{message}",
-                             value=error.args[0], remedy=f"Convert it to one of {', '.join(_DTYPES)}.") from error
+        raise TransportError("has a tensor of a dtype that messages cannot carry", code="message-dtype",
+                             where=f"{message}", value=error.args[0],
+                             remedy=f"Convert it to one of {', '.join(_DTYPES)}.") from error
 
 
 def encoded_bytes(message: Message) -> int:

@@ -39,10 +39,11 @@ class MixedBackend:
 
     def __init__(self, messages: MPIBackend, collectives: TorchBackend) -> None:
         if (messages.rank, messages.size) != (collectives.rank, collectives.size):
-            raise LaunchError("numbers its ranks in another way than torch.distributed", where="comm.transport mpi",
+            raise LaunchError("numbers its ranks in another way than torch.distributed", code="mpi-numbering",
+                              where="comm.transport mpi",
                               value=f"rank {messages.rank} of {messages.size} instead of {collectives.rank} of "
                                     f"{collectives.size}",
-                              remedy="Start all ranks with one mpiexec, or set --comm.collectives mpi.")
+                              remedy="Start all ranks with one mpiexec, or set `--comm.collectives mpi`.")
         self._messages, self._collectives = messages, collectives
         self.rank, self.size = messages.rank, messages.size
         self._transports: list[MPITransport] = []

@@ -42,11 +42,12 @@ def _load_mpi() -> tuple[ModuleType, bool]:
             mpi4py.rc.initialize = mpi4py.rc.finalize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise LaunchError("cannot be loaded", where="comm.transport mpi: mpi4py", value=str(error).splitlines()[0],
-                          remedy="pip install 'ranvier[mpi]', or set --comm.transport torch.") from error
+        raise LaunchError("cannot be loaded", code="mpi4py-not-loadable", where="comm.transport mpi: mpi4py",
+                          value=str(error).splitlines()[0],
+                          remedy="pip install 'ranvier[mpi]', or set `--comm.transport torch`.") from error
     if MPI.Is_finalized():
-        raise LaunchError("is finalised, and MPI can start only once in a process", where="comm.transport mpi",
-                          remedy="Make one MPIBackend per process and close it last.")
+        raise LaunchError("is finalised, and MPI can start only once in a process", code="mpi-finalised",
+                          where="comm.transport mpi", remedy="Make one MPIBackend per process and close it last.")
     owns = not MPI.Is_initialized()
     if owns:
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
@@ -121,9 +122,9 @@ class MPIBackend:
         least = array("i", [mine])
         request = self._world.Iallreduce(self._mpi.IN_PLACE, least, self._mpi.MIN)
         if not self._until(request.Test, self._timeout):
-            raise MessageTimeout("was not started by all ranks in time", where=f"MPI backend of rank {self.rank}",
-                                 value=f"{self._timeout:g} s",
-                                 remedy="See what the other ranks do, or raise --comm.timeout-seconds.")
+            raise MessageTimeout("was not started by all ranks in time", code="mpi-backend-start-late",
+                                 where=f"MPI backend of rank {self.rank}", value=f"{self._timeout:g} s",
+                                 remedy="See what the other ranks do, or raise `--comm.timeout-seconds`.")
         return bool(least[0])
 
     def _await_all(self, what: str) -> None:
@@ -132,9 +133,9 @@ class MPIBackend:
         MPI's own collective call would wait forever for a stopped rank, and spin while others still compute.
         """
         if not self._until(self._world.Ibarrier().Test, self._timeout):
-            raise MessageTimeout("was not requested by all ranks in time", where=f"{what} on rank {self.rank}",
-                                 value=f"{self._timeout:g} s",
-                                 remedy="See what the other ranks do, or raise --comm.timeout-seconds.")
+            raise MessageTimeout("was not requested by all ranks in time", code="mpi-request-late",
+                                 where=f"{what} on rank {self.rank}", value=f"{self._timeout:g} s",
+                                 remedy="See what the other ranks do, or raise `--comm.timeout-seconds`.")
 
     def abort(self, code: int) -> None:
         """End all ranks of MPI's world at once with exit code `code`. Does not return."""
@@ -150,8 +151,9 @@ class MPIBackend:
         self._until(lambda: not any(transport.sends_in_flight for transport in self._transports), _CLOSE_SECONDS)
         barrier = self._world.Ibarrier()
         if not self._until(barrier.Test, 2 * _CLOSE_SECONDS):
-            raise MessageTimeout("was not closed by all ranks", where=f"MPI backend of rank {self.rank}",
-                                 value=f"{2 * _CLOSE_SECONDS:g} s", remedy="Close the backend on every rank.")
+            raise MessageTimeout("was not closed by all ranks", code="mpi-close-late",
+                                 where=f"MPI backend of rank {self.rank}", value=f"{2 * _CLOSE_SECONDS:g} s",
+                                 remedy="Close the backend on every rank.")
         parts: list[MPITransport | MPIGroup] = [*self._transports, *self._groups]
         for part in parts:
             part.close()

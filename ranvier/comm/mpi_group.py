@@ -77,8 +77,9 @@ class MPIGroup(CheckedGroup):
 
     def convert_error(self, kind: type[TransportError], value: str) -> TransportError:
         """The error of class `kind` for a collective that failed, with `value` as its cause."""
-        return kind("a collective did not end", where=f"group {self.purpose!r} of ranks {list(self.ranks)}",
-                    value=value, remedy="See what the other members do; the first error is in that rank's output.")
+        return kind("a collective did not end", code="mpi-collective-failed",
+                    where=f"group {self.purpose!r} of ranks {list(self.ranks)}", value=value,
+                    remedy="See what the other members do; the first error is in that rank's output.")
 
     def _start(self, call: Callable[..., MPI.Request], output: Tensor, *inputs: Tensor) -> Work:
         """Start `call` on the memory of these tensors, directly or staged through pinned host memory. On a CUDA device

@@ -239,7 +239,7 @@ class MPITransport:
             for name, tensor in message.tensors.items()})
 
     def _convert_error(self, error: Exception) -> TransportError:
-        return TransportError("MPI could not carry a message", value=str(error),
+        return TransportError("MPI could not carry a message", code="mpi-transport-failed", value=str(error),
                               where=f"transport {self._edges.purpose!r} on rank {self._edges.rank}",
                               remedy="The first error is in another rank's output.")
 

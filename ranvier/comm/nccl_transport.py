@@ -197,8 +197,8 @@ class NcclTransport:
         self._check()
         edge, outgoing = self._destinations.get(destination), _Outgoing(message)
         if edge is None:
-            raise TransportError("is not connected", where=f"edge {self._host.edges.rank} -> {destination} of "
-                                 f"{self._host.edges.purpose!r}",
+            raise TransportError("is not connected", code="edge-not-connected",
+                                 where=f"edge {self._host.edges.rank} -> {destination} of {self._host.edges.purpose!r}",
                                  remedy="Name the destination in connect() before sending to it.")
         if any(tensor.is_cuda and tensor.numel() for tensor in message.tensors.values()):
             outgoing = _Outgoing(Message(message.kind, message.step, message.microbatch), head=encode_head(message),
@@ -264,9 +264,9 @@ class NcclTransport:
             self._failure = self._failure or error
         except (RuntimeError, ValueError) as error:
             self._failure = self._failure or TransportError(
-                "cannot send or receive", where=f"transport {self._host.edges.purpose!r} on rank "
-                f"{self._host.edges.rank}", value=str(error).partition("\n")[0],
-                remedy="The first error is in another rank's output.")
+                "cannot send or receive", code="nccl-transport-failed",
+                where=f"transport {self._host.edges.purpose!r} on rank {self._host.edges.rank}",
+                value=str(error).partition("\n")[0], remedy="The first error is in another rank's output.")
         self._heard.set()
         if self._failure is not None and not self._closed and not self._host.edges.closed:
             self._on_lost(str(self._failure))

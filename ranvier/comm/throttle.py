@@ -40,7 +40,8 @@ class Link:
     def __post_init__(self) -> None:
         for name, least in (("latency_seconds", 0.0), ("bytes_per_second", 1e-9), ("jitter_seconds", 0.0)):
             if not getattr(self, name) >= least:
-                raise ConfigError("is too small", where=f"Link.{name}", value=getattr(self, name),
+                raise ConfigError("is too small", code="link-too-small", where=f"Link.{name}",
+                                  value=getattr(self, name),
                                   remedy="Give times of 0 or more, and a bandwidth greater than 0.")
 
 

@@ -60,8 +60,8 @@ class TorchBackend:
                 dist.init_process_group(self._kinds, store=PrefixStore("ranvier", store), rank=rank, world_size=size,
                                         timeout=self._timeout)
         elif initialise and (dist.get_rank(), dist.get_world_size()) != (rank, size):
-            raise LaunchError("is initialised with another rank or size", where=f"torch.distributed on rank {rank}",
-                              value=(dist.get_rank(), dist.get_world_size()),
+            raise LaunchError("is initialised with another rank or size", code="torch-distributed-other-rank",
+                              where=f"torch.distributed on rank {rank}", value=(dist.get_rank(), dist.get_world_size()),
                               remedy=f"Initialise it as rank {rank} of {size}, or leave that to Ranvier.")
         self._store, self._subsets = store, 0
         self._transports: list[GlooTransport] = []
@@ -127,8 +127,9 @@ class TorchBackend:
 
     def _no_answer(self, purpose: str, error: Exception) -> TransportError:
         return TransportError("cannot connect its ranks: one of them is gone or does not answer "
-                              f"({error_cause(error)})", where=f"group '{purpose}' of rank {self.rank}",
-                              remedy="See which rank has stopped or is behind, and start again with --resume auto.")
+                              f"({error_cause(error)})", code="group-not-connected",
+                              where=f"group '{purpose}' of rank {self.rank}",
+                              remedy="See which rank has stopped or is behind, and start again with `--resume auto`.")
 
     def _destroy(self, process_group: ProcessGroup | None) -> None:
         if process_group is not None and dist.is_initialized():

@@ -125,10 +125,11 @@ class TorchGroup(CheckedGroup):
     def _convert_error(self, error: RuntimeError) -> TransportError:
         where, cause = self._where, error_cause(error)
         if "timed out" in cause.lower():
-            return MessageTimeout("a collective did not end", where=where, value=cause,
-                                  remedy="See what the other members do, or raise --comm.timeout-seconds.")
+            return MessageTimeout("a collective did not end", code="torch-collective-late", where=where, value=cause,
+                                  remedy="See what the other members do, or raise `--comm.timeout-seconds`.")
         return TransportError("a collective failed: a member is gone, too late, or passed another shape",
-                              where=where, value=cause, remedy="The first error is in another rank's output.")
+                              code="collective-failed", where=where, value=cause,
+                              remedy="The first error is in another rank's output.")
 
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
         return self._start(dist.all_reduce, tensor, _OPS[op])

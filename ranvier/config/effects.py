@@ -218,7 +218,7 @@ def _frozen_dropout(run: ResolvedRun) -> str | None:
 
 def _tokenizer(run: ResolvedRun) -> str | None:
     form = form_of(run.data)
-    if "data.tokenizer" in form.unused or form.writes_text or run.data.task == "chat":
+    if "data.tokenizer" in form.unused or form.writes_text or run.data.task in ("chat", "preference"):
         return form.unused.get("data.tokenizer")
     if run.model.pretrained is not None:
         return "the tokenizer of model.pretrained is taken"
@@ -255,6 +255,16 @@ def _no_adapters(run: ResolvedRun) -> str | None:
 def _padding(run: ResolvedRun) -> str | None:
     packed = run.data.task == "chat" and run.data.packing
     return "data.packing fills sequences" if packed else form_of(run.data).unused.get("data.padding")
+
+
+def _preference(*losses: str) -> Reason:
+    """A setting of the task preference, with these losses."""
+    def reason(run: ResolvedRun) -> str | None:
+        if run.data.task != "preference":
+            return f"the task is {run.data.task}"
+        return None if run.preference.loss in losses else f"preference.loss is {run.preference.loss}"
+
+    return reason
 
 
 def _nothing_is_planned(asked: Run) -> str | None:
@@ -346,6 +356,10 @@ CONDITIONS: Mapping[str, Reason] = {
         "rope_factor", "rope_positions", "rope_limits", "rope_magnitude")},
     **{f"lora.{name}": _no_adapters for name in (
         "alpha", "targets", "dropout", "method", "train_head", "base_format")},
+    "preference.loss": _preference("dpo", "ipo", "simpo"),
+    "preference.beta": _preference("dpo", "ipo", "simpo"),
+    "preference.label_smoothing": _preference("dpo", "simpo"),
+    "preference.gamma": _preference("simpo"),
     "data.options": lambda run: None if is_object_name(run.data.task) else f"the task {run.data.task} takes no options",
     **{name: _by_task(name) for name in (
         "train.eval_sequences", "model.vocab", "model.sequence", "model.num_classes", "model.image_size",
@@ -387,8 +401,8 @@ def warnings(run: ResolvedRun, chosen: Collection[str] | None = None, asked: Run
             continue
         why = CONDITIONS[name](run) if name in CONDITIONS else ASKED[name](asked or run)
         if why is not None:
-            yield ConfigError(f"has no effect: {why}", where=setting.flag, value=read.as_text(value),
-                              remedy="Leave it out, or change the other setting.")
+            yield ConfigError(f"has no effect: {why}", code="without-effect", where=setting.flag,
+                              value=read.as_text(value), remedy="Leave it out, or change the other setting.")
 
 
 def _asks_for_nothing(value: object) -> bool:

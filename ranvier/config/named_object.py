@@ -77,15 +77,16 @@ def make_object(text: str, setting: str, attributes: Sequence[str], options: tup
     keywords = parse_options(options, setting)
     if not isinstance(found, type) and (lacks(found, attributes) is None or not callable(found)):
         if options:
-            raise ConfigError("takes no options: it is an object, and neither a function nor a class", where=setting,
-                              value=text, remedy=f"Leave out --{_options_setting(setting)}, or name a function that "
-                                                 "takes them.")
+            raise ConfigError("takes no options: it is an object, and neither a function nor a class",
+                              code="object-without-options", where=setting, value=text,
+                              remedy=f"Leave out `--{_options_setting(setting)}`, or name a function that takes them.")
     else:
         with blamed(text, setting, "the call"):
             found = found(**keywords)
     missing = lacks(found, attributes)
     if missing is not None:
-        raise ConfigError(f"has no {missing}: it gives a {type(found).__name__}", where=setting, value=text,
+        raise ConfigError(f"has no {missing}: it gives a {type(found).__name__}", code="object-lacks-attribute",
+                          where=setting, value=text,
                           remedy=f"Give it {', '.join(attributes)}; docs/extending.md describes them.")
     return found
 
@@ -108,8 +109,8 @@ def parse_options(options: Sequence[str], setting: str) -> Mapping[str, object]:
     for option in options:
         name, equals, value = (part.strip() for part in option.partition("="))
         if not equals or not name.isidentifier() or name in found:
-            raise ConfigError("must be NAME=VALUE, each name once", where=where, value=option,
-                              remedy=f"Write for example --{where} depth=4,gated=true.")
+            raise ConfigError("must be NAME=VALUE, each name once", code="malformed-option", where=where, value=option,
+                              remedy=f"Write for example `--{where} depth=4,gated=true`.")
         found[name] = _value(value)
     return found
 
@@ -125,7 +126,7 @@ def blamed(text: str, setting: str, doing: str) -> Iterator[None]:
     except RanvierError:
         raise
     except Exception as error:
-        raise ConfigError(f"raised in {doing}: {_first_line(error)}", where=setting, value=text,
+        raise ConfigError(f"raised in {doing}: {_first_line(error)}", code="object-raised", where=setting, value=text,
                           remedy=f"Correct it {_place(error)}.") from error
 
 
@@ -144,21 +145,21 @@ def _attribute(text: str, setting: str) -> object:
     except ModuleNotFoundError as error:
         if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
             raise ConfigError(
-                f"names the module {module}, which cannot be found", where=setting, value=text,
+                f"names the module {module}, which cannot be found", code="module-not-found", where=setting, value=text,
                 remedy="Start the run in the folder of the module, or put that into PYTHONPATH.") from error
         raise _not_imported(text, setting, error) from error
     except Exception as error:
         raise _not_imported(text, setting, error) from error
     if not hasattr(imported, name):
-        raise ConfigError(f"names something that the module {module} does not have: {name}", where=setting, value=text,
-                          remedy=_similar(imported, name))
+        raise ConfigError(f"names something that the module {module} does not have: {name}", code="name-not-in-module",
+                          where=setting, value=text, remedy=_similar(imported, name))
     found: object = getattr(imported, name)
     return found
 
 
 def _not_imported(text: str, setting: str, error: Exception) -> ConfigError:
-    return ConfigError(f"names a module that cannot be imported: {_first_line(error)}", where=setting, value=text,
-                       remedy=f"Correct it {_place(error)}.")
+    return ConfigError(f"names a module that cannot be imported: {_first_line(error)}", code="module-not-importable",
+                       where=setting, value=text, remedy=f"Correct it {_place(error)}.")
 
 
 def _similar(module: ModuleType, name: str) -> str:

@@ -45,13 +45,13 @@ def refit(run: ResolvedRun, num_ranks: int, launcher: str, problems: Callable[[R
     smaller = f", and microbatches of {size} sequences" if size != run.batch.microbatch_size else ""
     return refitted, ConfigError(
         f"does not fit the {num_ranks} ranks that {launcher} started: the run resumes with {refitted.mesh} "
-        f"({difference(run.mesh, refitted.mesh)}{smaller})", where="mesh", value=str(run.mesh),
+        f"({difference(run.mesh, refitted.mesh)}{smaller})", code="mesh-refitted", where="mesh", value=str(run.mesh),
         remedy="Set another mesh to choose for yourself.")
 
 
 def has_same_replicas(mesh: Mesh, other: Mesh) -> bool:
     """Whether a replica has the same shape on both meshes, so that they differ in `data` at most."""
-    return set(mesh.changed_axes(other)) <= {"data"}
+    return set(mesh.changed_axes(other)) <= {*mesh.replica_axes}
 
 
 def fallback_meshes(mesh: Mesh, num_ranks: int) -> Iterator[Mesh]:
@@ -59,12 +59,13 @@ def fallback_meshes(mesh: Mesh, num_ranks: int) -> Iterator[Mesh]:
 
     A tile is kept where pipe, row and col are.
     """
+    mesh.require_known_axes("another number of ranks")
     for row in _divisors(mesh.row):
         for col in _divisors(mesh.col):
             num_stages, rest = divmod(num_ranks, row * col)
             for pipe in _pipes(mesh.pipe, num_stages) if not rest else ():
-                found = Mesh(data=num_stages // pipe, pipe=pipe, row=row, col=col)
-                yield replace(found, tile=mesh.tile) if has_same_replicas(found, mesh) else found
+                found = mesh.resized(data=num_stages // pipe, pipe=pipe, row=row, col=col)
+                yield found if has_same_replicas(found, mesh) else found.with_tile(None)
 
 
 def fallback(mesh: Mesh, num_ranks: int, problems: Callable[[Mesh], Sequence[RanvierError]]) -> Mesh:
@@ -80,20 +81,21 @@ def fallback(mesh: Mesh, num_ranks: int, problems: Callable[[Mesh], Sequence[Ran
         tried.append(f"{candidate} ({found[0].where}: {found[0].what})")
     more = f"; {len(tried) - _MOST_TOLD} more" if len(tried) > _MOST_TOLD else ""
     raise ConfigError(f"does not fit the {num_ranks} ranks that were started, and the run cannot resume on any other "
-                      f"mesh of so many. Tried: {'; '.join(tried[:_MOST_TOLD])}{more}", where="mesh", value=str(mesh),
+                      f"mesh of so many. Tried: {'; '.join(tried[:_MOST_TOLD])}{more}", code="no-mesh-for-ranks",
+                      where="mesh", value=str(mesh),
                       remedy="Start as many ranks as the mesh has, or set a mesh and a batch for these.")
 
 
-def resized(first: Mesh, *, data: int, pipe: int, row: int, col: int) -> Mesh:
+def resized(first: Mesh, **sizes: int) -> Mesh:
     """The mesh of these sizes of a run that was started on `first`, whose tile is for its rows and columns only."""
-    tile = first.tile if (row, col) == (first.row, first.col) else None
-    return Mesh(data=data, pipe=pipe, row=row, col=col, tile=tile)
+    first.require_known_axes("a change of mesh")
+    return first.resized(**sizes)
 
 
 def difference(old: Mesh, new: Mesh) -> str:
     """In words, what of `old` has changed in `new`."""
-    names = {"row": "rows", "col": "columns", "pipe": "stages", "data": "replicas"}
-    changed = [(name, getattr(old, axis), getattr(new, axis)) for axis, name in names.items()]
+    axes = sorted(old.axes, key=lambda axis: (not axis.divides_stages) + axis.replicates_parameters)
+    changed = [(axis.plural, old[axis.name], new[axis.name]) for axis in axes]
     return ", ".join(f"{'more' if after > before else 'fewer'} {name}" for name, before, after in changed
                      if before != after) or "nothing"
 

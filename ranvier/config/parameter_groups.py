@@ -33,8 +33,8 @@ def parse(text: str) -> Group:
     except ValueError:
         factor = decay = -1.0
     if not pattern or not 0.0 <= factor < float("inf") or not 0.0 <= decay < float("inf"):
-        raise ConfigError("is not PATTERN:FACTOR:DECAY with two numbers of at least 0", where="optim.groups",
-                          value=text,
+        raise ConfigError("is not PATTERN:FACTOR:DECAY with two numbers of at least 0",
+                          code="malformed-parameter-group", where="optim.groups", value=text,
                           remedy="Write for example '*.bias:1:0': factor on the learning rate, then weight decay.")
     return Group(pattern=pattern, learning_rate_factor=factor, weight_decay=decay)
 
@@ -59,5 +59,5 @@ def problems(optim: Optim, names: Iterable[str] = ()) -> Iterator[ConfigError]:
             continue
         if names and not any(fnmatchcase(name, group.pattern) for name in names):
             near = get_close_matches(group.pattern, names, n=3, cutoff=0.0)
-            yield ConfigError("fits no parameter of the model", where="optim.groups", value=text,
-                              remedy=f"The nearest names are {', '.join(near)}.")
+            yield ConfigError("fits no parameter of the model", code="parameter-group-without-match",
+                              where="optim.groups", value=text, remedy=f"The nearest names are {', '.join(near)}.")

@@ -36,6 +36,7 @@ from ranvier.config.run import MeshSettings, Run
 from ranvier.config.section import alternatives, bare, describe
 from ranvier.config.urls import has_user_information, without_user_information
 from ranvier.errors import ConfigError
+from ranvier.mesh import AXES, Mesh
 from ranvier.system.atomic_file import write_atomically
 from ranvier.system.untrusted_file import parse_toml, read_bytes, read_toml
 
@@ -80,7 +81,6 @@ class Layer:
     origin: str
     values: Mapping[str, object]
     problems: tuple[ConfigError, ...] = ()
-    warnings: tuple[ConfigError, ...] = ()
     is_text: bool = False
     is_users: bool = True
     code: named_code.Permission = "never"
@@ -94,14 +94,13 @@ class Layer:
 class Merged:
     """The run, where each of its values comes from, and what is wrong with those that were refused.
 
-    chosen: the settings whose value a user has chosen. warnings: old spellings that will be refused one day.
+    chosen: the settings whose value a user has chosen.
     """
 
     run: Run
     origins: Mapping[str, str]
     problems: tuple[ConfigError, ...]
     chosen: frozenset[str] = frozenset()
-    warnings: tuple[ConfigError, ...] = ()
 
 
 def flag(name: str) -> str:
@@ -170,10 +169,8 @@ def merge(layers: Sequence[Layer]) -> Merged:
     problems: list[ConfigError] = []
     chosen: set[str] = set()
     places: dict[str, Layer] = {}
-    warnings: list[ConfigError] = []
-    for layer in (part for given in layers for part in _with_preset(_in_new_spellings(given))):
+    for layer in (part for given in layers for part in _with_preset(_canonical(given))):
         problems += layer.problems
-        warnings += layer.warnings
         before = dict(values)
         for name, value in layer.values.items():
             setting = settings().get(name)
@@ -199,24 +196,22 @@ def merge(layers: Sequence[Layer]) -> Merged:
     except ConfigError as problem:  # of values that are right one by one
         problems.append(problem)
         run = _build(Run, {**values, "mesh.tile": None})
-    return Merged(run=run, origins=origins, problems=tuple(problems), chosen=frozenset(chosen),
-                  warnings=tuple(warnings))
+    return Merged(run=run, origins=origins, problems=tuple(problems), chosen=frozenset(chosen))
 
 
-def _in_new_spellings(layer: Layer) -> Layer:
-    """The layer with the new name and value of each setting, and warnings for the old spellings in it."""
+def _canonical(layer: Layer) -> Layer:
+    """The layer with the own name and spelling of each setting (`ranvier.config.aliases`)."""
     values: dict[str, object] = {}
-    problems, warnings = list(layer.problems), []
-    for name, value in layer.values.items():
-        setting = aliases.current(name, value)
-        warnings += [warning for alias in setting.used if (warning := aliases.warning(alias, layer.origin))]
-        if setting.name != name and setting.name in layer.values:
-            problems.append(ConfigError(f"is another name of {flag(setting.name)}, which is given as well, in "
-                                        f"{layer.origin}", where=flag(name), value=value,
-                                        remedy=f"Leave out {flag(name)}."))
+    problems = list(layer.problems)
+    for given, value in layer.values.items():
+        name, spelled = aliases.canonical(given, value)
+        if name != given and name in layer.values:
+            problems.append(ConfigError(f"is another name of {flag(name)}, which is given as well, in {layer.origin}",
+                                        code="setting-given-twice", where=flag(given), value=value,
+                                        remedy=f"Leave out {flag(given)}."))
             continue
-        values[setting.name] = setting.value
-    return replace(layer, values=values, problems=tuple(problems), warnings=tuple(warnings))
+        values[name] = spelled
+    return replace(layer, values=values, problems=tuple(problems))
 
 
 def _with_preset(layer: Layer) -> tuple[Layer, ...]:
@@ -265,7 +260,11 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, object]:
     found: dict[str, object] = {}
     for field in dataclasses.fields(tree):
         value = getattr(tree, field.name)
-        found |= flatten(value, f"{prefix}{field.name}.") if is_dataclass(value) else {prefix + field.name: value}
+        if isinstance(value, Mesh):
+            found |= {f"{prefix}{field.name}.{name}": part for name, part in value.document().items()
+                      if name in (*AXES, "tile")}
+        else:
+            found |= flatten(value, f"{prefix}{field.name}.") if is_dataclass(value) else {prefix + field.name: value}
     return found
 
 
@@ -277,7 +276,7 @@ def _read(setting: Setting, value: object, layer: Layer) -> object:
     adapter = _adapter(setting.name)
     if has_user_information(value):
         raise ConfigError("has user information in a URL, which would be in run.toml and on the console",
-                          where=setting.flag, value=without_user_information(value),
+                          code="password-in-url", where=setting.flag, value=without_user_information(value),
                           remedy="Leave name, password or token out of it, and set the environment variables of the "
                                  "service, such as MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or HF_TOKEN.")
     try:
@@ -287,19 +286,19 @@ def _read(setting: Setting, value: object, layer: Layer) -> object:
             # Strict reading of JSON takes a list for a tuple and a text for a path, but no text for a number.
             read = adapter.validate_json(json.dumps(value, default=os.fspath), strict=True)
     except (ValueError, TypeError, RecursionError):
-        raise ConfigError(f"must be {setting.expected}", where=setting.flag, value=value,
+        raise ConfigError(f"must be {setting.expected}", code="malformed-value", where=setting.flag, value=value,
                           remedy=_remedy(setting, layer.origin, value)) from None
     if isinstance(read, Path) and not _can_be(read):
-        raise ConfigError("is no name that a file can have", where=setting.flag, value=value,
+        raise ConfigError("cannot be a file name", code="invalid-file-name", where=setting.flag, value=value,
                           remedy=_remedy(setting, layer.origin, value))
     for part in read if isinstance(read, tuple) else (read,):
         if isinstance(part, (str, Path)) and not _is_text(part):
-            raise ConfigError("cannot be written down as text", where=setting.flag, value=value,
+            raise ConfigError("cannot be written down as text", code="value-not-text", where=setting.flag, value=value,
                               remedy=_remedy(setting, layer.origin, setting.default))
         bound = _MAX_INT if isinstance(part, int) else math.inf
         if isinstance(part, (int, float)) and not abs(part) < bound:  # NaN is no less than anything
-            raise ConfigError("is larger than anything here can be", where=setting.flag, value=value,
-                              remedy=_remedy(setting, layer.origin, value))
+            raise ConfigError("is larger than anything here can be", code="value-too-large", where=setting.flag,
+                              value=value, remedy=_remedy(setting, layer.origin, value))
     return read
 
 
@@ -360,15 +359,16 @@ def as_text(value: object) -> str:
 def _unknown(name: str, value: object, origin: str) -> ConfigError:
     name = name or '""'
     if isinstance(value, Mapping) and (near := difflib.get_close_matches(name, sections(), n=1)):
-        return ConfigError("is not a section", where=name, value=f"in {origin}", remedy=f"Did you mean [{near[0]}]?")
+        return ConfigError("is not a section", code="unknown-section", where=name, value=f"in {origin}",
+                           remedy=f"Did you mean [{near[0]}]?")
     if (elsewhere := name_elsewhere(name)) is not None:
-        return ConfigError(f"is not a setting, in {origin}", where=name, value=value,
+        return ConfigError(f"is not a setting, in {origin}", code="unknown-setting", where=name, value=value,
                            remedy=f"Did you mean {elsewhere}?")
     names = {**{known: known for known in settings()}, **{known.rpartition(".")[2]: known for known in settings()}}
     near = difflib.get_close_matches(name.replace("-", "_"), names, n=1) or difflib.get_close_matches(
         name.replace("-", "_").rpartition(".")[2], names, n=1)
     remedy = f"Did you mean {names[near[0]]}?" if near else "`ranvier train --help-all` lists all settings."
-    return ConfigError(f"is not a setting, in {origin}", where=name, value=value, remedy=remedy)
+    return ConfigError(f"is not a setting, in {origin}", code="unknown-setting", where=name, value=value, remedy=remedy)
 
 
 _ELSEWHERE = types.MappingProxyType({
@@ -432,15 +432,16 @@ def load(recipe: str, *, keep_folder: bool = False, allow_code: bool = False) ->
         except (OSError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError(f"cannot be read: {getattr(error, 'strerror', None) or error}", where="recipe",
-                              value=recipe, remedy="Name a TOML file that exists and is readable.") from error
+            raise ConfigError(f"cannot be read: {getattr(error, 'strerror', None) or error}", code="recipe-unreadable",
+                              where="recipe", value=recipe,
+                              remedy="Name a TOML file that exists and is readable.") from error
     module, colon, function = recipe.partition(":")
     if colon:
         return function, _call(recipe, module, function)
     near = [_RECIPES_ELSEWHERE[recipe.lower()]] if recipe.lower() in _RECIPES_ELSEWHERE else difflib.get_close_matches(
         recipe, [*recipe_names(), *presets.PRESETS], n=1, cutoff=0.4)
     raise ConfigError("is neither a recipe, a preset, a folder with config.json, a .toml file nor module:function",
-                      where="recipe", value=recipe,
+                      code="unknown-recipe", where="recipe", value=recipe,
                       remedy=f"Did you mean {near[0]}?" if near else f"Recipes are: {', '.join(recipe_names())}.")
 
 
@@ -467,7 +468,8 @@ def _parse(text: bytes, origin: str) -> Layer:
     try:
         return from_dict(parse_toml(text.decode()), origin)
     except ValueError as error:
-        raise ConfigError(f"is not valid TOML: {error}", where=origin, remedy="Correct the file.") from error
+        raise ConfigError(f"is not valid TOML: {error}", code="recipe-not-toml", where=origin,
+                          remedy="Correct the file.") from error
 
 
 def from_dict(tree: Mapping[str, object], origin: str) -> Layer:
@@ -478,8 +480,8 @@ def from_dict(tree: Mapping[str, object], origin: str) -> Layer:
         if key in sections() and isinstance(value, Mapping):
             values |= {f"{key}.{inner}": inner_value for inner, inner_value in value.items()}
         elif key in sections():
-            problems.append(ConfigError("is a section, not a setting", where=key, value=value,
-                                        remedy=f"Write [{key}] and its settings below it in {origin}."))
+            problems.append(ConfigError("is a section, not a setting", code="section-as-setting", where=key,
+                                        value=value, remedy=f"Write [{key}] and its settings below it in {origin}."))
         else:
             values[str(key)] = value
     return Layer(origin=origin, values=values, problems=tuple(problems))
@@ -492,7 +494,8 @@ def _call(recipe: str, module: str, function: str) -> Layer:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"cannot be called: {type(error).__name__}: {error}", where="recipe", value=recipe,
+        raise ConfigError(f"cannot be called: {type(error).__name__}: {error}", code="recipe-function-raised",
+                          where="recipe", value=recipe,
                           remedy="Name an importable module and a function that takes no arguments.") from error
     if isinstance(made, Run):
         defaults = {name: setting.default for name, setting in settings().items()}
@@ -500,8 +503,8 @@ def _call(recipe: str, module: str, function: str) -> Layer:
             name: value for name, value in flatten(made).items() if value != defaults[name]})
     if isinstance(made, Mapping):
         return replace(from_dict(made, f"function {recipe}"), code="allowed")
-    raise ConfigError("must return a ranvier.Run or a dict", where="recipe", value=type(made).__name__,
-                      remedy=f"Change what {recipe} returns.")
+    raise ConfigError("must return a ranvier.Run or a dict", code="recipe-function-result", where="recipe",
+                      value=type(made).__name__, remedy=f"Change what {recipe} returns.")
 
 
 # --- run.toml --------------------------------------------------------------------------------------------------------
@@ -539,11 +542,11 @@ def check_out(path: Path) -> None:
     except OSError as error:
         problem = error.strerror or str(error)
     if problem is not None:
-        raise ConfigError(f"cannot be written: {problem}", where="--out", value=str(path),
+        raise ConfigError(f"cannot be written: {problem}", code="recipe-not-writable", where="--out", value=str(path),
                           remedy="Name a .toml file in a folder you own.")
     if path.suffix != ".toml":
-        raise ConfigError("is no .toml file, which is how it would be known", where="--out", value=str(path),
-                          remedy=f"Name it {path.with_suffix('.toml')}.")
+        raise ConfigError("is no .toml file, which is how it would be known", code="recipe-not-named-toml",
+                          where="--out", value=str(path), remedy=f"Name it {path.with_suffix('.toml')}.")
 
 
 def write_changes(run: Run, path: Path) -> None:

@@ -80,7 +80,7 @@ class ResolvedRun(Run):
 
 def stage_placement(pipe: int, pipeline: Pipeline) -> StagePlacement:
     """Which stages each of `pipe` ranks has; one rank has one."""
-    return StagePlacement(pipe=pipe, per_rank=pipeline.stages_per_rank if pipe > 1 else 1, how=pipeline.placement)
+    return StagePlacement(num_ranks=pipe, per_rank=pipeline.stages_per_rank if pipe > 1 else 1, how=pipeline.placement)
 
 
 @section
@@ -117,7 +117,7 @@ def resolve(run: Run, facts: Facts | None = None) -> ResolvedRun:
     if facts.num_classes is not None:
         if model.num_classes not in ("auto", facts.num_classes):
             raise ConfigError(f"is not the number of classes in the data, {facts.num_classes}",
-                              where="model.num-classes", value=model.num_classes,
+                              code="num-classes-differ", where="model.num-classes", value=model.num_classes,
                               remedy="Leave it out: auto takes it from the data.")
         model = replace(model, num_classes=facts.num_classes)
     optim, launch = run.optim, run.launch
@@ -135,14 +135,15 @@ def resolve(run: Run, facts: Facts | None = None) -> ResolvedRun:
 def _mesh(run: Run, facts: Facts) -> Mesh:
     asked = run.mesh
     mesh = facts.mesh or (asked.with_sizes() if isinstance(asked, MeshSettings) else asked)
-    return mesh if facts.tile is None or mesh.tile is not None else replace(mesh, tile=facts.tile)
+    return mesh if facts.tile is None or mesh.tile is not None else mesh.with_tile(facts.tile)
 
 
 def _batch(run: Run, facts: Facts) -> ResolvedBatch:
     size = run.batch.microbatch_size if facts.microbatch_size is None else facts.microbatch_size
     if size == "auto":
-        raise ConfigError("is auto, and must be a number here", where="batch.microbatch-size", value="auto",
-                          remedy="Set --batch.microbatch-size, or plan the run first (ranvier.planner.auto).")
+        raise ConfigError("is auto, and must be a number here", code="microbatch-size-auto",
+                          where="batch.microbatch-size", value="auto",
+                          remedy="Set `--batch.microbatch-size`, or plan the run first (ranvier.planner.auto).")
     return ResolvedBatch(**_fields(run.batch) | {"microbatch_size": size})
 
 

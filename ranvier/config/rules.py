@@ -36,17 +36,23 @@ def problems(run: ResolvedRun, num_ranks: int | None = None, *, num_blocks: int 
     yield from parameter_groups.problems(run.optim)
     yield from resume_problems(run)
     if run.comm.transport == "torch" and run.comm.collectives == "mpi":
-        yield ConfigError("needs MPI for messages, too", where="comm.collectives", value=run.comm.collectives,
-                          remedy="Set --comm.transport mpi, or leave comm.collectives auto.")
+        yield ConfigError("needs MPI for messages, too", code="mpi-collectives-alone", where="comm.collectives",
+                          value=run.comm.collectives,
+                          remedy="Set `--comm.transport mpi`, or leave `comm.collectives auto`.")
     if run.launch.join_address is not None and run.comm.transport == "mpi":
-        yield ConfigError("needs comm.transport torch: MPI's ranks are those that were started",
-                          where="launch.join-address", value=run.launch.join_address,
-                          remedy="Leave --comm.transport auto, or --launch.join-address out.")
+        yield ConfigError("needs `comm.transport torch`: MPI's ranks are those that were started",
+                          code="join-needs-torch", where="launch.join-address", value=run.launch.join_address,
+                          remedy="Leave `--comm.transport auto`, or `--launch.join-address` out.")
+    if run.launch.join_address is not None and run.data.task == "preference" and run.preference.needs_reference:
+        yield ConfigError("cannot be where the loss has a reference: ranks that join would not have its "
+                          "log-probabilities", code="join-with-reference", where="launch.join-address",
+                          value=run.launch.join_address,
+                          remedy="Leave `--launch.join-address` out, or set `--preference.loss simpo`.")
     if run.launch.survive_losses and (run.comm.transport == "mpi" or run.launch.device == "cuda"):
-        what = "comm.transport torch: MPI's ranks are those that were started" if run.comm.transport == "mpi" else \
-            "launch.device cpu: a wait inside NCCL for a lost rank cannot be ended"
-        yield ConfigError(f"needs {what}", where="launch.survive-losses", value="true",
-                          remedy="Leave --launch.survive-losses out, and use --max-restarts instead.")
+        what = "`comm.transport torch`: MPI's ranks are those that were started" if run.comm.transport == "mpi" else \
+            "`launch.device cpu`: a wait inside NCCL for a lost rank cannot be ended"
+        yield ConfigError(f"needs {what}", code="survive-losses-needs", where="launch.survive-losses", value="true",
+                          remedy="Leave `--launch.survive-losses` out, and use `--max-restarts` instead.")
     yield from elastic_problems(run)
 
 
@@ -56,27 +62,34 @@ def problems(run: ResolvedRun, num_ranks: int | None = None, *, num_blocks: int 
 def mesh_problems(run: ResolvedRun, num_ranks: int | None, num_blocks: int | None) -> Iterator[ConfigError]:
     """A mesh that the ranks, the model or the batch do not suit."""
     mesh, num_layers = run.mesh, run.model.num_layers
+    try:
+        mesh.require_known_axes("a run")
+    except ConfigError as problem:
+        yield problem
     if num_ranks is not None and mesh.size != num_ranks:
-        yield ConfigError(f"needs {mesh.size} ranks, not {num_ranks}", where="mesh", value=str(mesh),
-                          remedy=f"Change --mesh.data and --mesh.pipe so that data x pipe x row x col is {num_ranks}, "
-                                 f"or start {mesh.size} ranks.")
+        yield ConfigError(f"needs {mesh.size} ranks, not {num_ranks}", code="mesh-needs-ranks", where="mesh",
+                          value=str(mesh),
+                          remedy="Change `--mesh.data` and `--mesh.pipe` so that data x pipe x row x col is "
+                                 f"{num_ranks}, or start {mesh.size} ranks.")
     yield from tensor_problems(mesh, run.tensor)
     yield from schedule_problems(run.placement, run.pipeline.policy, run.pipeline.deferred)
     yield from divisibility_problems(run)
     yield from _rotary_problems(run)
     if num_layers > MAX_LAYERS:
-        yield ConfigError(f"is more than {MAX_LAYERS}, the most that can be cut into stages",
+        yield ConfigError(f"is more than {MAX_LAYERS}, the most that can be cut into stages", code="too-many-layers",
                           where="model.num-layers", value=num_layers, remedy="Use fewer and wider layers.")
     if num_blocks is None:
         return
     num_stages = run.placement.num_stages
     if mesh.pipe > num_blocks:
-        yield ConfigError(f"is more than the {num_blocks} blocks of the model", where="mesh.pipe", value=mesh.pipe,
-                          remedy=f"Set --mesh.pipe {num_blocks} or less, or raise --model.num-layers.")
+        yield ConfigError(f"is more than the {num_blocks} blocks of the model", code="fewer-blocks-than-ranks",
+                          where="mesh.pipe", value=mesh.pipe,
+                          remedy=f"Set `--mesh.pipe {num_blocks}` or less, or raise `--model.num-layers`.")
     elif num_stages > num_blocks:
         yield ConfigError(f"makes {num_stages} stages on {mesh.pipe} ranks, more than the {num_blocks} blocks of the "
-                          "model", where="pipeline.stages-per-rank", value=run.pipeline.stages_per_rank,
-                          remedy=f"Set --pipeline.stages-per-rank {num_blocks // mesh.pipe} or less.")
+                          "model", code="fewer-blocks-than-stages", where="pipeline.stages-per-rank",
+                          value=run.pipeline.stages_per_rank,
+                          remedy=f"Set `--pipeline.stages-per-rank {num_blocks // mesh.pipe}` or less.")
     elif run.pipeline.boundaries is not None:
         try:
             check_boundaries(run.pipeline.boundaries, num_blocks, num_stages)
@@ -87,55 +100,64 @@ def mesh_problems(run: ResolvedRun, num_ranks: int | None, num_blocks: int | Non
 def schedule_problems(placement: StagePlacement, policy: str, deferred: tuple[int, ...] | None
                       ) -> Iterator[ConfigError]:
     """A schedule that does not know several stages on a rank; limits of other ranks than there are."""
-    if deferred is not None and len(deferred) != placement.pipe:
-        yield ConfigError(f"has {len(deferred)} numbers for {placement.pipe} ranks of the pipeline",
-                          where="pipeline.deferred", value=deferred,
-                          remedy="Set --pipeline.deferred none, or one number for each.")
+    if deferred is not None and len(deferred) != placement.num_ranks:
+        yield ConfigError(f"has {len(deferred)} numbers for {placement.num_ranks} ranks of the pipeline",
+                          code="deferred-count", where="pipeline.deferred", value=deferred,
+                          remedy="Set `--pipeline.deferred none`, or one number for each.")
     if placement.per_rank > 1 and policy == "1f1b":
-        yield ConfigError("is an order for one stage on each rank", where="pipeline.policy", value=policy,
-                          remedy="Set --pipeline.policy message-driven, or --pipeline.stages-per-rank 1.")
+        yield ConfigError("is an order for one stage on each rank", code="policy-for-one-stage",
+                          where="pipeline.policy", value=policy,
+                          remedy="Set `--pipeline.policy message-driven`, or `--pipeline.stages-per-rank 1`.")
 
 
 def _rotary_problems(run: ResolvedRun) -> Iterator[ConfigError]:
     """Dynamic rotary scaling chooses its base by the length of a sequence, which with packing or padding is not that of
     the sample."""
     model, packing, pads = run.model, run.data.packing, run.data.task == "chat" and run.data.padding == "longest"
-    if model.rope_scaling == "dynamic" and model.sequence > (model.rope_positions or model.sequence) and (
+    if run.data.task == "preference" and model.rope_scaling == "dynamic" and (
+            model.sequence > (model.rope_positions or model.sequence)):
+        yield ConfigError("puts two answers into one sequence, and the rotary scaling dynamic depends on the "
+                          f"length above {model.rope_positions} positions", code="pairs-with-dynamic-rope",
+                          where="data.task", value=run.data.task,
+                          remedy=f"Set `--model.sequence {model.rope_positions}` or less.")
+    elif model.rope_scaling == "dynamic" and model.sequence > (model.rope_positions or model.sequence) and (
             packing or pads):
         name, value = ("packing", True) if packing else ("padding", "longest")
         yield ConfigError("gives samples other lengths than their own, and the rotary scaling dynamic depends on the "
-                          f"length above {model.rope_positions} positions", where=f"data.{name}", value=value,
-                          remedy=f"Set --model.sequence {model.rope_positions} or less"
-                                 + (", or leave --data.packing out." if packing else ", or --data.padding maximum."))
+                          f"length above {model.rope_positions} positions", code="dynamic-rope-length",
+                          where=f"data.{name}", value=value,
+                          remedy=f"Set `--model.sequence {model.rope_positions}` or less"
+                                 + (", or leave `--data.packing` out." if packing else
+                                    ", or `--data.padding maximum`."))
 
 
 def tensor_problems(mesh: Mesh, tensor: TensorParallel) -> Iterator[ConfigError]:
     """A scheme of tensor parallelism that does not exist on this shape of tensor mesh."""
     if tensor.scheme == "megatron" and mesh.row > 1:
-        yield ConfigError(f"splits blocks over columns only, and mesh.row is {mesh.row}", where="tensor.scheme",
-                          value="megatron", remedy=f"Set --mesh.row 1 --mesh.col {mesh.stage_size}, or "
-                                                   "--tensor.scheme stationary.")
+        yield ConfigError(f"splits blocks over columns only, and `mesh.row` is {mesh.row}", code="megatron-with-rows",
+                          where="tensor.scheme", value="megatron",
+                          remedy=f"Set `--mesh.row 1` `--mesh.col {mesh.stage_size}`, or `--tensor.scheme stationary`.")
 
 
 def float8_problems(mesh: Mesh, *, is_fp64: bool) -> Iterator[ConfigError]:
     """What cannot be together with products in float8."""
     if is_fp64:
-        yield ConfigError("would round the products of an fp64 run to 8 bits", where="model.float8", value=True,
-                          remedy="Set --precision bf16, or --model.float8 false.")
+        yield ConfigError("would round the products of an fp64 run to 8 bits", code="float8-in-fp64",
+                          where="model.float8", value=True, remedy="Set `--precision bf16`, or `--model.float8 false`.")
     if mesh.stage_size > 1:
         yield ConfigError(f"is for layers that are whole on a rank, and {mesh.stage_size} ranks split them",
-                          where="model.float8", value=True,
-                          remedy="Set --mesh.row 1 --mesh.col 1, or --model.float8 false.")
+                          code="float8-split", where="model.float8", value=True,
+                          remedy="Set `--mesh.row 1` `--mesh.col 1`, or `--model.float8 false`.")
 
 
 def _no_float8_layers(run: ResolvedRun) -> Iterator[ConfigError]:
     """A run in which no layer would multiply in float8."""
     if run.lora.rank:
-        yield ConfigError("is for layers that train, and the layers below adapters are frozen", where="model.float8",
-                          value=True, remedy="Set --lora.rank 0, or --model.float8 false.")
+        yield ConfigError("is for layers that train, and the layers below adapters are frozen", code="float8-with-lora",
+                          where="model.float8", value=True, remedy="Set `--lora.rank 0`, or `--model.float8 false`.")
     if run.model.hidden % 16:
-        yield ConfigError("needs a hidden size that 16 divides", where="model.float8", value=True,
-                          remedy=f"Set --model.hidden {-(-run.model.hidden // 16) * 16}, or --model.float8 false.")
+        yield ConfigError("needs a hidden size that 16 divides", code="float8-hidden", where="model.float8", value=True,
+                          remedy=f"Set `--model.hidden {-(-run.model.hidden // 16) * 16}`, or `--model.float8 false`.")
 
 
 def divisibility_problems(run: ResolvedRun) -> Iterator[ConfigError]:
@@ -154,12 +176,12 @@ def divisibility_problems(run: ResolvedRun) -> Iterator[ConfigError]:
             other = what.partition(" ")[0]
             change = (f"--{other} {-(-size // count) * count}: rows share the sequences of a microbatch"
                       if other == "batch.microbatch-size" else f"change {other}")
-            yield ConfigError(f"does not divide {what} {size}", where=f"mesh.{axis}", value=count,
-                              remedy=f"Set --mesh.{axis} {largest}, or {change}.")
+            yield ConfigError(f"does not divide {what} {size}", code="mesh-does-not-divide", where=f"mesh.{axis}",
+                              value=count, remedy=f"Set `--mesh.{axis} {largest}`, or {change}.")
     if model.vocab < max(mesh.row, mesh.col):
         yield ConfigError(f"is smaller than the tensor mesh: every rank needs a part of it, on {mesh.row} rows and "
-                          f"{mesh.col} columns", where="model.vocab", value=model.vocab,
-                          remedy=f"Set --model.vocab {max(mesh.row, mesh.col)} or more.")
+                          f"{mesh.col} columns", code="vocab-below-tensor-mesh", where="model.vocab", value=model.vocab,
+                          remedy=f"Set `--model.vocab {max(mesh.row, mesh.col)}` or more.")
 
 
 def check_boundaries(boundaries: Sequence[int], num_blocks: int, num_stages: int) -> tuple[int, ...]:
@@ -168,12 +190,12 @@ def check_boundaries(boundaries: Sequence[int], num_blocks: int, num_stages: int
     remedy = (f"Give {num_stages - 1} rising block numbers between 1 and {num_blocks - 1}, "
               f"the first block of each stage after the first.")
     if len(boundaries) != num_stages - 1:
-        raise ConfigError(f"has {len(boundaries)} numbers for {num_stages} stages", where="pipeline.boundaries",
-                          value=boundaries, remedy=remedy)
+        raise ConfigError(f"has {len(boundaries)} numbers for {num_stages} stages", code="boundaries-count",
+                          where="pipeline.boundaries", value=boundaries, remedy=remedy)
     edges = (0, *boundaries, num_blocks)
     if any(first >= second for first, second in pairwise(edges)):
-        raise ConfigError("does not rise, or leaves a stage without blocks", where="pipeline.boundaries",
-                          value=boundaries, remedy=remedy)
+        raise ConfigError("does not rise, or leaves a stage without blocks", code="boundaries-not-rising",
+                          where="pipeline.boundaries", value=boundaries, remedy=remedy)
     return boundaries
 
 
@@ -184,13 +206,13 @@ def batch_problems(run: ResolvedRun) -> Iterator[ConfigError]:
     """Replicas without a sample, and microbatches that are larger than a replica's share."""
     mesh, batch, share = run.mesh, run.batch, run.replica_batch_size
     if batch.global_size < mesh.data:
-        yield ConfigError(f"leaves replicas without a sequence: mesh.data is {mesh.data}", where="batch.global-size",
-                          value=batch.global_size,
-                          remedy=f"Set --batch.global-size {mesh.data} or more, or lower --mesh.data.")
+        yield ConfigError(f"leaves replicas without a sequence: `mesh.data` is {mesh.data}",
+                          code="replica-without-samples", where="batch.global-size", value=batch.global_size,
+                          remedy=f"Set `--batch.global-size {mesh.data}` or more, or lower `--mesh.data`.")
     elif batch.microbatch_size > share:
         yield ConfigError(f"is more than a replica's share of the batch, {share} of {batch.global_size} sequences",
-                          where="batch.microbatch-size", value=batch.microbatch_size,
-                          remedy=f"Set --batch.microbatch-size {share} or less, or raise --batch.global-size.")
+                          code="microbatch-above-share", where="batch.microbatch-size", value=batch.microbatch_size,
+                          remedy=f"Set `--batch.microbatch-size {share}` or less, or raise `--batch.global-size`.")
 
 
 def update_problems(run: ResolvedRun) -> Iterator[ConfigError]:
@@ -198,21 +220,25 @@ def update_problems(run: ResolvedRun) -> Iterator[ConfigError]:
     count = run.num_microbatches
     if run.optim.update_in_backward and count > 1:
         yield ConfigError(f"needs batches of one microbatch, not {count}: blocks share the memory of gradients, in "
-                          "which those of several microbatches cannot add up", where="optim.update-in-backward",
-                          value=True, remedy=f"Set --batch.microbatch-size {run.replica_batch_size}, or leave it out.")
+                          "which those of several microbatches cannot add up", code="in-backward-microbatches",
+                          where="optim.update-in-backward", value=True,
+                          remedy=f"Set `--batch.microbatch-size {run.replica_batch_size}`, or leave it out.")
     yield from in_backward_problems(run.optim, scales_loss=run.precision == "fp16")
     yield from guard_problems(run.guard, run.optim)
 
 
 def in_backward_problems(optim: Optim, *, scales_loss: bool, own: bool = True) -> Iterator[ConfigError]:
     """Updates in the backward cannot wait for what is known only after it. own: whether the optimizer is Ranvier's."""
-    for wrong, what, remedy in (
-            (not own, "needs Ranvier's own optimizer", "Give the engine optim=, and no optimizer=."),
-            (bool(optim.clip_norm) and optim.clip_from == "step", "cannot clip by a norm that is known only at the end",
-             "Set --optim.clip-norm 0, or --optim.clip-from previous-step, which gives other numbers."),
-            (scales_loss, "cannot skip a step whose gradients overflow", "Set --precision bf16, or leave it out.")):
+    for wrong, code, what, remedy in (
+            (not own, "in-backward-own-optimizer", "needs Ranvier's own optimizer",
+             "Give the engine optim=, and no optimizer=."),
+            (bool(optim.clip_norm) and optim.clip_from == "step", "in-backward-clip",
+             "cannot clip by a norm that is known only at the end",
+             "Set `--optim.clip-norm 0`, or `--optim.clip-from previous-step`, which gives other numbers."),
+            (scales_loss, "in-backward-loss-scale", "cannot skip a step whose gradients overflow",
+             "Set `--precision bf16`, or leave it out.")):
         if wrong and optim.update_in_backward:
-            yield ConfigError(what, where="optim.update-in-backward", value=True, remedy=remedy)
+            yield ConfigError(what, code=code, where="optim.update-in-backward", value=True, remedy=remedy)
 
 
 def looks_before_update(guard: Guard, optim: Optim) -> bool:
@@ -224,14 +250,14 @@ def looks_before_update(guard: Guard, optim: Optim) -> bool:
 def guard_problems(guard: Guard, optim: Optim) -> Iterator[ConfigError]:
     """What a guard cannot do with these settings."""
     if optim.update_in_backward and guard.bad_step in ("skip", "rollback"):
-        yield ConfigError("cannot look at a step before blocks are updated: optim.update-in-backward is set",
-                          where="guard.bad-step", value=guard.bad_step,
-                          remedy="Set --guard.bad-step stop, or leave --optim.update-in-backward out.")
+        yield ConfigError("cannot look at a step before blocks are updated: `optim.update-in-backward` is set",
+                          code="guard-with-in-backward", where="guard.bad-step", value=guard.bad_step,
+                          remedy="Set `--guard.bad-step stop`, or leave `--optim.update-in-backward` out.")
     elif guard.loss_spike_factor and not looks_before_update(guard, optim):
-        why = "guard.bad-step is none" if guard.bad_step == "none" else "optim.update-in-backward is set"
+        why = "`guard.bad-step` is none" if guard.bad_step == "none" else "`optim.update-in-backward` is set"
         yield ConfigError(f"has no effect where steps are not judged before they are applied: {why}",
-                          where="guard.loss-spike-factor", value=guard.loss_spike_factor,
-                          remedy="Set --guard.loss-spike-factor 0, or change the other setting.")
+                          code="spikes-not-judged", where="guard.loss-spike-factor", value=guard.loss_spike_factor,
+                          remedy="Set `--guard.loss-spike-factor 0`, or change the other setting.")
 
 
 # --- how a run starts ------------------------------------------------------------------------------------------------
@@ -240,16 +266,17 @@ def guard_problems(guard: Guard, optim: Optim) -> Iterator[ConfigError]:
 def resume_problems(run: ResolvedRun) -> Iterator[ConfigError]:
     """A run that is to resume, and has no folder to look into."""
     if run.resume == "auto" and run.run_dir is None and run.checkpoint.dir is None:
-        yield ConfigError("needs a folder to look for checkpoints in", where="resume", value="auto",
-                          remedy="Set --run-dir, or --checkpoint.dir, to the same folder each time.")
+        yield ConfigError("needs a folder to look for checkpoints in", code="resume-without-folder", where="resume",
+                          value="auto", remedy="Set `--run-dir`, or `--checkpoint.dir`, to the same folder each time.")
 
 
 def warnings(run: ResolvedRun) -> Iterator[ConfigError]:
     """Values that have not the effect that was meant."""
     asked = run.pipeline.in_flight
     if asked != "auto" and run.pipeline.policy != "gpipe" and asked < run.mesh.pipe:
-        yield ConfigError(f"leaves some of the {run.mesh.pipe} stages idle", where="pipeline.in-flight", value=asked,
-                          remedy=f"Set --pipeline.in-flight {run.mesh.pipe} or more, or auto.")
+        yield ConfigError(f"leaves some of the {run.mesh.pipe} stages idle", code="in-flight-below-stages",
+                          where="pipeline.in-flight", value=asked,
+                          remedy=f"Set `--pipeline.in-flight {run.mesh.pipe}` or more, or auto.")
     if run.train.epochs is None:
         yield from length_warnings(run.train)
 
@@ -257,10 +284,10 @@ def warnings(run: ResolvedRun) -> Iterator[ConfigError]:
 def length_warnings(train: Train) -> Iterator[ConfigError]:
     """What does not fit into the number of steps, which must be known."""
     if train.warmup_steps >= train.steps:
-        how = "--train.steps" if train.epochs is None else "--train.epochs"
+        how = "`--train.steps`" if train.epochs is None else "`--train.epochs`"
         yield ConfigError(f"ends the run of {train.steps} steps before the full learning rate is reached",
-                          where="train.warmup-steps", value=train.warmup_steps,
-                          remedy=f"Lower --train.warmup-steps, or raise {how}.")
+                          code="warmup-longer-than-run", where="train.warmup-steps", value=train.warmup_steps,
+                          remedy=f"Lower `--train.warmup-steps`, or raise {how}.")
 
 
 # --- elastic runs ----------------------------------------------------------------------------------------------------
@@ -272,38 +299,41 @@ def elastic_problems(run: ResolvedRun) -> Iterator[ConfigError]:
     yield from freeze_problems(elastic, run.model.num_layers)
     if elastic.freeze != "none" and elastic.auto_pipe and elastic.cut == "reference" and run.placement.per_rank > 1:
         yield ConfigError(f"is a rule for one stage on each rank, and there are {run.placement.per_rank}",
-                          where="elastic.cut", value=elastic.cut,
-                          remedy="Set --elastic.cut exact, or --pipeline.stages-per-rank 1.")
+                          code="elastic-cut-stages", where="elastic.cut", value=elastic.cut,
+                          remedy="Set `--elastic.cut exact`, or `--pipeline.stages-per-rank 1`.")
     if elastic.freeze == "gradient-norm" and run.model.num_layers < 2:
-        yield ConfigError("has nothing to compare in a model of one layer", where="elastic.freeze",
-                          value=elastic.freeze, remedy="Set --elastic.freeze cap, or use more layers.")
+        yield ConfigError("has nothing to compare in a model of one layer", code="freeze-one-layer",
+                          where="elastic.freeze", value=elastic.freeze,
+                          remedy="Set `--elastic.freeze cap`, or use more layers.")
     dropouts = {"model": run.model.dropout, "lora": run.lora.dropout if run.lora.rank else 0.0}
     active = next((name for name, probability in dropouts.items() if probability), None)
     if elastic.cache and active is not None and elastic.frozen_dropout:
         yield ConfigError(f"would keep what one epoch's dropout has made ({active}.dropout is {dropouts[active]:g})",
-                          where="elastic.cache", value=True,
-                          remedy="Set --elastic.frozen-dropout false: frozen layers then drop nothing.")
+                          code="cache-with-dropout", where="elastic.cache", value=True,
+                          remedy="Set `--elastic.frozen-dropout false`: frozen layers then drop nothing.")
     if elastic.cache and run.data.augment != "none" and not run.data.augment_repeats:
-        yield ConfigError(f"would keep what one epoch's augmentation has made (data.augment is {run.data.augment})",
-                          where="elastic.cache", value=True,
-                          remedy="Set --data.augment-repeats true: each epoch then repeats the first one's.")
+        yield ConfigError(f"would keep what one epoch's augmentation has made (`data.augment` is {run.data.augment})",
+                          code="cache-with-augmentation", where="elastic.cache", value=True,
+                          remedy="Set `--data.augment-repeats true`: each epoch then repeats the first one's.")
     if run.optim.ema and elastic.freeze != "none":
-        yield ConfigError("keeps no average of layers that freeze", where="optim.ema", value=run.optim.ema,
-                          remedy="Set --optim.ema 0, or --elastic.freeze none.")
+        yield ConfigError("keeps no average of layers that freeze", code="ema-with-freezing", where="optim.ema",
+                          value=run.optim.ema, remedy="Set `--optim.ema 0`, or `--elastic.freeze none`.")
     if run.optim.update_in_backward and elastic.profile_microbatches:
         yield ConfigError("tries several microbatches, and updates in the backward need one",
-                          where="elastic.profile-microbatches", value=True,
-                          remedy="Leave out --optim.update-in-backward.")
+                          code="in-backward-profile", where="elastic.profile-microbatches", value=True,
+                          remedy="Leave out `--optim.update-in-backward`.")
     if run.optim.update_in_backward and elastic.global_batch != "keep":
-        yield ConfigError("needs batches of one microbatch, and this one grows", where="elastic.global-batch",
-                          value=elastic.global_batch, remedy="Leave out --optim.update-in-backward.")
+        yield ConfigError("needs batches of one microbatch, and this one grows", code="in-backward-growing-batch",
+                          where="elastic.global-batch", value=elastic.global_batch,
+                          remedy="Leave out `--optim.update-in-backward`.")
 
 
 def manual_depth(text: str) -> tuple[int, int]:
     """(step, layers) of a text STEP:LAYERS. ConfigError when it is none."""
     found = re.fullmatch(r"([0-9]{1,18}):([0-9]{1,18})", text)
     if found is None:
-        raise ConfigError("is not of the form STEP:LAYERS", where="elastic.manual", value=text,
+        raise ConfigError("is not of the form STEP:LAYERS", code="malformed-manual-freeze", where="elastic.manual",
+                          value=text,
                           remedy="Give entries such as 100:4, which freezes the first 4 layers after step 100.")
     return int(found[1]), int(found[2])
 
@@ -312,13 +342,14 @@ def freeze_problems(elastic: Elastic, num_layers: int) -> Iterator[ConfigError]:
     """What is wrong with the freezing that is asked for, for a model of so many layers."""
     if elastic.freeze != "manual":
         if elastic.manual:
-            yield ConfigError(f"is given, but elastic.freeze is {elastic.freeze}", where="elastic.manual",
-                              value=elastic.manual, remedy="Set --elastic.freeze manual, or leave out the entries.")
+            yield ConfigError(f"is given, but `elastic.freeze` is {elastic.freeze}", code="manual-freeze-unused",
+                              where="elastic.manual", value=elastic.manual,
+                              remedy="Set `--elastic.freeze manual`, or leave out the entries.")
         return
     if not elastic.manual:
-        yield ConfigError("needs entries", where="elastic.freeze", value="manual",
-                          remedy="Give --elastic.manual entries such as 100:4, which freezes the first 4 layers after "
-                                 "step 100.")
+        yield ConfigError("needs entries", code="manual-freeze-missing", where="elastic.freeze", value="manual",
+                          remedy="Give `--elastic.manual` entries such as 100:4, which freezes the first 4 layers "
+                                 "after step 100.")
     depths: list[tuple[str, int, int]] = []
     for text in elastic.manual:
         try:
@@ -327,9 +358,10 @@ def freeze_problems(elastic: Elastic, num_layers: int) -> Iterator[ConfigError]:
             yield problem
     for text, _, layers in depths:
         if layers > num_layers:
-            yield ConfigError(f"freezes more than the model's {num_layers} layers", where="elastic.manual", value=text,
-                              remedy=f"Freeze {num_layers} layers or fewer.")
+            yield ConfigError(f"freezes more than the model's {num_layers} layers", code="manual-freeze-layers",
+                              where="elastic.manual", value=text, remedy=f"Freeze {num_layers} layers or fewer.")
     for (before, earlier, _), (text, step, _) in pairwise(depths):
         if step <= earlier:
-            yield ConfigError(f"is not later than the entry before it, {before}", where="elastic.manual", value=text,
+            yield ConfigError(f"is not later than the entry before it, {before}", code="manual-freeze-order",
+                              where="elastic.manual", value=text,
                               remedy="Give the entries in the order of their steps, one for each step.")

@@ -8,7 +8,6 @@ the result.
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,34 +18,12 @@ from pydantic_core import ArgsKwargs
 from ranvier.config import aliases
 from ranvier.config.section import section
 from ranvier.errors import ConfigError
-from ranvier.mesh import AXES, Axis, Mesh, Size
+from ranvier.mesh import AXES, Mesh, Size
 
 Positive = Annotated[int, Ge(1)]
 Bytes = Annotated[int, Ge(0)]
 ObjectName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 """A Python object of the user's: module:name (ranvier/config/named_object.py)."""
-
-
-class _Renamed:
-    """A section that also takes its fields' old names and values (`ranvier.config.aliases`), as keyword arguments."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _in_new_spellings(cls, given: Any) -> Any:
-        if not isinstance(given, ArgsKwargs) or given.kwargs is None:
-            return given
-        prefix = f"{cls.__name__.lower()}."
-        fields: dict[str, Any] = {}
-        for name, value in given.kwargs.items():
-            setting = aliases.current(prefix + name, value)
-            for alias in setting.used:
-                if (warning := aliases.warning(alias, f"{cls.__name__}(...)")) is not None:
-                    warnings.warn(str(warning), DeprecationWarning, stacklevel=4)
-            new = setting.name.removeprefix(prefix)
-            if new != name and new in given.kwargs:  # as dataclasses.replace passes it
-                raise TypeError(f"{cls.__name__}() got {name} and {new}, which are two names of one field; use {new}")
-            fields[new] = setting.value
-        return ArgsKwargs(given.args, fields)
 
 
 @section
@@ -70,7 +47,7 @@ class MeshSettings:
     stages of one rank."""
 
     @property
-    def open_axes(self) -> tuple[Axis, ...]:
+    def open_axes(self) -> tuple[str, ...]:
         """The axes that are auto."""
         return tuple(axis for axis in AXES if getattr(self, axis) == "auto")
 
@@ -79,8 +56,9 @@ class MeshSettings:
         known = {axis: getattr(self, axis) for axis in AXES if axis not in self.open_axes} | sizes
         for axis in self.open_axes:
             if axis not in known:
-                raise ConfigError("is auto, and must be a number here", where=f"mesh.{axis}", value="auto",
-                                  remedy=f"Set --mesh.{axis}, or plan the run first (ranvier.planner.auto).")
+                raise ConfigError("is auto, and must be a number here", code="mesh-axis-auto", where=f"mesh.{axis}",
+                                  value="auto",
+                                  remedy=f"Set `--mesh.{axis}`, or plan the run first (ranvier.planner.auto).")
         return Mesh(**known, tile=self.tile)
 
 
@@ -297,12 +275,23 @@ class Optim:
 
 
 @section
-class Memory(_Renamed):
+class Memory:
     """What is recomputed to save memory."""
 
     recompute: Literal["none", "auto", "axonn"] | Positive = "none"
     """Activation recomputation (activation checkpointing): layers between stored activations; the others are computed
     again in the backward. auto: on each stage what needs the least memory; axonn: AxoNN's rule."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _canonical(cls, given: Any) -> Any:
+        """With the other spellings (`ranvier.config.aliases`) as keyword arguments too."""
+        if not isinstance(given, ArgsKwargs) or given.kwargs is None:
+            return given
+        if {"checkpoint", "recompute"} <= given.kwargs.keys():  # as dataclasses.replace passes them
+            raise TypeError("Memory() got checkpoint and recompute, which are two names of one field; use recompute")
+        pairs = (aliases.canonical(f"memory.{name}", value) for name, value in given.kwargs.items())
+        return ArgsKwargs(given.args, {name.removeprefix("memory."): value for name, value in pairs})
 
 
 @section
@@ -330,7 +319,7 @@ class Checkpoint:
 
 
 @section
-class Guard(_Renamed):
+class Guard:
     """What happens at a bad step: NaN, infinity, or a loss spike."""
 
     bad_step: Literal["stop", "skip", "rollback", "none"] = "stop"
@@ -541,10 +530,10 @@ class Lora:
 class Data:
     """Task, data sets and tokenizer."""
 
-    task: Literal["lm", "chat", "classification", "qa", "images"] | ObjectName = "lm"
-    """Task: language modelling (lm), fine-tuning on conversations (chat), classification of sentences or pairs of them,
-    extractive question answering (qa), or classification of images. Or a task of your own, as module:function
-    (docs/extending.md)."""
+    task: Literal["lm", "chat", "preference", "classification", "qa", "images"] | ObjectName = "lm"
+    """Task: language modelling (lm), fine-tuning on conversations (chat), preference tuning on pairs of a chosen and a
+    rejected answer (preference), classification of sentences or pairs of them, extractive question answering (qa), or
+    classification of images. Or a task of your own, as module:function (docs/extending.md)."""
     options: tuple[str, ...] = ()
     """Keyword arguments of the function that a `task` of your own names, as NAME=VALUE, for example length=16."""
     train: str | None = None
@@ -604,6 +593,27 @@ class Data:
     16 MB of a corpus that is given by name."""
     cache_dir: Path | None = None
     """Cache folder for downloaded corpora, tokenizers and token files; by default the user's cache folder."""
+
+
+@section
+class Preference:
+    """Loss of the task preference."""
+
+    loss: Literal["dpo", "ipo", "simpo"] = "dpo"
+    """dpo (Rafailov et al., 2023) and ipo (Azar et al., 2023) compare with the likelihoods of a reference, which are
+    computed before the first step, by the weights with which the run begins, without adapters; simpo (Meng et al.,
+    2024) needs no reference."""
+    beta: Annotated[float, Gt(0)] = 0.1
+    """Scale of the rewards: the larger, the closer the model stays to the reference. simpo is used with 2 to 2.5."""
+    label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
+    """dpo and simpo: probability that a pair's answers are the wrong way round."""
+    gamma: Annotated[float, Ge(0)] = 0.0
+    """simpo: target margin between the rewards of a pair."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares with a reference."""
+        return self.loss != "simpo"
 
 
 @section
@@ -671,6 +681,7 @@ class Run:
     model: Transformer = Transformer()
     lora: Lora = Lora()
     data: Data = Data()
+    preference: Preference = Preference()
     elastic: Elastic = Elastic()
     seed: Annotated[int, Ge(0)] = 0
     """Random seed of initial weights, sample order and dropout, which do not depend on the mesh."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from functools import wraps
 from pathlib import Path
 from typing import (
@@ -41,7 +41,7 @@ Section = TypeVar("Section")
 def section(cls: type[Section]) -> type[Section]:
     """Make a class a frozen, keyword-only dataclass that checks its fields. A value that does not fit, and a name that
     is no field, is a ConfigError that names the argument; so is one in `dataclasses.replace`."""
-    made = dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))(cls)
+    made = dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", arbitrary_types_allowed=True))(cls)
     setattr(made, "__init__", _checked(made.__init__))  # noqa: B010 - as an assignment, mypy refuses it
     return cast(type[Section], made)
 
@@ -63,9 +63,11 @@ def _refusal(cls: type, error: ValidationError) -> ConfigError:
     annotation = get_type_hints(cls, include_extras=True).get(name)
     argument = f"{cls.__name__}({name}=...)"
     if annotation is None:
-        return ConfigError(f"is not an argument of {cls.__name__}", where=argument, value=first["input"],
+        return ConfigError(f"is not an argument of {cls.__name__}", code="unknown-argument", where=argument,
+                           value=first["input"],
                            remedy=f"Choose among {', '.join(field.name for field in fields(cls))}.")
-    return ConfigError(f"must be {describe(annotation)}", where=argument, value=first["input"],
+    return ConfigError(f"must be {describe(annotation)}", code="malformed-argument", where=argument,
+                       value=first["input"],
                        remedy=f"Give a value of this form, or leave it out for {getattr(cls, name)!r}.")
 
 
@@ -101,10 +103,10 @@ def _describe_one(annotation: Any) -> str:
         items = get_args(kind)
         one = _describe_one(items[0])
         return f"a list, each {one}" if items[-1] is Ellipsis else f"{len(items)} values, each {one}"
-    if is_dataclass(kind):
-        return f"a {getattr(kind, '__name__')}"  # noqa: B009 - a class, which is_dataclass does not tell mypy
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Path: "a path",
              types.NoneType: "none"}
+    if kind not in names:
+        return f"a {kind.__name__}"
     limits = [f"{word} {getattr(bound, key):g}" for bound in bounds for limit, word, key in (
         (annotated_types.Ge, "of at least", "ge"), (annotated_types.Gt, "above", "gt"),
         (annotated_types.Le, "of at most", "le"), (annotated_types.Lt, "below", "lt")) if isinstance(bound, limit)]

@@ -3,6 +3,7 @@
     task             family    head       counts
     lm               gpt       tokens     tokens of sequences (llama too)
     chat             gpt       tokens     tokens of the assistant in conversations (llama too)
+    preference       gpt       tokens     pairs of answers (llama too)
     classification   bert      classes    sentences
     qa               bert      span       questions
     images           vit       classes    images
@@ -85,6 +86,12 @@ SHIPPED: Mapping[str, TaskForm] = MappingProxyType({
         unused=_unused("chat", "{} learns from data.train", "data.corpus", "data.max_bytes")
         | _unused("chat", "{} has no classes", "model.num_classes") | _no_labels("chat") | _no_text_column("chat")
         | _no_images("chat")),
+    "preference": TaskForm(
+        family="gpt", head="tokens", targets="pairs", samples="pairs", others=("llama",),
+        unused=_labelled("preference") | _unused("preference", "{} has no classes", "model.num_classes")
+        | _no_labels("preference") | _no_text_column("preference") | _no_packing("preference")
+        | _unused("preference", "{} reads prompt, chosen and rejected", "data.messages_column")
+        | _no_images("preference", "data.augment", "data.augment_repeats")),
     "classification": TaskForm(
         family="bert", head="classes", targets="sentences", samples="sentences", takes_wordpiece=True,
         unused=_labelled("classification") | _no_messages("classification") | _no_packing("classification")
@@ -112,6 +119,6 @@ def form_of(data: Data) -> TaskForm:
     with blamed(data.task, "data.task", "`form`"):
         form = getattr(found, "form")  # noqa: B009 - the protocol is in a room above this one
     if not isinstance(form, TaskForm):
-        raise ConfigError(f"has a `form` that is a {type(form).__name__}", where="data.task", value=data.task,
-                          remedy="Make it a ranvier.config.task_form.TaskForm.")
+        raise ConfigError(f"has a `form` that is a {type(form).__name__}", code="task-form-type", where="data.task",
+                          value=data.task, remedy="Make it a ranvier.config.task_form.TaskForm.")
     return form

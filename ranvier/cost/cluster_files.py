@@ -36,14 +36,16 @@ def load_cluster(name: str) -> Cluster:
     path = Path(name)
     if path.suffix != ".toml":
         near = difflib.get_close_matches(name, cluster_names(), n=1, cutoff=0.4)
-        raise ConfigError("is neither a shipped cluster nor a .toml file", where="cluster", value=name,
+        raise ConfigError("is neither a shipped cluster nor a .toml file", code="unknown-cluster", where="cluster",
+                          value=name,
                           remedy=f"Did you mean {near[0]}?" if near else
                           f"Shipped are: {', '.join(cluster_names())}. `ranvier doctor --measure --out FILE.toml` "
                           "writes one of this machine.")
     try:
         content = read_bytes(path, _MOST_BYTES)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot be read: {getattr(error, 'strerror', None) or error}", where="cluster", value=name,
+        raise ConfigError(f"cannot be read: {getattr(error, 'strerror', None) or error}", code="cluster-unreadable",
+                          where="cluster", value=name,
                           remedy="Name a TOML file that exists and is readable.") from error
     return _read(content, f"file {name}")
 
@@ -52,7 +54,8 @@ def _read(text: bytes, origin: str) -> Cluster:
     try:
         tree = parse_toml(text.decode())
     except ValueError as error:
-        raise ConfigError(f"is not valid TOML: {error}", where=origin, remedy="Correct the file.") from error
+        raise ConfigError(f"is not valid TOML: {error}", code="cluster-not-toml", where=origin,
+                          remedy="Correct the file.") from error
     return cluster_of(tree, origin)
 
 
@@ -63,11 +66,12 @@ def cluster_of(tree: Mapping[str, object], origin: str) -> Cluster:
     except ValidationError as error:
         raise first_fault(error, origin) from error
     if not cluster.device.rates:
-        raise ConfigError(f"is empty, in {origin}", where="cluster's device.rates",
+        raise ConfigError(f"is empty, in {origin}", code="cluster-without-rates", where="cluster's device.rates",
                           remedy="Give at least one number format: fp32 = { peak_flops = 1e12 }.")
     if cluster.device.reserved_bytes >= cluster.device.memory_bytes:
         raise ConfigError(f"leaves nothing of the device's {cluster.device.memory_bytes:,} bytes, in {origin}",
-                          where="cluster's device.reserved_bytes", value=cluster.device.reserved_bytes,
+                          code="cluster-without-memory", where="cluster's device.reserved_bytes",
+                          value=cluster.device.reserved_bytes,
                           remedy="Give what driver, libraries and fragments take of them.")
     return cluster
 
@@ -80,9 +84,10 @@ def first_fault(error: ValidationError, origin: str) -> ConfigError:
     more = f" ({len(faults) - 1} more faults)" if len(faults) > 1 else ""
     what = _SAID.get(first["type"], first["msg"].replace("Input should", "should"))
     value = first["input"] if isinstance(first["input"], (str, int, float, bool)) else None
-    return ConfigError(f"{what}, in {origin}{more}", where=f"cluster's {name}" if name else "cluster", value=value,
-                       remedy=f"Compare with a shipped one, for example {_SHIPPED}/laptop.toml; "
-                              " docs/planner.md has every setting and its unit.")
+    return ConfigError(f"{what}, in {origin}{more}", code="cluster-malformed",
+                       where=f"cluster's {name}" if name else "cluster", value=value,
+                       remedy=f"Compare with a shipped one, for example {_SHIPPED}/laptop.toml;  docs/planner.md has "
+                              "every setting and its unit.")
 
 
 def write_cluster(cluster: Cluster, path: Path) -> None:

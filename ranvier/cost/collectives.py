@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from math import ceil, inf, log2
 
 from ranvier.cost.hardware import Cluster, Link
-from ranvier.mesh import AXES, Axis, Mesh
+from ranvier.mesh import Mesh
 
 _NODES_SEEN = 64
 """Nodes on which a placement is looked at; ranks repeat themselves long before."""
@@ -39,21 +39,19 @@ class Placed:
         return self.inside < self.members
 
 
-def placed(mesh: Mesh, axes: Axis | Iterable[Axis], ranks_per_node: int) -> Placed:
+def placed(mesh: Mesh, axes: str | Iterable[str], ranks_per_node: int) -> Placed:
     """How the groups along `axes` of the mesh lie, where each node has `ranks_per_node` consecutive ranks: those on the
     node that has the most to send."""
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
-    members = 1
-    for axis in axes:
-        members *= getattr(mesh, axis)
+    members = mesh.count(axes)
     worst = Placed(members=members, inside=members, together=0)
     if members == 1:
         return worst
-    others = [axis for axis in AXES if axis not in axes]
+    others = [axis for axis in mesh if axis not in axes]
     nodes = min(_NODES_SEEN, -(-mesh.size // ranks_per_node))
     for node in range(nodes):
         here = range(node * ranks_per_node, min(mesh.size, (node + 1) * ranks_per_node))
-        groups = Counter(tuple(getattr(at, axis) for axis in others) for at in map(mesh.coordinates, here))
+        groups = Counter(tuple(at[axis] for axis in others) for at in map(mesh.coordinates, here))
         leaving = [count for count in groups.values() if count < members]
         if len(leaving) > worst.together or (len(leaving) == worst.together and leaving
                                              and min(leaving) < worst.inside):

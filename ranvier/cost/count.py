@@ -30,7 +30,6 @@ from ranvier.cost.blocks import BlockCost
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.memory import KEPT_STEPS, RankMemory, StoredMicrobatches, activation_bytes, checkpoint_bytes
 from ranvier.layout import Chunking, Layout
-from ranvier.mesh import Coordinates
 from ranvier.models import families
 from ranvier.optim.average import averages_of
 from ranvier.optim.buckets import Bucket, buckets_of, split_by_share
@@ -82,7 +81,7 @@ def _planned(run: ResolvedRun, frozen: int, frozen_above: Sequence[int]) -> tupl
     with torch.device("meta"):
         sample = families.sample_of(run, run.row_microbatch_size)
     model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen, frozen_above)
-    return model, make_for_run(run, model, sample, mesh=replace(run.mesh, data=1))
+    return model, make_for_run(run, model, sample, mesh=run.mesh.with_one_replica())
 
 
 def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, needs: Needs | None = None, *,
@@ -96,7 +95,7 @@ def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, 
     peaks = _stages_at_peak(run, layout, stages.costs, limits, cluster)
     on_mesh = run.mesh.stage_size > 1 and stages.costs
     buffers, passing, kept = _tensor_mesh(run, model, stages, layout, known) if on_mesh else ({}, {}, {})
-    for pipe in range(run.mesh.pipe):
+    for pipe in range(run.mesh.pipeline_size):
         held = [(stage, *_computed(run, model, stages, layout, stage))
                 for stage in layout.stages.stages_of(pipe)]
         runs = tuple(each for *_, own in held for each in own)
@@ -117,15 +116,15 @@ def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, 
             memory["device"]["workspace"] += passing[pipe]
         if (values := _largest_values(run, layout, pipe)) and stages.costs:
             memory["device"]["workspace"] += values
-        found.append(RankMemory(pipe=pipe, ranks=run.mesh.data * run.mesh.stage_size, **memory))
+        found.append(RankMemory(pipeline_rank=pipe, ranks=run.mesh.num_replicas * run.mesh.stage_size, **memory))
     return tuple(found)
 
 
 def _largest_values(run: ResolvedRun, layout: Layout, pipe: int) -> int:
     """Bytes of the values of the largest quantized weight, which a product multiplies with."""
     return DTYPES[run.precision].itemsize * max(
-        (prod(stop - start for start, stop in layout.box(p, 0, 0)) for p in layout.parameters_of(pipe)
-         if p.quantized is not None), default=0)
+        (prod(stop - start for start, stop in layout.box(p, layout.mesh.positions[0]))
+         for p in layout.parameters_of(pipe) if p.quantized is not None), default=0)
 
 
 def _together(run: ResolvedRun, stages: Sequence[Mapping[str, int]]) -> dict[str, int]:
@@ -156,7 +155,7 @@ def device_bytes_of_stages(run: ResolvedRun, frozen: int = 0, frozen_above: Sequ
     @cache
     def needed(stage: int, start: int, stop: int) -> int:
         there = replace(layout, boundaries=(*range(start - stage + 1, start + 1),
-                                            *range(stop, stop + run.mesh.pipe - stage - 1)))
+                                            *range(stop, stop + run.mesh.pipeline_size - stage - 1)))
         limits = _limits(run, there, None)
         costs, segments, runs = _computed(run, model, stages, there, stage)
         if (start, stop, runs) not in lasting:  # on whichever stage they are
@@ -186,7 +185,7 @@ def _likeness(layout: Layout, pipe: int) -> object:
     held, first = layout.parameters_of(pipe), layout.blocks_on(pipe)[0]
     if any(layout.is_tied(p) for p in held):
         return pipe
-    return tuple((p.block - first, layout.box(p, 0, 0), p.trainable, p.summed, p.quantized,
+    return tuple((p.block - first, layout.box(p, layout.mesh.positions[0]), p.trainable, p.summed, p.quantized,
                   layout.copy_axes(p.name)) for p in held)
 
 
@@ -195,13 +194,14 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range]) 
     optim, dtype = run.optim, DTYPES[run.precision]
     half, wide = precision.is_half(dtype), precision.wide(dtype)
     held = {layout.key(p): p for p in layout.parameters_of(pipe)}
-    shapes = {key: [stop - start for start, stop in layout.box(p, 0, 0)] for key, p in held.items()}  # the largest
+    shapes = {key: [stop - start for start, stop in layout.box(p, layout.mesh.positions[0])]  # the largest
+              for key, p in held.items()}
     parameters = {key: nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=held[key].trainable)
                   for key, shape in shapes.items()}
-    over = {axes: MetaGroup("data", run.mesh.data * prod(getattr(run.mesh, axis) for axis in axes),
+    over = {axes: MetaGroup("data", run.mesh.num_replicas * run.mesh.count(axes),
                             device=device_kind(run)) for axes in {(), *(p.summed for p in held.values())}}
     layout = replace(layout, chunking=Chunking(chunk_size=1, whole=whole_parameters(optim, layout)))
-    specs = gradient_specs(layout, layout.mesh.rank(Coordinates(pipe=pipe)), parameters, over)
+    specs = gradient_specs(layout, layout.mesh.rank(layout.mesh.place(pipeline_rank=pipe)), parameters, over)
     bucket_size = resolve_bucket_size(optim, run.launch.device)
     gradients = Gradients(specs, over[()], bucket_size * optim.chunk_buckets, lambda spec: None, allocate=False,
                           dtype=_gradient_dtype(run), reduce_dtype=precision.reduce_dtype(optim, dtype),
@@ -237,12 +237,12 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range]) 
     owners = [prod(shapes[key]) for key in held if layout.pipe_of(layout[key].block) == pipe]
     host["checkpoint"] = max(owners, default=0) * wide.itemsize if not run.checkpoint.background else checkpoint_bytes(
         owners, state_bytes=wide.itemsize * (states + (half + averages) * updated), element_bytes=dtype.itemsize,
-        data=run.mesh.data, sharded=optim.shard, updated=updated if has_owners else 0,
+        data=run.mesh.num_replicas, sharded=optim.shard, updated=updated if has_owners else 0,
         random_state_bytes=torch.get_rng_state().nbytes)
     if run.launch.survive_losses:
         own, shares = (sum(part.get(name, 0) for part in (device, host) for name in names)
                        for names in (("parameters",), ("master", "moments", "average")))
-        host["copies"] = KEPT_STEPS * (own + shares * (2 if optim.shard and run.mesh.data > 1 else 1))
+        host["copies"] = KEPT_STEPS * (own + shares * (2 if optim.shard and run.mesh.num_replicas > 1 else 1))
     if device_kind(run) == "cuda":
         tensors = [host["master"], *[size * wide.itemsize for size in streamed.sizes.values()]
                    ] if offload != "none" else []
@@ -320,16 +320,16 @@ def _tensor_mesh(run: ResolvedRun, model: Model, stages: StageTable, layout: Lay
     that runs, on a microbatch without values, forward and backward through every block."""
     mesh = meta_mesh(run.mesh, run.tensor, device_kind(run))
     part, kept_again = split_model(model, mesh), {}
-    passing, gathered, unreduced = (dict.fromkeys(range(run.mesh.pipe), 0) for _ in range(3))
-    largest: list[dict[tuple[str, torch.dtype], int]] = [{} for _ in range(run.mesh.pipe)]
-    uses: list[list[WeightUse]] = [[] for _ in range(run.mesh.pipe)]
+    passing, gathered, unreduced = (dict.fromkeys(range(run.mesh.pipeline_size), 0) for _ in range(3))
+    largest: list[dict[tuple[str, torch.dtype], int]] = [{} for _ in range(run.mesh.pipeline_size)]
+    uses: list[list[WeightUse]] = [[] for _ in range(run.mesh.pipeline_size)]
     limit = _limits(run, layout, None).in_flight
     with torch.device("meta"):
         state, targets = families.sample_of(run, run.row_microbatch_size)
     costs = stages.costs
     assert costs is not None  # the table was made with a sample
     for row in stages.rows:
-        blocks, pipe = layout.blocks(row.stage), row.pipe
+        blocks, pipe = layout.blocks(row.stage), row.pipeline_rank
         segments = _segments(run, model, row.blocks, costs[blocks.start:blocks.stop], row.stage, limit)
         recomputed = {place for segment in segments for place in segment}
         here = [p for p in layout.parameters if p.block in blocks]

@@ -43,9 +43,9 @@ KEPT_STEPS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Predicted peak bytes on each of the `ranks` ranks of stage `pipe`: category -> bytes."""
+    """Predicted peak bytes on each of the `ranks` ranks at a place in the pipeline: category -> bytes."""
 
-    pipe: int
+    pipeline_rank: int
     ranks: int
     device: Mapping[str, int]
     host: Mapping[str, int] = field(default_factory=dict)
@@ -174,10 +174,10 @@ def too_large(memory: Sequence[RankMemory], *, place: Literal["device", "host", 
     total = sum(map(needed, memory)) if processes > 1 else needed(worst)
     if total <= available_bytes:
         return None
-    who = f"{processes} ranks here need" if processes > 1 else f"a rank of stage {worst.pipe} needs"
+    who = f"{processes} ranks here need" if processes > 1 else f"a rank of stage {worst.pipeline_rank} needs"
     return ConfigError(f"does not suffice: {who} {total / 2**20:,.0f} MiB, and there are "
-                       f"{available_bytes / 2**20:,.0f}; of stage {worst.pipe}: {_table_line(worst)}",
-                       where=f"memory of the {'device' if place == 'device' else 'machine'}",
+                       f"{available_bytes / 2**20:,.0f}; of stage {worst.pipeline_rank}: {_table_line(worst)}",
+                       code="memory-too-small", where=f"memory of the {'device' if place == 'device' else 'machine'}",
                        remedy="In this order: " + "; ".join(remedies(
                            run, shared=place == "both", on_host=place == "host")) + ".")
 
@@ -192,26 +192,26 @@ def remedies(run: ResolvedRun, *, shared: bool, on_host: bool = False) -> list[s
     the host's memory that does not suffice."""
     found = []
     if run.batch.microbatch_size > 1:
-        found.append(f"lower --batch.microbatch-size (it is {run.batch.microbatch_size})")
+        found.append(f"lower `--batch.microbatch-size` (it is {run.batch.microbatch_size})")
     if run.memory.recompute == "none":
-        found.append("set --memory.recompute auto")
-    if run.mesh.data > 1 and not run.optim.shard:
-        found.append("set --optim.shard true")
+        found.append("set `--memory.recompute auto`")
+    if run.mesh.num_replicas > 1 and not run.optim.shard:
+        found.append("set `--optim.shard true`")
     if run.precision in ("fp32", "fp64"):
-        found.append("set --precision bf16")
+        found.append("set `--precision bf16`")
     if not shared and run.optim.offload in ("stream" if on_host else "none", "auto"):
-        found.append("set --optim.offload hybrid")
+        found.append("set `--optim.offload hybrid`")
     if run.num_microbatches == 1 and not (run.optim.update_in_backward or run.optim.clip_norm
                                           or run.precision == "fp16"):
-        found.append("set --optim.update-in-backward true")
-    if run.mesh.pipe > 1 and policy_named(run.pipeline.policy).defers:
+        found.append("set `--optim.update-in-backward true`")
+    if run.mesh.pipeline_size > 1 and policy_named(run.pipeline.policy).defers:
         if run.pipeline.memory is not None and run.pipeline.memory > 1:
-            found.append(f"lower --pipeline.memory to 1 (it is {run.pipeline.memory:g})")
+            found.append(f"lower `--pipeline.memory` to 1 (it is {run.pipeline.memory:g})")
         else:
-            found.append("set --pipeline.policy 1f1b")
+            found.append("set `--pipeline.policy 1f1b`")
     if run.launch.survive_losses:
-        found.append("leave --launch.survive-losses out")
+        found.append("leave `--launch.survive-losses` out")
     if run.checkpoint.background and on_host:
-        found.append("set --checkpoint.background false")
-    found.append("raise --mesh.pipe, with more ranks")
+        found.append("set `--checkpoint.background false`")
+    found.append("raise `--mesh.pipe`, with more ranks")
     return found

@@ -27,8 +27,8 @@ def best_shape(ranks: int, *, batch: int, sequence: int, hidden: int, heads: int
     shapes = [(row, col) for row, col in legal if row * col == ranks]
     if not shapes:
         nearest = min((row * col for row, col in legal), key=lambda size: (abs(size - ranks), size))
-        raise ConfigError(_fault(ranks, batch, sequence, hidden, heads, scheme), where="tensor mesh",
-                          value=f"{ranks} ranks", remedy=f"Use {nearest} ranks per stage.")
+        raise ConfigError(_fault(ranks, batch, sequence, hidden, heads, scheme), code="no-tensor-mesh",
+                          where="tensor mesh", value=f"{ranks} ranks", remedy=f"Use {nearest} ranks per stage.")
     return min(shapes, key=lambda shape: (layer_volume(
         scheme, row=shape[0], col=shape[1], batch=batch, sequence=sequence, hidden=hidden, itemsize=1,
         recompute=recompute).total, shape))

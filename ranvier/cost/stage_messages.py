@@ -20,14 +20,14 @@ def rank_threads(cluster: Cluster, mesh: Mesh) -> float:
 
 def replica_offsets(mesh: Mesh, per_node: int) -> set[int]:
     """Where replicas begin on a node: they all wait for the one that lies worst."""
-    replica = mesh.pipe * mesh.stage_size
-    return {data * replica % per_node for data in range(min(mesh.data, per_node))}
+    replica = mesh.pipeline_size * mesh.stage_size
+    return {data * replica % per_node for data in range(min(mesh.num_replicas, per_node))}
 
 
 def edge_links(mesh: Mesh, cluster: Cluster) -> list[tuple[Link, int]]:
     """Of each edge between neighbouring ranks of a pipeline its link, and how many messages share that."""
     size, per_node, found = mesh.stage_size, cluster.devices_per_node, list[tuple[Link, int]]()
-    for place in range(mesh.pipe - 1):
+    for place in range(mesh.pipeline_size - 1):
         crossing = max(sum(rank // per_node != (rank + size) // per_node
                            for rank in range(first + place * size, first + (place + 1) * size))
                        for first in replica_offsets(mesh, per_node))
@@ -44,7 +44,7 @@ def sent_bytes(placement: StagePlacement, stages: Sequence[Sequence[BlockCost]])
 def edge_bytes(placement: StagePlacement, stages: Sequence[Sequence[BlockCost]]) -> list[int]:
     """Of each edge between neighbouring ranks, the largest of the messages that stages send over it."""
     sent = sent_bytes(placement, stages)
-    return [max(size for edge, size in sent if min(edge) == place) for place in range(placement.pipe - 1)]
+    return [max(size for edge, size in sent if min(edge) == place) for place in range(placement.num_ranks - 1)]
 
 
 def link_conditions(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], cluster: Cluster | None) -> Conditions:
@@ -53,7 +53,7 @@ def link_conditions(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], clu
 
     stages: the blocks of each, with their kernels.
     """
-    if cluster is None or run.mesh.pipe == 1 or run.precision not in cluster.device.rates:
+    if cluster is None or run.mesh.pipeline_size == 1 or run.precision not in cluster.device.rates:
         return Conditions()
     device, threads = cluster.device, rank_threads(cluster, run.mesh)
     forward = run.placement.per_rank * max(

@@ -48,7 +48,6 @@ from ranvier.cost.volume import (
     exposed_panels,
     volume_scheme,
 )
-from ranvier.mesh import Axis
 from ranvier.schedule.closed_form import DIRECT, Way, passage
 from ranvier.schedule.limits import Limits
 from ranvier.schedule.schedule import Policy
@@ -256,9 +255,8 @@ def update_seconds(step: Step, cluster: Cluster, count: float, *, local: int, th
 
 
 _Object = TypeVar("_Object")
-_ROW: Axis = "row"
-_COL: Axis = "col"
-_GROUPED: tuple[Axis, ...] = ("data", _ROW, _COL)
+_ROW, _COL = "row", "col"
+_GROUPED = ("data", _ROW, _COL)
 
 
 class _Seconds(NamedTuple):
@@ -313,13 +311,13 @@ class _StepCost:
         self.placement = step.run.placement
         assert len(step.stages) == self.placement.num_stages
         self.step, self.run, self.cluster, self.mesh = step, step.run, cluster, mesh
-        self.size, self.data = mesh.stage_size, mesh.data
+        self.size, self.data = mesh.stage_size, mesh.num_replicas
         self.scheme = volume_scheme(step.run.tensor)
         self.stages = [stage.blocks for stage in step.stages]
         self.others = others
         self._agains: dict[int, list[int]] = {}
         self._volumes: dict[tuple[tuple[SplitLayer, ...], bool], Volume] = {}
-        self.held = [self.placement.stages_of(rank) for rank in range(mesh.pipe)]
+        self.held = [self.placement.stages_of(rank) for rank in range(mesh.pipeline_size)]
         """The stages of each rank of a pipeline."""
         self.trained = [sum(block.num_owned for stage in held for block in self.stages[stage]) for held in self.held]
         """Parameters that each rank updates."""
@@ -341,7 +339,8 @@ class _StepCost:
         shared = self._shared_cores(rows)
         pipeline = max(passed.seconds - partial, shared)
         slack, last = 0.0, (-inf, rows[0])
-        for row in rows[:self.mesh.pipe]:  # of each rank the first; later ones end earlier: their last backward goes on
+        # of each rank the first; later ones end earlier: their last backward goes on
+        for row in rows[:self.mesh.pipeline_size]:
             last = max(last, (pipeline - slack + row.after_seconds, row), key=lambda pair: pair[0])
             slack += row.backward_seconds
         total, ends = last
@@ -452,7 +451,7 @@ class _StepCost:
         if crowded == 1.0:
             return busy
         turns = microbatches * sum(self._collectives(row.stage) for row in rows) * self.cluster.device.turn_seconds
-        nodes = max(1, self.mesh.pipe * self.size / self.local)  # of a replica
+        nodes = max(1, self.mesh.pipeline_size * self.size / self.local)  # of a replica
         return busy / self.cluster.device.crowded_share + (exchanged * crowded + turns) / nodes
 
     # --- messages ----------------------------------------------------------------------------------------------------
@@ -556,7 +555,7 @@ class _StepCost:
         """The edges of the pipeline, as messages beside the computing."""
         if self.others:
             return DIRECT
-        transfer, latency = zip(*self._edges(), strict=True) if self.mesh.pipe > 1 else ((), ())
+        transfer, latency = zip(*self._edges(), strict=True) if self.mesh.pipeline_size > 1 else ((), ())
         return Way(transfer=transfer, latency=latency)
 
     def _edges(self) -> list[tuple[float, float]]:
@@ -611,7 +610,7 @@ class _StepCost:
         for first in replica_offsets(self.mesh, per_node):
             node = (first + place * size) // per_node
             here = {(rank - first) // size for rank in range(node * per_node, (node + 1) * per_node)
-                    if 0 <= rank - first < size * self.mesh.pipe}
+                    if 0 <= rank - first < size * self.mesh.pipeline_size}
             found.append(max(sum(self.trained[other] for other in here), self.trained[place]) / len(here))
         return max(found)
 
@@ -645,7 +644,7 @@ class _StepCost:
         found: dict[str, float] = {}
         if sent := sent_bytes(self.placement, self.stages):
             found["pipe"] = self.count * max(sum(size for edge, size in sent if rank in edge)
-                                             for rank in range(mesh.pipe))
+                                             for rank in range(mesh.pipeline_size))
         volumes = [[self._block_volume(block.name, self.run.memory.recompute != "none") for block in blocks]
                    for blocks in self.stages] if self.size > 1 else []
         if mesh.col > 1:

@@ -57,6 +57,6 @@ def moved_bytes(*, old: Mesh, old_boundaries: Sequence[int], new: Mesh, new_boun
 
 def _blocks(boundaries: Sequence[int], mesh: Mesh, rank: int, num_blocks: int, pipeline: Pipeline) -> set[int]:
     """The blocks of a rank on a mesh with this cut."""
-    edges, stages = (0, *boundaries, num_blocks), stage_placement(mesh.pipe, pipeline)
-    return {block for stage in stages.stages_of(mesh.coordinates(rank).pipe)
+    edges, stages = (0, *boundaries, num_blocks), stage_placement(mesh.pipeline_size, pipeline)
+    return {block for stage in stages.stages_of(mesh.coordinates(rank).pipeline_rank)
             for block in range(edges[stage], edges[stage + 1])}

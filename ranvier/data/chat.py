@@ -8,13 +8,11 @@ The loss is that of the tokens that the assistant wrote; the others are read and
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -23,7 +21,8 @@ from ranvier.config.task_form import SHIPPED
 from ranvier.data import quiz, token_numbers
 from ranvier.data.arrays import Arrays, made_once, write_arrays
 from ranvier.data.cache_folder import cache_folder
-from ranvier.data.chat_template import ChatTokenizer, Conversation, Message, look_at_folder
+from ranvier.data.chat_template import ChatTokenizer, Conversation, chat_tokenizer, look_at_folder
+from ranvier.data.conversation_rows import MESSAGES_SETTING, OTHER_COLUMNS, conversation_of
 from ranvier.data.fingerprint import fingerprint
 from ranvier.data.mixture import Source, join, shares, sources_of, spread
 from ranvier.data.named_files import is_data_set, readable_file, table_name_problems, text_only
@@ -33,21 +32,13 @@ from ranvier.data.parallel import map_in_order
 from ranvier.data.publish import Progress, advance, processes_of
 from ranvier.data.run_tokenizer import BUILT_IN
 from ranvier.data.subset import chosen, held_out, some
-from ranvier.data.tables import JSON_LINES, PARQUET, Row, Table, is_saved, no_column, open_dataset, open_file
+from ranvier.data.tables import JSON_LINES, PARQUET, Table, is_saved, open_dataset, open_file
 from ranvier.data.task import Dataset, Prepared, Task
 from ranvier.data.token_samples import PackedSamples, TokenSamples, best_fit
 from ranvier.errors import DataError, RanvierError
-from ranvier.system.untrusted_file import parse_json
 
 FORM = "a JSONL or Parquet file with a column of messages, the name of a data set, or quiz"
 """What may be given, in words."""
-_SETTING = "data.messages-column"
-_TOOLS, _VARIABLES = "tools", "chat_template_kwargs"
-"""Columns with what else the chat template is given: functions, and further variables."""
-_REFUSED = ("functions", "documents", "weight", "train")
-"""Columns that other programs read, and that would have no effect here."""
-_LEARNT: Mapping[str, tuple[object, object]] = {"weight": (0, 1), "train": (False, True)}
-"""Keys of messages -> the values for a turn that is not learnt, and for one that is."""
 _WARNED_SHARE = 0.01
 """A larger share of left-out samples is warned of."""
 _AT_ONCE = 200
@@ -63,8 +54,9 @@ class Chat(Task):
         """What is wrong with the settings, the tokenizer's folder and the columns; one row of each file is read."""
         found: list[RanvierError] = [*text_only(run.data)]
         if run.data.mixture and run.data.eval is not None:
-            found.append(DataError("is not used with data.mixture, of which each part holds out a tenth",
-                                   where="data.eval", value=run.data.eval, remedy="Leave --data.eval out."))
+            found.append(DataError("is not used with `data.mixture`, of which each part holds out a tenth",
+                                   code="eval-with-mixture", where="data.eval", value=run.data.eval,
+                                   remedy="Leave `--data.eval` out."))
         try:
             sources = sources_of(run.data, run.data.train or "")
         except DataError as problem:
@@ -86,7 +78,7 @@ class Chat(Task):
         if folder is None:
             return found
         missing = look_at_folder(folder, run.data.chat_template)
-        return [*found, *(_number_problems(run, folder) if missing is None else [missing])]
+        return [*found, *(number_problems(run, folder) if missing is None else [missing])]
 
     def prepare(self, run: Run, progress: Progress) -> Prepared:
         """Tokenised conversations of this run (see ranvier.data.prepare), cut to the sequence. DataError when nothing
@@ -137,11 +129,11 @@ def tokenizer_folder(run: Run, progress: Progress | None = None) -> Path | None:
         path = Path(run.model.pretrained).expanduser()
         return path if progress is None and path.is_dir() else (
             None if progress is None else folder_of(run.model.pretrained, cache_folder(run), progress))
-    raise DataError("has no chat template", where="data.tokenizer", value=run.data.tokenizer,
-                    remedy="Name the folder of a chat model's tokenizer.")
+    raise DataError("has no chat template", code="tokenizer-without-chat-template", where="data.tokenizer",
+                    value=run.data.tokenizer, remedy="Name the folder of a chat model's tokenizer.")
 
 
-def _number_problems(run: Run, folder: Path) -> list[RanvierError]:
+def number_problems(run: Run, folder: Path) -> list[RanvierError]:
     """Whether the tokens in the tokenizer's folder are the model's, as far as both are on this machine."""
     model = token_numbers.local_folder(run)
     if model is None and run.model.pretrained is not None:
@@ -168,7 +160,8 @@ def open_conversations(name: str, setting: str) -> Table:
     if is_data_set(name) or is_saved(path):
         return open_dataset(name, split, f"data.{setting}", FORM)
     if path.suffix.lower() not in (*JSON_LINES, *PARQUET):
-        raise DataError("is not a table of conversations", where=f"data.{setting}", value=name, remedy=f"Give {FORM}.")
+        raise DataError("is not a table of conversations", code="not-conversations", where=f"data.{setting}",
+                        value=name, remedy=f"Give {FORM}.")
     with readable_file(path, setting, FORM):
         return open_file(path, name)
 
@@ -176,75 +169,11 @@ def open_conversations(name: str, setting: str) -> Table:
 def conversations(name: str, setting: str, column: str | None) -> Iterator[Conversation]:
     """The conversations of a data set. DataError, with the place, for a row that is none."""
     table = open_conversations(name, setting)
-    messages = table.column(column, ("messages", "conversation", "conversations"), _SETTING)
-    wanted = [messages, *(other for other in (_TOOLS, _VARIABLES, *_REFUSED) if other in table.columns)]
+    messages = table.column(column, ("messages", "conversation", "conversations"), MESSAGES_SETTING)
+    wanted = [messages, *(other for other in OTHER_COLUMNS if other in table.columns)]
     with readable_file(Path(name).expanduser(), setting, FORM):
         for row in table.rows(wanted):
             yield conversation_of(row, messages)
-
-
-def conversation_of(row: Row, column: str = "messages") -> Conversation:
-    """The conversation in a row. column: of its messages. DataError, with the place, for a row that has none."""
-    refused = next((name for name in _REFUSED if row.values.get(name) is not None), None)
-    if refused is not None:
-        raise DataError(f"has a column {refused} of a conversation, which has no effect here", where=row.place,
-                        value=repr(row.values[refused])[:80], remedy="Leave the column out of the data set; `weight` "
-                        "and `train` belong to messages, functions into `tools`.")
-    messages = _messages(row, column)
-    unlearnt = frozenset(number for number, message in enumerate(messages) if not _is_learnt(message, row.place))
-    tools = _of_kind(row, _TOOLS, list, 'Give a list of JSON schemas, for example [{"type": "function", ...}].')
-    variables = _of_kind(row, _VARIABLES, dict, 'Give an object, for example {"enable_thinking": false}.')
-    plain = [{key: value for key, value in message.items() if key not in _LEARNT} for message in messages]
-    return Conversation(messages=plain, unlearnt=unlearnt, tools=tools or None, variables=variables or {},
-                        place=row.place)
-
-
-def _of_kind(row: Row, column: str, kind: type, remedy: str) -> Any:
-    """A value of this kind, or the JSON text of one; None where the row has none."""
-    value = row.values.get(column)
-    if isinstance(value, str) and value:
-        with suppress(ValueError):
-            value = parse_json(value)
-    if value and not isinstance(value, kind):
-        raise DataError(f"has {column} of another kind", where=row.place, value=repr(value)[:80], remedy=remedy)
-    return value
-
-
-def _is_learnt(message: Message, place: str) -> bool:
-    """Whether the keys `weight` and `train` say that a turn of the assistant is learnt, which is so without them."""
-    for key, values in _LEARNT.items():
-        value = message.get(key, values[1])
-        if not isinstance(value, (bool, int, float)) or value not in values:
-            raise DataError(f"has a message whose `{key}` is none of {values[0]} and {values[1]}", where=place,
-                            value=value, remedy="A turn is learnt or not: there are no weights between.")
-        if value and key in message and message["role"] != "assistant":
-            raise DataError(f"has a message with `{key}` {value} which is not the assistant's", where=place,
-                            value=message["role"], remedy="Leave it out: only what the assistant writes is learnt.")
-        if not value:
-            return False
-    return True
-
-
-def _messages(row: Row, column: str) -> list[Message]:
-    if column not in row.values:
-        raise no_column(row.place, column, row.values, _SETTING)
-    value = row.values[column]
-    remedy = 'Give a list of messages, for example [{"role": "user", "content": "..."}, ...].'
-    if not isinstance(value, list) or not value:
-        raise DataError("is no conversation", where=row.place, value=repr(value)[:80], remedy=remedy)
-    found: list[Message] = []
-    for message in value:
-        if isinstance(message, dict) and {"from", "value"} <= message.keys():
-            raise DataError("has a message with `from` and `value`", where=row.place, value=repr(message)[:80],
-                            remedy="Rename `from` role (human: user, gpt: assistant) and `value` content.")
-        has_content = isinstance(message, dict) and (
-            message.get("content") is not None or bool(message.get("tool_calls")))
-        if not has_content or not isinstance(message.get("role"), str):
-            raise DataError("has a message without `role` and `content`", where=row.place, value=repr(message)[:80],
-                            remedy=remedy)
-        # A template may look for `content` without asking whether it is there.
-        found.append({key: part for key, part in message.items() if part is not None or key == "content"})
-    return found
 
 
 # --- tokens ----------------------------------------------------------------------------------------------------------
@@ -283,8 +212,8 @@ def _stored(run: Run, source: Source, folder: Path, tokenizer: ChatTokenizer, pr
         for name, part, told in (("eval", held, held_counts), ("train", train, counts)):
             if not part:
                 raise DataError("has too few conversations to train on some and hold out others",
-                                where=f"data.train {source.name}", value=len(train) + len(held),
-                                remedy="Give at least two, or more in --data.eval.")
+                                code="too-few-conversations", where=f"data.train {source.name}",
+                                value=len(train) + len(held), remedy="Give at least two, or more in `--data.eval`.")
             _write(place / name, part, told, tokenizer.vocab)
 
     return made_once(place, make, progress)
@@ -306,14 +235,8 @@ def _counts(part: Arrays) -> Counts:
     return Counts(**{name: int(str(value)) for name, value in part.facts.items()})
 
 
-@lru_cache(maxsize=1)
-def _tokenizer(folder: str, template: str | None) -> ChatTokenizer:
-    """Of a process that encodes piece after piece."""
-    return ChatTokenizer(Path(folder), None if template is None else Path(template))
-
-
 def _encoded(folder: str, template: str | None, sequence: int, piece: Sequence[Conversation]) -> list[list[_Encoded]]:
-    tokenizer, found = _tokenizer(folder, template), []
+    tokenizer, found = chat_tokenizer(folder, template), []
     for one in piece:
         samples = tokenizer.encode(one)
         key = json.dumps([list(one.messages), one.tools, dict(one.variables)], sort_keys=True, default=str)
@@ -341,8 +264,9 @@ def _all(name: str, setting: str, column: str | None, encode: Callable[[list[Con
                     longest=max((one.size - 1 for one in found), default=0))
     if not kept:
         raise DataError("has no conversation in which the assistant says something" + (
-            f" within model.sequence {sequence}" if counts.too_long else ""), where=f"data.{setting} {name}",
-                        value=len(found), remedy="Give more conversations, or a longer --model.sequence.")
+            f" within `model.sequence` {sequence}" if counts.too_long else ""), code="nothing-said",
+                        where=f"data.{setting} {name}", value=len(found),
+                        remedy="Give more conversations, or a longer `--model.sequence`.")
     return kept, counts
 
 
@@ -376,8 +300,8 @@ class Counts:
         if left_out <= _WARNED_SHARE * self.samples:
             return None
         return DataError(f"leaves out {left_out / self.samples:.1%} of its samples: {self.text(sequence)}",
-                         where=setting, value=left_out,
-                         remedy=f"Set a longer --model.sequence: all of it fits into {self.longest}." if self.too_long
+                         code="samples-left-out", where=setting, value=left_out,
+                         remedy=f"Set a longer `--model.sequence`: all of it fits into {self.longest}." if self.too_long
                          else "Leave conversations without answers out of the data set.")
 
 

@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_confi
 _FORM = "a folder with tokenizer.json, tokenizer_config.json and a chat template, as transformers saves a tokenizer"
 _MOST_TEMPLATE = 1 << 18
 _MOST_BYTES = 1 << 24
+_MOST_OBJECTS = 50_000
+"""In tokenizer_config.json, of which transformers makes copies; Gemma's has 6,500."""
 Message = Mapping[str, Any]
 """A turn: `role` (system, user, assistant, ...) and `content`, and what else the template reads."""
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -79,22 +82,24 @@ class ChatTokenizer:
             raise missing_transformers() from error
         try:
             own = {name: member(folder, name) for name in (_TOKENIZER, _TEMPLATE, *_BESIDE) if (folder / name).exists()}
+            _check_size(own)
             self._inner = PreTrainedTokenizerFast.from_pretrained(str(folder))
             if template is not None:
                 self._inner.chat_template = template.read_text(encoding="utf-8")
             self._document = own[_TOKENIZER].read_text(encoding="utf-8")
             self._beside = {name: read_bytes(own[name], _MOST_BYTES).decode() for name in _BESIDE if name in own}
         except Exception as error:  # the library raises many kinds
-            raise DataError("is not a tokenizer as transformers saves it", where=str(folder),
-                            value=f"{type(error).__name__}: {error}"[:200], remedy=f"Give {_FORM}.") from error
+            raise DataError("is not a tokenizer as transformers saves it", code="not-a-transformers-tokenizer",
+                            where=str(folder), value=f"{type(error).__name__}: {error}"[:200],
+                            remedy=f"Give {_FORM}.") from error
         if not self._inner.chat_template:
             raise _no_template(folder)
         template_text = self._inner.chat_template
         self._source: str = template_text if isinstance(template_text, str) else json.dumps(template_text)
         if len(self._source) > _MOST_TEMPLATE or not _is_text(self._source):
             raise DataError(f"has a chat template that is no text of at most {_MOST_TEMPLATE:,} characters",
-                            where=str(template or folder), value=f"{len(self._source):,} characters",
-                            remedy="Name another --data.chat-template.")
+                            code="chat-template-too-long", where=str(template or folder),
+                            value=f"{len(self._source):,} characters", remedy="Name another `--data.chat-template`.")
         self._words = frozenset(re.findall(r"\w+", self._source))
         self.vocab: int = len(self._inner)
         if isinstance(self._inner.chat_template, str):
@@ -149,8 +154,9 @@ class ChatTokenizer:
         try:
             return self._rendered(conversation, prompt=prompt, turns=turns, marks=marks)
         except TemplateError as error:
-            raise DataError("is refused by the chat template", where=conversation.place, value=str(error),
-                            remedy="Correct the messages, or name another --data.chat-template.") from error
+            raise DataError("is refused by the chat template", code="refused-by-chat-template",
+                            where=conversation.place, value=str(error),
+                            remedy="Correct the messages, or name another `--data.chat-template`.") from error
 
     def _rendered(self, conversation: Conversation, *, prompt: bool = False, turns: int | None = None,
                   marks: bool = False) -> Rendered:
@@ -164,9 +170,10 @@ class ChatTokenizer:
                 tools=conversation.tools, variables={**self._inner.special_tokens_map, **conversation.variables},
                 prompt=prompt, marks=marks)
         except TemplateLimitError as error:
-            raise DataError(f"has a chat template that {error} for one conversation", where=str(self._file),
-                            value=conversation.place, remedy="Name another --data.chat-template, or leave the "
-                            "conversation out if it is very long.") from error
+            raise DataError(f"has a chat template that {error} for one conversation", code="chat-template-fails",
+                            where=str(self._file), value=conversation.place,
+                            remedy="Name another `--data.chat-template`, or leave the conversation out if it is very "
+                                   "long.") from error
 
     def encode(self, conversation: Conversation) -> list[Sample]:
         """The samples of a conversation: one, or one for each turn of the assistant that is learnt, where the template
@@ -189,20 +196,22 @@ class ChatTokenizer:
             role = message["role"]
             if role not in _ROLES and (role in _OTHER_ROLES or role not in self._words):
                 ours = _OTHER_ROLES.get(role)
-                raise DataError(f"has the unknown role of message {number}", where=conversation.place, value=role,
+                raise DataError(f"has the unknown role of message {number}", code="unknown-role",
+                                where=conversation.place, value=role,
                                 remedy=f"Rename it {ours}." if ours else f"Use one of {', '.join(sorted(_ROLES))}.")
             unknown = sorted(key for key in message.keys() - _KEYS if key not in self._words)
             if unknown:
                 raise DataError(f"has a key of message {number} that the chat template does not read",
-                                where=conversation.place, value=unknown[0], remedy="Leave it out of the data set, or "
-                                "name a --data.chat-template that reads it.")
+                                code="message-key-not-read", where=conversation.place, value=unknown[0],
+                                remedy="Leave it out of the data set, or name a `--data.chat-template` that reads it.")
         unread = sorted(name for name in conversation.variables if name not in self._words)
         if conversation.tools and "tools" not in self._words:
             unread.insert(0, "tools")
         if unread:
-            raise DataError(f"has {unread[0]}, which the chat template does not read", where=conversation.place,
+            raise DataError(f"has {unread[0]}, which the chat template does not read",
+                            code="conversation-column-not-read", where=conversation.place,
                             value=repr(conversation.variables.get(unread[0], conversation.tools))[:80],
-                            remedy="Leave it out of the data set, or name a --data.chat-template that reads it.")
+                            remedy="Leave it out of the data set, or name a `--data.chat-template` that reads it.")
 
     @property
     def _has_markers(self) -> bool:
@@ -224,8 +233,9 @@ class ChatTokenizer:
         earlier = self.render(conversation, turns=number) if number else ""
         if not after.startswith(earlier) or start <= len(earlier):
             raise DataError("has no place for a turn of the assistant: the template writes it without its prompt for "
-                            "an answer", where=conversation.place, value=f"turn {number + 1}",
-                            remedy="Name a --data.chat-template that marks what the assistant writes with "
+                            "an answer", code="turn-without-place", where=conversation.place,
+                            value=f"turn {number + 1}",
+                            remedy="Name a `--data.chat-template` that marks what the assistant writes with "
                                    "{% generation %} and {% endgeneration %}.")
         return start, after
 
@@ -259,6 +269,12 @@ class ChatTokenizer:
                     for turns in range(len(conversation.messages) + 1)]
             is_target &= ~_begin_in(offsets, [(ends[number], ends[number + 1]) for number in conversation.unlearnt])
         return ids, is_target
+
+
+@lru_cache(maxsize=1)
+def chat_tokenizer(folder: str, template: str | None) -> ChatTokenizer:
+    """Of a process that encodes piece after piece."""
+    return ChatTokenizer(Path(folder), None if template is None else Path(template))
 
 
 def _is_text(text: str) -> bool:
@@ -299,19 +315,35 @@ def _begin_in(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int
 def look_at_folder(folder: Path, template: Path | None) -> DataError | None:
     """What is missing for a chat tokenizer, without loading it."""
     if not (folder / _TOKENIZER).is_file():
-        return DataError("has no tokenizer.json", where="data.tokenizer", value=str(folder), remedy=f"Give {_FORM}.")
+        return DataError("has no tokenizer.json", code="chat-tokenizer-missing", where="data.tokenizer",
+                         value=str(folder), remedy=f"Give {_FORM}.")
     if template is not None and not template.is_file():
-        return DataError("is not a file that exists", where="data.chat-template", value=str(template),
+        return DataError("is not a file that exists", code="chat-template-missing", where="data.chat-template",
+                         value=str(template),
                          remedy="Name a file with a Jinja template, or leave it out for the tokenizer's own.")
     if template is None and not (folder / _TEMPLATE).is_file() and not _has_template(folder):
         return _no_template(folder)
     return None if has_package("transformers") and has_package("jinja2") else missing_transformers()
 
 
+def _check_size(files: Mapping[str, Path]) -> None:
+    """ValueError for a tokenizer_config.json that would take far more memory than its bytes."""
+    if (path := files.get("tokenizer_config.json")) is None:
+        return
+    level, count = [read_json(path, _MOST_BYTES)], 0
+    while level:
+        count += len(level)
+        if count > _MOST_OBJECTS:
+            raise ValueError(f"{path.name} has more than {_MOST_OBJECTS:,} objects and lists")
+        level = [inner for outer in level if isinstance(outer, (dict, list))
+                 for inner in (outer.values() if isinstance(outer, dict) else outer) if isinstance(inner, (dict, list))]
+
+
 def missing_transformers() -> DataError:
     """The error for chat templates where nothing can render them."""
     return DataError("needs the packages transformers and jinja2 for chat templates, which are not installed",
-                     where="data.task", value="chat", remedy="Run pip install transformers jinja2.")
+                     code="chat-packages-missing", where="data.task", value="chat",
+                     remedy="Run pip install transformers jinja2.")
 
 
 def _has_template(folder: Path) -> bool:
@@ -323,5 +355,6 @@ def _has_template(folder: Path) -> bool:
 
 
 def _no_template(folder: Path) -> DataError:
-    return DataError("has no chat template", where="data.tokenizer", value=str(folder),
-                     remedy="Name a file with one in --data.chat-template, or the tokenizer of a chat model.")
+    return DataError("has no chat template", code="folder-without-chat-template", where="data.tokenizer",
+                     value=str(folder),
+                     remedy="Name a file with one in `--data.chat-template`, or the tokenizer of a chat model.")

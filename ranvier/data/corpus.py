@@ -28,7 +28,19 @@ from ranvier.data.documents import Document as Document
 from ranvier.data.fingerprint import fingerprint
 from ranvier.data.offline.fetch import SOTU, check, fetch
 from ranvier.data.publish import Progress
-from ranvier.data.tables import ENDINGS, JSON_LINES, Row, has_package, is_saved, no_column, open_dataset, text_of
+from ranvier.data.tables import (
+    ENDINGS,
+    INSTALL,
+    JSON_LINES,
+    Row,
+    has_package,
+    is_saved,
+    load_split,
+    no_column,
+    open_dataset,
+    readable_rows,
+    text_of,
+)
 from ranvier.errors import DataError
 
 HELD_OUT_EVERY = 20
@@ -47,6 +59,7 @@ _NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "
 
 
 _SETTING = "data.corpus"
+_INSTEAD = "a path to files of text, python-stdlib or sotu"
 CORPUS_ATTRIBUTES = ("fingerprint", "read()")
 """What a corpus of a user's own has."""
 
@@ -121,8 +134,9 @@ def own_corpus(name: str) -> OpenCorpus:
             for document in found.read(max_bytes):
                 if not isinstance(document, Document):
                     raise DataError(
-                        "has a `read` that gives something else than documents", where=f"data.corpus {name}",
-                        value=type(document).__name__, remedy="Give ranvier.data.corpus.Document objects.")
+                        "has a `read` that gives something else than documents", code="corpus-read-result",
+                        where=f"data.corpus {name}", value=type(document).__name__,
+                        remedy="Give ranvier.data.corpus.Document objects.")
                 yield document
 
     return OpenCorpus(name=name, fingerprint=fingerprint("own", name, same), read=read, is_path=True)
@@ -150,7 +164,7 @@ def open_corpus(name: str, cache: Path, progress: Progress, column: str | None =
         names = list(_walk(path, lambda folder: not folder.startswith("."), ""))
         return replace(_files(name, path, names, progress, column=column), is_path=True)
     if not stat.S_ISREG(found.st_mode):
-        raise DataError("is neither a file nor a folder", where="data.corpus", value=name,
+        raise DataError("is neither a file nor a folder", code="corpus-not-file", where="data.corpus", value=name,
                         remedy="Give a file or folder of plain text; write what comes out of a pipe to a file.")
     if path.name == SOTU.filename:
         return _addresses(lambda: path)
@@ -182,7 +196,7 @@ def missing_path(name: str) -> DataError | None:
     with contextlib.suppress(RuntimeError):  # "~name" of nobody
         if name and _stat(Path(name).expanduser()) is not None:
             return None
-    return DataError("does not exist", where="data.corpus", value=name,
+    return DataError("does not exist", code="corpus-missing", where="data.corpus", value=name,
                      remedy="Give an existing file or folder of text, python-stdlib, sotu, or a data set's name.")
 
 
@@ -232,8 +246,8 @@ def _files(name: str, root: Path, names: list[str], progress: Progress, version:
                 unreadable.append(error)
         if len(unreadable) == len(names):
             reason = f"{type(unreadable[0]).__name__}: {unreadable[0]}" if unreadable else "no files"
-            raise DataError("has no file of UTF-8 text", where="data.corpus", value=f"{name}: {reason}",
-                            remedy="Give a file or folder of plain text.")
+            raise DataError("has no file of UTF-8 text", code="corpus-without-text", where="data.corpus",
+                            value=f"{name}: {reason}", remedy="Give a file or folder of plain text.")
         if unreadable:
             progress(f"left out {len(unreadable)} of {len(names)} files of {name}, which are not UTF-8 text")
 
@@ -304,13 +318,10 @@ def missing_package(name: str) -> DataError | None:
     path = Path(name).expanduser()
     if _stat(path) is not None and not is_saved(path):
         return None
-    return None if has_package("datasets") else _no_datasets(name)
-
-
-def _no_datasets(name: str) -> DataError:
-    return DataError("is neither a file nor built in, and the package `datasets` is not installed",
-                     where="data.corpus", value=name, remedy="Run pip install 'ranvier[hub]' to read it from the "
-                     "Hugging Face hub, or give a path, python-stdlib or sotu.")
+    return None if has_package("datasets") else DataError(
+        "is neither a file nor built in, and the package `datasets` is not installed",
+        code="corpus-needs-datasets", where=_SETTING, value=name,
+        remedy=f"{INSTALL} to read it from the Hugging Face hub, or give {_INSTEAD}.")
 
 
 def _hugging_face(name: str, progress: Progress, text: str | None = None) -> OpenCorpus:
@@ -318,23 +329,12 @@ def _hugging_face(name: str, progress: Progress, text: str | None = None) -> Ope
     path, _, configuration = HUB.get(name, name).partition(":")
 
     def read(max_bytes: int) -> Iterator[Document]:
-        try:
-            import datasets
-        except ImportError as error:
-            raise _no_datasets(name) from error
         progress(f"reading {name} from the Hugging Face hub")
-        try:
-            rows = datasets.load_dataset(path, configuration or None, split="train", streaming=True)
+        rows = load_split(HUB.get(name, name), "train", _SETTING, _INSTEAD, streaming=True)
+        with readable_rows(name, _SETTING, _INSTEAD):
             texts = row_texts(name, rows, text)
             yield from articles(texts) if path.endswith("wikitext") else (
                 Document(str(number), text) for number, text in enumerate(texts))
-        except DataError:
-            raise
-        except Exception as error:
-            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            raise DataError("could not be read from the Hugging Face hub", where=f"data.corpus {name}", value=reason,
-                            remedy="Check the name and the connection, or give a path to files of text, python-stdlib "
-                            "or sotu.") from error
 
     return OpenCorpus(name=name, fingerprint=fingerprint("hub", path, configuration), read=read)
 
@@ -346,8 +346,9 @@ def row_texts(name: str, rows: Iterable[dict[str, object]], named: str | None = 
         if column is None:
             texts = [key for key, value in row.items() if isinstance(value, str)]
             if TEXT_COLUMN not in texts and len(texts) != 1:
-                raise DataError("has no column `text`", where=f"data.corpus {name}", value=sorted(row),
-                                remedy="Set --data.text-column to a column of text, or give a file of text.")
+                raise DataError("has no column `text`", code="corpus-without-text-column", where=f"data.corpus {name}",
+                                value=sorted(row),
+                                remedy="Set `--data.text-column` to a column of text, or give a file of text.")
             column = TEXT_COLUMN if TEXT_COLUMN in texts else texts[0]
         if column not in row:
             raise no_column(f"data.corpus {name}", column, row, "data.text-column")

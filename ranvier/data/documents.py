@@ -52,12 +52,13 @@ def field_text(row: Row, name: str, column: str | None) -> str:
     """The text of a row. The error for one of JSON says how a line must be, where no column was named."""
     if column is not None:
         return text_of(row, name, "data.text-column")
-    remedy = 'Write one JSON object a line, for example {"text": "..."}, or set --data.text-column.'
+    remedy = 'Write one JSON object a line, for example {"text": "..."}, or set `--data.text-column`.'
     if name not in row.values:
-        raise DataError(f"has no field `{name}`", where=row.place, value=sorted(row.values)[:20], remedy=remedy)
-    if not isinstance(row.values[name], str):
-        raise DataError(f"has a field `{name}` that is no text", where=row.place, value=repr(row.values[name])[:80],
+        raise DataError(f"has no field `{name}`", code="field-missing", where=row.place, value=sorted(row.values)[:20],
                         remedy=remedy)
+    if not isinstance(row.values[name], str):
+        raise DataError(f"has a field `{name}` that is no text", code="field-not-text", where=row.place,
+                        value=repr(row.values[name])[:80], remedy=remedy)
     return text_of(row, name, "data.text-column")
 
 

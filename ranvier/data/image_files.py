@@ -12,9 +12,9 @@ import numpy.typing as npt
 from PIL import Image
 
 from ranvier.data.fingerprint import fingerprint
-from ranvier.data.offline import hub
 from ranvier.data.publish import Progress
 from ranvier.data.subset import held_out
+from ranvier.data.tables import known_rows, load_known
 from ranvier.errors import DataError
 
 ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -59,7 +59,7 @@ class Images:
         try:
             return fitted(self.load(number), size)
         except Exception as error:  # Pillow raises many kinds for damaged files
-            raise DataError("is not an image that can be read", where=self.names[number],
+            raise DataError("is not an image that can be read", code="image-unreadable", where=self.names[number],
                             value=f"{type(error).__name__}: {error}",
                             remedy="Replace it, or remove it from its folder.") from error
 
@@ -104,8 +104,9 @@ def open_images(train: str, held: str | None, progress: Progress) -> tuple[Image
         return images, _held(evaluated, images, progress)
     chosen = held_out(images.names)
     if not chosen.any() or chosen.all():
-        raise DataError("has too few images to train on some and hold out others", where=f"data.train {train}",
-                        value=len(chosen), remedy="Give at least two, or more in --data.eval.")
+        raise DataError("has too few images to train on some and hold out others", code="too-few-images",
+                        where=f"data.train {train}", value=len(chosen),
+                        remedy="Give at least two, or more in `--data.eval`.")
     return images.some(np.flatnonzero(~chosen)), images.some(np.flatnonzero(chosen))
 
 
@@ -122,7 +123,7 @@ def look_at_folders(path: Path, setting: str) -> None:
     place = next((path / name for name in ("train", "val", "validation", "test") if _has_folders(path / name)), path)
     if path.is_dir() and not _has_folders(place):
         what = "has fewer than two folders, one for each class" if setting == "train" else "has no folders of images"
-        raise DataError(what, where=f"data.{setting} {path}",
+        raise DataError(what, code="images-unreadable", where=f"data.{setting} {path}",
                         remedy=f"Give a folder with one folder of images for each class ({', '.join(ENDINGS)}).")
 
 
@@ -136,8 +137,9 @@ def _held(path: Path, train: Images, progress: Progress) -> Images:
     held = _folder(path, "eval", progress, least=1)
     unknown = [name for name in held.classes if name not in train.classes]
     if unknown:
-        raise DataError("has classes that are not in the training data", where=f"data.eval {path}", value=unknown[:20],
-                        remedy="Give folders of the same names as in --data.train.")
+        raise DataError("has classes that are not in the training data", code="unknown-image-classes",
+                        where=f"data.eval {path}", value=unknown[:20],
+                        remedy="Give folders of the same names as in `--data.train`.")
     number = np.array([train.classes.index(name) for name in held.classes], dtype=np.int64)
     return replace(held, classes=train.classes, labels=number[held.labels])
 
@@ -151,15 +153,17 @@ def _folder(path: Path, setting: str, progress: Progress, least: int = 2) -> Ima
         found = [(file, label) for label, name in enumerate(classes) for file in sorted(_walk(path / name))]
         stats = [file.stat() for file, _ in found]
     except OSError as error:
-        raise DataError("cannot be read", where=where, value=str(error), remedy=remedy) from error
+        raise DataError("cannot be read", code="image-folder-unreadable", where=where, value=str(error),
+                        remedy=remedy) from error
     names = tuple(file.relative_to(path).as_posix() for file, _ in found)
     labels = np.array([label for _, label in found], dtype=np.int64)
     empty = sorted(set(range(len(classes))) - set(labels.tolist()))
     if len(classes) < least:
         raise DataError("has fewer than two folders, one for each class" if least == 2 else "has no folders of images",
-                        where=where, value=classes, remedy=remedy)
+                        code="image-folder-without-classes", where=where, value=classes, remedy=remedy)
     if empty:
-        raise DataError("has a folder without images", where=where, value=classes[empty[0]], remedy=remedy)
+        raise DataError("has a folder without images", code="image-folder-empty", where=where, value=classes[empty[0]],
+                        remedy=remedy)
     progress(f"{path}: {len(names):,} images of {len(classes)} classes")
     return Images(classes=tuple(classes), names=names, labels=labels,
                   fingerprint=fingerprint("images", names, [stat.st_size for stat in stats]),
@@ -185,8 +189,8 @@ def _opened(path: Path) -> Image.Image:
 
 
 def _hub(split: str, progress: Progress) -> Images:
-    rows = hub.load_split(_HUB, split, progress, "a folder with one folder of images for each class")
-    with hub.readable(_HUB):
+    rows = load_known(_HUB, split, progress, "a folder with one folder of images for each class")
+    with known_rows(_HUB):
         classes = tuple(rows.features["label"].names)
         labels = np.asarray(list(rows["label"]), dtype=np.int64)
     same = fingerprint("hub", _HUB, split, len(labels))

@@ -109,8 +109,9 @@ class ImageClassification(Task):
 
         found: list[RanvierError] = [*name_problems(run.data, NAMES, FORM), *first_looks(run.data, NAMES, look)]
         if run.data.augment_repeats and run.data.augment == "none":
-            found.append(DataError("has no effect without an augmentation", where="data.augment-repeats", value=True,
-                                   remedy="Leave it out, or set --data.augment flip-crop."))
+            found.append(DataError("has no effect without an augmentation", code="repeats-without-augmentation",
+                                   where="data.augment-repeats", value=True,
+                                   remedy="Leave it out, or set `--data.augment flip-crop`."))
         return found
 
     def prepare(self, run: Run, progress: Progress) -> Prepared:
@@ -140,8 +141,8 @@ Parts = tuple[Dataset, Dataset, tuple[str, ...], object]
 
 def _cifar(run: Run, cifar: Cifar, progress: Progress) -> Parts:
     if run.data.eval is not None:
-        raise DataError(f"is not used: {cifar.name} has a held-out part of its own", where="data.eval",
-                        value=run.data.eval, remedy="Leave --data.eval out.")
+        raise DataError(f"is not used: {cifar.name} has a held-out part of its own", code="eval-with-cifar",
+                        where="data.eval", value=run.data.eval, remedy="Leave `--data.eval` out.")
 
     def make() -> None:
         progress(f"reading {cifar.name}")

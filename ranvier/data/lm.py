@@ -97,8 +97,8 @@ class LanguageModelling(Task):
             there = None if names_corpus(source.name) else size_bytes(source.name)
             if limit != "auto" and there is not None and there > limit:
                 found.append(DataError(
-                    f"leaves out a part of {source.name}, which has {there:,} bytes", where="data.max-bytes",
-                    value=limit, remedy="Set --data.max-bytes auto to take all of it."))
+                    f"leaves out a part of {source.name}, which has {there:,} bytes", code="corpus-cut-short",
+                    where="data.max-bytes", value=limit, remedy="Set `--data.max-bytes auto` to take all of it."))
         return found
 
     def prepare(self, run: Run, progress: Progress) -> Prepared:
@@ -121,9 +121,10 @@ class LanguageModelling(Task):
             for part, tokens, samples in (("training", train, train_samples), ("held-out", held, held_samples)):
                 if len(samples) < 1 and (part == "training" or run.data.eval is None):
                     raise DataError(f"has too little {part} text for one sequence of {run.model.sequence} + 1 tokens",
-                                    where=f"data.corpus {source.name}", value=f"{len(tokens)} tokens",
-                                    remedy="Give more text (or a larger --data.max-bytes), or a shorter "
-                                           "--model.sequence.")
+                                    code="too-little-text", where=f"data.corpus {source.name}",
+                                    value=f"{len(tokens)} tokens",
+                                    remedy="Give more text (or a larger `--data.max-bytes`), or a shorter "
+                                           "`--model.sequence`.")
         train_parts, held_parts = ([pair[place] for pair in parts] for place in (0, 1))
         packed = [samples for samples in train_parts if isinstance(samples, PackedSamples)]
         weight, padding = float(run.model.sequence), ""
@@ -156,8 +157,8 @@ def _tokenizer_problems(run: Run) -> list[RanvierError]:
         smallest = {"bpe": SMALLEST_VOCAB, "gpt2": GPT2_VOCAB}.get(name) or tokenizers.from_path(name).vocab
         kind = {"bpe": "a byte-level tokenizer", "gpt2": "GPT-2's tokenizer"}.get(name, f"the tokenizer {name}")
         if run.model.vocab < smallest:
-            return [DataError(f"is less than {kind} has: {smallest}", where="model.vocab", value=run.model.vocab,
-                              remedy=f"Set --model.vocab {smallest} or more.")]
+            return [DataError(f"is less than {kind} has: {smallest}", code="vocab-too-small", where="model.vocab",
+                              value=run.model.vocab, remedy=f"Set `--model.vocab {smallest}` or more.")]
     except DataError as problem:
         return [problem]
     return []
@@ -172,8 +173,8 @@ def _with_held_out(run: Run, prepared: Prepared, tokenizer: Tokenizer, progress:
     samples = _samples(tokens, run, tokenizer.end)
     if len(samples) < 1:
         raise DataError(f"has too little text for one sequence of {run.model.sequence} + 1 tokens",
-                        where="data.eval", value=f"{len(tokens)} tokens",
-                        remedy="Give more text, or a shorter --model.sequence.")
+                        code="too-little-eval-text", where="data.eval", value=f"{len(tokens)} tokens",
+                        remedy="Give more text, or a shorter `--model.sequence`.")
     return replace(prepared, eval=samples, about=f"{prepared.about}; held out is {name}: {len(tokens):,} tokens",
                    first_tokens=tokens.head(HEAD_TOKENS),
                    fingerprint=fingerprint(prepared.fingerprint, tokens.about.digest))
@@ -230,7 +231,7 @@ def _samples(tokens: Tokens, run: Run, end: int) -> Sequences | PackedSamples:
 
 def _about(run: Run, name: str, corpus: OpenCorpus, train: Tokens, held: Tokens) -> str:
     limit = _limit(run, corpus)
-    of = f", of its first {limit:,} bytes: data.max-bytes leaves out the rest" if train.about.cut else ""
+    of = f"; only the first {limit:,} bytes are read (--data.max-bytes)" if train.about.cut else ""
     return f"{name}: {len(train):,} tokens, {len(held):,} held out{of}"
 
 
@@ -249,9 +250,10 @@ def _of_pretrained(run: Run, folder: Path, gpt2: Tokenizer | None) -> Tokenizer:
         if path.is_file() else None
     found = own if run.data.tokenizer == "bpe" else gpt2 or tokenizers.from_path(run.data.tokenizer)
     if found is None:
-        raise DataError(f"is missing: model.pretrained {run.model.pretrained} has no tokenizer.json, and to a new one "
-                        "its numbers would be other tokens", where="data.tokenizer", value=run.data.tokenizer,
-                        remedy="Name the tokenizer.json of the model: --data.tokenizer FILE.")
+        raise DataError(f"is missing: `model.pretrained` {run.model.pretrained} has no tokenizer.json, and to a new "
+                        "one its numbers would be other tokens", code="tokenizer-missing", where="data.tokenizer",
+                        value=run.data.tokenizer,
+                        remedy="Name the tokenizer.json of the model: `--data.tokenizer FILE`.")
     token_numbers.check(found.numbers(), run, folder, None if own is None else own.numbers())
     return found
 

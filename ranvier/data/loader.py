@@ -1,4 +1,4 @@
-"""The microbatches of one step for one rank, from any task's samples: its replica's, and its row's share of each."""
+"""The microbatches of one step for one rank, from any task's samples: its share of the batch, and its part of each."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class _Ahead:
 class Loader:
     """Reads what this rank needs: inputs on the first stage, targets on the last, sample numbers everywhere.
 
-    replica, num_replicas: this rank's index and the size of the mesh along `data`; row, num_rows: along `row`. A
-    microbatch that the rows cannot share is filled up with samples that have no target.
+    replica, num_replicas: which share of each batch is this rank's, of how many. part, num_parts: of each microbatch.
+    One that cannot be cut into so many parts is filled up with samples that have no target.
     nodes: the machine of each replica, where each sample is to come to the same machine in every epoch (`at_home`).
     total: samples after which there are no more, where an evaluation goes once through all.
     lengths: positions of each sample. A batch is then sorted by length before it is shared, so that microbatches with
@@ -41,14 +41,14 @@ class Loader:
     """
 
     def __init__(self, data: Dataset, sampler: Sampler, *, global_size: int, microbatch_size: int,
-                 replica: int = 0, num_replicas: int = 1, row: int = 0, num_rows: int = 1,
+                 replica: int = 0, num_replicas: int = 1, part: int = 0, num_parts: int = 1,
                  needs_inputs: bool = True, needs_targets: bool = True, device: torch.device | str = "cpu",
                  total: int | None = None, nodes: Sequence[int] = (), lengths: np.ndarray | None = None,
                  length_multiple: int = 1) -> None:
         self.data, self.sampler = data, sampler
         self.global_size, self.microbatch_size = global_size, microbatch_size
         self.replica, self.num_replicas = replica, num_replicas
-        self.row, self.num_rows = row, num_rows
+        self.part, self.num_parts = part, num_parts
         self.needs_inputs, self.needs_targets = needs_inputs, needs_targets
         self.device, self.total, self.nodes = torch.device(device), total, nodes
         self.lengths, self.length_multiple = lengths, length_multiple
@@ -99,7 +99,7 @@ class Loader:
         found = []
         for whole, theirs in zip(microbatches(batch, self.microbatch_size), microbatches(epochs, self.microbatch_size),
                                  strict=True):
-            (samples, valid), (theirs, _), length = self._of_row(whole), self._of_row(theirs), self._length(whole)
+            (samples, valid), (theirs, _), length = self._own_part(whole), self._own_part(theirs), self._length(whole)
             inputs = targets = None
             if self.needs_inputs:
                 inputs = self._on_device(padded_inputs(self.data, samples, theirs, length))
@@ -111,7 +111,8 @@ class Loader:
     def samples(self, step: int) -> list[Tensor]:
         """The numbers of the samples of each of these microbatches, without reading them."""
         batch, _ = self._taken(step)
-        return [torch.from_numpy(self._of_row(whole)[0].copy()) for whole in microbatches(batch, self.microbatch_size)]
+        return [torch.from_numpy(self._own_part(whole)[0].copy())
+                for whole in microbatches(batch, self.microbatch_size)]
 
     def _taken(self, step: int) -> tuple[np.ndarray, slice | np.ndarray]:
         """This replica's samples of a step, and which of all replicas' they are."""
@@ -132,10 +133,10 @@ class Loader:
             return None
         return -(-int(self.lengths[microbatch].max()) // self.length_multiple) * self.length_multiple
 
-    def _of_row(self, samples: np.ndarray) -> tuple[np.ndarray, int]:
-        """This row's share of a microbatch, and how many of it count; the last sample is repeated where it must."""
-        each = -(-len(samples) // self.num_rows)
-        mine = samples[self.row * each:(self.row + 1) * each]
+    def _own_part(self, samples: np.ndarray) -> tuple[np.ndarray, int]:
+        """This rank's part of a microbatch, and how many of it count; the last sample is repeated where it must."""
+        each = -(-len(samples) // self.num_parts)
+        mine = samples[self.part * each:(self.part + 1) * each]
         return np.concatenate([mine, np.repeat(samples[-1:], each - len(mine))]), len(mine)
 
     def _on_device(self, tensors: Targets) -> Targets:

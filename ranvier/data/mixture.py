@@ -41,12 +41,12 @@ def sources_of(data: Data, alone: str) -> list[Source]:
         return [Source(name=alone)]
     found = [_source(entry) for entry in data.mixture]
     if len({source.weight is None for source in found}) > 1:
-        raise DataError("has sources with and without a weight", where="data.mixture", value=", ".join(data.mixture),
-                        remedy="Give each of them a weight, as NAME=WEIGHT, or none.")
+        raise DataError("has sources with and without a weight", code="mixture-partly-weighted", where="data.mixture",
+                        value=", ".join(data.mixture), remedy="Give each of them a weight, as NAME=WEIGHT, or none.")
     names = [source.name for source in found]
     if len(set(names)) < len(names):
-        raise DataError("has a source twice", where="data.mixture", value=", ".join(data.mixture),
-                        remedy="Name it once, with a larger weight.")
+        raise DataError("has a source twice", code="mixture-source-twice", where="data.mixture",
+                        value=", ".join(data.mixture), remedy="Name it once, with a larger weight.")
     return found
 
 
@@ -59,8 +59,8 @@ def _source(entry: str) -> Source:
     except ValueError:
         weight = math.nan
     if not name or not 0 < weight < math.inf:
-        raise DataError("is not NAME=WEIGHT with a positive number", where="data.mixture", value=entry,
-                        remedy="Give for example wiki.jsonl=3.")
+        raise DataError("is not NAME=WEIGHT with a positive number", code="malformed-mixture", where="data.mixture",
+                        value=entry, remedy="Give for example wiki.jsonl=3.")
     return Source(name=name, weight=weight)
 
 

@@ -20,10 +20,10 @@ def name_problems(data: Data, names: Sequence[str], form: str) -> list[DataError
     form: what may be given, in words.
     """
     if not data.train:
-        return [DataError(f"is missing: the task {data.task} has no data without it", where="data.train",
-                          remedy=f"Give {form}.")]
-    return [DataError("is neither a known name nor a path that exists", where=f"data.{setting}", value=name,
-                      remedy=f"Give {form}.")
+        return [DataError(f"is missing: the task {data.task} has no data without it", code="train-data-missing",
+                          where="data.train", remedy=f"Give {form}.")]
+    return [DataError("is neither a known name nor a path that exists", code="unknown-data", where=f"data.{setting}",
+                      value=name, remedy=f"Give {form}.")
             for setting, name in (("train", data.train), ("eval", data.eval))
             if name is not None and name not in names and not _exists(name)]
 
@@ -48,10 +48,10 @@ def readable_file(path: Path, setting: str, form: str) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
-        raise DataError("is not UTF-8 text", where=f"data.{setting}", value=f"{path}: {error.reason}",
-                        remedy=f"Give {form}.") from error
+        raise DataError("is not UTF-8 text", code="data-not-utf8", where=f"data.{setting}",
+                        value=f"{path}: {error.reason}", remedy=f"Give {form}.") from error
     except OSError as error:
-        raise DataError("cannot be read", where=f"data.{setting}", value=f"{path}: {error}",
+        raise DataError("cannot be read", code="data-unreadable", where=f"data.{setting}", value=f"{path}: {error}",
                         remedy=f"Give {form}.") from error
 
 
@@ -65,8 +65,9 @@ def text_only(data: Data) -> list[DataError]:
     """Settings of images, where the task has none."""
     if data.augment == "none" and not data.augment_repeats:
         return []
-    return [DataError(f"has no effect with the task {data.task}", where="data.augment", value=data.augment,
-                      remedy="Leave --data.augment and --data.augment-repeats out; only images have it.")]
+    return [DataError(f"has no effect with the task {data.task}", code="augment-without-images", where="data.augment",
+                      value=data.augment,
+                      remedy="Leave `--data.augment` and `--data.augment-repeats` out; only images have it.")]
 
 
 def own_files(data: Data, names: Sequence[str]) -> list[tuple[str, Path]]:
@@ -93,13 +94,14 @@ def read_bytes(path: Path, setting: str, form: str) -> bytes:
     """
     try:
         if not path.is_file():
-            raise DataError("is not a file", where=f"data.{setting}", value=str(path), remedy=f"Give {form}.")
+            raise DataError("is not a file", code="data-not-file", where=f"data.{setting}", value=str(path),
+                            remedy=f"Give {form}.")
         if path.stat().st_size > MOST_BYTES:
-            raise DataError("is larger than 4 GiB, the limit for a file of text", where=f"data.{setting}",
-                            value=str(path), remedy="Give a part of it.")
+            raise DataError("is larger than 4 GiB, the limit for a file of text", code="data-file-too-large",
+                            where=f"data.{setting}", value=str(path), remedy="Give a part of it.")
         return path.read_bytes()
     except (OSError, ValueError) as error:
-        raise DataError("cannot be read", where=f"data.{setting}", value=f"{path}: {error}",
+        raise DataError("cannot be read", code="data-unreadable", where=f"data.{setting}", value=f"{path}: {error}",
                         remedy=f"Give {form}.") from error
 
 

@@ -24,6 +24,9 @@ def task_of(run: Run) -> Task:
         case "chat":
             from ranvier.data.chat import CHAT
             return CHAT
+        case "preference":
+            from ranvier.data.preference import PREFERENCE
+            return PREFERENCE
         case "classification":
             from ranvier.data.classification import CLASSIFICATION
             return CLASSIFICATION
@@ -93,8 +96,8 @@ def _prepared(run: Run, progress: Progress) -> Prepared:
     with blamed(run.data.task, "data.task", "`prepare`"):
         prepared = task_of(run).prepare(run, progress)
     if not isinstance(prepared, Prepared):
-        raise ConfigError(f"has a `prepare` that returns a {type(prepared).__name__}", where="data.task",
-                          value=run.data.task, remedy="Return a ranvier.data.task.Prepared.")
+        raise ConfigError(f"has a `prepare` that returns a {type(prepared).__name__}", code="task-prepare-result",
+                          where="data.task", value=run.data.task, remedy="Return a ranvier.data.task.Prepared.")
     return prepared
 
 
@@ -104,7 +107,8 @@ def _eval_set(name: str, main: Prepared, prepared: Prepared) -> EvalSet:
     own, other = (None if one.tokenizer is None else one.tokenizer.fingerprint for one in (main, prepared))
     for what, is_same in (("classes", main.class_names == prepared.class_names), ("tokens", own == other)):
         if not is_same:
-            raise DataError(f"has other {what} than the run", where=f"data.eval-sets, set {name}",
+            raise DataError(f"has other {what} than the run", code="eval-set-of-other-task",
+                            where=f"data.eval-sets, set {name}",
                             value=list(prepared.class_names[:20]) if what == "classes" else None,
                             remedy="Give data of the same form as the training data.")
     return EvalSet(data=prepared.eval, scoring=prepared.scoring, fingerprint=prepared.fingerprint)
@@ -112,5 +116,6 @@ def _eval_set(name: str, main: Prepared, prepared: Prepared) -> EvalSet:
 
 def _of_set(name: str, problem: RanvierError) -> RanvierError:
     """A problem of the run with a named set, said of that set."""
-    return DataError(f"{problem.where} {problem.what}", where=f"data.eval-sets, set {name}", value=problem.value,
-                     remedy=problem.remedy)
+    texts = problem.texts
+    return DataError(f"{texts['where']} {texts['what']}", code=problem.code, where=f"data.eval-sets, set {name}",
+                     value=problem.value, remedy=texts["remedy"])

@@ -100,9 +100,10 @@ def one_writer(path: Path, progress: Progress) -> Iterator[None]:
             holder = error.holder
             kill = f" (kill {holder.pid} on {holder.host})" if holder is not None and holder.has_known_pid else ""
             raise DataError(f"is being prepared by {_in_words(holder)}, which has shown no life for "
-                            f"{error.seconds:.0f} s", where=str(path), value=None if holder is None else str(holder),
+                            f"{error.seconds:.0f} s", code="data-preparation-stalled", where=str(path),
+                            value=None if holder is None else str(holder),
                             remedy=f"Let that process go on, or end it{kill}, or choose another folder with "
-                                   "--data.cache-dir.") from error
+                                   "`--data.cache-dir`.") from error
         yield
 
 
@@ -130,5 +131,5 @@ def _writable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError("could not be written", where=str(path), value=str(error),
-                        remedy="Free space there, or choose another folder with --data.cache-dir.") from error
+        raise DataError("could not be written", code="data-not-writable", where=str(path), value=str(error),
+                        remedy="Free space there, or choose another folder with `--data.cache-dir`.") from error

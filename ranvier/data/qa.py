@@ -87,8 +87,9 @@ class QuestionAnswering(Task):
             *tokenizers.problems(run)]
         if run.model.sequence < SHORTEST_SEQUENCE:
             found.append(DataError(
-                "is too short for a question and a token of its context", where="model.sequence",
-                value=run.model.sequence, remedy=f"Set --model.sequence {SHORTEST_SEQUENCE} or more, better 384."))
+                "is too short for a question and a token of its context", code="sequence-too-short-for-question",
+                where="model.sequence", value=run.model.sequence,
+                remedy=f"Set `--model.sequence {SHORTEST_SEQUENCE}` or more, better 384."))
         return found
 
     def prepare(self, run: Run, progress: Progress) -> Prepared:

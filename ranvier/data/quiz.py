@@ -1,4 +1,5 @@
-"""The chat set `quiz`: short questions with computed answers, for fine-tuning where no hub is reached.
+"""The set `quiz` of the tasks chat and preference: short questions with computed answers, for fine-tuning
+where no hub is reached.
 
     sums and differences below 100; the larger of two numbers; numbers in words; words in alphabetical order; the next
     and the last day and month
@@ -42,10 +43,28 @@ def open_quiz() -> Table:
     return Table(name=NAME, columns=("messages",), fingerprint=fingerprint(NAME, pairs), rows=rows)
 
 
+def open_quiz_pairs() -> Table:
+    """The set as a table with the columns `prompt`, `chosen` and `rejected`, which is the answer to another question of
+    the same kind."""
+    triples = sorted(((question, right, kind[(place + 1) % len(kind)][1]) for kind in _kinds()
+                      for place, (question, right) in enumerate(kind)), key=lambda triple: _hash(triple[:2]))
+
+    def rows(wanted: Sequence[str]) -> Iterator[Row]:
+        for number, triple in enumerate(triples):
+            yield Row(f"{NAME} row {number}", dict(zip(("prompt", "chosen", "rejected"), triple, strict=True)))
+
+    return Table(name=NAME, columns=("prompt", "chosen", "rejected"), fingerprint=fingerprint(NAME, triples), rows=rows)
+
+
 def _pairs() -> list[_Pair]:
     """(question, answer), in an order in which the kinds are mixed."""
+    return sorted((pair for kind in _kinds() for pair in kind), key=_hash)
+
+
+def _kinds() -> list[list[_Pair]]:
+    """The questions of each kind with their answers."""
     kinds = (_sums(), _differences(), _larger(), _in_words(), _alphabetical(), _neighbours())
-    return sorted((pair for kind in kinds for pair in sorted(kind, key=_hash)[:_EACH]), key=_hash)
+    return [sorted(kind, key=_hash)[:_EACH] for kind in kinds]
 
 
 def _hash(pair: _Pair) -> bytes:

@@ -87,6 +87,6 @@ def _sentence(row: Row, columns: Columns, class_names: Sequence[str] | None) -> 
     pair = None if columns.pair is None else text_of(row, columns.pair, "data.pair-column").strip()
     if not isinstance(label, (str, int)) or not str(label).strip() or not text or pair == "":
         empty = "label" if text and pair != "" else "text"
-        raise DataError(f"has no {empty}", where=row.place, value=repr(dict(row.values))[:80],
+        raise DataError(f"has no {empty}", code="sentence-empty", where=row.place, value=repr(dict(row.values))[:80],
                         remedy="Leave such rows out, or name other columns.")
     return Sentence(text, str(label).strip(), row.place, pair)

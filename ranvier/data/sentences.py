@@ -5,19 +5,27 @@ from __future__ import annotations
 import hashlib
 import io
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ranvier.data.fingerprint import fingerprint
 from ranvier.data.named_files import is_data_set, read_bytes, readable_file
-from ranvier.data.offline import hub
 from ranvier.data.offline.fetch import check, fetch, python_package
 from ranvier.data.publish import Progress
 from ranvier.data.sentence_tables import GLUE, Columns, table_sentences
 from ranvier.data.sentence_tables import Sentence as Sentence
-from ranvier.data.subset import held_out
-from ranvier.data.tables import JSON_LINES, PARQUET, Table, is_saved, label_names, open_dataset, open_file
+from ranvier.data.subset import Part, held_out, read_parts
+from ranvier.data.tables import (
+    JSON_LINES,
+    PARQUET,
+    Table,
+    is_saved,
+    known_rows,
+    load_known,
+    open_dataset,
+    open_file,
+)
 from ranvier.errors import DataError
 
 NAMES = (*GLUE, "sentiment")
@@ -44,16 +52,6 @@ FORM = "a TSV file with the columns label and sentence, sst2 or sentiment"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """A dataset. fingerprint: of its content, known without parsing it; read: (training, held out), where held out is
-    None if the dataset has no such part."""
-
-    name: str
-    fingerprint: str
-    read: Callable[[], tuple[list[Sentence], list[Sentence] | None]]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Sentences:
     """Training and held-out sentences. classes: names by number."""
 
@@ -62,7 +60,7 @@ class Sentences:
     classes: tuple[str, ...]
 
 
-def open_part(name: str, setting: str, cache: Path, progress: Progress, columns: Columns = _DEFAULT) -> Part:
+def open_part(name: str, setting: str, cache: Path, progress: Progress, columns: Columns = _DEFAULT) -> Part[Sentence]:
     """The dataset of this name: of GLUE, sentiment, of the Hugging Face hub, or that of a file. DataError if it is none
     of them, or cannot be read. setting: train or eval."""
     if name in GLUE:
@@ -94,7 +92,7 @@ def _rows_of_file(table: Table, path: Path, setting: str, columns: Columns) -> l
         return table_sentences(table, columns)
 
 
-def _hub_part(name: str, setting: str, columns: Columns) -> Part:
+def _hub_part(name: str, setting: str, columns: Columns) -> Part[Sentence]:
     """A data set of the package `datasets`: its split `train`, or for data.eval `validation`, else `test`."""
     splits, where = ("train",) if setting == "train" else ("validation", "test"), f"data.{setting}"
     for split in splits:
@@ -106,35 +104,30 @@ def _hub_part(name: str, setting: str, columns: Columns) -> Part:
                 raise
     found = columns.in_table(table)
     assert found.label is not None
-    classes = label_names(name, split, found.label)
+    classes = table.class_names(found.label)
     return Part(name=name, fingerprint=fingerprint(table.fingerprint, columns),
                 read=lambda: (table_sentences(table, columns, classes), None))
 
 
-def read_sentences(train: Part, held: Part | None) -> Sentences:
+def read_sentences(train: Part[Sentence], held: Part[Sentence] | None) -> Sentences:
     """Both parts and their classes. Without a held-out part every tenth sentence is held out, and 1,000 of the
     sentiment dataset, by the hash of their text. DataError for too few sentences, a single class, or an unknown
     label."""
-    sentences, own = train.read()
-    if held is not None:
-        first, second = held.read()
-        evaluated = first if second is None else second
-    elif own is not None:
-        evaluated = own
-    else:
+    sentences, evaluated = read_parts(train, held)
+    classes = class_names([sentence.label for sentence in sentences], train.name)
+    if evaluated is None:
         count = SENTIMENT_HELD_OUT if train.fingerprint == fingerprint("sentiment", SENTIMENT.sha256) else None
         chosen = held_out([sentence.text for sentence in sentences], count)
         evaluated = [sentence for sentence, here in zip(sentences, chosen, strict=True) if here]
-    classes = class_names([sentence.label for sentence in sentences], train.name)
-    if held is None and own is None:
         sentences = [sentence for sentence, here in zip(sentences, chosen, strict=True) if not here]
     unknown = next((sentence for sentence in evaluated if sentence.label not in classes), None)
     if unknown is not None:
-        raise DataError("is not a label of the training data", where=unknown.place, value=unknown.label,
-                        remedy=f"Use its labels: {_listed(classes)}.")
+        raise DataError("is not a label of the training data", code="unknown-label", where=unknown.place,
+                        value=unknown.label, remedy=f"Use its labels: {_listed(classes)}.")
     if not sentences or not evaluated:
-        raise DataError("has too few sentences to train on some and hold out others", where=f"data.train {train.name}",
-                        value=len(sentences) + len(evaluated), remedy="Give at least two, or more in --data.eval.")
+        raise DataError("has too few sentences to train on some and hold out others", code="too-few-sentences",
+                        where=f"data.train {train.name}", value=len(sentences) + len(evaluated),
+                        remedy="Give at least two, or more in `--data.eval`.")
     return Sentences(train=sentences, eval=evaluated, classes=classes)
 
 
@@ -144,7 +137,7 @@ def class_names(labels: Sequence[str], name: str) -> tuple[str, ...]:
     found = set(labels)
     if len(found) < 2:
         raise DataError("has one class only, so there is nothing to learn" if found else "has no sentences",
-                        where=f"data.train {name}", value=_listed(sorted(found)) or None,
+                        code="one-class", where=f"data.train {name}", value=_listed(sorted(found)) or None,
                         remedy="Give sentences of two classes or more.")
     numbers = all(label.isascii() and label.removeprefix("-").isdigit() and len(label) < 19 for label in found)
     return tuple(sorted(found, key=(lambda label: (int(label), label)) if numbers else None))
@@ -181,7 +174,8 @@ def look_at_header(path: Path, setting: str, columns: Columns = _DEFAULT) -> Non
         return
     with readable_file(path, setting, FORM):
         if not path.is_file():
-            raise DataError("is not a file", where=f"data.{setting}", value=str(path), remedy=f"Give {FORM}.")
+            raise DataError("is not a file", code="sentences-not-file", where=f"data.{setting}", value=str(path),
+                            remedy=f"Give {FORM}.")
         if path.suffix.lower() in _TABLES:
             columns.in_table(open_file(path, str(path)))
             return
@@ -206,7 +200,7 @@ def _rows(lines: Iterator[tuple[int, str]], columns: list[str], places: list[int
 
 
 def _wrong(what: str, name: str, line: int, value: object) -> DataError:
-    return DataError(what, where=f"{name} line {line}", value=value,
+    return DataError(what, code="sentences-malformed", where=f"{name} line {line}", value=value,
                      remedy="Give tab-separated UTF-8 text with a header line that has the columns label and sentence, "
                             "and one sentence a line.")
 
@@ -231,8 +225,8 @@ def _glue(name: str, progress: Progress) -> tuple[list[Sentence], list[Sentence]
     task, hub_name = GLUE[name], f"{_HUB}:{name}"
     parts = []
     for split in ("train", task.eval_split):
-        rows = hub.load_split(hub_name, split, progress, "a TSV file with the columns label and sentence")
-        with hub.readable(hub_name):
+        rows = load_known(hub_name, split, progress, "a TSV file with the columns label and sentence")
+        with known_rows(hub_name):
             parts.append([Sentence(row[task.text].strip(), task.classes[row["label"]], f"{split} row {number}",
                                    row[task.pair].strip() if task.pair else None)
                           for number, row in enumerate(rows)])

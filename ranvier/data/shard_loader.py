@@ -37,7 +37,7 @@ def shard_loader(loader: DataLoader[Any], world: World, *, microbatch_size: int,
 
     Raises DataError for a loader that is none of these.
     """
-    return ShardedLoader(loader, world, microbatch_size, mesh or world.mesh or Mesh(data=world.size))
+    return ShardedLoader(loader, world, microbatch_size, mesh or world.mesh or Mesh.of_replicas(world.size))
 
 
 class ShardedLoader:
@@ -45,16 +45,18 @@ class ShardedLoader:
 
     def __init__(self, loader: DataLoader[Any], world: World, microbatch_size: int, mesh: Mesh) -> None:
         if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
-            raise DataError("has no batches of numbered samples", where="shard_loader(loader)",
-                            value=type(loader.dataset).__name__,
+            raise DataError("has no batches of numbered samples", code="loader-without-samples",
+                            where="shard_loader(loader)", value=type(loader.dataset).__name__,
                             remedy="Give a DataLoader with a batch_size over a data set with __getitem__ and __len__.")
         if microbatch_size < 1:
-            raise ConfigError("must be at least 1", where="shard_loader(microbatch_size=...)", value=microbatch_size,
+            raise ConfigError("must be at least 1", code="loader-microbatch-size",
+                              where="shard_loader(microbatch_size=...)", value=microbatch_size,
                               remedy="Give samples per microbatch.")
+        mesh.require_known_axes("shard_loader")
         self._loader, self._world, self._size, self._mesh = loader, world, microbatch_size, mesh
         at = mesh.coordinates(world.rank)
-        self._replica, self._row = at.data, at.row
-        self._needs_samples = at.pipe in (0, mesh.pipe - 1)  # the first stage, and the last one in either placement
+        self._share_index, self._part_index = at.batch_share, at.microbatch_part
+        self._needs_samples = at.pipeline_rank in (0, mesh.pipeline_size - 1)  # of the first stage, and of the last
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -80,8 +82,9 @@ class ShardedLoader:
         wrong = next((number for batch in found for number in batch if not isinstance(number, Integral)), None)
         sizes, wrong = self._world.broadcast([[len(batch) for batch in found], wrong and repr(wrong)])
         if wrong is not None:
-            raise DataError("gives something that is no sample's number", where="the sampler of the DataLoader",
-                            value=wrong, remedy="Give a sampler of whole numbers.")
+            raise DataError("gives something that is no sample's number", code="sampler-not-numbers",
+                            where="the sampler of the DataLoader", value=wrong,
+                            remedy="Give a sampler of whole numbers.")
         flat = [int(number) for batch in found for number in batch] or [0] * sum(sizes)
         numbers = self._world.broadcast(torch.tensor(flat, dtype=torch.int64)).tolist()
         edges = [0]
@@ -91,15 +94,15 @@ class ShardedLoader:
 
     def _share(self, batch: Sequence[int]) -> list[int]:
         """What this replica has of a batch: replicas' shares follow each other, and differ by one sample at most."""
-        count = self._mesh.data
-        return list(batch[len(batch) * self._replica // count:len(batch) * (self._replica + 1) // count])
+        count = self._mesh.batch_shares
+        return list(batch[len(batch) * self._share_index // count:len(batch) * (self._share_index + 1) // count])
 
     def _parts(self, share: Sequence[int]) -> list[list[int]]:
         """What this row has of each microbatch of a replica's share."""
         found = []
         for start in range(0, len(share), self._size):
             samples = share[start:start + self._size]
-            first, last = part(len(samples), self._mesh.row, self._row)
+            first, last = part(len(samples), self._mesh.microbatch_parts, self._part_index)
             found.append(list(samples[first:last]))
         return found
 
@@ -109,8 +112,8 @@ class ShardedLoader:
 
     def _microbatches(self, loaded: object, share: Sequence[int]) -> list[Microbatch]:
         if not isinstance(loaded, (tuple, list)) or len(loaded) != 2:
-            raise DataError("gives batches that are no (inputs, targets) pairs", where="shard_loader(loader)",
-                            value=type(loaded).__name__,
+            raise DataError("gives batches that are no (inputs, targets) pairs", code="loader-not-pairs",
+                            where="shard_loader(loader)", value=type(loaded).__name__,
                             remedy="Give the DataLoader a collate_fn that returns (inputs, targets).")
         edges = [0, *accumulate(map(len, self._parts(share)))]
         return cut_batch(loaded[0], loaded[1], torch.tensor(self._loaded(share), dtype=torch.int64),

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -16,9 +16,9 @@ import numpy as np
 
 from ranvier.data.fingerprint import fingerprint
 from ranvier.data.named_files import read_bytes
-from ranvier.data.offline import hub
 from ranvier.data.publish import Progress
-from ranvier.data.subset import held_out
+from ranvier.data.subset import Part, held_out, read_parts
+from ranvier.data.tables import known_rows, load_known
 from ranvier.errors import DataError
 from ranvier.system.untrusted_file import parse_json
 
@@ -41,17 +41,7 @@ class Question:
     place: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """A dataset. fingerprint: of its content, known without parsing it; read: (training, held out), where held out is
-    None if the dataset has no such part."""
-
-    name: str
-    fingerprint: str
-    read: Callable[[], tuple[list[Question], list[Question] | None]]
-
-
-def open_part(name: str, setting: str, progress: Progress) -> Part:
+def open_part(name: str, setting: str, progress: Progress) -> Part[Question]:
     """The dataset squad, or that of a file. DataError if it is neither, or cannot be read. setting: train or eval."""
     if name == "squad":
         return Part(name=name, fingerprint=fingerprint("hub", _HUB), read=lambda: _hub(progress))
@@ -60,16 +50,11 @@ def open_part(name: str, setting: str, progress: Progress) -> Part:
                 read=lambda: (parse(data, name), None))
 
 
-def read_questions(train: Part, held: Part | None) -> tuple[list[Question], list[Question]]:
+def read_questions(train: Part[Question], held: Part[Question] | None) -> tuple[list[Question], list[Question]]:
     """Training and held-out questions. Without a held-out part the questions of every tenth context are held out, by
     the hash of its text; of a single context every tenth question. DataError if there are too few."""
-    questions, own = train.read()
-    if held is not None:
-        first, second = held.read()
-        evaluated = first if second is None else second
-    elif own is not None:
-        evaluated = own
-    else:
+    questions, evaluated = read_parts(train, held)
+    if evaluated is None:
         contexts = list(dict.fromkeys(question.context for question in questions))
         if len(contexts) > 1:
             out = {text for text, here in zip(contexts, held_out(contexts), strict=True) if here}
@@ -79,8 +64,9 @@ def read_questions(train: Part, held: Part | None) -> tuple[list[Question], list
         evaluated = [question for question, here in zip(questions, chosen, strict=True) if here]
         questions = [question for question, here in zip(questions, chosen, strict=True) if not here]
     if not questions or not evaluated:
-        raise DataError("has too few questions to train on some and hold out others", where=f"data.train {train.name}",
-                        value=len(questions) + len(evaluated), remedy="Give at least two, or more in --data.eval.")
+        raise DataError("has too few questions to train on some and hold out others", code="too-few-questions",
+                        where=f"data.train {train.name}", value=len(questions) + len(evaluated),
+                        remedy="Give at least two, or more in `--data.eval`.")
     return questions, evaluated
 
 
@@ -89,7 +75,8 @@ def parse(data: bytes, name: str) -> list[Question]:
     try:
         document = parse_json(data)
     except ValueError as error:
-        raise DataError("is not JSON", where=name, value=str(error)[:200], remedy=f"Give {_FORMAT}.") from error
+        raise DataError("is not JSON", code="squad-not-json", where=name, value=str(error)[:200],
+                        remedy=f"Give {_FORMAT}.") from error
     return list(_questions(document, name))
 
 
@@ -118,8 +105,8 @@ def _get(holder: object, key: str, kind: type[_Kind], at: str) -> _Kind:
     value = holder.get(key) if isinstance(holder, dict) else None
     if not isinstance(value, kind) or isinstance(value, bool):
         name = {list: "list", str: "text", int: "whole number"}[kind]
-        raise DataError(f"has no {name} {key!r}", where=at, value=None if value is None else repr(value)[:80],
-                        remedy=f"Give {_FORMAT}.")
+        raise DataError(f"has no {name} {key!r}", code="squad-lacks-field", where=at,
+                        value=None if value is None else repr(value)[:80], remedy=f"Give {_FORMAT}.")
     return value
 
 
@@ -127,24 +114,25 @@ def _checked(question: Question) -> Question:
     """The question. DataError if it has no answer, an answer that is not in the context, or invalid Unicode."""
     if not question.answers:
         raise DataError("has no answer; unanswerable questions, as in SQuAD 2.0, are not supported",
-                        where=question.place, remedy="Remove such questions.")
+                        code="question-without-answer", where=question.place, remedy="Remove such questions.")
     for text, start in question.answers:
         if not text or start < 0 or question.context[start:start + len(text)] != text:
-            raise DataError("has an answer that is not at its place in the context", where=question.place,
-                            value=(text[:80], start), remedy="Let answer_start count characters, from 0.")
+            raise DataError("has an answer that is not at its place in the context", code="answer-not-in-context",
+                            where=question.place, value=(text[:80], start),
+                            remedy="Let answer_start count characters, from 0.")
     try:
         (question.text + question.context).encode()
     except UnicodeEncodeError as error:
-        raise DataError("has half of a surrogate pair, which is not a character", where=question.place,
-                        remedy="Give Unicode text.") from error
+        raise DataError("has half of a surrogate pair, which is not a character", code="question-not-unicode",
+                        where=question.place, remedy="Give Unicode text.") from error
     return question
 
 
 def _hub(progress: Progress) -> tuple[list[Question], list[Question]]:
     parts = []
     for split in ("train", "validation"):
-        rows = hub.load_split(_HUB, split, progress, "a JSON file in the format of SQuAD 1.1")
-        with hub.readable(_HUB):
+        rows = load_known(_HUB, split, progress, "a JSON file in the format of SQuAD 1.1")
+        with known_rows(_HUB):
             parts.append([_checked(Question(
                 row["question"], row["context"],
                 tuple(zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True)),

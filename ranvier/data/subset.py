@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +15,27 @@ from ranvier.block import State
 from ranvier.config.run import Run
 from ranvier.data.task import Dataset, Targets, padded_inputs, padded_targets, sample_lengths
 from ranvier.errors import DataError
+
+_Sample = TypeVar("_Sample")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part(Generic[_Sample]):
+    """A data set. fingerprint: of its content, known without parsing it; read: (training, held out), where held out is
+    None if the data set has no such part."""
+
+    name: str
+    fingerprint: str
+    read: Callable[[], tuple[list[_Sample], list[_Sample] | None]]
+
+
+def read_parts(train: Part[_Sample], held: Part[_Sample] | None) -> tuple[list[_Sample], list[_Sample] | None]:
+    """Training samples, and those held out: of `held`, else of `train`, which may have none."""
+    samples, own = train.read()
+    if held is None:
+        return samples, own
+    first, second = held.read()
+    return samples, first if second is None else second
 
 
 def held_out(names: Sequence[str], count: int | None = None) -> np.ndarray:
@@ -33,8 +56,8 @@ def first_of_order(total: int, count: int | None, seed: int, setting: str) -> np
     if count is None or count == total:
         return None
     if count > total:
-        raise DataError(f"is more than the {total:,} that there are", where=setting, value=count,
-                        remedy=f"Set --{setting} {total} or less, or leave it out for all.")
+        raise DataError(f"is more than the {total:,} that there are", code="more-samples-than-there-are", where=setting,
+                        value=count, remedy=f"Set --{setting} {total} or less, or leave it out for all.")
     hashes = keyed_random.bits(keyed_random.key("subset", setting, seed), torch.arange(total, dtype=torch.int64))
     return torch.argsort(hashes, stable=True)[:count].sort().values.numpy()
 

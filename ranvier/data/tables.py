@@ -14,11 +14,13 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ranvier.data.fingerprint import fingerprint
+from ranvier.data.publish import Progress
 from ranvier.errors import DataError
 from ranvier.system.untrusted_file import parse_json
 
@@ -56,12 +58,14 @@ class Table:
 
     name: as the user gave it. columns: in their order. fingerprint: differs where the rows differ. rows: all rows with
     at least the given columns, the same rows in the same order each time; DataError for a row that is damaged.
+    features: the types of columns that a data set declares.
     """
 
     name: str
     columns: tuple[str, ...]
     fingerprint: str
     rows: _Rows
+    features: Mapping[str, Any] = field(default_factory=dict)
 
     def column(self, name: str | None, default: Sequence[str], setting: str) -> str:
         """The column `name`, or the first of `default` that the table has. DataError, with the columns that there are,
@@ -72,18 +76,25 @@ class Table:
             raise no_column(self.name, wanted[0], self.columns, setting)
         return found
 
+    def class_names(self, column: str) -> tuple[str, ...] | None:
+        """The names of the classes of a column with class numbers, where the data set declares them."""
+        names = getattr(self.features.get(column), "names", None)
+        return tuple(names) if names else None
+
 
 def no_column(table: str, column: str, columns: Iterable[str], setting: str) -> DataError:
     """The error for a table without a column. columns: those that it has."""
     there = sorted(columns)
     listed = ", ".join(there[:_MOST_COLUMNS]) + (", ..." if len(there) > _MOST_COLUMNS else "")
-    return DataError(f"has no column `{column}`", where=table, value=listed or "no columns",
+    return DataError(f"has no column `{column}`", code="column-missing", where=table, value=listed or "no columns",
                      remedy=f"Set --{setting} to one of its columns.")
 
 
 def is_saved(path: Path) -> bool:
     """Whether `Dataset.save_to_disk` has written this folder."""
-    return path.is_dir() and any((path / name).is_file() for name in _SAVED)
+    with suppress(OSError, ValueError):  # a name that no file can have
+        return path.is_dir() and any((path / name).is_file() for name in _SAVED)
+    return False
 
 
 def is_hub_name(name: str) -> bool:
@@ -126,9 +137,11 @@ def json_rows(path: Path, name: str) -> Iterator[Row]:
             try:
                 values = parse_json(line)
             except ValueError as error:
-                raise DataError("is no JSON", where=where, value=line.strip()[:80], remedy=remedy) from error
+                raise DataError("is no JSON", code="row-not-json", where=where, value=line.strip()[:80],
+                                remedy=remedy) from error
             if not isinstance(values, dict):
-                raise DataError("is no JSON object", where=where, value=line.strip()[:80], remedy=remedy)
+                raise DataError("is no JSON object", code="row-not-object", where=where, value=line.strip()[:80],
+                                remedy=remedy)
             if "\\ud" in line.lower():
                 _check_surrogates(values, where)
             yield Row(where, values)
@@ -139,7 +152,7 @@ def _check_surrogates(values: dict[str, object], where: str) -> None:
     try:
         json.dumps(values, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise DataError("has half of a surrogate pair, which is no character", where=where,
+        raise DataError("has half of a surrogate pair, which is no character", code="row-half-surrogate", where=where,
                         value=ascii(error.object[error.start:error.end])[1:-1],
                         remedy="Write the whole character, or U+FFFD in its place.") from error
 
@@ -153,9 +166,9 @@ def _separated(path: Path, name: str, separator: str) -> tuple[tuple[str, ...], 
                 for values in reader:
                     yield reader.line_num, values
             except csv.Error as error:
-                raise DataError("is not a table of separated values", where=f"{name} line {reader.line_num}",
-                                value=str(error), remedy="Quote fields with line breaks or quotes, as spreadsheets do."
-                                ) from error
+                raise DataError("is not a table of separated values", code="not-separated-values",
+                                where=f"{name} line {reader.line_num}", value=str(error),
+                                remedy="Quote fields with line breaks or quotes, as spreadsheets do.") from error
 
     csv.field_size_limit(min(sys.maxsize, 1 << 31))  # texts may be longer than the 128 KiB of its default
     columns = tuple(next(lines(), (0, []))[1])
@@ -166,7 +179,7 @@ def _separated(path: Path, name: str, separator: str) -> tuple[tuple[str, ...], 
                 continue
             if len(values) != len(columns):
                 raise DataError(f"does not have {len(columns)} columns, as the header has",
-                                where=f"{name} line {number}", value=len(values),
+                                code="row-column-count", where=f"{name} line {number}", value=len(values),
                                 remedy="Quote fields that have the separator in them.")
             yield Row(f"{name} line {number}", dict(zip(columns, values, strict=True)))
 
@@ -181,7 +194,7 @@ def _parquet(path: Path, name: str) -> tuple[tuple[str, ...], _Rows]:
         raise missing_package("pyarrow", name) from error
 
     def damaged(error: Exception) -> DataError:
-        return DataError("is not a Parquet file", where=name, value=str(error).partition("\n")[0],
+        return DataError("is not a Parquet file", code="not-parquet", where=name, value=str(error).partition("\n")[0],
                          remedy="Write it again, or give another file.")
 
     try:
@@ -202,78 +215,83 @@ def _parquet(path: Path, name: str) -> tuple[tuple[str, ...], _Rows]:
     return columns, rows
 
 
-def open_dataset(name: str, split: str, setting: str, instead: str, *, streaming: bool = True) -> Table:
-    """A split of a data set: a folder that `Dataset.save_to_disk` has written, or NAME[:CONFIGURATION] on the hub.
+def load_split(name: str, split: str, setting: str, instead: str, *, streaming: bool = False) -> Any:
+    """A split as the package `datasets` gives it: of a folder that `Dataset.save_to_disk` has written, or of
+    NAME[:CONFIGURATION] on the hub.
 
     setting: the one that named it, such as data.train; instead: what else may be given, for errors. streaming: rows are
-    fetched while they are read; otherwise all of them before. DataError where the package `datasets` is missing, or the
-    data set cannot be read.
+    fetched while they are read. DataError where the package is missing, or the data set cannot be read.
     """
     try:
         import datasets
     except ImportError as error:
         raise missing_package("datasets", name, setting, instead) from error
-    path = Path(name).expanduser()
-    is_local = is_saved(path)
+    with readable_rows(name, setting, instead):
+        if is_saved(Path(name).expanduser()):
+            found = datasets.load_from_disk(str(Path(name).expanduser()))
+            return found[split] if isinstance(found, datasets.DatasetDict) else found
+        hub, _, configuration = name.partition(":")
+        streamed = {"streaming": True} if streaming else {}
+        return datasets.load_dataset(hub, configuration or None, split=split, **streamed)
+
+
+@contextmanager
+def readable_rows(name: str, setting: str, instead: str) -> Iterator[None]:
+    """A context in which what `datasets`, the hub or the network raise is a DataError. Arguments as of `load_split`."""
     try:
-        if is_local:
-            found = datasets.load_from_disk(str(path))
-            if isinstance(found, datasets.DatasetDict):
-                found = found[split]
-        else:
-            hub, _, configuration = name.partition(":")
-            found = datasets.load_dataset(hub, configuration or None, split=split, streaming=streaming)
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        where = f"{setting} {name}"
+        if is_saved(Path(name).expanduser()):
+            raise DataError("could not be read by the package `datasets`", code="datasets-folder-unreadable",
+                            where=where, value=reason, remedy="Save it again with Dataset.save_to_disk.") from error
+        raise DataError("could not be read from the Hugging Face hub", code="hub-table-unreadable", where=where,
+                        value=reason, remedy=f"Check the name and the connection, or give {instead}.") from error
+
+
+def load_known(name: str, split: str, progress: Progress, instead: str) -> Any:
+    """A split of a data set on the hub that is known by a name of ours."""
+    progress(f"reading {name} ({split}) from the Hugging Face hub")
+    return load_split(name, split, "data.train", instead)
+
+
+@contextmanager
+def known_rows(name: str) -> Iterator[None]:
+    """A context in which rows of a data set on the hub that is known by name are not as expected: a DataError."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise DataError("has rows that are not as expected", code="hub-rows", where=f"data.train {name}",
+                        value=f"{type(error).__name__}: {error}",
+                        remedy="The dataset on the hub has changed: give a file in its format.") from error
+
+
+def open_dataset(name: str, split: str, setting: str, instead: str, *, streaming: bool = True) -> Table:
+    """The table of a split. Arguments and errors as of `load_split`."""
+    found = load_split(name, split, setting, instead, streaming=streaming)
+    with readable_rows(name, setting, instead):
         columns = found.column_names
         if columns is None:  # a stream without a description: its first row has the names
             columns = list(next(iter(found)))
-    except DataError:
-        raise
-    except Exception as error:  # whatever the package, the hub or the network raise
-        raise unreadable(name, error, setting, instead, is_local=is_local) from error
 
     def rows(wanted: Sequence[str]) -> Iterator[Row]:
         chosen = found.select_columns([column for column in wanted if column in columns])
-        try:
+        with readable_rows(name, setting, instead):
             for number, values in enumerate(chosen):
                 yield Row(f"{name} {split} row {number}", values)
-        except DataError:
-            raise
-        except Exception as error:
-            raise unreadable(name, error, setting, instead, is_local=is_local) from error
 
-    same = getattr(found, "_fingerprint", None) if is_local else name
-    return Table(name=name, columns=tuple(columns), fingerprint=fingerprint("datasets", split, same), rows=rows)
-
-
-def label_names(name: str, split: str, column: str) -> tuple[str, ...] | None:
-    """The names of the classes of a column with class numbers, as a data set declares them; None where it does not."""
-    import datasets
-
-    path = Path(name).expanduser()
-    if is_saved(path):
-        found = datasets.load_from_disk(str(path))
-        features = (found[split] if isinstance(found, datasets.DatasetDict) else found).features
-    else:
-        hub, _, configuration = name.partition(":")
-        features = datasets.load_dataset(hub, configuration or None, split=split, streaming=True).features
-    names = getattr((features or {}).get(column), "names", None)
-    return tuple(names) if names else None
-
-
-def unreadable(name: str, error: Exception, setting: str, instead: str, *, is_local: bool = False) -> DataError:
-    """The error for a data set that could not be read. error: the reason."""
-    reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    if is_local:
-        return DataError("could not be read by the package `datasets`", where=f"{setting} {name}", value=reason,
-                         remedy="Save it again with Dataset.save_to_disk.")
-    return DataError("could not be read from the Hugging Face hub", where=f"{setting} {name}", value=reason,
-                     remedy=f"Check the name and the connection, or give {instead}.")
+    same = getattr(found, "_fingerprint", None) if is_saved(Path(name).expanduser()) else name
+    return Table(name=name, columns=tuple(columns), fingerprint=fingerprint("datasets", split, same), rows=rows,
+                 features=getattr(found, "features", None) or {})
 
 
 def missing_package(package: str, name: str, setting: str = "", instead: str = "a JSONL or CSV file") -> DataError:
     """The error for a table that needs a package which is not installed."""
-    return DataError(f"needs the package `{package}`, which is not installed", where=f"{setting} {name}".strip(),
-                     remedy=f"{INSTALL}, or give {instead}.")
+    return DataError(f"needs the package `{package}`, which is not installed", code="table-package-missing",
+                     where=f"{setting} {name}".strip(), remedy=f"{INSTALL}, or give {instead}.")
 
 
 def has_package(package: str) -> bool:
@@ -290,11 +308,11 @@ def text_of(row: Row, column: str, setting: str) -> str:
         raise no_column(row.place, column, row.values, setting)
     text: Any = row.values[column]
     if not isinstance(text, str):
-        raise DataError(f"has a column `{column}` that is no text", where=row.place, value=repr(text)[:80],
-                        remedy=f"Set --{setting} to a column of text.")
+        raise DataError(f"has a column `{column}` that is no text", code="column-not-text", where=row.place,
+                        value=repr(text)[:80], remedy=f"Set --{setting} to a column of text.")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError("has half of a surrogate pair, which is no character", where=row.place,
-                        remedy="Give Unicode text.") from error
+        raise DataError("has half of a surrogate pair, which is no character", code="text-half-surrogate",
+                        where=row.place, remedy="Give Unicode text.") from error
     return text

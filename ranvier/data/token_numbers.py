@@ -32,13 +32,13 @@ def problem_of(numbers: Mapping[str, int], run: Run, folder: Path | None, own: M
     if folder is not None and run.model.vocab != Transformer.vocab:
         vocab = max(vocab, run.model.vocab)  # rows are added
     if needed > vocab and folder is None:
-        return DataError(f"is smaller than the tokenizer's vocabulary of {needed}", where="model.vocab", value=vocab,
-                         remedy=f"Set --model.vocab {needed} or more.")
+        return DataError(f"is smaller than the tokenizer's vocabulary of {needed}", code="vocab-below-tokenizer",
+                         where="model.vocab", value=vocab, remedy=f"Set `--model.vocab {needed}` or more.")
     if needed > vocab:
-        return DataError(f"has {needed} tokens, and model.pretrained {run.model.pretrained} has only {vocab}",
-                         where="data.tokenizer", value=run.data.tokenizer,
+        return DataError(f"has {needed} tokens, and `model.pretrained` {run.model.pretrained} has only {vocab}",
+                         code="tokenizer-above-pretrained", where="data.tokenizer", value=run.data.tokenizer,
                          remedy="Put the tokenizer that belongs to the model into its folder, or name it; or set "
-                                f"--model.vocab {needed} or more for rows for the further tokens.")
+                                f"`--model.vocab {needed}` or more for rows for the further tokens.")
     if own is None:
         return None
     tokens = {number: token for token, number in own.items()}
@@ -47,9 +47,10 @@ def problem_of(numbers: Mapping[str, int], run: Run, folder: Path | None, own: M
                 key=numbers.__getitem__, default=None)
     if other is None:
         return None
-    return DataError(f"is not the tokenizer of model.pretrained {run.model.pretrained}: {other!r} is token "
-                     f"{numbers[other]} here, which there is {tokens.get(numbers[other])!r}", where="data.tokenizer",
-                     value=run.data.tokenizer, remedy="Leave it out: the model's own is taken.")
+    return DataError(f"is not the tokenizer of `model.pretrained` {run.model.pretrained}: {other!r} is token "
+                     f"{numbers[other]} here, which there is {tokens.get(numbers[other])!r}",
+                     code="tokenizer-of-other-model", where="data.tokenizer", value=run.data.tokenizer,
+                     remedy="Leave it out: the model's own is taken.")
 
 
 def check(numbers: Mapping[str, int], run: Run, folder: Path | None, own: Mapping[str, int] | None) -> None:
@@ -74,7 +75,8 @@ def numbers_in(folder: Path) -> dict[str, int] | None:
         text = read_bytes(path, _MOST_TOKENIZER_BYTES).decode("utf-8")
         found: dict[str, int] = tokenizers.Tokenizer.from_str(text).get_vocab()
     except Exception as error:  # the library raises nothing more precise
-        raise DataError("is not a tokenizer", where=str(path), value=str(error).partition("\n")[0],
+        raise DataError("is not a tokenizer", code="tokenizer-file-unreadable", where=str(path),
+                        value=str(error).partition("\n")[0],
                         remedy="Take it from where the model comes from.") from error
     return found
 

@@ -183,17 +183,17 @@ def train(texts: Iterable[str], vocab: int, tell: Progress = lambda line: None) 
 
 def too_small(vocab: int) -> DataError:
     """The error for a vocabulary below `SMALLEST_VOCAB`."""
-    return DataError("is too small for a byte-level tokenizer: 256 bytes and the separator", where="model.vocab",
-                     value=vocab, remedy=f"Set --model.vocab {SMALLEST_VOCAB} or more.")
+    return DataError("is too small for a byte-level tokenizer: 256 bytes and the separator", code="vocab-below-bytes",
+                     where="model.vocab", value=vocab, remedy=f"Set `--model.vocab {SMALLEST_VOCAB}` or more.")
 
 
 def from_path(name: str) -> Tokenizer:
     """The tokenizer in the tokenizer.json that data.tokenizer names. DataError if it is not one."""
     path = Path(name).expanduser()
     if not path.is_file():
-        raise DataError("is neither bpe, gpt2 nor the path of a tokenizer.json that exists", where="data.tokenizer",
-                        value=name, remedy="Name the tokenizer.json of the model that training starts from, or bpe for "
-                                           "a new one.")
+        raise DataError("is neither bpe, gpt2 nor the path of a tokenizer.json that exists", code="unknown-tokenizer",
+                        where="data.tokenizer", value=name,
+                        remedy="Name the tokenizer.json of the model that training starts from, or bpe for a new one.")
     return load(path, remedy="Give a tokenizer.json as `ranvier train` and Hugging Face's tokenizers write it.")
 
 
@@ -341,5 +341,5 @@ def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
 
 
 def _damaged(path: Path, reason: object, remedy: str = "Delete it; it is then made or fetched again.") -> DataError:
-    return DataError("is not a byte-level BPE tokenizer as expected", where=str(path), value=str(reason),
-                     remedy=remedy)
+    return DataError("is not a byte-level BPE tokenizer as expected", code="not-byte-level-bpe", where=str(path),
+                     value=str(reason), remedy=remedy)

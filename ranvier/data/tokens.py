@@ -151,6 +151,6 @@ def _about(path: Path) -> About:
 
 
 def _damaged(path: Path, what: str, value: object) -> DataError:
-    return DataError(what, where=str(path), value=value,
+    return DataError(what, code="token-file-damaged", where=str(path), value=value,
                      remedy=f"Delete {path.with_suffix('.json').name} and {path.with_suffix('.bin').name} there; they "
                             "are then written again.")

@@ -67,9 +67,9 @@ def _of_question(number: int, question: Question, asked: list[int], context: npt
                  sequence: int) -> Iterator[dict[str, npt.NDArray[Any]]]:
     room = sequence - len(asked) - 3
     if room < 1:
-        raise DataError(f"leaves no space for its context in {sequence} tokens", where=question.place,
-                        value=f"{len(asked)} tokens", remedy=f"Set --model.sequence {len(asked) + 4} or more, better "
-                        "three times as many.")
+        raise DataError(f"leaves no space for its context in {sequence} tokens", code="question-too-long",
+                        where=question.place, value=f"{len(asked)} tokens",
+                        remedy=f"Set `--model.sequence {len(asked) + 4}` or more, better three times as many.")
     text, first = question.answers[0]
     inside = np.flatnonzero((characters[:, 1] > first) & (characters[:, 0] < first + len(text)))
     answer = (int(inside[0]), int(inside[-1])) if len(inside) else (-1, -1)

@@ -109,7 +109,8 @@ def train(texts: Iterable[str], vocab: int) -> WordPiece:
 def too_small(vocab: int) -> DataError:
     """The error for a vocabulary below `SMALLEST_VOCAB`."""
     return DataError("is too small for a WordPiece tokenizer: its special tokens and one character",
-                     where="model.vocab", value=vocab, remedy=f"Set --model.vocab {SMALLEST_VOCAB} or more.")
+                     code="vocab-below-characters", where="model.vocab", value=vocab,
+                     remedy=f"Set `--model.vocab {SMALLEST_VOCAB}` or more.")
 
 
 def from_folder(folder: Path) -> WordPiece:
@@ -121,8 +122,8 @@ def from_folder(folder: Path) -> WordPiece:
         return load(folder / "tokenizer.json")
     path, config = folder / "vocab.txt", folder / "tokenizer_config.json"
     if not path.exists():
-        raise DataError("has neither tokenizer.json nor vocab.txt", where=str(folder),
-                        remedy="Put the model's own there, or choose another --model.pretrained.")
+        raise DataError("has neither tokenizer.json nor vocab.txt", code="wordpiece-missing", where=str(folder),
+                        remedy="Put the model's own there, or choose another `--model.pretrained`.")
     settings = _json(config) if config.exists() else {}
     return _checked(path, _text(path).removesuffix("\n").split("\n"), {
         "lowercase": settings.get("do_lower_case", True), "strip_accents": settings.get("strip_accents"),
@@ -180,5 +181,5 @@ def _text(path: Path) -> str:
 
 
 def _damaged(path: Path, reason: object) -> DataError:
-    return DataError("is not a WordPiece tokenizer as expected", where=str(path), value=str(reason),
-                     remedy="Take the model's folder anew, or choose another --model.pretrained.")
+    return DataError("is not a WordPiece tokenizer as expected", code="not-wordpiece", where=str(path),
+                     value=str(reason), remedy="Take the model's folder anew, or choose another `--model.pretrained`.")

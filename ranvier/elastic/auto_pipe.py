@@ -85,10 +85,10 @@ def _weights(sizes: Sequence[float], frozen: int, factor: float) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateStage:
-    """A stage that might be, for whoever knows what it needs: blocks start .. stop - 1 on stage `stage` of `pipe`."""
+    """A stage that might be, for whoever knows what it needs: blocks start .. stop - 1 on stage `stage`."""
 
-    data: int
-    pipe: int
+    num_replicas: int
+    pipeline_size: int
     stage: int
     start: int
     stop: int
@@ -102,9 +102,8 @@ class Situation:
     """What the cut of one mesh depends on. Per-block tuples are in the model's order; times are of one sample on one
     rank that computes alone; with row x col > 1, a rank's share of a sample."""
 
-    data: int
-    """Replicas."""
-    pipe: int
+    num_replicas: int
+    pipeline_size: int
     """Ranks of a pipeline."""
     samples: int
     """Samples of one step, over all replicas."""
@@ -151,7 +150,7 @@ class Situation:
         lengths = {len(self.forward_seconds), len(self.backward_seconds), len(self.output_bytes),
                    len(self.gradient_bytes), len(self.update_seconds or self.forward_seconds)}
         assert lengths == {self.num_blocks} and 0 <= self.cached <= self.frozen <= self.num_blocks
-        assert self.stages.pipe == self.pipe and (self.memory_bytes is None or self.stages.per_rank == 1)
+        assert self.stages.num_ranks == self.pipeline_size and (self.memory_bytes is None or self.stages.per_rank == 1)
 
     @property
     def num_blocks(self) -> int:
@@ -161,7 +160,7 @@ class Situation:
     @property
     def stages(self) -> StagePlacement:
         """Which stages each rank has."""
-        return self.placement or StagePlacement(pipe=self.pipe)
+        return self.placement or StagePlacement(num_ranks=self.pipeline_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +185,7 @@ def best_cut(situation: Situation) -> Cut:
     A simulation takes about 20 us for each stage and microbatch: for all meshes of 8 ranks and 27 blocks 0.2 s, of 16
     ranks 1 s, and of 64 ranks with 98 blocks 17 s.
     """
-    data, pipe, samples = situation.data, situation.pipe, situation.samples
+    data, pipe, samples = situation.num_replicas, situation.pipeline_size, situation.samples
     if data > samples:
         return Cut(reason=f"{data} replicas are more than the {samples} samples of a step")
     num_stages = situation.stages.num_stages
@@ -205,8 +204,8 @@ class _Candidate:
     """A mesh with one number of microbatches."""
 
     def __init__(self, situation: Situation, share: int, count: int) -> None:
-        self.situation, self.data, self.pipe = situation, situation.data, situation.pipe
-        self.held = [situation.stages.stages_of(rank) for rank in range(situation.pipe)]
+        self.situation, self.num_ranks = situation, situation.pipeline_size
+        self.held = [situation.stages.stages_of(rank) for rank in range(situation.pipeline_size)]
         self.num_stages = situation.stages.num_stages
         self.size = -(-share // count)
         self.count = -(-share // self.size)  # the last one may be smaller, and there may be fewer than asked for
@@ -221,12 +220,12 @@ class _Candidate:
 
     def cut(self) -> Cut:
         """The cut whose slowest rank is fastest among those that fit, and its time."""
-        if self.num_stages > self.pipe:
+        if self.num_stages > self.num_ranks:
             return self._predict(self._even())
-        boundaries = cut(self.situation.num_blocks, self.pipe, self._cost)
+        boundaries = cut(self.situation.num_blocks, self.num_ranks, self._cost)
         too_much = self._too_much(boundaries)
         if too_much is not None:
-            lean = cut(self.situation.num_blocks, self.pipe, lambda *stage: inf if self._excess(*stage) > 0
+            lean = cut(self.situation.num_blocks, self.num_ranks, lambda *stage: inf if self._excess(*stage) > 0
                        else self._cost(*stage))
             if self._too_much(lean) is not None:
                 return Cut(boundaries=boundaries, microbatches=self.count, reason=too_much, too_large=True)
@@ -283,8 +282,8 @@ class _Candidate:
     def _needs(self, stage: int, start: int, stop: int) -> int:
         assert self.situation.memory_bytes is not None
         return self.situation.memory_bytes(CandidateStage(
-            data=self.data, pipe=self.pipe, stage=stage, start=start, stop=stop, num_microbatches=self.count,
-            microbatch_size=self.size))
+            num_replicas=self.situation.num_replicas, pipeline_size=self.num_ranks, stage=stage, start=start, stop=stop,
+            num_microbatches=self.count, microbatch_size=self.size))
 
     def _excess(self, stage: int, start: int, stop: int) -> int:
         """Bytes by which a stage is above the limit, negative below it."""
@@ -321,7 +320,7 @@ class _Candidate:
         after = [self._averaging(blocks) + self._update(blocks) for blocks in trained]
         seconds = max(stop + rest for stop, rest in zip(stops, after, strict=True))
         times = [sum(whole[stage].microbatch_seconds for stage in held) for held in self.held]
-        what = "stage" if self.num_stages == self.pipe else "rank"
+        what = "stage" if self.num_stages == self.num_ranks else "rank"
         reason = (f"{what} {times.index(max(times))} is the slowest with {max(times):.3g} s a microbatch, stages wait "
                   f"{simulated.bubble_fraction:.0%} of the time, {max(after):.3g} s follow the last backward")
         bound = self._work() / given.cores if given.cores else 0.0
@@ -349,9 +348,9 @@ class _Candidate:
     def _averaging(self, blocks: Sequence[int]) -> float:
         """Seconds of a ring all-reduce of these blocks' gradients, as if nothing hid it."""
         size = sum(self.situation.gradient_bytes[block] for block in blocks)
-        if self.data == 1 or not size:
+        if self.situation.num_replicas == 1 or not size:
             return 0.0
-        return ring_seconds(size, self.data, lambda piece: self.situation.latency_seconds + piece
+        return ring_seconds(size, self.situation.num_replicas, lambda piece: self.situation.latency_seconds + piece
                             / self.situation.bandwidth)
 
     def _update(self, blocks: Sequence[int]) -> float:
@@ -361,7 +360,7 @@ class _Candidate:
     def _work(self) -> float:
         """Seconds that one rank alone would compute for a step."""
         last = sum(map(sum, self._block_times(self.last_size)))
-        return self.data * ((self.count - 1) * self.sums[-1] + last + self._update(
+        return self.situation.num_replicas * ((self.count - 1) * self.sums[-1] + last + self._update(
             range(self.situation.frozen, self.situation.num_blocks)))
 
 

@@ -199,7 +199,7 @@ def decide(policy: FreezePolicy, facts: Facts) -> FrozenLayers:
             _is_whole(layer) and 0 <= layer < facts.num_layers for layer in answer):
         return frozen_layers({*answer, *range(facts.lowest)})
     raise ConfigError(f"must be a whole number of layers from 0 to the model's {facts.num_layers}, or a set of layers "
-                      f"from 0 to {facts.num_layers - 1}",
+                      f"from 0 to {facts.num_layers - 1}", code="freeze-policy-result",
                       where=f"answer of the freeze policy {type(policy).__name__} at step {facts.step}",
                       value="None" if answer is None else answer,
                       remedy="Let frozen_layers return facts.frozen where nothing is to change.")

@@ -6,13 +6,14 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from math import inf
 
-from ranvier.config.other_mesh import microbatch_size
-from ranvier.config.resolve import stage_placement
+from ranvier.config.other_mesh import microbatch_size, on_mesh
+from ranvier.config.resolve import ResolvedRun, stage_placement
 from ranvier.cost.transition import moved_bytes
 from ranvier.elastic.auto_pipe import CandidateStage, Situation, best_cut, compress, greedy, stage_sizes
 from ranvier.elastic.microbatch_profile import MicrobatchProfile, microbatch_counts, size_of
 from ranvier.elastic.rules import BlockFacts, ElasticRules, PresentMesh
 from ranvier.mesh import Mesh
+from ranvier.plan.fitting import schedules
 from ranvier.schedule.policies import policy_named
 
 
@@ -41,7 +42,7 @@ class MeshCandidate:
 
     def mesh(self, like: Mesh) -> Mesh:
         """Its mesh, with the rows and columns of `like`."""
-        return replace(like, data=self.data, pipe=self.pipe)
+        return like.resized(data=self.data, pipe=self.pipe)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +51,8 @@ class StageMemory:
 
     limit_bytes: int | None
     """What a rank may need."""
-    needed: Callable[[Mesh, int, int], Callable[[CandidateStage], int] | None]
-    """(mesh, samples of a step, samples of a microbatch) -> what a rank of a stage needs; None where it is not judged
-    stage by stage, or the mesh is not legal."""
+    needed: Callable[[ResolvedRun], Callable[[CandidateStage], int] | None]
+    """What a rank of a stage of this run needs; None where it is not judged stage by stage, or the run cannot be."""
 
 
 def mesh_candidates(rules: ElasticRules, present: PresentMesh, depth: int, facts: BlockFacts, *, num_ranks: int,
@@ -67,6 +67,7 @@ def mesh_candidates(rules: ElasticRules, present: PresentMesh, depth: int, facts
         among: (data, pipe) of the meshes that are looked at, beside the present one; None looks at all.
     """
     frozen, first, here = present.frozen_blocks(depth), rules.run.mesh, present.mesh
+    here.require_known_axes("the choice of a mesh")
     if rules.run.elastic.cut == "reference":
         return [_reference(rules, present, frozen, facts, num_ranks)]
     ranks = num_ranks // here.stage_size  # with as many ranks in each stage as now
@@ -76,7 +77,7 @@ def mesh_candidates(rules: ElasticRules, present: PresentMesh, depth: int, facts
         meshes = [(here.data, pipe) for pipe in range(1, first.pipe + 1)
                   if first.pipe % pipe == 0 and here.data * pipe <= ranks]
     wanted = {mesh for mesh in meshes if among is None or mesh in among} | {(here.data, here.pipe)}
-    found = [mesh_candidate(rules, facts, frozen, mesh=replace(here, data=data, pipe=pipe),
+    found = [mesh_candidate(rules, facts, frozen, mesh=here.resized(data=data, pipe=pipe),
                             samples=rules.step_samples(data), cached=cached, profile=profile,
                             memory=memory) for data, pipe in wanted]
     return sorted(found, key=lambda candidate: (not candidate.fits, candidate.seconds_per_sample, -candidate.pipe))
@@ -94,18 +95,23 @@ def mesh_candidate(rules: ElasticRules, facts: BlockFacts, frozen: int, *, mesh:
                    profile: MicrobatchProfile | None = None, memory: StageMemory | None = None) -> MeshCandidate:
     """`mesh`, cut exactly, with the run's schedule and microbatches of the size that its steps would have. frozen,
     cached: blocks."""
-    run, data, pipe = rules.run, mesh.data, mesh.pipe
+    run, data, pipe = rules.run, mesh.num_replicas, mesh.pipeline_size
     share, size, in_flight = -(-samples // data), run.batch.microbatch_size, run.pipeline.in_flight
     count = -(-share // min(share, size))
     size = microbatch_size(size, global_size=samples, mesh=mesh)
     best = None if profile is None else profile.found(pipe, data, microbatch_counts(pipe, share))
     if best is not None:
-        count, size = best, size_of(share, best, mesh.row)
+        count, size = best, size_of(share, best, mesh.microbatch_parts)
     holders, placement = data if run.optim.shard else 1, stage_placement(pipe, run.pipeline)
     if placement.per_rank > 1:
         memory = None  # a rank's stages share it, so whole meshes are judged, by the transition's selector
+    needed = None
+    if memory is not None:  # with the schedule that needs least
+        there = on_mesh(replace(run, batch=replace(run.batch, global_size=samples)), mesh)
+        needed = memory.needed(schedules(replace(there, batch=replace(there.batch, microbatch_size=size),
+                                                 pipeline=replace(there.pipeline, boundaries=None)))[-1])
     cut = best_cut(Situation(
-        data=data, pipe=pipe, samples=samples, forward_seconds=facts.forward_seconds,
+        num_replicas=data, pipeline_size=pipe, samples=samples, forward_seconds=facts.forward_seconds,
         backward_seconds=facts.backward_seconds,
         update_seconds=tuple(seconds / holders for seconds in facts.update_seconds),
         output_bytes=facts.output_bytes, gradient_bytes=facts.parameter_bytes, frozen=frozen,
@@ -113,7 +119,7 @@ def mesh_candidate(rules: ElasticRules, facts: BlockFacts, frozen: int, *, mesh:
         latency_seconds=facts.latency_seconds, microbatches=(count,),
         policy=policy_named(run.pipeline.policy), in_flight=None if in_flight == "auto" else in_flight,
         placement=placement,
-        memory_bytes=None if memory is None else memory.needed(mesh, samples, size),
+        memory_bytes=needed,
         limit_bytes=None if memory is None else memory.limit_bytes))
     return MeshCandidate(data=data, pipe=pipe, boundaries=cut.boundaries, samples=samples, seconds=cut.seconds,
                          fits=cut.seconds is not None, reason=cut.reason, too_large=cut.too_large)
@@ -134,8 +140,8 @@ def _reference(rules: ElasticRules, present: PresentMesh, frozen: int, facts: Bl
     first, ranks = rules.run.mesh, num_ranks // present.mesh.stage_size
     sizes = [count / 1e6 for count in facts.num_parameters]
     largest = max(stage_sizes(sizes, greedy(sizes, first.pipe)))
-    pipe = compress(sizes, present.mesh.pipe, frozen, largest)
-    data = ranks // pipe if rules.run.elastic.auto_dp else present.mesh.data
+    pipe = compress(sizes, present.mesh.pipeline_size, frozen, largest)
+    data = ranks // pipe if rules.run.elastic.auto_dp else present.mesh.num_replicas
     counts = greedy(sizes, pipe, frozen)
     boundaries = tuple(sum(counts[:stage]) for stage in range(1, pipe))
     return MeshCandidate(data=data, pipe=pipe, boundaries=boundaries, samples=rules.step_samples(data), seconds=None,

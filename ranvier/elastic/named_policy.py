@@ -1,16 +1,34 @@
-"""The freeze policy that a run names: one of Ranvier's, or a user's `module:name`."""
+"""A run's controller, with the freeze policy that the run names: one of Ranvier's, or a user's `module:name`."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import cast
 
+from ranvier.block import still_frozen, untrained_layers
 from ranvier.config.named_object import make_object
+from ranvier.config.resolve import ResolvedRun
 from ranvier.config.rules import manual_depth
 from ranvier.config.run import Elastic
+from ranvier.elastic.controller import Controller
 from ranvier.elastic.freezing import Cap, FreezePolicy, GradientNorm, Manual, NoFreezing
+from ranvier.models import families
 
 POLICY_METHODS = ("frozen_layers()",)
 """What a user's policy must have."""
+
+
+def controller_of(run: ResolvedRun, epoch_samples: int, *, policy: FreezePolicy | None = None,
+                  eval_samples: int = 0) -> Controller:
+    """The controller of a run, as it was started. policy: decides instead of the one that the run names. eval_samples:
+    held-out samples, for a policy that compares the layers' outputs."""
+    named = policy_of(run.elastic) if policy is None else policy
+    freezes = policy is not None or run.elastic.freeze != "none"
+    return Controller(
+        run, named, epoch_samples=epoch_samples, is_own=policy is not None,
+        eval_samples=eval_samples if getattr(named, "needs_activations", False) else None,
+        untrained=untrained_layers(families.model_of(run)) if freezes and not run.elastic.dry_run else 0,
+        still_frozen=cache(lambda frozen: still_frozen(families.model_of(run), frozen)))
 
 
 def policy_of(elastic: Elastic) -> FreezePolicy:

@@ -1,7 +1,8 @@
 """What the decisions of an elastic run depend on: the settings, the state of the run, and facts of its blocks. Pure.
 
 A run fills these with what its ranks have measured (`ranvier.train.measured_blocks`), a plan with what a cluster's
-constants predict (`ranvier.planner.elastic_plan`). All decisions are functions of them:
+constants predict (`ranvier.planner.predicted_blocks`). All decisions are functions of them
+(`ranvier.elastic.controller`):
 
     how deep to freeze            `ranvier.elastic.freezing`         when: `EvaluationSchedule`
     which meshes are candidates   `ranvier.elastic.mesh_candidates`  how each is cut: `ranvier.elastic.auto_pipe`
@@ -31,18 +32,13 @@ class ElasticRules:
     def step_samples(self, data: int) -> int:
         """Samples of a step with so many replicas."""
         size = self.run.samples_of(1)
-        return size if self.run.elastic.global_batch == "keep" else max(1, size * data // self.run.mesh.data)
-
-    @property
-    def may_cache(self) -> bool:
-        """Whether outputs of frozen layers are cached at some time."""
-        return self.run.elastic.cache
+        return size if self.run.elastic.global_batch == "keep" else max(1, size * data // self.run.mesh.num_replicas)
 
     def caches(self, frozen: int, refused_at: int) -> bool:
         """Whether outputs of `frozen` layers would be cached, as far as that is known. refused_at: frozen layers at
         which the cache did not pay; with "auto" it is tried again with more."""
         cache_from = self.run.elastic.cache_from
-        return self.may_cache and frozen > (refused_at if cache_from == "auto" else cache_from - 1)
+        return self.run.elastic.cache and frozen > (refused_at if cache_from == "auto" else cache_from - 1)
 
     def cached_blocks(self, present: PresentMesh, depth: int, *, epoch_samples: int, asked_after: int) -> int:
         """Frozen blocks that most steps until the policy is asked again, `asked_after` steps, read from the cache if
@@ -51,10 +47,6 @@ class ElasticRules:
         frozen, writes = present.frozen_blocks(depth), -(-epoch_samples // present.global_size)
         reads_all = depth <= present.frozen or asked_after >= 2 * writes
         return frozen if reads_all else min(frozen, present.cached_blocks)
-
-    def remaining_steps(self, total_steps: int, samples: int, step_samples: int) -> int:
-        """Steps of `step_samples` that are left after `samples`, of a run of `total_steps` steps of its first size."""
-        return max(0, -(-(self.run.samples_of(total_steps) - samples) // step_samples))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,22 +111,14 @@ class EvaluationSchedule:
     def is_due(self, step: int, before: int, after: int, frozen: int, lowest: int = 0) -> bool:
         """Whether the policy is asked after `step`, which takes the data from sample `before` to `after`. lowest:
         layers that stay frozen whatever it says."""
-        if self.depths is not None:
-            return any(at == step for at, _ in self.depths) or self._is_late(step, frozen, lowest)
-        if self.every:
-            return step % self.every == 0
-        return after // self.epoch_samples > before // self.epoch_samples
-
-    def _is_late(self, step: int, frozen: int, lowest: int) -> bool:
-        """Whether a depth given by hand for an earlier step has not been reached yet."""
-        wanted = depth_by_hand(self.depths or (), step)
-        return wanted is not None and max(wanted, lowest) != frozen and not self.dry_run
+        return self.steps_until_due(step - 1, before, after - before, frozen, lowest) == 1
 
     def steps_until_due(self, step: int, samples: int, size: int, frozen: int, lowest: int = 0) -> int | None:
         """Steps of `size` samples after `step` and `samples` until the policy is asked; None: never again."""
         if self.depths is not None:
-            late = [1] if self._is_late(step, frozen, lowest) else []
-            return min([*late, *(at - step for at, _ in self.depths if at > step)], default=None)
+            wanted = depth_by_hand(self.depths, step)
+            is_late = wanted is not None and max(wanted, lowest) != frozen and not self.dry_run
+            return 1 if is_late else min((at - step for at, _ in self.depths if at > step), default=None)
         if self.every:
             return self.every - step % self.every
         return -(-(self.epoch_samples - samples % self.epoch_samples) // size)

@@ -59,8 +59,8 @@ def take(engine: Engine, room: Held | None = None) -> Held:
     pieces, rooms = [], [] if room is None else [piece.tensor for piece in room.pieces]
     for number, piece in enumerate(state.pieces_held(engine)):
         if state.dtype_name(piece.tensor) not in ITEM_BYTES:
-            raise CheckpointError("has a number format that cannot travel", where=f"{piece.kind} {piece.name}",
-                                  value=state.dtype_name(piece.tensor),
+            raise CheckpointError("has a number format that cannot travel", code="number-format-not-sent",
+                                  where=f"{piece.kind} {piece.name}", value=state.dtype_name(piece.tensor),
                                   remedy=f"Keep it in one of these: {', '.join(ITEM_BYTES)}.")
         source, copy = piece.tensor.detach(), rooms[number] if number < len(rooms) else None
         if copy is not None and type(source) is Tensor and (copy.shape, copy.dtype) == (source.shape, source.dtype):
@@ -144,7 +144,7 @@ class _Ranks:
         try:
             return self.manifest.tensors[kind][name]
         except KeyError:
-            raise CheckpointError(f"no rank has the {kind} of {name}", where="transition",
+            raise CheckpointError(f"no rank has the {kind} of {name}", code="state-on-no-rank", where="transition",
                                   remedy="Build the new engine with the model and the optimizer of the old one."
                                   ) from None
 
@@ -234,9 +234,9 @@ def _carry_out(moves: Sequence[Move], source: _Ranks, transport: Transport, rank
                 source.copy(moves[message.microbatch], _whole(message))
                 came.add(message.microbatch)
             if not transport.flush(timeout_seconds):
-                raise MessageTimeout("not all that this rank sends has left it", where="transition",
-                                     value=f"{timeout_seconds:g} s",
-                                     remedy="See what the others do, or raise --comm.timeout-seconds.")
+                raise MessageTimeout("not all that this rank sends has left it", code="transition-send-late",
+                                     where="transition", value=f"{timeout_seconds:g} s",
+                                     remedy="See what the others do, or raise `--comm.timeout-seconds`.")
     transport.close()
 
 
@@ -271,6 +271,6 @@ def _next(transport: Transport, moves: Sequence[Move], missing: set[int], timeou
             return message
     late = moves[min(missing)]
     kind, name = json.loads(late.parameter)
-    raise MessageTimeout(f"the {kind} of {name} has not come from rank {late.source}", where="transition",
-                         value=f"{timeout_seconds:g} s",
-                         remedy="See what that rank does, or raise --comm.timeout-seconds.")
+    raise MessageTimeout(f"the {kind} of {name} has not come from rank {late.source}", code="transition-receive-late",
+                         where="transition", value=f"{timeout_seconds:g} s",
+                         remedy="See what that rank does, or raise `--comm.timeout-seconds`.")

@@ -60,7 +60,7 @@ def evaluate(engine: Engine, ranks: Group, loader: Loader, scoring: Callable[[],
     scores: dict[str, float] = {}
     if scoring is not None:
         # of the columns of a row, which have the same outputs, the first counts
-        part = mine.part() if mine is not None and engine.coordinates.col == 0 else None
+        part = mine.part() if mine is not None and engine.coordinates.is_first_with_samples else None
         scores = scoring().total([one for one in ranks.gather_objects(part) if one is not None])
     return Evaluated(loss=total / weight if weight else float("nan"), weight=weight, scores=scores,
                      seconds=time.monotonic() - began)
@@ -76,8 +76,8 @@ def evaluation_loader(run: ResolvedRun, engine: Engine, data: Dataset, total: in
 def loader_options(engine: Engine, microbatch_size: int, length_multiple: int = 1) -> dict[str, Any]:
     """Arguments of a `Loader` that follow from the mesh and from this rank's place on it."""
     at = engine.coordinates
-    return {"microbatch_size": microbatch_size, "replica": at.data, "num_replicas": engine.mesh.data,
-            "row": at.row, "num_rows": engine.mesh.row, "device": engine.world.device,
+    return {"microbatch_size": microbatch_size, "replica": at.batch_share, "num_replicas": engine.mesh.batch_shares,
+            "part": at.microbatch_part, "num_parts": engine.mesh.microbatch_parts, "device": engine.world.device,
             "needs_inputs": engine.is_first_stage, "needs_targets": engine.is_last_stage,
             "length_multiple": length_multiple}
 
@@ -92,4 +92,4 @@ def lengths_of(run: ResolvedRun, data: Dataset) -> np.ndarray | None:
 def length_multiple(run: ResolvedRun) -> int:
     """What divides the length of a microbatch: the columns that share it, with sequence parallelism."""
     shares = layout_of(run.tensor) == "sequence"
-    return run.mesh.col if shares else 1
+    return run.mesh.feature_parts if shares else 1

@@ -57,15 +57,15 @@ def generate(engine: Engine, ranks: Group, prompts: Sequence[Sequence[int]], sam
     for text in texts:
         if not 0 < len(text.prompt) < longest:
             raise ConfigError("is empty" if not text.prompt else "leaves no room for an answer: the model sees "
-                              f"{longest} tokens at once", where=f"prompt {text.number + 1}",
+                              f"{longest} tokens at once", code="prompt-length", where=f"prompt {text.number + 1}",
                               value=f"{len(text.prompt)} tokens", remedy="Give a text of 1 to "
                               f"{longest - 1} tokens.")
-    mesh, mine = engine.mesh, engine.coordinates.data
-    roots = [ranks.ranks.index(engine.rank_of_outputs(replica)) for replica in range(mesh.data)]
+    mesh, mine = engine.mesh, engine.coordinates.replica
+    roots = [ranks.ranks.index(engine.rank_of_outputs(replica)) for replica in range(mesh.num_replicas)]
     chosen = torch.zeros(len(texts), dtype=torch.int64)
     with _open_caches(engine) as forget:
         while active := [text for text in texts if text.reason is None]:
-            own = [text for text in active if text.number % mesh.data == mine]
+            own = [text for text in active if text.number % mesh.num_replicas == mine]
             outputs = engine.predict([_microbatch(engine, text) for text in own] or [_idle(engine)])
             if not own:
                 forget(-1)
@@ -75,9 +75,9 @@ def generate(engine: Engine, ranks: Group, prompts: Sequence[Sequence[int]], sam
                     chosen[text.number] = next_token(logits_BSV[0, -1, :vocab], sampling, text=text.number,
                                                      position=len(text.prompt) + len(text.written))
             for replica, root in enumerate(roots):
-                part = chosen[replica::mesh.data].contiguous()
+                part = chosen[replica::mesh.num_replicas].contiguous()
                 ranks.broadcast(part, root=root).wait()
-                chosen[replica::mesh.data] = part
+                chosen[replica::mesh.num_replicas] = part
             for text in active:
                 _take(text, int(chosen[text.number]), max_tokens, longest, ends, is_stopped)
                 if text.reason is not None:

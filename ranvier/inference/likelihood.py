@@ -41,7 +41,8 @@ def loglikelihoods(engine: Engine, ranks: Group, requests: Sequence[Request], *,
     for number, (context, continuation) in enumerate(requests):
         if not context or len(continuation) > longest:
             what = "has no context" if not context else f"is longer than the {longest} tokens that the model sees"
-            raise DataError(what, where=f"request {number + 1}", value=f"{len(continuation)} tokens",
+            raise DataError(what, code="request-length", where=f"request {number + 1}",
+                            value=f"{len(continuation)} tokens",
                             remedy="Give the separator of texts as the context of a whole text, and score long texts "
                                    "in windows.")
     found = [(0.0, True)] * len(requests)
@@ -50,7 +51,7 @@ def loglikelihoods(engine: Engine, ranks: Group, requests: Sequence[Request], *,
         return found
     data = _dataset([requests[number] for number in scored], longest)
     loader = Loader(data, Sampler(len(data), None), total=len(data), lengths=data.sample_lengths,
-                    global_size=min(len(data), SAMPLES_AT_ONCE * engine.mesh.data),
+                    global_size=min(len(data), SAMPLES_AT_ONCE * engine.mesh.num_replicas),
                     **loader_options(engine, microbatch_size))
     mine: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     for step in range(-(-len(data) // loader.global_size)):
@@ -62,7 +63,8 @@ def loglikelihoods(engine: Engine, ranks: Group, requests: Sequence[Request], *,
             mine.append((samples, *continuation_scores(output, targets)))
 
         engine.predict(batch, observe)
-    part = [] if engine.coordinates.col else [entry for scores in mine for entry in _entries(*scores)]
+    counts = engine.coordinates.is_first_with_samples
+    part = [entry for scores in mine for entry in _entries(*scores)] if counts else []
     for number, total, is_greedy in chain.from_iterable(ranks.gather_objects(part)):
         found[scored[number]] = total, is_greedy
     return found

@@ -88,7 +88,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             room = self._shared.longest - max_tokens
             if room < 1:
                 raise ConfigError(f"leaves no room for a prompt: the model sees {self._shared.longest} tokens",
-                                  where="max_gen_toks", value=max_tokens, remedy="Set fewer in the task.")
+                                  code="max-gen-tokens", where="max_gen_toks", value=max_tokens,
+                                  remedy="Set fewer in the task.")
             prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]
             draws = bool(settings.get("do_sample", settings.get("temperature", 0)))
             texts = self._shared.generate(
@@ -108,8 +109,9 @@ def results_of(shared: SharedEngine, names: Sequence[str], *, path: Path | None,
     manager = TaskManager(include_path=None if path is None else str(path))
     unknown = [name for name in names if name not in manager.all_tasks]
     if unknown:
-        raise ConfigError("is no task of lm-evaluation-harness", where="lm-eval", value=unknown[0],
-                          remedy="`lm_eval ls tasks` lists them; --lm-eval-path names a folder with more.")
+        raise ConfigError("is no task of lm-evaluation-harness", code="unknown-lm-eval-task", where="lm-eval",
+                          value=unknown[0],
+                          remedy="`lm_eval ls tasks` lists them; `--lm-eval-path` names a folder with more.")
     found = lm_eval.simple_evaluate(model=HarnessModel(shared), tasks=list(names), task_manager=manager, limit=limit,
                                     num_fewshot=shots, bootstrap_iters=0)
     return {name: {metric.removesuffix(",none"): float(value) for metric, value in scores.items()

@@ -39,9 +39,15 @@ def evaluate(trained: Trained, run: ResolvedRun, runs: Mapping[str, ResolvedRun]
     the preparation of data, on rank 0.
     """
     if (choices or tasks) and head_of(run) != "tokens":
-        raise ConfigError("is of language models only", where="choices" if choices else "lm-eval",
-                          value=f"the task {run.data.task}", remedy="Name a run of the task lm or chat, or a folder of "
-                                                                    "a GPT-2 or a Llama.")
+        raise ConfigError("is of language models only", code="evaluation-of-language-models",
+                          where="choices" if choices else "lm-eval", value=f"the task {run.data.task}",
+                          remedy="Name a run of the task lm or chat, or a folder of a GPT-2 or a Llama.")
+    if any(one.data.task == "preference" and one.preference.needs_reference for one in runs.values()):
+        raise ConfigError("compares with a reference, and the model alone does not tell which: the run's metrics have "
+                          "its scores", code="evaluation-of-reference", where="preference.loss",
+                          value=run.preference.loss,
+                          remedy="Set `--preference.loss simpo` for the rewards without a reference, or name data of "
+                                 "the task chat and set `--data.task chat`.")
     questions = {name: read_questions(Path(path)) for name, path in choices.items()}
     line = tell if world.rank == 0 else (lambda text: None)
     prepared = {name: prepare(one, line) for name, one in runs.items()}
@@ -53,7 +59,7 @@ def evaluate(trained: Trained, run: ResolvedRun, runs: Mapping[str, ResolvedRun]
     results: Results = {}
     for name, data in prepared.items():
         total = len(data.eval) if data.scoring else min(run.train.eval_sequences, len(data.eval))
-        loader = evaluation_loader(run, engine, data.eval, total, at_once=SAMPLES_AT_ONCE * run.mesh.data)
+        loader = evaluation_loader(run, engine, data.eval, total, at_once=SAMPLES_AT_ONCE * run.mesh.num_replicas)
         results[name] = _scores(run, evaluate_samples(engine, ranks, loader, data.scoring))
     if questions or tasks:
         tokenizer = _tokenizer(trained, run, prepared)
@@ -95,6 +101,7 @@ def _tokenizer(trained: Trained, run: ResolvedRun, prepared: Mapping[str, Prepar
     places = [named, named / TOKENIZER, trained.origin / TOKENIZER]
     found = next((place for place in places if place.is_file()), None)
     if found is None:
-        raise ConfigError("is missing", where="data.tokenizer", value=run.data.tokenizer,
-                          remedy="Name the tokenizer.json of the model: --data.tokenizer FILE.")
+        raise ConfigError("is missing", code="evaluation-tokenizer-missing", where="data.tokenizer",
+                          value=run.data.tokenizer,
+                          remedy="Name the tokenizer.json of the model: `--data.tokenizer FILE`.")
     return tokenizers.load(found)

@@ -36,10 +36,11 @@ def read_questions(path: Path) -> list[Question]:
     try:
         questions = [_question(row.values, row.place) for row in json_rows(path, str(path))]
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot be read: {getattr(error, 'strerror', None) or error}", where="choices",
-                        value=str(path), remedy="Name a JSONL file that exists and is readable.") from error
+        raise DataError(f"cannot be read: {getattr(error, 'strerror', None) or error}", code="choices-unreadable",
+                        where="choices", value=str(path),
+                        remedy="Name a JSONL file that exists and is readable.") from error
     if not questions:
-        raise DataError("has no questions", where="choices", value=str(path),
+        raise DataError("has no questions", code="choices-empty", where="choices", value=str(path),
                         remedy='Write {"context": "...", "choices": ["...", "..."], "answer": 0} in each line.')
     return questions
 
@@ -57,8 +58,9 @@ def _question(row: object, place: str) -> Question:
     elif not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(choices):
         problem = "has no `answer` that is one of its choices, or the number of one, from 0"
     if problem is not None:
-        raise DataError(problem, where=place, value=repr(row)[:80], remedy='Write {"context": "...", "choices": '
-                        '["...", "..."], "answer": 0} in each line.')
+        raise DataError(problem, code="choices-malformed", where=place, value=repr(row)[:80],
+                        remedy='Write {"context": "...", "choices": '
+'["...", "..."], "answer": 0} in each line.')
     assert isinstance(context, str) and isinstance(choices, list) and isinstance(answer, int)  # as checked above
     return Question(context=context, choices=tuple(choices), answer=answer)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ranvier.data import tokenizer as tokenizers
-from ranvier.data.chat import conversation_of
 from ranvier.data.chat_template import ChatTokenizer
+from ranvier.data.conversation_rows import conversation_of
 from ranvier.data.tables import Row
 from ranvier.errors import ConfigError
 
@@ -24,8 +24,8 @@ class TextPrompts:
     def encode(self, prompt: Any) -> list[int]:
         """The tokens of a text. ConfigError for messages, which need a chat template."""
         if not isinstance(prompt, str):
-            raise ConfigError("are messages, which need a chat template", where="prompts", value=str(prompt)[:80],
-                              remedy="Add --chat.")
+            raise ConfigError("are messages, which need a chat template", code="prompts-are-messages", where="prompts",
+                              value=str(prompt)[:80], remedy="Add `--chat`.")
         return self._tokenizer.encode_from_start(prompt)
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -38,10 +38,10 @@ from ranvier.precision import DTYPES
 from ranvier.system.untrusted_file import member, read_json, read_toml
 from ranvier.world import World
 
-KEPT = ("model.", "lora.", "batch.", "seed", "precision", "train.eval_sequences", "data.task", "data.options",
-        "data.train_samples", "data.eval_samples", "data.text_column", "data.pair_column", "data.label_column",
-        "data.messages_column", "data.packing", "data.padding", "data.augment", "data.augment_repeats",
-        "data.max_bytes")
+KEPT = ("model.", "lora.", "preference.", "batch.", "seed", "precision", "train.eval_sequences", "data.task",
+        "data.options", "data.train_samples", "data.eval_samples", "data.text_column", "data.pair_column",
+        "data.label_column", "data.messages_column", "data.packing", "data.padding", "data.augment",
+        "data.augment_repeats", "data.max_bytes")
 """Beginnings of the settings of a run that its evaluation has, too; place and performance are chosen anew."""
 PLACES = ("data.corpus", "data.mixture", "data.train", "data.eval", "data.eval_sets", "data.tokenizer",
           "data.chat_template", "model.pretrained")
@@ -74,9 +74,9 @@ class Trained:
 
     def check_places(self, flags: Collection[str]) -> list[ConfigError]:
         """Paths of data that a checkpoint alone names, and no flag: they may be any, so they are not read."""
-        return [ConfigError("is a path that the checkpoint names, and no run.toml of yours", where=read.flag(name),
-                            value=read.as_text(value), remedy=f"Name it yourself if it is meant: --{read.flag(name)} "
-                                                              f"{read.as_text(value)}.")
+        return [ConfigError("is a path that the checkpoint names, and no run.toml of yours",
+                            code="path-named-by-checkpoint", where=read.flag(name), value=read.as_text(value),
+                            remedy=f"Name it yourself if it is meant: `--{read.flag(name)} {read.as_text(value)}`.")
                 for name, value in self.unnamed.items() if name not in flags]
 
     def sized(self, run: Run) -> Run:
@@ -88,12 +88,12 @@ class Trained:
         fingerprint = None if data.tokenizer is None else data.tokenizer.fingerprint
         if self.tokenizer is not None and fingerprint not in (None, self.tokenizer):
             raise DataError("is not the tokenizer that the model was trained with: the same numbers would be other "
-                            "tokens", where="data.tokenizer",
-                            remedy="Set --data.tokenizer to the run's tokenizer.json.")
+                            "tokens", code="other-tokenizer-than-trained", where="data.tokenizer",
+                            remedy="Set `--data.tokenizer` to the run's tokenizer.json.")
         if self.labels and data.class_names and data.class_names != self.labels:
-            raise DataError("has other classes than the model was trained on", where="data.eval",
-                            value=list(data.class_names[:20]),
-                            remedy=f"Give data with its classes: {list(self.labels[:20])}; --data.train names the "
+            raise DataError("has other classes than the model was trained on", code="other-classes-than-trained",
+                            where="data.eval", value=list(data.class_names[:20]),
+                            remedy=f"Give data with its classes: {list(self.labels[:20])}; `--data.train` names the "
                                    "training data, which has all of them.")
 
 
@@ -114,14 +114,14 @@ def open_trained(path: Path, tell: Callable[[str], None], *, ema: bool = False) 
     averages = averages_in(saved) if ema else {}
     run = saved.manifest.about.get("run")
     if not isinstance(run, dict) or "model" not in run:
-        raise CheckpointError("does not say which model it is of", where=f"checkpoint {saved.folder}",
-                              remedy="Name a checkpoint of `ranvier train`.")
+        raise CheckpointError("does not say which model it is of", code="checkpoint-without-run",
+                              where=f"checkpoint {saved.folder}", remedy="Name a checkpoint of `ranvier train`.")
     settings = read.from_dict(run, str(saved.folder)).values
     values = {name: value for name, value in settings.items() if name.startswith(KEPT) or name in PLACES}
     values.pop("lora.adapters", None)  # where they began; the checkpoint has what they have become
     tokenizer, labels = saved.manifest.about.get("tokenizer"), saved.manifest.about.get("labels")
     beside = tokenizer_beside(path, saved.folder)
-    if beside is not None and values.get("data.task") != "chat":
+    if beside is not None and values.get("data.task") not in ("chat", "preference"):
         values |= {"data.tokenizer": str(beside)}
         values.pop("model.pretrained", None)  # for its sizes, which are among the settings, and its tokenizer
     own = _own_settings(path) or _own_settings(saved.folder.parent.parent)
@@ -158,8 +158,8 @@ def _is_path(text: str) -> bool:
 def _of_folder(path: Path, tell: Callable[[str], None]) -> Trained:
     found = Pretrained(path)
     if found.missing:
-        raise CheckpointError(f"has no trained head: it lacks {', '.join(found.missing)}", where=str(path),
-                              remedy="Train it first: ranvier train --model.pretrained.")
+        raise CheckpointError(f"has no trained head: it lacks {', '.join(found.missing)}", code="untrained-head",
+                              where=str(path), remedy="Train it first: `ranvier train --model.pretrained`.")
     check_source(found, user_cache_folder(), tell)
     config = found.config
     task = "images" if config.family == "vit" else _TASK_OF[found.head]

@@ -75,12 +75,14 @@ def open_model(path: Path, tell: Callable[[str], None], *, ema: bool = False) ->
 def no_averages(path: Path) -> CheckpointError:
     """The error for a folder in Hugging Face's format of which moving averages are wanted."""
     return CheckpointError("has no moving average of the parameters: it is a folder in Hugging Face's format",
-                           where=str(path), remedy="Export it with `ranvier export --ema`, or leave --ema out.")
+                           code="folder-without-ema", where=str(path),
+                           remedy="Export it with `ranvier export --ema`, or leave `--ema` out.")
 
 
 def _of_decoder(head: str, model: LanguageModel) -> LanguageModel:
     if head != "tokens":
-        raise CheckpointError("is no language model", where=str(model.origin), value=f"head {head!r}",
+        raise CheckpointError("is no language model", code="not-a-language-model", where=str(model.origin),
+                              value=f"head {head!r}",
                               remedy="Name a run of the task lm or chat, or a folder of a GPT-2 or a Llama.")
     return model
 

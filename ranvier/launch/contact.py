@@ -54,20 +54,22 @@ def remove_contact(run_dir: Path) -> None:
 def read_contact(run_dir: Path) -> Contact:
     """That of a run under way. RanvierError for a folder without one, and for a run of another version."""
     if not (run_dir / "run.toml").is_file():
-        raise RanvierError("is no run's folder: it has no run.toml", where="RUN", value=str(run_dir),
-                           remedy="Name the folder that the run has printed as its own (--run-dir).")
+        raise RanvierError("is no run's folder: it has no run.toml", code="not-a-run-folder", where="RUN",
+                           value=str(run_dir),
+                           remedy="Name the folder that the run has printed as its own (`--run-dir`).")
     if (run_dir / "summary.json").exists():
-        raise RanvierError("has ended", where=f"run {run_dir}", remedy="Join runs that are under way.")
+        raise RanvierError("has ended", code="join-ended-run", where=f"run {run_dir}",
+                           remedy="Join runs that are under way.")
     try:
         with open_regular_file(run_dir / NAME, own=True) as file:
             content = file.read(_MOST_BYTES)
     except FileNotFoundError:
-        raise RanvierError(f"takes no ranks: it has no {NAME}", where=f"run {run_dir}",
-                           remedy="Start it with --launch.join-address, with torch as the transport and under plain "
+        raise RanvierError(f"takes no ranks: it has no {NAME}", code="run-takes-no-ranks", where=f"run {run_dir}",
+                           remedy="Start it with `--launch.join-address`, with torch as the transport and under plain "
                                   "python; one that starts takes ranks from its first step on.") from None
     except OSError as error:
-        raise RanvierError(f"cannot be read: {error.strerror or error}", where=str(run_dir / NAME),
-                           remedy="Join as the user whose run it is.") from error
+        raise RanvierError(f"cannot be read: {error.strerror or error}", code="contact-unreadable",
+                           where=str(run_dir / NAME), remedy="Join as the user whose run it is.") from error
     try:
         found: Any = parse_json(content)
         version, contact = found["version"], Contact(address=str(found["address"]), port=int(found["port"]),
@@ -75,11 +77,11 @@ def read_contact(run_dir: Path) -> Contact:
         if not contact.secret:
             raise ValueError("no secret")
     except (ValueError, TypeError, KeyError, OverflowError) as error:
-        raise RanvierError("is damaged", where=str(run_dir / NAME), value=type(error).__name__,
-                           remedy="Stop the run, and start it again with --resume auto.") from error
+        raise RanvierError("is damaged", code="contact-damaged", where=str(run_dir / NAME), value=type(error).__name__,
+                           remedy="Stop the run, and start it again with `--resume auto`.") from error
     if version != __version__:
-        raise RanvierError(f"runs with version {version} of Ranvier", where=f"run {run_dir}", value=__version__,
-                           remedy="Install that version here.")
+        raise RanvierError(f"runs with version {version} of Ranvier", code="join-other-version", where=f"run {run_dir}",
+                           value=__version__, remedy="Install that version here.")
     return contact
 
 
@@ -91,6 +93,6 @@ def connect(contact: Contact) -> TCPStore:
         socket.create_connection((contact.address, contact.port), timeout=_CONNECT_SECONDS).close()
         return connect_store(contact.address, contact.port, timedelta(seconds=_CONNECT_SECONDS))
     except (OSError, RuntimeError, OverflowError) as error:
-        raise LaunchError("cannot be reached", where=where, value=str(error).partition("\n")[0],
-                          remedy="If the run was killed, start it again with --resume auto. From another machine, "
-                                 "--launch.join-address must be an address that it reaches.") from error
+        raise LaunchError("cannot be reached", code="run-unreachable", where=where, value=str(error).partition("\n")[0],
+                          remedy="If the run was killed, start it again with `--resume auto`. From another machine, "
+                                 "`--launch.join-address` must be an address that it reaches.") from error

@@ -71,9 +71,9 @@ def exchange(seen: RankDevices, size: int, store: SharedStore) -> list[RankDevic
         try:
             row = json.loads(store.get(f"{DEVICES_KEY}{rank}"))
         except (RuntimeError, ValueError) as error:
-            raise LaunchError("did not say in time which devices it has", where=f"rank {rank}",
-                              value=str(error).partition("\n")[0],
-                              remedy="See why that rank has not started, or raise --comm.timeout-seconds.") from error
+            raise LaunchError("did not say in time which devices it has", code="devices-not-reported",
+                              where=f"rank {rank}", value=str(error).partition("\n")[0],
+                              remedy="See why that rank has not started, or raise `--comm.timeout-seconds`.") from error
         ranks.append(RankDevices(**{**row, "devices": tuple(row["devices"])}))
     return ranks
 
@@ -170,28 +170,30 @@ def _mismatch(without: Sequence[Sequence[RankDevices]], found: Mapping[int, int]
     numbers = ", ".join(str(seen.rank) for seen in ranks)
     if setting == "cuda":
         return ConfigError(f"needs a device for each of the {len(ranks)} ranks of this machine, which has "
-                           f"{len(devices)} (ranks {numbers})", where="launch.device", value=setting,
-                           remedy="Start fewer ranks per machine, or set --launch.device cpu.")
+                           f"{len(devices)} (ranks {numbers})", code="too-few-devices", where="launch.device",
+                           value=setting, remedy="Start fewer ranks per machine, or set `--launch.device cpu`.")
     others = ", ".join(map(str, sorted(found)))
     return ConfigError(f"differs between ranks: {_too_few(ranks)} on the machine of ranks {numbers}, while ranks "
-                       f"{others} have a device each", where="launch.device", value=setting,
-                       remedy="Look at the driver there (nvidia-smi), leave that machine out, or set "
-                              "--launch.device cpu for all.")
+                       f"{others} have a device each", code="devices-differ-by-machine", where="launch.device",
+                       value=setting,
+                       remedy="Look at the driver there (nvidia-smi), leave that machine out, or set `--launch.device "
+                              "cpu` for all.")
 
 
 def _check_equal(ranks: Sequence[RankDevices], where: str, value: Callable[[RankDevices], str]) -> None:
     other = next((seen for seen in ranks if value(seen) != value(ranks[0])), None)
     if other is not None:
         raise ConfigError(f"differs between ranks: {value(ranks[0])} on rank 0, {value(other)} on rank {other.rank}",
-                          where=where, remedy="Start all ranks with the same command line.")
+                          code="ranks-differ-in-setting", where=where,
+                          remedy="Start all ranks with the same command line.")
 
 
 def _check_version(ranks: Sequence[RankDevices], name: str, value: Callable[[RankDevices], str]) -> None:
     other = next((seen for seen in ranks if value(seen) != value(ranks[0])), None)
     if other is not None:
         raise LaunchError(f"ranks have different versions of {name}: {value(ranks[0]) or 'none'} on rank 0, "
-                          f"{value(other) or 'none'} on rank {other.rank}", where="launch",
-                          remedy=f"Install the same version of {name} on all machines.")
+                          f"{value(other) or 'none'} on rank {other.rank}", code="ranks-differ-in-version",
+                          where="launch", remedy=f"Install the same version of {name} on all machines.")
 
 
 def machine_name() -> str:

@@ -16,7 +16,6 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from types import TracebackType
 from typing import NoReturn
 
@@ -86,9 +85,9 @@ def as_user_error(error: BaseException, thread: threading.Thread | None) -> Base
     """
     if not isinstance(error, OSError) or error.errno not in _DISK_ERRORS:
         return error
-    return RanvierError(f"cannot be written: {error.strerror}",
+    return RanvierError(f"cannot be written: {error.strerror}", code="disk-failed",
                         where=error.filename or f"a file of {thread.name if thread else 'a thread'}",
-                        remedy="Free space on that disk, or choose another folder with --run-dir.")
+                        remedy="Free space on that disk, or choose another folder with `--run-dir`.")
 
 
 def abort_all_ranks(world: World, code: int) -> NoReturn:
@@ -122,9 +121,9 @@ def install_error_handlers(world: World, mesh: Mesh, *, stopped_seconds: float, 
 
     def on_stopped(rank: int, process: Process) -> None:
         fail(TransportError(
-            "is stopped (SIGSTOP) while all others wait for it, so the run ends", value=f"process {process.pid}",
-            where=f"rank {rank} ({_describe_now(world, mesh, rank)})",
-            remedy="Start again with --resume auto; --launch.stopped-seconds 0 allows a rank to be stopped."),
+            "is stopped (SIGSTOP) while all others wait for it, so the run ends", code="rank-stopped",
+            value=f"process {process.pid}", where=f"rank {rank} ({_describe_now(world, mesh, rank)})",
+            remedy="Start again with `--resume auto`; `--launch.stopped-seconds 0` allows a rank to be stopped."),
             names_culprit=True)
 
     def on_overdue(where: str) -> None:
@@ -132,8 +131,9 @@ def install_error_handlers(world: World, mesh: Mesh, *, stopped_seconds: float, 
         lines = (f"\n  rank {rank} ({_describe_now(world, mesh, rank)}): {action}"
                  for rank, (_, action) in actions.items())
         fail(MessageTimeout(
-            f"a collective did not end{''.join(lines)}", where=where, value=f"more than {timeout_seconds:g} s",
-            remedy="See what the other members do, or raise --comm.timeout-seconds."))
+            f"a collective did not end{''.join(lines)}", code="collective-late", where=where,
+            value=f"more than {timeout_seconds:g} s",
+            remedy="See what the other members do, or raise `--comm.timeout-seconds`."))
 
     def on_left_behind(cause: str, report: Callable[[Callable[[int], str]], str | None]) -> NoReturn:
         text = report(lambda rank: _describe_now(world, mesh, rank))
@@ -204,9 +204,9 @@ def _await_all_ranks(world: World, mesh: Mesh, heartbeat: Heartbeat) -> None:
                     raise _ended_early(world, mesh, needed_by)
                 checked, (rank, seconds) = time.monotonic(), heartbeat.longest_silence()
                 if seconds >= heartbeat.timeout_seconds:
-                    raise MessageTimeout("sends no heartbeat, and the run waits for it to end", where=f"rank {rank}",
-                                         value=f"{seconds:.0f} s",
-                                         remedy="See what that rank does, and start again with --resume auto.")
+                    raise MessageTimeout("sends no heartbeat, and the run waits for it to end",
+                                         code="heartbeat-missing", where=f"rank {rank}", value=f"{seconds:.0f} s",
+                                         remedy="See what that rank does, and start again with `--resume auto`.")
     except RuntimeError:
         pass  # rank 0, which hosts the store, has seen that all ranks finished, and has exited
 
@@ -214,7 +214,7 @@ def _await_all_ranks(world: World, mesh: Mesh, heartbeat: Heartbeat) -> None:
 def _ended_early(world: World, mesh: Mesh, other: int) -> LaunchError:
     action = (call_with_timeout(lambda: read_actions(world.store, [other])) or {}).get(other, (0, "a call"))[1]
     return LaunchError(f"ended its program with exit code 0 while rank {other} ({_describe_now(world, mesh, other)}) "
-                       f"needs it, which is in {action}", where=f"rank {world.rank}",
+                       f"needs it, which is in {action}", code="rank-ended-early", where=f"rank {world.rank}",
                        remedy="Make the same calls of the engine on all ranks, and end the program after the last one.")
 
 
@@ -280,15 +280,14 @@ def describe_rank(mesh: Mesh, rank: int) -> str:
 
 def publish_mesh(store: SharedStore, mesh: Mesh) -> None:
     """Tell the supervisor, which names ranks by their coordinates, that the run now uses `mesh`."""
-    store.set(MESH, json.dumps([mesh.data, mesh.pipe]))
+    store.set(MESH, json.dumps(mesh.sizes))
 
 
 def read_mesh(store: SharedStore, mesh: Mesh) -> Mesh:
     """The mesh that was published last, in a run that was started with `mesh`."""
     if not store.check([MESH]):
         return mesh
-    data, pipe = json.loads(store.get(MESH))
-    return replace(mesh, data=data, pipe=pipe)
+    return mesh.resized(**json.loads(store.get(MESH)))
 
 
 def _print_error(text: str) -> None:

@@ -181,7 +181,7 @@ class Newcomer:
     def _await_verdict(self, seconds: float) -> None:
         problem = json.loads(self._await("verdict", seconds, "the run has not said whether it takes this rank"))
         if problem is not None:
-            raise LaunchError(f"is refused: {problem}", where=f"joining rank {self._number}",
+            raise LaunchError(f"is refused: {problem}", code="join-refused", where=f"joining rank {self._number}",
                               remedy="Look at the run's output, and join again.")
 
     def _refused(self) -> bool:
@@ -199,10 +199,11 @@ class Newcomer:
                 if what != "verdict" and self._refused():
                     self._await_verdict(0.0)
                 if time.monotonic() > deadline:
-                    raise LaunchError(late, where="join", value=f"{seconds:g} s",
-                                      remedy="Is the run under way? Wait longer with --wait, for runs with long steps.")
+                    raise LaunchError(late, code="join-late", where="join", value=f"{seconds:g} s",
+                                      remedy="Is the run under way? Wait longer with `--wait`, for runs with long "
+                                             "steps.")
                 time.sleep(_POLL_SECONDS)
             return store.get(key).decode()
         except RuntimeError as error:
-            raise LaunchError("has ended, or starts again", where="the run", value=str(error).partition("\n")[0],
-                              remedy="Join a run that is under way.") from error
+            raise LaunchError("has ended, or starts again", code="join-run-gone", where="the run",
+                              value=str(error).partition("\n")[0], remedy="Join a run that is under way.") from error

@@ -63,12 +63,13 @@ def detect(environ: Mapping[str, str], setting: Setting = "auto") -> Started | N
     """
     started = _detect(environ, setting)
     if started is not None and started.rank >= started.size:
-        raise ConfigError(f"is not possible: {started}", where="launch.launcher", value=setting,
-                          remedy=f"Start the command with {started.launcher} itself, or set --launch.launcher.")
+        raise ConfigError(f"is not possible: {started}", code="launcher-contradicts", where="launch.launcher",
+                          value=setting,
+                          remedy=f"Start the command with {started.launcher} itself, or set `--launch.launcher`.")
     secret = environ.get(SECRET)
     if started is not None and secret is not None and not secret.strip():
-        raise ConfigError("is empty, so that values of the ranks' store would not be signed", where=SECRET,
-                          value=secret,
+        raise ConfigError("is empty, so that values of the ranks' store would not be signed", code="secret-empty",
+                          where=SECRET, value=secret,
                           remedy=f"Export a random one, such as {SECRET}=$(openssl rand -hex 32), or unset it.")
     return started and replace(started, secret=secret)
 
@@ -84,8 +85,8 @@ def _detect(environ: Mapping[str, str], setting: Setting) -> Started | None:
         started = found[setting](environ)
         if started is None:
             raise ConfigError(f"{setting} did not start this process: {_SIGNS[setting]} is not set",
-                              where="launch.launcher", value=setting,
-                              remedy=f"Start the command with {setting}, or set --launch.launcher local.")
+                              code="launcher-absent", where="launch.launcher", value=setting,
+                              remedy=f"Start the command with {setting}, or set `--launch.launcher local`.")
         return started
     torchrun, mpiexec, srun = (find(environ) for find in found.values())
     if torchrun and srun and _runs_torchrun(environ, srun):
@@ -94,8 +95,9 @@ def _detect(environ: Mapping[str, str], setting: Setting) -> Started | None:
         srun, mpiexec = replace(srun, mpi=True), None
     all_found = [started for started in (torchrun, mpiexec, srun) if started]
     if len(all_found) > 1:
-        raise ConfigError("is ambiguous: " + ", but ".join(map(str, all_found)), where="launch.launcher", value="auto",
-                          remedy="Set --launch.launcher to the one that started the ranks: "
+        raise ConfigError("is ambiguous: " + ", but ".join(map(str, all_found)), code="launcher-ambiguous",
+                          where="launch.launcher", value="auto",
+                          remedy="Set `--launch.launcher` to the one that started the ranks: "
                                  + " or ".join(started.launcher for started in all_found) + ".")
     return all_found[0] if all_found else None
 
@@ -124,7 +126,8 @@ def _local(environ: Mapping[str, str]) -> Started | None:
         inner = _mpiexec(environ)
         if inner is None or inner.size != size:
             raise ConfigError(f"mpiexec should have started {size} ranks, but {inner or 'its variables are missing'}",
-                              where="launch.launcher", value="local", remedy="Set --comm.transport torch.")
+                              code="mpiexec-rank-count", where="launch.launcher", value="local",
+                              remedy="Set `--comm.transport torch`.")
         rank = inner.rank
     else:
         rank = _number(environ, "RANVIER_LOCAL_RANK", "our own supervisor")
@@ -151,8 +154,8 @@ def _mpiexec(environ: Mapping[str, str]) -> Started | None:
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")))
     if mpich and open_mpi and (mpich.rank, mpich.size) != (open_mpi.rank, open_mpi.size):
         raise ConfigError(f"is ambiguous: MPICH's variables say rank {mpich.rank} of {mpich.size}, but Open MPI's say "
-                          f"rank {open_mpi.rank} of {open_mpi.size}", where="launch.launcher", value="mpiexec",
-                          remedy="Start the command with one mpiexec, outside any other.")
+                          f"rank {open_mpi.rank} of {open_mpi.size}", code="mpi-ambiguous", where="launch.launcher",
+                          value="mpiexec", remedy="Start the command with one mpiexec, outside any other.")
     return mpich or open_mpi
 
 
@@ -203,8 +206,9 @@ def _given_master(environ: Mapping[str, str]) -> tuple[str, int] | None:
 
 def _text(environ: Mapping[str, str], name: str, launcher: str) -> str:
     if not environ.get(name):
-        raise ConfigError(f"{name} is missing, although other variables of {launcher} are set", where="launch.launcher",
-                          remedy=f"Start the command with {launcher} itself, or set --launch.launcher.")
+        raise ConfigError(f"{name} is missing, although other variables of {launcher} are set",
+                          code="launcher-variable-missing", where="launch.launcher",
+                          remedy=f"Start the command with {launcher} itself, or set `--launch.launcher`.")
     return environ[name]
 
 
@@ -213,8 +217,9 @@ def _number(environ: Mapping[str, str], name: str, launcher: str, default: int |
         return default
     text = _text(environ, name, launcher)
     if not (text.isascii() and text.isdigit()):
-        raise ConfigError(f"{name} of {launcher} is not a whole number", where="launch.launcher", value=text,
-                          remedy=f"Start the command with {launcher} itself, or set --launch.launcher.")
+        raise ConfigError(f"{name} of {launcher} is not a whole number", code="launcher-variable-not-number",
+                          where="launch.launcher", value=text,
+                          remedy=f"Start the command with {launcher} itself, or set `--launch.launcher`.")
     return int(text)
 
 
@@ -227,7 +232,7 @@ def expand_hosts(nodes: str) -> list[str]:
     entry = rf"(?:[\w.\-]|\[{ranges}(?:,{ranges})*\])+"
     hosts = [host for part in re.findall(entry, nodes) for host in _expand(part)]
     if not re.fullmatch(rf"{entry}(?:,{entry})*", nodes, re.ASCII) or not hosts:
-        raise ConfigError("is not a node list", where="SLURM_STEP_NODELIST", value=nodes,
+        raise ConfigError("is not a node list", code="node-list", where="SLURM_STEP_NODELIST", value=nodes,
                           remedy="Set MASTER_ADDR and MASTER_PORT to where rank 0 runs.")
     return hosts
 

@@ -114,7 +114,7 @@ class Losses:
     def end(self) -> None:
         """On rank 0: from now on a loss ends the run. TransportError where one has just been reported."""
         if self._world.store.compare_set(f"{_LOST}{self._known}", "", _CLOSED).decode() != _CLOSED:
-            raise TransportError("was lost", where="a rank", remedy="See which rank has stopped.")
+            raise TransportError("was lost", code="rank-lost", where="a rank", remedy="See which rank has stopped.")
 
     def close(self) -> None:
         """Stop watching. A thread inside a store call while the interpreter shuts down would crash the process."""
@@ -151,7 +151,8 @@ class Losses:
         before = world.backend if isinstance(world.backend, TorchBackend) else None
         with self._lock:
             if self._known > agreement.number:
-                raise TransportError("was lost", where="another rank", remedy="See which rank has stopped.")
+                raise TransportError("was lost", code="rank-lost", where="another rank",
+                                     remedy="See which rank has stopped.")
             if before is not None:
                 before.sockets.severed = False
         made = torch_generation(f"losses/{agreement.number}", members.index(world.members[world.rank]), len(members),

@@ -75,10 +75,11 @@ def _watch(done: int, rank: Process, launcher: Process | None, started: Started,
 def _error(stopped: Mapping[int, Process], late: bool, timeout_seconds: float) -> LaunchError | None:
     for number, process in stopped.items():
         return LaunchError("is stopped (SIGSTOP) while all others wait for it to start MPI, so the run ends",
-                           where=f"rank {number}", value=f"process {process.pid}",
-                           remedy="Start again; --launch.stopped-seconds 0 allows a rank to be stopped.")
+                           code="rank-stopped-before-mpi", where=f"rank {number}", value=f"process {process.pid}",
+                           remedy="Start again; `--launch.stopped-seconds 0` allows a rank to be stopped.")
     if not late:
         return None
-    return LaunchError("has not started on all ranks", where="MPI", value=f"more than {timeout_seconds:g} s",
+    return LaunchError("has not started on all ranks", code="mpi-start-late", where="MPI",
+                       value=f"more than {timeout_seconds:g} s",
                        remedy="See whether the launcher started every rank and whether the machines reach each other, "
-                              "or raise --comm.timeout-seconds.")
+                              "or raise `--comm.timeout-seconds`.")

@@ -45,11 +45,12 @@ def _output(*command: str) -> str:
     try:
         done = child.run(command, seconds=60)
     except (OSError, TimeoutExpired) as error:
-        raise LaunchError("cannot be run", where=command[0], value=str(error), remedy="Reinstall it.") from error
+        raise LaunchError("cannot be run", code="mpiexec-not-runnable", where=command[0], value=str(error),
+                          remedy="Reinstall it.") from error
     if done.returncode != 0:
         lines = (done.stderr or done.stdout).strip().splitlines()
-        raise LaunchError("fails", where=" ".join(command[:2]), value=lines[-1] if lines else done.returncode,
-                          remedy="Reinstall it.")
+        raise LaunchError("fails", code="mpiexec-fails", where=" ".join(command[:2]),
+                          value=lines[-1] if lines else done.returncode, remedy="Reinstall it.")
     return done.stdout + done.stderr
 
 
@@ -78,8 +79,8 @@ def mpiexec_command(num_ranks: int, command: Sequence[str]) -> list[str]:
     """
     mpiexec = find_mpiexec()
     if mpiexec is None:
-        raise LaunchError("is neither beside the interpreter nor on PATH", where="mpiexec",
-                          remedy="pip install 'ranvier[mpi]', or set --comm.transport torch.")
+        raise LaunchError("is neither beside the interpreter nor on PATH", code="mpiexec-missing", where="mpiexec",
+                          remedy="pip install 'ranvier[mpi]', or set `--comm.transport torch`.")
     arguments = [mpiexec, "-n", str(num_ranks)]
     if flavour(_output(mpiexec, "--version")) == "open-mpi":
         arguments += ["--bind-to", "none"]

@@ -57,7 +57,8 @@ def run(function: Callable[..., Any], *args: Any, mesh: Mesh | None = None, data
         try:
             (folder / "job").write_bytes(pickler.dumps((settings, function, args)))
         except Exception as error:  # whatever an object's own pickling raises
-            raise LaunchError(f"cannot be sent to the ranks: {type(error).__name__}: {error}", where="ranvier.run",
+            raise LaunchError(f"cannot be sent to the ranks: {type(error).__name__}: {error}",
+                              code="function-not-picklable", where="ranvier.run",
                               value=getattr(function, "__name__", function),
                               remedy="Create files, locks, engines and devices inside the function.") from error
         code = _run_program(folder)
@@ -72,7 +73,8 @@ def cloudpickle_module() -> ModuleType:
         import cloudpickle  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except ImportError as error:
         raise LaunchError("needs the package cloudpickle, which sends functions of a notebook to other processes",
-                          where="ranvier.run", remedy="Install it with pip install 'ranvier[notebook]'.") from error
+                          code="cloudpickle-missing", where="ranvier.run",
+                          remedy="Install it with pip install 'ranvier[notebook]'.") from error
     module: ModuleType = cloudpickle
     return module
 
@@ -110,7 +112,8 @@ def _failure(folder: Path, code: int) -> LaunchError:
     errors = sorted(folder.glob("*.error"), key=lambda path: path.stat().st_mtime_ns)
     if not errors:
         how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        return LaunchError(f"ended {how} before they had a result", where="the ranks",
+        return LaunchError(f"ended {how} before they had a result", code="function-ranks-ended", where="the ranks",
                            remedy="See their output above.")
     who, _, what = errors[0].read_text().partition("\n")
-    return LaunchError(f"failed: {what.rstrip('.')}", where=who, remedy="Its traceback is in the output above.")
+    return LaunchError(f"failed: {what.rstrip('.')}", code="function-failed", where=who,
+                       remedy="Its traceback is in the output above.")

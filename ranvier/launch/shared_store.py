@@ -56,8 +56,8 @@ def open_store(started: Started, timeout_seconds: float) -> tuple[Store, SharedS
         store = _host_store(host, port, started, timeout) if hosts else connect_store(host, port, timeout)
     except Exception as error:
         what = "cannot listen there" if hosts else "rank 0 cannot be reached there"
-        raise LaunchError(f"{what}: {str(error).partition(chr(10))[0]}", where="launch", value=f"{host}:{port}",
-                          remedy=remedy) from error
+        raise LaunchError(f"{what}: {str(error).partition(chr(10))[0]}", code="store-unreachable", where="launch",
+                          value=f"{host}:{port}", remedy=remedy) from error
     if started.launcher == "local":
         return signed(store, started.secret)
     below = PrefixStore("ranvier", store)
@@ -103,8 +103,9 @@ def agree_on_start(rank: int, size: int, store: SharedStore, timeout_seconds: fl
 
 
 def _missing(rank: int, value: object) -> LaunchError:
-    return LaunchError("did not start in time", where=f"rank {rank}", value=str(value).partition("\n")[0],
-                       remedy="See why that rank has not started, or raise --comm.timeout-seconds.")
+    return LaunchError("did not start in time", code="rank-start-late", where=f"rank {rank}",
+                       value=str(value).partition("\n")[0],
+                       remedy="See why that rank has not started, or raise `--comm.timeout-seconds`.")
 
 
 def _await_launchers_store(started: Started, host: str, port: int, timeout_seconds: float) -> None:
@@ -122,9 +123,10 @@ def _await_launchers_store(started: Started, host: str, port: int, timeout_secon
             if time.monotonic() > end:
                 if started.rank != started.local_rank and _is_loopback(host):
                     raise LaunchError("means this machine itself here, but rank 0 is on another one",
-                                      where="MASTER_ADDR", value=host, remedy=_TORCHRUN_REMEDY) from None
-                raise LaunchError("the launcher that hosted the ranks' store is gone", where="launch",
-                                  value=f"{host}:{port}", remedy="Start the ranks again.") from None
+                                      code="master-address-is-local", where="MASTER_ADDR", value=host,
+                                      remedy=_TORCHRUN_REMEDY) from None
+                raise LaunchError("the launcher that hosted the ranks' store is gone", code="launcher-gone",
+                                  where="launch", value=f"{host}:{port}", remedy="Start the ranks again.") from None
             time.sleep(0.1)
         except OSError:  # TCPStore says what is wrong
             return
@@ -159,7 +161,7 @@ def _host_store(host: str, port: int, started: Started, timeout: timedelta) -> T
 def _open_through_mpi(started: Started, timeout: timedelta) -> tuple[Store, SharedStore]:
     if not started.mpi or find_spec("mpi4py") is None:
         raise LaunchError(f"{started.launcher} does not give the address of rank 0, and mpi4py, which could, is not "
-                          "installed", where="launch", remedy=_REMEDY)
+                          "installed", code="rank-0-address-unknown", where="launch", remedy=_REMEDY)
     from mpi4py import MPI
 
     hosts = MPI.COMM_WORLD.gather(socket.gethostname())

@@ -28,7 +28,7 @@ from ranvier.comm.mpi_backend import MPIBackend
 from ranvier.comm.protocol import Backend
 from ranvier.comm.signed_store import SharedStore, clone_store
 from ranvier.comm.torch_backend import TorchBackend
-from ranvier.config.arguments import of_function
+from ranvier.config.python_names import of_function
 from ranvier.errors import ConfigError, LaunchError, RanvierError
 from ranvier.launch import failures as failure
 from ranvier.launch.cuda_environment import cuda_defaults
@@ -97,6 +97,7 @@ def start(mesh: Mesh | None = None, *, data: int = 1, pipe: int = 1, row: int = 
     cannot be started or reached.
     """
     mesh = mesh or Mesh(data=data, pipe=pipe, row=row, col=col)
+    mesh.require_known_axes("the start of ranks")
     interactive = hasattr(sys, "ps1")  # an error at a prompt must not end the process
     if not interactive:
         failure.install_start_error_handlers(None)
@@ -149,8 +150,8 @@ def _connect_rank(mesh: Mesh, started: Started, transport: str, collectives: str
     chosen = choose_transport(transport, started, chosen_device.value)
     if place.type == "cuda" and survive_losses:
         raise ConfigError("works between host memories only: a wait inside NCCL for a lost rank cannot be ended",
-                          where="launch.survive-losses", value=str(place),
-                          remedy="Set --launch.device cpu, or use --max-restarts instead.")
+                          code="survive-losses-on-device", where="launch.survive-losses", value=str(place),
+                          remedy="Set `--launch.device cpu`, or use `--max-restarts` instead.")
     if place.type == "cuda":
         torch.cuda.set_device(place)  # what names no device, in libraries too, must not take device 0
     library = choose_collectives(collectives, chosen.value, chosen_device.value)
@@ -210,8 +211,8 @@ def choose_device(setting: str, local_size: int) -> Choice:
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if setting == "cuda" and devices < local_size:
         raise ConfigError(f"needs a device for each of the {local_size} ranks of this machine, which has {devices}",
-                          where="launch.device", value=setting,
-                          remedy="Start fewer ranks per machine, or set --launch.device cpu.")
+                          code="too-few-local-devices", where="launch.device", value=setting,
+                          remedy="Start fewer ranks per machine, or set `--launch.device cpu`.")
     if setting != "auto":
         return Choice(value=setting, reason="as set")
     if devices == 0:
@@ -237,11 +238,12 @@ def choose_transport(setting: str, started: Started | None, device: str) -> Choi
     if setting == "mpi":
         if without_mpi:
             raise ConfigError(f"cannot work under {without_mpi}: each rank's MPI would see only itself",
-                              where="comm.transport", value=setting,
-                              remedy="Start the ranks with mpiexec or plain python, or set --comm.transport torch.")
+                              code="mpi-under-launcher", where="comm.transport", value=setting,
+                              remedy="Start the ranks with mpiexec or plain python, or set `--comm.transport torch`.")
         if problem:
-            raise ConfigError(f"cannot work here: {problem}", where="comm.transport", value=setting,
-                              remedy="Install it with pip install 'ranvier[mpi]', or set --comm.transport torch.")
+            raise ConfigError(f"cannot work here: {problem}", code="mpi-not-usable", where="comm.transport",
+                              value=setting,
+                              remedy="Install it with pip install 'ranvier[mpi]', or set `--comm.transport torch`.")
         return Choice(value="mpi", reason="as set")
     if device == "cuda":
         return Choice(value="torch", reason="NCCL between CUDA devices")
@@ -260,8 +262,8 @@ def choose_collectives(setting: str, transport: str, device: str) -> Choice:
     """
     if transport == "torch":
         if setting == "mpi":
-            raise ConfigError("needs MPI for messages, too", where="comm.collectives", value=setting,
-                              remedy="Set --comm.transport mpi, or leave comm.collectives auto.")
+            raise ConfigError("needs MPI for messages, too", code="mpi-collectives-alone", where="comm.collectives",
+                              value=setting, remedy="Set `--comm.transport mpi`, or leave `comm.collectives auto`.")
         return Choice(value="torch", reason="as the transport")
     if setting != "auto":
         return Choice(value=setting, reason="as set")
@@ -277,11 +279,12 @@ def rerun_command() -> list[str]:
     scripted = getattr(main, "__file__", None) is not None or "-c" in command
     if hasattr(sys, "ps1") or sys.flags.interactive or not scripted or "ipykernel" in sys.modules:
         raise LaunchError("cannot start ranks from a prompt or a notebook: there is no command to run again",
-                          where="launch", remedy="Put the code into a function of the world and call "
-                                                 "ranvier.run(function, data=..., pipe=...), or put it into a file.")
+                          code="start-from-prompt", where="launch",
+                          remedy="Put the code into a function of the world and call ranvier.run(function, data=..., "
+                                 "pipe=...), or put it into a file.")
     if command[1:2] and getattr(main, "__file__", None) == "<stdin>":
-        raise LaunchError("cannot start ranks from a program on standard input", where="launch",
-                          remedy="Put the code into a file and run `python file.py`.")
+        raise LaunchError("cannot start ranks from a program on standard input", code="start-from-standard-input",
+                          where="launch", remedy="Put the code into a file and run `python file.py`.")
     return child.python(*command[1:]) if _is_own_program(main) else [sys.executable, *command[1:]]
 
 
@@ -299,7 +302,7 @@ def _run_local_ranks(mesh: Mesh, transport: str, threads: int | Literal["auto"],
     """Supervise the ranks, and restart them as `restart` says; returns the exit code."""
     command: Sequence[str] = rerun if rerun is not None else rerun_command()
     if threading.current_thread() is not threading.main_thread():
-        raise LaunchError("can start ranks only from the main thread", where="launch",
+        raise LaunchError("can start ranks only from the main thread", code="start-from-thread", where="launch",
                           remedy="Call ranvier.start before starting threads.")
     from ranvier.launch.supervision import supervise  # not needed on ranks
 
@@ -327,11 +330,11 @@ def rank_variables(num_ranks: int, threads: int | Literal["auto"], survive_losse
 def _check_membership(setting: str, value: str, started: Started | None, transport: str) -> None:
     """Whether ranks may come and go, as `setting` asks."""
     if transport == "mpi":
-        raise ConfigError("needs transport torch: MPI's ranks are those that were started", where=setting,
-                          value=value, remedy="Leave the transport auto.")
+        raise ConfigError("needs transport torch: MPI's ranks are those that were started",
+                          code="membership-needs-torch", where=setting, value=value, remedy="Leave the transport auto.")
     if started is not None and started.launcher != "local":
         raise ConfigError(f"has no effect under {started.launcher}, whose ranks are those that it has started",
-                          where=setting, value=value,
+                          code="membership-under-launcher", where=setting, value=value,
                           remedy=f"Start the run under plain python, or leave --{setting} out.")
 
 
@@ -347,9 +350,10 @@ def _check_size(mesh: Mesh, started: Started) -> None:
         return
     how = {"torchrun": f"torchrun --nproc-per-node {mesh.size}", "mpiexec": f"mpiexec -n {mesh.size}",
            "srun": f"srun --ntasks {mesh.size}", "local": "plain python"}[started.launcher]
-    raise ConfigError(f"needs {mesh.size} ranks ({mesh}), but {started.launcher} started {started.size}", where="mesh",
-                      remedy=f"Start the command with {how}, or change --mesh.data and --mesh.pipe so that "
-                             f"data x pipe x row x col is {started.size}.")
+    raise ConfigError(f"needs {mesh.size} ranks ({mesh}), but {started.launcher} started {started.size}",
+                      code="launcher-started-other-number", where="mesh",
+                      remedy=f"Start the command with {how}, or change `--mesh.data` and `--mesh.pipe` so that data x "
+                             f"pipe x row x col is {started.size}.")
 
 
 def _with_local_rank(started: Started) -> tuple[Started, int, int]:
@@ -357,7 +361,8 @@ def _with_local_rank(started: Started) -> tuple[Started, int, int]:
     if started.local_rank is not None and started.local_size is not None:
         return started, started.local_rank, started.local_size
     if not started.mpi or find_spec("mpi4py") is None:
-        raise LaunchError(f"{started.launcher} does not set the number of ranks on this machine", where="launch",
+        raise LaunchError(f"{started.launcher} does not set the number of ranks on this machine",
+                          code="local-size-unknown", where="launch",
                           remedy="Start the ranks with torchrun, or install mpi4py.")
     from mpi4py import MPI
 
@@ -378,9 +383,11 @@ def _open_store(started: Started, timeout_seconds: float) -> tuple[Store, Shared
 
 def _check_mpi(started: Started, rank: int, size: int) -> None:
     if (rank, size) != (started.rank, started.size):
-        raise LaunchError(f"contradicts the launcher: {started}, but MPI says rank {rank} of {size}. "
-                          "The launcher belongs to another MPI", where="comm.transport", value="mpi",
-                          remedy="Use the mpiexec of the MPI library that mpi4py loads, or set --comm.transport torch.")
+        raise LaunchError(f"contradicts the launcher: {started}, but MPI says rank {rank} of {size}. The launcher "
+                          "belongs to another MPI", code="mpi-contradicts-launcher", where="comm.transport",
+                          value="mpi",
+                          remedy="Use the mpiexec of the MPI library that mpi4py loads, or set `--comm.transport "
+                                 "torch`.")
 
 
 def _connect(started: Started, transport: str, collectives: str, device: torch.device, timeout_seconds: float,
@@ -403,10 +410,10 @@ def _connect_torch(started: Started, device: torch.device, timeout_seconds: floa
         return TorchBackend(started.rank, started.size, PrefixStore("comm", clone_store(store)), device,
                             timeout_seconds)
     except RuntimeError as error:
-        raise LaunchError(f"Gloo cannot connect the ranks: {str(error).partition(chr(10))[0]}", where="launch",
-                          value=os.environ.get(_INTERFACE),
-                          remedy=f"Set {_INTERFACE} on each machine to the network interface that reaches the "
-                                 "others (ip addr lists them).") from error
+        raise LaunchError(f"Gloo cannot connect the ranks: {str(error).partition(chr(10))[0]}",
+                          code="gloo-cannot-connect", where="launch", value=os.environ.get(_INTERFACE),
+                          remedy=f"Set {_INTERFACE} on each machine to the network interface that reaches the others "
+                                 "(ip addr lists them).") from error
 
 
 def _choose_interface(started: Started, store: Store) -> None:

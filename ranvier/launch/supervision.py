@@ -292,8 +292,9 @@ def _host(address: str) -> TCPStore:
     try:
         return create_store(address, 0, timedelta(seconds=300))
     except OSError as error:
-        raise LaunchError(f"nothing can listen there: {error.strerror or error}", where="launch.join-address",
-                          value=address, remedy="Give an address of this machine (ip addr lists them).") from error
+        raise LaunchError(f"nothing can listen there: {error.strerror or error}", code="join-address-not-here",
+                          where="launch.join-address", value=address,
+                          remedy="Give an address of this machine (ip addr lists them).") from error
 
 
 def _adopt_orphans() -> None:

@@ -14,7 +14,7 @@ from ranvier.errors import ConfigError, ModelError
 from ranvier.layout.boxes import Box, Slice, box_size, intersection, whole
 from ranvier.layout.chunks import FlatGradient, FlatOrder, flat_order
 from ranvier.layout.split import TensorAxis
-from ranvier.mesh import Coordinates, Mesh, StagePlacement
+from ranvier.mesh import Coordinates, Mesh, Position, StagePlacement
 
 
 def frozen_blocks(layers: Sequence[Sequence[str]], blocks: Sequence[str], frozen: int) -> int:
@@ -89,30 +89,32 @@ class Layout:
         owned     what it alone answers for: over all ranks every element once, whether it is trained or not
 
     boundaries: first block of each stage after the first.
-    shards: parameter name -> (row, col) -> its box on the tensor mesh; those left out are whole everywhere.
+    shards: parameter name -> position in the stage -> its box there; those left out are whole everywhere.
     chunking: how gradients are reduced and optimizer states shared; None where nothing is updated from them yet.
-    placement: which stages the ranks along `pipe` have; None for one each.
+    placement: which stages the ranks of a pipeline have; None for one each.
 
-    Raises ConfigError for boundaries that do not cut, ModelError for two parameters of one name.
+    Raises ConfigError for boundaries that do not cut and for axes that are not known, ModelError for two parameters of
+    one name.
     """
 
     mesh: Mesh
     num_blocks: int
     boundaries: tuple[int, ...]
     parameters: tuple[Parameter, ...]
-    shards: Mapping[str, Mapping[tuple[int, int], Box]] | None = None
+    shards: Mapping[str, Mapping[Position, Box]] | None = None
     chunking: Chunking | None = None
     placement: StagePlacement | None = None
 
     def __post_init__(self) -> None:
+        self.mesh.require_known_axes("a layout")
         edges = self._edges
         if len(edges) != self.stages.num_stages + 1 or any(a >= b for a, b in pairwise(edges)):
             raise ConfigError(f"does not cut {self.num_blocks} blocks into {self.stages.num_stages} stages",
-                              where="pipeline.boundaries", value=self.boundaries,
+                              code="boundaries-do-not-cut", where="pipeline.boundaries", value=self.boundaries,
                               remedy="Give the first block of each stage after the first, rising.")
         names = [parameter.name for parameter in self.parameters]
         if len(set(names)) != len(names):
-            raise ModelError("two parameters have one name", where="model",
+            raise ModelError("two parameters have one name", code="parameter-names-repeat", where="model",
                              value=sorted({name for name in names if names.count(name) > 1})[0],
                              remedy="Give each block its own name.")
 
@@ -129,8 +131,8 @@ class Layout:
 
     @cached_property
     def stages(self) -> StagePlacement:
-        """Which stages each rank along `pipe` has."""
-        return self.placement or StagePlacement(pipe=self.mesh.pipe)
+        """Which stages each rank of a pipeline has."""
+        return self.placement or StagePlacement(num_ranks=self.mesh.pipeline_size)
 
     def blocks(self, stage: int) -> range:
         """Numbers of the blocks on `stage`."""
@@ -141,11 +143,11 @@ class Layout:
         return bisect_right(self.boundaries, block)
 
     def pipe_of(self, block: int) -> int:
-        """The index along `pipe` of the ranks that hold `block`."""
+        """The place in the pipeline of the ranks that hold `block`."""
         return self.stages.rank_of(self.stage_of(block))
 
     def blocks_on(self, pipe: int) -> list[int]:
-        """Numbers of the blocks on the ranks with that index along `pipe`, rising."""
+        """Numbers of the blocks on the ranks at that place in the pipeline, rising."""
         return [block for stage in self.stages.stages_of(pipe) for block in self.blocks(stage)]
 
     def parameters_of(self, pipe: int) -> tuple[Parameter, ...]:
@@ -183,16 +185,15 @@ class Layout:
                 continue
             cuts = ranks.setdefault((parameter.owner, self.pipe_of(parameter.block)), {})
             # of several stages each sums gradients in an order of its own: in one buffer sums would change with it
-            boxes = tuple(self.box(parameter, row, col)
-                          for row in range(self.mesh.row) for col in range(self.mesh.col))
+            boxes = tuple(self.box(parameter, position) for position in self.mesh.positions)
             cut = (self.stage_of(parameter.block), boxes,
-                   frozenset(axis for axis in parameter.summed if getattr(self.mesh, axis) > 1))
+                   frozenset(axis for axis in parameter.summed if self.mesh[axis] > 1))
             found[parameter.name] = cuts.setdefault(cut, parameter.name if cuts else parameter.owner)
         return found
 
     @cached_property
     def ends(self) -> dict[str, dict[tuple[int, str], Parameter]]:
-        """Owner -> (index along pipe, key) -> the first parameter of that end, in model order."""
+        """Owner -> (place in the pipeline, key) -> the first parameter of that end, in model order."""
         found: dict[str, dict[tuple[int, str], Parameter]] = {}
         for parameter in self.parameters:
             place = self.pipe_of(parameter.block), self.key(parameter)
@@ -200,8 +201,8 @@ class Layout:
         return found
 
     def ends_on(self, pipe: int) -> dict[str, Parameter]:
-        """Key -> an end on the ranks with that index along `pipe`. Ends of one key are cut alike; the owner, whose name
-        the key may be, may be on other ranks and cut differently."""
+        """Key -> an end on the ranks at that place in the pipeline. Ends of one key are cut alike; the owner, whose
+        name the key may be, may be on other ranks and cut differently."""
         return self._ends_on.get(pipe, {})
 
     @cached_property
@@ -212,56 +213,53 @@ class Layout:
                 found.setdefault(pipe, {})[key] = parameter
         return found
 
-    def box(self, parameter: Parameter, row: int, col: int) -> Box:
-        """What position (row, col) holds of `parameter`."""
+    def box(self, parameter: Parameter, position: Position) -> Box:
+        """What that position in a stage holds of `parameter`."""
         shards = (self.shards or {}).get(parameter.name)
-        return whole(parameter.shape) if shards is None else shards[row, col]
+        return whole(parameter.shape) if shards is None else shards[position]
 
     def copy_axes(self, name: str) -> tuple[TensorAxis, ...]:
         """Axes of the tensor mesh along which ranks hold the same elements, with the same gradient."""
-        parameter, mesh = self[name], self.mesh
-        first = self.box(parameter, 0, 0)
-        same: dict[TensorAxis, bool] = {
-            "row": mesh.row > 1 and self.box(parameter, mesh.row - 1, 0) == first,
-            "col": mesh.col > 1 and self.box(parameter, 0, mesh.col - 1) == first}
-        return tuple(axis for axis, is_same in same.items() if is_same and axis not in parameter.summed)
+        return tuple(axis for axis in self.mesh.stage_axes if self.mesh[axis] > 1
+                     and axis not in self[name].summed and not self._is_split(name, axis))
 
     def split_axes(self, name: str) -> tuple[TensorAxis, ...]:
         """Axes of the tensor mesh along which ranks hold different elements."""
-        parameter, mesh = self[name], self.mesh
-        first = self.box(parameter, 0, 0)
-        differs: dict[TensorAxis, bool] = {"row": self.box(parameter, mesh.row - 1, 0) != first,
-                                           "col": self.box(parameter, 0, mesh.col - 1) != first}
-        return tuple(axis for axis, is_different in differs.items() if is_different)
+        return tuple(axis for axis in self.mesh.stage_axes if self._is_split(name, axis))
+
+    def _is_split(self, name: str, axis: TensorAxis) -> bool:
+        """Whether the last rank along `axis` holds other elements than the first."""
+        last = self.mesh.place().replace(axis, self.mesh[axis] - 1)
+        return self.box(self[name], last.position) != self.box(self[name], self.mesh.positions[0])
 
     def is_first_copy(self, name: str, at: Coordinates) -> bool:
         """Whether `at` is the first of the positions that hold the same elements with the same gradient."""
-        return all(getattr(at, axis) == 0 for axis in self.copy_axes(name))
+        return all(at[axis] == 0 for axis in self.copy_axes(name))
 
     # ------------------------------------------------------------------ ranks and their elements
 
     def held(self, rank: int) -> list[Slice]:
         """The slices of parameters (for compute) on `rank`, in model order."""
         at = self.mesh.coordinates(rank)
-        return [Slice(parameter.name, self.box(parameter, at.row, at.col))
-                for parameter in self.parameters_of(at.pipe)]
+        return [Slice(parameter.name, self.box(parameter, at.position))
+                for parameter in self.parameters_of(at.pipeline_rank)]
 
     def gradients(self, rank: int) -> list[FlatGradient]:
         """One gradient for each trained key of `rank`, in the order of the owning parameters."""
         at = self.mesh.coordinates(rank)
         blocks: dict[str, set[int]] = {}
-        for parameter in self.parameters_of(at.pipe):
+        for parameter in self.parameters_of(at.pipeline_rank):
             blocks.setdefault(self.key(parameter), set()).add(parameter.block)
         found = []
-        for name, end in self.ends_on(at.pipe).items():
+        for name, end in self.ends_on(at.pipeline_rank).items():
             if not end.trainable:
                 continue
-            parts = prod(getattr(self.mesh, axis) for axis in self.split_axes(name))
-            gradient = FlatGradient(name=name, numel=box_size(self.box(end, at.row, at.col)),
+            parts = self.mesh.count(self.split_axes(name))
+            gradient = FlatGradient(name=name, numel=box_size(self.box(end, at.position)),
                                     blocks=frozenset(blocks[name]), shape=end.shape, in_layer=end.in_layer,
                                     settings_name=self[name].settings_name, weight=-(-end.numel // parts),
                                     whole=self.chunking is not None and name in self.chunking.whole)
-            if self[name].is_owner and self.pipe_of(self[name].block) == at.pipe:
+            if self[name].is_owner and self.pipe_of(self[name].block) == at.pipeline_rank:
                 gradient = replace(gradient, remote_ends=len(self.ends[name]) - 1, group=self.summed(name) or None,
                                    copied=bool(self.copy_axes(name)), counts=self.is_first_copy(name, at))
             else:
@@ -270,25 +268,25 @@ class Layout:
         return found
 
     def summed(self, name: str) -> tuple[TensorAxis, ...]:
-        """Axes of the tensor mesh over which a gradient is summed, beside data."""
+        """Axes of the tensor mesh over which a gradient is summed, beside those of replicas."""
         return self[name].summed if self.mesh.stage_size > 1 else ()
 
     def flat_order(self, rank: int) -> FlatOrder:
         """Where the `gradients` of `rank` lie in its flat buffer, and how they are cut into chunks and shares. Needs
         `chunking`."""
         assert self.chunking is not None, "a layout without chunking has no order of gradients"
-        gradients, members = self.gradients(rank), {}
+        gradients, members, runs = self.gradients(rank), {}, self.chunking.runs
         for summed in {(), *(self.summed(each.name) for each in gradients if not each.sent_to_owner)}:
-            ranks = next(ranks for ranks in self.mesh.groups("data", *summed) if rank in ranks)
+            ranks = self.mesh.group(rank, *self.mesh.replica_axes, *summed)
             members[summed or None] = len(ranks), ranks.index(rank)
         return flat_order(gradients, members, self.chunking.chunk_size,
-                          self.chunking.runs.get(self.mesh.coordinates(rank).pipe, ()), shard=self.chunking.shard)
+                          runs.get(self.mesh.coordinates(rank).pipeline_rank, ()), shard=self.chunking.shard)
 
     def updated(self, rank: int) -> list[Slice]:
         """The slices that the optimizer of `rank` updates and has states of: with `chunking.shard` in the order of its
         chunks, else in model order."""
         at, gradients = self.mesh.coordinates(rank), self.gradients(rank)
-        boxes = {each.name: self.box(self[each.name], at.row, at.col) for each in gradients if not each.sent_to_owner}
+        boxes = {each.name: self.box(self[each.name], at.position) for each in gradients if not each.sent_to_owner}
         if self.chunking is None or not self.chunking.shard:
             return [Slice(name, box) for name, box in boxes.items()]
         order, found = self.flat_order(rank), []
@@ -305,7 +303,7 @@ class Layout:
 
         Where optimizer states are sharded, whoever updates an element owns it. Elsewhere replicas have equal shares of
         what all of them update, or what nobody trains. Of a tied group the first member is owned; of positions
-        (row, col) that hold the same elements the first one owns.
+        that hold the same elements the first one owns.
         """
         at = self.mesh.coordinates(rank)
         shared: dict[str, list[Slice]] = {}
@@ -319,21 +317,20 @@ class Layout:
                 continue
             if self.chunking is not None and self.chunking.shard and parameter.trainable and size:
                 owned += shared.get(parameter.name, []) if self.is_first_copy(parameter.name, at) else []
-            elif self._first_position(parameter, piece.box) == (at.row, at.col):
-                share = -(-size // self.mesh.data)
-                start, stop = min(at.data * share, size), min((at.data + 1) * share, size)
-                if start < stop or (size == 0 and at.data == 0):
+            elif self._first_position(parameter, piece.box) == at.position:
+                share = -(-size // self.mesh.num_replicas)
+                start, stop = min(at.replica * share, size), min((at.replica + 1) * share, size)
+                if start < stop or (size == 0 and at.replica == 0):
                     owned.append(Slice(parameter.name, piece.box, (start, stop)))
         return owned
 
-    def _first_position(self, parameter: Parameter, box: Box) -> tuple[int, int]:
-        """The first (row, col) that holds this box of `parameter`."""
-        return next((row, col) for row in range(self.mesh.row) for col in range(self.mesh.col)
-                    if self.box(parameter, row, col) == box)
+    def _first_position(self, parameter: Parameter, box: Box) -> Position:
+        """The first position that holds this box of `parameter`."""
+        return next(position for position in self.mesh.positions if self.box(parameter, position) == box)
 
     def check(self) -> None:
         """ModelError unless the positions of the tensor mesh hold every element of every parameter, without overlap."""
-        one = replace(self, mesh=replace(self.mesh, data=1), chunking=None)
+        one = replace(self, mesh=self.mesh.with_one_replica(), chunking=None)
         boxes: dict[str, list[Box]] = {parameter.name: [] for parameter in self.parameters if parameter.is_owner}
         for rank in range(one.mesh.size):
             for piece in one.owned(rank):
@@ -343,5 +340,6 @@ class Layout:
             inside = all(intersection(box, whole(shape)) == box for box in found)
             apart = all(intersection(a, b) is None for i, a in enumerate(found) for b in found[:i])
             if not inside or not apart or sum(map(box_size, found)) != prod(shape):
-                raise ModelError("is not owned exactly once", where=f"parameter {name}", value=sorted(found),
+                raise ModelError("is not owned exactly once", code="parameter-not-owned-once",
+                                 where=f"parameter {name}", value=sorted(found),
                                  remedy="Check that the tensor shards of this parameter cover it without overlap.")

@@ -43,6 +43,7 @@ def moves(have: Places, need: Places) -> list[Move]:
                 if not missing:
                     break
             if missing:
-                raise ModelError("is needed but held by no rank of the old layout", where=f"parameter {name}",
-                                 value=missing[0], remedy="Move between layouts of the same model.")
+                raise ModelError("is needed but held by no rank of the old layout", code="element-held-nowhere",
+                                 where=f"parameter {name}", value=missing[0],
+                                 remedy="Move between layouts of the same model.")
     return result

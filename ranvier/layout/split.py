@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from ranvier.layout.boxes import Box, part
-from ranvier.mesh import Mesh
+from ranvier.mesh import Mesh, Position
 
-TensorAxis = Literal["row", "col"]
+TensorAxis = str
+"""The name of an axis of a stage."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Split:
         first, *rest = self.dims
         return Split((tuple(axis for axis in first if axis != "col"), *rest), (*self.summed, "col"))
 
-    def box(self, shape: Sequence[int], sizes: tuple[int, int], at: tuple[int, int]) -> Box:
+    def box(self, shape: Sequence[int], sizes: Position, at: Position) -> Box:
         """What position `at` (row, col) of a mesh of `sizes` (rows, columns) holds of a parameter of `shape`."""
         places, found = dict(zip(("row", "col"), zip(sizes, at, strict=True), strict=True)), []
         for size, axes in zip(shape, self.dims, strict=True):
@@ -46,7 +46,6 @@ class Split:
             found.append((start, stop))
         return tuple(found)
 
-    def boxes(self, shape: Sequence[int], mesh: Mesh) -> dict[tuple[int, int], Box]:
-        """(row, col) -> what that position holds."""
-        return {(row, col): self.box(shape, (mesh.row, mesh.col), (row, col))
-                for row in range(mesh.row) for col in range(mesh.col)}
+    def boxes(self, shape: Sequence[int], mesh: Mesh) -> dict[Position, Box]:
+        """Position -> what it holds."""
+        return {position: self.box(shape, (mesh.row, mesh.col), position) for position in mesh.positions}

@@ -59,8 +59,9 @@ class Embedding(nn.Module):
         ids_BS, mask_BS = inputs["ids"], inputs["mask"].bool()
         length = ids_BS.shape[1]
         if length > self.longest:
-            raise ModelError("is longer than the model has positions for", where="sequence of the inputs", value=length,
-                             remedy=f"Feed at most {self.longest} tokens, or set --model.sequence {length}.")
+            raise ModelError("is longer than the model has positions for", code="sequence-beyond-positions",
+                             where="sequence of the inputs", value=length,
+                             remedy=f"Feed at most {self.longest} tokens, or set `--model.sequence {length}`.")
         x_BSH = self.token(ids_BS) + self.position(length) + self.token_type(inputs["types"])
         is_first_S = torch.arange(length, device=mask_BS.device) == 0
         return {"hidden": self.dropout(self.norm(x_BSH)), "mask": mask_BS | is_first_S}
@@ -167,8 +168,8 @@ def problems(config: Transformer) -> list[ConfigError]:
     if config.hidden % config.heads == 0:
         return []
     near = next(heads for heads in range(config.heads, 0, -1) if config.hidden % heads == 0)
-    return [ConfigError(f"does not divide model.hidden {config.hidden}", where="model.heads", value=config.heads,
-                        remedy=f"Set --model.heads {near}.")]
+    return [ConfigError(f"does not divide `model.hidden` {config.hidden}", code="heads-do-not-divide-hidden",
+                        where="model.heads", value=config.heads, remedy=f"Set `--model.heads {near}`.")]
 
 
 def initial(config: Transformer, name: str) -> Initial:

@@ -51,12 +51,13 @@ def blocks_of(module: nn.Module, cut: Sequence[str] | Literal["auto"] = "auto", 
     ModelError, with the line of code or the submodule that is at fault, for a module that cannot be cut.
     """
     if not isinstance(module, nn.Module):
-        raise ModelError("is not an nn.Module", where="module", value=type(module).__name__,
+        raise ModelError("is not an nn.Module", code="cut-not-module", where="module", value=type(module).__name__,
                          remedy="Pass the module whose forward is to be cut.")
     if hasattr(module, "config") and hasattr(module, "main_input_name"):
         if cut != "auto" or inputs is not None:
             raise ModelError("is a Hugging Face model, which is cut at its own list of layers",
-                             where=type(module).__name__, remedy="Leave cut and inputs out.")
+                             code="cut-hugging-face-model", where=type(module).__name__,
+                             remedy="Leave cut and inputs out.")
         return transformer_blocks(module, output=output)
     names = _cuts(module, cut)
     arguments = _inputs(module, inputs)
@@ -77,7 +78,8 @@ def carried_output(found: Any) -> Any:
         if len(kept) == 1:
             return kept[0]
         raise ModelError(f"returns {len(found)} values, and the loss takes one tensor or a dict of tensors",
-                         where="forward", remedy="Pass output=f, for example output=lambda found: found[0].")
+                         code="forward-returns-several", where="forward",
+                         remedy="Pass output=f, for example output=lambda found: found[0].")
     return found
 
 
@@ -89,7 +91,7 @@ def _cuts(module: nn.Module, cut: Sequence[str] | Literal["auto"]) -> list[str]:
     if cut == "auto":
         return list(_parts(module, ""))
     if isinstance(cut, str) or not isinstance(cut, Iterable) or not all(isinstance(name, str) for name in cut):
-        raise ModelError('must be a list of names of submodules, or "auto"', where="cut", value=cut,
+        raise ModelError('must be a list of names of submodules, or "auto"', code="cut-form", where="cut", value=cut,
                          remedy=f'Pass cut=["{cut}"].' if isinstance(cut, str) else 'Pass cut=["layer2"], or no cut.')
     paths = [name for name, _ in module.named_modules() if name]
     aliases = {name: one for name, one in module.named_modules(remove_duplicate=False)}
@@ -101,12 +103,12 @@ def _cuts(module: nn.Module, cut: Sequence[str] | Literal["auto"]) -> list[str]:
             matching = [name for name in paths if module.get_submodule(name) is aliases[pattern]]
         if not matching:
             close = difflib.get_close_matches(pattern, paths, 3, 0.4)
-            raise ModelError("is not the name of a submodule", where="cut", value=pattern,
+            raise ModelError("is not the name of a submodule", code="cut-unknown-submodule", where="cut", value=pattern,
                              remedy=f"Name one of {', '.join(close or paths[:8])}.")
         for name in matching:
             one = module.get_submodule(name)
             if isinstance(one, CONTAINERS) and type(one).forward is nn.Module.forward:
-                raise ModelError("is a list, which is never called", where="cut", value=name,
+                raise ModelError("is a list, which is never called", code="cut-at-list", where="cut", value=name,
                                  remedy=f'Name its elements: "{name}.*".')
         found += matching
     return list(dict.fromkeys(found))
@@ -130,19 +132,20 @@ def _inputs(module: nn.Module, inputs: Sequence[str] | None) -> list[str]:
     where = f"forward of {type(module).__name__}"
     if inputs is None:
         if len(needed) == 0:
-            raise ModelError("has no argument without a default", where=where,
+            raise ModelError("has no argument without a default", code="forward-without-inputs", where=where,
                              remedy="Pass inputs= with the names of those that microbatches have.")
         return needed
     if isinstance(inputs, str):
-        raise ModelError("must be a list of names", where="inputs", value=inputs, remedy=f'Pass inputs=["{inputs}"].')
+        raise ModelError("must be a list of names", code="inputs-form", where="inputs", value=inputs,
+                         remedy=f'Pass inputs=["{inputs}"].')
     for name in inputs:
         if name not in named:
-            raise ModelError("is not an argument of forward", where="inputs", value=name,
+            raise ModelError("is not an argument of forward", code="unknown-input", where="inputs", value=name,
                              remedy=f"It has {', '.join(named)}.")
     for name in needed:
         if name not in inputs:
-            raise ModelError("needs an argument that is not among inputs", where=where, value=name,
-                             remedy=f'Add "{name}" to inputs.')
+            raise ModelError("needs an argument that is not among inputs", code="input-left-out", where=where,
+                             value=name, remedy=f'Add "{name}" to inputs.')
     return list(inputs)
 
 
@@ -217,24 +220,26 @@ class _Block(nn.Module):
         for path in self._around:
             if self.get_submodule(path).training != self.training:
                 raise ModelError("is in another mode than the module around it, and code around the cuts depends on "
-                                 "the mode", where=f"submodule {path}", value=f"training={not self.training}",
+                                 "the mode", code="submodule-in-other-mode", where=f"submodule {path}",
+                                 value=f"training={not self.training}",
                                  remedy="Put both in one mode, or cut so that the submodule is called as a whole.")
 
     def _in_place(self, what: str) -> ModelError:
         return ModelError(f"changes {what} in place, which the block before it may still use",
-                          where=f"block {self._name}",
+                          code="block-changes-input", where=f"block {self._name}",
                           remedy="Write the operation out of place (inplace=False), or cut after it.")
 
     def _named_inputs(self, state: State) -> dict[str, Tensor]:
         if isinstance(state, Tensor):
             if len(self._inputs) > 1:
                 raise ModelError(f"takes {', '.join(self._inputs)}, and was given one tensor",
-                                 where=f"block {self._name}", remedy="Give microbatches a dict with these names.")
+                                 code="block-given-one-tensor", where=f"block {self._name}",
+                                 remedy="Give microbatches a dict with these names.")
             return {self._inputs[0]: state}
         for name in self._inputs:
             if name not in state:
-                raise ModelError("is missing", where=f"input {name} of block {self._name}", value=list(state),
-                                 remedy=f"Give microbatches a dict with {', '.join(self._inputs)}.")
+                raise ModelError("is missing", code="input-missing", where=f"input {name} of block {self._name}",
+                                 value=list(state), remedy=f"Give microbatches a dict with {', '.join(self._inputs)}.")
         return state
 
 
@@ -252,8 +257,8 @@ def _blocks(module: nn.Module, traces: Mapping[bool, Trace]) -> dict[str, nn.Mod
     """The blocks of both modes' traces."""
     starts = traces[True].starts
     if starts != traces[False].starts:
-        raise ModelError("are called in another order in evaluation than in training", where="cut",
-                         value=traces[False].starts, remedy="Cut where both modes run.")
+        raise ModelError("are called in another order in evaluation than in training", code="cut-order-by-mode",
+                         where="cut", value=traces[False].starts, remedy="Cut where both modes run.")
     inputs = [node.name for node in traces[True].graph.nodes if node.op == "placeholder"]
     has_modes = len({trace.graph.python_code("self").src for trace in traces.values()}) > 1
     blocks: dict[str, _Block] = {}
@@ -338,5 +343,5 @@ def _check_shared_buffers(blocks: Mapping[str, nn.Module]) -> None:
             for key, buffer in one.named_buffers(recurse=False):
                 if key not in one._non_persistent_buffers_set and seen.setdefault(id(buffer), block) != block:
                     raise ModelError(f"is used in blocks {seen[id(buffer)]} and {block}, whose copies of its buffer "
-                                     f"{key} could differ", where=name or block,
+                                     f"{key} could differ", code="buffer-in-two-blocks", where=name or block,
                                      remedy="Give each of them a module of its own.")

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from ranvier.block import Model, State, untrained_layers
 from ranvier.config.named_object import blamed, is_object_name, load_object
@@ -14,6 +15,8 @@ from ranvier.config.task_form import form_of
 from ranvier.errors import ConfigError, ModelError, RanvierError
 from ranvier.models.family import FAMILY_ATTRIBUTES, ModelFacts, ModelFamily, Targets
 from ranvier.models.lora import with_adapters
+from ranvier.tensor.split.loss import vocabulary_of
+from ranvier.tensor.split.preference_loss import PreferenceLoss
 
 _SETTING = "model.family"
 
@@ -39,8 +42,8 @@ def family_named(name: str, options: tuple[str, ...] = ()) -> ModelFamily:
             from ranvier.models.vit import VIT
             return VIT
     if not is_object_name(name):
-        raise ConfigError("must be gpt, llama, bert, vit or module:function", where=_SETTING, value=name,
-                          remedy="Name a shipped family or one of your own.")
+        raise ConfigError("must be gpt, llama, bert, vit or module:function", code="unknown-family", where=_SETTING,
+                          value=name, remedy="Name a shipped family or one of your own.")
     found: ModelFamily = load_object(name, _SETTING, FAMILY_ATTRIBUTES, options)  # type: ignore[assignment]  # checked
     return found
 
@@ -77,8 +80,9 @@ def _model_problems(run: Run) -> list[RanvierError]:
     form = form_of(run.data)
     family, name = family_of(run), family_name(run)
     if not is_object_name(name) and not is_object_name(run.data.task) and name not in (form.family, *form.others):
-        return [ConfigError(f"does not do the task {run.data.task}, which {form.family} does", where=_SETTING,
-                            value=name, remedy="Set --model.family auto, or another --data.task.")]
+        return [ConfigError(f"does not do the task {run.data.task}, which {form.family} does",
+                            code="family-without-task", where=_SETTING, value=name,
+                            remedy="Set `--model.family auto`, or another `--data.task`.")]
     with blamed(name, _SETTING, "`problems`"):
         found = list(family.problems(run.model, form.head))
     if is_object_name(name) and not found:
@@ -93,6 +97,8 @@ def model_of(run: Run, *, dtype: torch.dtype = torch.float32) -> Model:
         raise problem
     head = head_of(run)
     model = _built(family_of(run), family_name(run), run.model, head, dtype)
+    if run.data.task == "preference":
+        model = replace(model, loss=PreferenceLoss(vocabulary_of(model.loss) or run.model.vocab, run.preference))
     if not run.lora.rank:
         return model
     train_head = head != "tokens" if run.lora.train_head == "auto" else run.lora.train_head
@@ -103,7 +109,7 @@ def _built(family: ModelFamily, name: str, settings: Transformer, head: str, dty
     with blamed(name, _SETTING, "`model`"):
         model = family.model(settings, head, dtype=dtype)
     if not isinstance(model, Model):
-        raise ModelError("has a `model` that does not return a ranvier.Model", where=_SETTING,
+        raise ModelError("has a `model` that does not return a ranvier.Model", code="family-model-type", where=_SETTING,
                          value=type(model).__name__, remedy=f"Correct `model` of {name}.")
     return model
 
@@ -113,8 +119,8 @@ def _contract_problems(run: Run, model: Model) -> list[RanvierError]:
     count = len(model.layers)
     if count and count != run.model.num_layers:
         return [ConfigError(f"is not the number of layers that {run.model.family} declares, {count}",
-                            where="model.num-layers", value=run.model.num_layers,
-                            remedy=f"Set --model.num-layers {count}, or declare as many in Model(layers=...) as "
+                            code="num-layers-differ", where="model.num-layers", value=run.model.num_layers,
+                            remedy=f"Set `--model.num-layers {count}`, or declare as many in Model(layers=...) as "
                                    "settings.num_layers.")]
     return []
 
@@ -136,13 +142,14 @@ def _freezing_problems(run: Run) -> list[RanvierError]:
         return []
     model = model_of(run)
     if not model.layers:
-        return [ConfigError(f"needs layers, and {family_name(run)} declares none", where="elastic.freeze",
-                            value=run.elastic.freeze,
-                            remedy="Set --elastic.freeze none, or declare them: Model(layers=...).")]
+        return [ConfigError(f"needs layers, and {family_name(run)} declares none", code="freezing-needs-layers",
+                            where="elastic.freeze", value=run.elastic.freeze,
+                            remedy="Set `--elastic.freeze none`, or declare them: Model(layers=...).")]
     if run.elastic.freeze == "untrained" and not untrained_layers(model):
-        return [ConfigError("freezes no layer: the first one has something to train", where="elastic.freeze",
-                            value="untrained", remedy="Give adapters to upper layers only, for example --lora.targets "
-                                                      f"'layer{len(model.layers) - 1}.*', or choose another policy.")]
+        return [ConfigError("freezes no layer: the first one has something to train", code="nothing-to-freeze",
+                            where="elastic.freeze", value="untrained",
+                            remedy="Give adapters to upper layers only, for example "
+                                   f"`--lora.targets 'layer{len(model.layers) - 1}.*'`, or choose another policy.")]
     return []
 
 
@@ -193,4 +200,16 @@ def flops_per_sample(run: Run, *, recomputed: bool = False) -> float:
 def sample_of(run: Run, count: int) -> tuple[State, Targets]:
     """Inputs and targets of `count` samples, where a device context says."""
     with blamed(family_name(run), _SETTING, "`sample`"):
-        return family_of(run).sample(run.model, head_of(run), count)
+        inputs, targets = family_of(run).sample(run.model, head_of(run), count)
+    return _pairs(inputs, targets) if run.data.task == "preference" else (inputs, targets)
+
+
+def _pairs(ids_BS: State, tokens_BS: Targets) -> tuple[State, Targets]:
+    """Samples of tokens as pairs of answers, each of half the positions."""
+    assert isinstance(ids_BS, Tensor) and isinstance(tokens_BS, Tensor)  # of the head "tokens"
+    half = ids_BS.shape[1] // 2
+    segments_BS = torch.ones_like(ids_BS)
+    segments_BS[:, half:] = 2
+    return {"ids": ids_BS, "segments": segments_BS}, {
+        "tokens": tokens_BS, "rejected_from": torch.full_like(tokens_BS[:, 0], half),
+        "reference": torch.zeros(len(tokens_BS), 2, dtype=torch.float64)}

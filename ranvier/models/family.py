@@ -72,8 +72,9 @@ def wrong_head(family: str, head: str, heads: Sequence[str]) -> list[RanvierErro
     """That a family lacks the head of the run's task, where it does."""
     if head in heads:
         return []
-    return [ConfigError(f"has no head {head!r}, which the task needs", where="model.family", value=family,
-                        remedy=f"Choose a --data.task with the head {' or '.join(map(repr, heads))}, or another "
+    return [ConfigError(f"has no head {head!r}, which the task needs", code="family-without-head", where="model.family",
+                        value=family,
+                        remedy=f"Choose a `--data.task` with the head {' or '.join(map(repr, heads))}, or another "
                                "family.")]
 
 

@@ -158,7 +158,8 @@ def trace_forward(module: nn.Module, cuts: Sequence[str], inputs: Sequence[str],
         if not tracer.is_leaf_module(one, name) or one is module:
             one.training = training
             if any(getattr(one, hooks) for hooks in HOOKS):
-                raise ModelError("has hooks, which its blocks would not run", where=name or type(module).__name__,
+                raise ModelError("has hooks, which its blocks would not run", code="cut-module-with-hooks",
+                                 where=name or type(module).__name__,
                                  remedy="Remove them, or register them on submodules without a cut inside.")
     try:
         with _ALONE, _Recorder(tracer):
@@ -174,7 +175,8 @@ def trace_forward(module: nn.Module, cuts: Sequence[str], inputs: Sequence[str],
         return trace_forward(module, [name for name in cuts if name not in wrong], inputs, output, training, strict)
     name, count = next(iter(wrong.items()))
     raise ModelError(f"is called {count} times, and a block begins where a submodule is called once" if count else
-                     "is not called", where="cut", value=name, remedy="Cut at another submodule.")
+                     "is not called", code="cut-not-called-once", where="cut", value=name,
+                     remedy="Cut at another submodule.")
 
 
 def _untraceable(module: nn.Module, error: Exception) -> ModelError:
@@ -189,8 +191,8 @@ def _untraceable(module: nn.Module, error: Exception) -> ModelError:
         where = f"{Path(file).name}:{number}: {linecache.getline(file, number).strip()}"
     reason = str(error) if isinstance(error, fx.proxy.TraceError) else f"{type(error).__name__}: {error}"
     reason = reason.partition("\n")[0].partition(". ")[0]
-    return ModelError(f"cannot be cut into blocks, because this code is traced without values ({reason})", where=where,
-                      remedy=REMEDY)
+    return ModelError(f"cannot be cut into blocks, because this code is traced without values ({reason})",
+                      code="forward-not-traceable", where=where, remedy=REMEDY)
 
 
 @contextmanager
@@ -203,7 +205,8 @@ def unchanged(module: nn.Module) -> Iterator[None]:
             for name, value in vars(one).items():
                 if isinstance(value, fx.Proxy) and attributes.get(name) is not value:
                     raise ModelError("stores a value of the forward in an attribute, which is lost between stages",
-                                     where=f"{type(one).__name__}.{name}", remedy=REMEDY)
+                                     code="forward-stores-attribute", where=f"{type(one).__name__}.{name}",
+                                     remedy=REMEDY)
     finally:
         for one, attributes in before.items():
             vars(one).clear()

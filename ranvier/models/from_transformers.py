@@ -287,7 +287,8 @@ class _First(nn.Module):
         """Of a call of the next layer: note its arguments, and return the hidden states; `_Reached` at the last one."""
         hidden = args[0] if args else kwargs.get("hidden_states")
         if not isinstance(hidden, Tensor) or (self._hidden is not None and hidden is not self._hidden):
-            raise ModelError("changes its hidden states between two layers", where=f"layer {len(self._called)}",
+            raise ModelError("changes its hidden states between two layers",
+                             code="hidden-states-changed-between-layers", where=f"layer {len(self._called)}",
                              remedy=REMEDY)
         self._hidden = hidden
         leaves, spec = tree_flatten((args, kwargs))
@@ -302,7 +303,7 @@ class _First(nn.Module):
             self.model(**inputs, **self._options)
         except _Reached:
             return
-        raise ModelError("did not call its layers", where="embedding", remedy=REMEDY)
+        raise ModelError("did not call its layers", code="layers-not-called", where="embedding", remedy=REMEDY)
 
     def forward(self, inputs: State) -> dict[str, Tensor]:
         named = {self.main_input: inputs} if isinstance(inputs, Tensor) else dict(inputs)
@@ -310,17 +311,20 @@ class _First(nn.Module):
         state: dict[str, Tensor] = {}
         for index, (call, (leaves, spec)) in enumerate(zip(self._calls, self._called, strict=True)):
             if spec != call.spec:
-                raise ModelError("is called with other arguments than for the sample", where=f"layer{index}",
+                raise ModelError("is called with other arguments than for the sample", code="layer-arguments-differ",
+                                 where=f"layer{index}",
                                  remedy="Give from_transformers a sample with the inputs that microbatches have.")
             for slot, leaf in zip(call.leaves, leaves, strict=True):
                 if isinstance(slot, _Slot) != isinstance(leaf, Tensor):
-                    raise ModelError("is called with other tensors than for the sample", where=f"layer{index}",
+                    raise ModelError("is called with other tensors than for the sample", code="layer-tensors-differ",
+                                     where=f"layer{index}",
                                      remedy="Give from_transformers a sample with the inputs that microbatches have.")
                 if isinstance(slot, _Slot) and isinstance(leaf, Tensor):
                     state[slot.name] = leaf
                 elif leaf is not slot and leaf != slot:
                     raise ModelError("is called with another value than for the sample, which its block knows",
-                                     where=f"layer{index}", value=f"{leaf!r}, and {slot!r} for the sample",
+                                     code="layer-value-differs", where=f"layer{index}",
+                                     value=f"{leaf!r}, and {slot!r} for the sample",
                                      remedy="Give microbatches for which it is the same, such as of the sample's "
                                             "length, or write the model's blocks by hand (docs/extending.md).")
         self._called, self._hidden = [], None
@@ -439,7 +443,8 @@ def _output(found: Any) -> State:
     for names in (("logits",), ("start_logits", "end_logits"), ("last_hidden_state",)):
         if all(name in found for name in names):
             return {name: found[name] for name in names} if len(names) > 1 else found[names[0]]
-    raise ModelError("is neither logits nor hidden states", where="output of the model", value=list(found),
+    raise ModelError("is neither logits nor hidden states", code="model-output-unknown", where="output of the model",
+                     value=list(found),
                      remedy="Pass output=f with f(what the model returns) -> a tensor or a dict of tensors.")
 
 
@@ -474,8 +479,8 @@ def _by_itself(block: str) -> Iterator[None]:
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(f"cannot run by itself: {type(error).__name__}: {error}", where=f"block {block}",
-                         remedy=REMEDY) from error
+        raise ModelError(f"cannot run by itself: {type(error).__name__}: {error}", code="block-cannot-run-alone",
+                         where=f"block {block}", remedy=REMEDY) from error
 
 
 def _compare(model: nn.Module, expected: State, found: State) -> None:
@@ -509,4 +514,4 @@ def _in_evaluation(model: nn.Module) -> Iterator[None]:
 
 
 def _refused(model: nn.Module, what: str, where: str, remedy: str = REMEDY) -> ModelError:
-    return ModelError(what, where=where, value=type(model).__name__, remedy=remedy)
+    return ModelError(what, code="model-cannot-be-cut", where=where, value=type(model).__name__, remedy=remedy)

@@ -34,7 +34,8 @@ class Sampling:
                 ("top-k", self.top_k, self.top_k is not None and self.top_k < 1, "Use 1 or more, or leave it out."),
                 ("top-p", self.top_p, not 0 < self.top_p <= 1, "Use more than 0, and at most 1.")):
             if wrong:
-                raise ConfigError("cannot be sampled with", where=name, value=value, remedy=remedy)
+                raise ConfigError("cannot be sampled with", code="sampling-value", where=name, value=value,
+                                  remedy=remedy)
 
 
 def next_token(logits_V: Tensor, sampling: Sampling, *, position: int, text: int = 0) -> int:

@@ -47,8 +47,9 @@ class Embedding(nn.Module):
         before = self.cache.advance(ids_BS.shape[1])
         length = before + ids_BS.shape[1]
         if length > self.longest:
-            raise ModelError("is longer than the model has positions for", where="sequence of the inputs", value=length,
-                             remedy=f"Feed at most {self.longest} tokens, or set --model.sequence {length}.")
+            raise ModelError("is longer than the model has positions for", code="sequence-beyond-positions",
+                             where="sequence of the inputs", value=length,
+                             remedy=f"Feed at most {self.longest} tokens, or set `--model.sequence {length}`.")
         positions: int | Tensor = length if segments_BS is None else positions_of(segments_BS)
         if before:
             positions = torch.arange(before, length, device=ids_BS.device).expand_as(ids_BS)
@@ -142,8 +143,8 @@ def problems(config: Transformer) -> list[ConfigError]:
     found = []
     if config.hidden % config.heads:
         near = next(heads for heads in range(config.heads, 0, -1) if config.hidden % heads == 0)
-        found.append(ConfigError(f"does not divide model.hidden {config.hidden}", where="model.heads",
-                                 value=config.heads, remedy=f"Set --model.heads {near}."))
+        found.append(ConfigError(f"does not divide `model.hidden` {config.hidden}", code="heads-do-not-divide-hidden",
+                                 where="model.heads", value=config.heads, remedy=f"Set `--model.heads {near}`."))
     return found
 
 

@@ -252,22 +252,25 @@ def problems(config: Transformer) -> list[ConfigError]:
     found = []
     if config.head_dim is None and config.hidden % config.heads:
         near = next(heads for heads in range(config.heads, 0, -1) if config.hidden % heads == 0)
-        found.append(ConfigError(f"does not divide model.hidden {config.hidden}", where="model.heads",
-                                 value=config.heads, remedy=f"Set --model.heads {near}, or --model.head-dim."))
+        found.append(ConfigError(f"does not divide `model.hidden` {config.hidden}", code="heads-do-not-divide-hidden",
+                                 where="model.heads", value=config.heads,
+                                 remedy=f"Set `--model.heads {near}`, or `--model.head-dim`."))
     elif head_dim(config) % 2:
-        found.append(ConfigError("is odd, and rotary embeddings turn pairs of features", where="model.head-dim",
-                                 value=head_dim(config), remedy=f"Set --model.head-dim {head_dim(config) + 1}."))
+        found.append(ConfigError("is odd, and rotary embeddings turn pairs of features", code="head-dim-odd",
+                                 where="model.head-dim", value=head_dim(config),
+                                 remedy=f"Set `--model.head-dim {head_dim(config) + 1}`."))
     if config.heads % kv_heads(config):
         near = next(heads for heads in range(kv_heads(config), 0, -1) if config.heads % heads == 0)
-        found.append(ConfigError(f"does not divide model.heads {config.heads}", where="model.kv-heads",
-                                 value=config.kv_heads, remedy=f"Set --model.kv-heads {near}."))
+        found.append(ConfigError(f"does not divide `model.heads` {config.heads}", code="kv-heads-do-not-divide",
+                                 where="model.kv-heads", value=config.kv_heads,
+                                 remedy=f"Set `--model.kv-heads {near}`."))
     if config.rope_scaling not in ("none", "linear") and config.rope_positions is None:
-        found.append(ConfigError(f"is missing, and model.rope-scaling {config.rope_scaling} needs it",
-                                 where="model.rope-positions", value=None,
+        found.append(ConfigError(f"is missing, and `model.rope-scaling` {config.rope_scaling} needs it",
+                                 code="rope-positions-missing", where="model.rope-positions", value=None,
                                  remedy="Set it to the positions that the model had before the scaling."))
     if config.rope_limits is not None and config.rope_limits[0] >= config.rope_limits[1]:
-        found.append(ConfigError("must rise", where="model.rope-limits", value=config.rope_limits,
-                                 remedy="Give the lower limit first, for example 1,4."))
+        found.append(ConfigError("must rise", code="rope-limits-order", where="model.rope-limits",
+                                 value=config.rope_limits, remedy="Give the lower limit first, for example 1,4."))
     return found
 
 
@@ -312,7 +315,7 @@ class _Llama:
         keys = kv_heads(settings)
         text = text_transformer_in_words("llama", settings)
         if keys != settings.heads:
-            text = text.replace(f"{settings.heads} heads", f"{settings.heads} heads on {keys} of keys")
+            text = text.replace(f"{settings.heads} heads", f"{settings.heads} heads, {keys} key-value heads")
         return ModelFacts(text=text, tokens=settings.sequence)
 
 

@@ -58,7 +58,8 @@ def with_adapters(model: Model | Modules, lora: Lora, *,
     """
     model = as_model(model, loss)
     if not lora.rank:
-        raise ConfigError("must be at least 1", where="lora.rank", value=lora.rank, remedy="Set --lora.rank 8.")
+        raise ConfigError("must be at least 1", code="lora-rank", where="lora.rank", value=lora.rank,
+                          remedy="Set `--lora.rank 8`.")
     kinds: dict[str, dict[str, _Target]] = {}
     for block, build in model.blocks.items():
         if (alike := model.alike.get(block, block)) not in kinds:
@@ -100,7 +101,8 @@ def _quantized(model: Model, kinds: Mapping[str, Mapping[str, _Target]], lora: L
     found: dict[str, str] = {name: lora.base_format for name in names if name not in tied}
     if not found:
         raise ConfigError(f"applies to no layer: no linear layer before the head has a multiple of {BLOCK} inputs",
-                          where="lora.base-format", value=lora.base_format, remedy="Leave it out.")
+                          code="quantization-without-layer", where="lora.base-format", value=lora.base_format,
+                          remedy="Leave it out.")
     return found
 
 
@@ -130,9 +132,10 @@ def _chosen(names: Sequence[str], lora: Lora) -> Iterator[str]:
 def _no_match(pattern: str, names: Sequence[str]) -> ConfigError:
     shown = list(dict.fromkeys(re.sub(r"(^|\.)(layer)?\d+(?=\.|$)", r"\1\2*", name) for name in names))
     more = f" and {len(shown) - _MOST_TOLD} more" if len(shown) > _MOST_TOLD else ""
-    return ConfigError("matches no linear layer of the model" if pattern else "names no layer", where="lora.targets",
-                       value=pattern, remedy=f"Choose among {', '.join(shown[:_MOST_TOLD])}{more}, or ends of these "
-                                             "names." if shown else "Choose a model with linear layers.")
+    return ConfigError("matches no linear layer of the model" if pattern else "names no layer",
+                       code="lora-targets-without-match", where="lora.targets", value=pattern,
+                       remedy=f"Choose among {', '.join(shown[:_MOST_TOLD])}{more}, or ends of these "
+                              "names." if shown else "Choose a model with linear layers.")
 
 
 def _linear_layers(block: nn.Module) -> dict[str, _Target]:
@@ -171,12 +174,13 @@ def _check_head(model: Model, last: str) -> None:
     with meta_device():
         block = model.blocks[last]()
     if not _head_layers(block):
-        raise ModelError("has no linear layer to train", where=f"block {last}", remedy="Set --lora.train-head false.")
+        raise ModelError("has no linear layer to train", code="head-without-linear", where=f"block {last}",
+                         remedy="Set `--lora.train-head false`.")
     for group in model.tied:
         if tied := next((name for name in group if name.startswith(f"{last}.")), None):
             raise ModelError(f"is tied to {next(name for name in group if name != tied)}, which is frozen",
-                             where=f"parameter {tied}", value="lora.train-head true",
-                             remedy="Set --lora.train-head false.")
+                             code="head-tied-to-frozen", where=f"parameter {tied}", value="lora.train-head true",
+                             remedy="Set `--lora.train-head false`.")
 
 
 def _adapted(build: Callable[[], nn.Module], block: str, targets: Mapping[str, _Target], form: AdapterForm, *,

@@ -48,8 +48,8 @@ class Elsewhere(nn.Module):
             is_kept = isinstance(value, (nn.Parameter, nn.Module)) or name in module._buffers
             if self.knows or not is_kept or (has_parameters and not self._shares):
                 raise ModelError("is read in another block than the module's own" + (
-                    ", and was not for the sample" if self.knows else ""), where=f"{self._name}.{name}",
-                    value=type(value).__name__, remedy=REMEDY)
+                    ", and was not for the sample" if self.knows else ""), code="attribute-of-another-block",
+                    where=f"{self._name}.{name}", value=type(value).__name__, remedy=REMEDY)
             for places in ("_parameters", "_buffers", "_modules"):  # setattr would ask for the attribute again
                 if name in vars(module)[places]:
                     vars(self)[places][name] = value
@@ -98,7 +98,7 @@ class StandIn(Elsewhere):
         number = next((leaf for leaf in tree_leaves(self._output) if isinstance(leaf, (int, float))), None)
         if number is not None:
             raise ModelError("returns a number beside tensors, which the head has from the sample alone",
-                             where=self._name, value=number, remedy=REMEDY)
+                             code="number-beside-tensors", where=self._name, value=number, remedy=REMEDY)
 
         def zeros(leaf: object) -> object:
             if not isinstance(leaf, _Shape):
@@ -125,7 +125,8 @@ class Absent(Elsewhere):
         super().__init__(module, name, shares=True)
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        raise ModelError("runs before the layers, and not so for the sample", where=self._name, remedy=REMEDY)
+        raise ModelError("runs before the layers, and not so for the sample", code="other-order-than-sample",
+                         where=self._name, remedy=REMEDY)
 
 
 def _returned(hidden: Tensor, size: int) -> object:

@@ -62,8 +62,8 @@ class Embedding(nn.Module):
     def forward(self, images_BCII: Tensor) -> Tensor:
         if images_BCII.shape[1:] != (CHANNELS, self.image_size, self.image_size):
             raise ModelError(f"must be [batch, {CHANNELS}, {self.image_size}, {self.image_size}]",
-                             where="shape of the images", value=tuple(images_BCII.shape),
-                             remedy="Feed images of model.image_size, or set --model.image-size.")
+                             code="image-shape", where="shape of the images", value=tuple(images_BCII.shape),
+                             remedy="Feed images of model.image_size, or set `--model.image-size`.")
         patches = patches_of(images_BCII, self.patch_size)
         patch_BSH = self.patch(patches.to(self.patch.weight.dtype))
         x_BSH: Tensor = self.dropout(patch_BSH + self.position(patches.shape[1] + 1))
@@ -158,12 +158,13 @@ def problems(config: Transformer) -> list[ConfigError]:
     found = []
     if config.hidden % config.heads:
         near = next(heads for heads in range(config.heads, 0, -1) if config.hidden % heads == 0)
-        found.append(ConfigError(f"does not divide model.hidden {config.hidden}", where="model.heads",
-                                 value=config.heads, remedy=f"Set --model.heads {near}."))
+        found.append(ConfigError(f"does not divide `model.hidden` {config.hidden}", code="heads-do-not-divide-hidden",
+                                 where="model.heads", value=config.heads, remedy=f"Set `--model.heads {near}`."))
     if config.image_size % config.patch_size:
         near = max(1, round(config.image_size / config.patch_size)) * config.patch_size
-        found.append(ConfigError(f"is not a multiple of model.patch_size {config.patch_size}", where="model.image_size",
-                                 value=config.image_size, remedy=f"Set --model.image-size {near}."))
+        found.append(ConfigError(f"is not a multiple of model.patch_size {config.patch_size}",
+                                 code="image-size-not-patches", where="model.image_size", value=config.image_size,
+                                 remedy=f"Set `--model.image-size {near}`."))
     return found
 
 

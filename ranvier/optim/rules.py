@@ -194,7 +194,7 @@ def _users_rules(optim: Optim) -> Rules:
         return Rules(elementwise=AdamW(optim), tensors=cast(TensorRule, found))
     if (missing := lacks(found, elementwise)) is not None:
         raise ConfigError(f"is no update rule: it gives a {type(found).__name__}, which has no {missing}",
-                          where="optim.algorithm", value=text,
+                          code="update-rule-lacks-method", where="optim.algorithm", value=text,
                           remedy="Give it `states` and `update`, or `applies_to`, `state_shapes` and `update_tensors` "
                                  "(docs/optimizers.md).")
     rule = cast(ElementwiseRule, found)
@@ -207,4 +207,5 @@ def check_state_name(name: str, rule: str) -> None:
     """ConfigError for a name that a state of a rule cannot have."""
     if name in _RESERVED:
         raise ConfigError(f"has a state named {name}, which checkpoints use for something else",
-                          where="optim.algorithm", value=rule, remedy="Rename the state.")
+                          code="update-rule-state-name", where="optim.algorithm", value=rule,
+                          remedy="Rename the state.")

@@ -297,8 +297,9 @@ class Updater:
     def average(self) -> GradientStatus:
         """All backwards have run: the gradients become those of the mean loss; nothing is updated."""
         if self.gradients.dtype is torch.float16:
-            raise ConfigError("loses small gradients when they are unscaled in fp16", where="optim.accumulate",
-                              value="half", remedy="Call train_batch, or set --optim.accumulate fp32.")
+            raise ConfigError("loses small gradients when they are unscaled in fp16", code="half-accumulation-in-fp16",
+                              where="optim.accumulate", value="half",
+                              remedy="Call train_batch, or set `--optim.accumulate fp32`.")
         status = self._judge()
         self.gradients.scale(status.factor)
         self.gradients.note_values()

@@ -29,13 +29,14 @@ def check_autocast(autocast: torch.dtype | None, *, dtype: torch.dtype, float8: 
     where = "Engine(autocast=...)"
     if autocast is not torch.bfloat16:
         what = "needs the loss scaling of dtype=torch.float16" if autocast is torch.float16 else "is no half precision"
-        raise ConfigError(what, where=where, value=autocast, remedy="Give torch.bfloat16, or dtype=torch.float16.")
+        raise ConfigError(what, code="autocast-format", where=where, value=autocast,
+                          remedy="Give torch.bfloat16, or dtype=torch.float16.")
     if dtype is not torch.float32:
-        raise ConfigError("casts the operands of fp32 products, and parameters have another format", where=where,
-                          value=dtype, remedy="Leave out dtype= or autocast=.")
+        raise ConfigError("casts the operands of fp32 products, and parameters have another format",
+                          code="autocast-with-dtype", where=where, value=dtype, remedy="Leave out dtype= or autocast=.")
     if float8:
-        raise ConfigError("casts the operands of products, and so does float8", where=where, value=autocast,
-                          remedy="Leave out float8= or autocast=.")
+        raise ConfigError("casts the operands of products, and so does float8", code="autocast-with-float8",
+                          where=where, value=autocast, remedy="Leave out float8= or autocast=.")
 
 
 def casting(autocast: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
@@ -47,6 +48,7 @@ def refuse_outer_autocast(device: torch.device) -> None:
     """ConfigError where the caller has switched autocast on."""
     if torch.is_autocast_enabled(device.type):
         raise ConfigError("is on around a call of the engine, so that backward and update would be inside",
-                          where=f"torch.autocast({device.type!r})", value=torch.get_autocast_dtype(device.type),
+                          code="autocast-around-engine", where=f"torch.autocast({device.type!r})",
+                          value=torch.get_autocast_dtype(device.type),
                           remedy="Leave it out and give Engine(autocast=torch.bfloat16), or switch it on within a "
                                  "block's forward.")

@@ -57,7 +57,7 @@ class BatchRunner:
                  limits: Limits, look_ahead: LookAhead, defer_bytes: int | None,
                  nominal_weight: NominalWeight | None, takes_nominal_weight: bool) -> None:
         self._at, self._stages, self._connections = at, stages, connections
-        self._numbers, self._num_stages = placement.stages_of(at.pipe), placement.num_stages
+        self._numbers, self._num_stages = placement.stages_of(at.pipeline_rank), placement.num_stages
         self._updater, self._statistics, self._timeline = updater, statistics, timeline
         self._policy, self._look_ahead = policy, look_ahead
         self._deferrable = [0] * len(stages)
@@ -73,7 +73,7 @@ class BatchRunner:
         """Limits from the next batch on. Bytes that were set stay."""
         self._in_flight, self._room, self._alternating = limits.in_flight, limits.room, limits.alternating
         if self._limits_follow:
-            self._deferred, self._defer_last = limits.deferred[self._at.pipe], limits.last
+            self._deferred, self._defer_last = limits.deferred[self._at.pipeline_rank], limits.last
             self.defer_bytes = self._deferred * sum(self._deferrable)
 
     @property
@@ -148,7 +148,7 @@ class BatchRunner:
 
     def _estimate_weight(self, nominal_weight: NominalWeight, num_microbatches: int) -> None:
         """After the first forward of the last stage: all its ranks need the estimate for their first backward."""
-        counts = self._at.col == 0
+        counts = self._at.is_first_with_samples
         nominal_weight.start(float(self._stages.loss_and_weight[1]) * num_microbatches if counts else 0.0)
         self._take_nominal_weight(nominal_weight)
 
@@ -161,7 +161,7 @@ class BatchRunner:
 
     def _reduce_statistics(self, training: bool) -> None:
         """Start summing loss and weight over all ranks; of a row of the last stage, all columns know the same."""
-        counts = self._has_loss and self._at.col == 0
+        counts = self._has_loss and self._at.is_first_with_samples
         self._statistics.reduce(self._stages.loss_and_weight if counts else None, at_once=not training)
 
     # ------------------------------------------------------------------ one action

@@ -32,7 +32,7 @@ def build_stage(model: Model, layout: Layout, at: Coordinates, *, seed: int, dty
     cast: dict[str, torch.dtype] = {}
     here: dict[str, nn.Parameter] = {}
     taken: set[nn.Parameter] = set()
-    for stage in layout.stages.stages_of(at.pipe):
+    for stage in layout.stages.stages_of(at.pipeline_rank):
         copies.begin_stage()
         for number in layout.blocks(stage):
             block = names[number]
@@ -57,7 +57,7 @@ def build_stage(model: Model, layout: Layout, at: Coordinates, *, seed: int, dty
                 if model.initial is not None:
                     start = layout[owner].settings_name
                     initialise(parameter.data, start, model.initial(start), seed, whole.shape,
-                               layout.box(whole, at.row, at.col))
+                               layout.box(whole, at.position))
                 if whole.quantized is not None:
                     parameter = nn.Parameter(QuantizedWeight.of(parameter, whole.quantized), requires_grad=False)
                     _replace_parameter(module, name, parameter, None)

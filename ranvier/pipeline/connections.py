@@ -6,7 +6,7 @@ All ranks open the same in the same order; that order is the one of the calls he
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,7 +18,6 @@ from ranvier.comm.protocol import Group, Transport
 from ranvier.config.run import TensorParallel
 from ranvier.errors import TransportError
 from ranvier.layout import Layout, TensorAxis
-from ranvier.mesh import Mesh
 from ranvier.pipeline.inbox import Inbox
 from ranvier.pipeline.replicas import Replicas
 from ranvier.pipeline.sequencer import Sequencer
@@ -53,10 +52,12 @@ class Connections:
         mesh, backend = self._mesh, self._world.backend
         if mesh.stage_size == 1:
             return None
-        over_rows, over_cols = backend.group("row", mesh.groups("row")), backend.group("col", mesh.groups("col"))
+        over_rows, over_cols = (backend.group(" and ".join(axes), mesh.groups(*axes)) for axes in (
+            mesh.over(shards_parameters=True), mesh.over(splits_features=True)))
         self._groups += [over_rows, over_cols]
         for axes in sorted({parameter.summed for parameter in layout.parameters} - {()}):
-            self.sums[axes] = backend.group(f"data and {' and '.join(axes)}", mesh.groups("data", *axes))
+            over = *mesh.replica_axes, *axes
+            self.sums[axes] = backend.group(" and ".join(over), mesh.groups(*over))
         self._groups += self.sums.values()
         return TensorMesh(over_rows, over_cols, tensor, device=self._world.device.type, check_order=self._check_order)
 
@@ -75,7 +76,7 @@ class Connections:
         if self.tensor_mesh is not None:
             order = self.tensor_mesh.order
             self.board.place = lambda: order.place
-        self.data = world.backend.group("data", mesh.groups("data"))
+        self.data = self.group(" and ".join(mesh.replica_axes), mesh.replica_axes)
         self.all = world.backend.group("all", [range(mesh.size)])
         self.board.engine = self.all.gather_objects(os.urandom(4).hex())[0]
         self._timeout_seconds = timeout_seconds
@@ -86,9 +87,9 @@ class Connections:
         self.transport.connect(ranks, ranks, capacity_bytes)
         self.inbox = Inbox(self.transport, self.board, timeline, timeout_seconds, other)
 
-    def group(self, purpose: str, mesh: Mesh, *axes: TensorAxis) -> Group:
-        """Another group over data and these axes, which is closed with the others."""
-        self._groups.append(self._world.backend.group(purpose, mesh.groups("data", *axes)))
+    def group(self, purpose: str, axes: Sequence[str]) -> Group:
+        """Another group over these axes, which is closed with the others."""
+        self._groups.append(self._world.backend.group(purpose, self._mesh.groups(*axes)))
         return self._groups[-1]
 
     def open_splits(self, layout: Layout) -> None:
@@ -112,11 +113,12 @@ class Connections:
     def rank_of(self, stage: int) -> int:
         """The counterpart of this rank that has `stage`; it may be this rank."""
         at = self._mesh.coordinates(self._world.rank)
-        return self._mesh.rank(at.replace("pipe", self._placement.rank_of(stage)))
+        return self._mesh.rank(self._mesh.place(replica=at.replica, pipeline_rank=self._placement.rank_of(stage),
+                                                position=at.position))
 
     def _neighbours(self) -> set[int]:
         """The ranks with the stages before and after those of this one."""
-        own = self._placement.stages_of(self._mesh.coordinates(self._world.rank).pipe)
+        own = self._placement.stages_of(self._mesh.coordinates(self._world.rank).pipeline_rank)
         return {self.rank_of(other) for stage in own for other in (stage - 1, stage + 1)
                 if 0 <= other < self._placement.num_stages}
 
@@ -128,13 +130,13 @@ class Connections:
             self.transport.send(destination, message)
 
     def bytes_received_by_axis(self) -> dict[str, int]:
-        """Payload bytes that this rank has received so far: pipe and data, and with a tensor mesh row and col."""
-        found = {"pipe": self.inbox.bytes_received,
-                 "data": self.data.bytes_received + sum(group.bytes_received for group in self.sums.values())}
+        """Payload bytes that this rank has received so far. Sums over several axes count for the first."""
+        counts = {self._mesh.over(orders_stages=True): self.inbox.bytes_received,
+                  self._mesh.replica_axes: sum(group.bytes_received for group in (self.data, *self.sums.values()))}
         if self.tensor_mesh is not None:
-            found |= {"row": self.tensor_mesh.over_rows.bytes_received,
-                      "col": self.tensor_mesh.over_cols.bytes_received}
-        return found
+            counts |= {self._mesh.over(shards_parameters=True): self.tensor_mesh.over_rows.bytes_received,
+                       self._mesh.over(splits_features=True): self.tensor_mesh.over_cols.bytes_received}
+        return {axes[0]: count for axes, count in counts.items()}
 
     def abandon(self) -> None:
         """Stop what runs on this rank, where other ranks are lost."""
@@ -149,14 +151,15 @@ class Connections:
         other = closing.wait(calls, progress=self.transport.progress, seconds=self._timeout_seconds)
         if other is not None:
             raise TransportError(f"ended its loop after {steps} batches, while rank {other} goes on",
-                                 where=f"rank {self.rank}", value=self.board.name(self.rank),
+                                 code="ranks-differ-in-steps", where=f"rank {self.rank}",
+                                 value=self.board.name(self.rank),
                                  remedy="Give all ranks equally many batches, and close the engine on all of them "
                                         "after the last one.")
         self.all.barrier()
         closing.forget()
         self.transport.close()
         self.sequencer.close()
-        for group in (*self._groups, self.data):
+        for group in self._groups:
             group.close()
         if replicas is not None:
             replicas.close()

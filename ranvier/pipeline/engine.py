@@ -29,11 +29,11 @@ from torch import Tensor, nn
 
 from ranvier.block import Loss, LossBlock, Model, Modules, State, as_model, freeze, frozen_prefix, ready_made
 from ranvier.comm.protocol import Group
-from ranvier.config.arguments import of_engine
+from ranvier.config.python_names import of_engine
 from ranvier.config.rules import float8_problems, guard_problems, looks_before_update
 from ranvier.config.run import Guard, Memory, Optim, Pipeline, TensorParallel
 from ranvier.errors import ConfigError, ModelError, RanvierError
-from ranvier.mesh import Coordinates, Mesh
+from ranvier.mesh import Mesh
 from ranvier.optim.guard import BadSteps
 from ranvier.optim.optimizer import storage_bytes
 from ranvier.optim.step import GradientStatus, OptimizerFactory, Updater
@@ -176,7 +176,7 @@ class Engine:
         model, self._came_in_evaluation = _prepared(model, loss, dtype, keep_fp32, frozen, frozen_above, own=own,
                                                     optim=optim, warns=world.rank == 0)
         if plan is None:
-            plan = self._make_plan(model, mesh or world.mesh or Mesh(data=world.size), sample, policy, dtype,
+            plan = self._make_plan(model, mesh or world.mesh or Mesh.of_replicas(world.size), sample, policy, dtype,
                                    pipeline=pipeline, tensor=tensor, memory=memory, optim=optim, own_optimizer=own)
         else:
             plan.check(model, world.size, dtype, has_optimizer=optimizer is not None)
@@ -201,7 +201,7 @@ class Engine:
         blocks, self.cast_buffers = build_stage(model, self.layout, self.coordinates, seed=seed, dtype=dtype,
                                                 device=world.device, copies=self._copies)
         """Buffers of this rank's blocks that `dtype` has cast to less precision: name -> number format before."""
-        if self.cast_buffers and self.coordinates == Coordinates(pipe=self.coordinates.pipe):
+        if self.cast_buffers and self.coordinates.is_first_on_pipeline_rank:
             warnings.warn(told(self.cast_buffers, dtype), stacklevel=3)
         self._parameters, self._held = stage_parameters(self.layout, blocks), HeldParameters(blocks)
         self._training_of = [(name, one, self._parameters[self.layout[name].owner], self.layout[name].trainable)
@@ -225,10 +225,12 @@ class Engine:
                    dtype: torch.dtype, *, pipeline: Pipeline | None, tensor: TensorParallel | None,
                    memory: Memory | None, optim: Optim | None, own_optimizer: bool) -> Plan:
         if mesh.size != self.world.size:
-            raise ConfigError(f"has {mesh.size} ranks, but {self.world.size} were started", where="mesh",
-                              value=str(mesh), remedy="Make data x pipe x row x col equal to the number of ranks.")
+            raise ConfigError(f"has {mesh.size} ranks, but {self.world.size} were started", code="mesh-of-other-size",
+                              where="mesh", value=str(mesh),
+                              remedy="Make data x pipe x row x col equal to the number of ranks.")
         if optim is not None and optim.ema and not own_optimizer:
-            raise ConfigError("is kept by Ranvier's own optimizer only", where="optim.ema", value=optim.ema,
+            raise ConfigError("is kept by Ranvier's own optimizer only", code="ema-with-own-optimizer",
+                              where="optim.ema", value=optim.ema,
                               remedy="Give optim= without optimizer=, or use torch.optim.swa_utils.AveragedModel.")
         shape = None if sample is None or sample.inputs is None else (sample.inputs, sample.targets)
         return make(model, mesh, sample=shape, pipeline=pipeline or Pipeline(), tensor=tensor or TensorParallel(),
@@ -239,14 +241,14 @@ class Engine:
         """The number by which random numbers of plain modules differ from those of other samples' ranks."""
         if self.world.backend.name == "in-process":  # whose ranks share one generator, so that their numbers differ
             return 0
-        return self.coordinates.data * self.mesh.row + self.coordinates.row
+        return self.coordinates.index(self.mesh.over(splits_samples=True))
 
     def _split(self, model: Model, autocast: torch.dtype | None) -> Model:
         """The model with this rank's part of each block, where several ranks split them."""
         mesh = self._connections.tensor_mesh
         if mesh is None:
             return model
-        if self.mesh.col > 1 and self.world.backend.name != "in-process":
+        if self.mesh.feature_parts > 1 and self.world.backend.name != "in-process":
             self._randomness.is_compared, mesh.order.drawn = True, self._randomness.drawn
         mesh.autocast = autocast
         return split_model(model, mesh)
@@ -265,7 +267,7 @@ class Engine:
             optimizer=optimizer, dtype=dtype, device=self.world.device,
             nominal_weight=1.0 if nominal_weight == "auto" else nominal_weight,
             order=self.layout.flat_order(self.world.rank),
-            runs=plan.chunking.runs.get(self.coordinates.pipe, ()),
+            runs=plan.chunking.runs.get(self.coordinates.pipeline_rank, ()),
             send_to_owner=lambda spec: ties.send_gradient(spec.name, board.calls),
             weight=self._statistics.weight, earlier_weight=self._statistics.earlier_weight,
             timeline=self.timeline, progress=self._connections.transport.progress,
@@ -283,11 +285,11 @@ class Engine:
             seed=seed, device=self.world.device,
             progress=self._updater.progress if self.world.size > 1 else None, segments=self.plan.recomputed[stage],
             block_passed=partial(_block_passed, self._updater, mesh), mesh=mesh, compile=self._compiles(compile),
-            tables=tables, may_wait=self.mesh.pipe > 1 or sets_deferral,  # under any policy: all agree to the bit
+            tables=tables, may_wait=self.mesh.pipeline_size > 1 or sets_deferral,  # under any policy: all agree
             autocast=autocast,
             in_float8=float8_layers(blocks, len(self.block_names), self.world.device) if float8 else (),
             weight_gradients=self._weight_gradients())
-            for stage in placement.stages_of(self.coordinates.pipe)],
+            for stage in placement.stages_of(self.coordinates.pipeline_rank)],
             eval_blocks=range(0 if frozen_dropout else self.frozen_blocks))
 
     def _build_runner(self, dtype: torch.dtype, nominal_weight: float | Literal["auto"]) -> BatchRunner:
@@ -336,8 +338,8 @@ class Engine:
     def _share_buffers(self, blocks: Blocks, how: BufferSync) -> SharedBuffers:
         """The buffers of this stage, over all ranks that compute its blocks for other samples."""
         group: Group = self._connections.data
-        if self.mesh.row > 1:
-            group = self._connections.group("buffers", self.mesh, "row")
+        if self.mesh.microbatch_parts > 1:
+            group = self._connections.group("buffers", self.mesh.over(splits_samples=True))
         shared = SharedBuffers(blocks, group, how)
         if how != "broadcast":
             why = unused_buffer_sync(shared, group, self._connections.all)
@@ -371,17 +373,17 @@ class Engine:
     def rank_of_outputs(self, replica: int = 0) -> int:
         """The first rank of that replica which has the last stage, and so what the model returns."""
         stages = self.layout.stages
-        return self.mesh.rank(Coordinates(data=replica, pipe=stages.rank_of(stages.num_stages - 1)))
+        return self.mesh.rank(self.mesh.place(replica=replica, pipeline_rank=stages.rank_of(stages.num_stages - 1)))
 
     @property
     def is_first_stage(self) -> bool:
         """Whether this rank has the first stage, and so needs the inputs."""
-        return self.coordinates.pipe == self.layout.stages.rank_of(0)
+        return self.coordinates.pipeline_rank == self.layout.stages.rank_of(0)
 
     @property
     def is_last_stage(self) -> bool:
         """Whether this rank has the last stage, and so needs the targets."""
-        return self.coordinates.pipe == self.layout.stages.rank_of(self.layout.stages.num_stages - 1)
+        return self.coordinates.pipeline_rank == self.layout.stages.rank_of(self.layout.stages.num_stages - 1)
 
     @property
     def boundaries(self) -> tuple[int, ...]:
@@ -419,12 +421,12 @@ class Engine:
         have others, torch.nn.utils.clip_grad_norm_ warns: use `clip_grad_norm_`."""
         self._updater.wait()
         owned = [spec.parameter for spec in self._updater.gradients.owned()]
-        return RankParameters(owned) if self.mesh.size > self.mesh.data else owned
+        return RankParameters(owned) if self.mesh.size > self.mesh.num_replicas else owned
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """All parameters of this rank's blocks by global name, up to date; a tied one by its owner's name, and by its
-        own, too, where the rank's ends are on several stages, or are cut differently over rows and columns. Who writes
-        one writes both."""
+        own, too, where the rank's ends are on several stages, or are cut differently over rows and columns. A
+        program that writes one must write both."""
         self._finish_update()
         return dict(self._parameters)
 
@@ -552,14 +554,15 @@ class Engine:
         """
         self.check_usable("train_batch")
         if not self._updater.updates:
-            raise ConfigError("is missing", where="Engine(optimizer=...)",
+            raise ConfigError("is missing", code="optimizer-missing", where="Engine(optimizer=...)",
                               remedy="Give the engine an optimizer, or call forward_backward and update by hand.")
         batch = self._checked(microbatches)
         if self._updater.in_backward and len(batch) != 1:
             raise ConfigError(f"needs batches of one microbatch, not {len(batch)}: blocks share the memory of "
                               "gradients, in which those of several microbatches cannot add up",
-                              where="optim.update-in-backward", value=True,
-                              remedy="Set --batch.microbatch-size to a replica's share of the batch, or leave it out.")
+                              code="in-backward-batch", where="optim.update-in-backward", value=True,
+                              remedy="Set `--batch.microbatch-size` to a replica's share of the batch, or leave it "
+                                     "out.")
         self._updater.learning_rate = self.learning_rate
         with self._keeping_outputs(keep_outputs) as kept:
             self._accumulate(batch, updates=True)
@@ -578,7 +581,8 @@ class Engine:
         """
         self.check_usable("forward_backward")
         if self._updater.in_backward:
-            raise ConfigError("keeps no gradients", where="optim.update-in-backward", value=True,
+            raise ConfigError("keeps no gradients", code="in-backward-keeps-no-gradients",
+                              where="optim.update-in-backward", value=True,
                               remedy="Call train_batch, or leave the setting out.")
         self._accumulate(self._checked(microbatches), updates=False)
         with self._working():
@@ -601,8 +605,8 @@ class Engine:
         self._connections.board.action = "the optimizer"
         self._updater.learning_rate = self.learning_rate
         if result.status is None:
-            raise ConfigError("is of an evaluation, which has no gradients", where="Engine.step(result)",
-                              remedy="Give the result of forward_backward.")
+            raise ConfigError("is of an evaluation, which has no gradients", code="step-after-evaluation",
+                              where="Engine.step(result)", remedy="Give the result of forward_backward.")
         with self._working():
             self._updater.apply(result.status)
         self._statistics.forget()
@@ -618,9 +622,10 @@ class Engine:
         """
         self.check_usable("clip_grad_norm_")
         if not self._updater.has_averaged:
-            raise ConfigError("has no gradients to clip", where="Engine.clip_grad_norm_", value=max_norm,
+            raise ConfigError("has no gradients to clip", code="clip-without-gradients", where="Engine.clip_grad_norm_",
+                              value=max_norm,
                               remedy="Call it between forward_backward and step; train_batch clips by "
-                                     "--optim.clip-norm.")
+                                     "`--optim.clip-norm`.")
         return self._updater.clip(max_norm)
 
     def zero_grad(self) -> None:
@@ -638,7 +643,8 @@ class Engine:
                 parameter.requires_grad_(owner.requires_grad)
             if parameter.requires_grad and not trainable:
                 raise ModelError("was frozen when the engine was built, and is trainable now",
-                                 where=f"parameter {name}", remedy="Build a new engine to train more parameters.")
+                                 code="parameter-unfrozen", where=f"parameter {name}",
+                                 remedy="Build a new engine to train more parameters.")
         self._step += 1
         self._stages.set_loss_factor(self._updater.loss_factor)
         self._statistics.begin_training(self._updater.gradients.were_zeroed)
@@ -683,7 +689,8 @@ class Engine:
             cause = ""
             if batch is not None and not self._updater.in_backward:
                 cause = f". It began here: {self.examine(batch)}"
-            raise RanvierError(f"{status.refused}, and nothing was updated{cause}", where=f"step {self._step}",
+            raise RanvierError(f"{status.refused}, and nothing was updated{cause}", code="step-refused",
+                               where=f"step {self._step}",
                                remedy="Lower the learning rate, or look at the data and the loss. Engine(guard=Guard("
                                       "bad_step='skip')) leaves out such steps and reports them in BatchResult.bad; "
                                       "bad_step='none' applies them.")
@@ -704,7 +711,8 @@ class Engine:
         self.check_usable("examine")
         if self._updater.in_backward:
             raise ConfigError("has changed the parameters of the step that is to be examined",
-                              where="optim.update-in-backward", value=True, remedy="Leave the setting out.")
+                              code="in-backward-examined", where="optim.update-in-backward", value=True,
+                              remedy="Leave the setting out.")
         batch = self._checked(microbatches)
         self._finish_update()
         self._statistics.forget()
@@ -756,7 +764,7 @@ class Engine:
 
     def layer_gradient_norms(self) -> tuple[float, ...]:
         """L2 norm of each layer's gradient of the mean loss in the last step, before clipping; 0.0 for a frozen one.
-        Collective, and the same on every rank. Of a tied parameter the block of its first end has it."""
+        Collective, and the same on every rank. A tied parameter counts in the block of its first end."""
         squared = self._updater.squared_by_block()
         self._connections.all.all_reduce(squared).wait()
         names = self.block_names
@@ -777,7 +785,8 @@ class Engine:
     def evaluate(self, microbatches: Batch,
                  observe: Callable[[int, State], None] | None = None) -> BatchResult:
         """Forward only: loss and weight over the global batch, without dropout. observe: called on the ranks of the
-        last stage with each microbatch's number and what the last block has returned for it."""
+        last stage, all of which give one, with each microbatch's number and what the last block has returned for it,
+        whole on every column."""
         self.check_usable("evaluate")
         batch = self._checked(microbatches, training=False)
         self._stages.observe(observe)
@@ -794,8 +803,8 @@ class Engine:
         self.check_usable("averaged")
         flat = self._updater.flat
         if flat is None or not self._updater.has_averages:
-            raise ConfigError("keeps no moving average of the parameters", where="optim.ema", value=0.0,
-                              remedy="Set --optim.ema, for example to 0.999.")
+            raise ConfigError("keeps no moving average of the parameters", code="ema-not-kept", where="optim.ema",
+                              value=0.0, remedy="Set `--optim.ema`, for example to 0.999.")
         self._finish_update()
         before = flat.take_averages()
         self._share_values()
@@ -863,7 +872,8 @@ class Engine:
             for what, stage, is_needed, value in (("inputs", "first", needs_inputs, one.inputs),
                                                   ("targets", "last", needs_targets, one.targets)):
                 if is_needed and value is None:
-                    raise ModelError(f"has no {what} on the {stage} stage", where=f"microbatch {number}",
+                    raise ModelError(f"has no {what} on the {stage} stage", code="microbatch-lacks-data",
+                                     where=f"microbatch {number}",
                                      remedy=f"Give the ranks of the {stage} stage the {what} of every microbatch.")
         if training:
             self._stages.check()
@@ -883,12 +893,12 @@ class Engine:
         it now, a method of the engine or another's."""
         where = call if "." in call else f"Engine.{call}"
         if self._closed:
-            raise RanvierError("is closed" if where != call else "has an engine that is closed", where=where,
-                               remedy="Build a new engine.")
+            raise RanvierError("is closed" if where != call else "has an engine that is closed", code="engine-closed",
+                               where=where, remedy="Build a new engine.")
         if self._failure is not None:
             raise RanvierError(f"cannot be used: a call of the engine failed in the middle with {self._failure}",
-                               where=where, remedy="Close the engine, build a new one on all ranks, and load a "
-                                                   "checkpoint.")
+                               code="engine-failed", where=where,
+                               remedy="Close the engine, build a new one on all ranks, and load a checkpoint.")
 
     @contextmanager
     def _working(self) -> Iterator[None]:
@@ -919,11 +929,11 @@ def _check_arguments(policy: Policy | None, optimizer: OptimizerFactory | None, 
                      dtype: torch.dtype, float8: bool) -> None:
     """ConfigError for arguments that are not what they must be."""
     if isinstance(policy, str):
-        raise ConfigError("is no policy of your own", where="Engine(policy=...)", value=policy,
-                          remedy="Name a policy in Pipeline(policy=...).")
+        raise ConfigError("is no policy of your own", code="policy-object-is-a-name", where="Engine(policy=...)",
+                          value=policy, remedy="Name a policy in Pipeline(policy=...).")
     if optimizer is not None and not callable(optimizer):
-        raise ConfigError("is not a function that makes one of this rank's parameters", where="optimizer",
-                          value=type(optimizer).__name__,
+        raise ConfigError("is not a function that makes one of this rank's parameters", code="optimizer-not-a-factory",
+                          where="optimizer", value=type(optimizer).__name__,
                           remedy="Pass optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3).")
     check_autocast(autocast, dtype=dtype, float8=float8)
 
@@ -958,7 +968,7 @@ def _as_microbatches(batch: Batch) -> list[Microbatch]:
     entries: list[Any] = [batch] if isinstance(batch, Tensor) or not isinstance(batch, Iterable) else list(batch)
     for entry in entries:
         if not isinstance(entry, Microbatch) and not (isinstance(entry, (tuple, list)) and 1 <= len(entry) <= 3):
-            raise ModelError("is not a microbatch", where="batch", value=type(entry).__name__,
+            raise ModelError("is not a microbatch", code="not-a-microbatch", where="batch", value=type(entry).__name__,
                              remedy="Pass a list of ranvier.Microbatch or of (inputs, targets), for example "
                                     "ranvier.microbatches(inputs, targets, size=8).")
     return [entry if isinstance(entry, Microbatch) else Microbatch(*entry) for entry in entries]

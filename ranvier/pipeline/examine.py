@@ -159,7 +159,7 @@ def examine(microbatches: Sequence[Microbatch], *, stages: RankStages, num_block
             buffer.data.copy_(kept)
     findings += [finding for finding in watch.findings if judges_gradients or finding.kind != "gradient"]
     everything = ranks.gather_objects({"findings": [vars(finding) for finding in findings],
-                                       "losses": losses if at.col == 0 else []})
+                                       "losses": losses if at.is_first_with_samples else []})
     return conclude([[Finding(**finding) for finding in one["findings"]] for one in everything],
                     [one["losses"] for one in everything], mesh)
 
@@ -168,7 +168,7 @@ def conclude(findings: Sequence[Sequence[Finding]], losses: Sequence[Sequence[tu
              mesh: Mesh) -> Cause:
     """The cause, from what each rank has seen. losses: (microbatch, sum of losses, weight) of each rank's own share; of
     columns that know the same, the first tells."""
-    seen = [(finding, rank, mesh.coordinates(rank).data) for rank, each in enumerate(findings) for finding in each]
+    seen = [(finding, rank, mesh.coordinates(rank).replica) for rank, each in enumerate(findings) for finding in each]
     of_kind = {kind: [entry for entry in seen if entry[0].kind == kind] for kind in get_args(FindingKind)}
     if of_kind["parameter"]:
         return _parameter(of_kind["parameter"], mesh)
@@ -189,7 +189,7 @@ def _parameter(seen: Sequence[tuple[Finding, int, int]], mesh: Mesh) -> Cause:
     """The first parameter in model order, and where it is wrong, unless that is so everywhere."""
     first, rank, replica = min(seen, key=lambda entry: (entry[0].place, entry[1]))
     replicas = sorted({replica for finding, _, replica in seen if finding.parameter == first.parameter})
-    alone = f", on replica {' and '.join(map(str, replicas))} alone" if len(replicas) < mesh.data else ""
+    alone = f", on replica {' and '.join(map(str, replicas))} alone" if len(replicas) < mesh.num_replicas else ""
     others = len({finding.parameter for finding, _, _ in seen}) - 1
     more = f", nor {'are' if others > 1 else 'is'} {others} more" if others else ""
     return Cause(kind="parameter", block=first.block, parameter=first.parameter, rank=rank, replica=replica,
@@ -217,7 +217,7 @@ def _largest(losses: Sequence[Sequence[tuple[int, float, float]]], mesh: Mesh) -
     sums: dict[tuple[int, int], list[float]] = {}
     for rank, each in enumerate(losses):
         for number, total, weight in each:
-            entry = sums.setdefault((number, mesh.coordinates(rank).data), [0.0, 0.0])
+            entry = sums.setdefault((number, mesh.coordinates(rank).replica), [0.0, 0.0])
             entry[0] += total
             entry[1] += weight
     means = {place: total / weight for place, (total, weight) in sorted(sums.items()) if weight}

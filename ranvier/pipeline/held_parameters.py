@@ -108,4 +108,4 @@ def _described(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> s
 
 
 def _error(block: str, name: str, what: str, remedy: str) -> ModelError:
-    return ModelError(what, where=f"parameter {block}.{name}", remedy=remedy)
+    return ModelError(what, code="held-parameter-replaced", where=f"parameter {block}.{name}", remedy=remedy)

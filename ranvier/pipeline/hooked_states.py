@@ -28,7 +28,7 @@ class _Refusing:
         if not self._in_pass():
             what = f'tensor "{self._name}" of the carried state' if self._name else "the carried state"
             raise ModelError("has a hook of an earlier block on its gradient, which a block computes for itself; on "
-                             "another stage the hook would not run", where=what,
+                             "another stage the hook would not run", code="hook-on-earlier-state", where=what,
                              remedy="Differentiate with respect to a tensor of the block's own, x = x.view_as(x), for "
                                     "which the hook runs nowhere.")
 

@@ -70,11 +70,11 @@ class Inbox:
         else:
             if message.step < self._call:
                 raise ModelError(f"the {message} came from {self._board.name(message.source)}, but belongs to a batch "
-                                 "that has ended here", where="train_batch",
+                                 "that has ended here", code="message-of-ended-batch", where="train_batch",
                                  remedy="Give all ranks of a replica the same number of microbatches.")
             if message.microbatch >= self._count:
                 raise ModelError(f"has {self._count} microbatches here, but {self._board.name(message.source)} sends "
-                                 f"number {message.microbatch}", where="train_batch",
+                                 f"number {message.microbatch}", code="microbatch-counts-differ", where="train_batch",
                                  remedy="Give all ranks of a replica the same number of microbatches.")
             self._check_order(way, message)
             self._arrived[way, message.stage, message.microbatch] = message
@@ -85,8 +85,9 @@ class Inbox:
         expected = self._next.get((way, message.stage), 0)
         if message.microbatch != expected:
             raise TransportError(f"the {_NAMES[way]} of microbatch {expected} is lost: that of {message.microbatch} "
-                                 "came first", where=f"messages from {self._board.name(message.source)}",
-                                 remedy="Go on with --resume auto; if it comes again, look for faults of the network "
+                                 "came first", code="message-lost",
+                                 where=f"messages from {self._board.name(message.source)}",
+                                 remedy="Go on with `--resume auto`; if it comes again, look for faults of the network "
                                         "or the memory between the two.")
         self._next[way, message.stage] = expected + 1
 
@@ -113,8 +114,8 @@ class Inbox:
         if message is None:
             seconds = (time.monotonic_ns() - started) * 1e-9
             raise MessageTimeout("a message did not come\n" + self._board.report(what, source, seconds),
-                                 where="comm.timeout-seconds", value=self._timeout,
-                                 remedy="See which rank is behind, or raise --comm.timeout-seconds.")
+                                 code="message-late", where="comm.timeout-seconds", value=self._timeout,
+                                 remedy="See which rank is behind, or raise `--comm.timeout-seconds`.")
         self._timeline.add("wait", what, self._step, started)
         self._board.action = doing
         self._receive(message)

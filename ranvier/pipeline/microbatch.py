@@ -37,7 +37,7 @@ def microbatches(inputs: State, targets: object, size: int, samples: Tensor | No
     """
     count = _batch_size(inputs, targets, samples)
     if size < 1:
-        raise ModelError("must be at least 1", where="microbatches(size)", value=size,
+        raise ModelError("must be at least 1", code="microbatch-size", where="microbatches(size)", value=size,
                          remedy="Give samples per microbatch.")
     return cut_batch(inputs, targets, samples, [slice(start, start + size) for start in range(0, count, size)])
 
@@ -56,7 +56,7 @@ def _batch_size(*trees: object) -> int:
     """The size of dim 0 of all tensors."""
     sizes = {leaf.shape[0] if leaf.dim() else None for leaf in tree_leaves(trees) if isinstance(leaf, Tensor)}
     if len(sizes) != 1 or None in sizes:
-        raise ModelError("must all have the batch in dim 0", where="microbatches(inputs, targets)",
-                         value=sorted(map(str, sizes)),
+        raise ModelError("must all have the batch in dim 0", code="batch-not-in-dim-0",
+                         where="microbatches(inputs, targets)", value=sorted(map(str, sizes)),
                          remedy="Where a tensor has no batch dim, cut by hand and pass ranvier.Microbatch objects.")
     return sizes.pop() or 0

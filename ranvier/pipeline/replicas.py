@@ -52,7 +52,7 @@ class Replicas:
 
     def __init__(self, layout: Layout, world: World, everyone: Group) -> None:
         self._layout, self._everyone, self._device = layout, everyone, world.device
-        self._stage = world.backend.group("replicas", layout.mesh.groups("data", "row", "col"))
+        self._stage = world.backend.group("replicas", layout.mesh.groups(*layout.mesh.over(orders_stages=False)))
         self._weights = torch.empty(0, dtype=torch.int64)
 
     def compare(self, parameters: Mapping[str, Tensor]) -> None:
@@ -67,8 +67,8 @@ class Replicas:
         texts = self._everyone.gather_objects(found_here if self._stage.index == 0 else [])
         (name, what), *others = [one for each in texts for one in each]
         more = f"; {len(others)} more {'parameters differ' if len(others) > 1 else 'parameter differs'}"
-        raise RanvierError(f"{what}{more if others else ''}", where=f"parameter {name}",
-                           remedy="Go on from the last checkpoint (--resume auto), or by its path from one older "
+        raise RanvierError(f"{what}{more if others else ''}", code="replicas-differ", where=f"parameter {name}",
+                           remedy="Go on from the last checkpoint (`--resume auto`), or by its path from one older "
                                   "than the last good comparison; where a rank is named again, replace its device.")
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ def differences(layout: Layout, ranks: Sequence[int], names: Sequence[str],
         alike: dict[object, dict[int, int]] = {}
         for rank, sums in zip(ranks, checksums, strict=True):
             at = layout.mesh.coordinates(rank)
-            alike.setdefault(layout.box(layout[name], at.row, at.col), {})[rank] = sums[column]
+            alike.setdefault(layout.box(layout[name], at.position), {})[rank] = sums[column]
         found_here += [(name, _who(layout, sums)) for sums in alike.values() if len(set(sums.values())) > 1]
     return found_here
 
@@ -120,6 +120,6 @@ def _ranks(layout: Layout, ranks: Sequence[int]) -> str:
     named = []
     for rank in ranks:
         at = layout.mesh.coordinates(rank)
-        place = f", row {at.row}, col {at.col}" if layout.mesh.stage_size > 1 else ""
-        named.append(f"replica {at.data}{place} (rank {rank})")
+        place = f", {at.position_text}" if layout.mesh.stage_size > 1 else ""
+        named.append(f"replica {at.replica}{place} (rank {rank})")
     return " and ".join(filter(None, (", ".join(named[:-1]), named[-1])))

@@ -60,10 +60,11 @@ class Segment:
             for name, part in module.named_modules(prefix=block):
                 for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
                     if not _origin(hook).startswith(_KNOWN_HOOKS):
-                        raise ModelError("has a forward hook, which recomputation would call twice", where=name,
+                        raise ModelError("has a forward hook, which recomputation would call twice",
+                                         code="recompute-with-hook", where=name,
                                          value=getattr(hook, "__qualname__", type(hook).__name__),
                                          remedy="Remove the hook, do its work in the module's forward, or set "
-                                                "--memory.recompute none.")
+                                                "`--memory.recompute none`.")
 
     def run(self, compute: Callable[[State], State], state: State) -> State:
         """`compute(state)`, whose insides are not kept but computed again. ModelError where it changes a tensor of the
@@ -93,9 +94,10 @@ class Segment:
         for name, version in versions.items():
             if plain(tensors[name])._version != version:
                 what = f"tensor {name} of the carried state" if name else "the carried state"
-                raise ModelError(f"needs {what}, which was changed in place {when}", where=self._where,
+                raise ModelError(f"needs {what}, which was changed in place {when}", code="recompute-input-changed",
+                                 where=self._where,
                                  remedy="Put a new tensor in its place (x = x + y for x += y, relu(x) for relu_(x)), "
-                                        "or set --memory.recompute none.")
+                                        "or set `--memory.recompute none`.")
 
     def _buffers(self) -> Iterator[tuple[_Place, Tensor | None]]:
         for module in self._modules:
@@ -118,10 +120,11 @@ class Segment:
                     buffer._version != version or (learns and not torch.equal(buffer, copies[id(buffer)]))):
                 known.add(place)
             if buffer is not None and place in known and id(buffer) not in copies:
-                raise ModelError("was changed in place, and not by the first forward; recomputation cannot give "
-                                 "it back as it was", where=f"buffer {self._name_of(place)}",
+                raise ModelError("was changed in place, and not by the first forward; recomputation cannot give it "
+                                 "back as it was", code="recompute-buffer-changed",
+                                 where=f"buffer {self._name_of(place)}",
                                  remedy="Put a new tensor in its place (self.x = self.x + y), or set "
-                                        "--memory.recompute none.")
+                                        "`--memory.recompute none`.")
             if place in known or place[0]._buffers.get(place[1]) is not buffer:
                 before[place] = copies[id(buffer)] if place in known else buffer
         self._changing = known

@@ -67,14 +67,14 @@ class Sequencer:
         if message is None:
             raise MessageTimeout(
                 "an announcement did not come\n" + self._board.report("the next action", self._leader, self._timeout),
-                where="comm.timeout-seconds", value=self._timeout,
-                remedy="See which rank is behind, or raise --comm.timeout-seconds.")
+                code="announcement-late", where="comm.timeout-seconds", value=self._timeout,
+                remedy="See which rank is behind, or raise `--comm.timeout-seconds`.")
         self._announced += 1
         kind, defer, product, turn, number = message.tensors["action"].tolist()
         if number != self._announced:  # what ranks of a stage do in another order than each other is silently wrong
             raise TransportError(f"announcement {self._announced} is lost: that of {number} came first",
-                                 where=f"messages from {self._board.name(self._leader)}",
-                                 remedy="Go on with --resume auto; if it comes again, look for faults of the network "
+                                 code="announcement-lost", where=f"messages from {self._board.name(self._leader)}",
+                                 remedy="Go on with `--resume auto`; if it comes again, look for faults of the network "
                                         "or the memory between the two.")
         assert message.step == call, f"an action of batch {message.step} came in batch {call}"
         action = None if kind == _DONE else Action(_KINDS[kind], message.microbatch, bool(defer), product, turn)
@@ -86,7 +86,8 @@ class Sequencer:
             self._sent += 1
             said = self._group.gather_objects([self._sent, str(action)])
             if any(word != said[0] for word in said):
-                raise TransportError("the ranks of a stage run different actions", where="stage order", value=said,
+                raise TransportError("the ranks of a stage run different actions", code="stage-order-differs",
+                                     where="stage order", value=said,
                                      remedy="This is a fault of Ranvier: report it with this text.")
 
     def close(self) -> None:

@@ -41,7 +41,8 @@ class SharedBuffers:
 
     def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], replicas: Group, how: BufferSync) -> None:
         if how not in CHOICES:
-            raise ConfigError(f"must be one of {', '.join(CHOICES)}", where="Engine(buffers=...)", value=how,
+            raise ConfigError(f"must be one of {', '.join(CHOICES)}", code="unknown-buffer-sync",
+                              where="Engine(buffers=...)", value=how,
                               remedy="Leave it out for broadcast, which is what DistributedDataParallel does.")
         self._blocks, self._replicas, self._average = blocks, replicas, how == "average"
         self._shared = how != "local" and len(replicas.ranks) > 1
@@ -65,7 +66,7 @@ class SharedBuffers:
                 self._shapes.get(name), buffers[name].shape if name in buffers else None)]
             if shapes[0] != shapes[1]:
                 raise ModelError(f"cannot be shared by replicas: its shape was {shapes[0]} when the engine was built, "
-                                 f"and is {shapes[1]} now", where=f"buffer {name}",
+                                 f"and is {shapes[1]} now", code="buffer-shape-changed", where=f"buffer {name}",
                                  remedy="Give buffers one shape for good, or leave them to each replica: "
                                         "Engine(buffers='local').")
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}

@@ -67,5 +67,6 @@ class SharedMemory:
         for name, tensor, version in watched:
             if tensor._version != version:
                 raise ModelError("is changed in place, and shares its memory with another tensor of the carried state, "
-                                 "which a next stage has by itself", where=f'tensor "{name}" of the carried state',
+                                 "which a next stage has by itself", code="shared-state-changed",
+                                 where=f'tensor "{name}" of the carried state',
                                  remedy="Write the operation out of place, or let the block before clone it.")

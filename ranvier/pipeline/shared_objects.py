@@ -60,10 +60,10 @@ class StageCopies:
             return copy.deepcopy(module, self._copies)
         except Exception as error:
             raise ModelError(f"has a module in common with block {self._earlier[module]}, on another stage of this "
-                             f"rank, and it cannot be copied: {type(error).__name__}: {error}", where=f"block {block}",
-                             value=type(module).__name__,
-                             remedy="Set --pipeline.stages-per-rank 1, or give each block a module of its own and tie "
-                                    "their parameters: one.weight = other.weight.") from error
+                             f"rank, and it cannot be copied: {type(error).__name__}: {error}",
+                             code="shared-module-not-copied", where=f"block {block}", value=type(module).__name__,
+                             remedy="Set `--pipeline.stages-per-rank 1`, or give each block a module of its own and "
+                                    "tie their parameters: one.weight = other.weight.") from error
 
     def replace(self, module: nn.Module, name: str, value: nn.Module | nn.Parameter) -> None:
         """Put `value` in the place of the child or parameter `name` of `module`, until `restore`."""

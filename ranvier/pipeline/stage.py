@@ -232,7 +232,7 @@ class Stage:
             hooked_states.refuse_outside(entered, notes.get(HOOKED, ()), self._in_pass)
             state = self._run_blocks(carried(with_layouts(entered, self._mesh)), step, microbatch, number)
             if self._loss is not None:
-                self._show(state, number, whole=keep_outputs)
+                self._show(state, number, keep=keep_outputs)
             if self._loss is not None and not keep_outputs:
                 outputs = {"": self._compute_loss(state, microbatch, number)}
             else:
@@ -249,17 +249,16 @@ class Stage:
                        requires_grad=frozenset(roots), expects_backward=kept,
                        deferrable_bytes=self._weights.forward_bytes)
 
-    def _show(self, state: State, number: int, *, whole: bool) -> None:
-        """Give what the last block has returned to those who want it. whole: it is wanted whole on every column, and
-        all of them do this; else an observer gets a column's own part."""
+    def _show(self, state: State, number: int, *, keep: bool) -> None:
+        """Give what the last block has returned, whole on every column, to those who want it: all columns of the stage
+        have an observer, or none has. keep: it is wanted later where there is no observer."""
         if self.kept is not None:
             self.kept.outputs.append(tree_map(  # copies: a loss may reuse the memory of what it is given
                 lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, gather_whole(state)))
-        shown = gather_whole(state) if whole else plain(state)
         if self.observe is not None:
-            self.observe(number, shown)
-        elif whole:
-            self.outputs.append(shown)
+            self.observe(number, gather_whole(state))
+        elif keep:
+            self.outputs.append(gather_whole(state))
 
     def _run_blocks(self, state: State, step: int, microbatch: Microbatch, number: int) -> State:
         samples = microbatch.samples if microbatch.samples is not None else torch.zeros(0, dtype=torch.int64)
@@ -451,5 +450,5 @@ def _compiled_blocks(how: bool | Literal["auto"], gradients: WeightGradients, fo
 
 def _ended(where: str, error: SystemExit) -> ModelError:
     """A rank that left here would leave the others waiting for its messages."""
-    return ModelError("ends the program of this rank while the others wait for it", where=where,
+    return ModelError("ends the program of this rank while the others wait for it", code="block-exits", where=where,
                       value=f"sys.exit({error.code!r})", remedy="Raise an error that says what is wrong.")

@@ -30,7 +30,8 @@ def share_start_values(layout: Layout, blocks: Sequence[tuple[int, str, nn.Modul
     for tensor, value in tensors.items():
         tensor.data.copy_(value)
     if connections.tensor_mesh is not None:
-        copies = [stored for name, parameter in parameters.items() if "col" in layout.copy_axes(name)
+        columns = {*layout.mesh.over(splits_features=True)}
+        copies = [stored for name, parameter in parameters.items() if columns & {*layout.copy_axes(name)}
                   for stored in stored_tensors(parameter)]
         for work in [connections.tensor_mesh.over_cols.broadcast(tensor.data) for tensor in copies]:
             work.wait()

@@ -71,7 +71,7 @@ def load_state(engine: Engine, state: Mapping[str, Any]) -> None:
 def _layout_of(engine: Engine) -> dict[str, Any]:
     """What must be equal for the tensors of this rank to fit."""
     layout, rank, at = engine.layout, engine.world.rank, engine.coordinates
-    ends = layout.ends_on(at.pipe)
+    ends = layout.ends_on(at.pipeline_rank)
     updated: dict[str, list[list[int]]] = {}
     for piece in sorted(layout.updated(rank), key=lambda piece: (piece.parameter, piece.interval)):
         intervals, (start, stop) = updated.setdefault(piece.parameter, []), piece.interval
@@ -79,7 +79,7 @@ def _layout_of(engine: Engine) -> dict[str, Any]:
             start = intervals.pop()[0]
         intervals.append([start, stop])
     return {"mesh": str(layout.mesh), "rank": rank, "boundaries": list(layout.boundaries),
-            "held": {name: [list(edges) for edges in layout.box(end, at.row, at.col)] for name, end in ends.items()},
+            "held": {name: [list(edges) for edges in layout.box(end, at.position)] for name, end in ends.items()},
             "dtypes": {name: str(parameter.dtype) for name, parameter in engine.named_parameters().items()},
             "buffers": {name: list(buffer.shape) for name, buffer in engine.named_buffers().items()
                         if isinstance(buffer, Tensor)},
@@ -98,12 +98,13 @@ _WHAT_DIFFERS = {"mesh": "was taken on the mesh {was}, and this engine's is {now
 
 def _check(engine: Engine, state: Mapping[str, Any]) -> None:
     if not isinstance(state, Mapping) or state.get("format") != FORMAT:
-        raise CheckpointError("is not a state_dict of an engine", where="load_state_dict", value=type(state).__name__,
-                              remedy="Give what Engine.state_dict() returned on this rank.")
+        raise CheckpointError("is not a state_dict of an engine", code="not-a-state-dict", where="load_state_dict",
+                              value=type(state).__name__, remedy="Give what Engine.state_dict() returned on this rank.")
     was, now = state["layout"], _layout_of(engine)
     for key, what in _WHAT_DIFFERS.items():
         if was[key] != now[key]:
-            raise CheckpointError(what.format(was=was[key], now=now[key]), where="load_state_dict", remedy=_CHECKPOINTS)
+            raise CheckpointError(what.format(was=was[key], now=now[key]), code="state-dict-of-another-engine",
+                                  where="load_state_dict", remedy=_CHECKPOINTS)
 
 
 def _optimizer_state(engine: Engine) -> StateDict | None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ranvier.comm.message import Message, MessageKind
 from ranvier.comm.protocol import Group
 from ranvier.layout import Box, Layout, Move, Parameter, TensorAxis, index_of, intersection
-from ranvier.mesh import Coordinates
+from ranvier.mesh import Position
 from ranvier.optim.chunks import GradientSpec
 from ranvier.optim.tensor_update import TensorSplit
 
@@ -75,44 +75,46 @@ def ties_of(layout: Layout, rank: int, parameters: dict[str, nn.Parameter]) -> t
     for owner, ends in layout.ends.items():
         home = layout.pipe_of(layout[owner].block), owner
         for place, parameter in ends.items():
-            if place[0] != at.pipe or len(ends) == 1:
+            if place[0] != at.pipeline_rank or len(ends) == 1:
                 continue
             owns = place == home
             others = [other for other in ends if other != home] if owns else [place]
             gradients, values = [], []
             for other in others:
-                gradients += [move for move in _moves(layout, at.data, other[1], ends[other], ends[home], sums=True)
+                gradients += [move for move in _moves(layout, at.replica, other[1], ends[other], ends[home], sums=True)
                               if rank == (move.destination if owns else move.source)]
-                values += [move for move in _moves(layout, at.data, other[1], ends[home], ends[other], sums=False)
+                values += [move for move in _moves(layout, at.replica, other[1], ends[home], ends[other], sums=False)
                            if rank == (move.source if owns else move.destination)]
             ties.append(Tie(rank=rank, name=place[1], parameter=parameters[place[1]], owns=owns,
-                            box=layout.box(parameter, at.row, at.col), trains=parameter.trainable,
+                            box=layout.box(parameter, at.position), trains=parameter.trainable,
                             ends=len(others) if owns else 0, gradients=tuple(gradients), values=tuple(values)))
     return tuple(ties)
 
 
-def _moves(layout: Layout, data: int, name: str, source: Parameter, destination: Parameter, *,
+def _moves(layout: Layout, replica: int, name: str, source: Parameter, destination: Parameter, *,
            sums: bool) -> list[Move]:
-    """How elements get from one end to the other in replica `data`, by rising source.
+    """How elements get from one end to the other in a replica, by rising source.
 
     Of positions with the same elements the destination's own sends, else the first. sums: they are gradients. Those of
     positions along `source.summed` differ and all move; along `destination.summed` each moves to one position.
     """
     mesh = layout.mesh
-    positions = [{"row": row, "col": col} for row in range(mesh.row) for col in range(mesh.col)]
 
-    def rank(parameter: Parameter, position: dict[str, int]) -> int:
-        return mesh.rank(Coordinates(data=data, pipe=layout.pipe_of(parameter.block), **position))
+    def rank(parameter: Parameter, position: Position) -> int:
+        return mesh.rank(mesh.place(replica=replica, pipeline_rank=layout.pipe_of(parameter.block), position=position))
 
-    copies: dict[tuple[Box, tuple[int, ...]], list[dict[str, int]]] = {}
-    for position in positions:
-        summand = tuple(position[axis] for axis in source.summed if sums)
-        copies.setdefault((layout.box(source, **position), summand), []).append(position)
+    def indices(position: Position, axes: Sequence[TensorAxis]) -> list[int]:
+        return [index for axis, index in zip(mesh.stage_axes, position, strict=True) if axis in axes]
+
+    copies: dict[tuple[Box, tuple[int, ...]], list[Position]] = {}
+    for position in mesh.positions:
+        summand = tuple(indices(position, source.summed) if sums else ())
+        copies.setdefault((layout.box(source, position), summand), []).append(position)
     moves = []
-    for there in positions:
+    for there in mesh.positions:
         for (held, _), holders in copies.items():
-            box = intersection(held, layout.box(destination, **there))
-            if box is None or (sums and any(there[axis] != holders[0][axis] for axis in destination.summed)):
+            box = intersection(held, layout.box(destination, there))
+            if box is None or (sums and indices(there, destination.summed) != indices(holders[0], destination.summed)):
                 continue
             holder = there if there in holders else holders[0]
             moves.append(Move(name, box, rank(source, holder), rank(destination, there)))
@@ -137,7 +139,7 @@ def gradient_specs(layout: Layout, rank: int, parameters: Mapping[str, nn.Parame
         split = None
         if splits and axes and not gradient.sent_to_owner:
             places = map(layout.mesh.coordinates, splits[axes].ranks)
-            boxes = [layout.box(layout[gradient.name], at.row, at.col) for at in places]
+            boxes = [layout.box(layout[gradient.name], at.position) for at in places]
             split = TensorSplit(group=splits[axes], boxes=boxes, device=parameter.device)
         specs.append(GradientSpec.of(gradient, parameter, groups[summed] if summed else None, split,
                                      is_table=parameter in tables))

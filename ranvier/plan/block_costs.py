@@ -172,7 +172,7 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
             raise
         except Exception as error:
             raise ModelError(f"does not take {before}: {type(error).__name__}: {error}",
-                             where=f"block {name}",
+                             code="block-refuses-input", where=f"block {name}",
                              remedy=f"Make its forward take and return the carried state.{_hint(entered_state)}"
                              ) from error
         outputs = named(state, f"block {name}")
@@ -284,7 +284,8 @@ def check_loss(model: Model, state: State, targets: object, dtype: torch.dtype) 
             else:
                 result = model.loss(state, targets)
     except Exception as error:
-        raise ModelError(f"does not take what the last block returns: {type(error).__name__}: {error}", where="loss",
+        raise ModelError(f"does not take what the last block returns: {type(error).__name__}: {error}",
+                         code="loss-refuses-output", where="loss",
                          remedy="Its arguments are (output of the last block, targets of the microbatch).") from error
     loss_parts(result)
 
@@ -295,7 +296,8 @@ def loss_parts(result: object) -> tuple[Tensor, Tensor | float | int]:
             and (isinstance(result[1], (int, float)) or (isinstance(result[1], Tensor) and result[1].numel() == 1)))
     if not fits:
         shown = (f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__)
-        raise ModelError("must return (sum of losses, number of valid targets)", where="loss", value=shown,
-                         remedy="Use reduction='sum' and return the count beside it, "
-                                "so that microbatches of different sizes add up to the same gradients.")
+        raise ModelError("must return (sum of losses, number of valid targets)", code="loss-result", where="loss",
+                         value=shown,
+                         remedy="Use reduction='sum' and return the count beside it, so that microbatches of different "
+                                "sizes add up to the same gradients.")
     return cast(tuple[Tensor, Tensor | float | int], result)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -18,7 +18,7 @@ from ranvier.config.run import TensorParallel
 from ranvier.cost.blocks import BlockCost
 from ranvier.errors import ConfigError, ModelError
 from ranvier.layout import Box, Layout, Parameter
-from ranvier.mesh import Mesh, StagePlacement
+from ranvier.mesh import Mesh, Position, StagePlacement
 from ranvier.plan.block_costs import block_costs, build_on_meta
 from ranvier.plan.partition import partition_for, uniform
 from ranvier.plan.shared_buffers import buffers_of_several_stages
@@ -27,7 +27,7 @@ from ranvier.tensor.layers import VocabularyLinear, block_splits
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.quantized_weight import BLOCK
 from ranvier.tensor.split.layers import split_layers, split_loss
-from ranvier.tensor.split.loss import NextTokenLoss
+from ranvier.tensor.split.loss import vocabulary_of
 
 Sample = tuple[State, object]
 """Inputs and targets of a microbatch."""
@@ -38,8 +38,8 @@ class StageRow:
     """One stage in the table: its blocks, and what they hold and cost."""
 
     stage: int
-    pipe: int
-    """Index along `pipe` of the ranks that hold it."""
+    pipeline_rank: int
+    """Place in the pipeline of the ranks that hold it."""
     blocks: tuple[str, ...]
     num_parameters: int
     num_trainable: int
@@ -66,7 +66,8 @@ class StageTable:
         return [self.costs[start:stop] for start, stop in pairwise(edges)]
 
     def __str__(self) -> str:
-        columns = {"stage": [str(row.stage) for row in self.rows], "pipe": [str(row.pipe) for row in self.rows],
+        columns = {"stage": [str(row.stage) for row in self.rows],
+                   "pipe": [str(row.pipeline_rank) for row in self.rows],
                    "blocks": [str(len(row.blocks)) for row in self.rows],
                    "parameters": [f"{row.num_parameters:,}" for row in self.rows],
                    "trainable": [f"{row.num_trainable:,}" for row in self.rows],
@@ -90,7 +91,7 @@ def global_parameters(model: Model, modules: dict[str, nn.Module]) -> tuple[Para
             full = f"{block}.{name}"
             if parameter.is_complex() and parameter.requires_grad:
                 raise ModelError("is complex and trains, and gradients add up as real numbers",
-                                 where=f"parameter {full}", value=parameter.dtype,
+                                 code="complex-parameter", where=f"parameter {full}", value=parameter.dtype,
                                  remedy="Hold a parameter of real numbers [..., 2], and compute with "
                                         "torch.view_as_complex of it.")
             objects[full] = parameter
@@ -101,20 +102,20 @@ def global_parameters(model: Model, modules: dict[str, nn.Module]) -> tuple[Para
     for group in model.tied:
         for name in group:
             if name not in found:
-                raise ModelError("is declared as tied but is no parameter of the model", where="model.tied", value=name,
-                                 remedy="Name parameters as 'block.parameter'.")
+                raise ModelError("is declared as tied but is no parameter of the model", code="tied-unknown-parameter",
+                                 where="model.tied", value=name, remedy="Name parameters as 'block.parameter'.")
             if name in grouped:
-                raise ModelError("is in two groups", where="model.tied", value=name,
+                raise ModelError("is in two groups", code="tied-in-two-groups", where="model.tied", value=name,
                                  remedy="Put all names of one parameter into one group, each once.")
             grouped.add(name)
         owner = found[group[0]]
         for name in group[1:]:
             end = found[name]
             if end.shape != owner.shape:
-                raise ModelError(f"is tied to {owner.name} of shape {owner.shape}", where=f"parameter {name}",
-                                 value=end.shape, remedy="Tie parameters of one shape.")
+                raise ModelError(f"is tied to {owner.name} of shape {owner.shape}", code="tied-shapes-differ",
+                                 where=f"parameter {name}", value=end.shape, remedy="Tie parameters of one shape.")
             if end.trainable != owner.trainable:
-                raise ModelError(f"is tied to {owner.name}, and only one of the two is frozen",
+                raise ModelError(f"is tied to {owner.name}, and only one of the two is frozen", code="tied-one-frozen",
                                  where=f"parameter {name}", value=f"requires_grad={end.trainable}",
                                  remedy="Untie them, or freeze both.")
             found[name] = replace(end, owner=owner.name)
@@ -122,8 +123,8 @@ def global_parameters(model: Model, modules: dict[str, nn.Module]) -> tuple[Para
     for name, parameter in objects.items():
         other = first.setdefault(parameter, name)
         if found[other].owner != found[name].owner:
-            raise ModelError(f"is {other} under another name", where=f"parameter {name}", value=name,
-                             remedy=f"Declare them as tied: Model(tied=(({other!r}, {name!r}),)).")
+            raise ModelError(f"is {other} under another name", code="tied-undeclared", where=f"parameter {name}",
+                             value=name, remedy=f"Declare them as tied: Model(tied=(({other!r}, {name!r}),)).")
     return tuple(found.values())
 
 
@@ -150,13 +151,14 @@ def _check_quantized(layout: Layout) -> None:
     """ConfigError where ranks would have parts of the blocks of a quantized weight, which have one scale each."""
     mesh = layout.mesh
     for parameter in (parameter for parameter in layout.parameters if parameter.quantized is not None):
-        for row, col in product(range(mesh.row), range(mesh.col)):
-            start, stop = layout.box(parameter, row, col)[1]
+        for position in mesh.positions:
+            start, stop = layout.box(parameter, position)[1]
             if start % BLOCK or stop % BLOCK:
                 raise ConfigError(f"divides the blocks of {BLOCK} inputs with one scale in {parameter.name}, whose "
-                                  f"inputs are {parameter.shape[1]}", where="lora.base-format",
+                                  f"inputs are {parameter.shape[1]}", code="quantized-block-split",
+                                  where="lora.base-format",
                                   value=f"{parameter.quantized} on {mesh.row} rows and {mesh.col} columns",
-                                  remedy="Use fewer rows or columns, or leave out --lora.base-format.")
+                                  remedy="Use fewer rows or columns, or leave out `--lora.base-format`.")
 
 
 class Parts:
@@ -182,7 +184,7 @@ class Parts:
     def cut(self, mesh: Mesh, costs: Sequence[BlockCost] | None, *, boundaries: Sequence[int] | None,
             how: Literal["cost", "uniform"], placement: StagePlacement | None = None) -> tuple[StageTable, Layout]:
         """The stages of a mesh with this tensor mesh, by each block's cost, or number of parameters. Unchecked."""
-        placement = placement or StagePlacement(pipe=mesh.pipe)
+        placement = placement or StagePlacement(num_ranks=mesh.pipeline_size)
         count, num_stages = len(self.names), placement.num_stages
         weights = [cost.weight(self._device) for cost in costs] if costs else self._sizes
         if boundaries is not None:
@@ -195,7 +197,7 @@ class Parts:
 
 
 def _split(parameters: Sequence[Parameter], modules: Mapping[str, nn.Module], mesh: Mesh, tensor: TensorParallel
-           ) -> tuple[tuple[Parameter, ...], dict[str, dict[tuple[int, int], Box]]]:
+           ) -> tuple[tuple[Parameter, ...], dict[str, dict[Position, Box]]]:
     """The parameters with the axes along which their gradients are summed, and who holds what of each."""
     splits = {f"{block}.{name}": split for block, module in modules.items()
               for name, split in block_splits(block, module, tensor, mesh.col).items()}
@@ -205,11 +207,12 @@ def _split(parameters: Sequence[Parameter], modules: Mapping[str, nn.Module], me
 
 def _check_loss(model: Model, last: nn.Module, mesh: Mesh) -> None:
     """Columns have their part of the logits: only a loss that knows takes those."""
-    if (mesh.col > 1 and any(isinstance(layer, VocabularyLinear) for layer in last.modules())
-            and not isinstance(model.loss, NextTokenLoss)):
-        raise ModelError("cannot take logits whose vocabulary is split over columns", where="loss",
-                         value=getattr(model.loss, "__name__", type(model.loss).__name__),
-                         remedy="Use ranvier.tensor.split.loss.NextTokenLoss(vocab), or set --mesh.col 1.")
+    if (mesh.feature_parts > 1 and any(isinstance(layer, VocabularyLinear) for layer in last.modules())
+            and vocabulary_of(model.loss) is None):
+        raise ModelError("cannot take logits whose vocabulary is split over columns", code="loss-needs-whole-vocab",
+                         where="loss", value=getattr(model.loss, "__name__", type(model.loss).__name__),
+                         remedy="Use ranvier.tensor.split.loss.NextTokenLoss(vocab), or a module that uses "
+                                "TokenLosses(vocab) from there, or set `--mesh.col 1`.")
 
 
 def meta_mesh(mesh: Mesh, tensor: TensorParallel, device: str) -> TensorMesh:
@@ -242,7 +245,7 @@ def _table(layout: Layout, names: tuple[str, ...], weights: Sequence[float],
         blocks, pipe = layout.blocks(stage), layout.stages.rank_of(stage)
         counts = {layout.key(parameter): (parameter.numel, parameter.trainable)
                   for parameter in layout.parameters_of(pipe) if parameter.block in blocks}
-        rows.append(StageRow(stage=stage, pipe=pipe, blocks=names[blocks.start:blocks.stop],
+        rows.append(StageRow(stage=stage, pipeline_rank=pipe, blocks=names[blocks.start:blocks.stop],
                              num_parameters=sum(numel for numel, _ in counts.values()),
                              num_trainable=sum(numel for numel, trainable in counts.values() if trainable),
                              cost=sum(weights[block] for block in blocks) / (sum(weights) or 1.0)))

@@ -17,7 +17,7 @@ def schedules(run: ResolvedRun) -> tuple[ResolvedRun, ...]:
     """The run, and where the limits of its schedule are auto the same within 1F1B's memory and, last, with the plainest
     schedule: 1F1B, or with several stages on each rank, which have none, one that defers nothing."""
     pipeline = run.pipeline
-    if run.mesh.pipe == 1 or not policy_named(pipeline.policy).defers or (
+    if run.mesh.pipeline_size == 1 or not policy_named(pipeline.policy).defers or (
             pipeline.in_flight, pipeline.deferred, pipeline.defer_last, pipeline.defer_bytes) != (
             "auto", None, None, "auto"):
         return (run,)

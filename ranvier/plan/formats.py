@@ -116,16 +116,17 @@ def check_formats(model: Model, modules: Mapping[str, nn.Module], dtype: torch.d
     full = [f"{block}.{name}" for block, module in modules.items() for name, _ in _floating(module)]
     for pattern in model.keep_fp32:
         if not any(_is_named(name, pattern) for name in full):
-            raise ConfigError("names no floating-point parameter, buffer or module of the model", where="keep_fp32",
-                              value=pattern, remedy=f"Names begin with a block's: {', '.join(full[:3])}.")
+            raise ConfigError("names no floating-point parameter, buffer or module of the model",
+                              code="keep-fp32-without-match", where="keep_fp32", value=pattern,
+                              remedy=f"Names begin with a block's: {', '.join(full[:3])}.")
     formats = {block: BlockFormats.of(model, block, module, dtype) for block, module in modules.items()}
     kept = {f"{block}.{name}" for block, one in formats.items() for name in one.kept}
     for what, how, groups in (("parameter", "tied to", model.tied), ("buffer", "also", _shared_buffers(modules))):
         for group in groups:
             if 0 < len(found := kept.intersection(group)) < len(group):
                 odd = min(set(group) - found)
-                raise ModelError(f"is {how} {min(found)}, which stays in fp32", where=f"{what} {odd}", value=dtype,
-                                 remedy=f'Add "{odd}" to keep_fp32.')
+                raise ModelError(f"is {how} {min(found)}, which stays in fp32", code="keep-fp32-partly",
+                                 where=f"{what} {odd}", value=dtype, remedy=f'Add "{odd}" to keep_fp32.')
     if not (own or accumulates_half):
         return
     for block, module in modules.items():
@@ -135,7 +136,8 @@ def check_formats(model: Model, modules: Mapping[str, nn.Module], dtype: torch.d
                     "Set accumulate='fp32'."
                 raise ConfigError(f"trains in fp32, beside parameters in {dtype}, "
                                   f"{'whose buffer' if own else 'in which gradients add up, and it'} has one format",
-                                  where=f"parameter {block}.{name}", value=torch.float32, remedy=remedy)
+                                  code="trains-in-two-formats", where=f"parameter {block}.{name}", value=torch.float32,
+                                  remedy=remedy)
 
 
 def _shared_buffers(modules: Mapping[str, nn.Module]) -> list[tuple[str, ...]]:

@@ -67,7 +67,7 @@ def pipeline_limits(stages: Sequence[Sequence[BlockCost]], policy: Policy, *, in
         segments: what is recomputed. num_microbatches: of a batch on one replica, where that is known.
         conditions: as for `computed_limits`.
     """
-    placement = placement or StagePlacement(pipe=len(stages))
+    placement = placement or StagePlacement(num_ranks=len(stages))
     given = None if in_flight == "auto" else in_flight
     if memory is not None:
         loads = _loads(stages, device, element_bytes, trained_bytes, placement.per_rank, segments)
@@ -116,7 +116,7 @@ def memory_choices(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segm
                    cluster: Cluster | None = None) -> tuple[MemoryChoice, ...]:
     """Memory against speed: for the run's own value first, then for others. Empty where it has no effect."""
     policy, memory = policy_named(run.pipeline.policy), run.pipeline.memory
-    if memory is None or not policy.defers or not 1 < run.mesh.pipe <= MAX_SIMULATED_STAGES:
+    if memory is None or not policy.defers or not 1 < run.mesh.pipeline_size <= MAX_SIMULATED_STAGES:
         return ()
     loads, found, conditions = _loads_of(run, stages, segments), [], link_conditions(run, stages, cluster)
     for value in (memory, *_MEMORIES):
@@ -124,7 +124,8 @@ def memory_choices(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segm
                             cluster)
         result = predicted(loads, policy, limits, run.placement, run.num_microbatches, conditions)
         found.append(MemoryChoice(
-            memory=value, limits=limits, num_microbatches=simulated_microbatches(run.mesh.pipe, run.num_microbatches),
+            memory=value, limits=limits,
+            num_microbatches=simulated_microbatches(run.mesh.pipeline_size, run.num_microbatches),
             step_microbatches=run.num_microbatches, step=result.step, bubble_fraction=result.bubble_fraction,
             peak_memory=result.memory))
     return tuple(found)
@@ -132,7 +133,7 @@ def memory_choices(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segm
 
 def defers_by_limits(run: ResolvedRun) -> bool:
     """Whether weight gradients may wait, as many as numbers of microbatches for each rank say, which were simulated."""
-    return (run.pipeline.memory is not None and run.mesh.pipe > 1 and run.pipeline.defer_bytes == "auto"
+    return (run.pipeline.memory is not None and run.mesh.pipeline_size > 1 and run.pipeline.defer_bytes == "auto"
             and policy_named(run.pipeline.policy).defers and not run.optim.update_in_backward)
 
 
@@ -197,7 +198,7 @@ def measured_choice(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], pre
     """
     policy, memory, pipeline = policy_named(run.pipeline.policy), run.pipeline.memory, run.pipeline
     if (memory is None or not defers_by_limits(run) or pipeline.deferred is not None or run.memory_report
-            or run.mesh.pipe > MAX_SIMULATED_STAGES):
+            or run.mesh.pipeline_size > MAX_SIMULATED_STAGES):
         return None
     loads = _loads_of(run, stages, segments)
     timed: list[StageLoad] = []
@@ -250,7 +251,7 @@ def _block_times(stages: Sequence[Sequence[BlockCost]], device: str, segments: S
 def _rank_times(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments: Segments, cached: int,
                 factors: Factors | None = None) -> list[tuple[float, float]]:
     """Of each rank, forwards and backwards of one microbatch; times `factors`, block by block."""
-    found, block = [(0.0, 0.0)] * run.mesh.pipe, 0
+    found, block = [(0.0, 0.0)] * run.mesh.pipeline_size, 0
     for stage, times in enumerate(_block_times(stages, _device(run), segments)):
         rank = run.placement.rank_of(stage)
         for each in times:

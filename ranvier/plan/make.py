@@ -48,8 +48,9 @@ def make(model: Model, mesh: Mesh, *, sample: Sample | None = None, pipeline: Pi
 
     Raises ConfigError for settings that cannot be together, ModelError for a model that cannot be cut.
     """
+    mesh.require_known_axes("the engine")
     own = optim is not None if own_optimizer is None else own_optimizer
-    policy, placement = policy or policy_named(pipeline.policy), stage_placement(mesh.pipe, pipeline)
+    policy, placement = policy or policy_named(pipeline.policy), stage_placement(mesh.pipeline_size, pipeline)
     for problem in (*tensor_problems(mesh, tensor), *schedule_problems(placement, policy.name, pipeline.deferred)):
         raise problem
     stages, layout = cut(model, mesh, boundaries=pipeline.boundaries, how=pipeline.partition, sample=sample,
@@ -85,7 +86,8 @@ def _recomputed(recompute: Recompute, stages: StageTable, layers: Sequence[Seque
                 ) -> list[list[range]]:
     """By the rule's limits: simulated ones follow from what is recomputed."""
     if recompute == "auto" and stages.costs is None:
-        raise ConfigError("needs a sample to count activations with", where="memory.recompute", value=recompute,
+        raise ConfigError("needs a sample to count activations with", code="recompute-needs-sample",
+                          where="memory.recompute", value=recompute,
                           remedy="Give the engine sample=, a microbatch of the usual shape, or set an interval.")
     costs = [()] * len(stages.rows) if stages.costs is None else stages.stage_costs()
     return [recomputed_segments(recompute, row.blocks, layers, costs[row.stage], policy, rule.in_flight,
@@ -98,7 +100,7 @@ def _chunking(optim: Optim, layout: Layout, recomputed: Sequence[Sequence[range]
     runs = {pipe: tuple(range(blocks.start + run.start, blocks.start + run.stop)
                         for stage in layout.stages.stages_of(pipe) for blocks in [layout.blocks(stage)]
                         for run, _ in runs_of(len(blocks), recomputed[stage]))
-            for pipe in range(layout.stages.pipe)} if optim.update_in_backward else {}
+            for pipe in range(layout.stages.num_ranks)} if optim.update_in_backward else {}
     return Chunking(chunk_size=chunk_size(optim, device), runs=runs, shard=optim.shard and own,
                     whole=whole_parameters(optim, layout) if own else frozenset())
 
@@ -111,10 +113,9 @@ def whole_parameters(optim: Optim, layout: Layout) -> frozenset[str]:
         if not (parameter.is_owner and parameter.trainable and rules.needs_whole(
                 parameter.settings_name, parameter.shape, in_layer=parameter.in_layer)):
             continue
-        if min(box_size(layout.box(parameter, row, col)) for row in range(layout.mesh.row)
-               for col in range(layout.mesh.col)) == 0:
+        if min(box_size(layout.box(parameter, position)) for position in layout.mesh.positions) == 0:
             raise ConfigError(f"needs whole tensors, and some of the rows and columns hold nothing of {parameter.name}",
-                              where="optim.algorithm", value=optim.algorithm,
+                              code="algorithm-needs-whole-tensors", where="optim.algorithm", value=optim.algorithm,
                               remedy="Use fewer rows and columns, or an algorithm such as adamw.")
         found.append(parameter.name)
     return frozenset(found)

@@ -19,8 +19,9 @@ def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     """
     num_blocks = len(costs)
     if num_stages > num_blocks:
-        raise ConfigError(f"is more than the model's {num_blocks} blocks", where="mesh.pipe", value=num_stages,
-                          remedy=f"Set --mesh.pipe {num_blocks} or less, or use a deeper model.")
+        raise ConfigError(f"is more than the model's {num_blocks} blocks", code="more-stages-than-blocks",
+                          where="mesh.pipe", value=num_stages,
+                          remedy=f"Set `--mesh.pipe {num_blocks}` or less, or use a deeper model.")
     sums = list(accumulate(costs, initial=0.0))
     slowest = [sums[-1] - begun for begun in sums]  # of blocks first.. in the stages considered so far, from the back
     chosen: list[list[int]] = []
@@ -67,7 +68,7 @@ def partition_for(costs: Sequence[float], placement: StagePlacement) -> tuple[in
         if any(start >= stop for start, stop in pairwise(edges)):
             return inf, inf
         stages = [sums[stop] - sums[start] for start, stop in pairwise(edges)]
-        ranks = [sum(stages[stage] for stage in placement.stages_of(rank)) for rank in range(placement.pipe)]
+        ranks = [sum(stages[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks)]
         return max(ranks), sum(work * work for work in ranks) + _LITTLE * sum(work * work for work in stages)
 
     moves = [(one, other, *by) for one in range(len(boundaries)) for other in range(one, len(boundaries))

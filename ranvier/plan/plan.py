@@ -51,13 +51,15 @@ class Plan:
         for what, own, other in (("ranks", self.mesh.size, num_ranks), ("dtype", self.dtype, dtype),
                                  ("own_optimizer", self.own_optimizer, self.own_optimizer and not has_optimizer)):
             if own != other:
-                raise ConfigError(f"is made for {what} {own}, and this engine has {other}", where="Engine(plan=...)",
-                                  value=other, remedy="Make the plan with the same settings as the engine.")
+                raise ConfigError(f"is made for {what} {own}, and this engine has {other}",
+                                  code="plan-for-other-engine", where="Engine(plan=...)", value=other,
+                                  remedy="Make the plan with the same settings as the engine.")
         parts, planned = ({each.name: (each.shape, each.trainable, each.owner) for each in several} for several in (
             global_parameters(model, build_on_meta(model)), self.layout.parameters))
         if parts != planned:
             name = next(name for name in {**parts, **planned} if parts.get(name) != planned.get(name))
-            raise ModelError("is for a model with other parameters", where="Engine(plan=...)", value=name,
+            raise ModelError("is for a model with other parameters", code="plan-of-other-model",
+                             where="Engine(plan=...)", value=name,
                              remedy="Make the plan from this model, with as many frozen layers.")
 
     @property
@@ -72,8 +74,8 @@ class Plan:
 
     def __str__(self) -> str:
         limits, lines = self.limits, [f"mesh       {self.mesh}", *str(self.stages).splitlines()]
-        lines.append(f"schedule   {self.policy}: at most {limits.in_flight} microbatches in flight, weight gradients "
-                     f"of {limits.deferred_text} may wait" + (", in 1F1B's order" if limits.alternating else ""))
+        lines.append(f"schedule   {self.policy}: at most {limits.in_flight} microbatches in flight, deferred weight "
+                     f"gradients by rank: {limits.deferred_text}" + (", in 1F1B's order" if limits.alternating else ""))
         if any(self.recomputed):
             lines.append("recomputed " + "; ".join(
                 f"stage {stage}: " + (", ".join(f"blocks {run.start} to {run.stop - 1}" for run in runs) or "nothing")
@@ -95,6 +97,6 @@ def refuse_settings_beside(**settings: object) -> None:
     """ConfigError where an engine that is given a plan is given what a plan has, too. settings: None is not given."""
     given = [name for name, value in settings.items() if value is not None]
     if given:
-        raise ConfigError("is part of the plan", where=f"Engine({given[0]}=...)",
+        raise ConfigError("is part of the plan", code="setting-of-the-plan", where=f"Engine({given[0]}=...)",
                           remedy=f"Give either plan= or {given[0]}=; a plan is made with it.")
 

@@ -34,6 +34,6 @@ def buffers_of_several_stages(layout: Layout, modules: Mapping[str, nn.Module]) 
 
 def shared_buffer_error(name: str, other: str, module: str | None) -> ModelError:
     return ModelError(f"is also {other}, of a block on another stage, and training changes it: stages would not agree "
-                      "on its value", where=f"buffer {name}", value=module,
+                      "on its value", code="shared-buffer-changes", where=f"buffer {name}", value=module,
                       remedy="Give each block a buffer of its own, put the blocks on one stage, or freeze the buffer "
                              "(a batch norm: module.eval()).")

@@ -21,7 +21,6 @@ from ranvier.cost.mesh_shape import best_shape
 from ranvier.cost.volume import volume_scheme
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.launch.start import choose_device
-from ranvier.mesh import Axis
 from ranvier.planner.candidates import Setting
 from ranvier.planner.problems import PREVENT_A_CUT, TOO_LARGE, cannot_be_laid_out, problems
 from ranvier.planner.search import search
@@ -52,7 +51,7 @@ def with_plan(run: Run, num_ranks: int | None, ranks_per_node: int | None = None
         return closed(run), [_unknown_ranks(open_axes[0])]
     if any(problem.where.startswith(PREVENT_A_CUT) for problem in problems(closed(run))):
         where = f"mesh.{open_axes[0]}" if open_axes else "batch.microbatch-size"
-        return closed(run), [ConfigError("cannot be planned yet", where=where, value="auto",
+        return closed(run), [ConfigError("cannot be planned yet", code="not-planned-yet", where=where, value="auto",
                                          remedy="Fix the other errors first, or give a number.")]
     own = closed(run).mesh.size
     try:  # a given mesh has its own number of ranks: where others were started, that is for others to say
@@ -88,18 +87,19 @@ def closed(run: Run) -> ResolvedRun:
         pipeline = replace(pipeline, boundaries=None, deferred=None, defer_last=None)
     size = run.batch.microbatch_size
     return resolve(replace(run, pipeline=pipeline),
-                   Facts(mesh=mesh, microbatch_size=mesh.row if size == "auto" else size))
+                   Facts(mesh=mesh, microbatch_size=mesh.microbatch_parts if size == "auto" else size))
 
 
-def open_axes_of(run: Run) -> tuple[Axis, ...]:
+def open_axes_of(run: Run) -> tuple[str, ...]:
     """The axes of the mesh that are auto."""
     return run.mesh.open_axes if isinstance(run.mesh, MeshSettings) else ()
 
 
-def _unknown_ranks(axis: Axis) -> ConfigError:
-    return ConfigError("needs to know how many ranks there are", where=f"mesh.{axis}", value="auto",
-                       remedy="Start them with torchrun, mpiexec or srun (check and simulate: say --ranks N), or set "
-                              f"--mesh.{axis}.")
+def _unknown_ranks(axis: str) -> ConfigError:
+    return ConfigError("needs to know how many ranks there are", code="number-of-ranks-unknown", where=f"mesh.{axis}",
+                       value="auto",
+                       remedy="Start them with torchrun, mpiexec or srun (check and simulate: say `--ranks N`), or set "
+                              f"`--mesh.{axis}`.")
 
 
 def _with_shape(run: Run, num_ranks: int | None) -> tuple[ResolvedRun, list[RanvierError]]:
@@ -114,8 +114,8 @@ def _with_shape(run: Run, num_ranks: int | None) -> tuple[ResolvedRun, list[Ranv
     stage, rest = divmod(num_ranks, taken)
     if rest or not stage:
         return alone, [ConfigError(f"is not possible: {num_ranks} ranks are no multiple of {taken}, which the other "
-                                   "axes take", where=f"mesh.{axis}", value="auto",
-                                   remedy="Change --mesh.data, --mesh.pipe or the number of ranks.")]
+                                   "axes take", code="mesh-axis-not-possible", where=f"mesh.{axis}", value="auto",
+                                   remedy="Change `--mesh.data`, `--mesh.pipe` or the number of ranks.")]
     try:
         if len(open_axes) == 1:
             return resolve(run, Facts(mesh=mesh.with_sizes(**{axis: stage}))), []
@@ -152,9 +152,10 @@ def cluster_for(run: Run, ranks: int, ranks_per_node: int, *, otherwise: str | N
     if found is not None:
         device = replace(found.device, memory_bytes=torch.cuda.get_device_properties(0).total_memory)
         return here(replace(found, device=device, host=replace(found.host, memory_bytes=memory)))
-    raise ConfigError(f"is not set, and no shipped cluster has a {name}", where="launch.cluster", value=None,
-                      remedy="Measure this machine: ranvier doctor --measure --out here.toml; then set "
-                             "--launch.cluster here.toml.")
+    raise ConfigError(f"is not set, and no shipped cluster has a {name}", code="cluster-needed", where="launch.cluster",
+                      value=None,
+                      remedy="Measure this machine: `ranvier doctor --measure --out here.toml`; then set "
+                             "`--launch.cluster here.toml`.")
 
 
 def _is_device(cluster: Cluster, name: str) -> bool:

@@ -100,12 +100,14 @@ def with_share(run: ResolvedRun, cluster: Cluster, work: Work) -> ResolvedRun:
 def variants(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] = SEARCHED
              ) -> Iterator[ResolvedRun]:
     """Every mesh and microbatch whose settings can be together, with the least that saves memory."""
+    if isinstance(run.mesh, Mesh):
+        run.mesh.require_known_axes("the planner")
     meshes = [run.mesh] if "mesh" not in searched and isinstance(run.mesh, Mesh) else list(_meshes(run, ranks))
     schemes = _schemes(run) if "scheme" in searched else [run.tensor]
     precisions = [name for name in ("bf16", "fp16", "fp32") if name in cluster.device.rates
                   ] if "precision" in searched else [run.precision]
     for mesh, tensor, precision in product(meshes, schemes, precisions):
-        if run.batch.global_size < mesh.data or (mesh.stage_size == 1 and tensor is not schemes[0]):
+        if run.batch.global_size < mesh.num_replicas or (mesh.stage_size == 1 and tensor is not schemes[0]):
             continue
         size = run.batch.microbatch_size
         sizes = _microbatches(run, mesh) if "microbatch" in searched or size == "auto" else [size]
@@ -114,7 +116,7 @@ def variants(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting]
                 run, tensor=tensor, precision=precision,
                 memory=replace(run.memory, recompute="none") if "recompute" in searched else run.memory,
                 optim=replace(run.optim, offload="none" if "offload" in searched else run.optim.offload,
-                              shard=mesh.data > 1 if "shard" in searched else run.optim.shard and mesh.data > 1),
+                              shard=mesh.num_replicas > 1 and ("shard" in searched or run.optim.shard)),
                 pipeline=run.pipeline if run.mesh.pipe in (mesh.pipe, "auto") else replace(
                     run.pipeline, boundaries=None, in_flight="auto", deferred=None, defer_last=None)),
                 Facts(mesh=mesh, microbatch_size=size))
@@ -131,7 +133,7 @@ def memory_saving_variants(run: ResolvedRun, cluster: Cluster, searched: Sequenc
     elif cluster.device.cores is None and run.optim.offload == "auto":  # which streams where it must
         offloads = ["auto", "stream"]
     deferred = [run.pipeline.defer_bytes]
-    if "in-flight" in searched and policy_named(run.pipeline.policy).defers and run.mesh.pipe > 1:
+    if "in-flight" in searched and policy_named(run.pipeline.policy).defers and run.mesh.pipeline_size > 1:
         deferred.append(0)
     for recompute, offload, defer_bytes in list(product(recomputes, offloads, dict.fromkeys(deferred)))[1:]:
         yield replace(run, memory=replace(run.memory, recompute=recompute),
@@ -156,10 +158,10 @@ def _meshes(run: Run, ranks: int) -> Iterator[Mesh]:
 
 def _microbatches(run: Run, mesh: Mesh) -> list[int]:
     """Powers of two times the rows, and what divides a replica's share of the batch; at most 64 for each row."""
-    share = -(-run.batch.global_size // mesh.data)  # of a mesh that is not the run's yet
-    most = min(share, _LARGEST_MICROBATCH * mesh.row)
-    powers = {mesh.row << power for power in range(share.bit_length())}
-    even = {size for size in divisors(share) if size % mesh.row == 0}
+    share = -(-run.batch.global_size // mesh.num_replicas)  # of a mesh that is not the run's yet
+    most = min(share, _LARGEST_MICROBATCH * mesh.microbatch_parts)
+    powers = {mesh.microbatch_parts << power for power in range(share.bit_length())}
+    even = {size for size in divisors(share) if size % mesh.microbatch_parts == 0}
     return sorted(size for size in powers | even if size <= most)
 
 
@@ -176,14 +178,15 @@ def on_cluster(run: AnyRun, cluster: Cluster) -> AnyRun:
 
 def in_flight_variants(run: ResolvedRun) -> list[ResolvedRun]:
     """The run with other in-flight limits."""
-    if run.mesh.pipe == 1 or run.pipeline.policy == "gpipe":
+    if run.mesh.pipeline_size == 1 or run.pipeline.policy == "gpipe":
         return []
-    return [replace(run, pipeline=replace(run.pipeline, in_flight=factor * run.mesh.pipe)) for factor in (2, 3)]
+    return [replace(run, pipeline=replace(run.pipeline, in_flight=factor * run.mesh.pipeline_size))
+            for factor in (2, 3)]
 
 
 def chunk_variants(run: ResolvedRun) -> list[ResolvedRun]:
     """Other sizes of buckets and numbers of them in a chunk."""
-    if run.mesh.data == 1:
+    if run.mesh.num_replicas == 1:
         return []
     optim, size = run.optim, resolve_bucket_size(run.optim, run.launch.device)
     other = [(bucket, count) for bucket in (size, size // 4, 4 * size) for count in (1, 2, 4, 8, 16)]

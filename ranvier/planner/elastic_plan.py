@@ -1,19 +1,18 @@
 """What freezing would make of a run: the mesh and the time of each depth, the transitions, and the run as a whole.
 
-Decisions are those of the run, by the same functions (`ranvier.elastic`), with facts that a cluster's constants predict
-in place of measured ones. The policy is asked with gradients that are smaller the nearer they are to the output:
-`gradient-norm`, whose norms nobody knows yet, then freezes as much as it may. A transition costs what the ledger
-expects of it. Frozen layers whose outputs are cached are read from the host's memory after the epoch that follows their
-freezing, as far as `elastic.cache-bytes` holds them.
+Decisions are those of the run, by the same controller (`ranvier.elastic.controller`), with facts that a cluster's
+constants predict in place of measured ones. The policy is asked with gradients that are smaller the nearer they are to
+the output: `gradient-norm`, whose norms nobody knows yet, then freezes as much as it may. A transition costs what the
+ledger expects of it. Frozen layers whose outputs are cached are read from the host's memory after the epoch that
+follows their freezing, as far as `elastic.cache-bytes` holds them.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from ranvier.block import untrained_layers
-from ranvier.config.other_mesh import on_mesh
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.task_form import form_of
 from ranvier.cost.blocks import BlockCost
@@ -24,17 +23,16 @@ from ranvier.cost.run_cost import run_cost
 from ranvier.elastic.auto_pipe import CandidateStage
 from ranvier.elastic.cache_profile import Times
 from ranvier.elastic.cache_profile import decide as decide_cache
-from ranvier.elastic.freezing import Cap, Facts, FreezePolicy, GradientNorm, Manual, NoFreezing, decide
-from ranvier.elastic.ledger import Entry, Ledger
-from ranvier.elastic.mesh_candidates import MeshCandidate, StageMemory, candidate_moved_bytes, mesh_candidates
-from ranvier.elastic.microbatch_profile import TRIAL_STEPS, MicrobatchProfile, microbatch_counts, size_of
-from ranvier.elastic.named_policy import policy_of
-from ranvier.elastic.rules import ElasticRules, EvaluationSchedule, PresentMesh
-from ranvier.elastic.transition_selector import TransitionSelector, mesh_text
+from ranvier.elastic.controller import DecisionFacts
+from ranvier.elastic.freezing import NONE_FROZEN, Cap, GradientNorm, Manual, NoFreezing
+from ranvier.elastic.mesh_candidates import MeshCandidate, StageMemory, candidate_moved_bytes
+from ranvier.elastic.microbatch_profile import microbatch_counts, size_of
+from ranvier.elastic.named_policy import controller_of, policy_of
+from ranvier.elastic.rules import PresentMesh
+from ranvier.elastic.state import RECENT_STEPS, StepFigures
 from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
 from ranvier.models import families
-from ranvier.plan.fitting import first_that_fits, schedules
 from ranvier.planner.predicted_blocks import predicted_blocks
 from ranvier.planner.problems import problems
 from ranvier.planner.work import Work
@@ -93,7 +91,7 @@ def course(run: ResolvedRun, cluster: Cluster, work: Work) -> Course | None:
     if not isinstance(policy, (Manual, NoFreezing)) and not run.elastic.every and samples is None:
         return None
     whole = run_cost(run, cluster, work.stages(run)).seconds
-    predicted = _PredictedRun(run, cluster, work, policy, steps, samples or steps * run.batch.global_size)
+    predicted = _PredictedRun(run, cluster, work, steps, samples or steps * run.batch.global_size)
     return Course(periods=predicted.periods(), unfrozen_seconds=whole * steps)
 
 
@@ -124,20 +122,19 @@ def _steps(run: ResolvedRun) -> int | None:
 
 
 class _PredictedRun:
-    """A run on its way through its data: the state that `ranvier.train.elasticity` has, without clocks."""
+    """A run on its way through its data: the controller decides, from predicted facts."""
 
-    def __init__(self, run: ResolvedRun, cluster: Cluster, work: Work, policy: FreezePolicy, steps: int, epoch: int
-                 ) -> None:
-        self.first, self.cluster, self.work, self.policy = run, cluster, work, policy
-        self.total_steps, self.epoch_samples = steps, epoch
-        self.rules, self.ledger, self.profile = ElasticRules(run), Ledger(), MicrobatchProfile()
-        self.selector = TransitionSelector(self.rules, lambda step, event, text, fields: None)
-        self.schedule = EvaluationSchedule(every=run.elastic.every, epoch_samples=epoch,
-                                           depths=policy.depths if isinstance(policy, Manual) else None)
+    def __init__(self, run: ResolvedRun, cluster: Cluster, work: Work, steps: int, epoch: int) -> None:
+        self.first, self.cluster, self.work = run, cluster, work
+        self.controller = controller_of(run, epoch)
+        self.state, self.frozen = self.controller.initial(), NONE_FROZEN
+        self.rules, self.total_samples, self.epoch_samples = self.controller.rules, run.samples_of(steps), epoch
         self.run = replace(run, pipeline=replace(run.pipeline, boundaries=work.boundaries(run) or None))
-        self.step = self.samples = self.frozen = self.evaluations = 0
-        self.floor = untrained_layers(families.model_of(run))
-        """Layers in which nothing trains, which are frozen from the start."""
+        self.step = self.samples = 0
+        self.unseen: float | None = None
+        """Seconds of the last step, whose numbers are known while the next one is under way."""
+        self.costed: tuple[object, object, object, float] = (None, None, None, 0.0)
+        """(run, frozen layers, cached ones, seconds) of the last steps."""
         self.cached = 0
         """Frozen layers whose outputs have been written, and are read."""
         self.refused_at = 0
@@ -156,44 +153,72 @@ class _PredictedRun:
         return self.run.batch.global_size
 
     @property
+    def depth(self) -> int:
+        """Frozen layers."""
+        return self.frozen.prefix
+
+    @property
     def left(self) -> int:
         """Steps that are left."""
-        return self.rules.remaining_steps(self.total_steps, self.samples, self.size)
+        return max(0, -(-(self.total_samples - self.samples) // self.size))
 
     def periods(self) -> tuple[Period, ...]:
         """All of them, in order."""
-        by_hand = self.schedule.depths is not None and self.schedule.is_due(0, 0, 0, 0, self.floor)
-        if by_hand or self.floor:
-            self._evaluate(asks=by_hand)
+        num_layers = self.run.model.num_layers
+        # gradients are smaller the nearer they are to the output
+        norms = tuple(float(num_layers - layer) for layer in range(num_layers))
+        self.state = self.controller.begin(self.state, 0, self.frozen, num_layers)
+        if self.state.asked:
+            self._decide()
         while self.left:
-            due = self.schedule.steps_until_due(self.step, self.samples, self.size, self.frozen, self.floor)
-            self._advance(self.left if due is None else min(due, self.left))
+            until = self.controller.steps_until_asked(self.state, self.step, self.samples, self.size, self.depth)
+            before = self.samples
+            self._advance(self.left if until is None else min(until, self.left))
             if self.left:
-                self._evaluate()
+                last = max(before, self.samples - self.size)
+                self.state = self.controller.asks_after(self.state, self.step, last, self.samples, self.frozen)
+                if self.state.due:
+                    self.state = self.controller.saw_gradients(self.state, norms)
+                self._see(None)
+                if self.state.asked:
+                    self._decide()
         return tuple(self.found)
 
     def _advance(self, steps: int) -> None:
         """So many steps on the present mesh: trials of microbatches first, then an epoch that writes the cache."""
-        for count, length in self._trials(steps):
-            size = size_of(self.run.replica_batch_size, count, self.run.mesh.row)
-            self._take(length, self._with_microbatches(size), self.cached)
-            steps -= length
-        run = self._with_microbatches(self._microbatch_size())
-        if not (self.frozen and self._caches()):
-            self._take(steps, run, min(self.cached, self.frozen))
-            return
-        writes = min(steps, max(0, self.written_at - self.step))
-        self._take(writes, run, self.cached)
-        if self.step >= self.written_at:
-            self.cached = self.frozen
-        self._take(steps - writes, run, self.cached)
+        run = self.run
+        while steps:
+            run = self._with_microbatches(self.step + 1)
+            if self.state.trial is None:
+                break
+            self._take(1, run, self.cached)
+            steps -= 1
+        if steps and not (self.depth and self._caches(run)):
+            self._take(steps, run, min(self.cached, self.depth))
+        elif steps:
+            writes = min(steps, max(0, self.written_at - self.step))
+            self._take(writes, run, self.cached)
+            if self.step >= self.written_at:
+                self.cached = self.depth
+            self._take(steps - writes, run, self.cached)
+
+    def _with_microbatches(self, step: int) -> ResolvedRun:
+        """The run with the microbatches of `step`."""
+        if not self.first.elastic.profile_microbatches:
+            return self.run
+        self.state, size, _ = self.controller.microbatch_size(
+            self.state, self.run.mesh, self.run.replica_batch_size, self.depth, step)
+        return replace(self.run, batch=replace(self.run.batch, microbatch_size=size))
 
     def _take(self, steps: int, run: ResolvedRun, cached: int) -> None:
         """Steps of one kind; they lengthen the last period where nothing has changed."""
         if not steps:
             return
-        seconds = self._seconds(run, self.frozen, cached)
-        period = Period(first_step=self.step, steps=steps, global_size=self.size, frozen=self.frozen, mesh=run.mesh,
+        key = run, self.depth, cached
+        if self.costed[:-1] != key:
+            self.costed = *key, self._seconds(run, self.depth, cached)
+        seconds = self.costed[-1]
+        period = Period(first_step=self.step, steps=steps, global_size=self.size, frozen=self.depth, mesh=run.mesh,
                         microbatch_size=run.batch.microbatch_size, step_seconds=seconds,
                         transition_seconds=self.transition)
         last = self.found[-1] if self.found and not self.transition else None
@@ -202,84 +227,65 @@ class _PredictedRun:
         else:
             self.found.append(period)
         self.transition = 0.0
+        self._see(seconds)
+        for step in range(max(self.step + 1, self.step + steps - RECENT_STEPS), self.step + steps):
+            self.state = self.controller.saw(self.state, step, seconds, StepFigures())
         self.step, self.samples = self.step + steps, self.samples + steps * self.size
+
+    def _see(self, seconds: float | None) -> None:
+        """The numbers of the step that is done last are known; one that takes `seconds` follows."""
+        if self.unseen is not None:
+            self.state = self.controller.saw(self.state, self.step, self.unseen, StepFigures())
+        self.unseen = seconds
 
     # ------------------------------------------------------------------ decisions
 
-    def _evaluate(self, *, asks: bool = True) -> None:
-        """Ask the policy, and go where its answer leads; without `asks` freeze only layers in which nothing trains."""
-        layers, depth = self.run.model.num_layers, self.frozen
-        if asks:
-            self.evaluations += 1
-            norms = tuple(float(layers - layer) for layer in range(layers))
-            depth = decide(self.policy, Facts(step=self.step, evaluation=self.evaluations, frozen=self.frozen,
-                                              num_layers=layers, gradient_norms=norms)).prefix
-        depth = max(depth, self.floor)
-        moves, again = depth != self.frozen, self.selector.refused_at(depth)
-        if not moves and not (self.first.elastic.auto_pipe and again):
+    def _decide(self) -> None:
+        """Go where the controller says."""
+        present = self._present()
+        blocks = functools.cache(lambda: predicted_blocks(self._usual(), self.cluster, self.work, present,
+                                                self.controller.profile(self.state)))
+        decision = self.controller.decide(self.state, DecisionFacts(
+            step=self.step, samples=self.samples, remaining_steps=self.left, num_ranks=self.first.mesh.size,
+            present=present, frozen=self.frozen, blocks=blocks,
+            problem=lambda run, frozen: next(
+                iter(problems(run)), None) or self.work.problem(run, self.cluster, frozen.prefix),
+            stage_memory=lambda frozen: self._stage_memory(frozen.prefix),
+            caches=lambda depth: self.rules.caches(depth, self.refused_at)))
+        self.state, change = decision.state, decision.change
+        if change is None:
             return
-        present, profile = self._present(), self.profile if self.first.elastic.profile_microbatches else None
-        now = self._with_microbatches(self._microbatch_size())
-        facts = predicted_blocks(now, self.cluster, self.work, present, profile)
-        chosen, entry = None, None
-        if self.first.elastic.auto_pipe:
-            candidates = mesh_candidates(
-                self.rules, present, depth, facts, num_ranks=self.first.mesh.size,
-                cached=self._cached_blocks(present, depth), profile=profile, memory=self._stage_memory(depth),
-                among=None if moves else again)
-            chosen, entry = self.selector.select(
-                present, candidates, facts, depth=depth, step=self.step, ledger=self.ledger,
-                seconds=self._seconds(now, self.frozen, min(self.cached, self.frozen)), remaining_steps=self.left,
-                problem_of=lambda candidate: self._fitted(candidate, depth)[1] or None)
-        if chosen is None and not moves:
-            return
-        here = MeshCandidate(data=present.mesh.data, pipe=present.mesh.pipe, boundaries=present.boundaries,
-                             samples=self.size, seconds=None, fits=True, reason="")
-        self._move(chosen or here, entry, present, candidate_moved_bytes(
-            self.rules, present, chosen or here, facts, depth), depth)
-
-    def _cached_blocks(self, present: PresentMesh, depth: int) -> int:
-        """Frozen blocks that the next steps will read."""
-        if not self.rules.caches(depth, self.refused_at):
-            return 0
-        due = self.schedule.steps_until_due(self.step, self.samples, self.size, depth, self.floor)
-        return self.rules.cached_blocks(present, depth, epoch_samples=self.epoch_samples,
-                                        asked_after=self.left if due is None else min(due, self.left))
-
-    def _move(self, candidate: MeshCandidate, entry: Entry | None, present: PresentMesh, moved: int, depth: int
-              ) -> None:
-        """Make the transition, which costs what is expected of it."""
-        self.transition = self.ledger.expected_cost(moved)
-        self.run = self._fitted(candidate, depth)[0]
-        self.ledger = self.ledger.with_entry(entry or Entry(
-            step=self.step, old=mesh_text(present.mesh), new=mesh_text(self.run.mesh), moved_bytes=moved,
-            remaining_steps=self.left)).with_measured(cost=self.transition, moved_bytes=moved)
-        deeper, self.frozen = depth > self.frozen, depth
+        there, depth, left = change.applied(self.first), change.frozen.prefix, self.left
+        moved = candidate_moved_bytes(self.rules, present, MeshCandidate(
+            data=there.mesh.num_replicas, pipe=there.mesh.pipeline_size, boundaries=change.boundaries or (),
+            samples=change.global_size, seconds=None, fits=True, reason=""), blocks(), depth)
+        self.transition = self.state.ledger.expected_cost(moved)
+        self.state = self.controller.entered(
+            self.state, change, step=self.step, old=self.run.mesh, new=there.mesh, moved_bytes=moved,
+            seconds=self.transition, remaining_steps=left)
+        deeper, self.run, self.frozen = depth > self.depth, there, change.frozen
         self.cached = min(self.cached, depth)  # layers that train again have other outputs
         if deeper:
             self.written_at = self.step + -(-self.epoch_samples // self.size)
 
+    def _usual(self) -> ResolvedRun:
+        """The run with the fastest of the microbatches that have been tried."""
+        mesh, share = self.run.mesh, self.run.replica_batch_size
+        profile = self.controller.profile(self.state)
+        if profile is None:
+            return self.run
+        best = profile.best(mesh.pipeline_size, mesh.num_replicas, self.depth,
+                            microbatch_counts(mesh.pipeline_size, share))
+        size = size_of(share, best, mesh.microbatch_parts)
+        return replace(self.run, batch=replace(self.run.batch, microbatch_size=size))
+
     def _present(self) -> PresentMesh:
-        names = tuple(block.name for block in self.work.blocks(self.run, self.frozen))
+        names = tuple(block.name for block in self.work.blocks(self.run, self.depth))
         present = PresentMesh(mesh=self.run.mesh, boundaries=tuple(self.run.pipeline.boundaries or ()),
-                              frozen=self.frozen, cached_blocks=0, global_size=self.size,
+                              frozen=self.depth, cached_blocks=0, global_size=self.size,
                               layers=families.layers_of(self.run), block_names=names)
         first = present.boundaries[0] if present.boundaries else len(names)
-        return replace(present, cached_blocks=min(first, present.frozen_blocks(min(self.cached, self.frozen))))
-
-    def _on(self, candidate: MeshCandidate) -> ResolvedRun:
-        """The run as it would be on a candidate."""
-        batch = replace(self.first.batch, global_size=self.rules.step_samples(candidate.data))
-        there = on_mesh(replace(self.first, batch=batch), candidate.mesh(self.first.mesh))
-        return replace(there, pipeline=replace(there.pipeline, boundaries=candidate.boundaries or None))
-
-    def _fitted(self, candidate: MeshCandidate, depth: int) -> tuple[ResolvedRun, str]:
-        """The same with the first of its schedules that fits, and what does not fit; empty where all does."""
-        there = self._on(candidate)
-        if found := problems(there):
-            return there, str(found[0])
-        return first_that_fits(there, lambda run: self.work.excess(run, self.cluster, depth),
-                               lambda run, excess: not excess)
+        return replace(present, cached_blocks=min(first, present.frozen_blocks(min(self.cached, self.depth))))
 
     def _stage_memory(self, depth: int) -> StageMemory | None:
         """What cuts must fit into, where each rank has a device of its own."""
@@ -287,75 +293,35 @@ class _PredictedRun:
         if device.cores is not None:
             return None
 
-        def needed(mesh: Mesh, samples: int, microbatch_size: int) -> Callable[[CandidateStage], int] | None:
-            there = on_mesh(replace(self.first, batch=replace(self.first.batch, global_size=samples)), mesh)
-            there = replace(there, batch=replace(there.batch, microbatch_size=microbatch_size),
-                            pipeline=replace(there.pipeline, boundaries=None))
-            if problems(there):
-                return None
+        def needed(there: ResolvedRun) -> Callable[[CandidateStage], int] | None:
             try:
-                found = self.work.stage_bytes(schedules(there)[-1], depth)
+                found = None if problems(there) else self.work.stage_bytes(there, depth)
             except RanvierError:
                 return None
-
-            def of(place: CandidateStage) -> int:
-                return found(place.stage, place.start, place.stop)
-            return of
+            return found and (lambda place: found(place.stage, place.start, place.stop))
 
         return StageMemory(limit_bytes=usable_bytes(device), needed=needed)
 
-    # ------------------------------------------------------------------ microbatches
-
-    def _with_microbatches(self, size: int) -> ResolvedRun:
-        return replace(self.run, batch=replace(self.run.batch, microbatch_size=size))
-
-    def _counts(self) -> tuple[int, ...]:
-        return microbatch_counts(self.run.mesh.pipe, self.run.replica_batch_size)
-
-    def _microbatch_size(self) -> int:
-        """Samples of a microbatch: the run's or, where numbers of them are profiled, of the fastest one."""
-        if not self.first.elastic.profile_microbatches:
-            return self.run.batch.microbatch_size
-        mesh = self.run.mesh
-        best = self.profile.best(mesh.pipe, mesh.data, self.frozen, self._counts())
-        return size_of(self.run.replica_batch_size, best, mesh.row)
-
-    def _trials(self, steps: int) -> list[tuple[int, int]]:
-        """(count, steps) of the numbers of microbatches that are tried in the next `steps` steps; each takes one more
-        step than it is measured for, since a step is measured while the next one is under way."""
-        found: list[tuple[int, int]] = []
-        pipe, data, row = self.run.mesh.pipe, self.run.mesh.data, self.run.mesh.row
-        while self.first.elastic.profile_microbatches and steps > TRIAL_STEPS:
-            count = self.profile.next_count(pipe, data, self.frozen, self._counts())
-            if count is None:
-                break
-            size = size_of(self.run.replica_batch_size, count, row)
-            seconds = self._seconds(self._with_microbatches(size), self.frozen, min(self.cached, self.frozen))
-            self.profile = self.profile.measured(pipe, data, self.frozen, count, seconds)
-            found.append((count, TRIAL_STEPS + 1))
-            steps -= TRIAL_STEPS + 1
-        return found
-
     # ------------------------------------------------------------------ the cache
 
-    def _caches(self) -> bool:
+    def _caches(self, run: ResolvedRun) -> bool:
         """Whether outputs of the frozen layers are cached from now on: as asked for, or where reading pays."""
-        if not self.rules.caches(self.frozen, self.refused_at):
+        if not self.rules.caches(self.depth, self.refused_at):
             return False
-        if self.first.elastic.cache_from != "auto" or self.cached >= self.frozen:
+        if self.first.elastic.cache_from != "auto" or self.cached >= self.depth:
             return True
-        reads = self.left * self.size // self.run.mesh.data
-        decision = decide_cache("auto", frozen_layers=self.frozen, times=self._cache_times(), remaining_reads=reads,
+        reads = self.left * self.size // self.run.mesh.num_replicas
+        decision = decide_cache("auto", frozen_layers=self.depth, times=self._cache_times(run), remaining_reads=reads,
                                num_samples=min(self.epoch_samples, reads))
         if not decision.pays and not self.cached:
-            self.refused_at = self.frozen
+            self.refused_at = self.depth
         return decision.pays
 
-    def _cache_times(self) -> Times:
+    def _cache_times(self, run: ResolvedRun) -> Times:
         """Seconds of one sample on a rank of the first stage."""
-        blocks, known = self._first_stage(self.run, self.frozen, self.frozen)
-        before = self._first_stage(self.run, self.frozen, min(self.cached, self.frozen))[1]
-        device, size = self.cluster.device, self.run.batch.microbatch_size
+        blocks, known = self._first_stage(run, self.depth, self.depth)
+        before = self._first_stage(run, self.depth, min(self.cached, self.depth))[1]
+        device, size = self.cluster.device, run.batch.microbatch_size
         work = blocks[before:known]
         computed = sum(device.seconds(block.kernels, self.run.precision) for block in work)
         moved = self.cluster.host_link.seconds(self._entry_bytes(blocks, known)) if known else 0.0

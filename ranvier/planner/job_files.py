@@ -22,7 +22,8 @@ def write_job(launcher: Launcher, run: ResolvedRun, cluster: Cluster, run_file: 
     per_node = min(cluster.devices_per_node, run.mesh.size)
     nodes, rest = divmod(run.mesh.size, per_node)
     if rest:
-        raise ConfigError(f"does not fill nodes of {per_node} devices", where="--launcher", value=run.mesh.size,
+        raise ConfigError(f"does not fill nodes of {per_node} devices", code="job-of-partial-nodes",
+                          where="--launcher", value=run.mesh.size,
                           remedy=f"Plan for a multiple of {per_node} ranks, or start the ranks yourself.")
     path = run_file.with_suffix(_SUFFIXES[launcher])
     text = {"slurm": _slurm, "torchrun": _torchrun, "kubernetes": _kubernetes}[launcher](
@@ -30,8 +31,8 @@ def write_job(launcher: Launcher, run: ResolvedRun, cluster: Cluster, run_file: 
     try:
         write_atomically(path, text)
     except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror or error}", where="--launcher", value=str(path),
-                          remedy="Name a file for --out in a folder you own.") from error
+        raise ConfigError(f"cannot be written: {error.strerror or error}", code="job-not-writable", where="--launcher",
+                          value=str(path), remedy="Name a file for `--out` in a folder you own.") from error
     return path
 
 

@@ -85,7 +85,8 @@ def _on_ranks(function: str, count: int, transport: Literal["torch", "mpi"], **m
     try:
         return run_processes(f"ranvier.planner.measure:{function}", count, transport, timeout_seconds=120.0, **more)
     except RanksFailed as error:
-        raise ConfigError(f"could not be measured: {str(error).splitlines()[0]}", where="this machine",
+        raise ConfigError(f"could not be measured: {str(error).splitlines()[0]}", code="measurement-failed",
+                          where="this machine",
                           remedy="Measure again while the machine has nothing else to do.") from error
 
 
@@ -96,8 +97,8 @@ def formed(found: Mapping[str, Any], links: Mapping[str, Any], devices: int, kin
     except ValidationError as error:
         raise first_fault(error, "what was measured here") from error
     except (ArithmeticError, np.linalg.LinAlgError) as error:
-        raise ConfigError("cannot be made of what was measured here", where="cluster", value=str(error),
-                          remedy="Measure again while the machine has nothing else to do.") from error
+        raise ConfigError("cannot be made of what was measured here", code="measurement-not-a-cluster", where="cluster",
+                          value=str(error), remedy="Measure again while the machine has nothing else to do.") from error
 
 
 def _cluster(found: Mapping[str, Any], links: Mapping[str, Any], devices: int, kind: str) -> Cluster:
@@ -175,7 +176,7 @@ def _collective(world: World) -> float | None:
     for apart in (1, 2, 3):
         pairs = {tuple(sorted({rank, rank ^ apart if rank ^ apart < world.size else rank}))
                  for rank in range(world.size)}
-        pair = world.backend.group("data", sorted(pairs))
+        pair = world.backend.group("pairs", sorted(pairs))
         seconds(pair, 20)
         both, alone = zip(*((seconds(pair), seconds(None)) for _ in range(4)), strict=True)
         if len(pair.ranks) == 2:
@@ -305,8 +306,8 @@ def _slowest(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def messages_on_rank(world: World) -> dict[str, Any]:
     """Seconds of one way for each size, and what a collective adds to computing."""
-    other, group = 1 - world.rank, world.backend.group("data", [range(2)])
-    transport = world.backend.transport("pipe")
+    other, group = 1 - world.rank, world.backend.group("pair", [range(2)])
+    transport = world.backend.transport("messages")
     transport.connect([other], [other], _MESSAGES[-1] + 4096)
 
     def exchange(tensor: Tensor) -> None:

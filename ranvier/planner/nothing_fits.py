@@ -33,7 +33,7 @@ def no_mesh(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting])
     if found := problems(alone):
         return found[0]
     if "mesh" not in searched and isinstance(run.mesh, Mesh):
-        size = run.mesh.row if run.batch.microbatch_size == "auto" else run.batch.microbatch_size
+        size = run.mesh.microbatch_parts if run.batch.microbatch_size == "auto" else run.batch.microbatch_size
         given = resolve(run, Facts(microbatch_size=size))
         if found := problems(given):
             return found[0]
@@ -49,7 +49,7 @@ def no_mesh(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting])
     having = " with " + " and ".join(fixed) if fixed else ""
     return ConfigError(f"cannot be made of {ranks} ranks{having}: of their divisors none suits the model's "
                        f"{families.num_blocks(run)} blocks, its {run.model.heads} heads and a batch of "
-                       f"{run.batch.global_size}", where="mesh", value=f"{ranks} ranks",
+                       f"{run.batch.global_size}", code="no-mesh", where="mesh", value=f"{ranks} ranks",
                        remedy=f"{' and '.join(works)} ranks would do." if works else
                        "Take another number of ranks, or another batch.")
 
@@ -66,8 +66,8 @@ def does_not_fit(run: Run, cluster: Cluster, ranks: int, dropped: Sequence[Candi
         remedies = [text for text in (_larger_cluster(run, cluster, ranks, work), _smaller_model(run, cluster, ranks))
                     if text]
     return ConfigError(f"does not fit {ranks} devices of {cluster.name} in any of {len(dropped)} configurations; the "
-                       f"one that needs least ({_short(least.run)}): {least.reason}", where="model",
-                       remedy=" ".join(remedies) or "Take a smaller model, or more memory.")
+                       f"one that needs least ({_short(least.run)}): {least.reason}", code="nothing-fits",
+                       where="model", remedy=" ".join(remedies) or "Take a smaller model, or more memory.")
 
 
 def _share_needed(found: Candidate, cluster: Cluster) -> tuple[float, int]:
@@ -119,9 +119,9 @@ def _smaller_model(run: Run, cluster: Cluster, ranks: int) -> str:
         layers = model.num_layers if narrow > 1 else model.num_layers // 2
         while layers:
             if any_fits(replace(run, model=replace(width, num_layers=layers)), cluster, ranks, Work()):
-                text = f"--model.num-layers {layers}"
+                text = f"`--model.num-layers {layers}`"
                 if narrow > 1:
-                    text += f" --model.hidden {width.hidden} --model.heads {width.heads}"
+                    text += f" `--model.hidden {width.hidden}` `--model.heads {width.heads}`"
                 return f"With {text} it fits here, with {_SPARING}."
             layers //= 2
     return ""
@@ -151,7 +151,7 @@ def _sparing(run: Run, cluster: Cluster, mesh: Mesh, work: Work) -> Candidate:
     """The run on a mesh with all that saves memory."""
     offload: Literal["none", "hybrid"] = "none" if cluster.device.cores is not None else "hybrid"
     tried = resolve(replace(run, memory=replace(run.memory, recompute="auto"),
-                            optim=replace(run.optim, offload=offload, shard=mesh.data > 1),
+                            optim=replace(run.optim, offload=offload, shard=mesh.num_replicas > 1),
                             pipeline=replace(run.pipeline, boundaries=None, in_flight="auto", deferred=None,
                                              defer_last=None, defer_bytes=0)),
                     Facts(mesh=mesh, microbatch_size=1))

@@ -28,7 +28,7 @@ def page_of(plan: SearchResult, recipe: str) -> Page:
         text=report.explanation(plan),
         candidates=Table(header=("", "configuration", "s a step", "tokens/s", "MFU", "bubble", "GiB a device",
                                  "why not"), rows=rows[:_MAX_ROWS], numbers=(2, 3, 4, 5, 6)),
-        memory=[{"place": f"stage {entry.pipe}" if first else "", "category": category, "predicted": size,
+        memory=[{"place": f"stage {entry.pipeline_rank}" if first else "", "category": category, "predicted": size,
                  "measured": None, "whole": False}
                 for entry in best.memory for first, (category, size) in zip(
                     [True] + [False] * len(entry.device), entry.device.items(), strict=False) if size])

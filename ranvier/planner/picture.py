@@ -38,13 +38,13 @@ def draw_simulation(found: Simulation, path: Path) -> None:
                   f"{found.seconds:.4g} s", color=INK, loc="left")
     stage = mean_stage([StageTimes(forward=row.forward_seconds, backward=row.backward_seconds,
                                    weight=row.weight_seconds) for row in found.cost.stages])
-    pipe = max(2, found.run.mesh.pipe)
+    pipe = max(2, found.run.mesh.pipeline_size)
     count = min(64, max(len(found.step.shown.actions[0]) // 3, 4))
     draw_bubbles(below, stage, pipe, count, hop=0.1 * stage.forward)
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot be written: {error}", where="--draw", value=str(path),
+        raise ConfigError(f"cannot be written: {error}", code="picture-not-writable", where="--draw", value=str(path),
                           remedy="Name a .png file in a folder you own.") from error
 
 

@@ -60,13 +60,10 @@ def settings_of(text: str | None) -> tuple[Setting, ...]:
     if text is None:
         return SEARCHED
     names = tuple(part.strip() for part in text.split(",") if part.strip())
-    if "checkpoint" in names:
-        print("warning: --search checkpoint is --search recompute now; the old spelling works for one more release",
-              file=sys.stderr)
-        names = tuple("recompute" if name == "checkpoint" else name for name in names)
     unknown = [name for name in names if name not in get_args(Setting)]
     if unknown or not names:
-        raise ConfigError("is nothing that can be searched", where="--search", value=unknown[0] if unknown else text,
+        raise ConfigError("is nothing that can be searched", code="unknown-search", where="--search",
+                          value=unknown[0] if unknown else text,
                           remedy=f"Name some of: {', '.join(get_args(Setting))}.")
     return cast("tuple[Setting, ...]", names)  # each is one: the others were refused
 
@@ -150,17 +147,18 @@ def _check(request: Request, clusters: Sequence[Cluster]) -> None:
     several = len(clusters) > 1 or bool(request.what_if)
     for where, value in (("--out", request.out), ("--out-html", request.out_html), ("--measure", request.measure)):
         if several and value:
-            raise ConfigError("is for one plan, and several clusters are compared", where=where, value=str(value),
+            raise ConfigError("is for one plan, and several clusters are compared", code="comparison-with-output",
+                              where=where, value=str(value),
                               remedy="Leave it out here, and plan again for the cluster that you choose.")
     if request.launcher is not None and request.out is None:
-        raise ConfigError("needs a run file to start", where="--launcher", value=request.launcher,
-                          remedy="Give --out FILE.toml, too.")
+        raise ConfigError("needs a run file to start", code="launcher-without-out", where="--launcher",
+                          value=request.launcher, remedy="Give `--out FILE.toml`, too.")
     if request.goal is not None and request.goal.budget is not None:
         for cluster in clusters:
             if cluster.price_per_hour is None:
-                raise ConfigError(f"needs to know what a device of {cluster.name} costs", where="--budget",
-                                  value=request.goal.budget, remedy="Write price_per_hour = DOLLARS (of a device) into "
-                                                                    "the cluster's file.")
+                raise ConfigError(f"needs to know what a device of {cluster.name} costs", code="budget-without-price",
+                                  where="--budget", value=request.goal.budget,
+                                  remedy="Write price_per_hour = DOLLARS (of a device) into the cluster's file.")
 
 
 def _search(run: Run, cluster: Cluster, ranks: int, request: Request) -> SearchResult:
@@ -220,16 +218,16 @@ def _write(run: Run, path: Path) -> None:
     try:
         read.write_changes(run, path)
     except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror or error}", where="--out", value=str(path),
-                          remedy="Name a .toml file in a folder you own.") from error
+        raise ConfigError(f"cannot be written: {error.strerror or error}", code="plan-not-writable", where="--out",
+                          value=str(path), remedy="Name a .toml file in a folder you own.") from error
 
 
 def _write_page(found: SearchResult, name: str, path: Path) -> None:
     try:
         write_atomically(path, page_of(found, name).html())
     except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror or error}", where="--out-html", value=str(path),
-                          remedy="Name a file in a folder you own.") from error
+        raise ConfigError(f"cannot be written: {error.strerror or error}", code="plan-page-not-writable",
+                          where="--out-html", value=str(path), remedy="Name a file in a folder you own.") from error
 
 
 def print_plan(found: SearchResult, name: str, explain: bool, goal: Goal | None = None) -> None:
@@ -265,14 +263,16 @@ def simulate(name: str, run: Run, cluster_name: str, *, ranks: int | None = None
     cluster = load_cluster(cluster_name)
     for where, value in (("--jitter", jitter), ("--mtbf-hours", mtbf_hours or 1.0)):
         if not isfinite(value):
-            raise ConfigError("must be a finite number", where=where, value=value, remedy="Leave it out for none.")
+            raise ConfigError("must be a finite number", code="not-finite-option", where=where, value=value,
+                              remedy="Leave it out for none.")
     run, problems = with_pretrained(replace(run, launch=replace(run.launch, cluster=cluster_name)))
     run, unplanned = with_plan(run, ranks)
     for problem in (*problems, *unplanned, *find_problems(run)):
         raise problem
     if run.mesh.size > cluster.num_devices:
-        raise ConfigError(f"needs {run.mesh.size} devices, and {cluster.name} has {cluster.num_devices}", where="mesh",
-                          value=str(run.mesh), remedy="Take a smaller mesh, or a larger cluster.")
+        raise ConfigError(f"needs {run.mesh.size} devices, and {cluster.name} has {cluster.num_devices}",
+                          code="cluster-too-small-for-mesh", where="mesh", value=str(run.mesh),
+                          remedy="Take a smaller mesh, or a larger cluster.")
     check_precision(run, cluster)
     noise = Noise(jitter=jitter, slow=dict(_slow(text, run) for text in slow), seed=run.seed)
     try:
@@ -305,7 +305,7 @@ def simulation(run: ResolvedRun, cluster: Cluster, noise: Noise = STEADY, work: 
     run = one.run
     pipeline = run_pipeline(run, cluster, work.stages(run))
     step = simulate_step(pipeline.times, pipeline.num_microbatches, policy_named(run.pipeline.policy),
-                         pipeline.in_flight, replicas=run.mesh.data, stage_size=run.mesh.stage_size,
+                         pipeline.in_flight, replicas=run.mesh.num_replicas, stage_size=run.mesh.stage_size,
                          way=pipeline.way, defer_bytes=pipeline.defer_bytes, noise=noise, cores=pipeline.at_once,
                          placement=run.placement, defer_last=pipeline.defer_last, room=pipeline.room,
                          alternating=pipeline.alternating)
@@ -322,12 +322,14 @@ def _slow(text: str, run: ResolvedRun) -> tuple[tuple[int, int], float]:
     try:
         replica, stage, factor = text.split(":")
         found = (int(replica), int(stage)), float(factor)
-        if not (0 <= found[0][0] < run.mesh.data and 0 <= found[0][1] < run.mesh.pipe and 0 < found[1] < 1e6):
+        replicas, stages = run.mesh.num_replicas, run.mesh.pipeline_size
+        if not (0 <= found[0][0] < replicas and 0 <= found[0][1] < stages and 0 < found[1] < 1e6):
             raise ValueError
     except ValueError:
-        raise ConfigError("must be REPLICA:STAGE:FACTOR, of a replica and stage that are there", where="--slow",
-                          value=text, remedy=f"There are {run.mesh.data} replicas of {run.mesh.pipe} stages, numbered "
-                                             "from 0; for example --slow 0:0:1.5.") from None
+        raise ConfigError("must be REPLICA:STAGE:FACTOR, of a replica and stage that are there",
+                          code="malformed-slow-stage", where="--slow", value=text,
+                          remedy=f"There are {replicas} replicas of {stages} stages, numbered from 0; for example "
+                                 "`--slow 0:0:1.5`.") from None
     return found
 
 

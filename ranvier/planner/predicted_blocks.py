@@ -41,23 +41,18 @@ def predicted_blocks(run: ResolvedRun, cluster: Cluster, work: Work, present: Pr
         step, cluster, max(1, sum(parameters)) / mesh.stage_size, local=local, threads=threads
     ) / max(1, sum(parameters))
     cores, nodes = cluster.device.cores, -(-mesh.size // cluster.devices_per_node)
-    bandwidth, latency = LINKS[_backend(run, cluster)]
+    usual = "torch" if cores is None else "mpi"
+    bandwidth, latency = LINKS[usual if run.comm.transport == "auto" else run.comm.transport]
     facts = BlockFacts(
         forward_seconds=forward,
         backward_seconds=tuple(of_inputs + of_weights * (block.num_trainable > 0) + recomputed * seconds
                                for block, seconds, of_inputs, of_weights, recomputed in zip(
                                    blocks, forward, backward, weight, again, strict=True)),
         update_seconds=tuple(update * count for count in parameters),
-        output_bytes=tuple(-(-sent // max(1, size // mesh.row)) for sent in outputs), num_parameters=parameters,
+        output_bytes=tuple(-(-sent // max(1, size // mesh.microbatch_parts)) for sent in outputs),
+        num_parameters=parameters,
         parameter_bytes=tuple(step.bytes.parameter * count for count in parameters),
         state_bytes=tuple(round(step.bytes.state * step.num_states) * count for count in parameters),
         cores=None if cores is None else cores * nodes / threads / mesh.stage_size, bandwidth=bandwidth,
         latency_seconds=latency)
     return with_present_seconds(facts, ElasticRules(run), present, profile)
-
-
-def _backend(run: ResolvedRun, cluster: Cluster) -> str:
-    """The transport that the run would take there."""
-    if run.comm.transport == "auto":
-        return "torch" if cluster.device.cores is None else "mpi"
-    return run.comm.transport

@@ -45,8 +45,8 @@ def warnings(run: ResolvedRun, chosen: Collection[str] | None = None, asked: Run
 
 def cannot_be_laid_out(error: Exception) -> ConfigError:
     """What torch raised for a model whose sizes no tensor can have, in words."""
-    return ConfigError(f"cannot be laid out: {str(error).partition(chr(10))[0]}", where="model",
-                       remedy="Choose smaller sizes: a tensor of the model is larger than any can be.")
+    return ConfigError(f"cannot be laid out: {str(error).partition(chr(10))[0]}", code="model-not-laid-out",
+                       where="model", remedy="Choose smaller sizes: a tensor of the model is larger than any can be.")
 
 
 def _num_blocks(run: Run) -> int | None:
@@ -79,5 +79,6 @@ def _freeze_policy(run: Run) -> Iterator[RanvierError]:
 def _missing_checkpoint(run: Run) -> Iterator[ConfigError]:
     there = run.resume and (os.path.exists(run.resume) or find(Path(run.resume)))
     if run.resume not in ("auto", "none") and not there:
-        yield ConfigError("is no checkpoint that is there", where="resume", value=run.resume,
+        yield ConfigError("is no checkpoint that is there", code="resume-checkpoint-missing", where="resume",
+                          value=run.resume,
                           remedy="Name a folder such as RUN/checkpoint/step-100, RUN/checkpoint, or RUN.")

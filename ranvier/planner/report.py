@@ -9,6 +9,7 @@ from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.collectives import placed
 from ranvier.cost.count import laid_out, memory_curve
 from ranvier.cost.step import Cost
+from ranvier.elastic.transition_selector import mesh_text
 from ranvier.plan.limits import MemoryChoice
 from ranvier.planner.candidates import Candidate
 from ranvier.planner.elastic_plan import Course
@@ -158,8 +159,9 @@ def _bottleneck(worst: str, share: float, best: Candidate, plan: SearchResult) -
             return ("The bottleneck is the link between stages: a microbatch's activations take longer on it than a "
                     f"stage computes, {sent:.2f} GB per rank and step. Fewer stages send less.")
         case "the bubble":
-            return (f"The bottleneck is the bubble: {mesh.pipe} stages wait {best.cost.bubble_fraction:.0%} of the "
-                    "time for each other. A larger global batch has more microbatches to fill it.")
+            waiting = f"{mesh.pipeline_size} stages wait {best.cost.bubble_fraction:.0%}"
+            return (f"The bottleneck is the bubble: {waiting} of the time for each other. A larger global "
+                    "batch has more microbatches to fill it.")
         case "averaging gradients":
             crossing = "between" if placed(mesh, "data", cluster.devices_per_node).crosses else "inside"
             return (f"The bottleneck is the link {crossing} nodes: averaging the gradients sends "
@@ -188,8 +190,8 @@ def schedule_text(choices: Sequence[MemoryChoice]) -> str:
             ("step time", *(f"{each.step:.3f}" for each in others))]
     if all(each.limits.last is None for each in others):
         rows = [row for row in rows if row[0] != "of the last"]
-    return "\n".join([f"\nschedule: at most {own.limits.in_flight} microbatches in flight; by rank, weight gradients "
-                      f"of {own.limits.deferred_text} may be deferred; "
+    return "\n".join([f"\nschedule: at most {own.limits.in_flight} microbatches in flight; microbatches with deferred "
+                      f"weight gradients, by rank: {own.limits.deferred_text}; "
                       + ("" if room is None else f"the stages of a rank hold at most {room}; ")
                       + ("forwards and backwards run in 1F1B's order; " if own.limits.alternating else "")
                       + f"chosen by a simulation of {own.num_microbatches}{some} microbatches, whose bubble is "
@@ -224,7 +226,7 @@ def describe(run: ResolvedRun) -> str:
         extra.append(f"offload {offload_text(run)}")
     if run.optim.shard:
         extra.append("sharded")
-    if run.pipeline.defer_bytes == 0 and run.mesh.pipe > 1:
+    if run.pipeline.defer_bytes == 0 and run.mesh.pipeline_size > 1:
         extra.append("nothing deferred")
     extra += [run.precision, *([scheme(run)] if run.mesh.stage_size > 1 else [])]
     return f"{' x '.join(parts)} ({', '.join(extra)})"
@@ -245,7 +247,7 @@ def document(plan: SearchResult, recipe: str, goal: Goal | None = None) -> dict[
 def as_dict(found: Candidate) -> dict[str, object]:
     """One configuration."""
     run, cost = found.run, found.cost
-    return {"mesh": asdict(run.mesh), "microbatch_size": run.batch.microbatch_size,
+    return {"mesh": run.mesh.document(), "microbatch_size": run.batch.microbatch_size,
             "in_flight": run.pipeline.in_flight, "checkpoint": run.memory.recompute, "offload": run.optim.offload,
             "offload_share": run.optim.offload_share if run.optim.offload == "hybrid" else None,
             "defer_bytes": run.pipeline.defer_bytes, "sequence_sharding": run.tensor.sequence_sharding,
@@ -253,7 +255,7 @@ def as_dict(found: Candidate) -> dict[str, object]:
             "scheme": run.tensor.scheme, "reason": found.reason, **cost_dict(cost),
             "measured_seconds": found.measured_seconds,
             "device_bytes": device_bytes(found),
-            "memory": [{"pipe": entry.pipe, "ranks": entry.ranks, "device": dict(entry.device),
+            "memory": [{"pipe": entry.pipeline_rank, "ranks": entry.ranks, "device": dict(entry.device),
                         "host": dict(entry.host)} for entry in found.memory]}
 
 
@@ -289,8 +291,8 @@ def course_lines(found: Candidate) -> list[str]:
     grows = len({period.global_size for period in course.periods}) > 1
     for period in course.periods:
         batch = f", batch {period.global_size}" if grows else ""
-        lines.append(f"  from step {period.first_step}: {period.frozen} frozen, data {period.mesh.data} x pipe "
-                     f"{period.mesh.pipe}{batch}, {period.step_seconds:.4g} s a step")
+        lines.append(f"  from step {period.first_step}: {period.frozen} frozen, {mesh_text(period.mesh)}"
+                     f"{batch}, {period.step_seconds:.4g} s a step")
     return lines
 
 

@@ -75,11 +75,13 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
     ConfigError where nothing is possible, with what is missing and the nearest thing that works.
     """
     if ranks > cluster.num_devices:
-        raise ConfigError(f"is more than the {cluster.num_devices} devices of {cluster.name}", where="ranks",
-                          value=ranks, remedy=f"Take {cluster.num_devices} or less, or a larger cluster.")
+        raise ConfigError(f"is more than the {cluster.num_devices} devices of {cluster.name}",
+                          code="ranks-above-cluster", where="ranks", value=ranks,
+                          remedy=f"Take {cluster.num_devices} or less, or a larger cluster.")
     if "mesh" not in searched and isinstance(run.mesh, Mesh) and run.mesh.size != ranks:
-        raise ConfigError(f"has {run.mesh.size} ranks, not {ranks}, and may not change", where="mesh",
-                          value=str(run.mesh), remedy=f"Search mesh, too, or plan for {run.mesh.size} ranks.")
+        raise ConfigError(f"has {run.mesh.size} ranks, not {ranks}, and may not change", code="mesh-not-searched",
+                          where="mesh", value=str(run.mesh),
+                          remedy=f"Search mesh, too, or plan for {run.mesh.size} ranks.")
     if "precision" not in searched:
         check_precision(run, cluster)
     work, considered = work or Work(), 0
@@ -114,7 +116,7 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
         best = [found for found in best if found.course]
     if cluster.device.cores is not None:
         alike = [found for found in best if found.ranked_seconds() <= _ALIKE * best[0].ranked_seconds()]
-        simplest = min(alike, key=lambda found: found.run.mesh.pipe * found.run.mesh.stage_size)
+        simplest = min(alike, key=lambda found: found.run.mesh.pipeline_size * found.run.mesh.stage_size)
         best.insert(0, best.pop(best.index(simplest)))
     best[0] = _followed(_tuned(best[0], cluster, work, "chunks", searched), cluster, work, ())
     slowest = max(found.cost.seconds for found in best)
@@ -126,8 +128,9 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
 def check_precision(run: Run, cluster: Cluster) -> None:
     """ConfigError where the cluster's file does not say how fast it computes in the run's number format."""
     if run.precision not in cluster.device.rates:
-        raise ConfigError(f"has no rate on {cluster.device.name}", where="precision", value=run.precision,
-                          remedy=f"Set --precision {next(iter(cluster.device.rates))}, or add the rate to its file.")
+        raise ConfigError(f"has no rate on {cluster.device.name}", code="precision-without-rate", where="precision",
+                          value=run.precision,
+                          remedy=f"Set `--precision {next(iter(cluster.device.rates))}`, or add the rate to its file.")
 
 
 _Queued = tuple[float, int, Candidate, bool]

@@ -16,6 +16,7 @@ from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
 from ranvier.cost.hardware import Cluster
 from ranvier.data.prepare import prepare
+from ranvier.elastic.transition_selector import mesh_text
 from ranvier.errors import RanvierError
 from ranvier.planner.candidates import Candidate, Setting
 from ranvier.planner.search import search
@@ -107,4 +108,4 @@ def _alone(run: Run, cluster: Cluster, searched: Sequence[Setting]) -> list[Cand
 
 
 def _text(run: ResolvedRun) -> str:
-    return f"data {run.mesh.data} x pipe {run.mesh.pipe}, microbatches of {run.batch.microbatch_size}"
+    return f"{mesh_text(run.mesh)}, microbatches of {run.batch.microbatch_size}"

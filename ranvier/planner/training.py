@@ -26,7 +26,7 @@ def tokens_of(text: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmbt]?)", text.strip().lower())
     value = float(found[1]) * _UNITS[found[2]] if found else 0.0
     if not 1 <= value <= _MOST_TOKENS:
-        raise ConfigError("is no number of tokens", where="--tokens", value=text,
+        raise ConfigError("is no number of tokens", code="malformed-tokens", where="--tokens", value=text,
                           remedy="Give one, such as 300B, 15T or 2e9.")
     return value
 
@@ -46,8 +46,8 @@ def goal_of(tokens: str | None, deadline: float | None, budget: float | None, mt
     """The goal that options describe. ConfigError where one of them needs a number of tokens."""
     for where, value in (("--deadline", deadline), ("--budget", budget), ("--mtbf-hours", mtbf_hours)):
         if value is not None and tokens is None:
-            raise ConfigError("needs a number of tokens", where=where, value=value,
-                              remedy="Give --tokens, such as 300B, too.")
+            raise ConfigError("needs a number of tokens", code="goal-without-tokens", where=where, value=value,
+                              remedy="Give `--tokens 300B`, say, too.")
     return None if tokens is None else Goal(tokens=tokens_of(tokens), deadline_days=deadline, budget=budget,
                                             mtbf_hours=mtbf_hours)
 
@@ -148,15 +148,16 @@ def _unmet(cluster: Cluster, goal: Goal, tried: list[tuple[SearchResult, Trainin
     if tried and goal.deadline_days is not None and tried[-1][1].days <= goal.deadline_days:
         last = tried[-1][1]
         return ConfigError(f"is not enough: {last.devices:,} devices, the fewest that are in time, cost "
-                           f"{last.dollars:,.0f} dollars", where="--budget", value=goal.budget,
-                           remedy="Give more days with --deadline, fewer --tokens, or a larger budget.")
+                           f"{last.dollars:,.0f} dollars", code="budget-of-deadline", where="--budget",
+                           value=goal.budget,
+                           remedy="Give more days with `--deadline`, fewer `--tokens`, or a larger budget.")
     if goal.deadline_days is None:
-        return ConfigError("is not enough for any number of devices", where="--budget", value=goal.budget,
-                           remedy="Take fewer --tokens, or a larger budget.")
+        return ConfigError("is not enough for any number of devices", code="budget-too-small", where="--budget",
+                           value=goal.budget, remedy="Take fewer `--tokens`, or a larger budget.")
     days = f"{tried[-1][1].days:,.1f} days on {tried[-1][1].devices:,} devices" if tried else "more at their peak"
     return ConfigError(f"cannot be met on the {cluster.num_devices:,} devices of {cluster.name}: {days}",
-                       where="--deadline", value=goal.deadline_days,
-                       remedy="Give more days, fewer --tokens, or more nodes with --nodes.")
+                       code="deadline-too-early", where="--deadline", value=goal.deadline_days,
+                       remedy="Give more days, fewer `--tokens`, or more nodes with `--nodes`.")
 
 
 # --- what if ---------------------------------------------------------------------------------------------------------
@@ -175,7 +176,8 @@ def changed_cluster(cluster: Cluster, text: str) -> Cluster:
     except (KeyError, TypeError, ValueError):
         value, times = None, 0.0
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1e-9 <= times <= 1e9:
-        raise ConfigError("is not KEY=FACTOR of a number in the cluster's file", where="--what-if", value=text,
+        raise ConfigError("is not KEY=FACTOR of a number in the cluster's file", code="malformed-what-if",
+                          where="--what-if", value=text,
                           remedy=f"Numbers of {cluster.name} are, for example: {', '.join(_numbers(tree))}.")
     place[last] = type(value)(value * times)
     return replace(cluster_of(tree, f"--what-if {text}"), name=f"{cluster.name}, {key.strip()} x {times:g}")

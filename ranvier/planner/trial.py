@@ -62,6 +62,6 @@ def step_seconds(run: Run, folder: Path, *, steps: int = STEPS, warmup: int = WA
     except TimeoutExpired:
         lines, said = [], [f"{steps} steps take longer than {_SECONDS:.0f} s"]
     if not lines:
-        raise LaunchError(f"could not be measured: {said[0]}", where="mesh", value=str(run.mesh),
-                          remedy="SearchResult for devices that are here, or leave out --measure and --launch.trial.")
+        raise LaunchError(f"could not be measured: {said[0]}", code="trial-failed", where="mesh", value=str(run.mesh),
+                          remedy="Plan for devices that are here, or leave out `--measure` and `--launch.trial`.")
     return median(float(json.loads(line)["step_seconds"]) for line in lines[warmup:])

@@ -43,7 +43,7 @@ class Work:
 
     def blocks(self, run: ResolvedRun, frozen: int = 0) -> list[BlockCost]:
         """Each block's cost on one rank of the run's tensor mesh, for its microbatch."""
-        share = -(-run.batch.microbatch_size // run.mesh.row)
+        share = -(-run.batch.microbatch_size // run.mesh.microbatch_parts)
         return self._of_share(run, share, frozen)
 
     def _of_share(self, run: ResolvedRun, share: int, frozen: int) -> list[BlockCost]:
@@ -61,7 +61,7 @@ class Work:
 
     def boundaries(self, run: ResolvedRun, frozen: int = 0) -> tuple[int, ...]:
         """First block of each stage after the first, by the run's own cut with so many frozen layers."""
-        key = _kind(run), frozen, run.batch.microbatch_size, run.mesh.pipe, run.pipeline, run.launch.device
+        key = _kind(run), frozen, run.batch.microbatch_size, run.mesh.pipeline_size, run.pipeline, run.launch.device
         if key not in self._cuts:
             self._cuts[key] = _cut(run, self.blocks(run, frozen), frozen > 0)
         return self._cuts[key]
@@ -75,16 +75,16 @@ class Work:
             model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen)
             self._parts[kind] = model, Parts(model, run.mesh, run.tensor, device_kind(run))
         model, parts = self._parts[kind]
-        table, layout = parts.cut(replace(run.mesh, data=1), None if states_only else self.blocks(run, frozen),
+        table, layout = parts.cut(run.mesh.with_one_replica(), None if states_only else self.blocks(run, frozen),
                                   boundaries=self.boundaries(run, frozen), how="cost", placement=run.placement)
         return predict_memory(run, model, table, layout, self._needs.setdefault(kind, {}), cluster=cluster)
 
-    def excess(self, run: ResolvedRun, cluster: Cluster, frozen: int = 0) -> str:
-        """What does not suffice for it; empty where it fits."""
+    def problem(self, run: ResolvedRun, cluster: Cluster, frozen: int = 0) -> RanvierError | None:
+        """Why the cluster does not hold it; None where it fits."""
         try:
-            return excess(run, cluster, self.memory(run, frozen, cluster=cluster))
-        except RanvierError as problem:
-            return str(problem)
+            return shortage(run, cluster, self.memory(run, frozen, cluster=cluster))
+        except RanvierError as error:
+            return error
 
     def stage_bytes(self, run: ResolvedRun, frozen: int) -> Callable[[int, int, int], int]:
         """As `device_bytes_of_stages`, made once for each run and depth."""
@@ -96,8 +96,8 @@ class Work:
 
 def _kind(run: ResolvedRun) -> object:
     """What one rank's part of each block depends on, the microbatch aside."""
-    return run.mesh.row, run.mesh.col, run.tensor, run.precision, run.model, run.lora, run.data.task, \
-        run.data.options, device_kind(run)
+    sizes = tuple(run.mesh[axis] for axis in run.mesh.stage_axes)
+    return sizes, run.tensor, run.precision, run.model, run.lora, run.data.task, run.data.options, device_kind(run)
 
 
 def _cut(run: ResolvedRun, blocks: Sequence[BlockCost], freezes: bool) -> tuple[int, ...]:
@@ -168,9 +168,9 @@ def shortage(run: ResolvedRun, cluster: Cluster, memory: Sequence[RankMemory]) -
 def _on_nodes(mesh: Mesh, per_node: int) -> set[tuple[int, ...]]:
     """The stages of the ranks of a node, for every kind of node that there is."""
     found, seen, first = set(), set(), 0
-    while first < mesh.size and (place := first % (mesh.pipe * mesh.stage_size)) not in seen:
+    while first < mesh.size and (place := first % (mesh.pipeline_size * mesh.stage_size)) not in seen:
         seen.add(place)
         ranks = range(first, min(first + per_node, mesh.size))
-        found.add(tuple(sorted(rank // mesh.stage_size % mesh.pipe for rank in ranks)))
+        found.add(tuple(sorted(rank // mesh.stage_size % mesh.pipeline_size for rank in ranks)))
         first += per_node
     return found

@@ -67,7 +67,7 @@ def passage(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy,
     alternating: as of `simulate`."""
     each = [stage.microbatch_seconds for stage in stages]
     limit = policy.in_flight(in_flight, num_microbatches)
-    placement = placement or StagePlacement(pipe=len(stages))
+    placement = placement or StagePlacement(num_ranks=len(stages))
     if (exact or placement.per_rank > 1) and len(stages) > 1:
         seconds = _simulated(stages, num_microbatches, policy, limit, way, defer_bytes, cores, placement, defer_last,
                              room, alternating)
@@ -76,7 +76,7 @@ def passage(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy,
         if policy.defers and defer_bytes and len(stages) > 1:
             seconds = min(seconds, _deferring(stages, each, num_microbatches, limit, way))
     busy = num_microbatches * sum(each)
-    idle = max(0.0, 1.0 - busy / (seconds * placement.pipe)) if seconds else 0.0
+    idle = max(0.0, 1.0 - busy / (seconds * placement.num_ranks)) if seconds else 0.0
     return Passage(seconds=seconds, bubble_fraction=idle)
 
 

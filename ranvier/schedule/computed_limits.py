@@ -88,11 +88,11 @@ def computed_limits(stages: Sequence[StageLoad], policy: Policy, *, memory: floa
         num_microbatches: of a batch on one replica; None: not known (`simulated_microbatches`).
         conditions: what messages take, and how much times vary.
     """
-    placement = placement or StagePlacement(pipe=len(stages))
+    placement = placement or StagePlacement(num_ranks=len(stages))
     rule = rule_limits([stage.trains for stage in stages], placement)
     if in_flight is not None:
         rule = replace(rule, in_flight=in_flight)
-    if not policy.defers or not placement.pipe > 1 or not any(stage.trains for stage in stages):
+    if not policy.defers or not placement.num_ranks > 1 or not any(stage.trains for stage in stages):
         return rule
     if len(stages) > MAX_SIMULATED_STAGES * min(2, placement.per_rank):
         return rule if placement.per_rank > 1 else _within_memory(rule, stages, memory)
@@ -127,7 +127,7 @@ class Prediction:
 def predicted(stages: Sequence[StageLoad], policy: Policy, limits: Limits, placement: StagePlacement | None = None,
               num_microbatches: int | None = None, conditions: Conditions = UNKNOWN) -> Prediction:
     """What comes of limits, with `simulated_microbatches`; other arguments as of `computed_limits`."""
-    case = _case(stages, policy, placement or StagePlacement(pipe=len(stages)), num_microbatches, conditions)
+    case = _case(stages, policy, placement or StagePlacement(num_ranks=len(stages)), num_microbatches, conditions)
     made = _outcome(case, limits)
     return Prediction(step=made.step, bubble_fraction=made.bubble_fraction, at_peak=made.at_peak,
                       memory=max(made.peak) / (case.bytes_under_1f1b() or 1.0))
@@ -159,7 +159,7 @@ def _case(stages: Sequence[StageLoad], policy: Policy, placement: StagePlacement
           conditions: Conditions) -> _Case:
     rounded = Conditions(messages=round(conditions.messages, 2), variation=round(conditions.variation, 2))
     return _Case(stages=_rounded(stages), policy=policy, placement=placement, conditions=rounded,
-                 count=simulated_microbatches(placement.pipe, num_microbatches))
+                 count=simulated_microbatches(placement.num_ranks, num_microbatches))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +175,7 @@ class _Case:
     @property
     def draws(self) -> int:
         """Simulations whose mean counts."""
-        return _DRAWS if self.conditions.variation and self.count * self.placement.pipe < _LONG else 1
+        return _DRAWS if self.conditions.variation and self.count * self.placement.num_ranks < _LONG else 1
 
     def held(self, rank: int) -> list[StageLoad]:
         """The stages of a rank."""
@@ -183,22 +183,22 @@ class _Case:
 
     def windows(self) -> list[int | None]:
         """Of how many last microbatches products may wait, the values that are tried; None is all."""
-        pipe, is_slower = self.placement.pipe, any(stage.deferred_factor > 1.0 for stage in self.stages)
+        pipe, is_slower = self.placement.num_ranks, any(stage.deferred_factor > 1.0 for stage in self.stages)
         tried = (pipe, pipe + ceil(pipe / 2), 2 * pipe) if is_slower and pipe <= _MAX_WINDOWS else ()
         return [None, *(last for last in tried if last < self.count)]
 
     def stored_within(self, memory: float) -> int:
         """Microbatches that each rank can store on its stages in so many bytes, each stage's counted."""
         stored = []
-        for held in map(self.held, range(self.placement.pipe)):
+        for held in map(self.held, range(self.placement.num_ranks)):
             if graph := sum(stage.graph for stage in held):
                 stored.append((memory - sum(stage.fixed for stage in held)) * len(held) / graph)
         return floor(min(stored, default=0.0) + 1e-6)  # of a whole number that is not exactly one
 
     def bytes_under_1f1b(self) -> float:
         """Of the rank that needs most, with its stages as one."""
-        return max(sum(stage.fixed for stage in self.held(rank)) + min(self.placement.pipe - rank, self.count)
-                   * sum(stage.graph for stage in self.held(rank)) for rank in range(self.placement.pipe))
+        return max(sum(stage.fixed for stage in self.held(rank)) + min(self.placement.num_ranks - rank, self.count)
+                   * sum(stage.graph for stage in self.held(rank)) for rank in range(self.placement.num_ranks))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,8 +258,8 @@ def _best(case: _Case, memory: float, rule: Limits, given: int | None) -> Limits
 
 def _alternating(case: _Case, given: int | None) -> list[_Candidate]:
     """In 1F1B's order: 1F1B itself, and with weight gradients that fill its waits."""
-    in_flight = min(case.placement.pipe, case.count) if given is None else given
-    tried = [Limits(in_flight=in_flight, deferred=(waiting,) * case.placement.pipe, alternating=True)
+    in_flight = min(case.placement.num_ranks, case.count) if given is None else given
+    tried = [Limits(in_flight=in_flight, deferred=(waiting,) * case.placement.num_ranks, alternating=True)
              for waiting in (0, in_flight)]
     return [_candidate(case, limits, _outcome(case, limits)) for limits in tried]
 
@@ -273,7 +273,7 @@ def _candidates(case: _Case, budget: float, given: int | None) -> list[_Candidat
     """Limits on the way from all products waiting to no more than the budget allows, for each number in flight."""
     if case.placement.per_rank > 1 and isinstance(case.policy, MessageDriven):
         return _candidates_with_room(case, budget, given)
-    pipe, cap, found = case.placement.pipe, budget * case.bytes_under_1f1b(), list[_Candidate]()
+    pipe, cap, found = case.placement.num_ranks, budget * case.bytes_under_1f1b(), list[_Candidate]()
     most = 2 * pipe
     share = 1.0 if case.placement.per_rank == 1 else 0.5  # of the excess; that of several stages depends on all ranks
     flights = range(pipe, most + 1, max(1, pipe // 4)) if given is None else [given]
@@ -298,7 +298,7 @@ def _candidates_with_room(case: _Case, budget: float, given: int | None) -> list
     """For each number in flight, from the room that the budget has, up to 2 microbatches a stage of the pipeline, to
     what an even flow needs, with which nothing could run early. Up to 2 p in flight of few microbatches, too: the
     flow's intervals are theirs."""
-    pipe, num_stages, found = case.placement.pipe, case.placement.num_stages, list[_Candidate]()
+    pipe, num_stages, found = case.placement.num_ranks, case.placement.num_stages, list[_Candidate]()
     most = min(2 * num_stages, case.stored_within(budget * case.bytes_under_1f1b()))
     for in_flight in range(pipe, 2 * pipe + 1, max(1, pipe // 4)) if given is None else [given]:
         flow = ceil(in_flight * case.placement.per_rank / 2)
@@ -342,7 +342,7 @@ def _most(draws: Iterable[tuple[_Number, ...]]) -> tuple[_Number, ...]:
 
 
 def _one_simulation(case: _Case, limits: Limits, draw: int) -> _Outcome:
-    ranks = [case.held(rank) for rank in range(case.placement.pipe)]
+    ranks = [case.held(rank) for rank in range(case.placement.num_ranks)]
     times = [StageTimes(forward=stage.forward, backward=stage.backward, weight=stage.weight, trains=stage.trains,
                         products=PRODUCTS, kept_bytes=_UNIT * stage.graph, alive_bytes=round(_UNIT * stage.operands),
                         deferred_factor=stage.deferred_factor)
@@ -353,7 +353,7 @@ def _one_simulation(case: _Case, limits: Limits, draw: int) -> _Outcome:
                     jitter=partial(_varied, case.conditions.variation, draw), hop=case.conditions.messages * slowest,
                     room=limits.room, defer_last=limits.last, alternating=limits.alternating,
                     defer_bytes=[unit * waiting for unit, waiting in zip(units, limits.deferred, strict=True)])
-    # None before the first that trains has a backward.
+    # Stages before the first one that trains have no backward.
     first = next((place for place, stage in enumerate(times) if stage.trains), len(times))
     work = case.count * sum(each.microbatch_seconds if place >= first else each.forward
                             for place, each in enumerate(times)) / len(ranks)

@@ -29,9 +29,9 @@ class Limits:
 
     @property
     def deferred_text(self) -> str:
-        """Of which microbatches the weight gradients may wait, in words."""
+        """How many microbatches' weight gradients may wait, rank by rank."""
         counts = ", ".join(map(str, self.deferred))
-        return f"{counts} microbatches" if self.last is None else f"{counts} of a step's last {self.last} microbatches"
+        return counts if self.last is None else f"{counts} (only in the last {self.last} microbatches of a step)"
 
     def given(self, in_flight: int | Literal["auto"], deferred: tuple[int, ...] | None, last: int | None) -> Limits:
         """With what a user has set in their place. `deferred` is given together with `last`."""
@@ -52,8 +52,9 @@ def rule_limits(trains: Sequence[bool], placement: StagePlacement | None = None)
     earlier stage does for a gradient. With several stages a rank keeps as much as any other, and one waits on each.
     """
     if placement is not None and placement.per_rank > 1:
-        held = [placement.stages_of(rank) for rank in range(placement.pipe)]
-        return Limits(in_flight=placement.pipe + sum(not any(trains[stage] for stage in stages) for stages in held),
+        held = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
+        frozen = sum(not any(trains[stage] for stage in stages) for stages in held)
+        return Limits(in_flight=placement.num_ranks + frozen,
                       deferred=tuple(int(any(trains[:max(stages)])) for stages in held))
     depth = len(trains)
     return Limits(in_flight=depth + sum(not each for each in trains), deferred=tuple(

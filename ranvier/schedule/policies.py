@@ -104,5 +104,5 @@ def policy_named(name: str | Policy) -> Policy:
     for policy in POLICIES:
         if policy.name == name:
             return policy
-    raise ConfigError("is not a policy", where="pipeline.policy", value=name,
+    raise ConfigError("is not a policy", code="unknown-policy", where="pipeline.policy", value=name,
                       remedy="Choose one of " + ", ".join(policy.name for policy in POLICIES) + ".")

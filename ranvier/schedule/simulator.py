@@ -89,8 +89,8 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
     defer_bytes: bound on what deferred products keep alive, of all ranks or of each; auto is that of `rule_limits`.
     placement: which stages each rank has; by default one each. defer_last, room, alternating: as of `RankSchedule`.
     """
-    placement = placement or StagePlacement(pipe=len(stages))
-    depth, ranks = placement.num_stages, range(placement.pipe)
+    placement = placement or StagePlacement(num_ranks=len(stages))
+    depth, ranks = placement.num_stages, range(placement.num_ranks)
     assert len(stages) == depth, "a placement has as many stages as there are"
     trained_below = [any(stage.trains for stage in stages[:index + 1]) for index in range(depth)]
     if defer_bytes == "auto":

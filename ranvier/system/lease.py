@@ -178,9 +178,9 @@ class _Watch:
         kill = f" (kill {owner.pid} on {owner.host})" if owner is not None and owner.has_known_pid else ""
         return OwnershipError(
             f"belongs to a run in progress: {name}{state} owns it{since} (generation {generation})",
-            where=f"folder {self._folder}",
+            code="folder-in-use", where=f"folder {self._folder}",
             remedy=f"Wait for that run, or end it{kill}, or choose "
-                   f"another --run-dir and --checkpoint.dir. If the folder is a copy, remove "
+                   f"another `--run-dir` and `--checkpoint.dir`. If the folder is a copy, remove "
                    f"{_path(self._folder, generation).name} from it.")
 
     def describe(self) -> str:
@@ -239,9 +239,9 @@ class _Held:
         cause = f"{new} has taken it over" if new is not None and new.token != self.owner.token else \
             f"{self.path.name} is gone from it, or the folder itself"
         return OwnershipError(f"no longer belongs to this run (generation {self.generation}): {cause}",
-                              where=f"folder {self.folder}",
+                              code="folder-lost", where=f"folder {self.folder}",
                               remedy="This run ends, and writes nothing more there. If no other run has taken the "
-                                     "folder over, resume with --resume auto.")
+                                     "folder over, resume with `--resume auto`.")
 
 
 def _claim(folder: Path, watch: _Watch, owner: Owner, on_wait: Callable[[str], None]) -> _Held:
@@ -254,7 +254,7 @@ def _claim(folder: Path, watch: _Watch, owner: Owner, on_wait: Callable[[str], N
         held = _Held(folder=folder, generation=newest + 1, owner=owner)
         if _LEASE.fullmatch(held.path.name) is None:
             raise OwnershipError("has a lease after which none can come, which no run has written",
-                                 where=f"folder {folder}", value=_path(folder, newest).name,
+                                 code="lease-unknown", where=f"folder {folder}", value=_path(folder, newest).name,
                                  remedy="Remove that file if no run uses the folder.")
         try:
             with new_file(held.path) as file:
@@ -329,7 +329,7 @@ class Lease:
         """
         self.check()
         if self._stop.is_set():
-            raise OwnershipError("no longer belongs to this run, which has released it",
+            raise OwnershipError("no longer belongs to this run, which has released it", code="folder-released",
                                  where=f"folder {self._held[0].folder}", remedy="Write before the run ends.")
         try:
             for one in self._held:
@@ -371,6 +371,7 @@ def _writable(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"cannot be written: {error.strerror or error}", where=f"folder {folder}",
+        raise CheckpointError(f"cannot be written: {error.strerror or error}", code="lease-not-writable",
+                              where=f"folder {folder}",
                               remedy="Choose a folder that this user may write to, on a disk with free space, with "
-                                     "--run-dir and --checkpoint.dir.") from error
+                                     "`--run-dir` and `--checkpoint.dir`.") from error

@@ -67,8 +67,8 @@ class MemoryTracker(TorchDispatchMode):
         _check(place, "MemoryTracker.tag(place=...)")
         for tensor in tensors:
             if not isinstance(tensor, Tensor):
-                raise ConfigError("is not a tensor", where="MemoryTracker.tag(tensors=...)", value=tensor,
-                                  remedy="Give tensors, as in model.parameters() or state.values().")
+                raise ConfigError("is not a tensor", code="tag-not-tensor", where="MemoryTracker.tag(tensors=...)",
+                                  value=tensor, remedy="Give tensors, as in model.parameters() or state.values().")
             for storage in _storages(tensor):
                 self._count(storage, (place, category))
 
@@ -135,7 +135,7 @@ class MemoryTracker(TorchDispatchMode):
 
 def _check(place: str, where: str) -> None:
     if place not in get_args(MemoryPlace):
-        raise ConfigError("is not a place", where=where, value=place,
+        raise ConfigError("is not a place", code="unknown-memory-place", where=where, value=place,
                           remedy="Choose one of " + ", ".join(get_args(MemoryPlace)) + ".")
 
 
@@ -147,8 +147,8 @@ def _storages(tree: object) -> Iterator[torch.UntypedStorage]:
                 yield from _storages([getattr(leaf, name) for name in names])
                 continue
             if leaf.layout != torch.strided:
-                raise ConfigError("has no storage of its own to count", where="MemoryTracker",
-                                  value=f"{type(leaf).__name__}, {leaf.layout}",
+                raise ConfigError("has no storage of its own to count", code="tensor-without-storage",
+                                  where="MemoryTracker", value=f"{type(leaf).__name__}, {leaf.layout}",
                                   remedy="Use dense tensors, or count the tensors inside.")
             if (storage := leaf.untyped_storage()).device.type != "meta":
                 yield storage

@@ -28,13 +28,13 @@ def pinned_together(like: Sequence[Tensor]) -> list[Tensor]:
         return []
     stops = list(accumulate((-(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT for tensor in like),
                             initial=0))
-    whole = pinned_zeros(stops[-1], torch.uint8, "copies of a checkpoint", "--checkpoint.background false")
+    whole = pinned_zeros(stops[-1], torch.uint8, "copies of a checkpoint", "`--checkpoint.background false`")
     return [whole[start:start + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
             for start, tensor in zip(stops, like, strict=False)]
 
 
 def pinned_zeros(size: int, dtype: torch.dtype, where: str = "optimizer states in host memory",
-                 instead: str = "--optim.offload none") -> Tensor:
+                 instead: str = "`--optim.offload none`") -> Tensor:
     """A tensor of `size` zeros in pinned host memory. OutOfMemory if the driver refuses to register it. where, instead:
     for that error, what it holds, and the setting that needs none of it."""
     if size * dtype.itemsize <= GRANULE:
@@ -45,7 +45,7 @@ def pinned_zeros(size: int, dtype: torch.dtype, where: str = "optimizer states i
     status = int(runtime.cudaHostRegister(address, tensor.nbytes, 0))
     if status:
         raise OutOfMemory(f"cannot be pinned: cudaHostRegister returned error {status}",
-                          where=where, value=f"{tensor.nbytes / 2**30:.1f} GiB",
+                          code="memory-not-pinned", where=where, value=f"{tensor.nbytes / 2**30:.1f} GiB",
                           remedy=f"Raise the limit of locked memory (ulimit -l unlimited), or set {instead}.")
     # The registration ends before the memory is freed: a storage is only freed after its Python object.
     weakref.finalize(tensor.untyped_storage(), runtime.cudaHostUnregister, address).atexit = False

@@ -133,9 +133,11 @@ class SequenceSplit:
     def own_dims(self, whole: Sequence[int]) -> tuple[int, ...]:
         """[B, S/c] of [B, S]. DivisibilityError for a sequence that columns do not divide."""
         if whole[1] % self.num_parts:
-            raise DivisibilityError(f"cannot be shared by {self.num_parts} columns", where="sequence of the inputs",
-                                    value=whole[1], remedy="Feed sequences whose length mesh.col divides, or set "
-                                                           "--tensor.sequence-sharding false.")
+            raise DivisibilityError(f"cannot be shared by {self.num_parts} columns",
+                                    code="sequence-not-shared-by-columns", where="sequence of the inputs",
+                                    value=whole[1],
+                                    remedy="Feed sequences whose length `mesh.col` divides, or set "
+                                           "`--tensor.sequence-sharding false`.")
         return whole[0], whole[1] // self.num_parts
 
     def own_width(self, width: int) -> int:

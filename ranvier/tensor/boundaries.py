@@ -202,14 +202,14 @@ class _LayerGuard(_RowGuard):
             return x, layout
         if x.dim() != 2:
             refuse("takes [batch, sequence, features] or [tokens, features] where the sequence is sharded over columns",
-                   f"{list(x.shape)}", "Bring the dims into this order, or set --tensor.sequence-sharding false.",
+                   f"{list(x.shape)}", "Bring the dims into this order, or set `--tensor.sequence-sharding false`.",
                    self._where)
         sharded = layout is not None and layout.dim == 0
         tokens = layout.size if layout is not None and sharded else x.shape[0]
         count = layout.blocks if layout is not None and sharded else self._mesh.sequences.get(tokens, 1)
         if tokens // count % self._mesh.num_cols:
             refuse("takes tokens that the columns can share", f"{tokens} tokens on {self._mesh.num_cols} columns",
-                   "Give it all tokens of whole sequences, or set --tensor.sequence-sharding false.", self._where)
+                   "Give it all tokens of whole sequences, or set `--tensor.sequence-sharding false`.", self._where)
         self._sequences = self._mesh.sequences[tokens] = count
         if layout is not None and layout.dim is not None:
             layout = layout.moved(1, tokens // count, 1) if sharded else layout.moved(2)
@@ -234,8 +234,8 @@ class _LayerGuard(_RowGuard):
     def _given(self, y: Tensor) -> ColumnLayout:
         mesh, gives = self._mesh, self._gives
         if gives == "same" and (self._entered is None or self._entered[1] != y.shape):
-            raise ModelError("does not declare the layout of its output over columns", where=self._where,
-                             value=f"{list(y.shape)} of {self._entered and list(self._entered[1])}",
+            raise ModelError("does not declare the layout of its output over columns", code="block-output-layout",
+                             where=self._where, value=f"{list(y.shape)} of {self._entered and list(self._entered[1])}",
                              remedy="Give the layer attributes `takes` and `gives`: 'stream', 'inner' or 'whole'.")
         if gives in ("same", "heads"):
             assert self._entered is not None

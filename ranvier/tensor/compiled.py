@@ -183,8 +183,9 @@ class CompiledBlocks:
     def _cannot(self, module: nn.Module, name: str, error: Exception) -> None:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         if self._how is True:
-            raise ModelError(f"cannot be compiled: {lines[0]}", where=f"block {name}", value=type(module).__name__,
-                             remedy="Set --model.compile false, or change the block so that torch.compile(block, "
+            raise ModelError(f"cannot be compiled: {lines[0]}", code="block-not-compilable", where=f"block {name}",
+                             value=type(module).__name__,
+                             remedy="Set `--model.compile false`, or change the block so that torch.compile(block, "
                                     "fullgraph=True) takes it.") from error
         self.uncompiled[module] = lines[0]
         warnings.warn(f"block {name} runs uncompiled, because torch.compile cannot take it: {lines[0]} "

@@ -111,10 +111,11 @@ def float8_layers(blocks: Iterable[tuple[int, str, nn.Module]], num_blocks: int,
     """
     if device.type == "cpu" and not runs_on_cpu():
         raise ConfigError("needs a later version of torch on a CPU: this one has no products in float8 there",
-                          where="model.float8", value=f"torch {torch.__version__}",
-                          remedy="Install torch 2.13, or set --model.float8 false.")
+                          code="float8-needs-torch", where="model.float8", value=f"torch {torch.__version__}",
+                          remedy="Install torch 2.13, or set `--model.float8 false`.")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
-        raise ConfigError("needs a GPU with compute capability 8.9 or more (Ada, Hopper)", where="model.float8",
-                          value=torch.cuda.get_device_name(device), remedy="Set --model.float8 false.")
+        raise ConfigError("needs a GPU with compute capability 8.9 or more (Ada, Hopper)", code="float8-needs-gpu",
+                          where="model.float8", value=torch.cuda.get_device_name(device),
+                          remedy="Set `--model.float8 false`.")
     return {layer for number, _, block in blocks if 0 < number < num_blocks - 1 for layer in block.modules()
             if isinstance(layer, nn.Linear) and not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)}

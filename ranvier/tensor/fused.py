@@ -66,8 +66,9 @@ class Fused:
             except torch._dynamo.exc.TorchDynamoException as error:
                 line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
                 if self._how is True:
-                    raise ModelError(f"cannot be compiled: {line}", where=f"{function.__module__}.{function.__name__}",
-                                     remedy="Set --model.compile false.") from error
+                    raise ModelError(f"cannot be compiled: {line}", code="operations-not-compilable",
+                                     where=f"{function.__module__}.{function.__name__}",
+                                     remedy="Set `--model.compile false`.") from error
                 warnings.warn(f"{function.__name__} runs uncompiled, because torch.compile cannot take it: {line}",
                               stacklevel=2)
                 self._compiled[function] = function

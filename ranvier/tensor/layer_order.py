@@ -70,7 +70,8 @@ class LayerOrder:
         found = {of: group.gather_objects(where) for of, group in self._groups.items()}
         for of, places in found.items():
             if len(set(places)) > 1:
-                raise ModelError(f"is called on some {of} only", value=dict(enumerate(places)),
+                raise ModelError(f"is called on some {of} only", code="layer-called-on-some",
+                                 value=dict(enumerate(places)),
                                  where=min(places, key=lambda place: place.startswith("the end")), remedy=_REMEDY)
 
     def end(self) -> None:
@@ -87,14 +88,15 @@ class LayerOrder:
         """Name the first layer that is not called equally often, if there is one. ranks: of each the hash and counts of
         its calls."""
         if len({number for number, _ in ranks}) == 1:
-            raise ModelError("draw different random numbers", where=of, value=f"{len(ranks)} ranks",
+            raise ModelError("draw different random numbers", code="columns-draw-differently", where=of,
+                             value=f"{len(ranks)} ranks",
                              remedy="Draw from torch's generator, seeded alike on all columns, in processes of their "
                                     "own; ranvier.tensor.layers.Dropout needs no seed.")
         counts = [{(layer, what): count for layer, what, count in calls} for _, calls in ranks]
         for layer, what in dict.fromkeys(call for calls in counts for call in calls):
             found = {index: calls.get((layer, what), 0) for index, calls in enumerate(counts)}
             if len(set(found.values())) > 1:
-                raise ModelError(f"is not called equally often on all {of} ({what})", where=layer, value=found,
-                                 remedy=f"{_REMEDY} {_EXACT}")
-        raise ModelError(f"are called in different order on the {of}", where="layers of a stage",
-                         remedy=f"Call the layers in one order on every rank. {_EXACT}")
+                raise ModelError(f"is not called equally often on all {of} ({what})", code="layer-call-counts-differ",
+                                 where=layer, value=found, remedy=f"{_REMEDY} {_EXACT}")
+        raise ModelError(f"are called in different order on the {of}", code="layer-order-differs",
+                         where="layers of a stage", remedy=f"Call the layers in one order on every rank. {_EXACT}")

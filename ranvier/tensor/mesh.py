@@ -146,5 +146,5 @@ class TensorMesh:
         return self
 
     def __reduce__(self) -> NoReturn:
-        raise ModelError("belongs to ranks that run now, and cannot be saved", where="a layer on rows and columns",
-                         remedy="Save its state_dict(), or write a checkpoint.")
+        raise ModelError("belongs to ranks that run now, and cannot be saved", code="split-layer-pickled",
+                         where="a layer on rows and columns", remedy="Save its state_dict(), or write a checkpoint.")

@@ -59,8 +59,8 @@ class QuantizedWeight(Tensor):
         """The weight nearest to `values` [out, in]; `in` is a multiple of `BLOCK`. ConfigError where the library that
         quantizes is missing."""
         if values.dtype is torch.float64 and weight_format == "nf4":
-            raise ConfigError("quantizes no fp64", where="lora.base-format", value=weight_format,
-                              remedy="Set another --precision, or --lora.base-format int8.")
+            raise ConfigError("quantizes no fp64", code="quantized-fp64", where="lora.base-format", value=weight_format,
+                              remedy="Set another `--precision`, or `--lora.base-format int8`.")
         return cls(*_quantize(values.detach(), weight_format), weight_format)
 
     def values(self) -> Tensor:
@@ -113,7 +113,7 @@ class QuantizedWeight(Tensor):
                 isinstance(given, QuantizedWeight) and argument.alias_info is not None and argument.alias_info.is_write
                 for given, argument in zip(args, func._schema.arguments, strict=False)):
             raise ModelError("is written in place, and a quantized weight has whole blocks only",
-                             where="QuantizedWeight", value=func.name(),
+                             code="quantized-written-in-place", where="QuantizedWeight", value=func.name(),
                              remedy="Give it new values: weight.data.copy_(values).")
         return func(*dense(args), **dense(kwargs or {}))
 
@@ -228,6 +228,7 @@ def _bitsandbytes() -> Any:
     try:
         import bitsandbytes.functional
     except ImportError as error:
-        raise ConfigError("needs the package bitsandbytes", where="lora.base-format", value="nf4",
-                          remedy="Run pip install 'ranvier[quantized]', or set --lora.base-format int8.") from error
+        raise ConfigError("needs the package bitsandbytes", code="bitsandbytes-missing", where="lora.base-format",
+                          value="nf4",
+                          remedy="Run pip install 'ranvier[quantized]', or set `--lora.base-format int8`.") from error
     return bitsandbytes.functional

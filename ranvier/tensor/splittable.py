@@ -7,9 +7,8 @@ sizes the mesh must divide (`divisibility_constraints`), and builds the module t
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator
-from typing import Literal, Protocol, cast, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -73,34 +72,6 @@ class Layer(nn.Module):
         """See `Splittable`."""
         raise NotImplementedError
 
-    def cannot(self, mesh: TensorMesh) -> Iterable[Constraint]:
-        """Old name of `divisibility_constraints`, for one release."""
-        _warn_of_cannot(type(self))
-        return self.divisibility_constraints(mesh)
-
-
-def as_splittable(module: nn.Module) -> Splittable | None:
-    """`module` where it has the methods of `Splittable`, `divisibility_constraints` under its old name too."""
-    if isinstance(module, Splittable):
-        return module
-    old = all(callable(getattr(module, name, None)) for name in ("splits", "cannot", "split"))
-    return cast(Splittable, module) if old else None
-
-
-def constraints_of(layer: Splittable, mesh: TensorMesh) -> Iterable[Constraint]:
-    """The layer's `divisibility_constraints`; of a user's class that still calls them `cannot`, those."""
-    old = getattr(type(layer), "cannot", None)
-    if old is None or old is Layer.cannot:
-        return layer.divisibility_constraints(mesh)
-    _warn_of_cannot(type(layer))
-    constraints: Iterable[Constraint] = old(layer, mesh)
-    return constraints
-
-
-def _warn_of_cannot(kind: type) -> None:
-    warnings.warn(f"{kind.__name__}.cannot(mesh) is now divisibility_constraints(mesh); the old name works for one "
-                  "release", FutureWarning, stacklevel=3)
-
 
 def check_plain(layer: Splittable, where: str) -> None:
     """ModelError for one of our layers that does more than its split form does, such as run a hook."""
@@ -118,8 +89,8 @@ def check_plain(layer: Splittable, where: str) -> None:
             "several normalized dims": len(getattr(layer, "normalized_shape", (1,))) > 1}
     for what, has in more.items():
         if has:
-            raise ModelError(f"has {what}, which would be lost on rows and columns", where=where,
-                             value=type(layer).__name__,
+            raise ModelError(f"has {what}, which would be lost on rows and columns", code="layer-state-lost",
+                             where=where, value=type(layer).__name__,
                              remedy="Leave it out, or give the layer a split(mesh) of its own.")
 
 
@@ -133,8 +104,8 @@ def block_splits(block: str, module: nn.Module, settings: TensorParallel, num_co
     """Parameter's name within the block -> how it is sharded over so many columns. ModelError for parameters that no
     layer splits."""
     found: dict[str, Split] = {}
-    for path, one in module.named_modules():
-        if (layer := as_splittable(one)) is not None:
+    for path, layer in module.named_modules():
+        if isinstance(layer, Splittable):
             check_plain(layer, f"block {block}.{path}" if path else f"block {block}")
             for name, split in layer.splits(settings).items():
                 found[f"{path}.{name}" if path else name] = split.on(num_cols)
@@ -149,10 +120,10 @@ def unsplit_parameter(name: str, module: nn.Module, owner: nn.Module) -> ModelEr
     instead = next((layers for kind, layers in _INSTEAD.items() if isinstance(owner, kind)), "")
     if not instead and not type(owner).__module__.startswith("torch."):
         instead = "Scale, Scalar or BiasTable"  # of a parameter of the block's own
-    return ModelError("belongs to a layer that cannot be split over rows and columns", where=f"parameter {name}",
-                      value=type(module).__name__,
-                      remedy=f"Use {instead or 'the layers'} of ranvier.tensor.layers in its place, or set "
-                             "--mesh.row 1 --mesh.col 1.")
+    return ModelError("belongs to a layer that cannot be split over rows and columns", code="layer-cannot-be-split",
+                      where=f"parameter {name}", value=type(module).__name__,
+                      remedy=f"Use {instead or 'the layers'} of ranvier.tensor.layers in its place, or set `--mesh.row "
+                             "1` `--mesh.col 1`.")
 
 
 _INSTEAD: dict[type[nn.Module], str] = {

@@ -51,14 +51,16 @@ def check_blocks(module: nn.Module, blocks: Mapping[str, nn.Module], sample: Sta
                              for name, one in mine.named_parameters()})
     expected, found = runs
     if set(expected) != set(found):
-        raise ModelError("is not returned by both the module and its blocks", where="output",
-                         value=sorted(set(expected) ^ set(found)), remedy="Pass the output= that blocks_of was given.")
+        raise ModelError("is not returned by both the module and its blocks", code="blocks-return-others",
+                         where="output", value=sorted(set(expected) ^ set(found)),
+                         remedy="Pass the output= that blocks_of was given.")
     errors = {name: _error(found[name], one, expected, name.partition(" ")[0]) for name, one in expected.items()}
     for name, error in errors.items():
         if not error <= tolerance:
             raise ModelError(f"differs between the module and its blocks by a relative error of {error:.1e}",
-                             where=name, remedy="Look for state outside of buffers, random numbers that do not come "
-                             "from torch's generator, and changes in place of tensors that share memory.")
+                             code="blocks-differ", where=name,
+                             remedy="Look for state outside of buffers, random numbers that do not come from torch's "
+                                    "generator, and changes in place of tensors that share memory.")
     return max(errors.values())
 
 

@@ -113,7 +113,7 @@ def _key(name: str) -> str:
 
 
 def _invalid(what: str, fault: Fault | str) -> ConfigError:
-    return ConfigError(what, where="fault", value=str(fault), remedy=_REMEDY)
+    return ConfigError(what, code="malformed-fault", where="fault", value=str(fault), remedy=_REMEDY)
 
 
 def parse(text: str) -> Fault:

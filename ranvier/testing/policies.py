@@ -80,7 +80,7 @@ def check_run(run: Simulated, stages: list[StageTimes], num_microbatches: int, p
     Several stages of a rank have no bounds of their own."""
     limit = policy.in_flight(in_flight, num_microbatches)
     everything = list(range(num_microbatches))
-    placement = placement or StagePlacement(pipe=len(stages))
+    placement = placement or StagePlacement(num_ranks=len(stages))
     for stage in range(len(stages)):
         rank = placement.rank_of(stage)
         spans = _spans_of(run, stage, placement)

@@ -39,7 +39,7 @@ from ranvier.tensor.columns import ColumnLayout, layout_of_tensor, mark, plain
 from ranvier.tensor.layers import block_splits
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.attributes import rebind_attributes
-from ranvier.tensor.splittable import as_splittable, check_plain
+from ranvier.tensor.splittable import Splittable, check_plain
 from ranvier.testing.ranks import RanksFailed, run_ranks
 from ranvier.world import World
 
@@ -124,9 +124,11 @@ def check_split(model: Model | nn.Module | Sequence[nn.Module], sample: Sample,
     batch = _doubled(sample if isinstance(sample, Microbatch) else Microbatch(*sample) if isinstance(sample, tuple)
                      else Microbatch(sample, None))
     if batch.inputs is None or not tree_leaves(batch.inputs):
-        raise ModelError("has no inputs", where="sample", remedy="Give a microbatch's inputs, and targets for a loss.")
+        raise ModelError("has no inputs", code="sample-without-inputs", where="sample",
+                         remedy="Give a microbatch's inputs, and targets for a loss.")
     if has_loss and batch.targets is None:
-        raise ModelError("has no targets for the loss", where="sample", remedy="Give (inputs, targets).")
+        raise ModelError("has no targets for the loss", code="sample-without-targets", where="sample",
+                         remedy="Give (inputs, targets).")
     before = _random_states()
     expected = _run(whole, batch, None, has_loss)
     if draws := _random_states() != before:  # or a library has drawn, which was imported now
@@ -135,7 +137,8 @@ def check_split(model: Model | nn.Module | Sequence[nn.Module], sample: Sample,
         draws = _random_states() != before
     for name, x in expected.items():
         if not bool(torch.isfinite(x).all()):
-            raise ModelError("is not finite on one rank, so that nothing can be compared", where=name,
+            raise ModelError("is not finite on one rank, so that nothing can be compared", code="sample-not-finite",
+                             where=name,
                              remedy="Give another sample, or parameters with which the model computes numbers.")
     def worst(mesh: tuple[int, int], scheme: Scheme) -> SplitOutcome:
         feeds: list[Feed] = ["replicated"] if inputs == "auto" else [inputs]
@@ -208,12 +211,14 @@ def _called(target: str) -> tuple[Model | nn.Module, Sample, Loss | None]:
     except RanvierError:
         raise
     except Exception as error:
-        raise ConfigError(f"cannot be called: {type(error).__name__}: {error}", where="split", value=target,
-                          remedy="Name module:function, an importable module and a function that takes no arguments."
-                          ) from error
+        raise ConfigError(f"cannot be called: {type(error).__name__}: {error}", code="split-function-raised",
+                          where="split", value=target,
+                          remedy="Name module:function, an importable module and a function that takes no "
+                                 "arguments.") from error
     if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise ConfigError("must return (model, sample) or (model, sample, loss)", where=f"split {target}",
-                          value=type(made).__name__, remedy="See ranvier.testing.check_split for what a sample is.")
+        raise ConfigError("must return (model, sample) or (model, sample, loss)", code="split-function-result",
+                          where=f"split {target}", value=type(made).__name__,
+                          remedy="See ranvier.testing.check_split for what a sample is.")
     model, sample, loss = made if len(made) == 3 else (*made, None)
     return model, sample, loss
 
@@ -228,6 +233,7 @@ def _raise_first(outcomes: tuple[SplitOutcome, ...], tolerance: float) -> None:
         error = SplitError(
             f"{first.tensor} differs from one rank's by a relative error of {first.error:.1e}{also}"
             if status == "differs" else f"{status}: {first.reason}{also}",
+            code="split-differs" if status == "differs" else "split-refused",
             where=f"the model on {first.row} x {first.col} with {first.scheme}{_fed(first).replace(' with', ',', 1)}",
             remedy="Look for an operation over a dim that rows or columns share, in local_map too, and for random "
                    "numbers without a key." if status == "differs" else
@@ -250,8 +256,8 @@ def _prepared(model: Model) -> Model:
     for name, build in model.blocks.items():
         built = build()
         for path, layer in built.named_modules():
-            if (splittable := as_splittable(layer)) is not None:  # a copy would have lost its parameters' hooks
-                check_plain(splittable, f"{name}.{path}" if path else name)
+            if isinstance(layer, Splittable):  # a copy would have lost its parameters' hooks
+                check_plain(layer, f"{name}.{path}" if path else name)
         module = copy.deepcopy(built).double().train()
         rebind_attributes(built, dict(zip(built.modules(), module.modules(), strict=True)), name, check_only=True)
         with torch.no_grad():
@@ -409,7 +415,7 @@ def _compared(whole: Model, batch: Microbatch, expected: dict[str, Tensor], mesh
     errors = {}
     for name, wanted in expected.items():
         if name not in found:
-            raise ModelError("is missing in the split model", where=name,
+            raise ModelError("is missing in the split model", code="split-parameter-missing", where=name,
                              remedy="Let split(mesh) return a module with the same parameters.")
         x = found[name]
         if name in splits:
@@ -426,7 +432,8 @@ def _compared(whole: Model, batch: Microbatch, expected: dict[str, Tensor], mesh
             wanted = _own(wanted, x, mesh)
         x = plain(x).detach()
         if x.shape != wanted.shape:
-            raise ModelError(f"has another shape than one rank's part, {list(wanted.shape)}", where=name,
-                             value=list(x.shape), remedy="Return from local_map this column's shard alone.")
+            raise ModelError(f"has another shape than one rank's part, {list(wanted.shape)}",
+                             code="split-parameter-shape", where=name, value=list(x.shape),
+                             remedy="Return from local_map this column's shard alone.")
         errors[name] = (float((x.double() - wanted.double()).norm()), float(wanted.double().norm()))
     return errors

@@ -40,7 +40,7 @@ def kernel_seconds(run: ResolvedRun, device: torch.device) -> dict[Kernel, float
     model = run.model
     if is_object_name(model.family) or is_object_name(run.data.task):
         return {}
-    shape = (run.row_microbatch_size, max(1, model.heads // run.mesh.col), families.tokens_of(run),
+    shape = (run.row_microbatch_size, max(1, model.heads // run.mesh.feature_parts), families.tokens_of(run),
              model.head_dim or model.hidden // model.heads)
     values = torch.linspace(-1, 1, math.prod(shape), device=device).to(DTYPES[run.precision])  # draws no random numbers
     q, k, v = (values.roll(number).view(shape).requires_grad_() for number in range(3))
@@ -83,7 +83,7 @@ def choose_kernel(run: ResolvedRun, ranks: Group, device: torch.device) -> tuple
     if asked != "auto" and asked not in slowest:
         rank = next(rank for rank, one in enumerate(everyone) if asked not in one)
         raise ConfigError(f"cannot compute this run's attention on the device of rank {rank}",
-                          where="model.attention-kernel", value=asked,
+                          code="attention-kernel-not-usable", where="model.attention-kernel", value=asked,
                           remedy=f"Use auto, or one of {', '.join(slowest)}.")
     kernel = asked if asked != "auto" else min(slowest, key=lambda name: slowest[name])
     times = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in sorted(

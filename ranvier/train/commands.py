@@ -1,12 +1,10 @@
-"""Commands from rank 0 to idle ranks, which wait for them meanwhile: a transition (`Change`), ranks that join, or the
-end of the run."""
+"""Commands from rank 0 to idle ranks, which wait for them meanwhile: a transition (`ranvier.elastic.change`), ranks
+that join, or the end of the run."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -14,55 +12,9 @@ import torch
 from ranvier.comm.board import Board, call_with_timeout, read_actions
 from ranvier.comm.edges import invalid_message
 from ranvier.comm.message import Message, MessageKind, checksum
-from ranvier.config.other_mesh import resized
-from ranvier.config.resolve import ResolvedRun
-from ranvier.elastic.freezing import FrozenLayers
 from ranvier.errors import MessageTimeout, TransportError
 from ranvier.mesh import Mesh
 from ranvier.world import World
-
-
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """From one mesh and depth to others.
-
-    boundaries: None cuts by cost. microbatch_size, global_size: samples. reason: why, in a few words.
-    schedule: settings of the pipeline in place of the run's own, whose schedule does not fit the memory there
-    (`cost/fitting`). wish: the ID of the resize request that it fulfils; logs have it under this name.
-    """
-
-    data: int
-    pipe: int
-    row: int
-    col: int
-    frozen: FrozenLayers
-    old_frozen: FrozenLayers
-    boundaries: tuple[int, ...] | None
-    global_size: int
-    microbatch_size: int
-    reason: str
-    schedule: Mapping[str, Any] | None = None
-    wish: str | None = None
-
-    def applied(self, run: ResolvedRun) -> ResolvedRun:
-        """`run`, as it was started, as it is after the change."""
-        mesh = resized(run.mesh, data=self.data, pipe=self.pipe, row=self.row, col=self.col)
-        pipeline = run.pipeline if self.pipe == run.mesh.pipe else replace(run.pipeline, deferred=None, defer_last=None)
-        return replace(run, mesh=mesh, pipeline=replace(pipeline, boundaries=self.boundaries, **self.schedule or {}),
-                       batch=replace(run.batch, global_size=self.global_size, microbatch_size=self.microbatch_size))
-
-    def document(self) -> dict[str, object]:
-        """As JSON can hold it; `read` is the inverse."""
-        return asdict(self)
-
-    @classmethod
-    def read(cls, document: Mapping[str, Any]) -> Change:
-        """A change from what `document` returned, also after a passage through JSON."""
-        boundaries = document["boundaries"]
-        layers = {name: FrozenLayers(document[name]["prefix"], tuple(document[name]["above"]))
-                  for name in ("frozen", "old_frozen")}
-        return cls(**{**document, **layers, "boundaries": None if boundaries is None else tuple(boundaries)})
-
 
 _CAPACITY_BYTES = 1 << 12
 _WAIT_SECONDS = 5.0
@@ -101,8 +53,8 @@ class CommandChannel:
         finally:
             board.close()
         if message.kind is not MessageKind.ORDER:
-            raise TransportError("is not a command", where=f"message from rank {message.source}", value=str(message),
-                                 remedy="Give all ranks one version of Ranvier.")
+            raise TransportError("is not a command", code="not-a-command", where=f"message from rank {message.source}",
+                                 value=str(message), remedy="Give all ranks one version of Ranvier.")
         data = message.tensors[""].cpu()
         if int(message.tensors["checksum"]) != int(checksum(data)):
             raise invalid_message("commands", message.source, "the command has been changed on its way")
@@ -117,6 +69,6 @@ class CommandChannel:
                 heard, heard_at = now, time.monotonic()
             elif time.monotonic() - heard_at > timeout_seconds:
                 raise MessageTimeout("nothing was heard from rank 0, whose commands an idle rank awaits",
-                                     where="commands", value=f"{timeout_seconds:g} s",
-                                     remedy="See what that rank does, and start again with --resume auto.")
+                                     code="rank-0-silent", where="commands", value=f"{timeout_seconds:g} s",
+                                     remedy="See what that rank does, and start again with `--resume auto`.")
         return message

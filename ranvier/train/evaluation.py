@@ -47,7 +47,7 @@ def sample_text(engine: Engine, ranks: Group, run: ResolvedRun, data: Prepared, 
     by_positions = layout_of(run.tensor) == "sequence"
     tokens = continue_tokens(engine, ranks, run.mesh, device, prompt, seed=run.seed, count=run.train.sample_tokens,
                              longest=run.model.sequence, vocab=tokenizer.vocab,
-                             multiple=run.mesh.col if by_positions else 1)
+                             multiple=run.mesh.feature_parts if by_positions else 1)
     return tokenizer.decode(tokens)
 
 

@@ -140,9 +140,8 @@ class TransitionEvent:
         for did, layers in (("froze", self.frozen.layers - self.old_frozen.layers),
                             ("unfroze", self.old_frozen.layers - self.frozen.layers)):
             parts += [f"{did} {layers_text(layers)}"] if layers else []
-        changed = [f"{axis} {getattr(self.old_mesh, axis)} -> {getattr(self.mesh, axis)}"
-                   for axis in ("pipe", "data", "row", "col")
-                   if getattr(self.old_mesh, axis) != getattr(self.mesh, axis)]
+        changed = [f"{axis} {self.old_mesh[axis]} -> {self.mesh[axis]}" for axis in sorted(
+            self.old_mesh.changed_axes(self.mesh), key=lambda axis: axis not in self.mesh.over(orders_stages=True))]
         parts += [", ".join(changed)] if changed else []
         parts.append(f"moved {self.bytes_moved / 1e6:,.1f} MB in {self.seconds:.1f} s")
         parts += ["cache on"] if self.cache else []

@@ -32,13 +32,14 @@ PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "aim": "aim"}
 def tracker_problems(log: Log) -> Iterator[ConfigError]:
     """Trackers whose package is not installed here, and user information in the URL of their server."""
     if has_user_information(log.store):
-        yield ConfigError("has user information in a URL", where="log.store",
+        yield ConfigError("has user information in a URL", code="password-in-log-store", where="log.store",
                           value=without_user_information(log.store),
                           remedy="Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead.")
     for name in log.tracker:
         if find_spec(PACKAGES[name]) is None:
-            yield ConfigError(f"needs the package {PACKAGES[name]}, which is not installed", where="log.tracker",
-                              value=name, remedy=f"Install the extra: pip install ranvier[{name}].")
+            yield ConfigError(f"needs the package {PACKAGES[name]}, which is not installed", code="tracker-missing",
+                              where="log.tracker", value=name,
+                              remedy=f"Install the extra: pip install ranvier[{name}].")
 
 
 def experiment_trackers(log: Log, run_dir: Path, *, continues: bool) -> list[Tracker]:

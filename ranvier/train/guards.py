@@ -86,8 +86,8 @@ class Guards:
               more: str = "") -> NoReturn:
         publish()
         self._barrier()  # a rank that fails ends the others: not before rank 0 has written the step
-        raise RanvierError(f"{result.bad}{more}; nothing was updated. {_text(result, cause)}", where=f"step {step}",
-                           remedy=_remedy(cause, self._engine.learning_rate, self._guard))
+        raise RanvierError(f"{result.bad}{more}; nothing was updated. {_text(result, cause)}", code="bad-step",
+                           where=f"step {step}", remedy=_remedy(cause, self._engine.learning_rate, self._guard))
 
     def _compare(self, step: int, publish: Callable[[], None]) -> None:
         try:
@@ -125,15 +125,15 @@ def _is_finite(result: BatchResult) -> bool:
 
 def _remedy(cause: Cause, learning_rate: float, guard: Guard) -> str:
     """The next thing to do about `cause`."""
-    others = "" if guard.bad_step != "stop" else "; --guard.bad-step skip or rollback continues without such steps"
+    others = "" if guard.bad_step != "stop" else "; `--guard.bad-step skip` or rollback continues without such steps"
     match cause.kind:
         case "inputs" | "targets":
             return f"Look at the data of this microbatch{others}."
         case "parameter":
-            return "Resume from a checkpoint of an earlier step: --resume PATH."
+            return "Resume from a checkpoint of an earlier step: `--resume PATH`."
         case _:
-            return (f"Lower --train.learning-rate (it was {learning_rate:g} at this step) or raise "
-                    f"--train.warmup-steps{others}.")
+            return (f"Lower `--train.learning-rate` (it was {learning_rate:g} at this step) or raise "
+                    f"`--train.warmup-steps`{others}.")
 
 
 def _ordinal(number: int) -> str:

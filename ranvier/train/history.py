@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from ranvier.mesh import Mesh
+from ranvier.mesh import REQUIRED_AXES, Mesh
 from ranvier.train.events import EvalEvent, Event, StartEvent, StepEvent, TransitionEvent
 from ranvier.train.logs import step_fields
 
@@ -60,17 +60,18 @@ class History:
         for line in events:
             mesh, reached = line.get("mesh"), max(reached, line["step"])
             if line.get("event") in ("start", "transition") and isinstance(mesh, dict):
-                self.frozen[reached] = int(line.get("frozen_layers", self.frozen.get(reached, 0)))
-                self.meshes[reached] = mesh["pipe"], mesh["data"]
+                frozen = int(line.get("frozen_layers", self.frozen.get(reached, 0)))
+                self._at(reached, frozen, Mesh(**{axis: mesh[axis] for axis in REQUIRED_AXES}))
 
     def event(self, event: Event) -> None:
         """Add one event."""
         match event:
             case StartEvent():
                 self.unit = event.unit
+                last = max(self.meshes, default=0)
                 if not self.meshes:
                     self._at(0, 0, event.mesh)
-                elif self.meshes[last := max(self.meshes)] != (event.mesh.pipe, event.mesh.data):  # resumed on another
+                elif self.meshes[last] != (event.mesh.pipeline_size, event.mesh.num_replicas):  # resumed on another
                     self._at(max(last, *self.losses, 0), self.frozen[last], event.mesh)
             case StepEvent():
                 self.steps.append(step_fields(event))
@@ -85,7 +86,7 @@ class History:
                 self._at(event.step, len(event.frozen), event.mesh)
 
     def _at(self, step: int, frozen: int, mesh: Mesh) -> None:
-        self.frozen[step], self.meshes[step] = frozen, (mesh.pipe, mesh.data)
+        self.frozen[step], self.meshes[step] = frozen, (mesh.pipeline_size, mesh.num_replicas)
 
     def close(self) -> None:
         """Nothing is open."""

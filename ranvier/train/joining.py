@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -73,5 +74,6 @@ def wanted_mesh(request: Mapping[str, Any], mesh: Mesh, num_ranks: int) -> dict[
     """The request for another mesh that `request`, of ranks that have joined, comes to: what it leaves out of `mesh`
     stays, but for as many replicas as `num_ranks` ranks have room for."""
     sizes: dict[str, Any] = {axis: request.get(axis) or size for axis, size in mesh.sizes.items()}
-    sizes["data"] = request.get("data") or max(1, num_ranks // (sizes["pipe"] * sizes["row"] * sizes["col"]))
+    taken = prod(size for axis, size in sizes.items() if axis not in mesh.replica_axes)
+    sizes |= {axis: request.get(axis) or max(1, num_ranks // taken) for axis in mesh.replica_axes}
     return {**sizes, "wish": request["wish"], "problem": None, "reason": "for ranks that have joined"}

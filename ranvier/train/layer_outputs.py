@@ -26,7 +26,7 @@ def check_samples(data: Dataset, rows: int, policy: str) -> None:
     """ConfigError for held-out data with too few samples for `policy` to compare."""
     if len(data) < 2 * rows:
         raise ConfigError(f"compares the layers' outputs for at least {2 * rows} held-out samples, and there are "
-                          f"{len(data)}", where="elastic.freeze", value=policy,
+                          f"{len(data)}", code="too-few-held-out-samples", where="elastic.freeze", value=policy,
                           remedy="Hold out more samples, or set another freeze policy.")
 
 
@@ -34,7 +34,7 @@ def layer_similarities(now: RankRuntime, data: Dataset) -> list[list[Similarity]
     """Of each layer and each row, on every rank; the same on every mesh with as many rows. NaN for a layer whose output
     does not have the samples as its first dim. Collective."""
     engine, run = now.engine, now.run
-    rows, per_row = engine.mesh.row, min(SAMPLES, len(data) // engine.mesh.row)
+    rows, per_row = engine.mesh.microbatch_parts, min(SAMPLES, len(data) // engine.mesh.microbatch_parts)
     lengths = lengths_of(run, data)
     chosen = np.arange(len(data)) if lengths is None else longest_first(lengths)
     table = chosen[:rows * per_row].reshape(rows, per_row)
@@ -53,15 +53,15 @@ def layer_similarities(now: RankRuntime, data: Dataset) -> list[list[Similarity]
         for hook in hooks:
             hook.remove()
     at = engine.coordinates
-    outputs = {} if at.data else {number: torch.cat(kept) for number, kept in parts.items()}
+    outputs = {} if at.replica else {number: torch.cat(kept) for number, kept in parts.items()}
     mine = {number: products(kept).tolist() if len(kept) == per_row else None for number, kept in outputs.items()}
-    found = now.ranks.gather_objects({"row": at.row, "products": mine})
+    found = now.ranks.gather_objects({"part": at.microbatch_part, "products": mine})
     nothing = torch.full((per_row, per_row), torch.nan, dtype=torch.float64)
     sums: list[list[Tensor | None]] = [[None] * rows for _ in engine.layers]
     for rank in found:
         for number, part in rank["products"].items():
-            before, part = sums[int(number)][rank["row"]], nothing if part is None else torch.tensor(part).double()
-            sums[int(number)][rank["row"]] = part if before is None else before + part
+            before, part = sums[int(number)][rank["part"]], nothing if part is None else torch.tensor(part).double()
+            sums[int(number)][rank["part"]] = part if before is None else before + part
     return [[normalised(nothing if part is None else part) for part in layer] for layer in sums]
 
 

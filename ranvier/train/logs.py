@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ranvier.errors import RanvierError
-from ranvier.mesh import AXES, Mesh
+from ranvier.mesh import REQUIRED_AXES, Mesh
 from ranvier.system.atomic_file import write_atomically
 from ranvier.system.untrusted_file import append_file, open_regular_file
 from ranvier.train.events import EndEvent, EvalEvent, Event, NoteEvent, StartEvent, StepEvent, TransitionEvent
@@ -30,8 +30,8 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RanvierError(f"cannot be written: {error.strerror or error}", where=str(path),
-                           remedy="Free space on that disk, or choose another folder with --run-dir.") from error
+        raise RanvierError(f"cannot be written: {error.strerror or error}", code="log-not-writable", where=str(path),
+                           remedy="Free space on that disk, or choose another folder with `--run-dir`.") from error
 
 
 def open_folder(path: Path) -> None:
@@ -94,18 +94,14 @@ def step_fields(event: StepEvent) -> dict[str, object]:
             fields[name] = getattr(event, name)
     if event.frozen_layers is not None:
         assert event.mesh is not None  # steps have both or neither
-        fields |= {"frozen_layers": event.frozen_layers, "data": event.mesh.data, "pipe": event.mesh.pipe}
+        sizes = {axis: event.mesh[axis] for axis in event.mesh.over(divides_stages=False)}
+        fields |= {"frozen_layers": event.frozen_layers, **sizes}
     return fields | dict(event.eval_scores)
 
 
 def mesh_fields(mesh: Mesh) -> dict[str, int]:
     """Axis -> size, as JSON can hold it."""
-    return {axis: getattr(mesh, axis) for axis in AXES}
-
-
-def mesh_text(mesh: Mesh) -> str:
-    """The mesh for headings: row and col only where they are used."""
-    return str(mesh) if mesh.stage_size > 1 else f"data {mesh.data} x pipe {mesh.pipe}"
+    return mesh.sizes
 
 
 class MetricsFile(LineFile):
@@ -286,7 +282,7 @@ def _event_problem(line: Line) -> str | None:
         return "has no event"
     if line["event"] in ("start", "transition") and "mesh" in line:
         mesh, frozen = line["mesh"], line.get("frozen_layers", 0)
-        if not isinstance(mesh, Mapping) or not all(_is_count(mesh.get(axis), 1) for axis in ("data", "pipe")):
+        if not isinstance(mesh, Mapping) or not all(_is_count(mesh.get(axis), 1) for axis in REQUIRED_AXES):
             return "has no mesh"
         if not _is_count(frozen, 0):
             return "has no number of frozen layers"

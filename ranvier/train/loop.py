@@ -28,7 +28,9 @@ from ranvier.config.run import Run
 from ranvier.config.task_form import form_of
 from ranvier.cost.count import laid_out
 from ranvier.cost.device_overhead import with_overhead
+from ranvier.elastic.change import Change
 from ranvier.elastic.freezing import FreezePolicy, FrozenLayers
+from ranvier.elastic.state import StepFigures
 from ranvier.elastic.transition import Held, hand_over, take
 from ranvier.errors import ConfigError, RanvierError, TransportError
 from ranvier.launch.contact import NAME as CONTACT
@@ -46,9 +48,8 @@ from ranvier.system.lease import Lease
 from ranvier.system.memory_tracker import peak_memory_bytes
 from ranvier.train.attention import choose_kernel, preferred_kernel
 from ranvier.train.best import LOSS, best_of
-from ranvier.train.commands import Change
 from ranvier.train.determinism import deterministic_algorithms
-from ranvier.train.elasticity import Elasticity, StepFigures, ended_ties
+from ranvier.train.elasticity import Elasticity, ended_ties
 from ranvier.train.evaluation import evaluate, sample_text
 from ranvier.train.events import EndEvent, NoteEvent, StartEvent, Tracker, Trackers, TransitionEvent
 from ranvier.train.experiment_trackers import experiment_trackers
@@ -62,6 +63,8 @@ from ranvier.train.membership import Membership
 from ranvier.train.memory import check_fits, explain_out_of_memory, report_text
 from ranvier.train.metrics import Meter, PendingStep
 from ranvier.train.peak import peak_rate
+from ranvier.train.progress import Progress
+from ranvier.train.reference import fill_reference
 from ranvier.train.report import summarise, write_report
 from ranvier.train.report_page import ReportPage
 from ranvier.train.requests import Requests, join_note
@@ -163,6 +166,7 @@ class Training:
         self._joined, self._peak = joined, joined.peak
         self.world.mesh = self.run.mesh
         self._kernel.enter_context(preferred_kernel(self.run.model.attention_kernel))
+        self.progress = Progress.begin(self.run)
         self.elastic = Elasticity(self.run, self.data, tell=lambda event: self.outputs.event(event))
         self.elastic.num_ranks = self.world.size
         self.best = best_of(self.run, self.data)
@@ -173,8 +177,8 @@ class Training:
         world, recipe = self.world, self.recipe
         if world.joins is not None and freezing is not None:
             raise ConfigError("cannot be with a freeze policy that is an object: ranks that join would not have it",
-                              where="launch.join-address", value=world.joins.address,
-                              remedy="Name the policy with --elastic.freeze module:name.")
+                              code="join-with-policy-object", where="launch.join-address", value=world.joins.address,
+                              remedy="Name the policy with `--elastic.freeze module:name`.")
         run, self.data, self.pretrained = prepare_run(run, world, stream)
         self.run = agree_on_run(run, recipe, self.data, self.members.everyone, world)
         world.mesh = self.run.mesh
@@ -186,6 +190,7 @@ class Training:
         self.lease = acquire_folders([self.run_dir, checkpoint_folder(self.run)], self.members.everyone,
                                      tell=lambda line: print(line, file=stream, flush=True))
         self.now, self._has_begun = build_runtime(self.run, world, self.data), True
+        self.progress = Progress.begin(self.run)
         self.elastic = Elasticity(self.run, self.data, tell=lambda event: self.outputs.event(event), policy=freezing)
         self.saving = Saving(self.run, recipe, self.engine, self.data, self.lease)
         self.resumed = self.saving.start(self._engine_for)
@@ -268,7 +273,8 @@ class Training:
         self._kernel.enter_context(preferred_kernel(self.run.model.attention_kernel))
         loaded = self.resumed.loaded
         notes = [NoteEvent(step=0, event="pretrained", text=text) for text in initial_weights(
-            self.engine, self.run, self.pretrained, from_step=None if loaded is None else loaded.step)]
+            self.engine, self.run, self.pretrained, from_step=None if loaded is None else loaded.step,
+            before_adapters=partial(fill_reference, self.runtime, self.data, self.members.everyone, self.resumed))]
         notes += [NoteEvent(step=self.done, event="data", text=f"warning: {warning}") for warning in self.data.warnings]
         if self.run.train.epochs is not None:  # how many steps these are is known only now
             notes += [NoteEvent(step=self.done, event="settings", text=str(warning))
@@ -290,12 +296,13 @@ class Training:
         self.meter = Meter(self.engine.timeline, self.ranks, self.world.device, self._stop,
                            resize_asked=self.requests.are_waiting)
         if self.resumed.elastic:
-            change = self.elastic.restore(self.resumed.elastic, self.run, self.engine)
+            self.progress = self.progress.restored(self.resumed.elastic)
+            change = self.elastic.restore(self.resumed.elastic, self.progress, self.engine)
             if change is not None:
                 self._change(change)
         if self.now is not None:
-            self.elastic.start(self.done, self.engine, self.runtime.frozen)
-            if self.elastic.asked and self._left(self.done):
+            self.elastic.begin(self.done, self.engine, self.runtime.frozen)
+            if self.elastic.state.asked and self._left(self.done):
                 self._consider()
         if self.world.rank == 0 and self.world.joins is not None:
             with writing(self.run_dir / CONTACT):
@@ -323,16 +330,16 @@ class Training:
         after = self.samples + self.run.samples_of(1)
         if after // self.data.epoch_samples > self.samples // self.data.epoch_samples:
             self.elastic.caching.look_again()
-        rate = self.engine.learning_rate = self.elastic.learning_rate(step)
+        rate = self.engine.learning_rate = self.progress.learning_rate(step)
         asked = self.elastic.asks_after(step, self.samples, after, self.runtime.frozen)
         self.engine.watch_layers(asked)
         with self.runtime.measured.step():
             self.runtime.train_data.microbatch_size = self.elastic.microbatch_size(self.runtime, step)
             with self._span("data", "samples"):
                 batch = self.runtime.train_data.microbatches(step - 1)
-                self.elastic.caching.prefetch(self.runtime.train_data, step - 1, more=self.elastic.left(step) > 0)
+                self.elastic.caching.prefetch(self.runtime.train_data, step - 1, more=self.progress.left(step) > 0)
             result = self.result = self.engine.train_batch(batch)
-            if self.elastic.left(step) > 0:
+            if self.progress.left(step) > 0:
                 with self._span("data", "samples of the next step"):
                     self.runtime.train_data.prefetch(step)
         reached = self.guards.after_step(step, result, batch, partial(self._publish_all, step, result, rate))
@@ -342,16 +349,15 @@ class Training:
             return
         if asked and result.stepped:
             self.elastic.saw_gradients(self.engine)
-        self.done, last = step, not self.elastic.left(step)
+        self.done, last = step, not self.progress.left(step)
         self._publish()
         if (note := self._limits.after_step(
                 self.runtime, step, self.meter.busy, self.meter.kept)) is not None:
             self._keep_limits(note)
-        every = self.run.train.eval_every
-        evaluates = last or bool(every and step % every == 0)
-        due, considers = last or self.saving.due(step), not last and (self.elastic.asked or self.resizes)
+        evaluates, due = self.progress.evaluates(step), self.progress.saves(step)
+        considers = not last and (self.elastic.state.asked or self.resizes)
         # the checkpoint has what the evaluation says
-        is_late = evaluates and (self.best is not None or self.elastic.freezes)
+        is_late = evaluates and (self.best is not None or self.elastic.controller.freezes)
         stall = self._save(step) if due and not considers and not is_late else None
         if self.survival is not None:
             self.survival.keep(step, self.runtime)
@@ -386,7 +392,7 @@ class Training:
 
     def _left(self, step: int) -> int:
         """Steps after `step`; none once training has stopped early."""
-        return 0 if self.best is not None and self.best.stops else self.elastic.left(step)
+        return 0 if self.best is not None and self.best.stops else self.progress.left(step)
 
     def _evaluate(self, step: int, pending: PendingStep) -> bool:
         """Evaluate the model after `step`, whose numbers are still on their way; whether a checkpoint is due for it:
@@ -401,7 +407,7 @@ class Training:
         if self.best is None:
             return False
         is_best = self.best.saw(step, self.ranks.gather_objects(metrics | {LOSS: pending.eval_loss})[0])
-        if self.best.stops and self.elastic.left(step):
+        if self.best.stops and self.progress.left(step):
             self.outputs.event(NoteEvent(step=step, event="early-stopping", text=self.best.reason,
                                          fields=self.best.state()))
         return self.best.stops or (is_best and self.run.checkpoint.best is not None)
@@ -449,7 +455,7 @@ class Training:
             self._page.finish(summary, timelines, run.mesh, predicted, on_cpu=world.device.type == "cpu")
             pictures = [self._page.path, *pictures]
             report = report_text(predicted, summary["memory"],
-                                 lambda rank: run.mesh.coordinates(rank).pipe) if run.memory_report else None
+                                 lambda rank: run.mesh.coordinates(rank).pipeline_rank) if run.memory_report else None
             note = None if text is None else expectation(summary["eval_loss"], frequency_entropy(self.data.train))
             self.outputs.event(EndEvent(step=self.done, summary=summary, sample=text, pictures=pictures,
                                         sample_note=note, report=report))
@@ -515,7 +521,8 @@ class Training:
                 if self._has_begun:
                     self.saving.checkpoints.close(_LAST_WRITE_SECONDS)
                 old.engine.abandon()
-            agreement = self.survival.agree(error, self.elastic.change_to)
+            agreement = self.survival.agree(error, partial(
+                self.elastic.controller.change_to, schedule=self.elastic.state.schedule))
             try:
                 self.survival.connect(agreement)
                 self._go_back(agreement)
@@ -539,7 +546,7 @@ class Training:
             command |= {"saved_step": None, "save": True}
         command = self.members.everyone.gather_objects(command)[0]
         self._execute(command, back_to=self.survival.held(self.done))
-        if self.now is not None and self.elastic.asked and self._left(self.done):
+        if self.now is not None and self.elastic.state.asked and self._left(self.done):
             self._consider()
 
     def shutdown(self) -> None:
@@ -566,7 +573,7 @@ class Training:
             wanted = self.requests.take(self.ranks)
             if wanted is not None and wanted.get("ranks") is not None:
                 wanted = self._admit(wanted)
-        change = self.elastic.decide(self.runtime, self.done, resize=wanted, busy=self.meter.busy,
+        change = self.elastic.decide(self.runtime, self.done, self.progress, resize=wanted, busy=self.meter.busy,
                                      busy_steps=self.meter.busy_steps)
         if change is not None:
             self._change(change, save=save)
@@ -612,9 +619,9 @@ class Training:
         self._execute(command)
 
     def _along(self) -> dict[str, object]:
-        """What goes along with the state of the last step to other ranks, or to another time."""
+        """The rest of the run's state after the last step, beside parameters and optimizer states."""
         return {"step": self.done, "samples": self.samples, "guards": self.guards.state(), "stops": self.stops,
-                "elastic": self.elastic.whole_state(self.run, self.runtime.frozen),
+                "elastic": self.elastic.document(self.run, self.runtime.frozen, self.progress),
                 "saved_step": self.saving.saved_step, "best": self.best and self.best.state(),
                 "bad_steps": self.engine.bad_steps and self.engine.bad_steps.state()}
 
@@ -660,8 +667,10 @@ class Training:
         self.meter.move(self.engine.timeline, self.ranks)
         self._limits = MeasuredLimits(self.run, command["block_times"])
         seconds = (time.monotonic_ns() - began) * 1e-9
-        self.elastic.load(command["elastic"])
-        cache = self.elastic.enter(self.now, change, before, moved, seconds, self.done)
+        self.progress = self.progress.restored(command["elastic"])
+        cache = self.elastic.enter(self.now, command["elastic"], change, before, moved, seconds, self.done,
+                                   self.progress)
+        self.progress = self.progress.with_size(self.done, self.run.batch.global_size)
         self.outputs.event(TransitionEvent(step=self.done, old_mesh=before, mesh=self.run.mesh, reason=change.reason,
                                            old_frozen=change.old_frozen, frozen=change.frozen, cache=cache,
                                            bytes_moved=moved, seconds=seconds, began_ns=began,
@@ -700,12 +709,12 @@ class Training:
 
     def _save(self, step: int) -> float | None:
         with self._span("checkpoint", "copy"):
-            return self.saving.save(step, self.result, self.elastic.state(
-                self.run, self.runtime.frozen, unseen=self._unseen(step)), self.best)
+            return self.saving.save(step, self.result, self.elastic.checkpoint_document(
+                self.run, self.runtime.frozen, self.progress, unseen=self._unseen(step)), self.best)
 
     def _unseen(self, step: int) -> StepFigures | None:
         """What an elastic run will have to know of `step`, whose numbers have not been told yet."""
-        if not self.elastic.freezes or self.result is None or self.saving.published_step >= step:
+        if not self.elastic.controller.freezes or self.result is None or self.saving.published_step >= step:
             return None
         scores: dict[str, float] = {}
         if self.pending is not None and self.pending.eval_loss is not None:
@@ -723,7 +732,7 @@ class Training:
         for name, parameter in self.engine.named_parameters().items():  # some may have been frozen then
             parameter.requires_grad_(self.engine.layout[name].trainable)
         metadata = read_metadata(loaded)
-        self.elastic.rolled_back(loaded.step, metadata.elastic)
+        self.progress = self.progress.rolled_back(loaded.step, metadata.elastic)
         if self.best is not None and metadata.best is not None:
             self.best.load(asdict(metadata.best))
         self.saving.saved_step = None  # what a run that stops now saves has another place in the data
@@ -748,7 +757,7 @@ class Training:
         """The numbers of `step` are on their way."""
         self.pending = pending = self.meter.step(step, result, rate)
         pending.loss_scale = self.engine.loss_scale and replace(self.engine.loss_scale)
-        if self.elastic.freezes or self.runtime.frozen or self.run.mesh != self._asked.mesh:
+        if self.elastic.controller.freezes or self.runtime.frozen or self.run.mesh != self._asked.mesh:
             pending.frozen_layers, pending.mesh = len(self.runtime.frozen), self.run.mesh
         return pending
 
@@ -776,9 +785,10 @@ class Training:
         self.saving.published_step = event.step
         if event.stepped and not math.isfinite(event.loss):
             self.ranks.barrier()  # a rank that fails ends the others: not before rank 0 has written the step
-            raise RanvierError("is not a finite number", where=f"loss of step {event.step}", value=event.loss,
-                               remedy=f"Lower --train.learning-rate (it is {self.run.train.learning_rate:g}) or raise "
-                                      "--train.warmup-steps; metrics.jsonl shows how it came about.")
+            raise RanvierError("is not a finite number", code="loss-not-finite", where=f"loss of step {event.step}",
+                               value=event.loss,
+                               remedy=f"Lower `--train.learning-rate` (it is {self.run.train.learning_rate:g}) or "
+                                      "raise `--train.warmup-steps`; metrics.jsonl shows how it came about.")
 
     def _tell_of_checkpoints(self) -> None:
         for note in self.saving.tell():

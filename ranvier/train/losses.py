@@ -13,22 +13,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ranvier.comm.protocol import Group
 from ranvier.config.other_mesh import refit
 from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.memory import KEPT_STEPS
+from ranvier.elastic.change import Change
 from ranvier.elastic.freezing import NONE_FROZEN
 from ranvier.elastic.neighbour_copy import with_states_of_neighbour
 from ranvier.elastic.transition import Held, take
 from ranvier.errors import ConfigError
 from ranvier.launch.losses import Agreement, Losses
-from ranvier.mesh import AXES, Mesh
+from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.planner.problems import problems
-from ranvier.train.commands import Change
 from ranvier.train.events import NoteEvent
 from ranvier.train.runtime import RankRuntime
 from ranvier.world import World
@@ -60,16 +60,17 @@ class LastSteps:
         places = [at]
         if now.run.optim.shard:
             held = with_states_of_neighbour(held, self._group(now))
-            places.append(at.replace("data", (at.data - 1) % mesh.data))
-        part: dict[str, object] = {"mesh": dict(mesh.sizes), "places": [asdict(place) for place in places],
-                                   "frozen": sorted(now.frozen.layers)}
+            places.append(mesh.place(replica=(at.replica - 1) % mesh.num_replicas, pipeline_rank=at.pipeline_rank,
+                                     position=at.position))
+        part: dict[str, object] = {"mesh": mesh.sizes, "places": [dict(place) for place in places],
+                                   "replica_axes": mesh.replica_axes, "frozen": sorted(now.frozen.layers)}
         self._copies[step] = _Copy(held=held, part=part)
 
     def _group(self, now: RankRuntime) -> Group:
         """The ranks with this one's place in the other replicas. Collective where the engine is a new one."""
         if self._engine is not now.engine or self._replicas is None:
             self._engine = now.engine
-            self._replicas = now.world.backend.group("copies", now.run.mesh.groups("data"))
+            self._replicas = now.world.backend.group("copies", now.run.mesh.groups(*now.run.mesh.replica_axes))
         return self._replicas
 
     @property
@@ -91,8 +92,9 @@ def missing_state(parts: Sequence[Mapping[str, Mapping[str, Any]]], step: int, *
     sharded: each replica has a share of the optimizer's states for itself, and a copy of another one's."""
     have = [one[str(step)] for one in parts if str(step) in one]
     missing = "no survivor has the state of the last step"
-    for mesh in {tuple(one["mesh"].items()): one["mesh"] for one in have}.values():
-        axes = [axis for axis in mesh if sharded or axis != "data"]
+    for first in {tuple(one["mesh"].items()): one for one in have}.values():
+        mesh = first["mesh"]
+        axes = [axis for axis in mesh if sharded or axis not in first["replica_axes"]]
         ours = [one for one in have if one["mesh"] == mesh and one["frozen"] == have[0]["frozen"]]
         there = {tuple(place[axis] for axis in axes) for one in ours for place in one["places"]}
         gone = [place for place in _places([mesh[axis] for axis in axes]) if place not in there]
@@ -123,7 +125,7 @@ def mesh_without(run: ResolvedRun, num_ranks: int) -> Mesh | None:
 
 def lost_note(agreement: Agreement) -> NoteEvent:
     """What is told of lost ranks."""
-    mesh = {axis: agreement.decision["change"][axis] for axis in AXES}
+    mesh = agreement.decision["change"]["mesh"]
     sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one"
     ranks = [f"rank {rank}, which {loss.how}," for rank, loss in agreement.lost.items()]
     step, left = agreement.decision["step"], len(agreement.members)
@@ -175,7 +177,7 @@ class Survival:
         return self._steps.held(step)
 
     def agree(self, error: Exception, change_to: Callable[..., Change]) -> Agreement:
-        """See `Losses.agree`; the decision is a command of rank 0 (`Change`). change_to: as of `Elasticity`."""
+        """See `Losses.agree`; the decision is a command of rank 0 (`Change`). change_to: as of `Controller`."""
         def decide(parts: Sequence[Mapping[str, Any]]) -> dict[str, object] | str:
             problem = missing_state(parts, self._along["step"], sharded=self._asked.optim.shard)
             mesh = None if problem else mesh_without(replace(self._asked, mesh=self._mesh), len(parts))

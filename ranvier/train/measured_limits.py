@@ -13,7 +13,6 @@ from typing import cast
 
 from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.count import recomputed_runs
-from ranvier.mesh import Coordinates
 from ranvier.plan.limits import Factors, expected_seconds, measured_choice, measured_factors
 from ranvier.schedule.computed_limits import UNKNOWN
 from ranvier.schedule.conditions import Conditions, measured_conditions
@@ -38,7 +37,7 @@ class MeasuredLimits:
     def before_steps(self, now: RankRuntime, step: int) -> NoteEvent | None:
         """A transition after `step` has led to this mesh; what has changed by the times of the mesh before.
         Collective."""
-        if self._before is None or now.run.mesh.pipe == 1:
+        if self._before is None or now.run.mesh.pipeline_size == 1:
             return None
         costs = now.engine.stages.stage_costs()
         return self._choose(now, step, "before the transition", expected_seconds(
@@ -49,7 +48,7 @@ class MeasuredLimits:
         """One more step has been taken; what has changed with it. busy: seconds in each category of span on this rank.
         latest: spans of its last steps. Collective after MEASURED_STEPS."""
         self._steps += 1
-        if self._steps != MEASURED_STEPS or now.run.mesh.pipe == 1:
+        if self._steps != MEASURED_STEPS or now.run.mesh.pipeline_size == 1:
             return None
         return self._choose(now, step, f"of {MEASURED_STEPS} steps", _seconds_of_ranks(now, busy),
                             _conditions_of_ranks(now, latest))
@@ -97,9 +96,9 @@ class MeasuredLimits:
 def _seconds_of_ranks(now: RankRuntime, busy: Mapping[str, float]) -> list[tuple[float, float]]:
     """Forwards and backwards of each rank of the pipeline, over all replicas, rows and columns. Collective."""
     mine, mesh = (busy.get("forward", 0.0), busy.get("backward", 0.0) + busy.get("weight", 0.0)), now.run.mesh
-    seconds = [(0.0, 0.0)] * mesh.pipe
+    seconds = [(0.0, 0.0)] * mesh.pipeline_size
     for rank, (forward, backward) in enumerate(now.ranks.gather_objects(mine)):
-        pipe = mesh.coordinates(rank).pipe
+        pipe = mesh.coordinates(rank).pipeline_rank
         seconds[pipe] = seconds[pipe][0] + forward, seconds[pipe][1] + backward
     return seconds
 
@@ -112,8 +111,8 @@ def _conditions_of_ranks(now: RankRuntime, latest: Sequence[StepSpans]) -> Condi
     mine = [(spans.step, span.label, span.start_ns, span.stop_ns)
             for spans in latest[-_MEASURED_SPANS:] for span in spans.spans if span.category in ("forward", "backward")]
     mesh, of_ranks = now.run.mesh, now.ranks.gather_objects(mine)
-    pipeline = [{(step, text): (start, stop) for step, text, start, stop in of_ranks[mesh.rank(Coordinates(pipe=pipe))]}
-                for pipe in range(mesh.pipe)]
+    firsts = [mesh.rank(mesh.place(pipeline_rank=number)) for number in range(mesh.pipeline_size)]
+    pipeline = [{(step, text): (start, stop) for step, text, start, stop in of_ranks[rank]} for rank in firsts]
     return (measured_conditions(pipeline) if now.run.placement.per_rank == 1 else None) or UNKNOWN
 
 
@@ -131,7 +130,7 @@ def with_limits(run: ResolvedRun, limits: Limits) -> ResolvedRun:
 
 def limits_text(limits: Limits) -> str:
     """The limits in words."""
-    return (f"{limits.in_flight} microbatches may be in flight, and by rank the weight gradients of "
-            f"{limits.deferred_text} deferred"
+    return (f"{limits.in_flight} microbatches may be in flight, deferred weight gradients by rank: "
+            f"{limits.deferred_text}"
             + ("" if limits.room is None else f", {limits.room} held by the stages of a rank")
             + (", in 1F1B's order" if limits.alternating else ""))

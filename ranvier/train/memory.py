@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import get_args
 
 import torch
 
 from ranvier.checkpoint.checkpoints import Checkpoints
 from ranvier.comm.protocol import Group
-from ranvier.config.other_mesh import on_mesh
 from ranvier.config.resolve import Facts, ResolvedRun, auto_offload, resolve
 from ranvier.cost.count import device_bytes_of_stages, laid_out
 from ranvier.cost.device_overhead import with_overhead
@@ -26,16 +25,13 @@ from ranvier.cost.memory import RankMemory, remedies, too_large
 from ranvier.cost.memory_table import memory_table
 from ranvier.elastic.auto_pipe import CandidateStage
 from ranvier.elastic.freezing import FrozenLayers
-from ranvier.elastic.mesh_candidates import StageMemory
 from ranvier.errors import ConfigError, OutOfMemory, RanvierError
-from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
-from ranvier.plan.fitting import first_that_fits, schedule_settings, schedules
+from ranvier.plan.fitting import first_that_fits, schedules
 from ranvier.planner.problems import problems
 from ranvier.system.machine import available_memory_bytes
 from ranvier.system.memory_tracker import MemoryPlace, MemoryTracker
 from ranvier.system.terminal import TextTable
-from ranvier.train.commands import Change
 from ranvier.world import World
 
 _WORKING = ("activations", "deferred", "workspace", "messages", "arriving")
@@ -50,7 +46,7 @@ def check_fits(run: ResolvedRun, world: World, everyone: Group) -> ResolvedRun:
 
     def local_memory(run: ResolvedRun) -> list[RankMemory]:
         memory = laid_out(run)[1]
-        return [memory[run.mesh.coordinates(rank).pipe] for rank in world.local_ranks]
+        return [memory[run.mesh.coordinates(rank).pipeline_rank] for rank in world.local_ranks]
 
     run = resolve(run, Facts(device="cuda" if on_cuda else "cpu"))
     needed_bytes = max(with_overhead(entry).device_bytes if on_cuda else entry.device_bytes
@@ -76,7 +72,8 @@ def explain_out_of_memory(error: BaseException, run: ResolvedRun, where: str) ->
     """`error` as one that tells where the memory went and what to do, if it is an allocator's."""
     if not is_out_of_memory(error):
         return None
-    return OutOfMemory(f"ran out of memory\n{prediction_text(run)}\n", where=where, value=str(error).splitlines()[0],
+    return OutOfMemory(f"ran out of memory\n{prediction_text(run)}\n", code="out-of-memory", where=where,
+                       value=str(error).splitlines()[0],
                        remedy="In this order: " + "; ".join(remedies(run, shared=run.launch.device != "cuda")) + ".")
 
 
@@ -139,7 +136,7 @@ def report_text(predicted: Sequence[RankMemory], measured: Sequence[Mapping[str,
                 stage_of: Callable[[int], int]) -> str:
     """Predicted and measured MiB side by side, for the rank of each stage that needed most. measured: by rank."""
     rows: list[list[str]] = []
-    largest = [max((facts for rank, facts in enumerate(measured) if stage_of(rank) == entry.pipe),
+    largest = [max((facts for rank, facts in enumerate(measured) if stage_of(rank) == entry.pipeline_rank),
                    key=lambda facts: sum(facts["device"].values())) for entry in predicted]
     entries = [{"device": folded(entry.device), "host": dict(entry.host)} for entry in predicted]
     for place in ("device", "host"):
@@ -150,7 +147,7 @@ def report_text(predicted: Sequence[RankMemory], measured: Sequence[Mapping[str,
         if names:
             sums = [sum(facts[place].values()) for pair in zip(entries, largest, strict=True) for facts in pair]
             rows.append([f"{place} in all", *(f"{size / 2**20:,.1f}" for size in sums)])
-    return str(TextTable(header=["memory in MiB", *(f"stage {entry.pipe}\n{kind}" for entry in predicted
+    return str(TextTable(header=["memory in MiB", *(f"stage {entry.pipeline_rank}\n{kind}" for entry in predicted
                                                     for kind in ("predicted", "measured"))], rows=rows, words=(0,)))
 
 
@@ -179,14 +176,6 @@ class MemoryBudget:
     frozen: FrozenLayers
     device_bytes: int | None = None
 
-    def fitted(self, change: Change) -> tuple[Change, RanvierError | None]:
-        """The change with the first schedule of the run that fits there (`cost/fitting`). Where none does, with the
-        run's own, and why the run cannot continue so."""
-        own = replace(change, schedule=None)
-        there = own.applied(self.first)
-        found, problem = first_that_fits(there, self.problem, lambda run, problem: problem is None)
-        return own if found == there else replace(own, schedule=schedule_settings(found)), problem
-
     def problem(self, run: ResolvedRun) -> RanvierError | None:
         """Why the run cannot continue as `run`: a setting; a rank, alone on its device; all ranks together on this
         machine, were they all here."""
@@ -206,15 +195,6 @@ class MemoryBudget:
                      for entry in laid_out(self.first)[1] for _ in range(entry.ranks))
         return too_large(ranks, place="host" if on_cuda else "both", processes=len(ranks), run=run,
                          available_bytes=available_memory_bytes() + before)
-
-    def stage_memory(self) -> StageMemory:
-        """What cuts of other meshes must fit into, with the schedule that needs least."""
-        def needed(mesh: Mesh, samples: int, microbatch_size: int) -> Callable[[CandidateStage], int] | None:
-            there = on_mesh(replace(self.first, batch=replace(self.first.batch, global_size=samples)), mesh)
-            there = replace(there, batch=replace(there.batch, microbatch_size=microbatch_size))
-            return self.stage_bytes(schedules(there)[-1])
-
-        return StageMemory(limit_bytes=self.device_bytes, needed=needed)
 
     def stage_bytes(self, run: ResolvedRun) -> Callable[[CandidateStage], int] | None:
         """What a rank of a stage that might be would need of its device. None where ranks are judged together, which

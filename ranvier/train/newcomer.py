@@ -61,8 +61,9 @@ def join_run(run_dir: Path, started: Started, sizes: Mapping[str, int], *, secon
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         _, data, _ = prepare_run(run, world, nowhere if started.rank else stream)
     if fingerprint(data) != said["data"]:
-        raise DataError(f"differs from the run's ({said['data']})", where="data", value=fingerprint(data),
-                        remedy="Give this machine the same files and versions, or one shared --data.cache-dir; start "
+        raise DataError(f"differs from the run's ({said['data']})", code="join-other-data", where="data",
+                        value=fingerprint(data),
+                        remedy="Give this machine the same files and versions, or one shared `--data.cache-dir`; start "
                                "the command in the folder in which the run was started.")
     world = _join(world, run_dir, started, sizes, seconds)
     install_error_handlers(world, run.mesh, stopped_seconds=run.launch.stopped_seconds,
@@ -84,13 +85,13 @@ def run_to_join(contact: Contact, run_dir: Path) -> ResolvedRun:
 def _said(store: SharedStore, run_dir: Path) -> dict[str, Any]:
     """What the run says of itself."""
     if not store.check([RUN]):
-        raise LaunchError("says nothing of itself in its store", where=f"run {run_dir}",
+        raise LaunchError("says nothing of itself in its store", code="join-run-silent", where=f"run {run_dir}",
                           remedy="Join once it has taken its first step.")
     said: dict[str, Any] = json.loads(store.get(RUN))
     own = torch.__version__.partition("+")[0]
     if said["torch"] != own:
-        raise LaunchError(f"runs with torch {said['torch']}", where=f"run {run_dir}", value=own,
-                          remedy="Install the same version of torch here.")
+        raise LaunchError(f"runs with torch {said['torch']}", code="join-other-torch", where=f"run {run_dir}",
+                          value=own, remedy="Install the same version of torch here.")
     return said
 
 
@@ -103,7 +104,7 @@ def _device(setting: str, started: Started, store: SharedStore) -> torch.device:
     number = claim_device(seen, store)
     if number is None:
         raise ConfigError("needs a device for each rank that joins, beside those of the run's ranks here",
-                          where="launch.device", value=f"{len(seen.devices)} visible",
+                          code="join-needs-device", where="launch.device", value=f"{len(seen.devices)} visible",
                           remedy="Join with fewer ranks, or from a machine with free devices.")
     torch.cuda.set_device(number)
     return torch.device("cuda", number)

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ranvier.elastic.transition_selector import mesh_text
 from ranvier.mesh import Mesh
 from ranvier.pictures.figures import COLOURS, DARK, DPI, FAINT, INK, NAMES, clean, new_figure
 from ranvier.schedule.spans import Category, Span, covering
 from ranvier.train.history import History
-from ranvier.train.logs import mesh_text, writing
+from ranvier.train.logs import writing
 from ranvier.train.metrics import StepSpans
 from ranvier.train.timeline import RankTimeline
 
@@ -52,7 +53,7 @@ def draw_timeline(path: Path, timelines: Sequence[RankTimeline], mesh: Mesh, pol
     span_ms = (end_ns - zero_ns) * 1e-6
     windows = [within(line, zero_ns, end_ns) for line in shown]
     rows = [(line.rank, joined(spans, gap_ns=span_ms * 1e6 / 1000)) for line, spans in zip(shown, windows, strict=True)]
-    figure = new_figure(14, 1.95 + 0.42 * len(rows) + 0.12 * mesh.data)
+    figure = new_figure(14, 1.95 + 0.42 * len(rows) + 0.12 * mesh.num_replicas)
     axes = figure.subplots()
     clean(axes)
     places = _rows(mesh, [rank for rank, _ in rows])
@@ -118,13 +119,13 @@ def joined(row: Sequence[Span], gap_ns: float) -> list[Span]:
 
 def _rows(mesh: Mesh, ranks: Sequence[int]) -> dict[int, float]:
     """Vertical place of each rank: one apart, and a little more between replicas."""
-    return {rank: index + 0.3 * mesh.coordinates(rank).data for index, rank in enumerate(ranks)}
+    return {rank: index + 0.3 * mesh.coordinates(rank).replica for index, rank in enumerate(ranks)}
 
 
 def row_name(mesh: Mesh, rank: int) -> str:
     at = mesh.coordinates(rank)
-    tensor = f"   row {at.row}, col {at.col}" if mesh.stage_size > 1 else ""
-    return f"data {at.data}   pipe {at.pipe}{tensor}"
+    parts = [f"{axis} {at[axis]}" for axis in mesh.over(divides_stages=False)]
+    return "   ".join([*parts, *([at.position_text] if mesh.stage_size > 1 else [])])
 
 
 def _waited(step: StepSpans) -> float:

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from ranvier.mesh import AXES, Mesh
+from ranvier.elastic.transition_selector import mesh_text
+from ranvier.mesh import Mesh
 from ranvier.system import child
 from ranvier.train.history import History
-from ranvier.train.logs import mesh_fields, mesh_text, write_json
+from ranvier.train.logs import mesh_fields, write_json
 from ranvier.train.pictures import draw_course, draw_loss, draw_timeline
 from ranvier.train.timeline import RankTimeline, write_trace
 
@@ -60,7 +61,7 @@ def summarise(*, recipe: str, mesh: Mesh, history: History, ranks: Sequence[Mapp
         "peak_memory_bytes": [row["peak_memory_bytes"] for row in ranks],
         "bytes_sent": [row["bytes_sent"] for row in ranks],
         "bytes_received_by_axis": {axis: sum(row["bytes_received_by_axis"].get(axis, 0) for row in ranks)
-                                   for axis in AXES},
+                                   for axis in mesh},
         "longest_gap_seconds": [row["longest_gap_seconds"] for row in ranks],
         **({"memory": [row["memory"] for row in ranks]} if "memory" in ranks[0] else {}),
         **({"ledger": ranks[0]["ledger"]} if "ledger" in ranks[0] else {}),

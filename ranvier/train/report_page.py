@@ -10,12 +10,13 @@ from typing import Any
 from ranvier.config import read
 from ranvier.config.run import Run
 from ranvier.cost.memory import PROCESS_BYTES, RankMemory
+from ranvier.elastic.transition_selector import mesh_text
 from ranvier.mesh import Mesh
 from ranvier.pictures.report_page import Mark, Page, StepTimeline
 from ranvier.system.atomic_file import write_atomically
 from ranvier.train.events import EndEvent, Event, NoteEvent, StartEvent, StepEvent, TransitionEvent
 from ranvier.train.history import History
-from ranvier.train.logs import mesh_text, writing
+from ranvier.train.logs import writing
 from ranvier.train.memory import folded
 from ranvier.train.pictures import joined, representative_step, row_name, within
 from ranvier.train.timeline import RankTimeline
@@ -147,7 +148,7 @@ def memory_rows(predicted: Sequence[RankMemory], summary: Mapping[str, Any], mes
     and a row with the whole, as the device or a CPU's process has it."""
     rows: list[dict[str, object]] = []
     for entry in predicted:
-        here = [rank for rank in range(mesh.size) if mesh.coordinates(rank).pipe == entry.pipe]
+        here = [rank for rank in range(mesh.size) if mesh.coordinates(rank).pipeline_rank == entry.pipeline_rank]
         rank = max(here, key=lambda rank: summary["peak_memory_bytes"][rank])
         measured = summary["memory"][rank] if "memory" in summary else {"device": {}, "host": {}}
         device = folded(entry.device) if "memory" in summary else entry.device
@@ -159,6 +160,6 @@ def memory_rows(predicted: Sequence[RankMemory], summary: Mapping[str, Any], mes
         stage.append({"place": "", "category": "the whole process" if on_cpu else "the whole device", "whole": True,
                       "predicted": entry.device_bytes + (entry.host_bytes + PROCESS_BYTES if on_cpu else 0),
                       "measured": summary["peak_memory_bytes"][rank]})
-        stage[0]["place"] = f"stage {entry.pipe}" + (f", {entry.ranks} ranks" if entry.ranks > 1 else "")
+        stage[0]["place"] = f"stage {entry.pipeline_rank}" + (f", {entry.ranks} ranks" if entry.ranks > 1 else "")
         rows += stage
     return rows

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ranvier.comm.protocol import Group
+from ranvier.elastic.change import request_text
 from ranvier.launch.joining import give_verdict
 from ranvier.train.events import NoteEvent
-from ranvier.train.resize import ResizeRequests, request_text
+from ranvier.train.resize import ResizeRequests
 from ranvier.world import World
 
 

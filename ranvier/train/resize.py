@@ -19,7 +19,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from ranvier.elastic.change import request_text
 from ranvier.errors import RanvierError
+from ranvier.mesh import AXES, REQUIRED_AXES
 from ranvier.system.atomic_file import write_atomically
 from ranvier.system.untrusted_file import open_regular_file, parse_json
 from ranvier.train.logs import read_events
@@ -44,9 +46,9 @@ class ResizeRequests:
             return False
 
     def take(self) -> dict[str, object] | None:
-        """The oldest request, which is then no more; None where there is none. {"data", "pipe", "row",
-        "col"}: of whatever its author has given, the whole numbers, "row" and "col" only if they are given; "ranks":
-        how many wait to join, if any do; "wish": its ID; "problem": why it was not read."""
+        """The oldest request, which is then no more; None where there is none. Axis -> size: of whatever its author
+        has given, the whole numbers, and None for the axes that each request must have (`REQUIRED_AXES`); "ranks": how
+        many wait to join, if any do; "wish": its ID; "problem": why it was not read."""
         for path in self._waiting():
             taken = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
             try:
@@ -84,7 +86,7 @@ def _read(path: Path, wish: str | None) -> dict[str, object]:
         with open_regular_file(path, own=True) as file:
             content = file.read(_MOST_BYTES + 1)
     except OSError as error:
-        return {"data": None, "pipe": None, "wish": wish, "problem": f"cannot be read: {error.strerror or error}"}
+        return {**dict.fromkeys(REQUIRED_AXES), "wish": wish, "problem": f"cannot be read: {error.strerror or error}"}
     found: object = None
     if len(content) <= _MOST_BYTES:
         with suppress(ValueError):
@@ -92,7 +94,7 @@ def _read(path: Path, wish: str | None) -> dict[str, object]:
     told = found if isinstance(found, dict) else {}
     said = told.get("wish")
     sizes = {name: told[name] if type(told.get(name)) is int and abs(told[name]) < 1 << 40 else None
-             for name in ("data", "pipe", *(name for name in ("row", "col", "ranks") if told.get(name) is not None))}
+             for name in (*AXES, "ranks") if name in REQUIRED_AXES or told.get(name) is not None}
     return {**sizes, "wish": wish or (said if isinstance(said, str) and re.fullmatch(r"[\w-]{1,64}", said) else None),
             "problem": None}
 
@@ -104,19 +106,13 @@ def _remove(path: Path) -> None:
         path.rmdir()
 
 
-def request_text(request: Mapping[str, object]) -> str:
-    """The mesh that a request names, in words."""
-    return " x ".join(f"{axis} {request[axis]}" for axis in ("data", "pipe", "row", "col") if axis in request)
-
-
-def ask_and_wait(run_dir: Path, *, data: int, pipe: int, seconds: float, row: int | None = None,
-                 col: int | None = None) -> str:
-    """Leave a request in the folder of a run, and wait for the answer. row, col: None leaves them. RanvierError
+def ask_and_wait(run_dir: Path, *, seconds: float, **sizes: int | None) -> str:
+    """Leave a request in the folder of a run, and wait for the answer. sizes: by axis; None leaves it. RanvierError
     when the run refuses, ends, or says nothing for so long; the request is withdrawn then, if the run has not taken it
     yet."""
-    wish = ask(run_dir, data=data, pipe=pipe, row=row, col=col)
+    wish = ask(run_dir, **sizes)
     if not seconds:
-        mesh = request_text(_sizes(data, pipe, row, col))
+        mesh = request_text(_given(sizes))
         return f"asked {run_dir} for {mesh}; its events.jsonl will say what came of it"
     deadline = time.monotonic() + seconds
     while True:
@@ -125,35 +121,37 @@ def ask_and_wait(run_dir: Path, *, data: int, pipe: int, seconds: float, row: in
             if line.get("wish") == wish and line["event"] == "transition":
                 return f"step {line['step']}: {line.get('text')}"
             if line.get("wish") == wish:
-                raise RanvierError(f"refuses: {line.get('text')}", where=f"run {run_dir}",
+                raise RanvierError(f"refuses: {line.get('text')}", code="resize-refused", where=f"run {run_dir}",
                                    remedy="Ask for another mesh.")
         if ended or time.monotonic() >= deadline:
             break
         time.sleep(_POLL_SECONDS)
     if not withdraw(run_dir, wish):
-        raise RanvierError("has taken the request, and has not yet said what came of it", where=f"run {run_dir}",
-                           remedy="Look into its events.jsonl, or wait longer with --wait.")
+        raise RanvierError("has taken the request, and has not yet said what came of it", code="resize-unanswered",
+                           where=f"run {run_dir}", remedy="Look into its events.jsonl, or wait longer with `--wait`.")
     if ended:
-        raise RanvierError("has ended", where=f"run {run_dir}", remedy="Resize runs that are under way.")
-    raise RanvierError(f"has not answered within {seconds:g} s", where=f"run {run_dir}",
-                       remedy="Is it under way? Wait longer with --wait, for runs with long steps.")
+        raise RanvierError("has ended", code="resize-ended-run", where=f"run {run_dir}",
+                           remedy="Resize runs that are under way.")
+    raise RanvierError(f"has not answered within {seconds:g} s", code="resize-late", where=f"run {run_dir}",
+                       remedy="Is it under way? Wait longer with `--wait`, for runs with long steps.")
 
 
-def _sizes(data: int, pipe: int, row: int | None, col: int | None) -> dict[str, int]:
-    asked = {"data": data, "pipe": pipe, "row": row, "col": col}
-    return {axis: size for axis, size in asked.items() if size is not None}
+def _given(sizes: Mapping[str, int | None]) -> dict[str, int]:
+    return {axis: size for axis, size in sizes.items() if size is not None}
 
 
-def ask(run_dir: Path, *, data: int, pipe: int, row: int | None = None, col: int | None = None) -> str:
-    """Leave a request in the folder of a run; returns its ID. row, col: None leaves them. RanvierError where
+def ask(run_dir: Path, **sizes: int | None) -> str:
+    """Leave a request in the folder of a run; returns its ID. sizes: by axis; None leaves it. RanvierError where
     there is no such run, or it has ended."""
     if not (run_dir / "run.toml").is_file():
-        raise RanvierError("is no run's folder: it has no run.toml", where="RUN", value=str(run_dir),
-                           remedy="Name the folder that the run has printed as its own (--run-dir).")
+        raise RanvierError("is no run's folder: it has no run.toml", code="not-a-run-folder", where="RUN",
+                           value=str(run_dir),
+                           remedy="Name the folder that the run has printed as its own (`--run-dir`).")
     if (run_dir / "summary.json").exists():
-        raise RanvierError("has ended", where=f"run {run_dir}", remedy="Resize runs that are under way.")
+        raise RanvierError("has ended", code="resize-ended-run", where=f"run {run_dir}",
+                           remedy="Resize runs that are under way.")
     wish = new_wish()
-    leave(run_dir, wish, _sizes(data, pipe, row, col))
+    leave(run_dir, wish, _given(sizes))
     return wish
 
 
@@ -169,7 +167,7 @@ def leave(run_dir: Path, wish: str, sizes: Mapping[str, int]) -> None:
     try:
         write_atomically(path, json.dumps({**sizes, "wish": wish}))
     except OSError as error:
-        raise RanvierError(f"cannot be written: {error.strerror or error}", where=str(path),
+        raise RanvierError(f"cannot be written: {error.strerror or error}", code="resize-not-writable", where=str(path),
                            remedy="Ask as the user whose run it is.") from error
 
 

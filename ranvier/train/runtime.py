@@ -16,7 +16,6 @@ from ranvier.data.sampler import Sampler
 from ranvier.data.task import Dataset, Prepared
 from ranvier.elastic.freezing import NONE_FROZEN, FrozenLayers
 from ranvier.inference.evaluation import SAMPLES_AT_ONCE, evaluation_loader, length_multiple, lengths_of, loader_options
-from ranvier.mesh import Coordinates
 from ranvier.models import families
 from ranvier.pipeline.engine import Engine
 from ranvier.plan.make import make_for_run
@@ -107,8 +106,8 @@ def build_engine(run: ResolvedRun, world: World, weight: float, *, frozen: Froze
 
 def _loaders(run: ResolvedRun, engine: Engine, data: Prepared) -> tuple[Loader, dict[str, Loader]]:
     """Training samples in the seed's order, and held-out ones in their own, once through."""
-    nodes = [run.mesh.rank(Coordinates(data=replica)) // engine.world.local_size  # of each replica's first stage
-             for replica in range(run.mesh.data)] if run.elastic.cache else ()
+    nodes = [run.mesh.rank(run.mesh.place(replica=replica)) // engine.world.local_size  # of each replica's first stage
+             for replica in range(run.mesh.num_replicas)] if run.elastic.cache else ()
     lengths = lengths_of(run, data.train)
     sampler = Sampler(len(data.train), run.seed, lengths=lengths, shares=data.shares)
     return (Loader(data.train, sampler, global_size=run.batch.global_size, nodes=nodes, lengths=lengths,
@@ -123,5 +122,5 @@ def _eval_loader(run: ResolvedRun, engine: Engine, data: Dataset, *, is_scored: 
     if not is_scored:
         total = min(run.train.eval_sequences, len(data))
         return evaluation_loader(run, engine, data, total, at_once=total)
-    at_once = max(run.batch.global_size, SAMPLES_AT_ONCE * run.mesh.data)
+    at_once = max(run.batch.global_size, SAMPLES_AT_ONCE * run.mesh.num_replicas)
     return evaluation_loader(run, engine, data, len(data), at_once=at_once)

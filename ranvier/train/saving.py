@@ -17,10 +17,9 @@ from ranvier.checkpoint.checkpoints import Checkpoints, Loaded, Written
 from ranvier.checkpoint.manifest import Manifest, damaged, read_manifest, step_folder, step_of
 from ranvier.checkpoint.manifest import checkpoints as listed
 from ranvier.config import read
-from ranvier.config.aliases import current_values
 from ranvier.config.resolve import ResolvedRun
-from ranvier.config.run import Lora
 from ranvier.data.task import Prepared
+from ranvier.elastic.state import ElasticState
 from ranvier.errors import CheckpointError, ConfigError, UnsavedError
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.result import BatchResult
@@ -70,7 +69,7 @@ class CheckpointMetadata:
     guard: dict[str, list[float]] = field(default_factory=lambda: {"losses": []})
     run: dict[str, object] = field(default_factory=dict)
     elastic: dict[str, object] = field(default_factory=dict)
-    """What layers are frozen, and how the run came to its mesh: `Elasticity.state`."""
+    """What layers are frozen, and how the run came to its mesh: `Elasticity.document`."""
     best: BestState | None = None
     """The best evaluation so far."""
 
@@ -85,7 +84,9 @@ class CheckpointMetadata:
 def read_metadata(loaded: Loaded) -> CheckpointMetadata:
     """What a checkpoint says of its run. CheckpointError where a field has an impossible value."""
     try:
-        return TypeAdapter(CheckpointMetadata).validate_json(json.dumps(dict(loaded.about)))
+        found = TypeAdapter(CheckpointMetadata).validate_json(json.dumps(dict(loaded.about)))
+        ElasticState.read(found.elastic)
+        return found
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise damaged(loaded.folder, f"about.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
@@ -166,8 +167,8 @@ class Saving:
         continues = loaded.folder.resolve().parent == folder.resolve()
         if loaded.step >= self._run.train.steps and not continues:
             raise ConfigError(f"leaves nothing to do: {loaded.folder} has taken {loaded.step} steps",
-                              where="train.steps", value=self._run.train.steps,
-                              remedy=f"Set --train.steps above {loaded.step}, or leave --resume out.")
+                              code="nothing-left-to-train", where="train.steps", value=self._run.train.steps,
+                              remedy=f"Set `--train.steps` above {loaded.step}, or leave `--resume` out.")
         usual = self._run.samples_of(loaded.step)
         self.offset = (usual if metadata.samples is None else metadata.samples) - usual
         if self._engine.bad_steps is not None:
@@ -182,22 +183,23 @@ class Saving:
         where, values = f"checkpoint {loaded.folder}", read.flatten(self._run)
         heads, now = metadata.values.get("model.heads"), self._run.model.heads
         if heads not in (None, now):
-            raise CheckpointError(f"was written by a model with {heads} heads", where=where,
-                                  value=now, remedy=f"Set --model.heads {heads}.")
+            raise CheckpointError(f"was written by a model with {heads} heads", code="checkpoint-of-other-heads",
+                                  where=where, value=now, remedy=f"Set `--model.heads {heads}`.")
         for name in REFUSED:
-            before = metadata.values.get(name, EARLIER.get(name))
+            before = metadata.values.get(name)
             if before != values[name] and is_known(name, metadata.values):
-                raise CheckpointError(f"was written with {read.flag(name)} {read.as_text(before)}", where=where,
-                                      value=read.as_text(values[name]),
+                raise CheckpointError(f"was written with {read.flag(name)} {read.as_text(before)}",
+                                      code="checkpoint-of-other-setting", where=where, value=read.as_text(values[name]),
                                       remedy=f"Set --{read.flag(name)} {read.as_text(before)}.")
         if metadata.tokenizer is not None and self._tokenizer not in (None, metadata.tokenizer):
             own = loaded.folder.absolute().parent.parent / "tokenizer.json"
             raise CheckpointError("was trained with another tokenizer: the same numbers would be other tokens",
-                                  where=where, value=self._run.data.tokenizer,
-                                  remedy=f"Set --data.tokenizer {own if own.exists() else 'to the path of its own'}.")
+                                  code="checkpoint-of-other-tokenizer", where=where, value=self._run.data.tokenizer,
+                                  remedy=f"Set `--data.tokenizer {own}`." if own.exists() else
+                                  "Set `--data.tokenizer` to the path of its own.")
         if metadata.labels and self._labels and metadata.labels != self._labels:
-            raise CheckpointError("was trained on other classes: the same outputs would be others", where=where,
-                                  value=self._labels[:20],
+            raise CheckpointError("was trained on other classes: the same outputs would be others",
+                                  code="checkpoint-of-other-classes", where=where, value=self._labels[:20],
                                   remedy=f"Give data with its classes: {metadata.labels[:20]}.")
 
     def _refuse_others(self, path: Path | None) -> None:
@@ -207,13 +209,13 @@ class Saving:
         if not newest:
             return
         if path is None or path.resolve().parent != newest[0].resolve().parent:
-            raise ConfigError("has checkpoints of another run", where="checkpoint.dir",
-                              value=str(self.checkpoints.folder),
-                              remedy="Resume with --resume auto, or choose another folder.")
+            raise ConfigError("has checkpoints of another run", code="checkpoints-of-another-run",
+                              where="checkpoint.dir", value=str(self.checkpoints.folder),
+                              remedy="Resume with `--resume auto`, or choose another folder.")
         if step_of(path) != step_of(newest[0]):
             raise ConfigError(f"is older than {newest[0].name} in the same folder, which would be mixed up with what "
-                              "comes now", where="resume", value=str(path),
-                              remedy="Choose another --run-dir, or remove the newer ones.")
+                              "comes now", code="checkpoint-older-than-newest", where="resume", value=str(path),
+                              remedy="Choose another `--run-dir`, or remove the newer ones.")
 
     def _note(self, loaded: Loaded) -> NoteEvent:
         was, now = loaded.about.get("mesh"), str(self._engine.mesh)
@@ -236,11 +238,6 @@ class Saving:
                             fields={"setting": name, "before": was, "now": now})
 
     # ------------------------------------------------------------------ while it trains
-
-    def due(self, step: int) -> bool:
-        """Whether a checkpoint is to be written after `step`, which is not the last."""
-        every = self._run.checkpoint.every
-        return bool(every and step % every == 0)
 
     def save(self, step: int, result: BatchResult | None, elastic: Mapping[str, object],
              best: BestEvaluation | None = None) -> float | None:
@@ -289,9 +286,9 @@ class Saving:
             newest = self.checkpoints.of_first(next(map(str, listed(self.checkpoints.folder)), ""))
             there = f"the newest that is there is {newest}" if newest else "there is none"
             raise UnsavedError(f"is not on the disk, so the run is not done: {problem}; {there}",
-                               where=f"checkpoint {step_folder(self.checkpoints.folder, step)}",
-                               remedy="Free space there or choose another --checkpoint.dir, and resume with "
-                                      f"--resume auto --run-dir {self._run.run_dir}.")
+                               code="unsaved", where=f"checkpoint {step_folder(self.checkpoints.folder, step)}",
+                               remedy="Free space there or choose another `--checkpoint.dir`, and resume with "
+                                      f"`--resume auto` `--run-dir {self._run.run_dir}`.")
 
     def _missing(self, step: int) -> str | None:
         """Why the checkpoint after `step` cannot be seen to be whole; its checksums are not computed."""
@@ -316,8 +313,8 @@ class Saving:
                     "stall_seconds": written.stall_seconds})
 
     def _error(self, written: Written) -> CheckpointError:
-        return CheckpointError(f"cannot be written: {written.error}", where=f"checkpoint {written.folder}",
-                               remedy=written.remedy)
+        return CheckpointError(f"cannot be written: {written.error}", code="checkpoint-not-written",
+                               where=f"checkpoint {written.folder}", remedy=written.remedy)
 
 
 _TOLD = frozenset(name for name in read.settings() if not name.startswith("log."))
@@ -333,20 +330,15 @@ REFUSED = ("data.task", "model.norm_epsilon", "lora.alpha", "lora.method")
 """Beside the model's sizes and the optimizer's algorithm, which the tensors of a checkpoint show, and its heads."""
 
 
-EARLIER: Mapping[str, object] = {"data.padding": "maximum", "lora.alpha": Lora.alpha, "lora.method": Lora.method}
-"""What a run did before it had a setting, where that is not the setting's default."""
-
-
 def differences(before: Mapping[str, object], now: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """(setting, its value in the checkpoint) of all that are to be told, by dotted name.
 
     before: what the checkpoint says. now: all settings of the run.
     """
-    before = current_values(before)
     for name, value in now.items():
         if name.startswith(PLACE) or name in REFUSED or not is_known(name, before):
             continue
-        was = before[name] if name in before else EARLIER.get(name, read.settings()[name].default)
+        was = before[name] if name in before else read.settings()[name].default
         was = tuple(was) if isinstance(was, list) else was
         if was != value and str(was) != str(value):  # paths are text in a checkpoint
             yield name, was

@@ -4,6 +4,7 @@ once every `auto` is resolved.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
@@ -75,23 +76,26 @@ def agree_on_run(run: ResolvedRun, recipe: str, data: Prepared, ranks: Group, wo
                                      "plan": f"{run.mesh}, microbatches of {run.batch.microbatch_size}"})
     for rank, other in enumerate(everyone):
         if other["plan"] != everyone[0]["plan"]:
-            raise ConfigError(f"differs from that of rank 0 ({everyone[0]['plan']})", where=f"mesh of rank {rank}",
-                              value=other["plan"], remedy="Start all ranks with the same settings; where they are auto "
-                              "and machines differ, name one cluster with --launch.cluster, or give numbers.")
+            raise ConfigError(f"differs from that of rank 0 ({everyone[0]['plan']})", code="mesh-differs-between-ranks",
+                              where=f"mesh of rank {rank}", value=other["plan"],
+                              remedy="Start all ranks with the same settings; where they are auto and machines differ, "
+                                     "name one cluster with `--launch.cluster`, or give numbers.")
         if other["text"] != everyone[0]["text"]:
-            raise DataError(f"differs from that of rank 0 ({everyone[0]['text']})", where=f"data of rank {rank}",
-                            value=other["text"], remedy="Give all machines the same files and versions, or one "
-                                                        "shared --data.cache-dir.")
+            raise DataError(f"differs from that of rank 0 ({everyone[0]['text']})", code="data-differs-between-ranks",
+                            where=f"data of rank {rank}", value=other["text"],
+                            remedy="Give all machines the same files and versions, or one shared `--data.cache-dir`.")
     nodes = {other["local_size"] for other in everyone}
     facts = tensor_mesh_facts(run, nodes.pop() if len(nodes) == 1 else None)
     return replace(resolve(run, Facts(tile=None if facts is None else facts.tile)), run_dir=Path(everyone[0]["folder"]))
 
 
-def initial_weights(engine: Engine, run: ResolvedRun, pretrained: Pretrained | None, *, from_step: int | None
-                    ) -> list[str]:
+def initial_weights(engine: Engine, run: ResolvedRun, pretrained: Pretrained | None, *, from_step: int | None,
+                    before_adapters: Callable[[], list[str]] = list) -> list[str]:
     """Set the weights with which the run begins, where they are a pretrained model's or those of adapters in a folder.
-    Collective. from_step: of the checkpoint that the run goes on from, None without one. Returns notes for the user."""
+    Collective. from_step: of the checkpoint that the run goes on from, None without one. before_adapters: called while
+    adapters, if there are any, change nothing. Returns notes for the user."""
     notes = [] if pretrained is None or from_step is not None else load_pretrained(engine, pretrained)
+    notes += before_adapters()
     if run.lora.adapters is not None and not from_step:
         folder = AdapterFolder(run.lora.adapters.expanduser())
         notes += load_adapters(engine, folder, families.config_of(run), families.head_of(run))
@@ -135,7 +139,7 @@ def settings_text(run: ResolvedRun, engine: Engine, world: World, data: Prepared
         **({"padding": data.padding} if data.padding else {}),
         "batch": f"{run.batch.global_size} {unit} in microbatches of {run.batch.microbatch_size}",
         "pipeline": f"{run.pipeline.policy}, at most {engine.in_flight} microbatches in flight"
-                    + (f", weight gradients of {engine.limits.deferred_text} deferred"
+                    + (f", deferred weight gradients by rank: {engine.limits.deferred_text}"
                        if any(engine.limits.deferred) and run.pipeline.defer_bytes == "auto" else "")
                     + ("" if engine.limits.room is None else f", {engine.limits.room} held by the stages of a rank")
                     + (", in 1F1B's order" if engine.limits.alternating else "")
@@ -160,7 +164,7 @@ def resolve_remaining(run: ResolvedRun, engine: Engine, world: World, origin: st
     optim = replace(run.optim, offload=engine.flat_optimizer.offload,
                     offload_share=engine.flat_optimizer.offload_share,
                     bucket_size=resolve_bucket_size(run.optim, world.device.type))
-    if is_half(DTYPES[run.precision]) and run.mesh.data > 1:
+    if is_half(DTYPES[run.precision]) and run.mesh.num_replicas > 1:
         optim = replace(optim, reduce_dtype="half" if optim.reduce_dtype == "auto" else optim.reduce_dtype)
     resume = origin if run.resume == "auto" else run.resume  # who repeats the run from its file begins as it did
     pipeline = replace(run.pipeline, boundaries=engine.boundaries or None, in_flight=engine.in_flight)
@@ -186,7 +190,7 @@ def tensor_text(run: ResolvedRun) -> str:
     tensor = run.tensor
     more = [text for said, text in ((tensor.sequence_sharding, "sequence sharded"),
                                     (tensor.keep_weights, "gathered weights kept")) if said]
-    return ", ".join([f"{run.mesh.row} x {run.mesh.col}", tensor.scheme, *more])
+    return ", ".join([" x ".join(str(run.mesh[axis]) for axis in run.mesh.stage_axes), tensor.scheme, *more])
 
 
 def optimizer_text(run: ResolvedRun) -> str:
@@ -196,5 +200,5 @@ def optimizer_text(run: ResolvedRun) -> str:
     streamed = f"streamed from the host, {optim.buckets_in_flight} buckets at once"
     where = {"none": "states on the device", "host": "states and updates on the host", "stream": f"states {streamed}",
              "hybrid": f"{part:.1%} of the states {streamed}, the others on the device"}[optim.offload]
-    shared = f", sharded over {run.mesh.data} replicas" if optim.shard and run.mesh.data > 1 else ""
+    shared = f", sharded over {run.mesh.num_replicas} replicas" if optim.shard and run.mesh.num_replicas > 1 else ""
     return f"{optim.algorithm} in buckets of {optim.bucket_size:,}, {where}{shared}"

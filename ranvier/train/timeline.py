@@ -88,20 +88,22 @@ def write_trace(path: Path, timelines: Sequence[RankTimeline], mesh: Mesh,
     """
     zero_ns = min([*(step.start_ns for timeline in timelines for step in timeline.steps),
                    *(event.began_ns for event in transitions)], default=0)
-    events = [_named("process_name", replica, 0, f"replica {replica} (data {replica})") for replica in range(mesh.data)]
+    events = [_named("process_name", replica, 0, f"replica {replica} (data {replica})")
+              for replica in range(mesh.num_replicas)]
     if transitions:
-        events.append(_named("process_name", mesh.data, 0, "run"))
-        events += [{"ph": "X", "name": str(event), "cat": "transition", "cname": "terrible", "pid": mesh.data, "tid": 0,
+        events.append(_named("process_name", mesh.num_replicas, 0, "run"))
+        events += [{"ph": "X", "name": str(event), "cat": "transition", "cname": "terrible", "pid": mesh.num_replicas,
+                    "tid": 0,
                     "ts": (event.began_ns - zero_ns) / 1000, "dur": 1e6 * event.seconds,
                     "args": {"step": event.step, "category": "transition"}} for event in transitions]
     for timeline in timelines:
         at = mesh.coordinates(timeline.rank)
-        events.append(_named("thread_name", at.data, timeline.rank, f"rank {timeline.rank} ({at})"))
-        events.append({"ph": "M", "name": "thread_sort_index", "pid": at.data, "tid": timeline.rank,
+        events.append(_named("thread_name", at.replica, timeline.rank, f"rank {timeline.rank} ({at})"))
+        events.append({"ph": "M", "name": "thread_sort_index", "pid": at.replica, "tid": timeline.rank,
                        "args": {"sort_index": timeline.rank}})
         for step in timeline.steps:
             events += [{"ph": "X", "name": span.label, "cat": span.category, "cname": TRACE_COLOURS[span.category],
-                        "pid": at.data, "tid": timeline.rank, "ts": (span.start_ns - zero_ns) / 1000,
+                        "pid": at.replica, "tid": timeline.rank, "ts": (span.start_ns - zero_ns) / 1000,
                         "dur": (span.stop_ns - span.start_ns) / 1000,
                         "args": {"step": step.step, "category": span.category}} for span in step.spans]
     write_json(path, {

@@ -81,7 +81,7 @@ def test_one_result_of_each_kind_is_kept() -> None:
 
 def test_documents_refer_to_results_that_exist() -> None:
     missing = []
-    for document in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "README.md"]:
+    for document in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "README.md"]:
         for name in re.findall(r"benchmarks/results/[\w./-]*\w\.\w+", document.read_text()):
             if not (ROOT / name).exists():
                 missing.append((document.name, name))

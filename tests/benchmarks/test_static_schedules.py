@@ -73,7 +73,7 @@ def test_within_three_percent_of_the_fixed_orders_at_their_memory(case, schedule
 @pytest.mark.parametrize("case", [case for case in OWN if case.blocks == "equal"], ids=name_of)
 def test_as_fast_as_zb_v_where_times_vary(case):
     """Each action takes up to 20 % more or less: a fixed order waits for what has not arrived."""
-    placement = StagePlacement(pipe=case.pipe, per_rank=2)
+    placement = StagePlacement(num_ranks=case.pipe, per_rank=2)
     limits = computed_limits(stages_of(case, placement), MessageDriven(), memory=1.0, placement=placement,
                              num_microbatches=case.microbatches)
     loads = stages_of(case, placement)

@@ -45,7 +45,7 @@ def train(engine: Engine, steps: int) -> list[float]:
     """`steps` more steps, on the batches that belong to them; their losses."""
     mesh, at = engine.mesh, engine.coordinates
     loader = Loader(SAMPLES, Sampler(len(SAMPLES), SEED), global_size=GLOBAL_SIZE, microbatch_size=2,
-                    replica=at.data, num_replicas=mesh.data, row=at.row, num_rows=mesh.row,
+                    replica=at.data, num_replicas=mesh.data, part=at.row, num_parts=mesh.row,
                     needs_inputs=engine.is_first_stage, needs_targets=engine.is_last_stage)
     return [engine.train_batch(loader.microbatches(engine.steps)).loss for _ in range(steps)]
 

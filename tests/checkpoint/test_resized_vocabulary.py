@@ -71,7 +71,7 @@ def test_rows_are_those_of_transformers_on_every_mesh(folder, mesh):
         engine = Engine(families.model_of(run), world, mesh=mesh)
         notes = load_pretrained(engine, source)
         layout, at = engine.layout, engine.coordinates
-        boxes = {layout.key(end): layout.box(end, at.row, at.col) for end in layout.parameters
+        boxes = {layout.key(end): layout.box(end, at.position) for end in layout.parameters
                  if end.block in layout.blocks(at.pipe)}
         values = {name: (value.detach().clone(), boxes[name]) for name, value in engine.named_parameters().items()}
         engine.close()

@@ -13,12 +13,12 @@ from ranvier.comm.mixed_backend import MixedBackend
 from ranvier.config.resolve import resolve
 from ranvier.config.rules import problems
 from ranvier.config.run import Comm, Run
-from ranvier.errors import ConfigError, LaunchError
 from ranvier.launch.start import choose_collectives
 from ranvier.testing.ranks import run_processes
 from ranvier.world import World
 from tests.comm import conformance
 from tests.comm.test_mpi import mpi
+from tests.errors import raises
 
 HERE = "tests.comm.test_mixed"
 
@@ -79,12 +79,12 @@ def test_which_library_reduces(setting, transport, device, value):
 
 
 def test_collectives_of_mpi_need_its_messages():
-    with pytest.raises(ConfigError, match=r"comm.collectives.*needs MPI for messages.*--comm.transport mpi"):
+    with raises("mpi-collectives-alone"):
         choose_collectives("mpi", "torch", "cpu")
     run = resolve(Run(comm=Comm(transport="torch", collectives="mpi")))
     assert "needs MPI for messages" in " ".join(map(str, problems(run, num_blocks=None)))
 
 
 def test_both_libraries_number_the_ranks_alike():
-    with pytest.raises(LaunchError, match=r"rank 1 of 2 instead of 0 of 2.*one mpiexec"):
+    with raises("mpi-numbering", 1, 2, 0):
         MixedBackend(SimpleNamespace(rank=1, size=2), SimpleNamespace(rank=0, size=2))

@@ -13,6 +13,7 @@ from ranvier.testing.ranks import RanksFailed, run_processes
 from ranvier.world import World
 from tests.comm import conformance
 from tests.covering import quick
+from tests.errors import raises
 
 HERE = "tests.comm.test_mpi"
 UNUSABLE = mpiexec.mpi_available()
@@ -207,7 +208,7 @@ def test_the_interpreters_own_mpiexec_comes_first(pretend, monkeypatch, tmp_path
 
 
 def test_a_missing_mpiexec_is_named(pretend):
-    with pytest.raises(LaunchError, match="mpiexec: is neither beside the interpreter nor on PATH"):
+    with raises("mpiexec-missing"):
         mpiexec.mpiexec_command(2, ["a"])
     assert "no mpiexec" in mpiexec.mpi_available() or "mpi4py is not installed" in mpiexec.mpi_available()
 
@@ -226,7 +227,7 @@ def test_reasons(pretend, monkeypatch):
     monkeypatch.setattr(mpiexec, "_output", fail)
     assert "cannot load MPI library" in mpiexec.mpi_available()
     monkeypatch.setattr(mpiexec, "_output", real)
-    with pytest.raises(LaunchError, match="cannot be run"):
+    with raises("mpiexec-not-runnable"):
         real("/no/such/program")
-    with pytest.raises(LaunchError, match="false: fails"):
+    with raises("mpiexec-fails"):
         real("false")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ranvier.errors import LaunchError
 from ranvier.launch.mpiexec import mpi_available
 from ranvier.testing.ranks import RanksFailed, run_processes, run_ranks
 from ranvier.world import World
+from tests.errors import raises
 
 HERE = "tests.comm.test_ranks"
 
@@ -115,5 +115,5 @@ def test_processes_that_do_not_end_are_killed(tmp_path):
 
 def test_mpi_without_mpiexec_is_named(monkeypatch):
     monkeypatch.setattr("ranvier.launch.mpiexec.find_mpiexec", lambda: None)
-    with pytest.raises(LaunchError, match="neither beside the interpreter nor on PATH"):
+    with raises("mpiexec-missing"):
         run_processes(f"{HERE}:describe", 2, "mpi")

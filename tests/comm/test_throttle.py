@@ -8,9 +8,9 @@ import torch
 
 from ranvier.comm.message import encoded_bytes
 from ranvier.comm.throttle import Link, _LinkClock, throttled
-from ranvier.errors import ConfigError
 from ranvier.testing.ranks import run_ranks
 from tests.comm.conformance import everyone, message, receive
+from tests.errors import raises
 
 MS = 1_000_000
 
@@ -139,5 +139,5 @@ def test_a_rank_can_be_delayed_at_random():
 @pytest.mark.parametrize("wrong", [
     dict(latency_seconds=-1.0), dict(bytes_per_second=0.0), dict(jitter_seconds=math.nan)])
 def test_impossible_links_are_refused(wrong):
-    with pytest.raises(ConfigError, match=f"Link.{next(iter(wrong))}: is too small"):
+    with raises("link-too-small", next(iter(wrong))):
         Link(**wrong)

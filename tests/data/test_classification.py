@@ -30,6 +30,7 @@ from ranvier.data.sentences import Part, Sentence, class_names, parse, read_sent
 from ranvier.data.subset import first_of_order, held_out
 from ranvier.errors import DataError
 from ranvier.tensor.split.loss import IGNORED
+from tests.errors import raises
 
 ROWS = [("a fine film", "good"), ("dull and slow", "bad"), ("a joy", "good"), ("no joy at all", "bad")]
 VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "fine", "film", "a", "##s", "joy"]
@@ -129,7 +130,7 @@ def test_a_changed_array_in_the_cache_is_refused(tmp_path):
     assert len(prepare(run).train) == 3
     write_arrays(tmp_path / "x", {"a": np.zeros(3, np.uint8)}, {})
     np.save(tmp_path / "x" / "a.npy", np.zeros(4, np.uint8))
-    with pytest.raises(DataError, match=r"uint8 \(4,\) instead of uint8 \(3,\)"):
+    with raises("cached-arrays-changed", "uint8", 4, 3):
         open_arrays(tmp_path / "x")
 
 
@@ -137,8 +138,8 @@ def test_a_changed_array_in_the_cache_is_refused(tmp_path):
 def test_fewer_samples_than_a_batch_and_not_ascii(tmp_path, count):
     prepared = prepare(made(tmp_path, [(f"größe 中文 {number} \u2028 🙂", number % 2) for number in range(count)]))
     assert len(prepared.train) + len(prepared.eval) == count and len(prepared.eval) == 1
-    loader = Loader(prepared.train, Sampler(len(prepared.train), 0), global_size=8, microbatch_size=3, row=1,
-                    num_rows=2)
+    loader = Loader(prepared.train, Sampler(len(prepared.train), 0), global_size=8, microbatch_size=3, part=1,
+                    num_parts=2)
     taken = loader.microbatches(0)
     assert sum(len(microbatch.samples) for microbatch in taken) == 2 + 2 + 1
     assert taken[0].targets.shape == (2,) and taken[0].targets[1] == IGNORED
@@ -174,13 +175,13 @@ def test_faults_of_files_are_told_with_their_line(data, message):
 
 
 def test_sets_that_nobody_can_learn_from():
-    with pytest.raises(DataError, match=r"data.train f: has no sentences"):
+    with raises("one-class", "data.train"):
         parts("label\tsentence\n")
-    with pytest.raises(DataError, match=r"data.train f: has one class only.*\(got '1'\)"):
+    with raises("one-class", "data.train", 1):
         parts("label\tsentence\n1\ta\n1\tb\n")
-    with pytest.raises(DataError, match=r"f line 3: is not a label of the training data \(got '2'\). Use .*: 0, 1"):
+    with raises("unknown-label", 3, 2, 0, 1):
         parts("label\tsentence\n1\ta\n0\tb\n", held="label\tsentence\n1\ta\n2\tb\n")
-    with pytest.raises(DataError, match="has too few sentences to train on"):
+    with raises("too-few-sentences"):
         parts("label\tsentence\n1\ta\n0\tb\n", held="label\tsentence\n")
 
 
@@ -190,7 +191,7 @@ def test_labels_are_numbers_in_their_order_or_words_in_theirs():
     assert class_names(["²", "1"], "f") == ("1", "²")
     assert class_names(["9" * 30, "1"], "f") == ("1", "9" * 30)
     assert class_names(["01", "1"], "f") == ("01", "1")
-    with pytest.raises(DataError, match=r"got '(x{10}){3}'"):
+    with raises("one-class"):
         class_names(["x" * 30], "f")
 
 
@@ -339,7 +340,7 @@ def test_a_hub_with_other_rows_or_none(tmp_path, monkeypatch, rows):
         raise ConnectionError("no route\nmore")
 
     hub(monkeypatch, unreachable)
-    refused(run, r"not be read from the Hugging Face hub \(got 'ConnectionError: no route'\). Check the connection")
+    refused(run, r"not be read from the Hugging Face hub \(got 'ConnectionError: no route'\). Check the name")
     monkeypatch.setitem(sys.modules, "datasets", None)
     refused(run, r"needs the package `datasets`.*pip install 'ranvier\[hub\]', or give a TSV file")
 

@@ -27,6 +27,7 @@ transformers = pytest.importorskip("transformers")
 
 from tests.checkpoint.test_hf_llama import TEXT, published_tokenizer  # noqa: E402
 from tests.data.gguf_files import Q8, SIZES, byte_level, ids, sentence_piece_of, write_gguf  # noqa: E402
+from tests.errors import raises  # noqa: E402
 
 LLAMA3 = dict(rope_type="llama3", rope_theta=500000.0, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=8192)
@@ -221,7 +222,7 @@ def test_a_quantisation_that_cannot_be_undone(tmp_path, monkeypatch):
 def test_a_damaged_file(tmp_path, damage):
     path = write_gguf(tmp_path / "model.gguf", model_of())
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(DataError, match=r"model.gguf: is not a GGUF file, or is damaged .*Fetch it again"):
+    with raises("gguf-damaged", "model.gguf"):
         write_folder(path, tmp_path)
 
 
@@ -232,7 +233,7 @@ def test_an_array_without_end(tmp_path):
     length = data.index(b"tokenizer.ggml.merges") + len(b"tokenizer.ggml.merges") + 8
     data[length:length + 8] = (1 << 60).to_bytes(8, "little")
     path.write_bytes(data)
-    with pytest.raises(DataError, match=r"is not a GGUF file, or is damaged .*ends early"):
+    with raises("gguf-damaged"):
         write_folder(path, tmp_path)
 
 
@@ -274,7 +275,7 @@ def test_tensors_that_do_not_fit(tmp_path, monkeypatch, changed, message):
 def test_without_gguf_an_error_names_the_extra(tmp_path, monkeypatch):
     path = write_gguf(tmp_path / "model.gguf", model_of())
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(DataError, match=r"model.gguf: is a GGUF file, .*ranvier\[hub\]"):
+    with raises("gguf-package-missing", "model.gguf"):
         write_folder(path, tmp_path)
 
 
@@ -291,7 +292,7 @@ def test_a_file_is_converted_once_and_again_when_it_changes(tmp_path):
     assert second != first
     depths = [json.loads((folder / "config.json").read_text())["num_hidden_layers"] for folder in (first, second)]
     assert depths == [2, 1]
-    with pytest.raises(DataError, match="is neither a folder nor the name of a known model"):
+    with raises("unknown-pretrained-model"):
         folder_of(str(Path(tmp_path / "gone.gguf")), cache, told.append)
 
 

@@ -48,11 +48,11 @@ class Texts:
         return torch.from_numpy(samples % 3)
 
 
-def loader(replica=0, num_replicas=1, row=0, num_rows=1, own=True, **options):
+def loader(replica=0, num_replicas=1, part=0, num_parts=1, own=True, **options):
     lengths = Texts.sample_lengths if own else None
     options = {"global_size": GLOBAL, "microbatch_size": 3} | options
-    return Loader(Texts(), Sampler(NUM, 5, lengths=lengths), replica=replica, num_replicas=num_replicas, row=row,
-                  num_rows=num_rows, lengths=lengths, **options)
+    return Loader(Texts(), Sampler(NUM, 5, lengths=lengths), replica=replica, num_replicas=num_replicas, part=part,
+                  num_parts=num_parts, lengths=lengths, **options)
 
 
 def seen(step, num_replicas, offset, **options):

@@ -110,7 +110,7 @@ def test_replicas_take_the_same_global_batch_whatever_their_number(tokens, num_r
 def test_rows_share_every_microbatch(tokens, num_rows, microbatch_size):
     """What they have together is the microbatch, filled up with samples that have no target."""
     whole = loader(tokens, microbatch_size=microbatch_size).microbatches(6)
-    rows = [loader(tokens, microbatch_size=microbatch_size, row=row, num_rows=num_rows).microbatches(6)
+    rows = [loader(tokens, microbatch_size=microbatch_size, part=row, num_parts=num_rows).microbatches(6)
             for row in range(num_rows)]
     for parts, batch in zip(zip(*rows, strict=True), whole, strict=True):
         count = len(batch.samples)

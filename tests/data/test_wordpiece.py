@@ -10,7 +10,7 @@ import pytest
 
 from ranvier.data import wordpiece
 from ranvier.data.wordpiece import WordPiece
-from ranvier.errors import DataError
+from tests.errors import raises
 
 VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "fine", "film", "a", "##s", "joy"]
 
@@ -38,7 +38,7 @@ def test_a_trained_vocabulary_fits_and_is_the_same_in_every_process(tmp_path):
         assert all(token < tokenizer.vocab for ids in tokenizer.encode(texts) for token in ids)
     tokenizer = wordpiece.train(["abc"], 50)
     assert tokenizer.decode(tokenizer.encode(["ABC [SEP]"])[0]) == "abc [UNK] [UNK] [UNK]"
-    with pytest.raises(DataError, match="is too small for a WordPiece"):
+    with raises("vocab-below-characters"):
         wordpiece.train(texts, 6)
 
 
@@ -74,25 +74,25 @@ def tokenizer_json(**changes):
     (tokenizer_json(normalizer__lowercase=1), "lowercase is 1"),
     (tokenizer_json(model__vocab={"[PAD]": 0, "[CLS]": 2}), "not numbered from 0 without a gap"),
     (tokenizer_json(model__vocab={"[PAD]": 0, "[CLS]": 10**20}), "not numbered from 0 without a gap"),
-    (tokenizer_json(model__vocab={"[PAD]": 0, "[CLS]": 1}), r"it has no \[UNK\], \[SEP\]")])
+    (tokenizer_json(model__vocab={"[PAD]": 0, "[CLS]": 1}), "it has no [UNK], [SEP]")])
 def test_damaged_tokenizers(tmp_path, text, reason):
     (tmp_path / "tokenizer.json").write_text(text)
-    with pytest.raises(DataError, match=f"is not a WordPiece tokenizer as expected .*{reason}"):
+    with raises("not-wordpiece", reason):
         wordpiece.from_folder(tmp_path)
 
 
 def test_folders_without_their_tokenizer(tmp_path):
-    with pytest.raises(DataError, match=r"has neither tokenizer.json nor vocab.txt"):
+    with raises("wordpiece-missing"):
         wordpiece.from_folder(tmp_path)
-    for vocab, reason in (([*VOCAB, "fine"], "a token twice"), (VOCAB[1:], "it has no .PAD.")):
-        with pytest.raises(DataError, match=reason):
+    for vocab, reason in (([*VOCAB, "fine"], "a token twice"), (VOCAB[1:], "it has no [PAD]")):
+        with raises("not-wordpiece", reason):
             wordpiece.from_folder(model_folder(tmp_path / "model", vocab))
     (tmp_path / "model" / "vocab.txt").write_bytes(b"\xff")
-    with pytest.raises(DataError, match="can't decode"):
+    with raises("not-wordpiece"):
         wordpiece.from_folder(tmp_path / "model")
     (tmp_path / "model" / "vocab.txt").unlink()
     (tmp_path / "model" / "vocab.txt").mkdir()
-    with pytest.raises(DataError, match=r"not a regular file|more than|Is a directory"):
+    with raises("not-wordpiece"):
         wordpiece.from_folder(tmp_path / "model")
 
 

@@ -7,15 +7,16 @@ import json
 from dataclasses import replace
 
 from ranvier.config.run import Batch, Data, Elastic, Optim, Run, Train, Transformer
+from ranvier.elastic import controller
 from ranvier.elastic.ledger import Ledger
 from ranvier.mesh import Mesh
 from ranvier.testing.ranks import run_ranks
-from ranvier.train import elasticity, resize
+from ranvier.train import resize
 from ranvier.train.loop import train
 
 WORDS = ["the", "a", "film", "story", "actor", "scene", "plot", "music", "is", "was", "very", "quite", "good", "bad"]
 
-mesh_candidates, pays = elasticity.mesh_candidates, Ledger.pays
+mesh_candidates, pays = controller.mesh_candidates, Ledger.pays
 
 
 def write_sentences(folder):
@@ -80,7 +81,7 @@ def always(monkeypatch):
         found = mesh_candidates(rules, present, *args, **options)
         return sorted(found, key=lambda candidate: abs(candidate.pipe - max(1, present.mesh.pipe // 2)))
 
-    monkeypatch.setattr(elasticity, "mesh_candidates", halved)
+    monkeypatch.setattr(controller, "mesh_candidates", halved)
     monkeypatch.setattr(Ledger, "pays", lambda ledger, **facts: replace(pays(ledger, **facts), pays=True))
 
 

@@ -112,19 +112,19 @@ def test_a_cut_whose_stages_differ_and_may_be_impossible():
 def situation(**settings):
     """Six equal blocks, one forward second and two backward ones per sample."""
     blocks = len(settings.get("forward_seconds", (1.0,) * 6))
-    return Situation(**{"data": 1, "pipe": 4, "samples": 8, "forward_seconds": (1.0,) * blocks,
+    return Situation(**{"num_replicas": 1, "pipeline_size": 4, "samples": 8, "forward_seconds": (1.0,) * blocks,
                         "backward_seconds": (2.0,) * blocks, "output_bytes": (100,) * blocks,
                         "gradient_bytes": (1000,) * blocks, **settings})
 
 
 def found(given, data, pipe):
     """The best cut of that mesh; ranks of a stage or replica more or less leave the other settings as they are."""
-    return best_cut(replace(given, data=data, pipe=pipe))
+    return best_cut(replace(given, num_replicas=data, pipeline_size=pipe))
 
 
 def meshes(given):
     """Every (data, pipe) of the situation's ranks."""
-    ranks = given.data * given.pipe
+    ranks = given.num_replicas * given.pipeline_size
     return [(ranks // pipe, pipe) for pipe in range(ranks, 0, -1) if ranks % pipe == 0]
 
 
@@ -141,8 +141,9 @@ def test_one_stage_is_the_sum_of_its_work():
 def test_several_stages_on_a_rank(how, pipe, per_rank, frozen, seconds):
     """Every stage has a block, the cached prefix is on the first one, and the time is at least what the rank with most
     work needs."""
-    placement, blocks = StagePlacement(pipe=pipe, per_rank=per_rank, how=how), len(seconds)
-    given_blocks = situation(pipe=pipe, placement=placement, frozen=frozen, cached=frozen // 3, microbatches=(4,),
+    placement, blocks = StagePlacement(num_ranks=pipe, per_rank=per_rank, how=how), len(seconds)
+    given_blocks = situation(pipeline_size=pipe, placement=placement, frozen=frozen, cached=frozen // 3,
+                             microbatches=(4,),
                              forward_seconds=tuple(seconds), backward_seconds=tuple(2 * each for each in seconds))
     choice = best_cut(given_blocks)
     edges = (0, *choice.boundaries, blocks)
@@ -157,9 +158,9 @@ def test_several_stages_on_a_rank(how, pipe, per_rank, frozen, seconds):
 def test_several_stages_on_a_rank_leave_a_smaller_bubble():
     """Of four ranks, four microbatches and eight equal blocks; nine stages are too many for them."""
     eight = situation(forward_seconds=(1.0,) * 8, microbatches=(4,))
-    one, two = best_cut(eight), best_cut(replace(eight, placement=StagePlacement(pipe=4, per_rank=2)))
+    one, two = best_cut(eight), best_cut(replace(eight, placement=StagePlacement(num_ranks=4, per_rank=2)))
     assert two.boundaries == (1, 2, 3, 4, 5, 6, 7) and (one.seconds, two.seconds) == (68.0, 58.0)
-    many = best_cut(replace(eight, pipe=3, placement=StagePlacement(pipe=3, per_rank=3)))
+    many = best_cut(replace(eight, pipeline_size=3, placement=StagePlacement(num_ranks=3, per_rank=3)))
     assert many.seconds is None and many.reason == "9 stages are more than 8 blocks can make"
 
 
@@ -169,7 +170,7 @@ def test_two_stages_by_hand():
             0  F0 F1 -  -  -  -  B0 B0 F2 B1 B1 F3 -  -  B2 B2 -  B3 B3
             1  -  -  F0 B0 B0 F1 B1 B1 -  -  F2 B2 B2 F3 B3 B3
     """
-    given = situation(pipe=2, forward_seconds=(1.0, 1.0), backward_seconds=(2.0, 2.0), samples=4,
+    given = situation(pipeline_size=2, forward_seconds=(1.0, 1.0), backward_seconds=(2.0, 2.0), samples=4,
                       microbatches=(4,), policy=OneForwardOneBackward(), weight_share=0.0)
     assert found(given, 1, 2).seconds == 3 * 4 + 3
     messages = found(replace(given, bandwidth=100.0), 1, 2)
@@ -183,14 +184,15 @@ def test_frozen_blocks_have_no_backward():
 
 def test_nothing_but_a_credit_goes_to_stages_that_do_not_train():
     """With 1 s a message, a return to the frozen stage takes none."""
-    given = situation(pipe=2, forward_seconds=(1.0, 1.0), backward_seconds=(2.0, 2.0), samples=1,
+    given = situation(pipeline_size=2, forward_seconds=(1.0, 1.0), backward_seconds=(2.0, 2.0), samples=1,
                       bandwidth=100.0, frozen=1, weight_share=0.0)
     assert found(given, 1, 2).seconds == 1 + 1 + 3
     assert found(replace(given, frozen=0), 1, 2).seconds == 1 + 1 + 3 + 1 + 2
 
 
 def test_states_travel_to_stages_that_do_not_train():
-    given = situation(pipe=3, forward_seconds=(1.0,) * 3, backward_seconds=(2.0,) * 3, samples=1, bandwidth=100.0,
+    given = situation(pipeline_size=3, forward_seconds=(1.0,) * 3, backward_seconds=(2.0,) * 3, samples=1,
+                      bandwidth=100.0,
                       frozen=2, weight_share=0.0)
     assert found(given, 1, 3).seconds == 1 + 1 + 1 + 1 + 3
 
@@ -198,7 +200,7 @@ def test_states_travel_to_stages_that_do_not_train():
 def test_nothing_is_deferred_where_no_stage_before_waits_for_a_gradient():
     """The credit comes after the whole backward, and waits while stage 1 computes: with three microbatches in flight
     stage 0 waits 3 s for it after the first three, and with two more, as auto has it, it does not."""
-    given = situation(pipe=3, forward_seconds=(3.0, 3.0, 1.0), backward_seconds=(6.0, 6.0, 2.0), samples=6,
+    given = situation(pipeline_size=3, forward_seconds=(3.0, 3.0, 1.0), backward_seconds=(6.0, 6.0, 2.0), samples=6,
                       microbatches=(6,), frozen=2)
     assert found(replace(given, in_flight=3), 1, 3).seconds == 27
     assert found(given, 1, 3).seconds == 24
@@ -206,7 +208,7 @@ def test_nothing_is_deferred_where_no_stage_before_waits_for_a_gradient():
 
 def test_boundaries_are_improved_on_the_simulated_clock():
     """The dearest stage is cheapest at 3 (12 s a microbatch, 55 s a step); at 4 it has 13 s, and the step 52 s."""
-    given = situation(pipe=2, forward_seconds=(1.0, 3.0, 1.0, 2.0, 2.0), frozen=2, weight_share=0.0, samples=4,
+    given = situation(pipeline_size=2, forward_seconds=(1.0, 3.0, 1.0, 2.0, 2.0), frozen=2, weight_share=0.0, samples=4,
                       backward_seconds=(2.0, 6.0, 2.0, 4.0, 4.0), microbatches=(4,))
     choice = found(given, 1, 2)
     assert (choice.boundaries, choice.seconds) == ((4,), 52.0)
@@ -223,7 +225,7 @@ def test_cached_blocks_cost_a_read_and_are_on_the_first_stage():
 
 def test_no_cut_inside_the_cached_prefix():
     """Neither where shorter messages would leave, nor where the memory asks for it."""
-    given = situation(pipe=2, frozen=4, cached=4, bandwidth=10.0,
+    given = situation(pipeline_size=2, frozen=4, cached=4, bandwidth=10.0,
                       output_bytes=(0, 0, 0, 100, 100, 0))
     assert found(given, 1, 2).boundaries == (4,)
     dropped = found(replace(given, memory_bytes=lambda place: place.stop - place.start, limit_bytes=3), 1, 2)
@@ -231,7 +233,7 @@ def test_no_cut_inside_the_cached_prefix():
 
 
 @pytest.mark.parametrize(("settings", "mesh", "reason"), [
-    (dict(pipe=8), (1, 8), "8 stages are more than 6 blocks can make"),
+    (dict(pipeline_size=8), (1, 8), "8 stages are more than 6 blocks can make"),
     (dict(samples=3), (4, 1), "4 replicas are more than the 3 samples of a step")])
 def test_meshes_that_cannot_be(settings, mesh, reason):
     choice = found(situation(**settings), *mesh)
@@ -247,7 +249,7 @@ def test_memory_decides_where_to_cut_and_what_is_dropped():
         asked.append(place)
         return sum(heavy[place.start:place.stop]) * 2**20
 
-    given = situation(pipe=2, memory_bytes=memory_bytes)
+    given = situation(pipeline_size=2, memory_bytes=memory_bytes)
     assert found(given, 1, 2).boundaries == (3,) and not asked, "nobody asks where there is no limit"
     limited = replace(given, limit_bytes=4 * 2**20)
     assert found(limited, 1, 2).boundaries == (2,)
@@ -255,21 +257,22 @@ def test_memory_decides_where_to_cut_and_what_is_dropped():
         "no cut fits the memory: with microbatches of 1 stage 0 with blocks 0 to 5 needs 8.0 MiB of 4.0 MiB")
     cut = found(limited, 1, 2)
     assert (cut.seconds, cut.microbatches) == (98, 8), "2 s until stage 1 begins, and 12 s for each"
-    assert {(place.data, place.pipe, place.stage) for place in asked} == {(1, 2, 0), (1, 2, 1), (2, 1, 0)}
-    assert all(place.num_microbatches * place.microbatch_size >= 8 // place.data for place in asked)
+    assert {(place.num_replicas, place.pipeline_size, place.stage) for place in asked} == {
+        (1, 2, 0), (1, 2, 1), (2, 1, 0)}
+    assert all(place.num_microbatches * place.microbatch_size >= 8 // place.num_replicas for place in asked)
     tight = found(replace(given, limit_bytes=3 * 2**20), 1, 2)
     assert tight.too_large and "stage 0 with blocks 0 to 2 needs 5.0 MiB of 3.0 MiB" in tight.reason
 
 
 def test_smaller_microbatches_where_larger_ones_do_not_fit():
-    given = situation(pipe=1, memory_bytes=lambda place: place.microbatch_size, call_seconds=0.1)
+    given = situation(pipeline_size=1, memory_bytes=lambda place: place.microbatch_size, call_seconds=0.1)
     assert found(given, 1, 1).microbatches == 1
     assert found(replace(given, limit_bytes=2), 1, 1).microbatches == 4
 
 
 def test_improved_boundaries_fit_the_memory_too():
     """Frozen blocks make GPipe's best cut another than the dearest stage's; the limit forbids it."""
-    given = situation(pipe=2, frozen=2, policy=GPipe(), weight_share=0.0, samples=16,
+    given = situation(pipeline_size=2, frozen=2, policy=GPipe(), weight_share=0.0, samples=16,
                       microbatches=(16,), memory_bytes=lambda place: place.stop - place.start, limit_bytes=100)
     free = found(given, 1, 2)
     held = found(replace(given, limit_bytes=3), 1, 2)
@@ -280,7 +283,7 @@ def test_averaging_over_replicas():
     """A ring: 2 (d - 1) messages of a d-th, of what trains; what follows the last backward counts in full."""
     given = situation(bandwidth=1000.0, latency_seconds=0.25, frozen=2, update_seconds=(9.0, 9.0, 0.0, 0.5, 0.5, 1.0))
     assert found(given, 4, 1).seconds == (6 + 4 * 2) * 2 + 6 * (0.25 + 1.0) + 2.0
-    assert found(replace(given, data=1, pipe=1), 1, 1).seconds == (6 + 4 * 2) * 8 + 2.0
+    assert found(replace(given, num_replicas=1, pipeline_size=1), 1, 1).seconds == (6 + 4 * 2) * 8 + 2.0
 
 
 def test_ranks_that_share_cores():
@@ -297,7 +300,7 @@ def test_calls_make_few_microbatches_better():
 
 
 def test_a_smaller_last_microbatch_takes_less():
-    given = situation(pipe=1, samples=5, microbatches=(3,))
+    given = situation(pipeline_size=1, samples=5, microbatches=(3,))
     assert found(given, 1, 1).seconds == pytest.approx(6 * 3 * 5)
     assert found(replace(given, cores=1.0), 1, 1).seconds == pytest.approx(6 * 3 * 5)
 
@@ -308,7 +311,7 @@ def test_counts_beyond_the_share_are_single_samples():
 
 seconds = st.integers(0, 8).map(lambda eighths: eighths / 8)
 situations = st.integers(1, 7).flatmap(lambda blocks: st.builds(
-    Situation, data=st.integers(1, 3), pipe=st.integers(1, 4), samples=st.integers(1, 12),
+    Situation, num_replicas=st.integers(1, 3), pipeline_size=st.integers(1, 4), samples=st.integers(1, 12),
     forward_seconds=st.tuples(*[seconds] * blocks), backward_seconds=st.tuples(*[seconds] * blocks),
     output_bytes=st.tuples(*[st.integers(0, 9)] * blocks), gradient_bytes=st.tuples(*[st.integers(0, 9)] * blocks),
     update_seconds=st.none() | st.tuples(*[seconds] * blocks), call_seconds=st.sampled_from([0.0, 0.1]),
@@ -338,8 +341,8 @@ def test_every_cut_is_whole(given):
 @given(situations)
 def test_freezing_more_never_makes_one_stage_slower(given):
     """Exactly so without a pipeline."""
-    given = replace(given, pipe=1, cached=0)
-    assume(given.data <= given.samples and given.limit_bytes is None)
+    given = replace(given, pipeline_size=1, cached=0)
+    assume(given.num_replicas <= given.samples and given.limit_bytes is None)
     times = [best_cut(replace(given, frozen=frozen)).seconds for frozen in range(given.num_blocks + 1)]
     assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(times))
 
@@ -364,8 +367,8 @@ def test_freezing_more_hardly_ever_makes_the_best_choice_slower(given):
 @settings(max_examples=40, deadline=None)
 @given(situations)
 def test_a_cheaper_read_never_makes_one_stage_slower(given):
-    given = replace(given, pipe=1)
-    assume(given.data <= given.samples and given.limit_bytes is None)
+    given = replace(given, pipeline_size=1)
+    assume(given.num_replicas <= given.samples and given.limit_bytes is None)
     first, second = (best_cut(replace(given, read_seconds=read)).seconds for read in (0.2, 0.1))
     assert second <= first
 

@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from ranvier.config.run import Batch, Checkpoint, Elastic, Guard, Optim, Run, Train
-from ranvier.elastic.rules import ElasticRules
+from ranvier.elastic.controller import Controller, Decision
 from ranvier.mesh import Mesh
 from ranvier.train import loop
 from ranvier.train.elasticity import Elasticity
+from ranvier.train.progress import Progress
 from tests.checkpoint.anywhere import assert_same, everything
 from tests.elastic.runs import BY_HAND, StopAfter, Wishes, always, lines, losses, run_all, tiny, transitions
 
-whole_state = Elasticity.whole_state
+document = Elasticity.document
 
 
 def test_a_stop_at_the_step_of_a_transition(sentences, tmp_path, in_one_process, requests):
@@ -38,8 +39,8 @@ def test_a_run_that_had_lost_ranks_uses_all_of_them_when_it_is_resumed(sentences
     """One that has all its ranks on a smaller mesh, as a user has wished, stays there."""
     run = tiny(sentences, tmp_path / "run", elastic=replace(BY_HAND, auto_pipe=False, auto_dp=False),
                checkpoint=Checkpoint(every=0))
-    monkeypatch.setattr(Elasticity, "whole_state", lambda elastic, *args: {
-        **whole_state(elastic, *args), "num_ranks": elastic.num_ranks - lost})
+    monkeypatch.setattr(Elasticity, "document", lambda elastic, *args: {
+        **document(elastic, *args), "num_ranks": elastic.num_ranks - lost})
     run_all(run, trackers=[Wishes(run, {1: dict(data=2, pipe=1)}), StopAfter(7, requests)])
     monkeypatch.undo()
     assert transitions(run)[-1]["mesh"]["data"] == 2
@@ -86,25 +87,17 @@ def test_the_cache_on_a_tensor_mesh_outlives_transitions(sentences, tmp_path, in
 
 
 def course(steps, size):
-    """An elasticity that knows the length of its run and nothing else."""
-    elastic = object.__new__(Elasticity)
-    elastic._first = type("First", (), {"train": Train(steps=steps), "batch": Batch(global_size=size)})
-    elastic._rules = ElasticRules(Run(batch=Batch(global_size=size, microbatch_size=1)))
-    elastic._since, elastic._size = (0, 0), size
-    return elastic
+    return Progress.begin(Run(train=Train(steps=steps), batch=Batch(global_size=size, microbatch_size=1)))
 
 
 def test_going_back_over_a_change_of_the_global_batch():
-    elastic = course(24, 8)
-    elastic._since, elastic._size = (5, 40), 16
-    assert elastic.left(7) == 8
-    elastic.rolled_back(6, {"since": [5, 40], "global_size": 16})
-    assert elastic.left(6) == 9
-    elastic.rolled_back(4, {})
-    assert elastic.left(4) == 10 and elastic._taken(6) == 64
-    elastic._since, elastic._size = (10, 112), 24
-    elastic.rolled_back(8, {"since": [4, 32], "global_size": 16})
-    assert elastic._taken(8) == 96 and elastic.left(8) == 4
+    progress = replace(course(24, 8), since=(5, 40), size=16)
+    assert progress.left(7) == 8
+    assert progress.rolled_back(6, {"since": [5, 40], "global_size": 16}) == progress and progress.left(6) == 9
+    progress = progress.rolled_back(4, {})
+    assert progress.left(4) == 10 and progress.samples(6) == 64
+    progress = replace(progress, since=(10, 112), size=24).rolled_back(8, {"since": [4, 32], "global_size": 16})
+    assert progress.samples(8) == 96 and progress.left(8) == 4
 
 
 @pytest.mark.parametrize(("first", "sizes"), [(8, (16, 24)), (12, (16, 20, 28)), (6, (10, 14)), (48, (96,))])
@@ -112,13 +105,13 @@ def test_no_step_is_left_over_when_the_global_batch_grows(first, sizes):
     """As many steps as have the samples of the first sizes, at whatever step the size changes."""
     for total in (24, 25, 100):
         for at in range(1, total, 7):
-            elastic, step, samples = course(total, first), 0, 0
+            progress, step, samples = course(total, first), 0, 0
             for size in (first, *sizes):
-                elastic._since, elastic._size = (step, elastic._taken(step)), size
+                progress = progress.with_size(step, size)
                 for _ in range(at):
-                    if not elastic.left(step):
+                    if not progress.left(step):
                         break
-                    assert elastic.left(step) == math.ceil((total * first - samples) / size), (total, at, size, step)
+                    assert progress.left(step) == math.ceil((total * first - samples) / size), (total, at, size, step)
                     step, samples = step + 1, samples + size
 
 
@@ -208,13 +201,14 @@ def changing_nothing(monkeypatch, through):
 
     def there_and_back(training, back, save=False):
         if through is not None:
-            change(training, replace(back, data=through.data, pipe=through.pipe, boundaries=None))
+            change(training, replace(back, mesh=through.sizes, boundaries=None))
         if training.now is not None:  # the others are idle, and hear of it
             change(training, back, save)
 
     monkeypatch.setattr(loop.Training, "_change", there_and_back)
-    monkeypatch.setattr(Elasticity, "_packed", lambda elastic, now, budget, step, measured, **_: elastic._change(
-        now, now.run.mesh, budget.frozen, now.engine.boundaries or None, "nothing changes"))
+    monkeypatch.setattr(Controller, "decide", lambda controller, state, facts, request: Decision(
+        state=replace(state, norms=None, due=False), change=controller.change_to(
+            facts.present.mesh, facts.frozen, facts.frozen, facts.present.boundaries or None, "nothing changes")))
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from ranvier.config.run import Checkpoint, Elastic, Pipeline
-from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
 from ranvier.optim.learning_rate import learning_rate
 from ranvier.train import resize
@@ -31,6 +30,7 @@ from tests.elastic.runs import (
     tiny,
     transitions,
 )
+from tests.errors import raises
 
 
 def assert_rates(run, places=range(1, NUM_STEPS + 1), factors=(1.0,) * NUM_STEPS):
@@ -279,10 +279,10 @@ def test_a_request_that_is_no_plain_file_of_the_runs_user_is_refused(tmp_path, m
 
 
 def test_asking_where_no_run_is(tmp_path):
-    with pytest.raises(RanvierError, match="is no run's folder"):
+    with raises("not-a-run-folder"):
         resize.ask(tmp_path, data=1, pipe=1)
     (tmp_path / "run.toml").write_text("")
-    with pytest.raises(RanvierError, match=r"has not answered within 0\.2 s"):
+    with raises("resize-late", "0.2"):
         resize.ask_and_wait(tmp_path, data=1, pipe=1, seconds=0.2)
     assert not list(tmp_path.glob("*resize*"))
     assert "asked" in resize.ask_and_wait(tmp_path, data=1, pipe=1, seconds=0)

@@ -18,6 +18,7 @@ from ranvier.elastic.ledger import Ledger
 from ranvier.mesh import Mesh
 from ranvier.train import caching, memory, runtime
 from ranvier.train.elasticity import Elasticity
+from ranvier.train.progress import Progress
 from tests.covering import quick
 from tests.elastic.runs import BY_HAND, always, lines, losses, run_all, tiny, transitions
 
@@ -263,21 +264,19 @@ def test_a_step_without_gradients_puts_the_policy_off(sentences, tmp_path, monke
 def test_a_smaller_global_batch_takes_as_many_samples(sentences, tmp_path):
     """Also where a step is a third of what it was, which no float is."""
     run = replace(tiny(sentences, tmp_path / "run"), train=Train(steps=10), mesh=Mesh(data=3))
-    elastic = Elasticity(resolve(run), prepare(run), tell=print)
-    elastic.load(elastic.state(run, FrozenLayers(1)) | {"since": [1, 8], "size": 3})
-    assert [elastic.left(step) for step in (1, 2, 24, 25)] == [24, 23, 1, 0]
-    elastic.load(elastic.state(run, FrozenLayers(1)) | {"since": [0, 0], "size": 24})
-    assert [elastic.left(step) for step in (0, 3, 4)] == [4, 1, 0]
+    progress = Progress.begin(resolve(run))
+    smaller = progress.restored(progress.state() | {"since": [1, 8], "size": 3})
+    assert [smaller.left(step) for step in (1, 2, 24, 25)] == [24, 23, 1, 0]
+    larger = progress.restored(progress.state() | {"since": [0, 0], "size": 24})
+    assert [larger.left(step) for step in (0, 3, 4)] == [4, 1, 0]
 
 
 def test_a_global_batch_that_changed_is_known_where_the_mesh_is_the_first_again(sentences, tmp_path):
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(data=2), elastic=Elastic(global_batch="grow"))
-    elastic = Elasticity(resolve(run), prepare(run), tell=print)
-    assert elastic.state(run, NONE_FROZEN) == {}
-    elastic.load(elastic.state(run, FrozenLayers(1)) | {"since": [6, 36]})
-    again = Elasticity(resolve(run), prepare(run), tell=print)
-    again.load(elastic.state(run, NONE_FROZEN))
-    assert again.left(6) == elastic.left(6) and again.learning_rate(7) == elastic.learning_rate(7)
+    elastic, progress = Elasticity(resolve(run), prepare(run), tell=print), Progress.begin(resolve(run))
+    assert elastic.checkpoint_document(run, NONE_FROZEN, progress) == {}
+    saved = elastic.checkpoint_document(run, NONE_FROZEN, replace(progress, since=(6, 36)))
+    assert progress.restored(saved) == replace(progress, since=(6, 36))
 
 
 @pytest.mark.parametrize(("more", "fits"), [(0, True), (-1, False)])

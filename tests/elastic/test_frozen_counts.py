@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -15,13 +14,13 @@ from ranvier.config.run import Optim, Pipeline
 from ranvier.data.lm import Sequences
 from ranvier.data.loader import Loader
 from ranvier.data.sampler import Sampler
-from ranvier.errors import ModelError
 from ranvier.layout import frozen_blocks
 from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
 from ranvier.pipeline.engine import Engine
 from ranvier.testing.ranks import run_ranks
 from tests.checkpoint.anywhere import CONFIG, GLOBAL_SIZE, SEED, TOKENS
+from tests.errors import raises
 
 SAMPLES = Sequences(TOKENS, CONFIG.sequence)
 UNTIED = replace(gpt(CONFIG, dtype=torch.float64), tied=())
@@ -147,5 +146,5 @@ def test_which_blocks_are_frozen_with_a_layer():
     trainable = [next(build().parameters()).requires_grad for build in freeze(UNTIED, 1).blocks.values()]
     assert trainable == [False, False, False, True, True, True]
     for depth in (-1, 3):
-        with pytest.raises(ModelError, match=r"frozen layers: is not a number of layers that the model has \(2\)"):
+        with raises("frozen-layers-count", 2):
             frozen_prefix(UNTIED, depth)

@@ -29,7 +29,7 @@ def norms(mesh, frozen=0, microbatch=2, **optim):
                         nominal_weight=3.0, optim=Optim(bucket_size=64, chunk_buckets=2, **optim))
         at = engine.coordinates
         loader = Loader(SAMPLES, Sampler(len(SAMPLES), SEED), global_size=GLOBAL_SIZE, microbatch_size=microbatch,
-                        replica=at.data, num_replicas=mesh.data, row=at.row, num_rows=mesh.row,
+                        replica=at.data, num_replicas=mesh.data, part=at.row, num_parts=mesh.row,
                         needs_inputs=engine.is_first_stage, needs_targets=engine.is_last_stage)
         engine.train_batch(loader.microbatches(0))
         engine.watch_layers()

@@ -13,12 +13,12 @@ from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Batch, Data, Elastic, Launch, Memory, Optim, Pipeline, Train, Transformer
 from ranvier.cost.count import device_bytes_of_stages, laid_out
 from ranvier.elastic.auto_pipe import CandidateStage
+from ranvier.elastic.change import Change
 from ranvier.elastic.freezing import NONE_FROZEN, FrozenLayers
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.plan.fitting import first_that_fits, schedules
 from ranvier.train import elasticity, loop, memory
-from ranvier.train.commands import Change
 from ranvier.train.memory import MemoryBudget, device_bytes
 from ranvier.train.runtime import build_runtime
 from tests.elastic.runs import BY_HAND, Wishes, always, lines, losses, run_all, tiny, transitions
@@ -87,7 +87,8 @@ def test_on_rows_and_columns_a_stage_needs_no_less():
 
 
 def test_stages_are_judged_alone_on_devices_only(sentences):
-    place = CandidateStage(data=1, pipe=2, stage=0, start=0, stop=4, num_microbatches=8, microbatch_size=2)
+    place = CandidateStage(num_replicas=1, pipeline_size=2, stage=0, start=0, stop=4, num_microbatches=8,
+                           microbatch_size=2)
     run = small(sentences)
     assert MemoryBudget(first=run, frozen=NONE_FROZEN).stage_bytes(run) is None
     needed = MemoryBudget(first=run, frozen=NONE_FROZEN, device_bytes=1).stage_bytes(run)
@@ -97,7 +98,7 @@ def test_stages_are_judged_alone_on_devices_only(sentences):
 
 
 def change_to(run):
-    return Change(**run.mesh.sizes, frozen=NONE_FROZEN, old_frozen=NONE_FROZEN, boundaries=run.pipeline.boundaries,
+    return Change(mesh=run.mesh.sizes, frozen=NONE_FROZEN, old_frozen=NONE_FROZEN, boundaries=run.pipeline.boundaries,
                   global_size=run.batch.global_size, microbatch_size=run.batch.microbatch_size, reason="")
 
 
@@ -119,7 +120,7 @@ def test_a_transition_that_the_start_would_accept_is_accepted(sentences, monkeyp
                 entry.ranks * entry.host_bytes for entry in laid_out(run)[1])
             monkeypatch.setattr(memory, "available_memory_bytes", lambda most=most, more=hosts: most + more - before)
         budget = MemoryBudget(first=run, frozen=NONE_FROZEN, device_bytes=most if on_cuda else None)
-        change, problem = budget.fitted(change_to(there))
+        change, problem = change_to(there).fitted(run, budget.problem)
         assert (problem is None) == (most >= min(needed))
         starts = first_that_fits(there, lambda each: needed[schedules(there).index(each)],
                                  lambda each, needs, most=most: needs <= most)[0]

@@ -178,7 +178,7 @@ def asked(monkeypatch, now, first=None, **options):
     situations = {}
 
     def spy(situation):
-        situations[situation.data, situation.pipe] = situation
+        situations[situation.num_replicas, situation.pipeline_size] = situation
         return best_cut(situation)
 
     work = measured_blocks(now, rows(now.run.mesh))
@@ -205,7 +205,7 @@ def test_the_best_number_of_microbatches_is_the_profiled_one(monkeypatch):
         profile = profile.measured(2, 2, 0, count, 1.0 / count)
     begun = profile.measured(4, 1, 0, microbatch_counts(4, 32)[-1], 0.1)
     now, given = runtime(Mesh(pipe=4)), []
-    memory = StageMemory(limit_bytes=1, needed=lambda mesh, samples, size: given.append((mesh.pipe, size)) or (
+    memory = StageMemory(limit_bytes=1, needed=lambda run: given.append((run.mesh.pipe, run.batch.microbatch_size)) or (
         lambda place: 0))
     situations, _ = asked(monkeypatch, now, profile=begun, memory=memory)
     assert {mesh: each.microbatches for mesh, each in situations.items()} == {
@@ -220,7 +220,7 @@ def test_the_best_number_of_microbatches_is_the_profiled_one(monkeypatch):
 
 def test_a_cut_that_does_not_fit_the_devices_is_made_leaner(monkeypatch):
     now = runtime(Mesh(pipe=4))
-    memory = StageMemory(limit_bytes=4, needed=lambda *there: lambda place: place.stop - place.start)
+    memory = StageMemory(limit_bytes=4, needed=lambda there: lambda place: place.stop - place.start)
     _, free = asked(monkeypatch, now)
     _, found = asked(monkeypatch, now, memory=memory)
     assert free[2, 2].boundaries != (4,) and found[2, 2].boundaries == (4,) and found[2, 2].fits

@@ -11,7 +11,10 @@ from ranvier.config.resolve import ResolvedRun, resolve
 from ranvier.config.run import Batch, Data, Elastic, Launch, Run, Train, Transformer
 from ranvier.cost import transition
 from ranvier.cost.cluster_files import load_cluster
+from ranvier.elastic.change import Change
+from ranvier.elastic.controller import Controller
 from ranvier.elastic.rules import EvaluationSchedule
+from ranvier.elastic.state import ElasticState
 from ranvier.mesh import Mesh
 from ranvier.planner.elastic_plan import Course, course
 from ranvier.planner.predicted_blocks import predicted_blocks
@@ -52,10 +55,23 @@ def stated_facts(monkeypatch, plan: Course) -> None:
     monkeypatch.setattr(Elasticity, "saw", lambda self, event: saw(
         self, replace(event, step_seconds=step_seconds(event.step))))
 
-    def entered(self, now, change, old, moved, seconds, step):
-        return enter(self, now, change, old, moved, self.ledger.expected_cost(moved), step)
+    def entered(self, now, saved, change, old, moved, seconds, step, progress):
+        cost = ElasticState.read(saved).ledger.expected_cost(moved)
+        return enter(self, now, saved, change, old, moved, cost, step, progress)
 
     monkeypatch.setattr(Elasticity, "enter", entered)
+
+
+def told_changes(monkeypatch) -> dict[int, Change]:
+    """Step -> the change after it, of whatever runs from now on."""
+    told, entered = {}, Controller.entered
+
+    def noting(controller, state, change, *, step, **facts):
+        told[step] = change
+        return entered(controller, state, change, step=step, **facts)
+
+    monkeypatch.setattr(Controller, "entered", noting)
+    return told
 
 
 def decisions(found: list[tuple[int, int, tuple[int, ...]]]) -> list[tuple[int, int, tuple[int, ...]]]:
@@ -77,9 +93,13 @@ def test_a_run_and_its_plan_take_the_same_decisions(sentences, tmp_path, monkeyp
     monkeypatch.setattr(transition, "PRIOR_SECONDS", prior_seconds)
     monkeypatch.setattr(transition, "PRIOR_BYTES_PER_SECOND", 1e15)
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=4), elastic=elastic, train=Train(steps=STEPS))
+    told = told_changes(monkeypatch)
     plan = planned(sentences, run)
+    in_plan = dict(told)
+    told.clear()
     stated_facts(monkeypatch, plan)
     run_all(run)
+    assert told == in_plan
     steps = lines(run, "metrics.jsonl")
     happened = [(line["step"] - 1, line["frozen_layers"], (line["data"], line["pipe"]))
                 for line in steps if "frozen_layers" in line]
@@ -100,11 +120,17 @@ def test_the_next_evaluation_is_the_first_step_at_which_the_policy_is_asked(sche
     def depth(step):
         return max((layers for at, layers in schedule.depths or () if at <= step), default=0)
 
+    def is_asked(step):
+        if schedule.depths:
+            return step in dict(schedule.depths)
+        return step % schedule.every == 0 if schedule.every else (
+            step * size // schedule.epoch_samples > (step - 1) * size // schedule.epoch_samples)
+
     for start in range(40):
         until = schedule.steps_until_due(start, start * size, size, depth(start))
-        due = next((step - start for step in range(start + 1, start + 200) if schedule.is_due(
-            step, (step - 1) * size, step * size, depth(start))), None)
+        due = next((step - start for step in range(start + 1, start + 200) if is_asked(step)), None)
         assert until == due, start
+        assert schedule.is_due(start + 1, start * size, (start + 1) * size, depth(start)) == is_asked(start + 1)
 
 
 def test_all_settings_of_elastic_runs_are_in_the_plan(monkeypatch):

@@ -14,31 +14,32 @@ from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Data, Elastic, Optim, Transformer
 from ranvier.mesh import Mesh
 from ranvier.planner.problems import warnings
+from tests.errors import raises
 
 BERT = ResolvedRun(model=Transformer(num_layers=4, hidden=16, heads=2, vocab=100, sequence=8),
                    data=Data(task="classification", train="sentiment"))
 VIT = ResolvedRun(model=Transformer(num_layers=4, hidden=16, heads=2), data=Data(task="images", train="cifar10"))
 
 
-@pytest.mark.parametrize(("run", "where", "message"), [
-    (replace(BERT, elastic=Elastic(freeze="manual")), "elastic.freeze", "needs entries"),
-    (replace(BERT, elastic=Elastic(freeze="manual", manual=("3:5",))), "elastic.manual", "more than the model's 4"),
-    (ResolvedRun(elastic=Elastic(freeze="untrained")), "elastic.freeze", "the first one has something to train"),
+@pytest.mark.parametrize(("run", "where", "error"), [
+    (replace(BERT, elastic=Elastic(freeze="manual")), "elastic.freeze", ("manual-freeze-missing",)),
+    (replace(BERT, elastic=Elastic(freeze="manual", manual=("3:5",))), "elastic.manual", ("manual-freeze-layers", 4)),
+    (ResolvedRun(elastic=Elastic(freeze="untrained")), "elastic.freeze", ("nothing-to-freeze",)),
     (replace(BERT, model=replace(BERT.model, num_layers=1), elastic=Elastic(freeze="gradient-norm")), "elastic.freeze",
-     "nothing to compare in a model of one layer"),
+     ("freeze-one-layer",)),
     (replace(BERT, model=replace(BERT.model, dropout=0.1), elastic=Elastic(freeze="cap", cache=True)), "elastic.cache",
-     r"one epoch's dropout has made \(model.dropout is 0.1\)"),
+     ("cache-with-dropout",)),
     (replace(VIT, data=replace(VIT.data, augment="flip-crop"), elastic=Elastic(freeze="cap", cache=True)),
-     "elastic.cache", r"one epoch's augmentation has made \(data.augment is flip-crop\)"),
+     "elastic.cache", ("cache-with-augmentation",)),
     (replace(BERT, optim=Optim(update_in_backward=True), elastic=Elastic(profile_microbatches=True)),
-     "elastic.profile-microbatches", "tries several microbatches"),
+     "elastic.profile-microbatches", ("in-backward-profile",)),
     (replace(BERT, optim=Optim(update_in_backward=True), elastic=Elastic(global_batch="grow")), "elastic.global-batch",
-     "needs batches of one microbatch, and this one grows"),
+     ("in-backward-growing-batch",)),
 ])
-def test_contradictions_are_found(run, where, message):
+def test_contradictions_are_found(run, where, error):
     (problem,) = [problem for problem in check(run).problems if problem.where == where]
     assert problem.remedy
-    with pytest.raises(type(problem), match=message):
+    with raises(*error):
         raise problem
 
 

@@ -18,7 +18,6 @@ from ranvier.data.sampler import Sampler
 from ranvier.elastic import transition
 from ranvier.elastic.freezing import FrozenLayers
 from ranvier.elastic.transition import hand_over, take
-from ranvier.errors import MessageTimeout, TransportError
 from ranvier.layout import box_size
 from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
@@ -28,6 +27,7 @@ from ranvier.testing.faults import flipped
 from ranvier.testing.ranks import run_ranks
 from tests.checkpoint.anywhere import CONFIG, GLOBAL_SIZE, LLAMA, SEED, TOKENS
 from tests.covering import covering, quick
+from tests.errors import raises
 
 HAND_OVER_SECONDS = 30.0
 SAMPLES = Sequences(TOKENS, CONFIG.sequence)
@@ -74,7 +74,7 @@ class Layouts:
             return None
         mesh, at = self.engine.mesh, self.engine.coordinates
         loader = Loader(SAMPLES, Sampler(len(SAMPLES), SEED), global_size=GLOBAL_SIZE, microbatch_size=2,
-                        replica=at.data, num_replicas=mesh.data, row=at.row, num_rows=mesh.row,
+                        replica=at.data, num_replicas=mesh.data, part=at.row, num_parts=mesh.row,
                         needs_inputs=self.engine.is_first_stage, needs_targets=self.engine.is_last_stage)
         assert self.engine.steps == step
         result = self.engine.train_batch(loader.microbatches(step))
@@ -320,13 +320,13 @@ def moved_under(change):
 
 
 def test_a_bit_that_changes_on_its_way_is_seen():
-    with pytest.raises(TransportError, match="its elements have been changed on their way"):
+    with raises("invalid-message"):
         moved_under(lambda message: flipped(message, 12345))
 
 
 def test_a_message_that_does_not_come_is_missed(monkeypatch):
     monkeypatch.setitem(globals(), "HAND_OVER_SECONDS", 0.5)
-    with pytest.raises(MessageTimeout, match=r"the (parameter|exp_avg\w*) of \S+ has not come from rank 1"):
+    with raises("transition-receive-late", 1):
         moved_under(lambda message: None)
 
 

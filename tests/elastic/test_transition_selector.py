@@ -7,17 +7,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from ranvier.config.resolve import ResolvedRun
+from ranvier.config.resolve import ResolvedRun, resolve
 from ranvier.config.run import Batch, Elastic, Train
 from ranvier.data.prepare import prepare
+from ranvier.elastic import controller
 from ranvier.elastic.freezing import FrozenLayers
-from ranvier.elastic.ledger import Ledger
+from ranvier.elastic.ledger import Entry, Ledger
 from ranvier.elastic.mesh_candidates import MeshCandidate
 from ranvier.elastic.rules import BlockFacts, ElasticRules, PresentMesh
-from ranvier.elastic.transition_selector import TransitionSelector
+from ranvier.elastic.state import ElasticState
+from ranvier.elastic.transition_selector import select
 from ranvier.mesh import Mesh
-from ranvier.train import elasticity
 from ranvier.train.elasticity import Elasticity
+from ranvier.train.progress import Progress
 from tests.covering import quick
 from tests.elastic.runs import BY_HAND, Wishes, always, lines, run_all, tiny, transitions
 
@@ -35,7 +37,7 @@ def candidate(data, pipe, seconds, **changed):
 
 
 class Case:
-    """A selector, on four stages with two frozen layers. A transition costs a second, a step takes one."""
+    """Selections, on four stages with two frozen layers. A transition costs a second, a step takes one."""
 
     def __init__(self, **elastic):
         self.told = []
@@ -43,14 +45,17 @@ class Case:
         run = ResolvedRun(mesh=Mesh(pipe=4), batch=Batch(global_size=32, microbatch_size=4), elastic=Elastic(**elastic))
         self.present = PresentMesh(mesh=run.mesh, boundaries=(2, 4, 6), frozen=2, cached_blocks=0, global_size=32,
                                    layers=tuple((name,) for name in names), block_names=tuple(names))
-        self.selector = TransitionSelector(ElasticRules(run), lambda step, event, text, fields: self.told.append(
-            (event, text)))
+        self.rules, self.refused = ElasticRules(run), frozenset()
 
     def select(self, found, *, depth=2, steps=100, full=()):
         """full: (data, pipe) of meshes that the device does not hold."""
-        return self.selector.select(
-            self.present, found, FACTS, depth=depth, step=7, ledger=Ledger(), seconds=1.0, remaining_steps=steps,
+        state, chosen, notes = select(
+            self.rules, ElasticState(refused=self.refused, recent=(1.0,)), self.present, found, FACTS, depth=depth,
+            step=7, remaining_steps=steps,
             problem_of=lambda there: FULL if (there.data, there.pipe) in full else None)
+        self.refused = state.refused
+        self.told += [(note.event, note.text) for note in notes]
+        return chosen, next(iter(state.ledger.entries), None)
 
 
 HERE, FAST, FASTER = candidate(1, 4, 1.0), candidate(2, 2, 0.9), candidate(4, 1, 0.8)
@@ -59,20 +64,20 @@ HERE, FAST, FASTER = candidate(1, 4, 1.0), candidate(2, 2, 0.9), candidate(4, 1,
 def test_what_does_not_pay_is_told_once_and_taken_once_it_does():
     case = Case()
     assert case.select([FAST, HERE], depth=3, steps=5) == (HERE, None)  # 0.5 s are less than 1 s
-    assert [event for event, _ in case.told] == ["judged"] and case.selector.refused_at(3) == {(2, 2)}
+    assert [event for event, _ in case.told] == ["judged"] and case.refused == {(2, 2, 3)}
     case.present = replace(case.present, frozen=3)
     assert case.select([FAST, HERE], depth=3, steps=5) == (None, None) and len(case.told) == 1
     taken, entry = case.select([FAST, HERE], depth=3, steps=50)
     assert taken == FAST and entry.new == "data 2 x pipe 2" and entry.seconds_after == pytest.approx(0.9)
     assert len(case.told) == 2 and "would gain 5.0 s over 50 steps" in case.told[1][1]
-    assert not case.selector.refused
+    assert not case.refused
 
 
 def test_what_does_not_fit_is_told_once_and_taken_once_it_does():
     case = Case()
     assert case.select([FASTER, FAST, HERE], depth=3, full={(4, 1)})[0] == FAST
     assert case.told[0] == ("dropped", "data 4 x pipe 1 with 3 frozen layers: memory of the device does not suffice")
-    assert case.selector.refused_at(3) == {(4, 1)}
+    assert case.refused == {(4, 1, 3)}
     case.present = replace(case.present, frozen=3)
     case.told.clear()
     assert case.select([FASTER, HERE], depth=3, full={(4, 1)}) == (None, None) and not case.told
@@ -84,19 +89,19 @@ def test_a_mesh_without_a_cut_that_fits_is_told_of_wherever_it_stands():
     assert case.select([HERE, none], depth=3) == (HERE, None)
     assert case.told == [("dropped", "data 4 x pipe 1 with 3 frozen layers: no cut fits")]
     assert case.select([HERE, none], depth=3) == (HERE, None) and len(case.told) == 1
-    assert case.selector.refused_at(3) == {(4, 1)}
+    assert case.refused == {(4, 1, 3)}
     assert case.select([HERE, candidate(4, 1, None)], depth=4) == (HERE, None) and len(case.told) == 1
 
 
 def test_a_slower_mesh_is_neither_judged_nor_looked_at_again():
     case = Case()
-    assert case.select([HERE, FAST], depth=3) == (HERE, None) and not case.told and not case.selector.refused
+    assert case.select([HERE, FAST], depth=3) == (HERE, None) and not case.told and not case.refused
 
 
 def test_the_present_cut_stays_where_a_better_one_does_not_fit():
     case = Case()
     assert case.select([HERE, candidate(2, 2, 1.1)], depth=3, full={(1, 4)}) == (None, None)
-    assert [event for event, _ in case.told] == ["dropped"] and not case.selector.refused
+    assert [event for event, _ in case.told] == ["dropped"] and not case.refused
     same = replace(HERE, boundaries=(2, 4, 6))
     assert case.select([same], depth=3, full={(1, 4)}) == (same, None)
 
@@ -105,7 +110,7 @@ def test_only_the_last_depths_refusals_are_kept():
     case = Case()
     case.select([FAST, HERE], depth=3, steps=1)
     case.select([FASTER, HERE], depth=4, steps=1)
-    assert case.selector.refused == {(4, 1, 4)}
+    assert case.refused == {(4, 1, 4)}
 
 
 def test_the_articles_rule_weighs_no_costs_but_must_fit():
@@ -118,7 +123,7 @@ def test_the_articles_rule_weighs_no_costs_but_must_fit():
 
 def test_a_mesh_is_taken_at_a_later_evaluation_at_which_it_pays(sentences, tmp_path, monkeypatch):
     always(monkeypatch)
-    forced, found, asked, among = Ledger.pays, elasticity.mesh_candidates, [], []
+    forced, found, asked, among = Ledger.pays, controller.mesh_candidates, [], []
 
     def candidates(*args, **options):
         among.append(options["among"])
@@ -128,7 +133,7 @@ def test_a_mesh_is_taken_at_a_later_evaluation_at_which_it_pays(sentences, tmp_p
         asked.append(step)
         return replace(forced(ledger, step=step, **facts), pays=step >= 12)
 
-    monkeypatch.setattr(elasticity, "mesh_candidates", candidates)
+    monkeypatch.setattr(controller, "mesh_candidates", candidates)
     monkeypatch.setattr(Ledger, "pays", pays)
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=Elastic(
         freeze="cap", alpha=0.9, every=4, auto_pipe=True, auto_dp=True))
@@ -143,20 +148,17 @@ def test_a_mesh_is_taken_at_a_later_evaluation_at_which_it_pays(sentences, tmp_p
 
 
 def test_what_was_refused_goes_along_until_the_user_chooses(sentences, tmp_path):
-    run = tiny(sentences, tmp_path / "run", elastic=BY_HAND)
-    elastic = Elasticity(run, prepare(run), tell=print)
-    elastic.selector.refused = {(2, 2, 3), (4, 1, 3)}
-    again = Elasticity(run, prepare(run), tell=print)
-    again.load(elastic.state(run, FrozenLayers(3)))
-    assert again.selector.refused == elastic.selector.refused
-    older = {name: value for name, value in elastic.state(run, FrozenLayers(3)).items() if name != "refused"}
-    again.load(older)
-    assert not again.selector.refused
-    again.load(elastic.state(run, FrozenLayers(3)))
-    again.caching = SimpleNamespace(enter=lambda now, reads: False)
+    run = resolve(tiny(sentences, tmp_path / "run", elastic=BY_HAND))
+    elastic, progress = Elasticity(run, prepare(run), tell=print), Progress.begin(run)
+    elastic.state = replace(elastic.state, refused=frozenset({(2, 2, 3), (4, 1, 3)}))
+    saved = elastic.document(run, FrozenLayers(3), progress)
+    assert ElasticState.read(saved).refused == elastic.state.refused
+    assert not ElasticState.read({name: value for name, value in saved.items() if name != "refused"}).refused
+    elastic.caching = SimpleNamespace(enter=lambda now, reads: False)
     for wish, kept in ((None, 2), ("1", 0)):
-        again.enter(SimpleNamespace(run=run), SimpleNamespace(wish=wish), Mesh(pipe=2), 10, 0.5, 3)
-        assert len(again.selector.refused) == kept
+        change = SimpleNamespace(wish=wish, schedule=None)
+        elastic.enter(SimpleNamespace(run=run), saved, change, Mesh(pipe=2), 10, 0.5, 3, progress)
+        assert len(elastic.state.refused) == kept
 
 
 @pytest.mark.parametrize(("elastic", "wishes", "steps"), quick(1, [
@@ -177,7 +179,7 @@ def test_every_transition_is_in_the_ledger(sentences, tmp_path, elastic, wishes,
         assert entry["seconds_before"] > 0 and entry["measured_after"] > 0
         assert entry["new"] == f"data {line['mesh']['data']} x pipe {line['mesh']['pipe']}"
     assert ledger[0]["old"] == "data 1 x pipe 4"
-    learnt = Ledger.from_dict({"entries": ledger})
+    learnt = Ledger(tuple(Entry(**entry) for entry in ledger))
     assert learnt.expected_cost(0) != Ledger().expected_cost(0)
 
 

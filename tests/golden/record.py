@@ -5,7 +5,7 @@ formula), in a commit that says which numbers changed and why, and never to make
 leaves every record as it is. A new golden run is recorded by its name. All records come from one machine; recording
 some of them on another one is refused.
 
-Each run is trained twice and must give the same bits both times. Files in `before_second_house/` are never rewritten.
+Each run is trained twice and must give the same bits both times.
 """
 
 from __future__ import annotations

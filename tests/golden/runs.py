@@ -17,12 +17,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from ranvier.config import read
+from ranvier.mesh import STANDARD_AXES, Axis, Mesh
 from ranvier.testing.ranks import run_ranks
 from ranvier.train.loop import train
 
@@ -72,10 +73,11 @@ class GoldenRun:
             count *= size
         return count
 
-    def start(self, folder: Path) -> list[Step]:
-        """Train in `folder` (see `prepare`); the run's own folder there has its name. Returns its steps."""
+    def start(self, folder: Path, axes: Sequence[Axis] = STANDARD_AXES) -> list[Step]:
+        """Train in `folder` (see `prepare`); the run's own folder there has its name. Returns its steps. axes: of the
+        mesh; ranks that are processes have the standard ones."""
         if self.as_threads:
-            train_as_threads(self.name, self.flags, self.ranks, folder)
+            train_as_threads(self.name, self.flags, self.ranks, folder, axes=axes)
         else:
             train_by_command("gpt-tiny", {**self.flags, "run-dir": self.name}, folder)
         return read_steps(folder / self.name)
@@ -120,18 +122,22 @@ def train_by_command(recipe: str, flags: Mapping[str, object], folder: Path) -> 
     return done.stdout
 
 
-def train_as_threads(name: str, flags: Mapping[str, object], ranks: int, folder: Path, recipe: str = "gpt-tiny"
-                     ) -> None:
-    """Train in `folder` as `ranvier train` does with the recipe, on ranks that are threads."""
+def train_as_threads(name: str, flags: Mapping[str, object], ranks: int, folder: Path, *,
+                     axes: Sequence[Axis] = STANDARD_AXES) -> None:
+    """Train in `folder` as `ranvier train gpt-tiny` does, on ranks that are threads."""
     given = {flag.replace("-", "_"): text for flag, text in zip(flags, as_words(flags)[1::2], strict=True)}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with contextlib.chdir(folder):
-            layers = [read.load(recipe)[1], read.Layer(origin="flag", values={**given, "run_dir": name}, is_text=True)]
+            flags_of = read.Layer(origin="flag", values={**given, "run_dir": name}, is_text=True)
+            layers = [read.load("gpt-tiny")[1], flags_of]
             resolved = read.merge(layers)
             assert not resolved.problems, resolved.problems
-            run_ranks(lambda world: train(resolved.run, name, world, stream=io.StringIO()), ranks, timeout_seconds=120)
+            mesh = resolved.run.mesh
+            assert isinstance(mesh, Mesh)
+            run = replace(resolved.run, mesh=Mesh(axes=axes, tile=mesh.tile, **mesh))
+            run_ranks(lambda world: train(run, name, world, stream=io.StringIO()), ranks, timeout_seconds=120)
     finally:
         torch.set_num_threads(threads)
 

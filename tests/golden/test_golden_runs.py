@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ranvier.mesh import STANDARD_AXES, Axis
 from tests.golden.comparison import differences, machine_facts, tolerance_here
 from tests.golden.record import RECORDS
 from tests.golden.runs import ELASTIC_BERT, ONE_RANK, RUNS, GoldenRun, Step, prepare
@@ -50,6 +51,19 @@ def test_a_resumed_run_has_the_numbers_of_the_uninterrupted_one(folder: Path, on
     flags = {**ONE_RANK.flags, "resume": f"{ONE_RANK.name}/checkpoint/step-3"}
     resumed = GoldenRun(name="resumed", flags=flags, as_threads=True).start(folder)
     assert differences(resumed, one_rank[3:], tolerance=0.0) == []
+
+
+@pytest.mark.parametrize("run", [
+    pytest.param(run, id=run.name, marks=() if run.name in ("row-2-col-2", "elastic-bert") else pytest.mark.slow)
+    for run in RUNS])
+def test_another_axis_with_one_rank_changes_no_bit(run: GoldenRun, records: dict[str, Any], tmp_path: Path) -> None:
+    """The axis of context parallelism, which would split sequences: it stands between two others, so every place that
+    counts axes meets it."""
+    prepare(tmp_path)
+    context = Axis("context", "contexts", splits_sequence=True, replicates_parameters=True)
+    steps = replace(run, as_threads=True).start(tmp_path, axes=(*STANDARD_AXES[:1], context, *STANDARD_AXES[1:]))
+    tolerance = tolerance_here(records["facts"], run.tolerance)
+    assert differences(steps, records["runs"][run.name], tolerance) == []
 
 
 @pytest.mark.slow

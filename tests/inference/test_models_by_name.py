@@ -32,6 +32,7 @@ pytest.importorskip("gguf")
 from tests.checkpoint.test_hf_llama import TEXT, published  # noqa: E402
 from tests.data.gguf_files import write_gguf  # noqa: E402
 from tests.data.test_gguf import model_of  # noqa: E402
+from tests.errors import raises  # noqa: E402
 
 HUB = "someone/small-llama"
 
@@ -159,7 +160,7 @@ def test_what_the_hub_does_not_give_is_named(tmp_path, hub, capsys):
     assert run_command(["generate", "someone/else", "--prompt", "x"]) == 2
     assert "could not be read from the Hugging Face hub" in capsys.readouterr().err
     (tmp_path / "there/config.json").unlink()
-    with pytest.raises(DataError, match=f"model {HUB}@empty: has no config.json"):
+    with raises("hub-model-without-config", f"{HUB}@empty"):
         settled(replace(run_on(tmp_path / "there", HUB), model=Transformer(pretrained=f"{HUB}@empty")))
     with pytest.raises(NotInCache):
         folder_of(HUB, tmp_path, CacheOnly())

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from ranvier.config.run import TensorParallel, Transformer
-from ranvier.errors import ConfigError
 from ranvier.inference.generate import generate
 from ranvier.inference.weights import LanguageModel, build_engine
 from ranvier.keyed_random import scope
@@ -14,6 +13,7 @@ from ranvier.models.families import family_named
 from ranvier.models.generate import Sampling
 from ranvier.testing.ranks import run_ranks
 from tests.covering import quick
+from tests.errors import raises
 
 PROMPTS = [[5, 9, 1, 30, 2], [7], [11, 3, 3, 8, 2, 19, 4, 6]]
 MODELS = {
@@ -99,7 +99,7 @@ def test_texts_end(model):
     assert texts(model, Mesh(), longest=9)[2] == (expected[2][:1], "length")
 
 
-@pytest.mark.parametrize(("prompt", "says"), [([], "prompt 2: is empty"), ([1] * 24, "prompt 2: leaves no room")])
-def test_prompts_that_cannot_be_continued(model, prompt, says):
-    with pytest.raises(ConfigError, match=says):
+@pytest.mark.parametrize(("prompt", "error"), [([], ("prompt-length", 2)), ([1] * 24, ("prompt-length", 2))])
+def test_prompts_that_cannot_be_continued(model, prompt, error):
+    with raises(*error):
         texts(model[0], Mesh(), prompts=[[1], prompt])

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from ranvier.config.run import Lora, Memory, Transformer
-from ranvier.errors import ModelError
 from ranvier.mesh import Mesh
 from ranvier.models.llama import llama
 from ranvier.tensor import compiled, quantized_weight
 from ranvier.testing.reference import relative_error
+from tests.errors import raises
 from tests.lora.test_lora_gradients import adapted
 from tests.tensor.split_parity import assert_parity, gradients_of, on_mesh, share, token_batches
 
@@ -90,7 +90,7 @@ def test_nf4_is_compiled_where_the_library_can_be(monkeypatch):
 def test_nf4_of_a_library_that_cannot_be_compiled_is_told(monkeypatch):
     """On CUDA, where `auto` compiles, with a warning; `true` is refused."""
     monkeypatch.setattr(quantized_weight, "_bitsandbytes", partial(Bitsandbytes, False))
-    with pytest.raises(ModelError, match=r"block layer0\.attention: cannot be compiled: (.|\n)*--model.compile false"):
+    with raises("block-not-compilable", "layer0.attention"):
         nf4_gradients(True)
     expected = nf4_gradients(False)
     monkeypatch.setattr("ranvier.pipeline.engine.Engine._compiles", lambda engine, how: "auto")

@@ -13,9 +13,9 @@ from ranvier.block import Initial, initialise
 from ranvier.checkpoint.hf import form as hf
 from ranvier.checkpoint.hf import gpt2 as hf_gpt2
 from ranvier.config.run import Transformer
-from ranvier.errors import ConfigError, ModelError
 from ranvier.models.gpt import flops_per_sequence, gpt, problems
 from ranvier.tensor.split.loss import next_token_loss
+from tests.errors import raises
 
 SIZES = [
     Transformer(num_layers=1, hidden=8, heads=1, vocab=11, sequence=5),
@@ -147,7 +147,7 @@ def test_causal_and_position_dependent():
 def test_shorter_sequences_run_and_longer_ones_are_refused():
     blocks = build(SIZES[0])
     assert forward(blocks, torch.zeros(2, 3, dtype=torch.int64)).shape == (2, 3, 11)
-    with pytest.raises(ModelError, match=r"longer than the model has positions for \(got 6\)"):
+    with raises("sequence-beyond-positions", 6):
         forward(blocks, torch.zeros(1, 6, dtype=torch.int64))
 
 
@@ -155,7 +155,7 @@ def test_heads_must_divide_hidden():
     config = Transformer(hidden=128, heads=5)
     assert problems(Transformer()) == []
     assert [problem.where for problem in problems(config)] == ["model.heads"]
-    with pytest.raises(ConfigError, match=r"heads: does not divide model.hidden 128 \(got 5\). Set --model.heads 4"):
+    with raises("heads-do-not-divide-hidden", 128, 5, 4):
         gpt(config)
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from ranvier.errors import ModelError
 from ranvier.tensor.split.loss import next_token_loss
+from tests.errors import raises
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
@@ -126,7 +126,7 @@ def test_half_precision_sums_in_fp32(dtype):
 
 @pytest.mark.parametrize("targets", [torch.zeros(3, 6, dtype=torch.int64), None, [1, 2]])
 def test_targets_that_do_not_fit_are_named(targets):
-    with pytest.raises(ModelError, match=r"targets: do not fit logits of shape \(3, 7, 50\)"):
+    with raises("targets-do-not-fit-logits", 3, 7, 50):
         next_token_loss(torch.zeros(3, 7, 50), targets)
 
 

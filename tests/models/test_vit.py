@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from ranvier.block import Initial
 from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.config.run import Transformer
-from ranvier.errors import ConfigError, ModelError
 from ranvier.models import vit
 from ranvier.tensor.split.loss import IGNORED, ClassLoss
+from tests.errors import raises
 from tests.hf_peers import (
     DINOV2,
     VIT,
@@ -84,7 +84,7 @@ def tiny(**changed) -> Transformer:
 
 def test_images_of_another_size_are_refused():
     blocks = {name: build() for name, build in vit.vit(tiny()).blocks.items()}
-    with pytest.raises(ModelError, match=r"images: must be \[batch, 3, 12, 12\] \(got \(3, 3, 16, 16\)\)"):
+    with raises("image-shape", 3, 12, 16):
         forward(blocks, images_of(16).float())
 
 
@@ -98,7 +98,7 @@ def test_sizes_that_cannot_be():
     assert [str(problem) for problem in vit.problems(tiny(heads=5, image_size=99, patch_size=14))] == [
         "model.heads: does not divide model.hidden 24 (got 5). Set --model.heads 4.",
         "model.image_size: is not a multiple of model.patch_size 14 (got 99). Set --model.image-size 98."]
-    with pytest.raises(ConfigError, match="does not divide"):
+    with raises("heads-do-not-divide-hidden"):
         vit.vit(tiny(heads=5))
 
 

@@ -18,7 +18,6 @@ from ranvier.config.run import Elastic, Optim, Run
 from ranvier.cost.count import laid_out
 from ranvier.data.loader import Loader
 from ranvier.data.sampler import Sampler
-from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
 from ranvier.pipeline.engine import Engine
@@ -26,6 +25,7 @@ from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference, relative_error
 from tests.checkpoint.anywhere import CONFIG, GLOBAL_SIZE, SAMPLES, SEED, engine_on, on, train
 from tests.covering import quick
+from tests.errors import raises
 
 DECAY = 0.9
 OPTIM = {"bucket_size": 200, "chunk_buckets": 2, "weight_decay": 0.1, "ema": DECAY}
@@ -104,8 +104,8 @@ def test_parameters_are_their_averages_inside_and_themselves_afterwards(tmp_path
     def work(engine, looks):
         train(engine, 2)
         loader = Loader(SAMPLES, Sampler(len(SAMPLES), None), global_size=8, microbatch_size=2, total=8,
-                        replica=engine.coordinates.data, num_replicas=mesh.data, row=engine.coordinates.row,
-                        num_rows=mesh.row, needs_inputs=engine.is_first_stage, needs_targets=engine.is_last_stage)
+                        replica=engine.coordinates.data, num_replicas=mesh.data, part=engine.coordinates.row,
+                        num_parts=mesh.row, needs_inputs=engine.is_first_stage, needs_targets=engine.is_last_stage)
         inside = None
         if looks:
             with engine.averaged():
@@ -170,9 +170,9 @@ def test_refusals():
 
     def work(world):
         engine = engine_on(world, Mesh())
-        with pytest.raises(ConfigError, match="keeps no moving average"), engine.averaged():
+        with raises("ema-not-kept"), engine.averaged():
             pass
-        with pytest.raises(ConfigError, match="is kept by Ranvier's own optimizer only"):
+        with raises("ema-with-own-optimizer"):
             Engine(gpt(CONFIG), world, mesh=Mesh(), optim=Optim(ema=0.9), optimizer=torch.optim.AdamW)
 
     run_ranks(work, 1)

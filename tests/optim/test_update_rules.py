@@ -95,7 +95,7 @@ def assert_equal_weights(found, expected, layout):
         at = layout.mesh.coordinates(rank)
         for name, value in weights.items():
             one = layout.ends_on(at.pipe)[name]
-            place = tuple(slice(*edges) for edges in layout.box(one, at.row, at.col))
+            place = tuple(slice(*edges) for edges in layout.box(one, at.position))
             assert relative_error(value, expected[layout[name].owner][place]) <= 1e-12, (rank, name)
 
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from ranvier.config.run import Optim
-from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
 from tests.covering import covering
+from tests.errors import raises
 from tests.pipeline.parity import SEED, TOLERANCE, assert_close, on_mesh, share, small_gpt, tokens
 from tests.pipeline.test_unreached_parameters import MODEL, SGD, expected, routed
 
@@ -151,8 +151,7 @@ def test_an_overflow_in_one_call_skips_the_step_and_halves_the_scale_once():
 def test_a_step_with_the_result_of_an_evaluation_is_refused():
     def work(engine):
         result = engine.evaluate(share(engine, PARTS[0]))
-        with pytest.raises(ConfigError, match=r"Engine\.step\(result\): is of an evaluation, which has no gradients\. "
-                                              r"Give the result of forward_backward\."):
+        with raises("step-after-evaluation", "Engine.step"):
             engine.step(result)
 
     on_mesh(small_gpt, Mesh(data=2), work, learning_rate=1e-2, optim=Optim())

@@ -9,13 +9,13 @@ from torch import nn
 
 from ranvier import keyed_random
 from ranvier.config.run import Guard, Memory, Optim
-from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.optim.guard import USUAL_STEPS, BadSteps
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.testing.ranks import run_ranks
 from tests.covering import label, quick
+from tests.errors import raises
 from tests.pipeline.parity import chain, on_mesh, points, share, small_gpt, tokens
 from tests.pipeline.test_training import weights
 from tests.tensor.split_parity import on_mesh as on_tensor_mesh
@@ -210,17 +210,17 @@ def test_the_usual_is_the_median_of_good_losses_and_survives():
 
 def test_blocks_updated_in_the_backward_cannot_be_guarded():
     early = Optim(update_in_backward=True)
-    with pytest.raises(ConfigError, match=r"Guard\(bad_step=...\): cannot look at a step before blocks are updated"):
+    with raises("guard-with-in-backward", "Guard"):
         on_mesh(small_gpt, Mesh(), lambda engine: None, optim=early, guard=Guard(bad_step="skip"))
-    with pytest.raises(ConfigError, match=r"Guard\(loss_spike_factor=...\): .*: optim.update-in-backward is set"):
+    with raises("spikes-not-judged", "Guard"):
         on_mesh(small_gpt, Mesh(), lambda engine: None, optim=early, guard=Guard(loss_spike_factor=2.0))
-    with pytest.raises(ConfigError, match=r"Guard\(loss_spike_factor=...\): has no effect .*: guard.bad-step is none"):
+    with raises("spikes-not-judged", "Guard(bad_step=...)", where="Guard(loss_spike_factor=...)"):
         on_mesh(small_gpt, Mesh(), lambda engine: None, optim=Optim(),
                 guard=Guard(loss_spike_factor=2.0, bad_step="none"))
 
     def work(engine):
         result = engine.train_batch(share(engine, tokens([[2]])))
-        with pytest.raises(ConfigError, match="has changed the parameters of the step that is to be examined"):
+        with raises("in-backward-examined"):
             engine.examine(share(engine, tokens([[2]])))
         return result.stepped, result.bad
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ranvier.config.run import Memory, Pipeline
-from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.plan.recomputation import (
     best_interval,
@@ -21,6 +20,7 @@ from ranvier.plan.recomputation import (
     stored_bytes,
 )
 from tests.covering import quick
+from tests.errors import raises
 from tests.pipeline.parity import assert_parity, chain, chunks_of, frozen, on_mesh, points, share, small_gpt, tokens
 from tests.pipeline.test_parity import of_blocks, residuals
 from tests.pipeline.test_unusual_blocks import Plain
@@ -108,7 +108,7 @@ def test_frozen_and_tied_blocks(mesh):
 def test_auto_chooses_by_bytes_and_needs_a_sample():
     batches = tokens([[2, 1]])
     assert_parity(small_gpt, batches, Mesh(pipe=2), memory=Memory(recompute="auto"), sample=batches[0][0])
-    with pytest.raises(ConfigError, match=r"Memory\(recompute=...\): needs a sample"):
+    with raises("recompute-needs-sample"):
         assert_parity(small_gpt, batches, Mesh(), memory=Memory(recompute="auto"))
 
 

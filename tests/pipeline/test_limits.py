@@ -72,7 +72,7 @@ TRAINED = LOADS.filter(lambda one: one.trains)
 
 def case_of(stages, placement, num_microbatches):
     return _Case(stages=_rounded(stages), policy=MessageDriven(), placement=placement,
-                 count=simulated_microbatches(placement.pipe, num_microbatches))
+                 count=simulated_microbatches(placement.num_ranks, num_microbatches))
 
 
 @settings(max_examples=20)
@@ -80,7 +80,7 @@ def case_of(stages, placement, num_microbatches):
 def test_limits_are_no_slower_than_1f1b_and_within_the_memory(stages, memory, num_microbatches):
     """As simulated, of rounded loads. Of the loads themselves no bound holds, since a schedule that follows arrivals
     may become slower where an action becomes faster."""
-    placement = StagePlacement(pipe=len(stages))
+    placement = StagePlacement(num_ranks=len(stages))
     chosen = computed_limits(stages, MessageDriven(), memory=memory, num_microbatches=num_microbatches)
     case = case_of(stages, placement, num_microbatches)
     made = _outcome(case, chosen)
@@ -156,15 +156,16 @@ def test_more_memory_is_never_slower(pipe, per_rank, num_microbatches):
     stages = [load(*(choose.uniform(0.8, 1.2) for _ in range(3)), fixed=choose.uniform(0.0, 4.0),
                    graph=choose.uniform(0.8, 1.2), operands=choose.uniform(0.4, 1.2),
                    factor=1.1 if num_microbatches == 8 else 1.0) for _ in range(pipe * per_rank)]
-    assert_more_memory_is_never_slower(stages, StagePlacement(pipe=pipe, per_rank=per_rank), num_microbatches)
+    assert_more_memory_is_never_slower(stages, StagePlacement(num_ranks=pipe, per_rank=per_rank), num_microbatches)
 
 
 @settings(max_examples=20)
 @given(st.lists(LOADS, min_size=2, max_size=4), st.integers(1, 12),
        st.lists(st.floats(1.0, 4.0), min_size=2, max_size=4))
 def test_nor_with_any_memory_and_any_stages(stages, num_microbatches, memories):
-    assert_more_memory_is_never_slower(stages, StagePlacement(pipe=len(stages)), num_microbatches, sorted(memories))
-    several = StagePlacement(pipe=2, per_rank=2)
+    alone = StagePlacement(num_ranks=len(stages))
+    assert_more_memory_is_never_slower(stages, alone, num_microbatches, sorted(memories))
+    several = StagePlacement(num_ranks=2, per_rank=2)
     if len(stages) == several.num_stages:
         assert_more_memory_is_never_slower(stages, several, num_microbatches, sorted(memories))
 
@@ -184,7 +185,7 @@ def test_the_choice_is_about_the_microbatches_of_a_batch():
 def test_products_that_take_longer_later_wait_at_the_end_only():
     """Two equal ranks with two stages each: what waits fills the end of a step, and costs nothing before. Elsewhere a
     deep pipeline lets all wait, as one does whose deferred products take no longer."""
-    placement = StagePlacement(pipe=2, per_rank=2)
+    placement = StagePlacement(num_ranks=2, per_rank=2)
     options = {"memory": 1.5, "placement": placement, "num_microbatches": 8}
     slower, same = [load(factor=1.1)] * 4, [load()] * 4
     chosen = computed_limits(slower, MessageDriven(), **options)
@@ -212,7 +213,7 @@ def test_where_the_rule_holds():
 
 
 def test_only_the_message_driven_policy_of_several_stages_has_room():
-    stages, placement = [load(fixed=0.0)] * 4, StagePlacement(pipe=2, per_rank=2)
+    stages, placement = [load(fixed=0.0)] * 4, StagePlacement(num_ranks=2, per_rank=2)
     chosen = computed_limits(stages, MessageDriven(), memory=1.1, placement=placement)
     assert chosen.room is not None and chosen.in_flight <= chosen.room <= 4
     assert computed_limits(stages, GPipe(), memory=1.1, placement=placement).room is None

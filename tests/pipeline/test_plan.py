@@ -9,9 +9,9 @@ from torch import nn
 
 import ranvier
 from ranvier import Engine, Memory, Mesh, Optim, Pipeline
-from ranvier.errors import ConfigError, ModelError
 from ranvier.plan.make import make
 from ranvier.testing.ranks import run_ranks
+from tests.errors import raises
 from tests.pipeline.parity import chain, points
 
 MESH = Mesh(data=2, pipe=2)
@@ -58,20 +58,21 @@ def test_it_is_frozen_and_printed():
     assert "stage" in text and "262,144 parameters" in text
 
 
-def refused(error, size=4, made=model, **given):
-    with pytest.raises(error) as caught:
-        run_ranks(lambda one: Engine(made(), one, **given), size)
-    return caught.value
+def engine(size=4, made=model, **given):
+    run_ranks(lambda world: Engine(made(), world, **given), size)
 
 
 def test_what_does_not_belong_to_it_is_refused():
     plan = planned()
-    assert refused(ConfigError, plan=plan, mesh=MESH).where == "Engine(mesh=...)"
-    assert refused(ConfigError, plan=plan, optim=Optim()).where == "Engine(optim=...)"
-    assert refused(ConfigError, 2, plan=plan).value == 2
-    assert refused(ConfigError, plan=plan, dtype=torch.float32).value is torch.float32
-    assert refused(ModelError, made=partial(model, 5), plan=plan).value == "b0.weight"
-    assert refused(ConfigError, plan=plan, optimizer=torch.optim.SGD).where == "Engine(plan=...)"
+    with raises("setting-of-the-plan", where="Engine(mesh=...)"):
+        engine(plan=plan, mesh=MESH)
+    with raises("setting-of-the-plan", where="Engine(optim=...)"):
+        engine(plan=plan, optim=Optim())
+    for code, given in (("plan-for-other-engine", {"size": 2}), ("plan-of-other-model", {"made": partial(model, 5)}),
+                        ("plan-for-other-engine", {"dtype": torch.float32}),
+                        ("plan-for-other-engine", {"optimizer": torch.optim.SGD})):
+        with raises(code, where="Engine(plan=...)"):
+            engine(plan=plan, **given)
 
 
 def test_measured_limits_are_the_second_decision():

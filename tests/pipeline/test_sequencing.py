@@ -19,7 +19,7 @@ from ranvier.comm.board import Board
 from ranvier.comm.protocol import Group
 from ranvier.comm.throttle import Link, throttled
 from ranvier.config.run import Pipeline
-from ranvier.errors import MessageTimeout, TransportError
+from ranvier.errors import MessageTimeout
 from ranvier.layout import Split
 from ranvier.mesh import Mesh
 from ranvier.pipeline import connections
@@ -30,6 +30,7 @@ from ranvier.tensor.layers import local_map
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
 from tests.covering import covering
+from tests.errors import raises
 from tests.pipeline.parity import SEED, assert_close, chain, points, share
 
 WIDTH = 4
@@ -208,7 +209,7 @@ class SecondColumnIsLate(Adversary):
 
 def test_without_a_leader_the_order_check_finds_ranks_that_differ(monkeypatch):
     monkeypatch.setattr(connections, "Sequencer", EachForItself)
-    with pytest.raises(TransportError, match="stage order: the ranks of a stage run different actions"):
+    with raises("stage-order-differs"):
         run(Mesh(pipe=2, col=2), numbered([[1] * 6]), SecondColumnIsLate(), seconds=4e-3,
             pipeline=Pipeline(in_flight=6), check_order=True)
 
@@ -248,8 +249,7 @@ def test_a_lost_announcement_is_noticed_before_anything_is_done_in_another_order
             world.store.get("noticed")
             return
         done.append(sequencer.next(0))
-        with pytest.raises(TransportError, match=r"messages from row 0: announcement 2 is lost: that of 3 "
-                                                 r"came first\."):
+        with raises("announcement-lost", 0, 2, 3):
             sequencer.next(0)
         world.store.set("noticed", "yes")
 

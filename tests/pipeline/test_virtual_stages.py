@@ -25,7 +25,6 @@ from ranvier.config.run import (
 )
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.count import laid_out
-from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.planner.candidates import predict
@@ -35,6 +34,7 @@ from ranvier.schedule.limits import Limits
 from ranvier.testing.ranks import run_ranks
 from ranvier.train.loop import train as train_run
 from tests.checkpoint import anywhere
+from tests.errors import raises
 from tests.pipeline.parity import assert_parity, frozen, gradients_on, on_mesh, share, small_gpt, tokens
 from tests.tensor import split_parity
 
@@ -163,9 +163,9 @@ def test_a_run_and_its_memory(run, tmp_path):
     for found, expected in zip(losses(tmp_path / "two"), wanted, strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
     table, memory = laid_out(resolved(run))
-    assert [(row.stage, row.pipe) for row in table.rows] == [(0, 0), (1, 1), (2, 1), (3, 0)]
+    assert [(row.stage, row.pipeline_rank) for row in table.rows] == [(0, 0), (1, 1), (2, 1), (3, 0)]
     assert str(table).splitlines()[0].split()[:3] == ["stage", "pipe", "blocks"]
-    assert [entry.pipe for entry in memory] == [0, 1]
+    assert [entry.pipeline_rank for entry in memory] == [0, 1]
     states = sum(entry.device["moments"] for entry in memory)
     assert states == sum(entry.device["moments"] for entry in laid_out(resolved(replaced(run, pipeline=Pipeline())))[1])
 
@@ -182,7 +182,7 @@ def test_what_does_not_go_together(run, changed, where, what):
 
 
 def test_an_engine_refuses_an_order_for_one_stage():
-    with pytest.raises(ConfigError, match="one stage on each rank"):
+    with raises("policy-for-one-stage"):
         on_mesh(small_gpt, Mesh(pipe=2), lambda engine: None, pipeline=several(policy="1f1b"))
 
 

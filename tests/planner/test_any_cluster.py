@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Batch, Memory, Optim, TensorParallel, Transformer
 from ranvier.cost.cluster_files import cluster_names, cluster_of
-from ranvier.errors import ConfigError, RanvierError
+from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
 from ranvier.planner import measure
 from ranvier.planner.candidates import predict
 from ranvier.planner.work import Work
+from tests.errors import raises
 
 TREES = {name: tomllib.loads((resources.files("ranvier") / "cost" / "clusters" / f"{name}.toml").read_text())
          for name in cluster_names()}
@@ -65,21 +66,21 @@ def test_any_numbers(data):
     assert all(math.isfinite(figure) and figure >= 0 for figure in figures) and cost.seconds > 0
 
 
-@pytest.mark.parametrize(("place", "value", "text"), [
-    (("device", "rates", "fp32", "peak_flops"), 1e-300, r"peak_flops: should be greater than or equal to 1, .*1e-300"),
-    (("inside", "share"), 1e-300, "inside.share: should be greater than or equal to"),
-    (("between", "bandwidth"), 1e300, "between.bandwidth: should be less than or equal to"),
-    (("inside", "latency_seconds"), 1e300, "inside.latency_seconds: should be less than or equal to"),
-    (("device", "cores"), 5e-324, "device.cores: should be greater than or equal to"),
-    (("nodes",), 10**40, "nodes: should be")])
-def test_what_no_machine_has_is_named(place, value, text):
+@pytest.mark.parametrize(("place", "value", "error"), [
+    (("device", "rates", "fp32", "peak_flops"), 1e-300, ("cluster-malformed", 1)),
+    (("inside", "share"), 1e-300, ("cluster-malformed",)),
+    (("between", "bandwidth"), 1e300, ("cluster-malformed",)),
+    (("inside", "latency_seconds"), 1e300, ("cluster-malformed",)),
+    (("device", "cores"), 5e-324, ("cluster-malformed",)),
+    (("nodes",), 10**40, ("cluster-malformed",))])
+def test_what_no_machine_has_is_named(place, value, error):
     tree = copy.deepcopy(TREES["laptop"])
     *path, last = place
     inside = tree
     for part in path:
         inside = inside[part]
     inside[last] = value
-    with pytest.raises(ConfigError, match=text):
+    with raises(*error):
         cluster_of(tree, "file x")
 
 

@@ -17,6 +17,7 @@ from ranvier.mesh import Mesh
 from ranvier.planner import auto
 from ranvier.planner.auto import cluster_for, planned, with_plan
 from ranvier.planner.work import Work
+from tests.errors import raises
 
 OPEN = Run(mesh=MeshSettings(data="auto", pipe="auto"), batch=Batch(global_size=16, microbatch_size="auto"),
            model=Transformer(num_layers=4, hidden=64, heads=4, vocab=512, sequence=32),
@@ -71,18 +72,18 @@ def test_a_given_mesh_is_planned_for_its_own_ranks():
     assert [problem.where for problem in problems] == ["mesh"] and "needs 2 ranks, not 3" in str(problems[0])
 
 
-@pytest.mark.parametrize(("mesh", "ranks", "text"), [
+@pytest.mark.parametrize(("mesh", "ranks", "error"), [
     (MeshSettings(data="auto"), None,
-     r"mesh.data: needs to know how many ranks there are \(got 'auto'\). Start them with"),
+     ("number-of-ranks-unknown",)),
     (MeshSettings(data="auto", pipe=2), 5,
-     "mesh: cannot be made of 5 ranks with pipe 2 and row 1 and col 1: .* 4 and 6 ranks would do"),
+     ("no-mesh", 5, 2, 1, 4, 6)),
     (MeshSettings(pipe="auto"), 11,
-     "mesh: cannot be made of 11 ranks with data 1 and row 1 and col 1: .* 10 ranks would do"),
-    (MeshSettings(pipe="auto"), 100_000, "ranks: is more than the [0-9]+ devices of H100")])
-def test_what_cannot_be_planned(mesh, ranks, text):
+     ("no-mesh", 11, 1, 10)),
+    (MeshSettings(pipe="auto"), 100_000, ("ranks-above-cluster",))])
+def test_what_cannot_be_planned(mesh, ranks, error):
     run, (problem,) = with_plan(replace(OPEN, mesh=mesh), ranks)
     assert isinstance(run, ResolvedRun) and run.batch.microbatch_size == 1
-    with pytest.raises(type(problem), match=text):
+    with raises(*error):
         raise problem
     assert str(problem) in {str(other) for other in check.check(replace(OPEN, mesh=mesh), ranks).problems}
 

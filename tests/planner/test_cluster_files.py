@@ -7,7 +7,7 @@ from importlib import resources
 import pytest
 
 from ranvier.cost.cluster_files import cluster_names, cluster_of, load_cluster, write_cluster
-from ranvier.errors import ConfigError
+from tests.errors import raises
 
 LAPTOP = tomllib.loads((resources.files("ranvier") / "cost" / "clusters" / "laptop.toml").read_text())
 
@@ -44,50 +44,50 @@ def changed(**changes):
     return tree
 
 
-@pytest.mark.parametrize(("changes", "text"), [
+@pytest.mark.parametrize(("changes", "error"), [
     ({"nodes": None},
-     r"cluster's nodes: is missing, in file x\. Compare with a shipped one, for example .*laptop.toml"),
-    ({"device__memory_bytes": None}, "cluster's device.memory_bytes: is missing"),
-    ({"device__colour": 1}, r"cluster's device.colour: is not a setting of a cluster, in file x \(got 1\)"),
-    ({"nodes": 0}, r"cluster's nodes: should be greater than or equal to 1, in file x \(got 0\)"),
-    ({"nodes": "many"}, "cluster's nodes: should be a valid integer"),
-    ({"devices_per_node": True}, r"cluster's devices_per_node: should be a number, in file x \(got True\)"),
+     ("cluster-malformed",)),
+    ({"device__memory_bytes": None}, ("cluster-malformed",)),
+    ({"device__colour": 1}, ("cluster-malformed", 1)),
+    ({"nodes": 0}, ("cluster-malformed", 1, 0)),
+    ({"nodes": "many"}, ("cluster-malformed",)),
+    ({"devices_per_node": True}, ("cluster-malformed",)),
     ({"device__reserved_bytes": 17_179_869_184},
-     r"cluster's device.reserved_bytes: leaves nothing of the device's 17,179,869,184 bytes, in file x"),
-    ({"device__cores": False}, "cluster's device.cores: should be a number"),
-    ({"inside__share": 1.5}, "cluster's inside.share: should be less than or equal to 1"),
-    ({"inside__bandwidth": float("inf")}, "cluster's inside.bandwidth: must be a finite number"),
-    ({"between__latency_seconds": -1.0}, "cluster's between.latency_seconds: should be greater than or equal to 0"),
-    ({"device__rates__fp12": {"peak_flops": 1.0}}, "cluster's device.rates.fp12"),
-    ({"device__rates__fp32": {"share": 0.5}}, "cluster's device.rates.fp32.peak_flops: is missing"),
-    ({"nodes": None, "name": None, "host": None}, r"is missing, in file x \(2 more faults\)"),
+     ("cluster-without-memory", "17,179,869,184")),
+    ({"device__cores": False}, ("cluster-malformed",)),
+    ({"inside__share": 1.5}, ("cluster-malformed", 1)),
+    ({"inside__bandwidth": float("inf")}, ("cluster-malformed",)),
+    ({"between__latency_seconds": -1.0}, ("cluster-malformed", 0)),
+    ({"device__rates__fp12": {"peak_flops": 1.0}}, ("cluster-malformed",)),
+    ({"device__rates__fp32": {"share": 0.5}}, ("cluster-malformed",)),
+    ({"nodes": None, "name": None, "host": None}, ("cluster-malformed", 2)),
 ], ids=str)
-def test_faults(changes, text):
-    with pytest.raises(ConfigError, match=text):
+def test_faults(changes, error):
+    with raises(*error):
         cluster_of(changed(**changes), "file x")
 
 
 def test_a_device_that_computes_nothing():
     tree = changed()
     tree["device"]["rates"] = {}
-    with pytest.raises(ConfigError, match=r"cluster's device.rates: is empty, in file x\. Give at least one"):
+    with raises("cluster-without-rates", "device.rates"):
         cluster_of(tree, "file x")
 
 
 def test_files_that_are_none(tmp_path):
-    with pytest.raises(ConfigError, match=r"is neither a shipped cluster nor a \.toml file .*Did you mean summit\?"):
+    with raises("unknown-cluster"):
         load_cluster("sumit")
-    with pytest.raises(ConfigError, match=r"Shipped are: a100, .*doctor --measure"):
+    with raises("unknown-cluster", "a100"):
         load_cluster("qqqqqq")
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+    with raises("cluster-unreadable"):
         load_cluster(str(tmp_path / "none.toml"))
-    with pytest.raises(ConfigError, match="cannot be read: is not a regular file"):
+    with raises("cluster-unreadable"):
         load_cluster(_pipe(tmp_path))
     (tmp_path / "bad.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="is not valid TOML"):
+    with raises("cluster-not-toml"):
         load_cluster(str(tmp_path / "bad.toml"))
     (tmp_path / "folder.toml").mkdir()
-    with pytest.raises(ConfigError, match="cannot be read: is not a regular file"):
+    with raises("cluster-unreadable"):
         load_cluster(str(tmp_path / "folder.toml"))
 
 

@@ -31,7 +31,7 @@ EVERY = [pytest.param(name, marks=() if name in ("gpt-tiny", "gpt2-small") else 
 def on_stages(name, *, per_rank=1):
     """A recipe or preset on its own mesh, or on four stages where it has one."""
     run = closed(read.merge([read.load(name)[1]]).run)
-    mesh = run.mesh if run.mesh.pipe > 1 else replace(run.mesh, pipe=4)
+    mesh = run.mesh if run.mesh.pipe > 1 else run.mesh.resized(pipe=4)
     size = min(run.batch.microbatch_size, max(1, run.batch.global_size // mesh.data))
     return resolve(replace(run, mesh=mesh, batch=replace(run.batch, microbatch_size=size), pipeline=replace(
         run.pipeline, stages_per_rank=per_rank, boundaries=None)))

@@ -11,10 +11,10 @@ from ranvier.cost.count import laid_out
 from ranvier.cost.device_overhead import with_overhead
 from ranvier.cost.hybrid import with_offload_share
 from ranvier.cost.memory import too_large
-from ranvier.errors import ConfigError
 from ranvier.planner.candidates import predict
 from ranvier.planner.report import describe
 from ranvier.planner.search import search
+from tests.errors import raises
 
 LARGE = ResolvedRun(
     model=Transformer(num_layers=39, hidden=6144, heads=48, vocab=50304, sequence=2048), precision="bf16",
@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_told_what_would():
         (entry,) = memory(run)
         problem = too_large([entry], place=("device", "host")[fault], processes=1, run=run, available_bytes=1 << 37)
         assert remedy in str(problem)
-    with pytest.raises(ConfigError, match="does not fit"):
+    with raises("nothing-fits"):
         search(replace(LARGE, checkpoint=Checkpoint()), cluster, 1)
 
 

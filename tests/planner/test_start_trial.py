@@ -8,12 +8,12 @@ import pytest
 from ranvier.cli.main import run_command
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Batch, Data, Launch, MeshSettings, Run, Train, Transformer
+from ranvier.elastic.transition_selector import mesh_text
 from ranvier.errors import LaunchError
 from ranvier.mesh import Mesh
 from ranvier.planner import start_trial
 from ranvier.planner.auto import with_plan
 from ranvier.planner.start_trial import StartTrial, known_steps
-from ranvier.train.logs import mesh_text
 
 OPEN = Run(mesh=MeshSettings(data="auto", pipe="auto"), batch=Batch(global_size=16, microbatch_size="auto"),
            model=Transformer(num_layers=4, hidden=64, heads=4, vocab=512, sequence=32),

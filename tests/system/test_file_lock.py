@@ -14,6 +14,7 @@ from ranvier.errors import DataError
 from ranvier.system import file_lock
 from ranvier.system.lease import Owner, heartbeat_content
 from ranvier.system.untrusted_file import open_lock
+from tests.errors import raises
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,7 @@ def test_a_holder_that_shows_no_life_is_named(tmp_path):
     assert holder.since in found.value.what and str(holder) in told[0]
     if holder.has_known_pid:
         assert "kill 4711 on node3" in found.value.remedy
-    with silent_holder(tmp_path / "other", b"node3 4711"), pytest.raises(DataError, match="another process, which") as \
+    with silent_holder(tmp_path / "other", b"node3 4711"), raises("data-preparation-stalled") as \
             found, one_writer(tmp_path / "other", told.append):
         pass
     assert found.value.value is None and "kill" not in found.value.remedy

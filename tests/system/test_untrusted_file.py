@@ -23,6 +23,7 @@ from ranvier.system.untrusted_file import (
     read_bytes,
     read_json,
 )
+from tests.errors import raises
 
 
 @pytest.fixture
@@ -129,7 +130,7 @@ def test_members_of_a_folder(tmp_path, victim):
 
 def test_a_lock_that_is_a_link_harms_nothing(tmp_path, victim):
     (tmp_path / ".x.lock").symlink_to(victim)
-    with pytest.raises(DataError, match="could not be written") as raised, one_writer(tmp_path / "x", print):
+    with raises("data-not-writable") as raised, one_writer(tmp_path / "x", print):
         pass
     assert raised.value.where == str(tmp_path / "x") and victim.read_text() == "precious"
 
@@ -161,7 +162,7 @@ def test_arrays_of_others_are_refused(tmp_path, name):
     found = open_arrays(tmp_path).arrays
     assert found["a"].tolist() == [0, 1, 2, 3] and found["empty"].shape == (0, 3)
     (tmp_path / name).chmod(0o666)
-    with pytest.raises(DataError, match="is not what was written there") as raised:
+    with raises("cached-arrays-changed") as raised:
         open_arrays(tmp_path)
     assert "everybody" in raised.value.value
 

@@ -221,7 +221,7 @@ def assemble(found: Sequence[dict[str, Tensor]], layout: Layout) -> dict[str, Te
         for name, tensor in tensors.items():
             parameter = layout[name]
             total = whole.setdefault(name, torch.full(parameter.shape, torch.nan, dtype=tensor.dtype))
-            place = total[tuple(slice(*edges) for edges in layout.box(parameter, at.row, at.col))]
+            place = total[tuple(slice(*edges) for edges in layout.box(parameter, at.position))]
             assert place.shape == tensor.shape, f"{name} has shape {tuple(tensor.shape)} on rank {rank}"
             known = ~place.isnan()
             assert torch.equal(place[known], tensor[known]), f"{name} of rank {rank} differs from another rank's"

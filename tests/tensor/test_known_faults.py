@@ -156,7 +156,7 @@ def test_every_parameter_has_its_initial_value_on_every_rank(rows, cols, scheme)
         for parameter in engine.layout.parameters:
             whole = torch.full(parameter.shape, torch.nan, dtype=torch.float64)
             initialise(whole, parameter.name, with_biases(parameter.name), SEED)
-            box = engine.layout.box(parameter, engine.coordinates.row, engine.coordinates.col)
+            box = engine.layout.box(parameter, engine.coordinates.position)
             expected[parameter.name] = whole[tuple(slice(*edges) for edges in box)]
         found = weights_of(engine)
         assert set(found) == set(expected)

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.tensor import layers
 from ranvier.tensor.split.loss import NextTokenLoss
 from ranvier.testing.reference import Reference
+from tests.errors import raises
 from tests.tensor.split_parity import SEED, assert_close, every, gradients_on, legal, random
 
 HIDDEN, HEADS, KV_HEADS, WIDTH, INNER, VOCAB, LENGTH = 24, 6, 2, 6, 40, 61, 8
@@ -125,5 +125,5 @@ def test_gradients(rows, cols, scheme, pipe, fused):
 
 def test_more_columns_than_heads_of_keys():
     """The error names the layer and the sizes."""
-    with pytest.raises(RanvierError, match=r"block 1\.key: units cannot be divided by mesh\.col 3 \(got 2\)"):
+    with raises("layer-not-divisible", "1.key", "mesh.col", 3, 2):
         gradients_on(partial(llama, False), masked_batches(1), Mesh(col=3), loss=NextTokenLoss(VOCAB))

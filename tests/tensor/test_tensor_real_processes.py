@@ -28,7 +28,7 @@ def errors(world: World, rows: int, cols: int, scheme: str) -> list[float]:
     result = engine.forward_backward(mine)
     found = [abs(result.loss - expected) / expected]
     for name, gradient in engine.gradients().items():
-        box = engine.layout.box(engine.layout[name], engine.coordinates.row, engine.coordinates.col)
+        box = engine.layout.box(engine.layout[name], engine.coordinates.position)
         found.append(relative_error(gradient.cpu(), reference.gradients()[name][tuple(slice(*edges) for edges in box)]))
     engine.step(result)
     expected = reference.evaluate(every(batches))

@@ -14,6 +14,7 @@ from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.tensor import layers
 from ranvier.testing.ranks import run_ranks
+from tests.errors import raises
 from tests.pipeline.parity import small_gpt, squared
 from tests.tensor.split_parity import legal, on_mesh, share, tiny_gpt, token_batches
 
@@ -163,7 +164,7 @@ def test_a_sample_tells_of_a_sequence_that_columns_cannot_share_at_the_start():
 def test_all_ranks_refuse_alike(rows):
     """Nobody is left waiting for a rank that has refused."""
     def rank(world):
-        with pytest.raises(ModelError, match=r"block layer0\.attention\.qkv: units cannot be divided") as caught:
+        with raises("layer-not-divisible", "layer0.attention.qkv") as caught:
             Engine(small_gpt(), world, mesh=Mesh(row=rows, col=4), dtype=torch.float64)
         return str(caught.value)
 

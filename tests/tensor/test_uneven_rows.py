@@ -24,11 +24,12 @@ from ranvier.models.gpt import gpt
 from ranvier.pipeline import connections
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.tensor import layers
-from ranvier.testing import SplitError, check_split
+from ranvier.testing import check_split
 from ranvier.testing.ranks import run_processes
 from ranvier.testing.reference import Reference
 from ranvier.world import World
 from tests.covering import quick
+from tests.errors import raises
 from tests.tensor.split_parity import SCHEMES, SEED, assert_close, gradients_on, on_mesh, share, weights_of
 
 HIDDEN, LENGTH = 12, 6
@@ -164,7 +165,7 @@ def test_a_batch_that_failed_lets_go_of_kept_weights():
 
 def test_a_layer_that_one_row_leaves_out_is_named():
     ids = torch.stack([ODD, EVEN - 1, EVEN * 0 + 4, EVEN * 0 + 2])
-    with pytest.raises(SplitError, match=r"block 1\.norm: is called on some rows of a column only") as caught:
+    with raises("split-refused", "1.norm") as caught:
         check_split([Words(), Experts(skips=True), Classes()], (ids, ids[:, 0] % 3), loss=class_loss, meshes=[(2, 2)],
                     schemes=["stationary"])
     assert "the end of block 1" in str(caught.value) and "x[:0]" in str(caught.value)
@@ -176,7 +177,7 @@ def test_the_engine_names_it_too():
         model.blocks["first"]().skips = True
         return model
 
-    with pytest.raises(Exception, match="is called on some rows of a column only"):
+    with raises("layer-called-on-some"):
         on_mesh(make, Mesh(row=2), lambda engine: engine.forward_backward(share(engine, BATCHES)), check_order=True)
 
 
@@ -293,7 +294,7 @@ def errors(world: World, scheme: str) -> list[float]:
     reference.forward_backward(BATCHES[0])
     found = []
     for name, gradient in engine.gradients().items():
-        box = engine.layout.box(engine.layout[name], engine.coordinates.row, engine.coordinates.col)
+        box = engine.layout.box(engine.layout[name], engine.coordinates.position)
         expected = reference.gradients()[name][tuple(slice(*edges) for edges in box)]
         found.append(float((gradient - expected).norm() / (1 + expected.norm())))
     engine.close()

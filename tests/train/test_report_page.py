@@ -74,8 +74,8 @@ def test_settings_and_memory():
         ("train.steps", "7", "100", "recipe or flag"), ("max-restarts", "2", "0", "auto")]
     summary = {"peak_memory_bytes": [5, 9], "memory": [{"device": {"parameters": 3, "working": 2}, "host": {}},
                                                        {"device": {"parameters": 4, "working": 5}, "host": {}}]}
-    rows = memory_rows([RankMemory(pipe=0, ranks=2, device={"parameters": 4, "activations": 6})], summary, Mesh(data=2),
-                       on_cpu=True)
+    rows = memory_rows([RankMemory(pipeline_rank=0, ranks=2, device={"parameters": 4, "activations": 6})], summary,
+                       Mesh(data=2), on_cpu=True)
     assert [(row["category"], row["predicted"], row["measured"]) for row in rows] == [
         ("parameters", 4, 4), ("working", 6, 5), ("the whole process", 10 + PROCESS_BYTES, 9)]
     assert rows[0]["place"] == "stage 0, 2 ranks"

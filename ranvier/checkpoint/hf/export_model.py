@@ -94,8 +94,9 @@ def export_adapters(run: Path, out: Path, *, dtype: str | None = None, tell: Pro
         source = TrainedSource(saved, dtype, ema=ema)
         adapters = source.adapters
         if adapters is None:
-            raise CheckpointError("has no adapters", where=f"checkpoint {saved.folder}",
-                                  remedy="Leave --adapters out to export the model.")
+            raise CheckpointError("has no adapters", code="checkpoint-without-adapters",
+                                  where=f"checkpoint {saved.folder}",
+                                  remedy="Leave `--adapters` out to export the model.")
         frozen = set(saved.manifest.frozen)
         trained = [name for name in source.places if name.startswith("head.") and name not in frozen]
         size = sum(prod(saved.tensor("parameter", name).shape) for name in (*trained, *(
@@ -133,7 +134,8 @@ def newest_whole(path: Path, tell: Progress) -> Saved:
             tell(f"left out: {problem.where}: {problem.what}")
         return saved
     raise problems[0] if problems else CheckpointError(
-        "has no checkpoint", where=str(path), remedy="Name a run's folder, its folder of checkpoints, or one of them.")
+        "has no checkpoint", code="folder-without-checkpoint", where=str(path),
+        remedy="Name a run's folder, its folder of checkpoints, or one of them.")
 
 
 def averages_in(saved: Saved) -> Mapping[str, SavedTensor]:
@@ -141,8 +143,9 @@ def averages_in(saved: Saved) -> Mapping[str, SavedTensor]:
     the run keeps none."""
     found = saved.manifest.tensors.get(EMA)
     if not found:
-        raise CheckpointError("has no moving average of the parameters", where=f"checkpoint {saved.folder}",
-                              remedy="Train with --optim.ema, or leave --ema out.")
+        raise CheckpointError("has no moving average of the parameters", code="checkpoint-without-ema",
+                              where=f"checkpoint {saved.folder}",
+                              remedy="Train with `--optim.ema`, or leave `--ema` out.")
     return found
 
 
@@ -266,7 +269,7 @@ def model_of(saved: Saved) -> tuple[Transformer, str, str]:
 
 
 def _of_another_model(saved: Saved, what: str, value: object = None) -> CheckpointError:
-    return CheckpointError(what, where=f"checkpoint {saved.folder}", value=value,
+    return CheckpointError(what, code="checkpoint-not-exportable", where=f"checkpoint {saved.folder}", value=value,
                            remedy="Only checkpoints of `ranvier train`, whose models are GPTs, Llamas, BERTs and ViTs, "
                                   "can be exported.")
 

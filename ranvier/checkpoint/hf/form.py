@@ -94,7 +94,7 @@ def finite(tensor: Tensor, name: str, where: Path) -> Tensor:
     """`tensor`. CheckpointError if an element is NaN or infinite. name, where: of the parameter, for the error."""
     if not torch.isfinite(tensor).all():
         raise CheckpointError(f"has a value that is NaN or infinite in {str(tensor.dtype).removeprefix('torch.')}",
-                              where=f"{name} in {where}",
+                              code="export-not-finite", where=f"{name} in {where}",
                               remedy="Use an earlier checkpoint, or a number format with a wider range, such as fp32.")
     return tensor
 
@@ -176,11 +176,12 @@ def read_settings(document: Mapping[str, object], sizes: Mapping[str, str],
     for key, (default, allowed) in functions.items():
         value = document.get(key, default)
         if not isinstance(value, (str, int, float, type(None))) or value not in allowed:
-            raise ModelError(f"must be {' or '.join(map(str, allowed))}", where=f"{key} in config.json", value=value,
+            raise ModelError(f"must be {' or '.join(map(str, allowed))}", code="config-json-value",
+                             where=f"{key} in config.json", value=value,
                              remedy="Name another model: other variants of its architecture are not supported.")
     for key in sizes:
         if key not in document:
-            raise ModelError("is missing", where=f"{key} in config.json",
+            raise ModelError("is missing", code="config-json-missing", where=f"{key} in config.json",
                              remedy="Take config.json from where the model comes from.")
     try:
         # Of JSON, strict reading takes no text or truth value for a number, but a dict for a dataclass.
@@ -192,12 +193,14 @@ def read_settings(document: Mapping[str, object], sizes: Mapping[str, str],
         theirs = {name: key for key, name in sizes.items()} | {"dropout": next(
             (key for key in ("hidden_dropout_prob", "resid_pdrop") if key in document), "dropout"),
             "norm_epsilon": "layer_norm_eps"} | {ours: key for key, ours in sizes.items()}
-        raise ModelError(f"is invalid: {first['msg']}", where=f"{theirs.get(ours, ours)} in config.json",
-                         value=first["input"], remedy="Take config.json from where the model comes from.") from error
+        raise ModelError(f"is invalid: {first['msg']}", code="config-json-invalid",
+                         where=f"{theirs.get(ours, ours)} in config.json", value=first["input"],
+                         remedy="Take config.json from where the model comes from.") from error
     if config.head_dim is None and config.hidden % config.heads:
         key_of = {ours: key for key, ours in sizes.items()}
-        raise ModelError(f"does not divide {key_of['hidden']} {config.hidden}", where=f"{key_of['heads']} in "
-                         "config.json", value=config.heads, remedy="Take config.json from where the model comes from.")
+        raise ModelError(f"does not divide {key_of['hidden']} {config.hidden}", code="config-json-heads",
+                         where=f"{key_of['heads']} in config.json", value=config.heads,
+                         remedy="Take config.json from where the model comes from.")
     return config
 
 

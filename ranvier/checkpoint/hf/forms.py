@@ -19,7 +19,8 @@ def form_of_type(model_type: object) -> Form:
     """The form of a model_type in config.json. ModelError if it is not known."""
     if not isinstance(model_type, str) or model_type not in _FORMS:
         *others, last = _FORMS
-        raise ModelError(f"must be {', '.join(others)} or {last}", where="model_type in config.json", value=model_type,
+        raise ModelError(f"must be {', '.join(others)} or {last}", code="unknown-model-type",
+                         where="model_type in config.json", value=model_type,
                          remedy="Name a model of one of these architectures; others are not supported.")
     return _FORMS[model_type]
 

@@ -53,8 +53,8 @@ def with_sizes(run: Run, pretrained: PretrainedConfig) -> Run:
     positions = found.max_positions or found.sequence
     if found.family != "vit" and run.model.sequence > positions:
         raise ConfigError(f"is longer than {pretrained.folder} has positions for, which is {positions}",
-                          where="model.sequence", value=run.model.sequence,
-                          remedy=f"Set --model.sequence {positions}.")
+                          code="sequence-beyond-pretrained", where="model.sequence", value=run.model.sequence,
+                          remedy=f"Set `--model.sequence {positions}`.")
     return replace(run, model=replace(run.model, **_with_vocabulary(run, _sizes(found))))
 
 
@@ -65,8 +65,9 @@ def _with_vocabulary(run: Run, sizes: Mapping[str, Any]) -> Mapping[str, Any]:
         return sizes
     if run.lora.rank or run.lora.adapters is not None:
         raise ConfigError(f"is larger than that of the pretrained model, {there}, and with adapters the embeddings of "
-                          "further tokens would not train", where="model.vocab", value=wanted,
-                          remedy="Leave it out and take the model's own tokenizer, or train without --lora.")
+                          "further tokens would not train", code="vocab-above-pretrained", where="model.vocab",
+                          value=wanted,
+                          remedy="Leave it out and take the model's own tokenizer, or set `--lora.rank 0`.")
     return {**sizes, "vocab": wanted}
 
 
@@ -99,15 +100,15 @@ def _with_known_sizes(run: Run) -> Run:
 
 def _check_same(run: Run, sizes: Mapping[str, object]) -> None:
     if is_object_name(run.model.family):
-        raise ConfigError(f"cannot be read into the family {run.model.family}", where="model.pretrained",
-                          value=run.model.pretrained, remedy="Leave it out: only shipped families can start from a "
-                                                             "folder in Hugging Face's form.")
+        raise ConfigError(f"cannot be read into the family {run.model.family}", code="family-without-pretrained",
+                          where="model.pretrained", value=run.model.pretrained,
+                          remedy="Leave it out: only shipped families can start from a folder in Hugging Face's form.")
     for name, there in sizes.items():
         wanted = getattr(run.model, name)
         if wanted not in (getattr(Transformer, name), there):
             raise ConfigError(f"is not that of the pretrained model, {there}",
-                              where=f"model.{name.replace('_', '-')}", value=wanted,
-                              remedy="Leave it out, or choose another --model.pretrained.")
+                              code="differs-from-pretrained", where=f"model.{name.replace('_', '-')}", value=wanted,
+                              remedy="Leave it out, or choose another `--model.pretrained`.")
 
 
 def load_pretrained(engine: Engine, pretrained: Pretrained) -> list[str]:
@@ -164,8 +165,9 @@ def _fits(pretrained: Pretrained, name: str, shape: tuple[int, ...], notes: list
         notes.append(f"{name} has the shape {there} in {pretrained.folder} and {shape} here: it is initialised "
                      "from the seed")
         return False
-    raise ModelError(f"has another shape than in {pretrained.folder}, where it is {there}", where=f"parameter {name}",
-                     value=shape, remedy="Build the model with the folder's sizes: with_sizes(run, pretrained).")
+    raise ModelError(f"has another shape than in {pretrained.folder}, where it is {there}", code="pretrained-shape",
+                     where=f"parameter {name}", value=shape,
+                     remedy="Build the model with the folder's sizes: with_sizes(run, pretrained).")
 
 
 def resized(value: Tensor, name: str, shape: tuple[int, ...], family: str) -> Tensor:

@@ -93,8 +93,9 @@ def read(document: Mapping[str, object]) -> tuple[Transformer, list[str]]:
                            {"family": "gpt", "dropout": document.get("resid_pdrop", 0.1),
                             "untied": not document.get("tie_word_embeddings", True)})
     if document.get("n_inner") not in (None, 4 * config.hidden):
-        raise ModelError(f"must be null or 4 n_embd = {4 * config.hidden}", where="n_inner in config.json",
-                         value=document["n_inner"], remedy="Name a model whose MLPs are four times as wide as it is.")
+        raise ModelError(f"must be null or 4 n_embd = {4 * config.hidden}", code="gpt2-inner-size",
+                         where="n_inner in config.json", value=document["n_inner"],
+                         remedy="Name a model whose MLPs are four times as wide as it is.")
     return config, left_out(document, config, {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1})
 
 

@@ -238,7 +238,7 @@ def _rope(document: Mapping[str, object]) -> dict[str, object]:
 
 
 def _wrong(key: str, value: object, what: str) -> ModelError:
-    return ModelError(what, where=f"{key} in config.json", value=value,
+    return ModelError(what, code="llama-variant", where=f"{key} in config.json", value=value,
                       remedy="Name another model: other variants of its architecture are not supported.")
 
 
@@ -271,8 +271,9 @@ def _write(kind: _Kind, config: Transformer, head: str = "tokens") -> dict[str, 
     for name in COMPUTED:
         wanted, found = (_with_defaults(one, name) for one in (config, again))
         if wanted != found:
-            raise ModelError(f"has no form in {kind.title}, which has {found}", where=f"model.{name.replace('_', '-')}",
-                             value=wanted, remedy="Only what an architecture of transformers computes can be exported.")
+            raise ModelError(f"has no form in {kind.title}, which has {found}", code="no-form-in-hugging-face",
+                             where=f"model.{name.replace('_', '-')}", value=wanted,
+                             remedy="Only what an architecture of transformers computes can be exported.")
     return document
 
 

@@ -135,7 +135,8 @@ def check(comparison: Comparison, where: Path) -> None:
     """CheckpointError if the logits differ or are NaN. where: of the new folder, for the error."""
     if not comparison.is_equal:
         raise CheckpointError(f"computes something else than its source: {comparison}. Nothing was left there",
-                              where=str(where), remedy="Please report this, with the model's settings.")
+                              code="export-computes-otherwise", where=str(where),
+                              remedy="Please report this, with the model's settings.")
 
 
 def tell(comparison: Comparison, line: Callable[[str], None]) -> None:

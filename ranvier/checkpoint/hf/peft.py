@@ -319,7 +319,7 @@ class AdapterFolder:
         return tensor
 
     def _wrong(self, what: str, value: object = None) -> CheckpointError:
-        return CheckpointError(what, where=f"adapters {self.folder}", value=value,
+        return CheckpointError(what, code="adapters-not-usable", where=f"adapters {self.folder}", value=value,
                                remedy="Name a folder of LoRA or DoRA adapters that PEFT has saved for this model.")
 
 
@@ -333,8 +333,8 @@ def with_adapter_settings(run: Run) -> Run:
     if run.lora.adapters is None:
         return run
     if is_object_name(run.model.family) or is_object_name(run.data.task):
-        raise ConfigError("cannot be read into a model or a task of your own", where="lora.adapters",
-                          value=str(run.lora.adapters),
+        raise ConfigError("cannot be read into a model or a task of your own", code="family-without-adapters",
+                          where="lora.adapters", value=str(run.lora.adapters),
                           remedy="Leave it out: only shipped families have names in PEFT's format.")
     config, head = families.config_of(run), families.head_of(run)
     folder = AdapterFolder(run.lora.adapters.expanduser())
@@ -342,8 +342,9 @@ def with_adapter_settings(run: Run) -> Run:
                              "targets": folder.targets(config, head)}
     for name, value in there.items():
         if getattr(run.lora, name) not in (getattr(Lora, name), value):
-            raise ConfigError(f"is not that of {folder.folder}, {value}", where=f"lora.{name}",
-                              value=getattr(run.lora, name), remedy="Leave it out, or choose another --lora.adapters.")
+            raise ConfigError(f"is not that of {folder.folder}, {value}", code="differs-from-adapters",
+                              where=f"lora.{name}", value=getattr(run.lora, name),
+                              remedy="Leave it out, or choose another `--lora.adapters`.")
     train_head = True if folder.places(config, head)[1] else run.lora.train_head
     return replace(run, lora=replace(run.lora, **there, train_head=train_head))
 
@@ -380,7 +381,7 @@ def load_adapters(engine: Engine, folder: AdapterFolder, config: Transformer, he
     for name in others:
         if name in shapes and shapes[name] != folder.shape(others[name]):
             raise ModelError(f"has another shape than in {folder.folder}, where it is {folder.shape(others[name])}",
-                             where=f"parameter {name}", value=shapes[name],
+                             code="adapter-shape", where=f"parameter {name}", value=shapes[name],
                              remedy="Give data with the classes of the adapters' head.")
 
     def value(name: str) -> Tensor | None:

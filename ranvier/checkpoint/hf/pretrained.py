@@ -209,7 +209,7 @@ def _old(name: str) -> str:
 
 
 def _wrong(folder: Path, what: str, value: object = None) -> CheckpointError:
-    return CheckpointError(what, where=f"model {folder}", value=value,
+    return CheckpointError(what, code="pretrained-not-usable", where=f"model {folder}", value=value,
                            remedy="Name a folder with a whole model, as save_pretrained writes it.")
 
 

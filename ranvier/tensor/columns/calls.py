@@ -47,7 +47,7 @@ def refuse_call(func: Func, operands: Iterable[Tensor], what: str = "", remedy: 
     name, operands = function_name(func), list(operands)
     remedy = remedy or REMEDIES.get(name.rpartition(".")[2], LOCAL_MAP)
     if any(map(_shards_tokens, operands)):
-        remedy = f"Compute over tokens between two Linears, or set --tensor.sequence-sharding false. {remedy}"
+        remedy = f"Compute over tokens between two Linears, or set `--tensor.sequence-sharding false`. {remedy}"
     refuse(f"{f'{name} {what}'.strip()} cannot be computed from one column's shard", layouts_text(operands), remedy)
 
 

@@ -25,7 +25,7 @@ def refuse(what: str, layout: object, remedy: str, where: str | None = None) -> 
     what: the fault, as a clause. layout: shapes and layouts of the operands, as text. where: the place in the model;
     None for the module and the line of the user's code that run now.
     """
-    raise ModelError(what, where=where or _running_module(), value=layout, remedy=remedy)
+    raise ModelError(what, code="not-over-columns", where=where or _running_module(), value=layout, remedy=remedy)
 
 
 def _running_module() -> str:

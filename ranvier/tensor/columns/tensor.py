@@ -58,7 +58,7 @@ class ColumnTensor(Tensor):
                            kwargs: Kwargs | None = None) -> Any:
         if torch.compiler.is_dynamo_compiling():  # which may leave the code to Python instead
             raise ModelError("is traced by torch.compile, which cannot follow layouts over columns",
-                             where="a tensor between layers",
+                             code="columns-under-compile", where="a tensor between layers",
                              remedy="Compile what each column computes by itself: local_map(compiled, x).")
         with _untracked():
             return cls.dispatch(func, args, kwargs or {})

@@ -26,8 +26,6 @@ computed for each head by itself may go through `local_map`, which passes plain 
 methods of `Splittable`.
 """
 
-import warnings
-
 from ranvier.tensor.columns import local_map
 from ranvier.tensor.layers.convolution import DepthwiseConv1d
 from ranvier.tensor.layers.dropout import Dropout
@@ -52,15 +50,3 @@ __all__ = ["BiasTable", "ClassifierHead", "DepthwiseConv1d", "Dropout", "Embeddi
            "PatchEmbedding", "PositionEmbedding", "RMSNorm", "ReplicatedLinear", "Rotary", "Scalar", "Scale",
            "SharedInputLinear", "Splittable", "TokenTypeEmbedding", "VocabularyLinear", "block_splits", "gated", "gelu",
            "local_map", "softcap"]
-
-_OLD_NAMES = {"SmallEmbedding": TokenTypeEmbedding, "TokenLinear": ClassifierHead, "WholeLinear": ReplicatedLinear}
-
-
-def __getattr__(name: str) -> type:
-    """A layer under its old name, for one release, with a FutureWarning that names the new one."""
-    if name not in _OLD_NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    kind = _OLD_NAMES[name]
-    warnings.warn(f"ranvier.tensor.layers.{name} is now {kind.__name__}; the old name works for one release",
-                  FutureWarning, stacklevel=2)
-    return kind

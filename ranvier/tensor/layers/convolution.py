@@ -38,8 +38,8 @@ class DepthwiseConv1d(OverFeatures):
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
         if over not in ("inner", "stream"):
-            raise ModelError("must be inner or stream", where="over of DepthwiseConv1d", value=over,
-                             remedy="Flatten the heads first: the features of all heads are inner.")
+            raise ModelError("must be inner or stream", code="convolution-over", where="over of DepthwiseConv1d",
+                             value=over, remedy="Flatten the heads first: the features of all heads are inner.")
         self._set_over(over)
 
     @property

@@ -48,7 +48,8 @@ class SharedInputLinear(Layer):
         for name, count in self.units.items():
             if outputs[name] % count or leading % count:
                 raise ModelError(f"does not divide its features {outputs[name]} and the units {leading} of the first "
-                                 "output", where=f"units of {name} in SharedInputLinear", value=count,
+                                 "output", code="linear-group-units", where=f"units of {name} in SharedInputLinear",
+                                 value=count,
                                  remedy="Give every output whole units, and the first a multiple of the others'.")
             self.add_module(name, nn.Linear(in_features, outputs[name], bias, dtype=dtype))
 

@@ -32,7 +32,8 @@ class OverFeatures(Layer):
 
     def _set_over(self, over: Over) -> None:
         if over not in ("stream", "inner", "heads"):
-            raise ModelError("must be stream, inner or heads", where=f"over of {type(self).__name__}", value=over,
+            raise ModelError("must be stream, inner or heads", code="layer-over",
+                             where=f"over of {type(self).__name__}", value=over,
                              remedy="Say what the layer is over: the residual stream, activations between two Linears, "
                                     "or the features of a head.")
         self.over = self.takes = self.gives = over

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ranvier.errors import ModelError
-from ranvier.tensor.splittable import as_splittable
+from ranvier.tensor.splittable import Splittable
 
 _OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
 _HOOKS = tuple(name for name in _OF_TORCH if name.endswith("_hooks"))
@@ -31,7 +31,7 @@ def rebind_attributes(whole: nn.Module, done: Mapping[nn.Module, nn.Module], whe
     """
     parameters = {id(parameter) for parameter in whole.parameters()}
     for path, module in whole.named_modules():
-        if module not in done or as_splittable(module) is not None:
+        if module not in done or isinstance(module, Splittable):
             continue
         copied, named = done[module], f"{where}.{path}" if path else where
         for name, value in list(module.__dict__.items()):  # a copy has lost some
@@ -61,8 +61,8 @@ class _Rebinding:
             return self._done.get(value, value)
         if isinstance(value, Tensor):
             if id(value) in self._parameters:
-                raise ModelError("keeps a parameter of a layer, of which each rank has a part", where=self._where,
-                                 value=type(self._module).__name__,
+                raise ModelError("keeps a parameter of a layer, of which each rank has a part",
+                                 code="layer-parameter-kept", where=self._where, value=type(self._module).__name__,
                                  remedy="Call the layer. A penalty on weights is optim.weight_decay.")
             return value
         if isinstance(value, types.MethodType):
@@ -123,6 +123,6 @@ def _inside(value: Any) -> Iterable[Any]:
 
 def _refuse(where: str, module: nn.Module) -> None:
     raise ModelError("has a function that would run the layers of the whole model, as torch.compile and lambda make "
-                     "them", where=where, value=type(module).__name__,
-                     remedy="Define a method that calls the layers, or set --model.compile, which compiles the layers' "
-                            "own chains.")
+                     "them", code="function-of-whole-layers", where=where, value=type(module).__name__,
+                     remedy="Define a method that calls the layers, or set `--model.compile`, which compiles the "
+                            "layers' own chains.")

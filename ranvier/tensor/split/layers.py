@@ -14,8 +14,8 @@ from ranvier.tensor.boundaries import checked_loss, guard_block, guard_layer, na
 from ranvier.tensor.closed_parameters import close_parameters
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.attributes import rebind_attributes
-from ranvier.tensor.split.loss import NextTokenLoss, SplitNextTokenLoss
-from ranvier.tensor.splittable import Splittable, as_splittable, check_plain, constraints_of, unsplit_parameter
+from ranvier.tensor.split.loss import SplitTokenLosses, TokenLosses, vocabulary_of
+from ranvier.tensor.splittable import Splittable, check_plain, unsplit_parameter
 
 
 def split_layers(module: nn.Module, mesh: TensorMesh, where: str, *, in_chain: bool = False) -> nn.Module:
@@ -29,11 +29,11 @@ def split_layers(module: nn.Module, mesh: TensorMesh, where: str, *, in_chain: b
     ModelError for layers that cannot be split, each by name.
     """
     _check_sharing(module, where)
-    alone = as_splittable(module) is not None and not in_chain
+    alone = isinstance(module, Splittable) and not in_chain
     done: dict[nn.Module, nn.Module] = {}
     found = _split_modules(module, mesh, where, done, alone)
     rebind_attributes(module, done, where)
-    if not alone and not isinstance(module, NextTokenLoss):
+    if not alone and vocabulary_of(module) is None:
         guard_block(found, mesh, where, in_chain=in_chain)
     return found
 
@@ -45,7 +45,7 @@ def split_loss(loss: Loss, mesh: TensorMesh) -> Loss:
         done: dict[nn.Module, nn.Module] = {}
         whole = _split_modules(loss, mesh, "loss", done, alone=False)
         rebind_attributes(loss, done, "loss")
-    return checked_loss(whole, mesh, loss.vocab if isinstance(loss, NextTokenLoss) else None)
+    return checked_loss(whole, mesh, vocabulary_of(loss))
 
 
 def _split_modules(module: nn.Module, mesh: TensorMesh, where: str, done: dict[nn.Module, nn.Module],
@@ -53,12 +53,11 @@ def _split_modules(module: nn.Module, mesh: TensorMesh, where: str, done: dict[n
     """done: modules that have been replaced already, for those that occur twice. alone: no block is around it."""
     if module in done:
         return done[module]
-    layer = as_splittable(module)
-    if layer is not None:
-        _check_sizes(layer, mesh, where)
-        check_plain(layer, where)
-        part_of_it = layer.split(mesh)
-        split_adapters(layer, part_of_it, mesh)
+    if isinstance(module, Splittable):
+        _check_sizes(module, mesh, where)
+        check_plain(module, where)
+        part_of_it = module.split(mesh)
+        split_adapters(module, part_of_it, mesh)
         if any(parameter.is_meta for parameter in part_of_it.parameters()):  # parameters that are not sharded
             part_of_it.to_empty(device=torch.get_default_device())
         done[module] = named_module(own_hooks(copy.copy(part_of_it)), where)
@@ -67,11 +66,12 @@ def _split_modules(module: nn.Module, mesh: TensorMesh, where: str, done: dict[n
         guard_layer(done[module], mesh, where, getattr(module, "takes", "same"), getattr(module, "gives", "same"),
                     alone=alone, vocab=getattr(module, "out_features", 0))
         return done[module]
-    if isinstance(module, NextTokenLoss):
-        return SplitNextTokenLoss(module, mesh)
+    if isinstance(module, TokenLosses):
+        done[module] = SplitTokenLosses(module, mesh)
+        return done[module]
     if isinstance(module, (nn.modules.dropout._DropoutNd, nn.RReLU)):
-        raise ModelError("draws different random numbers on each rank", where=f"{where} (nn.{type(module).__name__})",
-                         value=getattr(module, "p", None),
+        raise ModelError("draws different random numbers on each rank", code="random-layer-on-columns",
+                         where=f"{where} (nn.{type(module).__name__})", value=getattr(module, "p", None),
                          remedy="Use ranvier.tensor.layers.Dropout, whose masks are keyed by place.")
     for name, _ in module.named_parameters(recurse=False):
         raise unsplit_parameter(f"{where}.{name}", module, module)
@@ -96,14 +96,15 @@ def _check_sharing(module: nn.Module, where: str) -> None:
         for name, parameter in layer.named_parameters(recurse=False):
             if holders.setdefault(parameter, layer) is not layer:
                 raise ModelError("is shared by two layers of a block, and would become two parameters on a mesh",
-                                 where=f"parameter {name} in {where}", value=type(layer).__name__,
-                                 remedy="Share the layer itself, or put the layers into two blocks and declare them "
-                                        "as tied.")
+                                 code="parameter-shared-by-layers", where=f"parameter {name} in {where}",
+                                 value=type(layer).__name__,
+                                 remedy="Share the layer itself, or put the layers into two blocks and declare them as "
+                                        "tied.")
 
 
 def _check_sizes(layer: Splittable, mesh: TensorMesh, where: str) -> None:
-    for what, size, axis, count in constraints_of(layer, mesh):
+    for what, size, axis, count in layer.divisibility_constraints(mesh):
         if size % count if what != "vocabulary" else size < count:
             problem = "is smaller than" if what == "vocabulary" else "cannot be divided by"
-            raise DivisibilityError(f"{what} {problem} mesh.{axis} {count}", where=where, value=size,
-                                    remedy=f"Set --mesh.{axis} to a divisor, or change the model's size.")
+            raise DivisibilityError(f"{what} {problem} mesh.{axis} {count}", code="layer-not-divisible", where=where,
+                                    value=size, remedy=f"Set `--mesh.{axis}` to a divisor, or change the model's size.")

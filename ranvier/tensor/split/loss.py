@@ -1,4 +1,4 @@
-"""Cross-entropies: of the next token, with the whole vocabulary or with it sharded over columns; of classes; of spans.
+"""Cross-entropies: of tokens, with the whole vocabulary or with it sharded over columns; of classes; of spans.
 
 With x the logits of one position and m the largest, the loss is log(sum exp(x - m)) + m - x[target]. Each column
 computes m and the sum of its part; two small all-reduces make them those of the row: the maximum of m, then the sums,
@@ -30,47 +30,72 @@ IGNORED = -100
 """Target of a position that does not count in the loss."""
 
 
-class NextTokenLoss(nn.Module):
-    """`next_token_loss` over a vocabulary of known size, so that it can be split."""
+class TokenLosses(nn.Module):
+    """Cross-entropy of each target, -log p, over a vocabulary of known size, so that it can be split: in a split model
+    logits are sharded over it, and a loss that is made of these gets them from `SplitTokenLosses`."""
 
     def __init__(self, vocab: int) -> None:
         super().__init__()
         self.vocab = vocab
 
-    def forward(self, logits_BSV: Tensor, targets: object) -> tuple[Tensor, Tensor]:
-        """See `next_token_loss`."""
-        return next_token_loss(logits_BSV, targets)
+    def forward(self, logits_BSV: Tensor, targets: object) -> Tensor:
+        """See `token_losses`."""
+        return token_losses(logits_BSV, targets)
 
 
-class SplitNextTokenLoss(nn.Module):
-    """The same of logits [B, S, V_j] whose vocabulary is sharded over columns; every column gets the row's sum."""
+class SplitTokenLosses(nn.Module):
+    """The same of logits [B, S, V_j] whose vocabulary is sharded over columns; every column gets the row's losses."""
 
-    def __init__(self, loss: NextTokenLoss, mesh: TensorMesh) -> None:
+    def __init__(self, losses: TokenLosses, mesh: TensorMesh) -> None:
         super().__init__()
-        self._mesh, self._vocab = mesh, loss.vocab
-        self._start = part(loss.vocab, mesh.num_cols, mesh.col)[0]
+        self._mesh, self._vocab = mesh, losses.vocab
+        self._start = part(losses.vocab, mesh.num_cols, mesh.col)[0]
 
-    def forward(self, logits_BSV: Tensor, targets: object) -> tuple[Tensor, Tensor]:
+    def forward(self, logits_BSV: Tensor, targets: object) -> Tensor:
         """logits [B, S, V_j], targets [B, S] int64. IndexError for a target outside the vocabulary, on CPU."""
         targets_BS = _checked_targets(logits_BSV, targets)
         if targets_BS.device.type == "cpu" and targets_BS.numel():  # on CUDA reading them would wait for the device
             least, most = int(targets_BS.where(targets_BS != IGNORED, 0).min()), int(targets_BS.max())
             if least < 0 or most >= self._vocab:
                 raise IndexError(f"a target is out of range of the vocabulary of {self._vocab}: {least} to {most}")
-        return _SplitLoss.apply(logits_BSV, targets_BS, self._start, self._vocab, self._mesh), _num_counted(targets_BS)
+        return _SplitTokenLosses.apply(logits_BSV, targets_BS, self._start, self._vocab, self._mesh)
 
 
-def next_token_loss(logits_BSV: Tensor, targets: object) -> tuple[Tensor, Tensor]:
-    """Sum of the cross-entropies of the targets that count, and their number.
+class NextTokenLoss(nn.Module):
+    """`next_token_loss` over a vocabulary of known size, so that it can be split."""
 
-    targets: [B, S] int64, `IGNORED` where none. The sum is fp32 for half-precision logits, else in their dtype.
+    def __init__(self, vocab: int) -> None:
+        super().__init__()
+        self.losses = TokenLosses(vocab)
+
+    def forward(self, logits_BSV: Tensor, targets: object) -> tuple[Tensor, Tensor]:
+        """Sum of the losses of the targets [B, S] that count, and their number."""
+        losses_BS, targets_BS = self.losses(logits_BSV, targets), _checked_targets(logits_BSV, targets)
+        return losses_BS.sum(), _num_counted(targets_BS)
+
+
+def vocabulary_of(loss: object) -> int | None:
+    """The vocabulary over which a loss can be split; None where it has no `TokenLosses`."""
+    layers = loss.modules() if isinstance(loss, nn.Module) else ()
+    return next((layer.vocab for layer in layers if isinstance(layer, TokenLosses)), None)
+
+
+def token_losses(logits_BSV: Tensor, targets: object) -> Tensor:
+    """[B, S]: the cross-entropy of each target, 0 where it does not count.
+
+    targets: [B, S] int64, `IGNORED` where none. Losses are fp32 for half-precision logits, else in their dtype.
     The backward overwrites the logits with their gradient, so it runs once; whatever else needs the logits after the
     backward takes a copy (autograd raises a RuntimeError where it would see changed values). Evaluation, where nothing
     requires a gradient, leaves them as they are.
     ModelError when the shapes do not fit.
     """
+    return _TokenLosses.apply(logits_BSV, _checked_targets(logits_BSV, targets))
+
+
+def next_token_loss(logits_BSV: Tensor, targets: object) -> tuple[Tensor, Tensor]:
+    """Sum of the `token_losses` of the targets that count, and their number."""
     targets_BS = _checked_targets(logits_BSV, targets)
-    return _NextTokenLoss.apply(logits_BSV, targets_BS), _num_counted(targets_BS)
+    return token_losses(logits_BSV, targets_BS).sum(), _num_counted(targets_BS)
 
 
 def _checked_targets(logits_BSV: Tensor, targets: object) -> Tensor:
@@ -128,11 +153,12 @@ def _cross_entropies(logits_BC: Tensor, targets_B: Tensor) -> Tensor:
 def _unfit(logits: Tensor, targets: object, remedy: str) -> ModelError:
     shapes = {name: tuple(tensor.shape) for name, tensor in targets.items()} if isinstance(targets, dict) else (
         tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__)
-    return ModelError(f"do not fit logits of shape {tuple(logits.shape)}", where="targets", value=shapes, remedy=remedy)
+    return ModelError(f"do not fit logits of shape {tuple(logits.shape)}", code="targets-do-not-fit-logits",
+                      where="targets", value=shapes, remedy=remedy)
 
 
-class _NextTokenLoss(Function):
-    """Cross-entropy that saves nothing of the logits' size but the logits, and returns their memory as their gradient.
+class _TokenLosses(Function):
+    """Cross-entropies that save nothing of the logits' size but the logits, and return their memory as their gradient.
 
     On CUDA by two Triton kernels; elsewhere blocks of rows go through one scratch block, so that no second tensor of
     the logits' size exists.
@@ -148,7 +174,7 @@ class _NextTokenLoss(Function):
             log_sum_R1 = sums_2R1[0].log_().add_(max_R1)
             if ctx.needs_input_grad[0]:
                 ctx.save_for_backward(logits_BSV, targets_BS, log_sum_R1)
-            return _sum_of_losses(log_sum_R1, sums_2R1[1], targets_R, logits_RV.shape[1])
+            return _losses(log_sum_R1, sums_2R1[1], targets_BS, logits_RV.shape[1])
         index_R1 = targets_R.where(counted_R, 0).unsqueeze(1)
         scratch = _scratch(logits_RV)
         loss_R1 = scratch.new_empty(index_R1.shape)
@@ -157,21 +183,21 @@ class _NextTokenLoss(Function):
             loss_R1[rows] = -block.gather(1, index_R1[rows])
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(logits_BSV, targets_BS)
-        return loss_R1.squeeze(1).where(counted_R, 0).sum()
+        return loss_R1.squeeze(1).where(counted_R, 0).view(targets_BS.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_BS: Tensor) -> tuple[Tensor, None]:
         logits_BSV, targets_BS, *log_sum_R1 = ctx.saved_tensors
         logits_RV, targets_R = logits_BSV.flatten(0, -2), targets_BS.flatten()
         counted_R = targets_R != IGNORED
         if ctx.kernel is not None:
             ctx.kernel.overwrite_with_gradient(logits_RV, targets_R, *log_sum_R1,
-                                               grad.to(torch.float32).where(counted_R, 0))
+                                               grad_BS.flatten().to(torch.float32).where(counted_R, 0))
             return logits_RV.view_as(logits_BSV), None
         index_R1 = targets_R.where(counted_R, 0).unsqueeze(1)
         scratch = _scratch(logits_RV)
-        scale_R1 = grad.to(scratch.dtype).where(counted_R, 0).unsqueeze(1)
+        scale_R1 = grad_BS.flatten().to(scratch.dtype).where(counted_R, 0).unsqueeze(1)
         for rows, block in _row_blocks(logits_RV, scratch):
             torch.softmax(logits_RV[rows], dim=1, dtype=scratch.dtype, out=block)
             block.scatter_add_(1, index_R1[rows], block.new_full((len(block), 1), -1.0))
@@ -179,8 +205,8 @@ class _NextTokenLoss(Function):
         return logits_RV.view_as(logits_BSV), None
 
 
-class _SplitLoss(Function):
-    """`_NextTokenLoss` of the logits of this column."""
+class _SplitTokenLosses(Function):
+    """`_TokenLosses` of the logits of this column."""
 
     @staticmethod
     def forward(ctx: Any, logits_BSV: Tensor, targets_BS: Tensor, start: int, vocab: int, mesh: TensorMesh) -> Tensor:
@@ -196,14 +222,14 @@ class _SplitLoss(Function):
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(logits_BSV, targets_BS, log_sum_R1)
             ctx.start = start
-        return _sum_of_losses(log_sum_R1, sums_2R1[1], targets_R, vocab)
+        return _losses(log_sum_R1, sums_2R1[1], targets_BS, vocab)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad_BS: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits_BSV, targets_BS, log_sum_R1 = ctx.saved_tensors
         logits_RV, targets_R = logits_BSV.flatten(0, -2), targets_BS.flatten()
-        scale_R1 = grad.to(log_sum_R1.dtype).where(targets_R != IGNORED, 0).unsqueeze(1)
+        scale_R1 = grad_BS.flatten().to(log_sum_R1.dtype).where(targets_R != IGNORED, 0).unsqueeze(1)
         (_overwrite_with_gradient if ctx.kernel is None else ctx.kernel.overwrite_with_gradient)(
             logits_RV, _place_in_column(targets_R, ctx.start, logits_RV.shape[1]), log_sum_R1, scale_R1)
         return logits_RV.view_as(logits_BSV), None, None, None, None
@@ -239,11 +265,13 @@ def _place_in_column(targets_R: Tensor, start: int, size: int) -> Tensor:
     return (targets_R - start).where((targets_R >= start) & (targets_R < start + size), -1)
 
 
-def _sum_of_losses(log_sum_R1: Tensor, target_R1: Tensor, targets_R: Tensor, vocab: int) -> Tensor:
-    """From each row's log of summed exponentials and its target's logit. A target outside the vocabulary, which a GPU
-    cannot report without a wait, gives NaN."""
+def _losses(log_sum_R1: Tensor, target_R1: Tensor, targets_BS: Tensor, vocab: int) -> Tensor:
+    """[B, S] from each row's log of summed exponentials and its target's logit. A target outside the vocabulary, which
+    a GPU cannot report without a wait, gives NaN."""
+    targets_R = targets_BS.flatten()
     inside_R = (targets_R >= 0) & (targets_R < vocab)
-    return (log_sum_R1 - target_R1).squeeze(1).where(inside_R, torch.nan).where(targets_R != IGNORED, 0).sum()
+    losses_R = (log_sum_R1 - target_R1).squeeze(1).where(inside_R, torch.nan).where(targets_R != IGNORED, 0)
+    return losses_R.view(targets_BS.shape)
 
 
 def _kernel(logits_RV: Tensor) -> ModuleType | None:

@@ -1,0 +1,100 @@
+"""How errors name settings to those who call Ranvier from Python: by the arguments that take them.
+
+    pipeline.in-flight                              Pipeline(in_flight=...)
+    --optim.clip-norm 0                             Optim(clip_norm=0)
+
+Settings are checked in one place, whoever has made them; errors name them as the command does until they leave
+`ranvier.start` or the engine.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Concatenate, ParamSpec, TypeVar
+
+from ranvier.errors import NamedSetting, RanvierError, command_names
+
+_CALLS = {"mesh": "Mesh", "tensor": "TensorParallel", "optim": "Optim", "guard": "Guard", "pipeline": "Pipeline",
+          "memory": "Memory", "launch": "ranvier.start", "comm": "ranvier.start"}
+"""Section of a run's settings -> what takes its fields as arguments."""
+_ARGUMENTS = {"precision": "dtype", "model.float8": "float8", "model.compile": "compile",
+              "train.learning-rate": "learning_rate"}
+"""Settings that arguments of the engine stand for."""
+_DTYPES = {"fp64": "torch.float64", "fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+AnEngine = TypeVar("AnEngine")
+
+
+@dataclass(frozen=True)
+class PythonNames:
+    """Names arguments. caller: the function that has failed, which takes those that several take."""
+
+    caller: str
+
+    def __call__(self, parts: Sequence[str | NamedSetting]) -> str:
+        """The text of `parts`; neighbours that one call takes are one call: Mesh(row=1, col=4)."""
+        found = [self._call(part) if isinstance(part, NamedSetting) else ("", part) for part in parts]
+        joined = [one for place, one in enumerate(found)
+                  if not (one == ("", " ") and 0 < place < len(found) - 1
+                          and found[place - 1][0] and found[place - 1][0] == found[place + 1][0])]
+        return "".join(f"{call}({', '.join(text for _, text in group)})" if call else "".join(text for _, text in group)
+                       for call, group in groupby(joined, key=lambda one: one[0]))
+
+    def _call(self, setting: NamedSetting) -> tuple[str, str]:
+        """What takes it, and the argument; "" and a phrase for one that is no argument."""
+        if setting.name == "batch.microbatch-size":
+            return "", "the size of microbatches"
+        if setting.name == "resume" and setting.is_flag:
+            return "", "Checkpoints.load()" if setting.text == "auto" else "Checkpoints.load(path)"
+        if setting.name in _ARGUMENTS:
+            return "Engine", f"{_ARGUMENTS[setting.name]}={_DTYPES.get(setting.text) or _in_python(setting.value)}"
+        section, _, field = setting.name.partition(".")
+        if section not in _CALLS or not field.replace("-", "").isalpha():
+            return "", str(setting)
+        call = self.caller if field == "timeout-seconds" else _CALLS[section]
+        return call, f"{field.replace('-', '_')}={_in_python(setting.value)}"
+
+
+def _in_python(value: object) -> str:
+    return "..." if value is ... else repr(value)
+
+
+@contextmanager
+def naming_arguments(caller: str, *, unless: bool = False) -> Iterator[None]:
+    """Errors that leave this block name arguments. unless: the command called, whose user knows flags."""
+    try:
+        yield
+    except RanvierError as error:
+        if not unless and error.names is command_names:
+            error.names = PythonNames(caller)
+        raise
+
+
+def of_engine(method: Callable[Concatenate[AnEngine, Parameters], Result]
+              ) -> Callable[Concatenate[AnEngine, Parameters], Result]:
+    """A method of an engine whose errors name arguments, unless the engine has `flags`."""
+    @functools.wraps(method)
+    def call(engine: AnEngine, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        with naming_arguments("Engine", unless=bool(kwargs.get("flags", getattr(engine, "flags", False)))):
+            return method(engine, *args, **kwargs)
+
+    return call
+
+
+def of_function(caller: str) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """Of a function: its errors name arguments, unless it is called with `flags`."""
+    def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        @functools.wraps(function)
+        def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+            with naming_arguments(caller, unless=bool(kwargs.get("flags"))):
+                return function(*args, **kwargs)
+
+        return call
+
+    return decorate

@@ -1,0 +1,154 @@
+"""Rows of tables as conversations, and as pairs of them that differ in their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ranvier.data.chat_template import Conversation, Message
+from ranvier.data.tables import Row, no_column
+from ranvier.errors import DataError
+from ranvier.system.untrusted_file import parse_json
+
+MESSAGES_SETTING = "data.messages-column"
+_TOOLS, _VARIABLES = "tools", "chat_template_kwargs"
+"""Columns with what else the chat template is given: functions, and further variables."""
+_REFUSED = ("functions", "documents", "weight", "train")
+"""Columns that other programs read, and that would have no effect here."""
+_LEARNT: Mapping[str, tuple[object, object]] = {"weight": (0, 1), "train": (False, True)}
+"""Keys of messages -> the values for a turn that is not learnt, and for one that is."""
+OTHER_COLUMNS = (_TOOLS, _VARIABLES, *_REFUSED)
+"""Columns that are read beside the messages, where a table has them."""
+
+
+def conversation_of(row: Row, column: str = "messages") -> Conversation:
+    """The conversation in a row. column: of its messages. DataError, with the place, for a row that has none."""
+    refused = next((name for name in _REFUSED if row.values.get(name) is not None), None)
+    if refused is not None:
+        raise DataError(f"has a column {refused} of a conversation, which has no effect here",
+                        code="column-without-effect", where=row.place, value=repr(row.values[refused])[:80],
+                        remedy="Leave the column out of the data set; `weight` and `train` belong to messages, "
+                               "functions into `tools`.")
+    messages = _messages(row, column)
+    unlearnt = frozenset(number for number, message in enumerate(messages) if not _is_learnt(message, row.place))
+    tools = _of_kind(row, _TOOLS, list, 'Give a list of JSON schemas, for example [{"type": "function", ...}].')
+    variables = _of_kind(row, _VARIABLES, dict, 'Give an object, for example {"enable_thinking": false}.')
+    plain = [{key: value for key, value in message.items() if key not in _LEARNT} for message in messages]
+    return Conversation(messages=plain, unlearnt=unlearnt, tools=tools or None, variables=variables or {},
+                        place=row.place)
+
+
+def _of_kind(row: Row, column: str, kind: type, remedy: str) -> Any:
+    """A value of this kind, or the JSON text of one; None where the row has none."""
+    value = row.values.get(column)
+    if isinstance(value, str) and value:
+        with suppress(ValueError):
+            value = parse_json(value)
+    if value and not isinstance(value, kind):
+        raise DataError(f"has {column} of another kind", code="column-of-other-kind", where=row.place,
+                        value=repr(value)[:80], remedy=remedy)
+    return value
+
+
+def _is_learnt(message: Message, place: str) -> bool:
+    """Whether the keys `weight` and `train` say that a turn of the assistant is learnt, which is so without them."""
+    for key, values in _LEARNT.items():
+        value = message.get(key, values[1])
+        if not isinstance(value, (bool, int, float)) or value not in values:
+            raise DataError(f"has a message whose `{key}` is none of {values[0]} and {values[1]}",
+                            code="message-weight", where=place, value=value,
+                            remedy="A turn is learnt or not: there are no weights between.")
+        if value and key in message and message["role"] != "assistant":
+            raise DataError(f"has a message with `{key}` {value} which is not the assistant's",
+                            code="weight-of-other-role", where=place, value=message["role"],
+                            remedy="Leave it out: only what the assistant writes is learnt.")
+        if not value:
+            return False
+    return True
+
+
+def _messages(row: Row, column: str) -> list[Message]:
+    if column not in row.values:
+        raise no_column(row.place, column, row.values, MESSAGES_SETTING)
+    value = row.values[column]
+    remedy = 'Give a list of messages, for example [{"role": "user", "content": "..."}, ...].'
+    if not isinstance(value, list) or not value:
+        raise DataError("is no conversation", code="not-a-conversation", where=row.place, value=repr(value)[:80],
+                        remedy=remedy)
+    found: list[Message] = []
+    for message in value:
+        if isinstance(message, dict) and {"from", "value"} <= message.keys():
+            raise DataError("has a message with `from` and `value`", code="message-from-value", where=row.place,
+                            value=repr(message)[:80],
+                            remedy="Rename `from` role (human: user, gpt: assistant) and `value` content.")
+        has_content = isinstance(message, dict) and (
+            message.get("content") is not None or bool(message.get("tool_calls")))
+        if not has_content or not isinstance(message.get("role"), str):
+            raise DataError("has a message without `role` and `content`", code="message-without-role", where=row.place,
+                            value=repr(message)[:80], remedy=remedy)
+        # A template may look for `content` without asking whether it is there.
+        found.append({key: part for key, part in message.items() if part is not None or key == "content"})
+    return found
+
+
+# --- pairs -----------------------------------------------------------------------------------------------------------
+
+PAIR_COLUMNS = ("prompt", "chosen", "rejected")
+"""Columns of pairs. Without the first, the prompt is what both conversations begin with."""
+_PAIR_FORM = ('Give {"prompt": "...", "chosen": "...", "rejected": "..."}; each may be a list of messages, and without '
+              "a prompt both answers are whole conversations.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Two conversations that differ in the answer, which alone is learnt."""
+
+    chosen: Conversation
+    rejected: Conversation
+
+
+def pair_of(row: Row) -> Pair | None:
+    """The pair in a row; None where both answers are the same, of which nothing can be learnt. A text is one turn: of
+    the user in the prompt, of the assistant in an answer. DataError, with the place, for a row that has none."""
+    prompt = None if row.values.get("prompt") in (None, "", []) else _turns(row, "prompt", "user")
+    answers = [_turns(row, name, "assistant") for name in ("chosen", "rejected")]
+    if any(answer[0]["role"] != "assistant" for answer in answers):  # whole conversations
+        size = next((place for place, (one, other) in enumerate(zip(*answers, strict=False)) if one != other),
+                    min(map(len, answers)))
+        context = answers[0][:size]
+        if prompt is not None and context[-len(prompt):] != prompt:
+            raise _unfit(row, "has answers whose conversations do not begin with its prompt", row.values["prompt"])
+        answers = [answer[size:] for answer in answers]
+    elif prompt is None:
+        raise _unfit(row, "has no prompt", row.values.get("prompt"))
+    else:
+        context = prompt
+    if answers[0] == answers[1]:
+        return None
+    for name, answer in zip(("chosen", "rejected"), answers, strict=True):
+        if not answer or {answer[0]["role"], answer[-1]["role"]} != {"assistant"}:
+            raise _unfit(row, f"has no answer of the assistant in `{name}`", row.values[name])
+    chosen, rejected = (_answered(row, context, answer) for answer in answers)
+    return Pair(chosen=chosen, rejected=rejected)
+
+
+def _turns(row: Row, column: str, role: str) -> list[Message]:
+    """The messages in a column, where a text is one of `role`."""
+    value = row.values.get(column)
+    if isinstance(value, str) and value.strip():
+        return [{"role": role, "content": value}]
+    if not isinstance(value, list):
+        raise _unfit(row, f"has no text and no messages in `{column}`", value)
+    return _messages(row, column)
+
+
+def _answered(row: Row, context: Sequence[Message], answer: Sequence[Message]) -> Conversation:
+    found = conversation_of(replace(row, values={**row.values, "messages": [*context, *answer]}))
+    earlier = (number for number, message in enumerate(context) if message["role"] == "assistant")
+    return replace(found, unlearnt=found.unlearnt.union(earlier))
+
+
+def _unfit(row: Row, what: str, value: object) -> DataError:
+    return DataError(what, code="not-a-pair", where=row.place, value=repr(value)[:80], remedy=_PAIR_FORM)

@@ -1,0 +1,276 @@
+"""The task preference: of two answers to a prompt, the chosen one becomes more likely than the rejected one.
+
+    data set --rows--> pairs of conversations --ChatTokenizer--> tokens, is_target --> PreferencePairs
+
+The loss is `ranvier.tensor.split.preference_loss`. Where it compares with a reference, the run computes the reference's
+log-probabilities before its first step (`ranvier.train.reference`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import islice, takewhile
+from pathlib import Path
+
+import numpy as np
+
+from ranvier.config.run import Run
+from ranvier.config.task_form import SHIPPED
+from ranvier.data import quiz, token_numbers
+from ranvier.data.arrays import Arrays, made_once, write_arrays
+from ranvier.data.cache_folder import cache_folder
+from ranvier.data.chat import number_problems, tokenizer_folder
+from ranvier.data.chat_template import ChatTokenizer, Conversation, chat_tokenizer, look_at_folder
+from ranvier.data.conversation_rows import OTHER_COLUMNS, PAIR_COLUMNS, Pair, pair_of
+from ranvier.data.fingerprint import fingerprint
+from ranvier.data.named_files import is_data_set, readable_file, table_name_problems, text_only, training_name
+from ranvier.data.offline.pretrained_models import folder_of
+from ranvier.data.padding import padding_text
+from ranvier.data.parallel import map_in_order
+from ranvier.data.preference_pairs import PreferencePairs, PreferenceScoring, WithReference
+from ranvier.data.publish import Progress, advance, processes_of
+from ranvier.data.subset import chosen, held_out, some
+from ranvier.data.tables import JSON_LINES, PARQUET, Table, is_saved, open_dataset, open_file
+from ranvier.data.task import Dataset, Prepared, Task
+from ranvier.data.token_samples import TokenSamples
+from ranvier.errors import DataError, RanvierError
+
+FORM = "a JSONL or Parquet file with the columns prompt, chosen and rejected, the name of a data set, or quiz"
+"""What may be given, in words."""
+_WARNED_SHARE = 0.01
+"""A larger share of left-out pairs is warned of."""
+_AT_ONCE = 100
+"""Pairs that one process encodes at once."""
+_Answer = tuple[list[int], np.ndarray]
+"""Tokens of a conversation, and which of them are learnt."""
+
+
+class PreferenceTask(Task):
+    """The task `preference`: pairs of a chosen and a rejected answer."""
+
+    form = SHIPPED["preference"]
+
+    def problems(self, run: Run, *, elsewhere: bool) -> list[RanvierError]:
+        """What is wrong with the settings, the tokenizer's folder and the columns; one row of each file is read."""
+        found: list[RanvierError] = [*text_only(run.data)]
+        names = table_name_problems(run.data, (quiz.NAME,), FORM)
+        found += names
+        for setting, name in (("train", run.data.train), ("eval", run.data.eval)):
+            if name is not None and not names and not is_data_set(name):
+                try:
+                    next(pairs(name, setting), None)
+                except DataError as problem:
+                    found.append(problem)
+        try:
+            folder = tokenizer_folder(run)
+        except DataError as problem:
+            return [*found, problem]
+        if folder is None:
+            return found
+        missing = look_at_folder(folder, run.data.chat_template)
+        return [*found, *(number_problems(run, folder) if missing is None else [missing])]
+
+    def prepare(self, run: Run, progress: Progress) -> Prepared:
+        """Tokenised pairs of this run, of which none is cut: a pair whose answers are longer than the sequence is left
+        out. DataError when nothing is left."""
+        folder = tokenizer_folder(run, progress)
+        assert folder is not None, "asked with a progress"
+        tokenizer = ChatTokenizer(folder, run.data.chat_template)
+        model = None if run.model.pretrained is None else folder_of(run.model.pretrained, cache_folder(run), progress)
+        token_numbers.check(tokenizer.numbers(), run, model, None if model is None else
+                            token_numbers.numbers_in(model))
+        parts = _stored(run, folder, tokenizer, progress)
+        counts = [_Counts(**{name: int(str(value)) for name, value in part.facts.items()}) for part in parts]
+        whole = [_pairs_in(part, run.model.sequence) for part in parts]
+        used: list[Dataset] = [
+            some(part, count, run.seed, f"data.{name}-samples") for part, count, name in
+            zip(whole, (run.data.train_samples, run.data.eval_samples), ("train", "eval"), strict=True)]
+        train, held = map(WithReference, used)
+        told = [(f"data.train {training_name(run.data)}", counts[0])]
+        if run.data.eval is not None:
+            told.append((f"data.eval {run.data.eval}", counts[1]))
+        return Prepared(
+            train=train, eval=held, tokenizer=tokenizer, weight=1.0, transform=tokenizer.fingerprint,
+            padding=padding_text(whole[0].sample_lengths, run, can_pack=False),
+            about=f"{training_name(run.data)}: {len(whole[0]):,} pairs of answers, {len(whole[1]):,} held out"
+                  + "".join(f"; {text}" for _, one in told if (text := one.text(run.model.sequence))),
+            warnings=tuple(warning for setting, one in told
+                           if (warning := one.warning(setting, run.model.sequence)) is not None),
+            scoring=partial(PreferenceScoring, run.preference),
+            fingerprint=fingerprint("preference", tokenizer.fingerprint, [part.digest for part in parts], chosen(run)))
+
+
+PREFERENCE = PreferenceTask()
+"""The task; it has no state."""
+
+
+def open_pairs(name: str, setting: str) -> Table:
+    """The table of this name: the shipped one, a file, a saved data set, or one of the hub, which is streamed.
+    setting: train or eval. DataError where it lacks a column."""
+    path = Path(name).expanduser()
+    if name == quiz.NAME:
+        found = quiz.open_quiz_pairs()
+    elif is_data_set(name) or is_saved(path):
+        found = open_dataset(name, "train" if setting == "train" else "validation", f"data.{setting}", FORM)
+    elif path.suffix.lower() not in (*JSON_LINES, *PARQUET):
+        raise DataError("is not a table of pairs", code="not-pairs", where=f"data.{setting}", value=name,
+                        remedy=f"Give {FORM}.")
+    else:
+        with readable_file(path, setting, FORM):
+            found = open_file(path, name)
+    for column in PAIR_COLUMNS[1:]:
+        if column not in found.columns:
+            raise DataError(f"has no column `{column}`", code="column-missing", where=name,
+                            value=", ".join(sorted(found.columns)), remedy=f"Give {FORM}.")
+    return found
+
+
+def pairs(name: str, setting: str) -> Iterator[Pair | None]:
+    """The pairs of a data set; None for one whose answers are the same. DataError, with the place, for a row that has
+    none."""
+    table = open_pairs(name, setting)
+    wanted = [column for column in (*PAIR_COLUMNS, *OTHER_COLUMNS) if column in table.columns]
+    with readable_file(Path(name).expanduser(), setting, FORM):
+        for row in table.rows(wanted):
+            yield pair_of(row)
+
+
+# --- tokens ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Encoded:
+    """A pair. key: by which it is held out: its prompt, so that all pairs of a prompt lie together."""
+
+    answers: tuple[_Answer, _Answer]
+    key: str
+
+    @property
+    def length(self) -> int:
+        """Positions of both answers together."""
+        return sum(len(ids) - 1 for ids, _ in self.answers)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether an answer has no token that is learnt."""
+        return not all(is_target[1:].any() for _, is_target in self.answers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Counts:
+    """What has become of a data set's pairs: of all, those that are left out since their answers are the same, since
+    nothing is learnt in one, and since they are too long. longest: positions of the longest."""
+
+    pairs: int
+    same: int
+    silent: int
+    too_long: int
+    longest: int
+
+    def text(self, sequence: int) -> str:
+        """In words; empty where no pair is left out."""
+        return "; ".join(f"{count:,} of {self.pairs:,} left out, {what}" for count, what in (
+            (self.too_long, f"whose answers have more than {sequence} tokens together"),
+            (self.silent, "with an empty answer"), (self.same, "whose answers are the same")) if count)
+
+    def warning(self, setting: str, sequence: int) -> DataError | None:
+        """Where more than 1 % of the pairs are left out."""
+        left_out = self.too_long + self.silent + self.same
+        if left_out <= _WARNED_SHARE * self.pairs:
+            return None
+        return DataError(f"leaves out {left_out / self.pairs:.1%} of its pairs: {self.text(sequence)}",
+                         code="pairs-left-out", where=setting, value=left_out,
+                         remedy=f"Set a longer `--model.sequence`: all of it fits into {self.longest}." if self.too_long
+                         else "Leave pairs without a difference out of the data set.")
+
+
+def _pairs_in(part: Arrays, sequence: int) -> PreferencePairs:
+    offsets = np.asarray(part.arrays["offsets"], dtype=np.int64)
+    return PreferencePairs(TokenSamples(part.arrays["tokens"], offsets[:-1], offsets[1:], sequence,
+                                        part.arrays["is_target"]))
+
+
+def _stored(run: Run, folder: Path, tokenizer: ChatTokenizer, progress: Progress) -> tuple[Arrays, Arrays]:
+    """Training and held-out pairs, from the cache."""
+    name, sequence = training_name(run.data), run.model.sequence
+    tables = [open_pairs(each, setting).fingerprint
+              for setting, each in (("train", name), ("eval", run.data.eval)) if each is not None]
+    place = cache_folder(run) / "preference" / fingerprint(tables, tokenizer.fingerprint, sequence)
+
+    def make() -> None:
+        progress(f"tokenising {name}")
+        template = None if run.data.chat_template is None else str(run.data.chat_template)
+        train, counts = _all(name, "train", str(folder), template, sequence, progress)
+        held_counts = counts
+        if run.data.eval is not None:
+            held, held_counts = _all(run.data.eval, "eval", str(folder), template, sequence, progress)
+        else:
+            out = held_out([one.key for one in train])
+            held = [one for one, here in zip(train, out, strict=True) if here]
+            train = [one for one, here in zip(train, out, strict=True) if not here]
+        for part, found, told in (("eval", held, held_counts), ("train", train, counts)):
+            if not found:
+                raise DataError("has too few pairs to train on some and hold out others", code="too-few-pairs",
+                                where=f"data.train {name}", value=len(train) + len(held),
+                                remedy="Give at least two, or more in `--data.eval`.")
+            _write(place / part, found, told, tokenizer.vocab)
+
+    return made_once(place, make, progress)
+
+
+def _all(name: str, setting: str, folder: str, template: str | None, sequence: int, progress: Progress
+         ) -> tuple[list[_Encoded], _Counts]:
+    """The pairs of a data set that are learnt from, and what was left out. DataError if there is none."""
+    rows = pairs(name, setting)
+    found: list[_Encoded] = []
+    count = 0
+    for piece in map_in_order(partial(_encoded, folder, template), iter(lambda: list(islice(rows, _AT_ONCE)), []),
+                              processes_of(progress)):
+        count += len(piece)
+        found += [one for one in piece if one is not None]
+        advance(progress, f"pairs of {name}", count)
+    spoken = [one for one in found if not one.is_silent]
+    kept = [one for one in spoken if one.length <= sequence]
+    counts = _Counts(pairs=count, same=count - len(found), silent=len(found) - len(spoken),
+                     too_long=len(spoken) - len(kept), longest=max((one.length for one in spoken), default=0))
+    if not kept:
+        raise DataError(f"has no pair of answers within `model.sequence {sequence}`", code="no-pairs",
+                        where=f"data.{setting} {name}", value=count,
+                        remedy=f"Set `--model.sequence {counts.longest}`." if counts.too_long else
+                        "Give pairs whose answers differ.")
+    return kept, counts
+
+
+def _encoded(folder: str, template: str | None, piece: Sequence[Pair | None]) -> list[_Encoded | None]:
+    tokenizer = chat_tokenizer(folder, template)
+    found: list[_Encoded | None] = []
+    for pair in piece:
+        if pair is None:
+            found.append(None)
+            continue
+        prompt = [one for one, _ in takewhile(lambda turns: turns[0] == turns[1],
+                                              zip(pair.chosen.messages, pair.rejected.messages, strict=False))]
+        key = json.dumps([prompt, pair.chosen.tools], sort_keys=True, default=str)
+        found.append(_Encoded(answers=(_answer(tokenizer, pair.chosen), _answer(tokenizer, pair.rejected)), key=key))
+    return found
+
+
+def _answer(tokenizer: ChatTokenizer, conversation: Conversation) -> _Answer:
+    samples = tokenizer.encode(conversation)
+    if len(samples) != 1:
+        raise DataError("has an answer of several turns, which the chat template writes otherwise once others follow",
+                        code="answer-of-several-turns", where=conversation.place, value=len(samples),
+                        remedy="Give answers of one turn, or a `--data.chat-template` that writes each turn alike.")
+    ids, is_target = samples[0]
+    return ids, is_target
+
+
+def _write(folder: Path, part: Sequence[_Encoded], counts: _Counts, vocab: int) -> None:
+    answers = [answer for one in part for answer in one.answers]
+    write_arrays(folder, {
+        "tokens": np.concatenate([ids for ids, _ in answers]).astype(np.uint16 if vocab <= 1 << 16 else np.uint32),
+        "is_target": np.concatenate([is_target for _, is_target in answers]).astype(np.uint8),
+        "offsets": np.cumsum([0, *(len(ids) for ids, _ in answers)]).astype(np.int64)}, asdict(counts))

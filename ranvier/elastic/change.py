@@ -1,0 +1,68 @@
+"""A change of a run to another mesh or to other frozen layers, and what a request for one says. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ranvier.config.other_mesh import resized
+from ranvier.config.resolve import ResolvedRun
+from ranvier.elastic.freezing import FrozenLayers
+from ranvier.errors import RanvierError
+from ranvier.mesh import AXES
+from ranvier.plan.fitting import first_that_fits, schedule_settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """From one mesh and depth to others.
+
+    mesh: sizes by axis. boundaries: None cuts by cost. microbatch_size, global_size: samples. reason: why, in a few
+    words. schedule: settings of the pipeline in place of the run's own, whose schedule does not fit the memory there
+    (`plan/fitting`). wish: the ID of the resize request that it fulfils; logs have it under this name.
+    """
+
+    mesh: Mapping[str, int]
+    frozen: FrozenLayers
+    old_frozen: FrozenLayers
+    boundaries: tuple[int, ...] | None
+    global_size: int
+    microbatch_size: int
+    reason: str
+    schedule: Mapping[str, Any] | None = None
+    wish: str | None = None
+
+    def applied(self, run: ResolvedRun) -> ResolvedRun:
+        """`run`, as it was started, as it is after the change."""
+        mesh, pipeline = resized(run.mesh, **self.mesh), run.pipeline
+        if mesh.pipeline_size != run.mesh.pipeline_size:
+            pipeline = replace(pipeline, deferred=None, defer_last=None)
+        return replace(run, mesh=mesh, pipeline=replace(pipeline, boundaries=self.boundaries, **self.schedule or {}),
+                       batch=replace(run.batch, global_size=self.global_size, microbatch_size=self.microbatch_size))
+
+    def fitted(self, run: ResolvedRun, problem: Callable[[ResolvedRun], RanvierError | None]
+               ) -> tuple[Change, RanvierError | None]:
+        """The change with the first schedule of `run` that has no `problem` there. Where each has one, with the run's
+        own, and its problem."""
+        own = replace(self, schedule=None)
+        there = own.applied(run)
+        found, why = first_that_fits(there, problem, lambda run, why: why is None)
+        return own if found == there else replace(own, schedule=schedule_settings(found)), why
+
+    def document(self) -> dict[str, object]:
+        """As JSON can hold it; `read` is the inverse."""
+        return asdict(self)
+
+    @classmethod
+    def read(cls, document: Mapping[str, Any]) -> Change:
+        """A change from what `document` returned, also after a passage through JSON."""
+        boundaries = document["boundaries"]
+        layers = {name: FrozenLayers(document[name]["prefix"], tuple(document[name]["above"]))
+                  for name in ("frozen", "old_frozen")}
+        return cls(**{**document, **layers, "boundaries": None if boundaries is None else tuple(boundaries)})
+
+
+def request_text(request: Mapping[str, object]) -> str:
+    """The mesh that a request names, in words."""
+    return " x ".join(f"{axis} {request[axis]}" for axis in AXES if axis in request)

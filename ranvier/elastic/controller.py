@@ -1,0 +1,410 @@
+"""Decides when layers freeze, on which mesh a run continues, and how many microbatches it tries. Pure.
+
+    state, facts -> state, change or None
+
+A run gives it facts that its ranks have measured (`ranvier.train.elasticity`), a plan those that a cluster's constants
+predict (`ranvier.planner.elastic_plan`). So both take the same decisions from the same facts:
+
+    steps        asks_after: is the policy to be evaluated?      saw: the numbers of a step
+                 microbatches: how many the next step has
+    decisions    decide: freeze by the policy, then change to the mesh that pays, or to the one that is requested
+                 entered: what a change has cost                 restored: back to a checkpoint's mesh and layers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf, isfinite, nan, prod
+from typing import Any, Protocol
+
+from ranvier.config.other_mesh import microbatch_size, resized
+from ranvier.config.resolve import ResolvedRun
+from ranvier.elastic.change import Change, request_text
+from ranvier.elastic.freezing import (
+    Facts,
+    FreezePolicy,
+    FrozenLayers,
+    Manual,
+    Remembers,
+    decide,
+    frozen_layers,
+    layers_text,
+)
+from ranvier.elastic.ledger import Entry
+from ranvier.elastic.mesh_candidates import MeshCandidate, StageMemory, mesh_candidates
+from ranvier.elastic.microbatch_profile import TRIAL_STEPS, MicrobatchProfile, microbatch_counts, size_of
+from ranvier.elastic.rules import BlockFacts, ElasticRules, EvaluationSchedule, PresentMesh
+from ranvier.elastic.state import RECENT_STEPS, ElasticState, MicrobatchTrial, Similarities, StepFigures
+from ranvier.elastic.transition_selector import Note, mesh_text, select
+from ranvier.errors import RanvierError
+from ranvier.mesh import Mesh
+
+
+class Problem(Protocol):
+    """Why a run cannot continue in this form with these frozen layers; None where it can."""
+
+    def __call__(self, run: ResolvedRun, /, frozen: FrozenLayers) -> RanvierError | None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecisionFacts:
+    """What a decision depends on beside the state: measured by a run, predicted by a plan."""
+
+    step: int
+    """Optimizer steps done."""
+    samples: int
+    """Consumed by these steps."""
+    remaining_steps: int
+    """Of the present global batch."""
+    num_ranks: int
+    """Those of the run now, idle ones too."""
+    present: PresentMesh
+    frozen: FrozenLayers
+    blocks: Callable[[], BlockFacts]
+    """Times and sizes of the blocks."""
+    problem: Problem
+    stage_memory: Callable[[FrozenLayers], StageMemory | None]
+    """What cuts must fit into."""
+    caches: Callable[[int], bool]
+    """Whether outputs of so many frozen layers would be cached, as far as that is known."""
+    stages: tuple[int, ...] = ()
+    """As in `ranvier.elastic.freezing.Facts`; likewise below."""
+    stage_seconds: tuple[float, ...] = ()
+    activation_change: tuple[float, ...] | None = None
+    similarities: Similarities | None = None
+    """Of the layers' outputs now, for the next evaluation of the policy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """change: None where the run continues as it is. notes: what the run reports of it."""
+
+    state: ElasticState
+    change: Change | None
+    notes: tuple[Note, ...] = ()
+
+
+class Controller:
+    """The settings of one run, with its freeze policy. Methods change nothing but a policy that `Remembers`.
+
+    Args:
+        run: as it was started.
+        policy: decides which layers freeze. is_own: it was given instead of the one that `run.elastic.freeze` names.
+        epoch_samples: samples of an epoch.
+        eval_samples: held-out samples, where the policy compares layers' outputs for them.
+        untrained: how many layers from the first on have nothing to train, which are frozen from the start.
+        still_frozen: of so many frozen layers, how many cannot train again, whatever the policy answers.
+    """
+
+    def __init__(self, run: ResolvedRun, policy: FreezePolicy, *, epoch_samples: int, is_own: bool = False,
+                 eval_samples: int | None = None, untrained: int = 0,
+                 still_frozen: Callable[[int], int] = lambda frozen: 0) -> None:
+        self.run, self.rules, self.policy, self.epoch_samples = run, ElasticRules(run), policy, epoch_samples
+        self._is_own, self._eval_samples, self._untrained = is_own, eval_samples, untrained
+        self._still_frozen = still_frozen
+        self._by_hand = isinstance(policy, Manual) and not is_own
+        self._schedule = EvaluationSchedule(
+            every=run.elastic.every, epoch_samples=epoch_samples, dry_run=run.elastic.dry_run,
+            depths=policy.depths if isinstance(policy, Manual) and not is_own else None)
+
+    @property
+    def freezes(self) -> bool:
+        """Whether there is a policy that may freeze layers."""
+        return self._is_own or self.run.elastic.freeze != "none"
+
+    @property
+    def policy_text(self) -> str:
+        """The policy in words."""
+        elastic = self.run.elastic
+        if self._is_own:
+            return type(self.policy).__name__
+        return f"{elastic.freeze}, alpha {elastic.alpha:.3g}" if elastic.freeze in ("gradient-norm", "cap") else \
+            elastic.freeze
+
+    def profile(self, state: ElasticState) -> MicrobatchProfile | None:
+        """Measured numbers of microbatches, where the run goes by them."""
+        return state.profile if self.run.elastic.profile_microbatches else None
+
+    def lowest(self, state: ElasticState, frozen: int) -> int:
+        """How many of the first `frozen` layers, which are frozen, stay so whatever the policy answers."""
+        return max(min(self._untrained, frozen), self._still_frozen(frozen), min(state.kept, frozen))
+
+    # ------------------------------------------------------------------ steps
+
+    def initial(self) -> ElasticState:
+        """Before the first step."""
+        return ElasticState(policy=self._policy_state())
+
+    def begin(self, state: ElasticState, step: int, frozen: FrozenLayers, num_layers: int) -> ElasticState:
+        """The run starts or resumes after `step`: depths given by hand for earlier steps hold at once, and layers in
+        which nothing trains are frozen."""
+        state = replace(state, compares=self._untrained > frozen.prefix)
+        if self._by_hand:
+            state = self.asks_after(state, step, 0, 0, frozen)
+            state = replace(state, norms=(0.0,) * num_layers if state.due else state.norms)
+        return state
+
+    def asks_after(self, state: ElasticState, step: int, before: int, after: int, frozen: FrozenLayers) -> ElasticState:
+        """`state.due`: whether the policy is evaluated after `step`, which takes the data from sample `before` to
+        `after`. Once it is due, it is so after each step until one has gradients to be judged by."""
+        due = self.freezes and (state.due or self._schedule.is_due(
+            step, before, after, frozen.prefix, self.lowest(state, frozen.prefix)))
+        return replace(state, due=due)
+
+    def steps_until_asked(self, state: ElasticState, step: int, samples: int, size: int, frozen: int) -> int | None:
+        """Steps of `size` samples after `step` and `samples` until there is something to decide; None: never again. The
+        numbers of a step are known while the next one is under way."""
+        found = [] if not state.unmeasured else [RECENT_STEPS + 1 - len(state.recent)]
+        due = self._schedule.steps_until_due(step, samples, size, frozen, self.lowest(state, frozen))
+        return min(found if due is None else [*found, due], default=None)
+
+    def saw_gradients(self, state: ElasticState, norms: Sequence[float]) -> ElasticState:
+        """The policy is evaluated after the last step, whose gradients have these norms by layer."""
+        return replace(state, norms=tuple(norm if isfinite(norm) else inf for norm in norms))
+
+    def saw(self, state: ElasticState, step: int, seconds: float, figures: StepFigures) -> ElasticState:
+        """The numbers of one more step are known."""
+        recent = (*state.recent, seconds)[-RECENT_STEPS:]
+        state = replace(state, inputs=state.inputs.with_step(figures), recent=recent,
+                        compares=state.compares or (state.unmeasured and len(recent) == RECENT_STEPS))
+        trial = state.trial
+        if trial is None or step not in trial.steps:
+            return state
+        trial = replace(trial, seconds=(*trial.seconds, seconds))
+        if len(trial.seconds) < TRIAL_STEPS:
+            return replace(state, trial=trial)
+        return replace(state, trial=None, profile=state.profile.measured(
+            trial.pipe, trial.data, trial.frozen, trial.count, min(trial.seconds[1:])))
+
+    def microbatch_size(self, state: ElasticState, mesh: Mesh, share: int, frozen: int, step: int
+                        ) -> tuple[ElasticState, int, Note | None]:
+        """Samples of a microbatch of `step`, where numbers of them are profiled: of the one that is being tried, or was
+        the fastest. share: samples of a replica."""
+        pipe, data, note = mesh.pipeline_size, mesh.num_replicas, None
+        counts = microbatch_counts(pipe, share)
+        best = state.profile.best(pipe, data, frozen, counts)
+        if state.trial is None:
+            tries = state.profile.next_count(pipe, data, frozen, counts)
+            if tries is not None:
+                state = replace(state, trial=MicrobatchTrial(pipe=pipe, data=data, frozen=frozen, count=tries))
+            elif (pipe, data) not in state.reported:
+                state = replace(state, reported=state.reported | {(pipe, data)})
+                tried = {trial.microbatches: trial.seconds for trial in state.profile.trials
+                         if (trial.pipe, trial.data) == (pipe, data)}
+                times = ", ".join(f"{count}: {1e3 * seconds:.0f} ms" for count, seconds in sorted(tried.items()))
+                note = Note(event="microbatches", text=f"{best} microbatches of {-(-share // best)} are the fastest on "
+                            f"{mesh_text(mesh)} ({times})",
+                            fields={"microbatches": best,
+                                    "seconds": {str(count): tried[count] for count in sorted(tried)}})
+        if state.trial is None:
+            return state, size_of(share, best, mesh.microbatch_parts), note
+        state = replace(state, trial=replace(state.trial, steps=(*state.trial.steps, step)))
+        assert state.trial is not None
+        return state, size_of(share, state.trial.count, mesh.microbatch_parts), note
+
+    # ------------------------------------------------------------------ decisions
+
+    def decide(self, state: ElasticState, facts: DecisionFacts, request: Mapping[str, Any] | None = None) -> Decision:
+        """What is to change now. request: a user's request for another mesh."""
+        norms, compares_all = state.norms, state.unmeasured and bool(state.recent)
+        state = replace(state, norms=None, compares=False, due=state.due and norms is None,
+                        unmeasured=not state.recent and self.run.elastic.auto_pipe, ledger=self.measured(state).ledger)
+        wanted, notes = facts.frozen, tuple[Note, ...]()
+        if norms is not None:  # 1. the policy
+            state, wanted = self._evaluate(state, facts, norms)
+            if self.run.elastic.dry_run and wanted != facts.frozen:
+                more = layers_text(wanted.layers - facts.frozen.layers)
+                notes = (Note(event="would-freeze", text=f"would freeze {more} (a dry run: nothing changes)",
+                              fields={"layers": len(wanted), "gradient_norms": list(norms)}),)
+                wanted = facts.frozen
+        wanted = frozen_layers(wanted.layers | frozenset(range(self._untrained)))
+        moves, chosen = wanted != facts.frozen, None
+        if request is not None:  # 2. a mesh: the one that is requested, or the best of those that pay
+            found = self._requested(facts, request, wanted)
+            if isinstance(found, Change):
+                return Decision(state=state, change=found, notes=notes)
+            change = self._here(state, facts, wanted, "freezing")[0] if moves else None
+            return Decision(state=state, change=change, notes=(*notes, found))
+        reason = "nothing trains in them" if not state.evaluations else \
+            f"{self.policy_text}, evaluation {state.evaluations}"
+        again = {(data, pipe) for data, pipe, frozen in state.refused if frozen == wanted.prefix}
+        if self.run.elastic.auto_pipe and (moves or again or compares_all):
+            state, chosen, more_notes = self._select(
+                state, facts, wanted, among=None if moves or compares_all else again)
+            notes += more_notes
+        if chosen is not None:
+            return Decision(state=state, notes=notes, change=self._to(chosen, facts, wanted, reason)[0])
+        if not moves:
+            return Decision(state=state, change=None, notes=notes)
+        change, problem = self._here(state, facts, wanted, reason)  # 3. other frozen layers where the run is
+        thawed = facts.frozen.layers - wanted.layers
+        if problem is None or not thawed:
+            return Decision(state=state, change=change, notes=notes)
+        refused = Note(event="unfreeze-refused", fields={"layers": len(wanted)},
+                       text=f"{layers_text(thawed)} {'stays' if len(thawed) == 1 else 'stay'} frozen: {problem}")
+        return Decision(state=replace(state, kept=facts.frozen.prefix), change=None, notes=(*notes, refused))
+
+    def measured(self, state: ElasticState) -> ElasticState:
+        """With what the last transition has come to, in seconds of a step."""
+        entries = state.ledger.entries
+        if state.recent and entries and entries[-1].measured_after is None:
+            return replace(state, ledger=state.ledger.with_measured(after=state.seconds))
+        return state
+
+    def entered(self, state: ElasticState, change: Change, *, step: int, old: Mesh, new: Mesh, moved_bytes: int,
+                seconds: float, remaining_steps: int) -> ElasticState:
+        """The change has been made, in so many seconds. remaining_steps: of the global batch before it."""
+        ledger = state.ledger
+        if not ledger.entries or ledger.entries[-1].measured_cost is not None:  # nobody has judged it
+            ledger = ledger.with_entry(Entry(
+                step=step, old=mesh_text(old), new=mesh_text(new), moved_bytes=moved_bytes,
+                seconds_before=state.seconds, remaining_steps=remaining_steps))
+        state = replace(state, ledger=ledger.with_measured(cost=seconds, moved_bytes=moved_bytes),
+                        recent=(), trial=None, kept=0, schedule=change.schedule)
+        if change.wish is not None:  # the user has chosen, and that holds until more layers freeze
+            state = replace(state, refused=frozenset())
+        if {*old.changed_axes(new)} & {*old.stage_axes}:  # its times are those of other shares of a layer
+            state = replace(state, profile=MicrobatchProfile(), reported=frozenset())
+        return state
+
+    def restored(self, saved: Mapping[str, Any], *, num_ranks: int, num_layers: int, step_samples: int,
+                 boundaries: tuple[int, ...] | None) -> tuple[ElasticState, Change | None]:
+        """The state of a checkpoint that has `saved`, and the change with which the resumed run returns to its frozen
+        layers and, if it is started on the mesh on which it was started before, to its last mesh. A run that has more
+        ranks now, since some had been lost, stays on its first mesh.
+
+        step_samples: of the global batch that it continues with. boundaries: its cut now.
+        """
+        mesh, frozen = self.run.mesh, FrozenLayers(int(saved["frozen"]), tuple(saved.get("frozen_above", ())))
+        if max(frozen.layers, default=-1) >= num_layers:
+            raise RanvierError(f"has {len(frozen)} frozen layers, and the model {num_layers}",
+                               code="checkpoint-frozen-layers", where="checkpoint",
+                               remedy="Resume with the model that it was written with.")
+        # times are measured again: another machine may be at work
+        state = replace(ElasticState.read(saved), recent=(), trial=None, reported=frozenset())
+        self._load_policy(state)
+        # checkpoints from before rows and columns could change have only replicas and stages
+        same = all(saved.get(f"first_{axis}", size) == size for axis, size in mesh.sizes.items())
+        size = int(saved["global_size"])
+        if saved["first_size"] != self.run.batch.global_size:  # another one is asked for now
+            size = self.rules.step_samples(prod(int(saved[axis]) for axis in mesh.replica_axes) if same else
+                                           mesh.num_replicas)
+        was = resized(mesh, **{axis: int(saved.get(axis, size)) for axis, size in mesh.sizes.items()}) if same else mesh
+        had = int(saved.get("num_ranks", num_ranks))  # older checkpoints have none
+        if was.size > num_ranks or had < num_ranks:  # ranks that had joined are gone, or lost ones are back
+            same, was, size = False, mesh, self.rules.step_samples(mesh.num_replicas)
+        if not same or was == mesh:  # whose memory the start has looked at
+            state = replace(state, schedule=None)
+        if not frozen and was == mesh and size == self.run.batch.global_size == step_samples:
+            return state, None
+        reason = "frozen layers as before the run was interrupted"
+        if same:
+            reason, boundaries = "as before the run was interrupted", saved["boundaries"] and tuple(saved["boundaries"])
+            if len(boundaries or ()) != replace(self.run, mesh=was).placement.num_stages - 1:
+                boundaries = None  # ranks have other numbers of stages now
+        return state, self.change_to(was, FrozenLayers(0), frozen, boundaries, reason, size=size,
+                                     schedule=state.schedule)
+
+    def change_to(self, mesh: Mesh, old_frozen: FrozenLayers, frozen: FrozenLayers,
+                  boundaries: tuple[int, ...] | None, reason: str, *, size: int | None = None,
+                  schedule: Mapping[str, Any] | None = None) -> Change:
+        """The change from `old_frozen` to `frozen` layers, on `mesh`. boundaries: None cuts by cost. size: samples of a
+        step; None takes as many as its replicas are to have."""
+        size = self.rules.step_samples(mesh.num_replicas) if size is None else size
+        return Change(mesh=mesh.sizes, frozen=frozen, old_frozen=old_frozen, boundaries=boundaries, global_size=size,
+                      microbatch_size=microbatch_size(self.run.batch.microbatch_size, global_size=size, mesh=mesh),
+                      reason=reason, schedule=schedule)
+
+    def _to(self, candidate: MeshCandidate, facts: DecisionFacts, wanted: FrozenLayers, reason: str = ""
+            ) -> tuple[Change, RanvierError | None]:
+        """The change to a mesh and cut, with a schedule that fits; and why it cannot be."""
+        return self.change_to(candidate.mesh(facts.present.mesh), facts.frozen, wanted, candidate.boundaries or None,
+                              reason).fitted(self.run, partial(facts.problem, frozen=wanted))
+
+    def _here(self, state: ElasticState, facts: DecisionFacts, wanted: FrozenLayers, reason: str
+              ) -> tuple[Change, RanvierError | None]:
+        """To other frozen layers, on the present mesh and cut; and why that may not fit."""
+        here = self.change_to(facts.present.mesh, facts.frozen, wanted, facts.present.boundaries or None, reason,
+                              schedule=state.schedule)
+        there, problem = here.fitted(self.run, partial(facts.problem, frozen=wanted))
+        return (there if problem is None else here), problem
+
+    def _evaluate(self, state: ElasticState, facts: DecisionFacts, norms: tuple[float, ...]
+                  ) -> tuple[ElasticState, FrozenLayers]:
+        """What the policy answers."""
+        policy, inputs, frozen = self.policy, state.inputs, facts.frozen
+        self._load_policy(state)
+        wanted = decide(policy, Facts(
+            step=facts.step, evaluation=state.evaluations + 1, frozen=frozen.prefix, num_layers=len(norms),
+            gradient_norms=norms, lowest=self.lowest(state, frozen.prefix), frozen_above=frozen.above,
+            stages=facts.stages, stage_seconds=facts.stage_seconds, activation_change=facts.activation_change,
+            loss=inputs.loss / inputs.targets if inputs.targets else nan,
+            learning_rate=inputs.learning_rate, metrics=inputs.metrics))
+        inputs = replace(inputs, loss=0.0, targets=0.0, similarities=facts.similarities)
+        return replace(state, evaluations=state.evaluations + 1, inputs=inputs, policy=self._policy_state()), wanted
+
+    def _policy_state(self) -> Mapping[str, Any] | None:
+        return self.policy.state_dict() if isinstance(self.policy, Remembers) else None
+
+    def _load_policy(self, state: ElasticState) -> None:
+        if isinstance(self.policy, Remembers) and state.policy is not None:
+            self.policy.load_state_dict(dict(state.policy))
+
+    def _select(self, state: ElasticState, facts: DecisionFacts, wanted: FrozenLayers, *,
+                among: set[tuple[int, int]] | None) -> tuple[ElasticState, MeshCandidate | None, tuple[Note, ...]]:
+        """The mesh and cut that pay with these frozen layers. among: (data, pipe) of meshes that are looked at; None
+        looks at all."""
+        present, depth, step = facts.present, wanted.prefix, facts.step
+        blocks, cached = facts.blocks(), 0
+        if facts.caches(depth):
+            left = facts.remaining_steps
+            due = self._schedule.steps_until_due(step, facts.samples, present.global_size, depth,
+                                                 self.lowest(state, depth))
+            cached = self.rules.cached_blocks(present, depth, epoch_samples=self.epoch_samples,
+                                              asked_after=left if due is None else min(due, left))
+
+        def problem_of(candidate: MeshCandidate) -> str | None:
+            problem = self._to(candidate, facts, wanted)[1]
+            return None if problem is None else f"{problem.where} {problem.what}"
+
+        candidates = mesh_candidates(
+            self.rules, present, depth, blocks, num_ranks=facts.num_ranks, cached=cached,
+            profile=self.profile(state), memory=facts.stage_memory(wanted), among=among)
+        return select(self.rules, state, present, candidates, blocks, depth=depth, step=step,
+                      remaining_steps=facts.remaining_steps, problem_of=problem_of)
+
+    # ------------------------------------------------------------------ requests
+
+    def _requested(self, facts: DecisionFacts, request: Mapping[str, Any], wanted: FrozenLayers) -> Change | Note:
+        """The change to the mesh that a user requests, of the ranks that the run has; or why it is refused."""
+        mesh = facts.present.mesh
+        asked: dict[str, Any] = {axis: request.get(axis, size if axis in mesh.stage_axes else None)
+                                 for axis, size in mesh.sizes.items()}
+        problem = request.get("problem") or self._unfit(facts, asked)
+        if problem is None:
+            change, found = self.change_to(
+                resized(self.run.mesh, **asked), facts.frozen, wanted, None,
+                request.get("reason", "as asked with ranvier resize")).fitted(
+                    self.run, partial(facts.problem, frozen=wanted))
+            if found is None:
+                return replace(change, wish=request["wish"])
+            problem = str(found)
+        return Note(event="resize-refused", text=f"resize request for {request_text(request)} refused: {problem}",
+                    fields={name: value for name, value in request.items() if name not in ("problem", "reason")})
+
+    def _unfit(self, facts: DecisionFacts, asked: Mapping[str, Any]) -> str | None:
+        """Why a run cannot go to a mesh of the sizes `asked` (axis -> size), by these numbers alone."""
+        sizes = [size for size in asked.values() if isinstance(size, int) and not isinstance(size, bool) and size >= 1]
+        if len(sizes) < len(asked):
+            return "is no mesh: give --data and --pipe, and --row and --col if they change, whole numbers of at least 1"
+        if prod(sizes) > facts.num_ranks:
+            started = facts.num_ranks == self.run.mesh.size
+            return f"needs {prod(sizes)} ranks, and the run {'was started with' if started else 'has'} " \
+                   f"{facts.num_ranks}"
+        if self._eval_samples is not None and self._eval_samples < 2 * resized(
+                self.run.mesh, **asked).microbatch_parts:
+            return (f"leaves rows with fewer than two of the {self._eval_samples} held-out samples, which "
+                    f"{self.policy_text} compares")
+        return "is the mesh that the run has" if asked == facts.present.mesh.sizes else None

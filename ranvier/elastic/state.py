@@ -1,0 +1,145 @@
+"""What an elastic run remembers between decisions, and its form in checkpoints. Pure.
+
+    policy evaluations    how many there were, whether one is due, and what the next one is given
+    transitions           the ledger, refused meshes, measured numbers of microbatches
+    measured times        of the newest steps and of the trial under way
+
+Rank 0 decides (`ranvier.elastic.controller`), and the state goes to all ranks with the decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from math import inf, isfinite, nan
+from statistics import median
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from ranvier.elastic.ledger import Ledger
+from ranvier.elastic.microbatch_profile import MicrobatchProfile
+
+RECENT_STEPS = 8
+"""Steps whose median says how long one takes now."""
+
+Similarities = list[list[list[list[float]]]]
+"""Of each layer and each row of the mesh: [samples, samples] (`ranvier.elastic.similarity`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFigures:
+    """The numbers of one step that a freeze policy may ask for."""
+
+    loss: float = nan
+    targets: float = 0.0
+    """Valid targets of the global batch, by weight."""
+    learning_rate: float = nan
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the evaluation after the step; empty without one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyInputs:
+    """What the next evaluation of the freeze policy is given of the steps since the last one."""
+
+    loss: float = 0.0
+    """Sum over the valid targets of these steps."""
+    targets: float = 0.0
+    """Their weight."""
+    learning_rate: float = nan
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the newest evaluation on held-out data."""
+    similarities: Similarities | None = None
+    """Of each layer's outputs at the last evaluation of the policy."""
+
+    def with_step(self, step: StepFigures) -> PolicyInputs:
+        """The inputs after one more step."""
+        counts = bool(step.targets) and isfinite(step.loss)
+        return replace(self, loss=self.loss + (step.loss * step.targets if counts else 0.0),
+                       targets=self.targets + (step.targets if counts else 0.0),
+                       learning_rate=step.learning_rate, metrics=step.metrics or self.metrics)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicrobatchTrial:
+    """A number of microbatches that is being tried for a few steps, of which the first warms up."""
+
+    pipe: int
+    data: int
+    frozen: int
+    count: int
+    steps: tuple[int, ...] = ()
+    """Those that have been started with it."""
+    seconds: tuple[float, ...] = ()
+    """Of those that have been measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticState:
+    """The state of `ranvier.elastic.controller.Controller`, whose methods return a new one."""
+
+    evaluations: int = 0
+    """Of the freeze policy, so far."""
+    due: bool = False
+    """Whether the policy is to be evaluated: the step after which it was due may have had no gradients."""
+    norms: tuple[float, ...] | None = None
+    """Of the layers' gradients in the last step, where the policy is evaluated after it."""
+    inputs: PolicyInputs = field(default_factory=PolicyInputs)
+    policy: Mapping[str, Any] | None = None
+    """The policy's own state, where it has one."""
+    kept: int = 0
+    """Layers that stay frozen on this mesh, for want of memory to train them."""
+    schedule: Mapping[str, Any] | None = None
+    """As of the `Change` to the present mesh."""
+    compares: bool = False
+    """Whether meshes are to be compared without an evaluation of the policy."""
+    unmeasured: bool = False
+    """Whether the present mesh was chosen before a step was measured."""
+    recent: tuple[float, ...] = ()
+    """Seconds of the newest steps on this mesh, at most `RECENT_STEPS`."""
+    ledger: Ledger = field(default_factory=Ledger)
+    refused: frozenset[tuple[int, int, int]] = frozenset()
+    """(data, pipe, frozen layers) of meshes that did not fit or did not pay, at the depth of the last refusal."""
+    profile: MicrobatchProfile = field(default_factory=MicrobatchProfile)
+    trial: MicrobatchTrial | None = None
+    reported: frozenset[tuple[int, int]] = frozenset()
+    """(pipe, data) whose best number of microbatches has been reported."""
+
+    @property
+    def asked(self) -> bool:
+        """Whether there is something to decide."""
+        return self.norms is not None or self.compares
+
+    @property
+    def seconds(self) -> float | None:
+        """Of a step on this mesh; None before one was measured."""
+        return median(self.recent) if self.recent else None
+
+    def document(self) -> dict[str, object]:
+        """What checkpoints and other ranks get; JSON holds it exactly."""
+        found: dict[str, object] = _as_json(asdict(self))
+        return found
+
+    @classmethod
+    def read(cls, document: Mapping[str, Any]) -> ElasticState:
+        """The inverse of `document`. Older checkpoints lack some entries, have the inputs as "progress", and None for
+        what is not finite. pydantic's ValidationError for impossible values."""
+        norms, inputs = document.get("norms"), document.get("inputs", document.get("progress")) or {}
+        found = _FORM.validate_python({
+            **{field.name: document[field.name] for field in fields(cls) if field.name in document},
+            "norms": norms and [inf if norm is None else norm for norm in norms],
+            "inputs": {name: value for name, value in inputs.items() if value is not None}})
+        return found
+
+
+_FORM = TypeAdapter(ElasticState)
+
+
+def _as_json(value: Any) -> Any:
+    """JSON has neither tuples nor sets, and no NaN or infinity: these are text, which numbers are read from as well."""
+    if isinstance(value, Mapping):
+        return {name: _as_json(one) for name, one in value.items()}
+    if isinstance(value, (tuple, list, frozenset)):
+        return [_as_json(one) for one in (sorted(value) if isinstance(value, frozenset) else value)]
+    return repr(value) if isinstance(value, float) and not isfinite(value) else value

@@ -1,0 +1,83 @@
+"""How far a run has come: samples, steps, learning rate, what is left, when it evaluates and saves. Every run has one.
+
+The length of a run and its learning rates are counted in steps of the global batch that it was started with, so both
+stay at the same place in the data when the global batch changes during the run. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ranvier.config.resolve import ResolvedRun
+from ranvier.optim.learning_rate import learning_rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Methods return a new one where anything changes.
+
+    run: as it was started. size: samples of the present global batch. since: (the step of its last change, samples
+    consumed by then).
+    """
+
+    run: ResolvedRun
+    size: int
+    since: tuple[int, int] = (0, 0)
+
+    @classmethod
+    def begin(cls, run: ResolvedRun) -> Progress:
+        """Of a run that has only ever had the global batch that it is started with."""
+        return cls(run=run, size=run.batch.global_size)
+
+    def samples(self, step: int) -> int:
+        """Samples of the first `step` steps, without those that were left out after a rollback."""
+        since, samples = self.since
+        return samples + (step - since) * self.size
+
+    def left(self, step: int) -> int:
+        """Steps of the present global batch after `step`."""
+        return max(0, -(-(self.run.samples_of(self.run.train.steps) - self.samples(step)) // self.size))
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of `step`: the schedule's at the same place in the data, with elastic.global-batch "scale"
+        in proportion to the global batch."""
+        run, first = self.run, self.run.batch.global_size
+        rate = learning_rate(run.train, min(self.samples(step) / first, run.train.steps))
+        return rate * self.size / first if run.elastic.global_batch == "scale" else rate
+
+    def evaluates(self, step: int) -> bool:
+        """Whether held-out data is evaluated after `step`."""
+        every = self.run.train.eval_every
+        return not self.left(step) or bool(every and step % every == 0)
+
+    def saves(self, step: int) -> bool:
+        """Whether a checkpoint is due after `step`."""
+        every = self.run.checkpoint.every
+        return not self.left(step) or bool(every and step % every == 0)
+
+    def with_size(self, step: int, size: int) -> Progress:
+        """The steps after `step` have global batches of `size` samples."""
+        return self if size == self.size else replace(self, since=(step, self.samples(step)), size=size)
+
+    def rolled_back(self, step: int, saved: Mapping[str, Any]) -> Progress:
+        """The run is at `step` again, with a checkpoint that has `saved`, and keeps its global batch. Steps of another
+        size that were taken back do not count any more."""
+        if step >= self.since[0]:
+            return self
+        (since, samples), size = saved.get("since", (0, 0)), saved.get("global_size", self.run.batch.global_size)
+        return replace(self, since=(step, samples + (step - since) * size))
+
+    def state(self) -> dict[str, object]:
+        """What a checkpoint keeps; JSON-serialisable."""
+        return {"since": list(self.since), "size": self.size, "first_size": self.run.batch.global_size}
+
+    def restored(self, saved: Mapping[str, Any]) -> Progress:
+        """The inverse of `state`; a run that is started with another global batch keeps that from the first step on."""
+        if not saved:
+            return self
+        if saved["first_size"] != self.run.batch.global_size:
+            return Progress.begin(self.run)
+        since, samples = saved["since"]
+        return replace(self, since=(int(since), int(samples)), size=int(saved["size"]))

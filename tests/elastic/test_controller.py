@@ -1,0 +1,202 @@
+"""The controller of elastic runs, driven with random facts; its state through JSON at any time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ranvier.config.resolve import ResolvedRun
+from ranvier.config.run import Batch, Elastic, Train
+from ranvier.elastic.change import Change
+from ranvier.elastic.controller import Controller, DecisionFacts
+from ranvier.elastic.freezing import NONE_FROZEN, Manual
+from ranvier.elastic.named_policy import policy_of
+from ranvier.elastic.rules import BlockFacts, PresentMesh
+from ranvier.elastic.state import ElasticState, StepFigures
+from ranvier.errors import CheckpointError, ConfigError
+from ranvier.mesh import Mesh
+from ranvier.train.saving import read_metadata
+
+LAYERS, EPOCH, FIRST = 6, 40, 8
+NAMES = (*(f"layer{number}" for number in range(LAYERS)), "head")
+TOO_LARGE = ConfigError("does not fit", where="memory", remedy="Choose another mesh.")
+
+
+class Answers:
+    """A policy that gives these answers in turn, and remembers how many it has given."""
+
+    def __init__(self, answers):
+        self.answers, self.given = answers, 0
+
+    def frozen_layers(self, facts):
+        assert facts.lowest <= facts.frozen and not facts.loss < 0
+        self.given += 1
+        return self.answers[self.given % len(self.answers)]
+
+    def state_dict(self):
+        return {"given": self.given}
+
+    def load_state_dict(self, state):
+        self.given = state["given"]
+
+
+class Course:
+    """A run whose numbers `draw` draws. It keeps two controllers: the second gets its state through JSON each time."""
+
+    def __init__(self, draw):
+        self.draw = draw
+        answers = draw(st.none() | st.lists(st.integers(0, LAYERS) | st.sets(st.integers(0, LAYERS - 1)), min_size=1,
+                                            max_size=5))
+        freeze, self.untrained = draw(st.sampled_from(["none", "cap", "gradient-norm", "manual"])), draw(
+            st.integers(0, 1))
+        elastic = Elastic(
+            freeze=freeze, alpha=0.4, every=draw(st.integers(0, 3)), manual=("1:2", "4:5", "9:1"),
+            auto_pipe=draw(st.booleans()), auto_dp=draw(st.booleans()), cache=draw(st.booleans()), cache_from=2,
+            cut=draw(st.sampled_from(["exact", "reference"])), profile_microbatches=draw(st.booleans()),
+            global_batch=draw(st.sampled_from(["keep", "grow"])))
+        self.first = self.run = ResolvedRun(mesh=Mesh(pipe=4), batch=Batch(global_size=FIRST, microbatch_size=2),
+                                            train=Train(steps=40), elastic=elastic)
+        tied = draw(st.integers(0, 2))
+        self.both = [Controller(
+            self.run, policy_of(elastic) if answers is None else Answers(answers), is_own=answers is not None,
+            epoch_samples=EPOCH, untrained=self.untrained, still_frozen=lambda frozen: tied if frozen >= tied else 0)
+            for _ in range(2)]
+        self.state, self.frozen, self.step, self.samples = self.both[0].initial(), NONE_FROZEN, 0, 0
+        self.cut, self.num_ranks = (2, 4, 6), 4
+
+    def call(self, name, *args, **options):
+        """What a method returns, with the state as it is and as JSON has kept it."""
+        document = self.state.document()
+        text = json.dumps(document, allow_nan=False)
+        again = ElasticState.read(json.loads(text))
+        assert json.dumps(again.document(), allow_nan=False) == text
+        one, other = (getattr(controller, name)(state, *args, **options)
+                      for controller, state in zip(self.both, (self.state, again), strict=True))
+        for found in (one, other):
+            state = found if isinstance(found, ElasticState) else getattr(found, "state", None) or found[0]
+            assert state.norms is None or all(norm >= 0 for norm in state.norms)
+        assert repr(one) == repr(other)
+        return one
+
+    def facts(self):
+        seconds = st.floats(1e-4, 1.0)
+        times = BlockFacts(
+            forward_seconds=tuple(self.draw(seconds) for _ in NAMES), backward_seconds=(0.01,) * len(NAMES),
+            update_seconds=(1e-5,) * len(NAMES), output_bytes=(1000,) * len(NAMES), num_parameters=(500,) * len(NAMES),
+            parameter_bytes=(2000,) * len(NAMES), state_bytes=(4000,) * len(NAMES), cores=None, bandwidth=1e9,
+            latency_seconds=1e-5, seconds=self.draw(st.none() | seconds))
+        self.full = self.draw(st.sets(st.tuples(st.integers(1, 6), st.integers(1, 4)), max_size=4))
+        present = PresentMesh(mesh=self.run.mesh, boundaries=self.cut, frozen=self.frozen.prefix, cached_blocks=0,
+                              global_size=self.run.batch.global_size, layers=tuple((name,) for name in NAMES[:-1]),
+                              block_names=NAMES)
+        return DecisionFacts(
+            step=self.step, samples=self.samples, remaining_steps=self.draw(st.integers(1, 10**5)),
+            num_ranks=self.num_ranks, present=present, frozen=self.frozen, blocks=lambda: times,
+            problem=lambda run, frozen: TOO_LARGE if (run.mesh.data, run.mesh.pipe) in self.full else None,
+            stage_memory=lambda frozen: None, caches=lambda depth: depth >= 2)
+
+    def take_step(self):
+        before, size = self.samples, self.run.batch.global_size
+        self.state = self.call("asks_after", self.step + 1, before, before + size, self.frozen)
+        if self.first.elastic.profile_microbatches:
+            share = -(-size // self.run.mesh.data)
+            self.state, samples, _ = self.call("microbatch_size", self.run.mesh, share, len(self.frozen), self.step + 1)
+            assert 1 <= samples <= share
+        self.step, self.samples = self.step + 1, before + size
+        if self.state.due and self.draw(st.booleans()):  # others had no gradients
+            self.state = self.call("saw_gradients", [self.draw(st.floats(min_value=0.0)) for _ in range(LAYERS)])
+        any_number = st.floats(allow_nan=True)
+        self.state = self.call("saw", self.step, self.draw(st.floats(1e-3, 10.0)), StepFigures(
+            loss=abs(self.draw(any_number)), targets=8.0, learning_rate=self.draw(any_number),
+            metrics={"eval_loss": self.draw(any_number)} if self.draw(st.booleans()) else {}))
+
+    def decide(self, request=None):
+        facts = self.facts()
+        decision = self.call("decide", facts, request)
+        lowest, self.state, change = self.both[0].lowest(self.state, self.frozen.prefix), decision.state, \
+            decision.change
+        assert not self.state.asked
+        assert len({note.text for note in decision.notes}) == len(decision.notes)
+        if change is None:
+            return
+        assert Change.read(json.loads(json.dumps(change.document()))) == change and change.old_frozen == self.frozen
+        there = change.applied(self.first)
+        assert there.mesh.size <= self.num_ranks
+        assert max(lowest, self.untrained) <= change.frozen.prefix <= LAYERS
+        assert all(change.frozen.prefix < layer < LAYERS for layer in change.frozen.above)
+        assert there.mesh == self.run.mesh or (there.mesh.data, there.mesh.pipe) not in self.full
+        assert there.mesh == self.run.mesh or self.first.elastic.auto_pipe or request
+        size = FIRST * there.mesh.data if self.first.elastic.global_batch == "grow" else FIRST
+        assert there.batch.global_size == size and 1 <= there.batch.microbatch_size <= -(-size // there.mesh.data)
+        if change.boundaries is not None:
+            assert len(change.boundaries) == there.mesh.pipe - 1
+            assert [0, *change.boundaries, len(NAMES)] == sorted({0, *change.boundaries, len(NAMES)})
+        self.state = self.call(
+            "entered", change, step=self.step, old=self.run.mesh, new=there.mesh, moved_bytes=1000,
+            seconds=self.draw(st.floats(0.0, 5.0)), remaining_steps=facts.remaining_steps)
+        assert not self.state.recent and self.state.trial is None and self.state.kept == 0
+        self.run, self.frozen = there, change.frozen
+        pipe = there.mesh.pipe
+        self.cut = change.boundaries or tuple(len(NAMES) * stage // pipe for stage in range(1, pipe))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_decisions_hold_whatever_is_measured(data):
+    """Never more ranks than there are, layers that exist, and the same after the state has been through JSON."""
+    course = Course(data.draw)
+    course.state = course.call("begin", 0, course.frozen, LAYERS)
+    if course.state.asked:
+        course.decide()
+    for _ in range(data.draw(st.integers(4, 14))):
+        course.take_step()
+        if data.draw(st.integers(0, 9)) == 0:  # ranks join, or are lost
+            course.num_ranks = max(course.run.mesh.size, data.draw(st.integers(1, 6)))
+        if data.draw(st.integers(0, 5)) == 0:
+            sizes = st.none() | st.integers(-1, 4)
+            course.decide({"data": data.draw(sizes), "pipe": data.draw(sizes), "wish": "1", "problem": None})
+        elif course.state.asked:
+            course.decide()
+
+
+def test_the_next_decision_is_where_it_is_said_to_be():
+    """Also that of a mesh that was chosen before a step was measured."""
+    run = ResolvedRun(mesh=Mesh(pipe=2), batch=Batch(global_size=FIRST, microbatch_size=2),
+                      elastic=Elastic(freeze="manual", manual=("0:1", "30:2"), auto_pipe=True))
+    controller = Controller(run, Manual(((0, 1), (30, 2))), epoch_samples=EPOCH)
+    state = replace(controller.initial(), unmeasured=True)
+    until = controller.steps_until_asked(state, 0, 0, FIRST, 1)
+    for step in range(1, until):
+        assert not controller.asks_after(state, step, (step - 1) * FIRST, step * FIRST, replace(NONE_FROZEN, prefix=1)
+                                         ).due and not state.asked
+        state = controller.saw(state, step, 1.0, StepFigures())
+        assert controller.steps_until_asked(state, step, step * FIRST, FIRST, 1) == until - step
+    assert until == 9 and state.asked
+    state = replace(state, unmeasured=False, compares=False)
+    assert controller.steps_until_asked(state, 9, 9 * FIRST, FIRST, 1) == 21
+
+
+@pytest.mark.parametrize("changed", [
+    {"evaluations": "many"}, {"norms": [{}]}, {"ledger": {"entries": [{"step": 1}]}}, {"trial": {"pipe": 1}}], ids=str)
+def test_an_impossible_state_is_refused_by_the_checkpoints_name(tmp_path, changed):
+    loaded = SimpleNamespace(folder=tmp_path / "step-3", about={"elastic": {**ElasticState().document(), **changed}})
+    with pytest.raises(CheckpointError) as raised:
+        read_metadata(loaded)
+    assert "step-3" in raised.value.where and "about." in str(raised.value)
+
+
+def test_a_state_from_before_a_field_was_added_is_read():
+    """Of folders that earlier code has written: no numbers are None, and what is missing is as in a new run."""
+    older = {"evaluations": 2, "due": False, "norms": [0.5, None], "ledger": {"entries": []}, "profile": {"trials": []},
+             "progress": {"loss": 1.0, "targets": 2.0, "learning_rate": None, "metrics": {}, "similarities": None},
+             "kept": 1}
+    state = ElasticState.read(older)
+    assert state.norms == (0.5, float("inf")) and state.inputs.learning_rate != state.inputs.learning_rate
+    assert (state.evaluations, state.kept, state.unmeasured, state.refused) == (2, 1, False, frozenset())
+    assert ElasticState.read({name: value for name, value in older.items() if name not in ("progress", "kept")}
+                             ).inputs.targets == 0.0

@@ -1,0 +1,60 @@
+"""The picture of a simulation shows what was simulated, and every schedule within the same memory."""
+
+from dataclasses import replace
+
+import pytest
+from matplotlib.figure import Figure
+
+from ranvier.config.resolve import ResolvedRun
+from ranvier.config.run import Batch, Launch, Pipeline, Transformer
+from ranvier.cost.cluster_files import load_cluster
+from ranvier.mesh import Mesh
+from ranvier.planner.picture import bubble, draw_actions, draw_bubbles, mean_stage
+from ranvier.planner.plan import simulation
+from ranvier.schedule.policies import POLICIES
+from ranvier.schedule.simulator import StageTimes
+
+RUN = ResolvedRun(model=Transformer(num_layers=8, hidden=64, heads=2, vocab=300, sequence=64), mesh=Mesh(pipe=4),
+                  batch=Batch(global_size=16, microbatch_size=2), launch=Launch(device="cpu"))
+POLICY = {policy.name: policy for policy in POLICIES}
+
+
+def test_the_message_driven_schedule_is_drawn_as_no_slower_than_others_in_their_memory():
+    """At every depth and in-flight limit as many as stages, and with times that vary."""
+    stage = StageTimes(forward=1.0, backward=1.1, weight=0.9)
+    axes = Figure().subplots(1, 3)
+    draw_bubbles(axes, stage, 4, 8, hop=0.1)
+    for place, panel in enumerate(axes):
+        drawn = {line.get_label().partition(",")[0]: dict(zip(line.get_xdata(), line.get_ydata(), strict=True))
+                 for line in panel.lines}
+        assert set(drawn) == set(POLICY)
+        for at, ours in drawn["message-driven"].items():
+            if place != 1 or at >= 4:  # fewer in flight than stages is no 1F1B
+                assert ours <= drawn["1f1b"][at] + 0.3, (place, at)
+    depths = dict(zip(axes[0].lines[0].get_xdata(), axes[0].lines[0].get_ydata(), strict=True))
+    assert depths[4] == pytest.approx(100 * bubble(stage, 4, 8, POLICY[axes[0].lines[0].get_label().partition(",")[0]],
+                                                   hop=0.1))
+
+
+def test_the_picture_has_the_actions_of_the_simulation():
+    found = simulation(RUN, replace(load_cluster("laptop"), nodes=4))
+    axes = Figure().subplots()
+    draw_actions(axes, found.step.shown)
+    drawn = sum(len(bars.get_paths()) for bars in axes.collections)
+    assert drawn == sum(len(actions) for actions in found.step.shown.actions)
+    assert axes.get_xlim()[1] == pytest.approx(found.step.seconds)
+
+
+def test_of_equal_stages_the_picture_and_a_simulation_have_about_the_same_bubbles():
+    """Of runs in 1F1B's memory whose stages differ little; the picture knows nothing of what weights take beside it."""
+    cluster, bubbles = replace(load_cluster("laptop"), nodes=4, devices_per_node=1), {}
+    for policy in ("message-driven", "1f1b"):
+        run = replace(RUN, pipeline=Pipeline(policy=policy, memory=1.0),
+                      model=replace(RUN.model, num_layers=32, vocab=16))
+        found = simulation(run, cluster)
+        stage = mean_stage([StageTimes(forward=row.forward_seconds, backward=row.backward_seconds,
+                                       weight=row.weight_seconds) for row in found.cost.stages])
+        hop = found.cost.edge_seconds + cluster.between.latency_seconds
+        bubbles[policy] = found.step.bubble_fraction, bubble(stage, 4, run.num_microbatches, POLICY[policy], hop=hop)
+        assert bubbles[policy][0] == pytest.approx(bubbles[policy][1], abs=0.06)
+    assert all(ours <= theirs for ours, theirs in zip(*bubbles.values(), strict=True))

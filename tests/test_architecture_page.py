@@ -1,0 +1,46 @@
+"""docs/architecture.md names files and functions that exist: its rooms, and where each decision is made."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "ranvier"
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+
+
+def section(title: str) -> str:
+    return PAGE[PAGE.index(f"## {title}"):].split("\n## ")[0]
+
+
+def names_in(path: Path) -> set[str]:
+    """What a file, or the files of a package, define at any level."""
+    files = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+    text = "\n".join(file.read_text() for file in files)
+    return set(re.findall(r"(?:def|class) (\w+)", text)) | set(re.findall(r"^\s*(?:self\.)?(\w+)(?::[^=\n]+)? = ", text,
+                                                                           re.MULTILINE))
+
+
+def test_where_each_decision_is_made() -> None:
+    """In a row's second cell a path is followed by names in it: `file` `name` `Class.method`."""
+    rows, wrong = re.findall(r"^\| (.+?) \| (.+) \|$", section("Where is ... decided?"), re.MULTILINE), []
+    for question, places in rows[2:]:
+        known: set[str] = set()
+        for place in re.findall(r"`([\w./]+)`", places):
+            path = PACKAGE / place
+            if path.is_dir() or path.with_suffix(".py").is_file():
+                known = names_in(path)
+            elif not set(place.split(".")) <= known:
+                wrong.append(f"{question}: {place}")
+    assert len(rows) > 30 and not wrong, "\n".join(wrong)
+
+
+def test_rooms_are_those_of_the_package() -> None:
+    listed = set(re.findall(r"^      (\w+)(?:\.py|/)", section("The rooms"), re.MULTILINE))
+    there = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    assert there - {"__init__", "__main__"} - listed == set()
+
+
+def test_decisions_have_tests() -> None:
+    rows = re.findall(r"^\| .+ \| .+ \| (.+) \|$", section("Decisions that several packages share"), re.MULTILINE)[2:]
+    folders = {name for row in rows for name in row.split(", ")}
+    assert len(rows) > 20 and not [name for name in folders if not (ROOT / "tests" / name).exists()]
