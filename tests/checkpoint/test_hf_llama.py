@@ -164,7 +164,7 @@ def test_a_tokenizer_with_words_is_not_cut(tmp_path):
 @pytest.mark.parametrize(("change", "reason"), [
     (dict(model={"type": "WordPiece", "vocab": {}}), "a model of the kind WordPiece, and not BPE or Unigram"),
     (dict(added_tokens=[{"id": 1 << 60, "content": "x"}]), "a token's number that is none"),
-    (dict(added_tokens=[{"id": 280, "content": "x", "single_word": False, "lstrip": False, "rstrip": False,
+    (dict(added_tokens=[{"id": 280, "content": "<x>", "single_word": False, "lstrip": False, "rstrip": False,
                          "normalized": False, "special": True}]), "no token that ends a text"),
 ])
 def test_tokenizers_that_cannot_be_read(tmp_path, change, reason):
