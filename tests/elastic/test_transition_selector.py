@@ -12,7 +12,7 @@ from ranvier.config.run import Batch, Elastic, Train
 from ranvier.data.prepare import prepare
 from ranvier.elastic import controller
 from ranvier.elastic.freezing import FrozenLayers
-from ranvier.elastic.ledger import Ledger
+from ranvier.elastic.ledger import Entry, Ledger
 from ranvier.elastic.mesh_candidates import MeshCandidate
 from ranvier.elastic.rules import BlockFacts, ElasticRules, PresentMesh
 from ranvier.elastic.state import ElasticState
@@ -32,8 +32,8 @@ FULL = "memory of the device does not suffice"
 
 
 def candidate(data, pipe, seconds, **changed):
-    return replace(MeshCandidate(data=data, pipe=pipe, boundaries=tuple(range(1, pipe)), samples=32, seconds=seconds,
-                           fits=seconds is not None, reason="no cut fits"), **changed)
+    return replace(MeshCandidate(mesh=Mesh(data=data, pipe=pipe), boundaries=tuple(range(1, pipe)), samples=32,
+                                 seconds=seconds, fits=seconds is not None, reason="no cut fits"), **changed)
 
 
 class Case:
@@ -52,7 +52,7 @@ class Case:
         state, chosen, notes = select(
             self.rules, ElasticState(refused=self.refused, recent=(1.0,)), self.present, found, FACTS, depth=depth,
             step=7, remaining_steps=steps,
-            problem_of=lambda there: FULL if (there.data, there.pipe) in full else None)
+            problem_of=lambda there: FULL if (there.mesh.data, there.mesh.pipe) in full else None)
         self.refused = state.refused
         self.told += [(note.event, note.text) for note in notes]
         return chosen, next(iter(state.ledger.entries), None)
@@ -179,7 +179,7 @@ def test_every_transition_is_in_the_ledger(sentences, tmp_path, elastic, wishes,
         assert entry["seconds_before"] > 0 and entry["measured_after"] > 0
         assert entry["new"] == f"data {line['mesh']['data']} x pipe {line['mesh']['pipe']}"
     assert ledger[0]["old"] == "data 1 x pipe 4"
-    learnt = Ledger.from_dict({"entries": ledger})
+    learnt = Ledger(tuple(Entry(**entry) for entry in ledger))
     assert learnt.expected_cost(0) != Ledger().expected_cost(0)
 
 
