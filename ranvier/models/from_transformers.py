@@ -323,7 +323,8 @@ class _First(nn.Module):
                     state[slot.name] = leaf
                 elif leaf is not slot and leaf != slot:
                     raise ModelError("is called with another value than for the sample, which its block knows",
-                                     where=f"layer{index}", value=f"{leaf!r}, and {slot!r} for the sample",
+                                     code="layer-value-differs", where=f"layer{index}",
+                                     value=f"{leaf!r}, and {slot!r} for the sample",
                                      remedy="Give microbatches for which it is the same, such as of the sample's "
                                             "length, or write the model's blocks by hand (docs/extending.md).")
         self._called, self._hidden = [], None

@@ -13,13 +13,13 @@ from ranvier.checkpoint.hf.from_pretrained import load_pretrained, resized, sett
 from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.config import presets
 from ranvier.config.run import Data, Optim, Run, TensorParallel, Transformer
-from ranvier.errors import CheckpointError, ConfigError, DataError, ModelError
 from ranvier.mesh import Mesh
 from ranvier.models import families
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.testing.ranks import run_ranks
 from tests.covering import covering
+from tests.errors import raises
 from tests.hf_peers import BERT, DINOV2, VIT, peer, saved
 
 SETTINGS = {"Bert": BERT, "ViT": VIT, "Dinov2": DINOV2,
@@ -137,7 +137,7 @@ def test_sizes_are_the_folders(folder_of):
     kind = "BertForSequenceClassification"
     model = with_sizes(run_of(kind, sequence=8), Pretrained(folder_of(kind))).model
     assert (model.family, model.vocab, model.sequence, model.intermediate) == ("bert", 37, 8, 40)
-    with pytest.raises(ConfigError, match=r"model\.sequence: is longer than .* positions for, which is 12 \(got 13"):
+    with raises("sequence-beyond-pretrained", 12, 13):
         with_sizes(run_of(kind, sequence=13), Pretrained(folder_of(kind)))
 
 
@@ -145,7 +145,7 @@ def test_a_run_of_other_sizes_is_refused(folder_of):
     kind = "ViTForImageClassification"
     run = replace(run_of(kind), model=replace(with_sizes(run_of(kind), Pretrained(folder_of(kind))).model,
                                               intermediate=41))
-    with pytest.raises(ModelError, match=r"parameter layer0\.mlp\.fc1\.weight: has another shape .* \(40, 24\)"):
+    with raises("pretrained-shape", "layer0.mlp.fc1.weight", 40, 24):
         started(run, folder_of(kind))
 
 
@@ -155,7 +155,7 @@ def test_numbers_that_are_none(folder_of, tmp_path):
     tensors["vit.layernorm.bias"][3] = float("nan")
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((folder_of(kind) / "config.json").read_bytes())
-    with pytest.raises(CheckpointError, match=r"head\.norm\.bias in .*: has a value that is NaN or infinite"):
+    with raises("export-not-finite", "head.norm.bias"):
         started(with_sizes(run_of(kind), Pretrained(tmp_path)), tmp_path)
 
 
@@ -199,14 +199,14 @@ def test_an_engine_takes_resized_positions(folder_of):
 def test_settings_that_are_not_the_folders_are_refused(folder_of):
     folder = folder_of("BertModel")
     there = Pretrained(folder).config
-    with pytest.raises(ConfigError, match=f"model.hidden: is not that of the pretrained model, {there.hidden}"):
+    with raises("differs-from-pretrained", "model.hidden", there.hidden):
         with_model(run_of("BertModel", hidden=there.hidden + 8), Pretrained(folder))
     same = run_of("BertModel", hidden=there.hidden, pretrained=str(folder))
     assert with_model(same, Pretrained(folder)).model.num_layers == there.num_layers
     assert settled(same).model.num_layers == there.num_layers
-    with pytest.raises(ConfigError, match=r"model.num-layers: is not that of the pretrained model, 6 \(got 5\)"):
+    with raises("differs-from-pretrained", "model.num-layers", 6, 5):
         settled(run_of("BertModel", num_layers=5, pretrained="minilm"))
-    with pytest.raises(DataError, match="is neither a folder nor the name of a known model"):
+    with raises("unknown-pretrained-model"):
         settled(run_of("BertModel", pretrained="a-folder-elsewhere"))
 
 

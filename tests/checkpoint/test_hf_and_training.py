@@ -15,10 +15,10 @@ from ranvier.cli.check import check
 from ranvier.config import read
 from ranvier.config.run import Batch, Data, Run, Train, Transformer
 from ranvier.data.tokenizer import load
-from ranvier.errors import CheckpointError
 from ranvier.mesh import Mesh
 from ranvier.testing.ranks import run_ranks
 from ranvier.train.loop import train
+from tests.errors import raises
 
 
 def trained(run):
@@ -93,8 +93,7 @@ def test_an_imported_model_is_trained_with_its_own_tokenizer_and_no_other(tmp_pa
                     resume=str(tmp_path / "start"), run_dir=tmp_path / "second")
     trained(again)
     assert load(tmp_path / "second/tokenizer.json").fingerprint == own.fingerprint
-    with pytest.raises(CheckpointError, match="step-0: was trained with another tokenizer: the same numbers would be "
-                                              rf"other tokens \(got 'bpe'\). Set --data.tokenizer {tmp_path}/start"):
+    with raises("checkpoint-of-other-tokenizer", "step-0", "bpe", f"{tmp_path}/start"):
         trained(replace(again, data=replace(again.data, tokenizer="bpe"), run_dir=tmp_path / "third"))
 
     model = json.loads((tmp_path / "there/tokenizer.json").read_text())["model"]

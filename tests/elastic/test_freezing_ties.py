@@ -21,8 +21,8 @@ from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
 from ranvier.models.llama import llama
 from ranvier.models.lora import with_adapters
-from ranvier.pipeline.build import build_on_meta
 from ranvier.pipeline.engine import Engine
+from ranvier.plan.block_costs import build_on_meta
 from ranvier.plan.cut import global_parameters
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference

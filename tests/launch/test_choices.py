@@ -6,10 +6,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from ranvier.errors import ConfigError, LaunchError
+from ranvier.errors import LaunchError
 from ranvier.launch import start as launch
 from ranvier.launch.launchers import Started
 from ranvier.mesh import Mesh
+from tests.errors import raises
 
 TORCHRUN = Started(launcher="torchrun", rank=0, size=2, local_rank=0, local_size=2)
 MPIEXEC = Started(launcher="mpiexec", rank=0, size=2, local_rank=0, local_size=2, mpi=True)
@@ -49,12 +50,12 @@ def test_our_own_ranks_take_what_their_parent_chose(without_mpi):
 
 
 def test_mpi_under_torchrun(with_mpi):
-    with pytest.raises(ConfigError, match=r"comm\.transport: cannot work under torchrun: each rank's MPI"):
+    with raises("mpi-under-launcher"):
         launch.choose_transport("mpi", TORCHRUN, "cpu")
 
 
 def test_mpi_that_is_not_there(without_mpi):
-    with pytest.raises(ConfigError, match="cannot work here: no mpiexec found"):
+    with raises("mpi-not-usable"):
         launch.choose_transport("mpi", None, "cpu")
 
 
@@ -69,7 +70,7 @@ def test_auto_device(monkeypatch, devices, ranks, value):
 def test_too_few_cuda_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ConfigError, match=r"launch\.device: needs a device for each of the 2 ranks of this machine"):
+    with raises("too-few-local-devices", 2):
         launch.choose_device("cuda", 2)
 
 
@@ -97,7 +98,7 @@ def test_nothing_to_run_again(monkeypatch, arguments, main, prompt):
 def test_a_notebook_has_nothing_to_run_again(monkeypatch):
     _pretend(monkeypatch, ["python", "-m", "ipykernel_launcher"], "ipykernel_launcher.py")
     monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
-    with pytest.raises(LaunchError, match="notebook"):
+    with raises("start-from-prompt"):
         launch.rerun_command()
 
 
@@ -106,8 +107,7 @@ def test_the_launchers_ranks_must_be_the_meshs(monkeypatch):
         monkeypatch.setattr(sys, name, getattr(sys, name))
     for name, value in {"PMI_RANK": "0", "PMI_SIZE": "3"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=r"mesh: needs 4 ranks .*, but mpiexec started 3.*mpiexec -n 4.*"
-                                          r"data x pipe x row x col is 3"):
+    with raises("launcher-started-other-number", 4, 3):
         launch.start(Mesh(data=2, pipe=2))
 
 

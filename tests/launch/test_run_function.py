@@ -16,6 +16,7 @@ import torch
 import ranvier
 from ranvier.errors import ConfigError, LaunchError
 from ranvier.launch.start import rerun_command
+from tests.errors import raises
 
 pytest.importorskip("cloudpickle")
 ROOT = Path(__file__).parents[2]
@@ -69,15 +70,15 @@ def test_other_failures_of_ranks():
 
 
 def test_what_is_refused_before_ranks_start(monkeypatch):
-    with pytest.raises(LaunchError, match=r"ranvier.run: cannot be sent to the ranks: TypeError: cannot pickle"):
+    with raises("function-not-picklable"):
         ranvier.run(print, threading.Lock())
     with pytest.raises(ConfigError):
         ranvier.run(print, pipe=0)
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    with pytest.raises(LaunchError, match=r"from a prompt or a notebook.*call ranvier.run\(function, data=...,"):
+    with raises("start-from-prompt"):
         rerun_command()
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with pytest.raises(LaunchError, match=r"needs the package cloudpickle.*pip install 'ranvier\[notebook\]'"):
+    with raises("cloudpickle-missing"):
         ranvier.run(print)
 
 

@@ -9,13 +9,13 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from ranvier.comm.signed_store import SignedStore, private_prefix, signed
-from ranvier.errors import LaunchError
 from ranvier.launch import shared_store
 from ranvier.launch.launchers import Started, detect
 from ranvier.launch.shared_store import agree_on_start, new_secret, open_store
 from ranvier.launch.stopped_ranks import read_pids
 from ranvier.launch.stores import create_store
 from ranvier.system.machine import address_towards
+from tests.errors import raises
 
 SECOND = timedelta(seconds=5)
 
@@ -72,7 +72,7 @@ def test_a_launcher_that_is_gone_before_its_ranks_look_for_it():
     began, port = time.monotonic(), free_port()
     torchrun = Started(launcher="torchrun", rank=0, size=2, local_rank=0, local_size=2, master=("127.0.0.1", port),
                        agent_store=True)
-    with pytest.raises(LaunchError, match=r"launch: the launcher that hosted the ranks' store is gone \(got '127"):
+    with raises("launcher-gone", 127):
         open_store(torchrun, 300.0)
     assert time.monotonic() - began < 30
 
@@ -80,7 +80,7 @@ def test_a_launcher_that_is_gone_before_its_ranks_look_for_it():
 def test_the_launcher_says_a_loopback_address_for_a_rank_on_another_machine():
     torchrun = Started(launcher="torchrun", rank=3, size=4, local_rank=1, local_size=2, agent_store=True,
                        master=("localhost", free_port()))
-    with pytest.raises(LaunchError, match=r"MASTER_ADDR: means this machine itself here.*'localhost'.*--local-addr"):
+    with raises("master-address-is-local", "localhost", "--local-addr"):
         open_store(torchrun, 300.0)
 
 
@@ -103,13 +103,13 @@ def test_ranks_of_one_start_agree_on_a_word_that_no_other_start_has(sizes):
 def test_a_rank_that_does_not_start(rank, missing):
     store = HashStore()
     store.set_timeout(timedelta(seconds=0.2))
-    with pytest.raises(LaunchError, match=rf"rank {missing}: did not start in time"):
+    with raises("rank-start-late", missing):
         agree_on_start(rank, 2, store, 0.2)
 
 
 def test_a_port_that_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        with pytest.raises(LaunchError, match=r"launch: cannot listen there: .*MASTER_PORT"):
+        with raises("store-unreachable", "MASTER_PORT"):
             open_store(srun(0, host="127.0.0.1", port=taken.getsockname()[1]), 5.0)
 
 
@@ -153,5 +153,5 @@ def test_where_the_secret_comes_from(monkeypatch):
     assert len({new_secret() for _ in range(8)}) == 8 and len(new_secret()) == 64
     assert "from the job" not in private_prefix("from the job script")
     monkeypatch.setattr(shared_store, "find_spec", lambda name: None)
-    with pytest.raises(LaunchError, match="mpiexec does not give the address of rank 0"):
+    with raises("rank-0-address-unknown"):
         open_store(Started(launcher="mpiexec", rank=0, size=2, mpi=True), 5.0)

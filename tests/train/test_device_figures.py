@@ -14,13 +14,13 @@ from ranvier.cost.count import laid_out
 from ranvier.cost.device_overhead import CONTEXT_BYTES, LIBRARY_BYTES, with_overhead
 from ranvier.cost.memory import RankMemory
 from ranvier.cost.published_peaks import published_peak
-from ranvier.errors import OutOfMemory
 from ranvier.mesh import Mesh
 from ranvier.system import pinned_memory
 from ranvier.system.pinned_memory import pinned_bytes, pinned_zeros
 from ranvier.train import peak
 from ranvier.train.determinism import deterministic_algorithms
 from ranvier.train.peak import PeakRate, matrix_product_rate, peak_rate
+from tests.errors import raises
 from tests.fake_cuda import FakeCuda
 
 DEVICE = torch.device("cuda", 1)
@@ -143,7 +143,7 @@ def test_copies_that_cannot_be_pinned(monkeypatch):
     monkeypatch.setattr(pinned_memory, "GRANULE", 1 << 10)
     with FakeCuda():
         monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(status=2), raising=False)
-        with pytest.raises(OutOfMemory, match=r"copies of a checkpoint.*set --checkpoint.background false"):
+        with raises("memory-not-pinned", "--checkpoint.background"):
             host_copies([torch.ones(1000, device=DEVICE)], [])
 
 
@@ -161,7 +161,7 @@ def test_pinned_copies_of_a_checkpoint_are_predicted(background):
 def test_memory_that_cannot_be_pinned(monkeypatch):
     monkeypatch.setattr(pinned_memory, "GRANULE", 1 << 10)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(status=2), raising=False)
-    with pytest.raises(OutOfMemory, match=r"cudaHostRegister returned error 2.*ulimit -l"):
+    with raises("memory-not-pinned", 2):
         pinned_zeros(1001, torch.float32)
 
 

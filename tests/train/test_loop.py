@@ -14,7 +14,6 @@ from ranvier.config import read
 from ranvier.config.resolve import resolve
 from ranvier.config.run import Batch, Data, Guard, Optim, Pipeline, Run, TensorParallel, Train, Transformer
 from ranvier.cost.tensor_traffic import tensor_mesh_facts
-from ranvier.errors import DataError, RanvierError
 from ranvier.mesh import Mesh
 from ranvier.optim.learning_rate import learning_rate
 from ranvier.testing.ranks import run_ranks
@@ -22,6 +21,7 @@ from ranvier.train import loop
 from ranvier.train.events import EndEvent, StartEvent, StepEvent
 from ranvier.train.loop import train
 from tests.covering import covering, quick
+from tests.errors import raises
 
 pytestmark = pytest.mark.pictures
 STEPS = 6
@@ -233,13 +233,12 @@ def test_the_console_says_what_to_expect_of_the_sample(finished, corpus, tmp_pat
     assert "sample text: expect random tokens." in text, "the model is as it was initialised"
 
 
-@pytest.mark.parametrize(("mode", "text"), [
-    ("none", r"loss of step \d: is not a finite number .*Lower --train.learning-rate"),
-    ("stop", r"step 2: loss is nan; nothing was updated. Block layer0.attention, microbatch 0 of replica 0: its output "
-             r"has nan. Lower --train.learning-rate \(it was 1e\+30 at this step\)")])
-def test_a_loss_that_explodes_ends_the_run_with_its_metrics(corpus, tmp_path, mode, text):
+@pytest.mark.parametrize(("mode", "error"), [
+    ("none", ("loss-not-finite",)),
+    ("stop", ("bad-step", 2, 0))])
+def test_a_loss_that_explodes_ends_the_run_with_its_metrics(corpus, tmp_path, mode, error):
     run = tiny(corpus, tmp_path, mesh=Mesh(pipe=2), precision="fp32", guard=Guard(bad_step=mode))
-    with pytest.raises(RanvierError, match=text):
+    with raises(*error):
         run_all(replace(run, train=replace(run.train, learning_rate=1e30, warmup_steps=0)))
     steps = lines(tmp_path / "metrics.jsonl")
     assert steps[-1]["loss"] is None and [step["step"] for step in steps] == list(range(1, len(steps) + 1))
@@ -247,7 +246,7 @@ def test_a_loss_that_explodes_ends_the_run_with_its_metrics(corpus, tmp_path, mo
 
 def test_a_folder_that_cannot_be_written_ends_the_run_at_its_start(corpus, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RanvierError, match=r"cannot be written: Not a directory.*--run-dir"):
+    with raises("lease-not-writable"):
         run_all(tiny(corpus, tmp_path / "file" / "run"))
 
 
@@ -258,7 +257,7 @@ def test_ranks_with_different_text_are_refused(corpus, tmp_path, monkeypatch):
 
     prepared = loop.prepare_run
     monkeypatch.setattr(loop, "prepare_run", other_text)
-    with pytest.raises(DataError, match="data of rank 1: differs from that of rank 0"):
+    with raises("data-differs-between-ranks", 1):
         run_all(tiny(corpus, tmp_path, mesh=Mesh(data=2)))
 
 

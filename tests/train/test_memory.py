@@ -18,7 +18,6 @@ from ranvier.config.resolve import ResolvedRun, resolve
 from ranvier.config.run import Batch, Memory, Optim, Pipeline, TensorParallel, Train, Transformer
 from ranvier.cost.count import laid_out
 from ranvier.cost.memory import remedies, too_large
-from ranvier.errors import ConfigError, OutOfMemory
 from ranvier.mesh import Mesh
 from ranvier.plan.fitting import schedules
 from ranvier.system import machine
@@ -28,6 +27,7 @@ from ranvier.train import memory, runtime
 from ranvier.train.loop import Training
 from ranvier.world import World
 from tests.covering import quick
+from tests.errors import raises
 from tests.train.test_loop import corpus, lines, run_all, tiny
 
 __all__ = ["corpus"]
@@ -139,9 +139,7 @@ def test_checkpointing_takes_less(corpus, tmp_path):
 def test_a_run_that_cannot_fit_is_refused_before_it_is_built(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "available_memory_bytes", lambda: 10 << 20)
     monkeypatch.setattr(runtime, "_loaders", lambda *args: pytest.fail("built"))
-    with pytest.raises(ConfigError, match=r"memory of the machine: does not suffice: 4 ranks here need \d\d MiB, "
-                                          r"and there are 10; of stage \d: parameters .* In this order: lower "
-                                          r"--batch.microbatch-size \(it is 2\); set --memory.recompute auto; "):
+    with raises("memory-too-small", 4, 10, "--batch.microbatch-size", 2, "--memory.recompute"):
         run_all(larger(corpus, tmp_path / "run"))
 
 
@@ -209,8 +207,7 @@ def test_an_allocator_that_gives_up_is_explained(corpus, tmp_path, monkeypatch, 
         raise error
 
     monkeypatch.setattr(Training, "step", fail)
-    with pytest.raises(OutOfMemory, match=r"(?s)rank \d: ran out of memory\npredicted memory, MiB:\n.*stage .*In this "
-                                          r"order: lower --batch.microbatch-size") as caught:
+    with raises("out-of-memory", "--batch.microbatch-size") as caught:
         run_all(larger(corpus, tmp_path / "run"))
     assert caught.value.__cause__ is error
 
@@ -307,7 +304,7 @@ def test_the_memory_of_a_machine_is_that_of_the_ranks_on_it(monkeypatch):
     monkeypatch.setattr(memory, "available_memory_bytes", lambda: 2 * plain_bytes[1])
     assert memory.check_fits(run, world, alone).pipeline in [each.pipeline for each in schedules(run)]
     monkeypatch.setattr(memory, "available_memory_bytes", lambda: 2 * plain_bytes[1] - 1)
-    with pytest.raises(ConfigError, match=r"2 ranks here need .* of stage 1"):
+    with raises("memory-too-small", 2, 1):
         memory.check_fits(run, world, alone)
     assert World(backend=backend, store=None, launcher="torchrun", device=torch.device("cpu"), local_rank=1,
                  local_size=2).local_ranks == (0, 1)
