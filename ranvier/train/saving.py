@@ -86,7 +86,8 @@ def read_metadata(loaded: Loaded) -> CheckpointMetadata:
         return TypeAdapter(CheckpointMetadata).validate_json(json.dumps(dict(loaded.about)))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        raise damaged(loaded.folder, f"about.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        raise damaged("checkpoint-about-malformed", loaded.folder,
+                      f"about.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
 def _checkpoints(run: ResolvedRun, engine: Engine, lease: Lease | None) -> Checkpoints:
