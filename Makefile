@@ -7,7 +7,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 # The tests share the cores: one worker for each and one more, since many tests wait for their ranks.
 WORKERS ?= $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile
+# The order of files is that of tests/conftest.py.
+SPREAD := -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest $(SPREAD)
 
 # Some images set it: each of the hundreds of processes of the tests would then compile the package, and each worker
 # rewrite all tests.
@@ -48,7 +50,7 @@ test-versions:
 	  command -v $$python >/dev/null || { echo "$$python is not installed: torch $$torch is not tested with it"; continue; }; \
 	  echo "$$python, torch $$torch:" && $$python -m venv $$venv \
 	  && $$venv/bin/python -m pip install --quiet --disable-pip-version-check torch==$$torch -e '.[mpi,test]' \
-	  && $$venv/bin/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile || exit 1; \
+	  && $$venv/bin/python -m pytest $(SPREAD) || exit 1; \
 	done
 
 mutations: $(VENV)/test

@@ -75,6 +75,8 @@ STANDARD_AXES = (
     Axis("col", "columns", splits_features=True))
 """The axes that the engine runs on; ranks along any other one are refused (`Mesh.require_known_axes`)."""
 AXES = tuple(axis.name for axis in STANDARD_AXES)
+REQUIRED_AXES = tuple(axis.name for axis in STANDARD_AXES if not axis.divides_stages)
+"""Those that a run's files and requests always name; the others are named where they are used."""
 
 
 class _NumberPerAxis(Mapping[str, int]):

@@ -185,6 +185,12 @@ def test_only_the_door_builds_the_command_line_of_an_interpreter():
             if any(reference.name == "sys.executable" for reference in found)} == allowed
 
 
+def test_one_file_hosts_a_store_on_all_interfaces():
+    assert {file for file, found in references_of_files().items()
+            if any(reference.name.endswith(".create_store_everywhere") for reference in found)} == {
+                "launch/shared_store.py"}
+
+
 def test_modules_are_known_by_their_names_in_every_file():
     """No file imports all names of a module, nor takes what a text names out of one."""
     watched = ("os", "sys", "io", "subprocess", "importlib", "pickle", "builtins", "torch.distributed", "socket")

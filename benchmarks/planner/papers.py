@@ -120,7 +120,7 @@ class Papers:
     def other(self, name: str, billions: int, *, data: int | None = None, batch: int = 16384) -> Cost:
         size, col, pipe, replicas = OTHERS[name][billions]
         run = self.axonn(billions, size, pipe, data or replicas, batch, offload="none", shard=name == "DeepSpeed")
-        run = replace(run, mesh=replace(run.mesh, col=col), tensor=replace(run.tensor, scheme="megatron"),
+        run = replace(run, mesh=run.mesh.resized(col=col), tensor=replace(run.tensor, scheme="megatron"),
                       pipeline=replace(run.pipeline, policy="1f1b"), memory=replace(run.memory, recompute=1))
         return run_cost(run, self.summit, self.work.stages(run), others=True)
 

@@ -131,9 +131,9 @@ def _cluster_line(cluster: Cluster, memory: Sequence[RankMemory]) -> str:
     needed = max(entry.device_bytes for entry in memory) / 2**20
     host = f"; a node has {cluster.host.memory_bytes / 2**20:,.0f} MiB of host memory"
     if cluster.device.cores is not None:
-        return f"{cluster.name} ({cluster.device.name}): a rank needs at most {needed:,.0f} MiB{host}"
-    return (f"{cluster.name} ({cluster.device.name}): a rank needs at most {needed:,.0f} of the {usable:,.0f} MiB of "
-            f"its device{host}")
+        return f"{cluster.name} ({cluster.device.name}): a rank needs {needed:,.0f} MiB{host}"
+    return (f"{cluster.name} ({cluster.device.name}): a rank needs {needed:,.0f} MiB, and its device has "
+            f"{usable:,.0f}{host}")
 
 
 def as_dict(problem: RanvierError) -> dict[str, object]:

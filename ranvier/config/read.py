@@ -289,7 +289,7 @@ def _read(setting: Setting, value: object, layer: Layer) -> object:
         raise ConfigError(f"must be {setting.expected}", code="malformed-value", where=setting.flag, value=value,
                           remedy=_remedy(setting, layer.origin, value)) from None
     if isinstance(read, Path) and not _can_be(read):
-        raise ConfigError("is no name that a file can have", code="invalid-file-name", where=setting.flag, value=value,
+        raise ConfigError("cannot be a file name", code="invalid-file-name", where=setting.flag, value=value,
                           remedy=_remedy(setting, layer.origin, value))
     for part in read if isinstance(read, tuple) else (read,):
         if isinstance(part, (str, Path)) and not _is_text(part):

@@ -18,5 +18,5 @@ def memory_table(memory: Sequence[RankMemory]) -> TextTable:
         sizes = [entry.device_bytes, *([entry.host_bytes] if has_host else []),
                  *(getattr(entry, place).get(name, 0) for place, name in names)]
         rows.append([str(entry.pipeline_rank), str(entry.ranks), *(f"{size / 2**20:,.1f}" for size in sizes)])
-    return TextTable(header=["stage", "ranks", "MiB per\nrank", *(["and of\nthe host"] if has_host else []),
+    return TextTable(header=["stage", "ranks", "device\nMiB", *(["host\nMiB"] if has_host else []),
                              *(name if place == "device" else f"host\n{name}" for place, name in names)], rows=rows)

@@ -231,7 +231,7 @@ def _samples(tokens: Tokens, run: Run, end: int) -> Sequences | PackedSamples:
 
 def _about(run: Run, name: str, corpus: OpenCorpus, train: Tokens, held: Tokens) -> str:
     limit = _limit(run, corpus)
-    of = f", of its first {limit:,} bytes: data.max-bytes leaves out the rest" if train.about.cut else ""
+    of = f"; only the first {limit:,} bytes are read (--data.max-bytes)" if train.about.cut else ""
     return f"{name}: {len(train):,} tokens, {len(held):,} held out{of}"
 
 

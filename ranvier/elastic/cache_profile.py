@@ -45,7 +45,9 @@ def decide(cache_from: Literal["auto"] | int, *, frozen_layers: int, times: Time
     """
     if frozen_layers < 1:
         return Decision(pays=False, saved_seconds=0.0, why="nothing is frozen")
-    saved = 0.0 if times is None else _saved(times, remaining_reads, num_samples, kept)
+    fresh = min(max(0, num_samples - kept), remaining_reads)  # asked for once before their entry is there
+    saved = 0.0 if times is None else \
+        (remaining_reads - fresh) * (times.compute - times.read) - fresh * times.write
     if cache_from != "auto":
         return Decision(pays=frozen_layers >= cache_from, saved_seconds=saved,
                         why=f"{frozen_layers} layers are frozen, and the cache is on from {cache_from}")
@@ -61,11 +63,6 @@ def decide(cache_from: Literal["auto"] | int, *, frozen_layers: int, times: Time
     if saved <= 0:
         return Decision(pays=False, saved_seconds=saved, why=f"writing would not be earned back: {each}; {again}")
     return Decision(pays=True, saved_seconds=saved, why=f"it saves {saved:.3g} s: {each}; {again}")
-
-
-def _saved(times: Times, remaining_reads: int, num_samples: int, kept: int) -> float:
-    fresh = min(max(0, num_samples - kept), remaining_reads)  # asked for once before their entry is there
-    return (remaining_reads - fresh) * (times.compute - times.read) - fresh * times.write
 
 
 def _ms(seconds: float) -> str:

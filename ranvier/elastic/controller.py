@@ -34,7 +34,7 @@ from ranvier.elastic.freezing import (
 )
 from ranvier.elastic.ledger import Entry
 from ranvier.elastic.mesh_candidates import MeshCandidate, StageMemory, mesh_candidates
-from ranvier.elastic.microbatch_profile import MicrobatchProfile, microbatch_counts, size_of
+from ranvier.elastic.microbatch_profile import TRIAL_STEPS, MicrobatchProfile, microbatch_counts, size_of
 from ranvier.elastic.rules import BlockFacts, ElasticRules, EvaluationSchedule, PresentMesh
 from ranvier.elastic.state import RECENT_STEPS, ElasticState, MicrobatchTrial, Similarities, StepFigures
 from ranvier.elastic.transition_selector import Note, mesh_text, select
@@ -173,7 +173,7 @@ class Controller:
         if trial is None or step not in trial.steps:
             return state
         trial = replace(trial, seconds=(*trial.seconds, seconds))
-        if not trial.is_over:
+        if len(trial.seconds) < TRIAL_STEPS:
             return replace(state, trial=trial)
         return replace(state, trial=None, profile=state.profile.measured(
             trial.pipe, trial.data, trial.frozen, trial.count, min(trial.seconds[1:])))

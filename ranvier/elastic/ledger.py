@@ -12,10 +12,8 @@ count what remains in the steps of before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import isfinite
-from typing import Any
 
 from ranvier.cost.transition import transition_seconds
 
@@ -70,7 +68,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Ledger:
-    """All transitions of a run, in order. Methods return a new ledger; `to_dict` goes into checkpoints."""
+    """All transitions of a run, in order. Methods return a new ledger."""
 
     entries: tuple[Entry, ...] = ()
 
@@ -118,12 +116,3 @@ class Ledger:
         if moved_bytes is not None:
             last = replace(last, moved_bytes=moved_bytes)
         return Ledger((*earlier, last))
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"entries": [asdict(entry) for entry in self.entries]}
-
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> Ledger:
-        """The ledger that `to_dict` has described."""
-        return cls(tuple(Entry(**entry) for entry in saved["entries"]))

@@ -6,10 +6,9 @@ is plain data and goes into checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import isfinite
-from typing import Any
 
 MOST_PER_STAGE = 6
 TRIAL_STEPS = 3
@@ -100,15 +99,6 @@ class MicrobatchProfile:
             else:
                 others.append(trial)
         return MicrobatchProfile((*others, here))
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"trials": [asdict(trial) for trial in self.trials]}
-
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> MicrobatchProfile:
-        """The profile that `to_dict` has described."""
-        return cls(tuple(Trial(**trial) for trial in saved["trials"]))
 
     def _trials(self, pipe: int, data: int, frozen: int) -> dict[int, float]:
         """Count -> seconds."""

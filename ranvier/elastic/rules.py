@@ -34,16 +34,11 @@ class ElasticRules:
         size = self.run.samples_of(1)
         return size if self.run.elastic.global_batch == "keep" else max(1, size * data // self.run.mesh.num_replicas)
 
-    @property
-    def may_cache(self) -> bool:
-        """Whether outputs of frozen layers are cached at some time."""
-        return self.run.elastic.cache
-
     def caches(self, frozen: int, refused_at: int) -> bool:
         """Whether outputs of `frozen` layers would be cached, as far as that is known. refused_at: frozen layers at
         which the cache did not pay; with "auto" it is tried again with more."""
         cache_from = self.run.elastic.cache_from
-        return self.may_cache and frozen > (refused_at if cache_from == "auto" else cache_from - 1)
+        return self.run.elastic.cache and frozen > (refused_at if cache_from == "auto" else cache_from - 1)
 
     def cached_blocks(self, present: PresentMesh, depth: int, *, epoch_samples: int, asked_after: int) -> int:
         """Frozen blocks that most steps until the policy is asked again, `asked_after` steps, read from the cache if
@@ -118,16 +113,12 @@ class EvaluationSchedule:
         layers that stay frozen whatever it says."""
         return self.steps_until_due(step - 1, before, after - before, frozen, lowest) == 1
 
-    def _is_late(self, step: int, frozen: int, lowest: int) -> bool:
-        """Whether a depth given by hand for an earlier step has not been reached yet."""
-        wanted = depth_by_hand(self.depths or (), step)
-        return wanted is not None and max(wanted, lowest) != frozen and not self.dry_run
-
     def steps_until_due(self, step: int, samples: int, size: int, frozen: int, lowest: int = 0) -> int | None:
         """Steps of `size` samples after `step` and `samples` until the policy is asked; None: never again."""
         if self.depths is not None:
-            late = [1] if self._is_late(step, frozen, lowest) else []
-            return min([*late, *(at - step for at, _ in self.depths if at > step)], default=None)
+            wanted = depth_by_hand(self.depths, step)
+            is_late = wanted is not None and max(wanted, lowest) != frozen and not self.dry_run
+            return 1 if is_late else min((at - step for at, _ in self.depths if at > step), default=None)
         if self.every:
             return self.every - step % self.every
         return -(-(self.epoch_samples - samples % self.epoch_samples) // size)

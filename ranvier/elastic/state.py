@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from ranvier.elastic.ledger import Ledger
-from ranvier.elastic.microbatch_profile import TRIAL_STEPS, MicrobatchProfile
+from ranvier.elastic.microbatch_profile import MicrobatchProfile
 
 RECENT_STEPS = 8
 """Steps whose median says how long one takes now."""
@@ -74,11 +74,6 @@ class MicrobatchTrial:
     seconds: tuple[float, ...] = ()
     """Of those that have been measured."""
 
-    @property
-    def is_over(self) -> bool:
-        """Whether enough steps have been measured."""
-        return len(self.seconds) == TRIAL_STEPS
-
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticState:
@@ -129,8 +124,8 @@ class ElasticState:
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> ElasticState:
         """The inverse of `document`. Older checkpoints lack some entries, have the inputs as "progress", and None for
-        what is not finite."""
-        norms, inputs = document["norms"], document.get("inputs", document.get("progress")) or {}
+        what is not finite. pydantic's ValidationError for impossible values."""
+        norms, inputs = document.get("norms"), document.get("inputs", document.get("progress")) or {}
         found = _FORM.validate_python({
             **{field.name: document[field.name] for field in fields(cls) if field.name in document},
             "norms": norms and [inf if norm is None else norm for norm in norms],

@@ -65,9 +65,12 @@ def select(rules: ElasticRules, state: ElasticState, present: PresentMesh, candi
         if candidate is here or rules.run.elastic.cut == "reference" or here is None or here.seconds is None:
             chosen = candidate
             break
+        # of a step here with the layers that are about to freeze: as measured without them, scaled as the model is
+        now = here.seconds if state.seconds is None else \
+            state.seconds * (here.seconds / facts.seconds if facts.seconds else 1.0)
         decision = ledger.pays(
             step=step, old=mesh_text(present.mesh), new=mesh_text(candidate.mesh(present.mesh)),
-            seconds_before=_scaled(state.seconds, here.seconds, facts.seconds), model_before=here.seconds_per_sample,
+            seconds_before=now, model_before=here.seconds_per_sample,
             model_after=candidate.seconds_per_sample, remaining_steps=remaining_steps,
             moved_bytes=candidate_moved_bytes(rules, present, candidate, facts, depth))
         if decision.pays:
@@ -87,11 +90,3 @@ def mesh_text(mesh: Mesh) -> str:
 
 def _dropped(present: PresentMesh, candidate: MeshCandidate, depth: int, why: str) -> str:
     return f"{mesh_text(candidate.mesh(present.mesh))} with {depth} frozen layers: {why}"
-
-
-def _scaled(seconds: float | None, model_now: float, model_before: float | None) -> float:
-    """Seconds of a step on the present mesh with the layers that are about to be frozen: as measured without them,
-    scaled as the model is."""
-    if seconds is None:
-        return model_now
-    return seconds * (model_now / model_before if model_before else 1.0)

@@ -315,7 +315,7 @@ class _Llama:
         keys = kv_heads(settings)
         text = text_transformer_in_words("llama", settings)
         if keys != settings.heads:
-            text = text.replace(f"{settings.heads} heads", f"{settings.heads} heads on {keys} of keys")
+            text = text.replace(f"{settings.heads} heads", f"{settings.heads} heads, {keys} key-value heads")
         return ModelFacts(text=text, tokens=settings.sequence)
 
 

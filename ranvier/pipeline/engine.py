@@ -423,8 +423,8 @@ class Engine:
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """All parameters of this rank's blocks by global name, up to date; a tied one by its owner's name, and by its
-        own, too, where the rank's ends are on several stages, or are cut differently over rows and columns. Who writes
-        one writes both."""
+        own, too, where the rank's ends are on several stages, or are cut differently over rows and columns. A
+        program that writes one must write both."""
         self._finish_update()
         return dict(self._parameters)
 
@@ -761,7 +761,7 @@ class Engine:
 
     def layer_gradient_norms(self) -> tuple[float, ...]:
         """L2 norm of each layer's gradient of the mean loss in the last step, before clipping; 0.0 for a frozen one.
-        Collective, and the same on every rank. Of a tied parameter the block of its first end has it."""
+        Collective, and the same on every rank. A tied parameter counts in the block of its first end."""
         squared = self._updater.squared_by_block()
         self._connections.all.all_reduce(squared).wait()
         names = self.block_names

@@ -74,8 +74,8 @@ class Plan:
 
     def __str__(self) -> str:
         limits, lines = self.limits, [f"mesh       {self.mesh}", *str(self.stages).splitlines()]
-        lines.append(f"schedule   {self.policy}: at most {limits.in_flight} microbatches in flight, weight gradients "
-                     f"of {limits.deferred_text} may wait" + (", in 1F1B's order" if limits.alternating else ""))
+        lines.append(f"schedule   {self.policy}: at most {limits.in_flight} microbatches in flight, deferred weight "
+                     f"gradients by rank: {limits.deferred_text}" + (", in 1F1B's order" if limits.alternating else ""))
         if any(self.recomputed):
             lines.append("recomputed " + "; ".join(
                 f"stage {stage}: " + (", ".join(f"blocks {run.start} to {run.stop - 1}" for run in runs) or "nothing")

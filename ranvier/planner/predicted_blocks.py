@@ -41,7 +41,8 @@ def predicted_blocks(run: ResolvedRun, cluster: Cluster, work: Work, present: Pr
         step, cluster, max(1, sum(parameters)) / mesh.stage_size, local=local, threads=threads
     ) / max(1, sum(parameters))
     cores, nodes = cluster.device.cores, -(-mesh.size // cluster.devices_per_node)
-    bandwidth, latency = LINKS[_backend(run, cluster)]
+    usual = "torch" if cores is None else "mpi"
+    bandwidth, latency = LINKS[usual if run.comm.transport == "auto" else run.comm.transport]
     facts = BlockFacts(
         forward_seconds=forward,
         backward_seconds=tuple(of_inputs + of_weights * (block.num_trainable > 0) + recomputed * seconds
@@ -55,10 +56,3 @@ def predicted_blocks(run: ResolvedRun, cluster: Cluster, work: Work, present: Pr
         cores=None if cores is None else cores * nodes / threads / mesh.stage_size, bandwidth=bandwidth,
         latency_seconds=latency)
     return with_present_seconds(facts, ElasticRules(run), present, profile)
-
-
-def _backend(run: ResolvedRun, cluster: Cluster) -> str:
-    """The transport that the run would take there."""
-    if run.comm.transport == "auto":
-        return "torch" if cluster.device.cores is None else "mpi"
-    return run.comm.transport

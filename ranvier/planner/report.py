@@ -190,8 +190,8 @@ def schedule_text(choices: Sequence[MemoryChoice]) -> str:
             ("step time", *(f"{each.step:.3f}" for each in others))]
     if all(each.limits.last is None for each in others):
         rows = [row for row in rows if row[0] != "of the last"]
-    return "\n".join([f"\nschedule: at most {own.limits.in_flight} microbatches in flight; by rank, weight gradients "
-                      f"of {own.limits.deferred_text} may be deferred; "
+    return "\n".join([f"\nschedule: at most {own.limits.in_flight} microbatches in flight; microbatches with deferred "
+                      f"weight gradients, by rank: {own.limits.deferred_text}; "
                       + ("" if room is None else f"the stages of a rank hold at most {room}; ")
                       + ("forwards and backwards run in 1F1B's order; " if own.limits.alternating else "")
                       + f"chosen by a simulation of {own.num_microbatches}{some} microbatches, whose bubble is "

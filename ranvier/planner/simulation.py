@@ -112,7 +112,8 @@ def simulate_step(stages: Sequence[StageTimes], num_microbatches: int, policy: P
     shown, slowest = None, 0.0
     for replica in (*usual, *slow):
         part = run(replica)
-        seconds[replica], busy[replica] = part.seconds, _busy_seconds(part)
+        seconds[replica] = part.seconds
+        busy[replica] = sum(stop - start for stage in part.actions for _, start, stop in stage) / len(part.actions)
         rank = part.seconds if replica in slow else 0.0
         if shown is None or rank > slowest:
             shown, slowest = part, rank
@@ -133,11 +134,6 @@ def simulate_step(stages: Sequence[StageTimes], num_microbatches: int, policy: P
     return StepSimulation(seconds=max([largest_of(alike, len(others)) if alike else 0.0, *alone]), shown=shown,
                           replicas=replicas, sampled=len(alike) + len(alone), replica_seconds=(*alike, *alone),
                           busy_seconds=computed / replicas * num_microbatches / count)
-
-
-def _busy_seconds(part: Simulated) -> float:
-    """Of a rank on average."""
-    return sum(stop - start for stage in part.actions for _, start, stop in stage) / len(part.actions)
 
 
 def largest_of(values: Sequence[float], count: int) -> float:

@@ -353,7 +353,7 @@ def _one_simulation(case: _Case, limits: Limits, draw: int) -> _Outcome:
                     jitter=partial(_varied, case.conditions.variation, draw), hop=case.conditions.messages * slowest,
                     room=limits.room, defer_last=limits.last, alternating=limits.alternating,
                     defer_bytes=[unit * waiting for unit, waiting in zip(units, limits.deferred, strict=True)])
-    # None before the first that trains has a backward.
+    # Stages before the first one that trains have no backward.
     first = next((place for place, stage in enumerate(times) if stage.trains), len(times))
     work = case.count * sum(each.microbatch_seconds if place >= first else each.forward
                             for place, each in enumerate(times)) / len(ranks)

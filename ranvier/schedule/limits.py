@@ -29,9 +29,9 @@ class Limits:
 
     @property
     def deferred_text(self) -> str:
-        """Of which microbatches the weight gradients may wait, in words."""
+        """How many microbatches' weight gradients may wait, rank by rank."""
         counts = ", ".join(map(str, self.deferred))
-        return f"{counts} microbatches" if self.last is None else f"{counts} of a step's last {self.last} microbatches"
+        return counts if self.last is None else f"{counts} (only in the last {self.last} microbatches of a step)"
 
     def given(self, in_flight: int | Literal["auto"], deferred: tuple[int, ...] | None, last: int | None) -> Limits:
         """With what a user has set in their place. `deferred` is given together with `last`."""

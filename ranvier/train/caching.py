@@ -61,8 +61,7 @@ class Caching:
         self._reads = self._seen = 0
         self._is_checked = False  # whether the frozen blocks have shown that their outputs can be cached
         self._unrepeatable_from: int | None = None  # frozen layers from which on they cannot
-        self._may_cache = ElasticRules(run).may_cache
-        if self._may_cache:
+        if run.elastic.cache:
             check_repeats(data)
         self._refused_at = 0  # frozen layers at which the cache did not pay; it is tried again with more
 
@@ -97,13 +96,15 @@ class Caching:
         if part != self._part:  # its entries are those of another part of each output
             self.leave()
         if self._cache is None:
-            self._part = part
+            self._part, run = part, self._run
+            # what outputs depend on beside weights and samples
+            outputs_of = f"{self._data.fingerprint} {self._data.transform} {run.precision} {run.model}"
             self._cache = AutoCache(
-                self._folder(), blocks=blocks, fingerprint=self._fingerprint(),
+                self._folder(), blocks=blocks, fingerprint=outputs_of,
                 num_samples=len(self._data.train), precision=self._run.elastic.cache_precision,
                 device=now.world.device, warn=self._say,
                 agree=self._agree if mesh.stage_size > 1 else None,
-                of_rows=self._of_rows if mesh.microbatch_parts > 1 else None,
+                of_rows=(lambda mine: self._runtime.engine.of_rows(mine)) if mesh.microbatch_parts > 1 else None,
                 lengths=now.train_data.lengths, part=part)
         else:
             self._cache.set_blocks(blocks)
@@ -118,7 +119,7 @@ class Caching:
         if self._cache is not None:
             self._cache.close()
             self._cache = None
-        if self._may_cache and (ended or self._run.elastic.cache_dir is None):
+        if self._run.elastic.cache and (ended or self._run.elastic.cache_dir is None):
             self._folder().remove()
 
     def _folder(self) -> RunFolder:
@@ -150,15 +151,6 @@ class Caching:
         """Whether all ranks of the stage say so, of the engine that there is now: the cache outlives a transition."""
         engine = self._runtime.engine
         return mine if engine.mesh.stage_size == 1 else engine.agree(mine)
-
-    def _of_rows(self, mine: list[str]) -> list[list[str]]:
-        """What the ranks of this column say, row by row."""
-        return self._runtime.engine.of_rows(mine)
-
-    def _fingerprint(self) -> str:
-        """What outputs depend on beside weights and samples."""
-        run = self._run
-        return f"{self._data.fingerprint} {self._data.transform} {run.precision} {run.model}"
 
     def _forward(self, samples: Tensor, inputs: State, compute: Compute) -> State:
         if not self._is_checked and not self._check(inputs, compute):

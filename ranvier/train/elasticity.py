@@ -7,7 +7,7 @@ checkpoints and, at each transition, to ranks that come back.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import nan
 from typing import Any
 
@@ -124,7 +124,8 @@ class Elasticity:
     def facts(self) -> dict[str, object]:
         """What this rank adds to the summary."""
         ledger = self.controller.measured(self.state).ledger
-        return self.caching.facts() | ({"ledger": ledger.to_dict()["entries"]} if ledger.entries else {})
+        return self.caching.facts() | (
+            {"ledger": [asdict(entry) for entry in ledger.entries]} if ledger.entries else {})
 
     def text(self) -> str:
         """The settings in words; empty where nothing is elastic."""

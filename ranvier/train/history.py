@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from ranvier.mesh import Mesh
+from ranvier.mesh import REQUIRED_AXES, Mesh
 from ranvier.train.events import EvalEvent, Event, StartEvent, StepEvent, TransitionEvent
 from ranvier.train.logs import step_fields
 
@@ -60,8 +60,8 @@ class History:
         for line in events:
             mesh, reached = line.get("mesh"), max(reached, line["step"])
             if line.get("event") in ("start", "transition") and isinstance(mesh, dict):
-                self.frozen[reached] = int(line.get("frozen_layers", self.frozen.get(reached, 0)))
-                self.meshes[reached] = mesh["pipe"], mesh["data"]
+                frozen = int(line.get("frozen_layers", self.frozen.get(reached, 0)))
+                self._at(reached, frozen, Mesh(**{axis: mesh[axis] for axis in REQUIRED_AXES}))
 
     def event(self, event: Event) -> None:
         """Add one event."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ranvier.errors import RanvierError
-from ranvier.mesh import Mesh
+from ranvier.mesh import REQUIRED_AXES, Mesh
 from ranvier.system.atomic_file import write_atomically
 from ranvier.system.untrusted_file import append_file, open_regular_file
 from ranvier.train.events import EndEvent, EvalEvent, Event, NoteEvent, StartEvent, StepEvent, TransitionEvent
@@ -94,7 +94,8 @@ def step_fields(event: StepEvent) -> dict[str, object]:
             fields[name] = getattr(event, name)
     if event.frozen_layers is not None:
         assert event.mesh is not None  # steps have both or neither
-        fields |= {"frozen_layers": event.frozen_layers, "data": event.mesh.data, "pipe": event.mesh.pipe}
+        sizes = {axis: event.mesh[axis] for axis in event.mesh.over(divides_stages=False)}
+        fields |= {"frozen_layers": event.frozen_layers, **sizes}
     return fields | dict(event.eval_scores)
 
 
@@ -281,7 +282,7 @@ def _event_problem(line: Line) -> str | None:
         return "has no event"
     if line["event"] in ("start", "transition") and "mesh" in line:
         mesh, frozen = line["mesh"], line.get("frozen_layers", 0)
-        if not isinstance(mesh, Mapping) or not all(_is_count(mesh.get(axis), 1) for axis in ("data", "pipe")):
+        if not isinstance(mesh, Mapping) or not all(_is_count(mesh.get(axis), 1) for axis in REQUIRED_AXES):
             return "has no mesh"
         if not _is_count(frozen, 0):
             return "has no number of frozen layers"

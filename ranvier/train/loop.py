@@ -619,7 +619,7 @@ class Training:
         self._execute(command)
 
     def _along(self) -> dict[str, object]:
-        """What goes along with the state of the last step to other ranks, or to another time."""
+        """The rest of the run's state after the last step, beside parameters and optimizer states."""
         return {"step": self.done, "samples": self.samples, "guards": self.guards.state(), "stops": self.stops,
                 "elastic": self.elastic.document(self.run, self.runtime.frozen, self.progress),
                 "saved_step": self.saving.saved_step, "best": self.best and self.best.state(),

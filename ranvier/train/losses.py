@@ -62,8 +62,8 @@ class LastSteps:
             held = with_states_of_neighbour(held, self._group(now))
             places.append(mesh.place(replica=(at.replica - 1) % mesh.num_replicas, pipeline_rank=at.pipeline_rank,
                                      position=at.position))
-        part: dict[str, object] = {"mesh": dict(mesh.sizes), "places": [dict(place) for place in places],
-                                   "frozen": sorted(now.frozen.layers)}
+        part: dict[str, object] = {"mesh": mesh.sizes, "places": [dict(place) for place in places],
+                                   "replica_axes": mesh.replica_axes, "frozen": sorted(now.frozen.layers)}
         self._copies[step] = _Copy(held=held, part=part)
 
     def _group(self, now: RankRuntime) -> Group:
@@ -92,8 +92,9 @@ def missing_state(parts: Sequence[Mapping[str, Mapping[str, Any]]], step: int, *
     sharded: each replica has a share of the optimizer's states for itself, and a copy of another one's."""
     have = [one[str(step)] for one in parts if str(step) in one]
     missing = "no survivor has the state of the last step"
-    for mesh in {tuple(one["mesh"].items()): one["mesh"] for one in have}.values():
-        axes = [axis for axis in mesh if sharded or axis != "data"]
+    for first in {tuple(one["mesh"].items()): one for one in have}.values():
+        mesh = first["mesh"]
+        axes = [axis for axis in mesh if sharded or axis not in first["replica_axes"]]
         ours = [one for one in have if one["mesh"] == mesh and one["frozen"] == have[0]["frozen"]]
         there = {tuple(place[axis] for axis in axes) for one in ours for place in one["places"]}
         gone = [place for place in _places([mesh[axis] for axis in axes]) if place not in there]

@@ -7,7 +7,6 @@ from typing import TypedDict
 
 import torch
 
-from ranvier.config.resolve import ResolvedRun
 from ranvier.elastic.mesh_candidates import with_present_seconds
 from ranvier.elastic.microbatch_profile import MicrobatchProfile
 from ranvier.elastic.rules import LINKS, BlockFacts, ElasticRules, PresentMesh
@@ -66,7 +65,10 @@ def measured_blocks(now: RankRuntime, measured: Sequence[RankMeasurement], profi
             parameters[parameter.block] += parameter.numel
     kept = states_per_element(rules_of(run.optim), engine.layout.parameters)
     states = round(wide(dtype).itemsize * (kept + is_half(dtype)))
-    update = _update_seconds(run, busy["optimizer"], steps, sum(parameters[frozen:]))
+    holders, trained = 1 if run.optim.shard else run.mesh.num_replicas, sum(parameters[frozen:])
+    update = 0.0  # of one parameter on a rank of a stage that has its states
+    if not run.optim.update_in_backward and steps >= 1 and trained:  # else measured with the backward, or not at all
+        update = busy["optimizer"] / steps / holders / run.mesh.stage_size / trained
     bandwidth, latency = LINKS.get(now.world.backend.name, LINKS["torch"])
     facts = BlockFacts(
         forward_seconds=tuple(forward * weight for weight in weights),
@@ -87,14 +89,6 @@ def stage_seconds(now: RankRuntime, measured: Sequence[RankMeasurement]) -> tupl
         busy = sum(row["busy"].get(name, 0.0) for name in ("forward", "backward", "weight"))
         found[now.run.mesh.coordinates(rank).pipeline_rank] += busy / max(1, row["steps"])
     return tuple(seconds * now.run.mesh.pipeline_size / now.run.mesh.size for seconds in found)
-
-
-def _update_seconds(run: ResolvedRun, busy: float, steps: int, num_parameters: int) -> float:
-    """Of one parameter on a rank of a stage that has its states. busy: of all ranks, in `steps` steps."""
-    if run.optim.update_in_backward or steps < 1 or not num_parameters:  # the first is measured with the backward
-        return 0.0
-    holders = 1 if run.optim.shard else run.mesh.num_replicas
-    return busy / steps / holders / run.mesh.stage_size / num_parameters
 
 
 def _cores(now: RankRuntime, measured: Sequence[RankMeasurement]) -> float | None:

@@ -130,7 +130,7 @@ def with_limits(run: ResolvedRun, limits: Limits) -> ResolvedRun:
 
 def limits_text(limits: Limits) -> str:
     """The limits in words."""
-    return (f"{limits.in_flight} microbatches may be in flight, and by rank the weight gradients of "
-            f"{limits.deferred_text} deferred"
+    return (f"{limits.in_flight} microbatches may be in flight, deferred weight gradients by rank: "
+            f"{limits.deferred_text}"
             + ("" if limits.room is None else f", {limits.room} held by the stages of a rank")
             + (", in 1F1B's order" if limits.alternating else ""))

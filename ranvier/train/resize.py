@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ranvier.elastic.change import request_text
 from ranvier.errors import RanvierError
-from ranvier.mesh import AXES, STANDARD_AXES
+from ranvier.mesh import AXES, REQUIRED_AXES
 from ranvier.system.atomic_file import write_atomically
 from ranvier.system.untrusted_file import open_regular_file, parse_json
 from ranvier.train.logs import read_events
@@ -30,7 +30,6 @@ NAME = "resize.json"
 _REQUEST = re.compile(r"resize(?:-([0-9a-f]{16}))?\.json")
 _MOST_BYTES = 4096
 _POLL_SECONDS = 0.1
-_REQUIRED = tuple(axis.name for axis in STANDARD_AXES if not axis.divides_stages)
 
 
 class ResizeRequests:
@@ -48,7 +47,7 @@ class ResizeRequests:
 
     def take(self) -> dict[str, object] | None:
         """The oldest request, which is then no more; None where there is none. Axis -> size: of whatever its author
-        has given, the whole numbers, and None for the axes that each request must have (`_REQUIRED`); "ranks": how
+        has given, the whole numbers, and None for the axes that each request must have (`REQUIRED_AXES`); "ranks": how
         many wait to join, if any do; "wish": its ID; "problem": why it was not read."""
         for path in self._waiting():
             taken = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
@@ -87,7 +86,7 @@ def _read(path: Path, wish: str | None) -> dict[str, object]:
         with open_regular_file(path, own=True) as file:
             content = file.read(_MOST_BYTES + 1)
     except OSError as error:
-        return {**dict.fromkeys(_REQUIRED), "wish": wish, "problem": f"cannot be read: {error.strerror or error}"}
+        return {**dict.fromkeys(REQUIRED_AXES), "wish": wish, "problem": f"cannot be read: {error.strerror or error}"}
     found: object = None
     if len(content) <= _MOST_BYTES:
         with suppress(ValueError):
@@ -95,7 +94,7 @@ def _read(path: Path, wish: str | None) -> dict[str, object]:
     told = found if isinstance(found, dict) else {}
     said = told.get("wish")
     sizes = {name: told[name] if type(told.get(name)) is int and abs(told[name]) < 1 << 40 else None
-             for name in (*AXES, "ranks") if name in _REQUIRED or told.get(name) is not None}
+             for name in (*AXES, "ranks") if name in REQUIRED_AXES or told.get(name) is not None}
     return {**sizes, "wish": wish or (said if isinstance(said, str) and re.fullmatch(r"[\w-]{1,64}", said) else None),
             "problem": None}
 

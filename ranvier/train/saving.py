@@ -19,6 +19,7 @@ from ranvier.checkpoint.manifest import checkpoints as listed
 from ranvier.config import read
 from ranvier.config.resolve import ResolvedRun
 from ranvier.data.task import Prepared
+from ranvier.elastic.state import ElasticState
 from ranvier.errors import CheckpointError, ConfigError, UnsavedError
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.result import BatchResult
@@ -83,7 +84,9 @@ class CheckpointMetadata:
 def read_metadata(loaded: Loaded) -> CheckpointMetadata:
     """What a checkpoint says of its run. CheckpointError where a field has an impossible value."""
     try:
-        return TypeAdapter(CheckpointMetadata).validate_json(json.dumps(dict(loaded.about)))
+        found = TypeAdapter(CheckpointMetadata).validate_json(json.dumps(dict(loaded.about)))
+        ElasticState.read(found.elastic)
+        return found
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise damaged("checkpoint-about-malformed", loaded.folder,

@@ -139,7 +139,7 @@ def settings_text(run: ResolvedRun, engine: Engine, world: World, data: Prepared
         **({"padding": data.padding} if data.padding else {}),
         "batch": f"{run.batch.global_size} {unit} in microbatches of {run.batch.microbatch_size}",
         "pipeline": f"{run.pipeline.policy}, at most {engine.in_flight} microbatches in flight"
-                    + (f", weight gradients of {engine.limits.deferred_text} deferred"
+                    + (f", deferred weight gradients by rank: {engine.limits.deferred_text}"
                        if any(engine.limits.deferred) and run.pipeline.defer_bytes == "auto" else "")
                     + ("" if engine.limits.room is None else f", {engine.limits.room} held by the stages of a rank")
                     + (", in 1F1B's order" if engine.limits.alternating else "")

@@ -25,6 +25,7 @@ from tensorboardX import SummaryWriter
 
 from ranvier.config.run import Run
 from ranvier.elastic.transition_selector import mesh_text
+from ranvier.mesh import REQUIRED_AXES
 from ranvier.system.terminal import fields, fitted, prose, terminal_width
 from ranvier.train.events import (
     EndEvent,
@@ -292,7 +293,7 @@ def scalars(event: StepEvent | EvalEvent | TransitionEvent) -> dict[str, float]:
     fields: dict[str, Any] = step_fields(event)
     groups = {"train": ("loss", "grad_norm", "learning_rate", "loss_scale", "skipped_steps", "frozen_layers"),
               "speed": ("tokens_per_second", "step_seconds", "bubble_fraction", "wait_seconds", "flops_per_second",
-                        "model_flops_utilisation"), "mesh": ("data", "pipe")}
+                        "model_flops_utilisation"), "mesh": REQUIRED_AXES}
     return {f"{group}/{name}": fields[name] for group, names in groups.items() for name in names if name in fields}
 
 

@@ -293,7 +293,7 @@ def test_the_memory_of_a_cluster_is_compared_instead_of_this_machine():
     assert not report.problems and not report.warnings and report.machine is None
     assert [entry.device_bytes for entry in report.memory] == [entry.device_bytes for entry in found.memory]
     most = max(entry.device_bytes for entry in report.memory) / 2**20
-    assert f"a rank needs at most {most:,.0f} of the 76,657 MiB of its device" in report.cluster
+    assert f"a rank needs {most:,.0f} MiB, and its device has 76,657" in report.cluster
     assert report.document()["cluster"] == report.cluster
 
 
@@ -303,6 +303,6 @@ def test_what_a_cluster_has_too_little_of():
     assert "a rank of stage 0 needs" in str(report.problems[0]) and "--memory.recompute auto" in str(report.problems[0])
     report = check.check(run_with(mesh__data="32", batch__microbatch_size="1"), 32, cluster="laptop")
     assert "has more ranks than Laptop has devices (8)" in str(report.problems[0])
-    assert "a rank needs at most" in report.cluster
+    assert "a rank needs" in report.cluster
     with raises("unknown-cluster", "no-such"):
         check.check(run_with(), 1, cluster="no-such")

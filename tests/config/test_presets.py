@@ -80,4 +80,4 @@ def test_a_presets_facts_are_counted(name):
     run = resolve(replace(run_of(name).run, mesh=MeshSettings(data=1).with_sizes()))
     assert families.problems(run) == []
     assert families.flops_per_sample(run) > 6 * run.model.sequence * 0.8 * PARAMETERS[name]
-    assert "heads on" in families.text(run)
+    assert "key-value heads" in families.text(run)

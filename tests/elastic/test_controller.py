@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,8 +18,9 @@ from ranvier.elastic.freezing import NONE_FROZEN, Manual
 from ranvier.elastic.named_policy import policy_of
 from ranvier.elastic.rules import BlockFacts, PresentMesh
 from ranvier.elastic.state import ElasticState, StepFigures
-from ranvier.errors import ConfigError
+from ranvier.errors import CheckpointError, ConfigError
 from ranvier.mesh import Mesh
+from ranvier.train.saving import read_metadata
 
 LAYERS, EPOCH, FIRST = 6, 40, 8
 NAMES = (*(f"layer{number}" for number in range(LAYERS)), "head")
@@ -176,6 +179,15 @@ def test_the_next_decision_is_where_it_is_said_to_be():
     assert until == 9 and state.asked
     state = replace(state, unmeasured=False, compares=False)
     assert controller.steps_until_asked(state, 9, 9 * FIRST, FIRST, 1) == 21
+
+
+@pytest.mark.parametrize("changed", [
+    {"evaluations": "many"}, {"norms": [{}]}, {"ledger": {"entries": [{"step": 1}]}}, {"trial": {"pipe": 1}}], ids=str)
+def test_an_impossible_state_is_refused_by_the_checkpoints_name(tmp_path, changed):
+    loaded = SimpleNamespace(folder=tmp_path / "step-3", about={"elastic": {**ElasticState().document(), **changed}})
+    with pytest.raises(CheckpointError) as raised:
+        read_metadata(loaded)
+    assert "step-3" in raised.value.where and "about." in str(raised.value)
 
 
 def test_a_state_from_before_a_field_was_added_is_read():

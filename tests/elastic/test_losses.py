@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -263,8 +263,8 @@ def parts(mesh, *ranks, frozen=(), sharded=False):
     def places(at):
         return [at, at.replace("data", (at.data - 1) % mesh.data)] if sharded else [at]
 
-    return [{"7": {"mesh": dict(mesh.sizes), "places": [asdict(place) for place in places(mesh.coordinates(rank))],
-                   "frozen": list(frozen)}} for rank in ranks]
+    return [{"7": {"mesh": dict(mesh.sizes), "places": [dict(place) for place in places(mesh.coordinates(rank))],
+                   "replica_axes": mesh.replica_axes, "frozen": list(frozen)}} for rank in ranks]
 
 
 @pytest.mark.parametrize(("mesh", "survivors", "sharded", "missing"), [

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ranvier.elastic.microbatch_profile import MicrobatchProfile, Trial, size_of
+from ranvier.elastic.state import ElasticState
 
 
 def search(profile, seconds, *, pipe=4, data=1, frozen=0, candidates=(4, 8, 12)):
@@ -77,7 +78,8 @@ def test_it_survives_json_and_ends(measurements):
     profile = MicrobatchProfile()
     for pipe, data, frozen, count, seconds in measurements:
         profile = profile.measured(pipe, data, frozen, count, seconds)
-    assert MicrobatchProfile.from_dict(json.loads(json.dumps(profile.to_dict(), allow_nan=False))) == profile
+    saved = json.dumps(ElasticState(profile=profile).document(), allow_nan=False)
+    assert ElasticState.read(json.loads(saved)).profile == profile
     done, tried = search(profile, {4: 1.0, 8: 1.0, 12: 1.0}, pipe=1, data=1)
     assert len(tried) <= 3 and done.next_count(1, 1, 0, (4, 8, 12)) is None
     assert done.best(1, 1, 0, (4, 8, 12)) in (4, 8, 12)

@@ -12,7 +12,7 @@ from ranvier.config.run import Batch, Elastic, Train
 from ranvier.data.prepare import prepare
 from ranvier.elastic import controller
 from ranvier.elastic.freezing import FrozenLayers
-from ranvier.elastic.ledger import Ledger
+from ranvier.elastic.ledger import Entry, Ledger
 from ranvier.elastic.mesh_candidates import MeshCandidate
 from ranvier.elastic.rules import BlockFacts, ElasticRules, PresentMesh
 from ranvier.elastic.state import ElasticState
@@ -179,7 +179,7 @@ def test_every_transition_is_in_the_ledger(sentences, tmp_path, elastic, wishes,
         assert entry["seconds_before"] > 0 and entry["measured_after"] > 0
         assert entry["new"] == f"data {line['mesh']['data']} x pipe {line['mesh']['pipe']}"
     assert ledger[0]["old"] == "data 1 x pipe 4"
-    learnt = Ledger.from_dict({"entries": ledger})
+    learnt = Ledger(tuple(Entry(**entry) for entry in ledger))
     assert learnt.expected_cost(0) != Ledger().expected_cost(0)
 
 

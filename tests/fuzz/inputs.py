@@ -151,7 +151,7 @@ def change_json(document: object, changes) -> object:
             holder[key] = copy.deepcopy(leaf)
         elif how == "nudge":
             value = holder[key]
-            holder[key] = value + 1 + second % 3 if isinstance(value, (int, float)) else leaf
+            holder[key] = value + 1 + second % 3 if isinstance(value, (int, float)) else copy.deepcopy(leaf)
         elif how == "delete" and holder is not root:
             del holder[key]
         elif how == "double" and isinstance(holder, list) and holder is not root:

@@ -163,7 +163,7 @@ def test_a_run_and_its_memory(run, tmp_path):
     for found, expected in zip(losses(tmp_path / "two"), wanted, strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
     table, memory = laid_out(resolved(run))
-    assert [(row.stage, row.pipe) for row in table.rows] == [(0, 0), (1, 1), (2, 1), (3, 0)]
+    assert [(row.stage, row.pipeline_rank) for row in table.rows] == [(0, 0), (1, 1), (2, 1), (3, 0)]
     assert str(table).splitlines()[0].split()[:3] == ["stage", "pipe", "blocks"]
     assert [entry.pipeline_rank for entry in memory] == [0, 1]
     states = sum(entry.device["moments"] for entry in memory)
