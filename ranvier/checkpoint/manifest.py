@@ -156,21 +156,22 @@ def read_manifest(folder: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"])) or "the text"
-        raise damaged(folder, f"{MANIFEST} is not a manifest: {place}: {first['msg']}") from error
+        raise damaged("manifest-malformed", folder, f"{MANIFEST} is not a manifest: {place}: {first['msg']}") from error
     except (ValueError, RecursionError) as error:
-        raise damaged(folder, f"{MANIFEST} is not a manifest: {error}") from error
+        raise damaged("not-a-manifest", folder, f"{MANIFEST} is not a manifest: {error}") from error
     for problem in contradictions(manifest):
-        raise damaged(folder, f"{MANIFEST} contradicts itself: {problem}")
+        raise damaged("manifest-contradicts-itself", folder, f"{MANIFEST} contradicts itself: {problem}")
     if manifest.crc32 != _own_checksum(manifest):
-        raise damaged(folder, f"{MANIFEST} has been changed: its own checksum is another")
+        raise damaged("manifest-changed", folder, f"{MANIFEST} has been changed: its own checksum is another")
     if step_of(folder) not in (None, manifest.step):
-        raise damaged(folder, f"is of step {manifest.step}, a copy under another name", folder.name)
+        raise damaged("checkpoint-renamed", folder, f"is of step {manifest.step}, a copy under another name",
+                      folder.name)
     return manifest
 
 
-def damaged(folder: Path | str, what: str, value: object = None) -> CheckpointError:
+def damaged(code: str, folder: Path | str, what: str, value: object = None) -> CheckpointError:
     """The error for a checkpoint that cannot be what was written."""
-    return CheckpointError(what, code="checkpoint-damaged", where=f"checkpoint {folder}", value=value,
+    return CheckpointError(what, code=code, where=f"checkpoint {folder}", value=value,
                            remedy="Resume from another one: `--resume auto` takes the newest that is whole.")
 
 

@@ -33,13 +33,16 @@ class Saved:
             path = self.folder / file.name
             try:
                 if path.is_symlink() or not path.is_file():
-                    yield damaged(self.folder, f"{file.name} is missing")
+                    yield damaged("checkpoint-file-missing", self.folder, f"{file.name} is missing")
                 elif path.stat().st_size != file.size_bytes:
-                    yield damaged(self.folder, f"{file.name} should have {file.size_bytes} bytes", path.stat().st_size)
+                    yield damaged("checkpoint-file-cut-off", self.folder,
+                                  f"{file.name} should have {file.size_bytes} bytes", path.stat().st_size)
                 elif checksum(path) != file.crc32:
-                    yield damaged(self.folder, f"{file.name} has been changed: its checksum is not the manifest's")
+                    yield damaged("checkpoint-file-changed", self.folder,
+                                  f"{file.name} has been changed: its checksum is not the manifest's")
             except OSError as error:
-                yield damaged(self.folder, f"{file.name} cannot be read: {error.strerror or error}")
+                yield damaged("checkpoint-file-unreadable", self.folder,
+                              f"{file.name} cannot be read: {error.strerror or error}")
 
     def tensor(self, kind: str, name: str) -> SavedTensor:
         """What the manifest says of a tensor. CheckpointError when it has none."""
@@ -70,7 +73,8 @@ class Saved:
         """File, key and box of the pieces that have a part of `box`, and that part."""
         saved = self.tensor(kind, name)
         if len(box) != len(saved.shape) or any(stop > size for (_, stop), size in zip(box, saved.shape, strict=True)):
-            raise damaged(self.folder, f"{kind} of {name} has the shape {saved.shape}, and {box} of it is wanted")
+            raise damaged("saved-shape-too-small", self.folder,
+                          f"{kind} of {name} has the shape {saved.shape}, and {box} of it is wanted")
         for file, key, piece in saved.pieces:
             common = intersection(piece, box)
             if common is not None:
@@ -84,7 +88,8 @@ class Saved:
             part = box_size(common) < box_size(piece)
             found: Tensor = view[index_of(common, piece)] if part else stored.get_tensor(key)
         if found.dtype is not getattr(torch, saved.dtype):
-            raise damaged(self.folder, f"{key} in {name} has another number format than {MANIFEST} says",
+            raise damaged("saved-number-format", self.folder,
+                          f"{key} in {name} has another number format than {MANIFEST} says",
                           str(found.dtype).removeprefix("torch."))
         return found
 
@@ -94,12 +99,13 @@ class Saved:
         with self._readable(name):
             if file not in self._open:
                 if (self.folder / name).is_symlink() or not (self.folder / name).is_file():
-                    raise damaged(self.folder, f"{name} is missing")
+                    raise damaged("checkpoint-file-missing", self.folder, f"{name} is missing")
                 self._open[file] = safe_open(str(self.folder / name), framework="pt")
             view = self._open[file].get_slice(key)
             shape = tuple(view.get_shape())
         if shape != tuple(stop - start for start, stop in piece):
-            raise damaged(self.folder, f"{key} in {name} has another shape than {MANIFEST} says", list(shape))
+            raise damaged("saved-shape", self.folder, f"{key} in {name} has another shape than {MANIFEST} says",
+                          list(shape))
         return self._open[file], view
 
     @contextmanager
@@ -107,7 +113,8 @@ class Saved:
         try:
             yield
         except (SafetensorError, OSError) as error:
-            raise damaged(self.folder, f"{name} cannot be read: {str(error).partition(chr(10))[0]}") from error
+            raise damaged("checkpoint-file-unreadable", self.folder,
+                          f"{name} cannot be read: {str(error).partition(chr(10))[0]}") from error
 
     def close(self) -> None:
         """Let go of the files."""

@@ -373,13 +373,15 @@ def _set_random(engine: Engine, saved: Saved, name: str) -> None:
         else:
             torch.cuda.set_rng_state(state, engine.world.device)
     except (RuntimeError, TypeError) as error:
-        raise damaged(saved.folder, f"the state of torch's generator ({name}) is none: {error}") from error
+        raise damaged("generator-state", saved.folder,
+                      f"the state of torch's generator ({name}) is none: {error}") from error
 
 
 def _check_shape(saved: StateSource, piece: Piece) -> None:
     shape = saved.tensor(piece.kind, piece.name).shape
     if shape != piece.shape:
-        raise damaged(saved.folder, f"{piece.kind} {piece.name} should have the shape {piece.shape}", shape)
+        raise damaged("saved-state-shape", saved.folder,
+                      f"{piece.kind} {piece.name} should have the shape {piece.shape}", shape)
 
 
 def _load_parameters(engine: Engine, saved: StateSource) -> None:

@@ -24,7 +24,8 @@ def groups_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str
     """The groups as JSON has them. names: of the parameters that the engine knows. CheckpointError for settings or
     states that have no place in a checkpoint."""
     for key in optimizer.state_dict().keys() - {"state", "param_groups"}:
-        raise _error(f"has a part of its own in its state_dict, {key}", type(optimizer).__name__)
+        raise _error("optimizer-part-of-its-own", f"has a part of its own in its state_dict, {key}",
+                     type(optimizer).__name__)
     found = []
     for group in optimizer.param_groups:
         settings = {key: _plain(key, value) for key, value in group.items() if key not in _BESIDE}
@@ -34,7 +35,7 @@ def groups_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str
             names[parameter] for parameter in group["params"] if parameter in names)))
     for parameter in optimizer.state:
         if not isinstance(parameter, Tensor) and optimizer.state[parameter]:
-            raise _error("has a state of no parameter", str(parameter))
+            raise _error("optimizer-state-of-no-parameter", "has a state of no parameter", str(parameter))
     return found
 
 
@@ -44,7 +45,8 @@ def _plain(key: str, value: object) -> object:
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError):
-        raise _error(f"has a setting {key} in its groups that is not JSON", type(value).__name__) from None
+        raise _error("optimizer-setting-not-json", f"has a setting {key} in its groups that is not JSON",
+                     type(value).__name__) from None
 
 
 def _is_number(kind: str, value: object) -> bool:
@@ -52,11 +54,12 @@ def _is_number(kind: str, value: object) -> bool:
         return False
     if isinstance(value, (bool, int, float)):
         return True
-    raise _error(f"has a state {kind} that is neither a tensor nor a number", type(value).__name__)
+    raise _error("optimizer-state-type", f"has a state {kind} that is neither a tensor nor a number",
+                 type(value).__name__)
 
 
-def _error(what: str, value: str) -> CheckpointError:
-    return CheckpointError(f"{what}, which has no place in a checkpoint", code="optimizer-state-not-saved",
+def _error(code: str, what: str, value: str) -> CheckpointError:
+    return CheckpointError(f"{what}, which has no place in a checkpoint", code=code,
                            where="the optimizer", value=value,
                            remedy="Save its state_dict on each rank by yourself, or use optim=.")
 

@@ -322,7 +322,8 @@ class CheckedGroup:
         self._count(tensor, sum(received) - received[self.index])
         if len(self.ranks) == 1:
             if received != sent:
-                raise self._error("all_to_all", "a single member receives what it sends", (received, sent))
+                raise self._error("all-to-all-of-one-member", "all_to_all", "a single member receives what it sends",
+                                  (received, sent))
             _bytes(output).copy_(_bytes(tensor))
             return CompletedWork()
         return self._all_to_all(_bytes(output), _bytes(tensor), received, sent)
@@ -356,33 +357,37 @@ class CheckedGroup:
         """Refuse further calls. Idempotent."""
         self.closed = True
 
-    def _error(self, call: str, what: str, value: object = None) -> TransportError:
-        return TransportError(what, code="collective-misused",
+    def _error(self, code: str, call: str, what: str, value: object = None) -> TransportError:
+        return TransportError(what, code=code,
                               where=f"{call} in group {self.purpose!r} of ranks {list(self.ranks)}", value=value,
                               remedy="Make the same call with matching tensors on every member.")
 
     def _check(self, call: str, *tensors: Tensor) -> None:
         if self.closed:
-            raise self._error(call, "the group is closed")
+            raise self._error("group-closed", call, "the group is closed")
         if len({tensor.dtype for tensor in tensors}) > 1:
-            raise self._error(call, "input and output differ in dtype", [tensor.dtype for tensor in tensors])
+            raise self._error("collective-dtypes-differ", call, "input and output differ in dtype",
+                              [tensor.dtype for tensor in tensors])
         for tensor in tensors:
             if not tensor.is_contiguous():
-                raise self._error(call, "a tensor is not contiguous", f"strides {tensor.stride()}")
+                raise self._error("collective-not-contiguous", call, "a tensor is not contiguous",
+                                  f"strides {tensor.stride()}")
 
     def _check_root(self, call: str, root: int) -> None:
         if not 0 <= root < len(self.ranks):
-            raise self._error(call, f"root must be an index into the {len(self.ranks)} members", root)
+            raise self._error("collective-root", call, f"root must be an index into the {len(self.ranks)} members",
+                              root)
 
     def _check_sizes(self, call: str, whole: Tensor, shard: Tensor) -> None:
         if whole.numel() != shard.numel() * len(self.ranks):
-            raise self._error(call, f"one tensor must be {len(self.ranks)} times as large as the other",
+            raise self._error("collective-sizes", call,
+                              f"one tensor must be {len(self.ranks)} times as large as the other",
                               (whole.numel(), shard.numel()))
 
     def _choose_and_count(self, operation: Operation, tensor: Tensor, root: int = 0) -> SumAlgorithm:
         """How to sum `tensor` (unsharded); counts the bytes. TransportError for dtypes that cannot be reduced."""
         if tensor.dtype not in NATIVE and tensor.dtype not in WIDER:
-            raise self._error(operation, "this dtype cannot be reduced", tensor.dtype)
+            raise self._error("dtype-not-reduced", operation, "this dtype cannot be reduced", tensor.dtype)
         algorithm = choose_algorithm(self.library(tensor.device.type), operation, tensor.dtype, tensor.nbytes,
                                      len(self.ranks))
         self._count(tensor, sum_bytes(algorithm, operation, tensor.numel(), tensor.element_size(), len(self.ranks),
@@ -398,7 +403,8 @@ class CheckedGroup:
         rows, members = (tensor.shape[0] if tensor.dim() else 1), len(self.ranks)
         splits = list(splits) if splits is not None else [rows // members] * members
         if len(splits) != members or sum(splits) != rows or min(splits) < 0:
-            raise self._error("all_to_all", f"{side} splits must be {members} numbers with sum {rows}", splits)
+            raise self._error("all-to-all-splits", "all_to_all",
+                              f"{side} splits must be {members} numbers with sum {rows}", splits)
         row_bytes = tensor.numel() * tensor.element_size() // max(rows, 1)
         return [split * row_bytes for split in splits]
 

@@ -293,8 +293,9 @@ class InProcessGroup(CheckedGroup):
         with exchange.condition:
             collective = exchange.collectives.setdefault(self._number, _Collective(call, len(self.ranks)))
             if collective.call != call:
-                collective.error = self._error(call[0], f"member {self.index} calls {call} where another called "
-                                                        f"{collective.call}")
+                collective.error = self._error("collectives-differ", call[0],
+                                               f"member {self.index} calls {call} where another called "
+                                               f"{collective.call}")
             collective.deposits[self.index] = deposit
             if None not in collective.deposits:
                 del exchange.collectives[self._number]
@@ -358,7 +359,8 @@ class InProcessGroup(CheckedGroup):
             for index, (out, _, sizes, _) in enumerate(deposits):
                 mine = [share[index] for share in shares]
                 if [share.numel() for share in mine] != sizes:
-                    raise self._error("all_to_all", f"member {index} expects other sizes than it receives",
+                    raise self._error("all-to-all-sizes-differ", "all_to_all",
+                                      f"member {index} expects other sizes than it receives",
                                       (sizes, [share.numel() for share in mine]))
                 out.copy_(torch.cat(mine))
         return self._start(("all_to_all",), (output, tensor, received, sent), work)

@@ -152,15 +152,17 @@ def parse(data: bytes, name: str, named: Columns = _DEFAULT) -> list[Sentence]:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise _wrong("is not UTF-8 text", name, data.count(b"\n", 0, error.start) + 1, str(error.reason)) from error
+        raise _wrong("sentences-not-utf8", "is not UTF-8 text", name, data.count(b"\n", 0, error.start) + 1,
+                     str(error.reason)) from error
     lines = enumerate((line.removesuffix("\r") for line in text.split("\n")), start=1)
     _, header = next(lines)
     columns = header.split("\t")
     wanted = [named.label or "label", named.text or "sentence", *([named.pair] if named.pair else [])]
     for column in wanted:
         if columns.count(column) != 1:
-            raise _wrong(f"has no column {column}" if column not in columns else f"has the column {column} twice",
-                         name, 1, columns[:20])
+            raise _wrong("sentences-columns",
+                         f"has no column {column}" if column not in columns else f"has the column {column} twice", name,
+                         1, columns[:20])
     return list(_rows(lines, columns, [columns.index(column) for column in wanted], name))
 
 
@@ -189,18 +191,20 @@ def _rows(lines: Iterator[tuple[int, str]], columns: list[str], places: list[int
         if not line.strip():
             continue
         if "\0" in line:
-            raise _wrong("has a NUL character", name, number, line[:80])
+            raise _wrong("sentences-nul-character", "has a NUL character", name, number, line[:80])
         fields = line.split("\t")
         if len(fields) != len(columns):
-            raise _wrong(f"does not have {len(columns)} columns, as the header has", name, number, len(fields))
+            raise _wrong("sentences-column-count", f"does not have {len(columns)} columns, as the header has", name,
+                         number, len(fields))
         label, *texts = (fields[place].strip() for place in places)
         if not label or not all(texts):
-            raise _wrong("has no label" if not label else "has no sentence", name, number, line[:80])
+            raise _wrong("sentence-or-label-empty", "has no label" if not label else "has no sentence", name, number,
+                         line[:80])
         yield Sentence(texts[0], label, f"{name} line {number}", *texts[1:])
 
 
-def _wrong(what: str, name: str, line: int, value: object) -> DataError:
-    return DataError(what, code="sentences-malformed", where=f"{name} line {line}", value=value,
+def _wrong(code: str, what: str, name: str, line: int, value: object) -> DataError:
+    return DataError(what, code=code, where=f"{name} line {line}", value=value,
                      remedy="Give tab-separated UTF-8 text with a header line that has the columns label and sentence, "
                             "and one sentence a line.")
 

@@ -113,19 +113,20 @@ def open_tokens(path: Path) -> Tokens:
         with open_regular_file(binary, unshared=True) as file:
             size = os.fstat(file.fileno()).st_size
             if size != about.count * dtype.itemsize:
-                raise _damaged(binary, f"should have {about.count * dtype.itemsize} bytes", size)
+                raise _damaged("token-file-size", binary, f"should have {about.count * dtype.itemsize} bytes", size)
             numbers = np.memmap(file, dtype=dtype, mode="r") if size else np.empty(0, dtype)
     except OSError as error:
-        raise _damaged(binary, "cannot be read", error.strerror or str(error)) from error
+        raise _damaged("token-file-unreadable", binary, "cannot be read", error.strerror or str(error)) from error
     digest = hashlib.blake2b(digest_size=16)
     for start in range(0, about.count, _SCAN):
         part = numbers[start:start + _SCAN]
         if int(part.max()) >= about.vocab:
-            raise _damaged(binary, f"has a token beyond its vocabulary of {about.vocab}", int(part.max()))
+            raise _damaged("token-file-beyond-vocabulary", binary,
+                           f"has a token beyond its vocabulary of {about.vocab}", int(part.max()))
         digest.update(part.tobytes())
     if digest.hexdigest() != about.digest:
-        raise _damaged(binary, f"has been changed: {path.with_suffix('.json').name} has another digest",
-                       digest.hexdigest())
+        raise _damaged("token-file-changed", binary,
+                       f"has been changed: {path.with_suffix('.json').name} has another digest", digest.hexdigest())
     return Tokens(path, about, numbers)
 
 
@@ -146,11 +147,11 @@ def _about(path: Path) -> About:
             raise ValueError(f"unknown content {about}")
     except (OSError, ValueError, TypeError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise _damaged(path, "does not describe a token file", reason) from error
+        raise _damaged("token-file-description", path, "does not describe a token file", reason) from error
     return about
 
 
-def _damaged(path: Path, what: str, value: object) -> DataError:
-    return DataError(what, code="token-file-damaged", where=str(path), value=value,
+def _damaged(code: str, path: Path, what: str, value: object) -> DataError:
+    return DataError(what, code=code, where=str(path), value=value,
                      remedy=f"Delete {path.with_suffix('.json').name} and {path.with_suffix('.bin').name} there; they "
                             "are then written again.")

@@ -148,7 +148,8 @@ def _plan(model: nn.Module, inputs: dict[str, Tensor]) -> _Plan:
         with torch.no_grad():
             model(**inputs, **options)
     except Exception as error:
-        raise _refused(model, f"cannot be run on the sample: {error}", "the sample") from error
+        raise _refused("model-cannot-run-on-sample", model, f"cannot be run on the sample: {error}",
+                       "the sample") from error
     finally:
         for handle in handles:
             handle.remove()
@@ -157,14 +158,17 @@ def _plan(model: nn.Module, inputs: dict[str, Tensor]) -> _Plan:
     chains = [name for name in outer if called[name]]
     for name in chains:
         if called[name] != list(range(len(lists[name]))):
-            raise _refused(model, f"does not run its layers once each, in order, but {called[name][:8]}", name)
+            raise _refused("layers-not-in-order", model,
+                           f"does not run its layers once each, in order, but {called[name][:8]}", name)
     if len(chains) != 1:
-        raise _refused(model, "has no list of layers" if not chains else f"has {len(chains)} lists of layers "
-                       f"({', '.join(chains)}), and a pipeline has one", type(model).__name__)
+        raise _refused("no-list-of-layers", model,
+                       "has no list of layers" if not chains else f"has {len(chains)} lists of layers "
+f"({', '.join(chains)}), and a pipeline has one", type(model).__name__)
     plan = _Plan(path=chains[0], count=len(lists[chains[0]]), inputs=inputs, options=options)
     for path in plan.ancestors:
         if any(getattr(model.get_submodule(path), hooks) for hooks in HOOKS):
-            raise _refused(model, "has hooks, which would run in two blocks", path or type(model).__name__,
+            raise _refused("model-with-hooks", model, "has hooks, which would run in two blocks",
+                           path or type(model).__name__,
                            "Remove them, or register them on modules that are in one block.")
     _watch(model, plan)
     return plan
@@ -215,7 +219,8 @@ def _watch(model: nn.Module, plan: _Plan) -> None:
         if not any(True for _ in module.parameters()):
             plan.phases[name] = "both"
         elif len(phases) > 1 or "between" in phases:
-            raise _refused(model, f"runs {' and '.join(sorted(phases))} the layers, and a block is in one place", name)
+            raise _refused("module-in-two-blocks", model,
+                           f"runs {' and '.join(sorted(phases))} the layers, and a block is in one place", name)
         else:
             plan.phases[name], = phases
 
@@ -433,7 +438,7 @@ def _sample(model: nn.Module) -> dict[str, Tensor]:
         return {name: values.to(parameter.device, parameter.dtype)}
     if name == "input_ids" and hasattr(config, "vocab_size"):
         return {name: (torch.arange(16) * 7919 % config.vocab_size).view(2, 8).to(parameter.device)}
-    raise _refused(model, f"takes {name}, of which no sample can be made", "the sample",
+    raise _refused("no-sample-of-input", model, f"takes {name}, of which no sample can be made", "the sample",
                    "Pass sample= with the inputs of two samples.")
 
 
@@ -490,7 +495,8 @@ def _compare(model: nn.Module, expected: State, found: State) -> None:
         epsilon = torch.finfo(wanted.dtype).eps if wanted.is_floating_point() else 0.0
         allowed = max(TOLERANCE, 16 * epsilon) * float(wanted.detach().double().abs().max())
         if not float(difference) <= allowed:
-            raise _refused(model, "computes something else in blocks than as a whole; the largest difference is "
+            raise _refused("blocks-compute-otherwise", model,
+                           "computes something else in blocks than as a whole; the largest difference is "
                            f"{float(difference):.2g}, the largest output {float(wanted.abs().max()):.2g}",
                            type(model).__name__)
 
@@ -499,7 +505,7 @@ def _check_parameters(model: nn.Module, modules: Mapping[str, nn.Module]) -> Non
     held = {id(parameter) for module in modules.values() for parameter in module.parameters()}
     for name, parameter in model.named_parameters():
         if id(parameter) not in held:
-            raise _refused(model, "is in none of the blocks", f"parameter {name}")
+            raise _refused("parameter-in-no-block", model, "is in none of the blocks", f"parameter {name}")
 
 
 @contextmanager
@@ -513,5 +519,5 @@ def _in_evaluation(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _refused(model: nn.Module, what: str, where: str, remedy: str = REMEDY) -> ModelError:
-    return ModelError(what, code="model-cannot-be-cut", where=where, value=type(model).__name__, remedy=remedy)
+def _refused(code: str, model: nn.Module, what: str, where: str, remedy: str = REMEDY) -> ModelError:
+    return ModelError(what, code=code, where=where, value=type(model).__name__, remedy=remedy)

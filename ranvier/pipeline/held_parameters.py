@@ -59,8 +59,8 @@ class HeldParameters:
             self._look()
         for block, name, held, known in self._formats:
             if (now := (held.shape, held.dtype, held.device)) != known:
-                raise _error(block, name, f"has become {_described(*now)}; the engine was built with "
-                                          f"{_described(*known)}",
+                raise _error("parameter-form-changed", block, name,
+                             f"has become {_described(*now)}; the engine was built with {_described(*known)}",
                              "Write a value of the same shape, number format and device, or build a new engine.")
 
     def _adopt_replaced(self) -> None:
@@ -69,8 +69,8 @@ class HeldParameters:
         for block, name, parameter, module in list(self._in_blocks()):
             held = self._held.get((block, name))
             if held is None:
-                raise _error(block, name, "was added after the engine was built, and would not train",
-                             "Build a new engine.")
+                raise _error("parameter-added", block, name,
+                             "was added after the engine was built, and would not train", "Build a new engine.")
             found.add((block, name))
             if parameter is not held:
                 self._adopt(block, name, held, parameter, replaced)
@@ -78,16 +78,19 @@ class HeldParameters:
                 module.get_submodule(path)._parameters[leaf] = held
         for block, name in self._held:
             if (block, name) not in found:
-                raise _error(block, name, "is gone from its block since the engine was built", "Build a new engine.")
+                raise _error("parameter-gone", block, name, "is gone from its block since the engine was built",
+                             "Build a new engine.")
 
     def _adopt(self, block: str, name: str, held: nn.Parameter, new: nn.Parameter,
                replaced: dict[nn.Parameter, tuple[str, nn.Parameter]]) -> None:
         if new.shape != held.shape:
-            raise _error(block, name, f"was replaced by one of shape {tuple(new.shape)}, and has {tuple(held.shape)}",
+            raise _error("parameter-replaced-by-other-shape", block, name,
+                         f"was replaced by one of shape {tuple(new.shape)}, and has {tuple(held.shape)}",
                          "Give a value of the same shape, or build a new engine.")
         other, first = replaced.setdefault(held, (f"{block}.{name}", new))
         if first is not new and not torch.equal(first.to(new.device), new):
-            raise _error(block, name, f"is {other} under another name, and both were replaced by different values",
+            raise _error("tied-parameter-replaced", block, name,
+                         f"is {other} under another name, and both were replaced by different values",
                          "Give both the same value.")
         with torch.no_grad():
             held.copy_(new)
@@ -99,7 +102,8 @@ class HeldParameters:
             return
         for block, name, parameter, _ in self._in_blocks():
             if self._held.get((block, name)) is not parameter:
-                raise _error(block, name, "was replaced during the batch, whose gradients it does not have",
+                raise _error("parameter-replaced-during-batch", block, name,
+                             "was replaced during the batch, whose gradients it does not have",
                              "Replace parameters between batches, or write into them: parameter.data.copy_(value).")
 
 
@@ -107,5 +111,5 @@ def _described(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> s
     return f"{dtype} {tuple(shape)} on {device}"
 
 
-def _error(block: str, name: str, what: str, remedy: str) -> ModelError:
-    return ModelError(what, code="held-parameter-replaced", where=f"parameter {block}.{name}", remedy=remedy)
+def _error(code: str, block: str, name: str, what: str, remedy: str) -> ModelError:
+    return ModelError(what, code=code, where=f"parameter {block}.{name}", remedy=remedy)

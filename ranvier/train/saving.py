@@ -89,7 +89,8 @@ def read_metadata(loaded: Loaded) -> CheckpointMetadata:
         return found
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        raise damaged(loaded.folder, f"about.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        raise damaged("checkpoint-about-malformed", loaded.folder,
+                      f"about.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
 def _checkpoints(run: ResolvedRun, engine: Engine, lease: Lease | None) -> Checkpoints:

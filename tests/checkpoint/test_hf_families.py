@@ -18,7 +18,6 @@ from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.checkpoint.manifest import step_folder
 from ranvier.checkpoint.saved import Saved
 from ranvier.cli.main import run_command
-from ranvier.errors import CheckpointError, ModelError
 from tests.errors import raises
 from tests.hf_peers import BERT, DINOV2, VIT, peer, saved
 
@@ -99,33 +98,33 @@ def test_old_names_of_bert(model_of):
     assert all(torch.equal(found.read(ours), tensor) for ours, tensor in expected.items())
 
 
-@pytest.mark.parametrize(("kind", "settings", "text"), [
-    ("BertModel", {"hidden_act": "relu"}, r"hidden_act in config\.json: must be gelu \(got 'relu'\)"),
-    ("BertModel", {"position_embedding_type": "relative_key"}, "position_embedding_type in .*: must be absolute"),
-    ("BertModel", {"type_vocab_size": 3}, r"type_vocab_size in config\.json: must be 2 \(got 3\)"),
-    ("BertModel", {"is_decoder": True}, "is_decoder in .*: must be False"),
-    ("BertModel", {"num_attention_heads": 5}, r"num_attention_heads in config\.json: does not divide hidden_size 24"),
-    ("BertModel", {"intermediate_size": None}, "intermediate_size in .*: is missing"),
-    ("BertModel", {"layer_norm_eps": 0}, r"layer_norm_eps in config\.json: is invalid"),
-    ("BertModel", {"hidden_dropout_prob": 1.0}, r"hidden_dropout_prob in config\.json: is invalid"),
-    ("BertModel", {"num_hidden_layers": 10**30}, "has too few tensors for num_hidden_layers 10+"),
-    ("BertModel", {"num_hidden_layers": 1}, r"has 16 tensors that BERT does not have, encoder\.layer\.1\."),
-    ("BertModel", {"vocab_size": 38}, r"word_embeddings\.weight of another shape than config\.json's \(38, 24\)"),
+@pytest.mark.parametrize(("kind", "settings", "error"), [
+    ("BertModel", {"hidden_act": "relu"}, ("config-json-value",)),
+    ("BertModel", {"position_embedding_type": "relative_key"}, ("config-json-value",)),
+    ("BertModel", {"type_vocab_size": 3}, ("config-json-value", 2, 3)),
+    ("BertModel", {"is_decoder": True}, ("config-json-value",)),
+    ("BertModel", {"num_attention_heads": 5}, ("config-json-heads", 24)),
+    ("BertModel", {"intermediate_size": None}, ("config-json-missing",)),
+    ("BertModel", {"layer_norm_eps": 0}, ("config-json-invalid",)),
+    ("BertModel", {"hidden_dropout_prob": 1.0}, ("config-json-invalid",)),
+    ("BertModel", {"num_hidden_layers": 10**30}, ("pretrained-too-few-tensors",)),
+    ("BertModel", {"num_hidden_layers": 1}, ("pretrained-unknown-tensors", 16)),
+    ("BertModel", {"vocab_size": 38}, ("pretrained-tensor-shape", 38, 24)),
     ("BertForSequenceClassification", {"id2label": {"0": "a", "1": "b", "2": "c"}},
-     r"classifier\.weight of another shape than .*\(3, 24\) \(got \(2, 24\)\)"),
-    ("ViTModel", {"qkv_bias": False}, "qkv_bias in .*: must be True"),
-    ("ViTModel", {"num_channels": 1}, "num_channels in .*: must be 3"),
-    ("ViTModel", {"image_size": 13}, r"image_size in config\.json: is not a multiple of patch_size 4 \(got 13\)"),
-    ("ViTModel", {"patch_size": [4, 4]}, r"patch_size in config\.json: is invalid"),
-    ("ViTModel", {"image_size": 16}, r"position_embeddings of another shape than config\.json's \(1, 17, 24\)"),
-    ("Dinov2Model", {"use_swiglu_ffn": True}, "use_swiglu_ffn in .*: must be False"),
-    ("Dinov2Model", {"mlp_ratio": "4"}, r"mlp_ratio in config\.json: must be a positive number \(got '4'\)"),
-    ("Dinov2Model", {"mlp_ratio": 3}, r"fc1\.weight of another shape than config\.json's \(72, 24\)"),
-    ("Dinov2Model", {"image_size": 15}, r"image_size in config\.json: is not a multiple of patch_size 4"),
+     ("pretrained-tensor-shape", 3, 24, 2)),
+    ("ViTModel", {"qkv_bias": False}, ("config-json-value",)),
+    ("ViTModel", {"num_channels": 1}, ("config-json-value", 3)),
+    ("ViTModel", {"image_size": 13}, ("vit-image-size", 4, 13)),
+    ("ViTModel", {"patch_size": [4, 4]}, ("config-json-invalid",)),
+    ("ViTModel", {"image_size": 16}, ("pretrained-tensor-shape", 1, 17, 24)),
+    ("Dinov2Model", {"use_swiglu_ffn": True}, ("config-json-value",)),
+    ("Dinov2Model", {"mlp_ratio": "4"}, ("vit-mlp-ratio", 4)),
+    ("Dinov2Model", {"mlp_ratio": 3}, ("pretrained-tensor-shape", 72, 24)),
+    ("Dinov2Model", {"image_size": 15}, ("vit-image-size", 4)),
 ])
-def test_models_that_are_not_ours(model_of, kind, settings, text):
+def test_models_that_are_not_ours(model_of, kind, settings, error):
     folder = edited(model_of(kind)[1], **settings)
-    with pytest.raises((ModelError, CheckpointError), match=text):
+    with raises(*error):
         Pretrained(folder)
 
 
@@ -139,7 +138,7 @@ def test_a_part_that_is_missing(model_of, kind, gone):
     tensors = load_file(folder / "model.safetensors")
     del tensors[gone]
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=f"has no tensor {re.escape(gone)}"):
+    with raises("pretrained-tensor-missing", gone):
         Pretrained(folder)
 
 

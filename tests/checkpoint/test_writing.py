@@ -733,7 +733,7 @@ def test_a_bit_of_a_manifest_that_makes_it_another(tmp_path, one_checkpoint, bef
     text = (folder / MANIFEST).read_text()
     assert before in text
     (folder / MANIFEST).write_text(text.replace(before, after))
-    with pytest.raises(CheckpointError, match=r"manifest.json has been changed: its own checksum is another"):
+    with raises("manifest-changed", "manifest.json"):
         read_manifest(folder)
 
 
@@ -742,21 +742,21 @@ def test_no_manifest_and_one_that_is_too_large(tmp_path, monkeypatch):
         read_manifest(tmp_path)
     (tmp_path / MANIFEST).write_text("{}" * 10)
     monkeypatch.setattr("ranvier.checkpoint.manifest.MOST_BYTES", 5)
-    with pytest.raises(CheckpointError, match=r"is not a manifest: has more than 5 bytes"):
+    with raises("not-a-manifest", 5):
         read_manifest(tmp_path)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"dtype": "int32"}, "has another number format than manifest.json says"),
-    ({"shape": [16, 2], "pieces": [[0, None, [[0, 16], [0, 2]]]]}, "has another shape than manifest.json says")])
-def test_a_file_that_is_not_as_its_manifest_says(tmp_path, one_checkpoint, change, message):
+@pytest.mark.parametrize(("change", "code"), [
+    ({"dtype": "int32"}, "saved-number-format"),
+    ({"shape": [16, 2], "pieces": [[0, None, [[0, 16], [0, 2]]]]}, "saved-shape")])
+def test_a_file_that_is_not_as_its_manifest_says(tmp_path, one_checkpoint, change, code):
     folder = shutil.copytree(one_checkpoint, tmp_path / "step-1")
     document = json.loads((folder / MANIFEST).read_text())
     tensor = document["tensors"]["parameter"]["layer0.mlp.fc1.bias"]
     key = tensor["pieces"][0][1]
     tensor |= json.loads(json.dumps(change).replace("null", json.dumps(key)))
     write_manifest(folder, document)
-    with pytest.raises(CheckpointError, match=message):
+    with raises(code):
         Saved(folder).read("parameter", "layer0.mlp.fc1.bias")
 
 
@@ -768,7 +768,7 @@ def test_a_part_that_is_a_link_or_not_safetensors(tmp_path, one_checkpoint):
     assert [error.what for error in Saved(folder).damage()] == ["part-00000.safetensors is missing"]
     part.unlink()
     part.write_bytes(b"\xff" * other.stat().st_size)
-    with pytest.raises(CheckpointError, match=r"part-00000\.safetensors cannot be read: "):
+    with raises("checkpoint-file-unreadable", "part-00000.safetensors"):
         Saved(folder).read("parameter", "layer0.mlp.fc1.bias")
     with raises("checkpoint-without-state", "exp_max", "layer0.mlp.fc1.bias"):
         Saved(folder).read("exp_max", "layer0.mlp.fc1.bias")

@@ -89,9 +89,9 @@ def test_calls_after_a_failure_raise_too():
 def test_members_that_disagree_are_told():
     def run(world):
         group = world.backend.group("data", [[0, 1]])
-        with pytest.raises(TransportError, match=r"in group 'data' of ranks .* calls"):
+        with raises("collectives-differ", "data"):
             group.all_reduce(torch.ones(1 + world.rank)).wait()
-        with pytest.raises(TransportError, match="expects other sizes"):
+        with raises("all-to-all-sizes-differ"):
             group.all_to_all(torch.empty(2), torch.empty(3), [1, 1], [1, 2]).wait()
         group.barrier()
         return True
@@ -123,7 +123,7 @@ def test_close_is_idempotent_and_closes_what_was_made():
         world.backend.close()
         with raises("transport-closed"):
             transport.poll()
-        with pytest.raises(TransportError, match="the group is closed"):
+        with raises("group-closed"):
             group.barrier()
 
     run_ranks(run, 2)

@@ -201,7 +201,7 @@ def test_what_is_not_supported_is_named(tmp_path, settings, message, monkeypatch
 
 def test_a_scaling_that_is_not_llama_3s(tmp_path):
     model = model_of("llama-3.2", rope_parameters=LLAMA3 | {"high_freq_factor": 8.0})
-    with pytest.raises(DataError, match=r"a rotary scaling \(rope_freqs.weight\) that is not Llama 3's"):
+    with raises("gguf-rope-frequencies", "rope_freqs.weight"):
         converted(tmp_path, model)
 
 
@@ -213,7 +213,7 @@ def test_a_quantisation_that_cannot_be_undone(tmp_path, monkeypatch):
 
     path = write_gguf(tmp_path / "model.gguf", model_of(), kind=Q8)
     monkeypatch.setattr(quants, "dequantize", unknown)
-    with pytest.raises(DataError, match=r"a quantisation that the package `gguf` cannot undo .got '(F32|Q8_0)'.*Q8_0"):
+    with raises("gguf-quantisation"):
         write_folder(path, tmp_path)
 
 
@@ -255,10 +255,10 @@ def test_damage_anywhere_in_the_header_is_an_error_of_ours(tmp_path):
     assert refused > 20
 
 
-@pytest.mark.parametrize(("changed", "message"), [
-    (dict(num_key_value_heads=4), r"blk.0.attn_k.weight whose rows are not pairs of 3 heads .got 64"),
-    ({}, "no matrix token_embd.weight")])
-def test_tensors_that_do_not_fit(tmp_path, monkeypatch, changed, message):
+@pytest.mark.parametrize(("changed", "error"), [
+    (dict(num_key_value_heads=4), ("gguf-rotary-rows", 3, 64)),
+    ({}, ("gguf-without-embedding",))])
+def test_tensors_that_do_not_fit(tmp_path, monkeypatch, changed, error):
     path = write_gguf(tmp_path / "model.gguf", model_of(**changed))
     opened = gguf_file._File
 
@@ -268,7 +268,7 @@ def test_tensors_that_do_not_fit(tmp_path, monkeypatch, changed, message):
         return opened(path=path, values=values, tensors={**tensors, "token_embd.weight": tensors["output_norm.weight"]})
 
     monkeypatch.setattr(gguf_file, "_File", other)
-    with pytest.raises(DataError, match=message):
+    with raises(*error):
         write_folder(path, tmp_path)
 
 

@@ -260,14 +260,14 @@ def test_adapters_of_changed_base_weights_are_refused(tmp_path, method):
     assert (refused.value.what, refused.value.value) == ("has init_lora_weights that is not supported", method)
 
 
-@pytest.mark.parametrize(("name", "content", "text"), [
-    (hf_peft.CONFIG, "{", "has no adapter_config.json that can be read"),
-    (hf_peft.CONFIG, "[]", "that is no object"), (hf_peft.CONFIG, " " * (1 << 21), "has more than"),
-    (hf_peft.TENSORS, "x", "has no adapter_model.safetensors that can be read")])
-def test_damaged_folders(peer, tmp_path, name, content, text):
+@pytest.mark.parametrize(("name", "content", "code"), [
+    (hf_peft.CONFIG, "{", "adapter-file-unreadable"),
+    (hf_peft.CONFIG, "[]", "adapter-config-not-object"), (hf_peft.CONFIG, " " * (1 << 21), "adapter-file-unreadable"),
+    (hf_peft.TENSORS, "x", "adapter-file-unreadable")])
+def test_damaged_folders(peer, tmp_path, name, content, code):
     folder = edited(peer("GPT2LMHeadModel", False), tmp_path, {})
     (folder / name).write_text(content)
-    with pytest.raises(RanvierError, match=text):
+    with raises(code):
         AdapterFolder(folder)
 
 

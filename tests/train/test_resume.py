@@ -152,7 +152,7 @@ def test_what_a_stranger_says_of_a_run(text, whole, tmp_path, about):
     folder = shutil.copytree(whole / "checkpoint" / "step-8", tmp_path / "step-8")
     document = json.loads((folder / "manifest.json").read_text())
     write_manifest(folder, {**document, "about": {**document["about"], **about}})
-    with pytest.raises(CheckpointError, match=rf"step-8: about\.{next(iter(about))}.*: Input should be"):
+    with raises("checkpoint-about-malformed", "step-8", f"about.{next(iter(about))}"):
         run_all(tiny(text, tmp_path / "run", steps=9, resume=str(folder)))
 
 
@@ -400,7 +400,7 @@ def test_a_run_whose_last_checkpoint_went_before_it_ended_is_not_done(text, tmp_
         return told
 
     monkeypatch.setattr(Checkpoints, "wait", damaged)
-    with raises("unsaved", "step-4", reason, f"{tmp_path}/checkpoint/step-", tmp_path):
+    with raises("unsaved", "step-4", reason, tmp_path):
         run_all(tiny(text, tmp_path, steps=4))
     assert not (tmp_path / "summary.json").exists()
 

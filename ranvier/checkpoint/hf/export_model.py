@@ -165,12 +165,13 @@ class TrainedSource:
         kinds = saved.manifest.tensors
         parameters, masters = kinds.get("parameter", {}), kinds.get("master", {})
         if _PARAMETERS_OF_LAYER * self.config.num_layers > len(parameters):
-            raise _of_another_model(saved, f"has too few parameters for {self.config.num_layers} layers",
-                                    len(parameters))
+            raise _of_another_model("export-too-few-parameters", saved,
+                                    f"has too few parameters for {self.config.num_layers} layers", len(parameters))
         self.places = self.form.places(self.config, self.head)
         adapters = {name for name in parameters if is_adapter(name)}
         for name in sorted(self.places.keys() ^ (parameters.keys() - adapters)):
-            raise _of_another_model(saved, f"{'lacks the' if name in self.places else 'has a'} parameter {name}")
+            raise _of_another_model("export-parameters-differ", saved,
+                                    f"{'lacks the' if name in self.places else 'has a'} parameter {name}")
         averages = averages_in(saved) if ema else {}
         self._kind = {name: EMA if name in averages else "master" if name in masters else "parameter"
                       for name in self.places}
@@ -178,9 +179,10 @@ class TrainedSource:
         for name, kind in self._kind.items():
             tensor = saved.tensor(kind, name)
             if tensor.shape != (wanted := self.places[name].shape):
-                raise _of_another_model(saved, f"has a {kind} {name} of another shape than {wanted}", tensor.shape)
+                raise _of_another_model("export-parameter-shape", saved,
+                                        f"has a {kind} {name} of another shape than {wanted}", tensor.shape)
             if getattr(torch, tensor.dtype) not in STORED:
-                raise _of_another_model(saved, f"has a {kind} {name} in {tensor.dtype}")
+                raise _of_another_model("export-number-format", saved, f"has a {kind} {name} in {tensor.dtype}")
             formats.add(getattr(torch, tensor.dtype))
         self.adapters = self._adapters(adapters, masters, averages) if adapters else None
         """Those of the checkpoint, which `exact` and `value` merge into the weights."""
@@ -209,11 +211,13 @@ class TrainedSource:
         known = modules_of(self.config, self.head)
         if not lora.rank or not targets <= known.keys() or names != {
                 f"{target}.lora.{kind}" for target in targets for kind in kinds}:
-            raise _of_another_model(self.saved, "has adapters that its settings do not describe", min(names))
+            raise _of_another_model("export-adapters-undescribed", self.saved,
+                                    "has adapters that its settings do not describe", min(names))
         for target in targets:
             rank = self.saved.tensor("parameter", f"{target}.lora.A").shape[0]
             if rank != lora.rank:
-                raise _of_another_model(self.saved, f"has adapters of another rank than {lora.rank}", rank)
+                raise _of_another_model("export-adapter-rank", self.saved,
+                                        f"has adapters of another rank than {lora.rank}", rank)
         return Adapters(config=self.config, head=self.head, lora=lora, names=frozenset(targets),
                         read=lambda name: self.saved.read(
                             EMA if name in averages else "master" if name in masters else "parameter", name))
@@ -246,7 +250,8 @@ def run_of(saved: Saved) -> Run:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, ("about", "run", *(first["loc"] or ("model",)))))
-        raise _of_another_model(saved, f"does not say which model it is of: {place}: {first['msg']}") from error
+        raise _of_another_model("export-model-unknown", saved,
+                                f"does not say which model it is of: {place}: {first['msg']}") from error
     return found
 
 
@@ -256,9 +261,11 @@ def model_of(saved: Saved) -> tuple[Transformer, str, str]:
     found = run_of(saved)
     for setting, name in (("model.family", found.model.family), ("data.task", found.data.task)):
         if is_object_name(name):  # importing it would run code that a checkpoint names, and no user
-            raise _of_another_model(saved, f"is of a {setting} outside of Ranvier, which has no form there", name)
+            raise _of_another_model("export-of-own-model", saved,
+                                    f"is of a {setting} outside of Ranvier, which has no form there", name)
     for problem in families.problems(replace(found, lora=Lora())):
-        raise _of_another_model(saved, f"is of no possible model: {problem.where} {problem.what}", problem.value)
+        raise _of_another_model("export-model-impossible", saved,
+                                f"is of no possible model: {problem.where} {problem.what}", problem.value)
     config = replace(found.model, family=families.family_name(found))
     classifier = saved.manifest.tensors.get("parameter", {}).get("head.classifier.bias")
     if config.num_classes == "auto" and classifier is not None and len(classifier.shape) == 1 and classifier.shape[0]:
@@ -268,8 +275,8 @@ def model_of(saved: Saved) -> tuple[Transformer, str, str]:
     return config, families.head_of(found), found.data.tokenizer
 
 
-def _of_another_model(saved: Saved, what: str, value: object = None) -> CheckpointError:
-    return CheckpointError(what, code="checkpoint-not-exportable", where=f"checkpoint {saved.folder}", value=value,
+def _of_another_model(code: str, saved: Saved, what: str, value: object = None) -> CheckpointError:
+    return CheckpointError(what, code=code, where=f"checkpoint {saved.folder}", value=value,
                            remedy="Only checkpoints of `ranvier train`, whose models are GPTs, Llamas, BERTs and ViTs, "
                                   "can be exported.")
 

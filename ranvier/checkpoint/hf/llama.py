@@ -155,7 +155,7 @@ def _read(kind: _Kind, document: Mapping[str, object]) -> tuple[Transformer, lis
 def _bias(document: Mapping[str, object]) -> str:
     attention, mlp = bool(document.get("attention_bias")), bool(document.get("mlp_bias"))
     if mlp and not attention:
-        raise _wrong("mlp_bias", True, "is set without attention_bias, which no model here has")
+        raise _wrong("llama-mlp-bias", "mlp_bias", True, "is set without attention_bias, which no model here has")
     return "all" if mlp else "attention" if attention else "none"
 
 
@@ -191,7 +191,8 @@ def _window(kind: _Kind, document: Mapping[str, object]) -> dict[str, object]:
     every = full[0] + 1 if full else 0
     wanted = ["full_attention" if layer in full else "sliding_attention" for layer in range(layers)]
     if kinds != wanted or full != (list(range(every - 1, layers, every)) if every else []):
-        raise _wrong("layer_types", kinds, "must have one full_attention in every so many layers, at their end")
+        raise _wrong("llama-layer-types", "layer_types", kinds,
+                     "must have one full_attention in every so many layers, at their end")
     return {"window": window, "full_every": every}
 
 
@@ -210,20 +211,21 @@ def _rope(document: Mapping[str, object]) -> dict[str, object]:
     """Rotary embeddings, under the keys of transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters)."""
     rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
     if not isinstance(rope, dict):
-        raise _wrong("rope_scaling", rope, "must be an object")
+        raise _wrong("rope-scaling-not-object", "rope_scaling", rope, "must be an object")
     found: dict[str, object] = {"rope_base": rope.get("rope_theta", document.get("rope_theta", 10000.0))}
     named = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(named, str) or named not in _ROPE_TYPES or any(isinstance(one, dict) for one in rope.values()):
-        raise _wrong("rope_type", named, f"must be {', '.join(_ROPE_TYPES)}, the same in all layers")
+        raise _wrong("rope-type", "rope_type", named, f"must be {', '.join(_ROPE_TYPES)}, the same in all layers")
     for key, value in rope.items():
         known = key in ("rope_type", "type", "rope_theta", *_ROPE_READ[named])
         if not known and value is not None and value not in _ROPE_NEUTRAL.get(key, ()):
-            raise _wrong(key, value, f"of the rotary scaling {named} changes what is computed, and is not supported")
+            raise _wrong("rope-setting-not-supported", key, value,
+                         f"of the rotary scaling {named} changes what is computed, and is not supported")
     scaling = found["rope_scaling"] = _ROPE_TYPES[named]
     if scaling == "none":
         return found
     if rope.get("factor") is None:
-        raise _wrong("factor", None, f"of the rotary scaling {named} is missing")
+        raise _wrong("rope-factor-missing", "factor", None, f"of the rotary scaling {named} is missing")
     found["rope_factor"] = rope["factor"]
     if scaling != "linear":
         outer = document.get("original_max_position_embeddings", document.get("max_position_embeddings"))
@@ -237,8 +239,8 @@ def _rope(document: Mapping[str, object]) -> dict[str, object]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _wrong(key: str, value: object, what: str) -> ModelError:
-    return ModelError(what, code="llama-variant", where=f"{key} in config.json", value=value,
+def _wrong(code: str, key: str, value: object, what: str) -> ModelError:
+    return ModelError(what, code=code, where=f"{key} in config.json", value=value,
                       remedy="Name another model: other variants of its architecture are not supported.")
 
 

@@ -241,13 +241,13 @@ class AdapterFolder:
             allowed = NEUTRAL.get(key, ())
             if value is not None and key not in READ and allowed is not _ANY and not any(
                     type(value) is type(one) and value == one for one in allowed):
-                raise self._wrong(f"has {key} that is not supported", value)
+                raise self._wrong("adapter-setting-not-supported", f"has {key} that is not supported", value)
         rank, alpha, dropout = (document.get(key, default) for key, default in (
             ("r", 8), ("lora_alpha", 8), ("lora_dropout", 0.0)))
         if not _is_number(rank) or int(rank) != rank or rank < 1 or not _is_number(alpha) or alpha <= 0:
-            raise self._wrong("has r or lora_alpha that is no positive number", f"{rank}, {alpha}")
+            raise self._wrong("adapter-rank", "has r or lora_alpha that is no positive number", f"{rank}, {alpha}")
         if not _is_number(dropout) or not 0 <= dropout < 1:
-            raise self._wrong("has lora_dropout that is no probability", dropout)
+            raise self._wrong("adapter-dropout", "has lora_dropout that is no probability", dropout)
         self.rank, self.dropout = int(rank), float(dropout)
         self.alpha = float(alpha) * (self.rank ** 0.5 if document.get("use_rslora") else 1.0)
         self.method: Literal["lora", "dora"] = "dora" if document.get("use_dora") else "lora"
@@ -256,15 +256,17 @@ class AdapterFolder:
             with safe_open(str(member(folder, TENSORS)), framework="pt") as file:
                 self._found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
-            raise self._wrong(f"has no {TENSORS} that can be read: {str(error).partition(chr(10))[0]}") from error
+            raise self._wrong("adapter-file-unreadable",
+                              f"has no {TENSORS} that can be read: {str(error).partition(chr(10))[0]}") from error
 
     def _document(self) -> dict[str, Any]:
         try:
             document = read_json(member(self.folder, CONFIG), _CONFIG_BYTES)
         except (OSError, ValueError) as error:
-            raise self._wrong(f"has no {CONFIG} that can be read: {str(error).partition(chr(10))[0]}") from error
+            raise self._wrong("adapter-file-unreadable",
+                              f"has no {CONFIG} that can be read: {str(error).partition(chr(10))[0]}") from error
         if not isinstance(document, dict):
-            raise self._wrong(f"has a {CONFIG} that is no object")
+            raise self._wrong("adapter-config-not-object", f"has a {CONFIG} that is no object")
         return document
 
     def places(self, config: Transformer, head: str) -> tuple[dict[str, tuple[Module, str, str]], dict[str, str]]:
@@ -283,20 +285,21 @@ class AdapterFolder:
                 others[heads[inner]] = name
                 continue
             if module is None or ending is None:
-                raise self._wrong("has a tensor that is of no linear layer of the model", name)
+                raise self._wrong("adapter-of-unknown-layer", "has a tensor that is of no linear layer of the model",
+                                  name)
             features, width = module.place.shape
             features //= module.part[1] if module.part else 1
             wanted = {"A": (self.rank, width), "B": (features, self.rank)}.get(_KINDS[ending], (features,))
             if shape != wanted:
-                raise self._wrong(f"has {name} of another shape than {wanted}", shape)
+                raise self._wrong("adapter-tensor-shape", f"has {name} of another shape than {wanted}", shape)
             found[f"{module.target}.lora.{_KINDS[ending]}"] = module, _KINDS[ending], name
         kinds = {"A", "B"} | ({"magnitude_change"} if self.method == "dora" else set())
         for target in {module.target for module, _, _ in found.values()}:
             for kind in sorted(kinds):
                 if f"{target}.lora.{kind}" not in found:
-                    raise self._wrong(f"lacks the {kind} of {target}")
+                    raise self._wrong("adapter-tensor-missing", f"lacks the {kind} of {target}")
         if not found:
-            raise self._wrong("has no adapters")
+            raise self._wrong("folder-without-adapters", "has no adapters")
         return found, others
 
     def targets(self, config: Transformer, head: str) -> tuple[str, ...]:
@@ -318,8 +321,8 @@ class AdapterFolder:
             tensor: Tensor = file.get_tensor(name)
         return tensor
 
-    def _wrong(self, what: str, value: object = None) -> CheckpointError:
-        return CheckpointError(what, code="adapters-not-usable", where=f"adapters {self.folder}", value=value,
+    def _wrong(self, code: str, what: str, value: object = None) -> CheckpointError:
+        return CheckpointError(what, code=code, where=f"adapters {self.folder}", value=value,
                                remedy="Name a folder of LoRA or DoRA adapters that PEFT has saved for this model.")
 
 

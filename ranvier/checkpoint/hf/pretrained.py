@@ -78,7 +78,8 @@ class Pretrained(PretrainedConfig):
         self._tensors = _open(folder)
         heads = self._tensors.heads()
         if self.form.per_layer * self.config.num_layers > len(heads):
-            raise self._wrong(f"has too few tensors for {self.form.layers_key} {self.config.num_layers}", len(heads))
+            raise self._wrong("pretrained-too-few-tensors",
+                              f"has too few tensors for {self.form.layers_key} {self.config.num_layers}", len(heads))
         self.places = {ours: place for ours, place in self.form.places(self.config, self.head).items()
                        if not self.form.any_head or _is_needed(ours, place, heads, self.form.prefix)}
         self._called = self._names_of_files(heads)
@@ -146,19 +147,22 @@ class Pretrained(PretrainedConfig):
             for there, wanted in zip(place.names, place.shapes, strict=True):
                 name = self._called[there]
                 if name not in heads:
-                    raise self._wrong(f"has no tensor {name}")
+                    raise self._wrong("pretrained-tensor-missing", f"has no tensor {name}")
                 dtype, shape = heads[name]
                 if shape != wanted:
-                    raise self._wrong(f"has a tensor {name} of another shape than config.json's {wanted}", shape)
+                    raise self._wrong("pretrained-tensor-shape",
+                                      f"has a tensor {name} of another shape than config.json's {wanted}", shape)
                 if dtype not in STORED:
-                    raise self._wrong(f"has a tensor {name} in a number format that parameters do not have", str(dtype))
+                    raise self._wrong("pretrained-number-format",
+                                      f"has a tensor {name} in a number format that parameters do not have", str(dtype))
         tied = [("lm_head.weight", owner) for owner in self.form.tied(self.config).values()]
         known = {*self._called.values(), *(end for end, _ in tied)}
         more = [name for name in heads if name not in known and not re.fullmatch(self.form.aside, name)]
         self.left_out = tuple(name for name in more if self.form.any_head and self._is_of_a_head(name, heads))
         if len(more) > len(self.left_out):
             name = next(name for name in more if name not in self.left_out)
-            raise self._wrong(f"has {len(more) - len(self.left_out)} tensors that {self.form.title} does not have, "
+            raise self._wrong("pretrained-unknown-tensors",
+                              f"has {len(more) - len(self.left_out)} tensors that {self.form.title} does not have, "
                               f"{name} among them")
         for end, owner in tied:
             if end in heads:
@@ -179,11 +183,12 @@ class Pretrained(PretrainedConfig):
         if heads[end] != heads[owner] or not all(
                 torch.equal(self._tensors.read(end, part), self._tensors.read(owner, part))
                 for start in range(0, self.config.vocab, rows) for part in [slice(start, start + rows)]):
-            raise self._wrong(f"has a head ({end}) that is not its token embedding ({owner}), and config.json does "
-                              "not say so: tie_word_embeddings is not false")
+            raise self._wrong("pretrained-head-untied",
+                              f"has a head ({end}) that is not its token embedding ({owner}), and config.json does not "
+                              "say so: tie_word_embeddings is not false")
 
-    def _wrong(self, what: str, value: object = None) -> CheckpointError:
-        return _wrong(self.folder, what, value)
+    def _wrong(self, code: str, what: str, value: object = None) -> CheckpointError:
+        return _wrong(code, self.folder, what, value)
 
 
 def _head(form: hf.Form, document: Mapping[str, object]) -> str:
@@ -208,8 +213,8 @@ def _old(name: str) -> str:
     return name
 
 
-def _wrong(folder: Path, what: str, value: object = None) -> CheckpointError:
-    return CheckpointError(what, code="pretrained-not-usable", where=f"model {folder}", value=value,
+def _wrong(code: str, folder: Path, what: str, value: object = None) -> CheckpointError:
+    return CheckpointError(what, code=code, where=f"model {folder}", value=value,
                            remedy="Name a folder with a whole model, as save_pretrained writes it.")
 
 
@@ -219,9 +224,10 @@ def own_file(folder: Path, name: str) -> Path:
     try:
         return member(folder, name)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise _wrong(folder, f"has no file {name}") from error
+        raise _wrong("pretrained-file-missing", folder, f"has no file {name}") from error
     except OSError as error:
-        raise _wrong(folder, f"has a file {name} that cannot be read: {error.strerror or error}") from error
+        raise _wrong("pretrained-file-unreadable", folder,
+                     f"has a file {name} that cannot be read: {error.strerror or error}") from error
 
 
 def _json(folder: Path, name: str, most_bytes: int) -> dict[str, object]:
@@ -229,9 +235,9 @@ def _json(folder: Path, name: str, most_bytes: int) -> dict[str, object]:
     try:
         document = read_json(path, most_bytes)
     except (OSError, ValueError) as error:
-        raise _wrong(folder, f"has a {name} that cannot be read: {error}") from error
+        raise _wrong("pretrained-config-unreadable", folder, f"has a {name} that cannot be read: {error}") from error
     if not isinstance(document, dict):
-        raise _wrong(folder, f"has a {name} that is not a JSON object")
+        raise _wrong("pretrained-config-not-object", folder, f"has a {name} that is not a JSON object")
     return document
 
 
@@ -245,16 +251,18 @@ def _open(folder: Path) -> Tensors:
     if _is_there(folder / "model.safetensors.index.json"):
         placed = _json(folder, "model.safetensors.index.json", _INDEX_BYTES).get("weight_map")
         if not isinstance(placed, dict) or not all(isinstance(name, str) for name in placed.values()):
-            raise _wrong(folder, "has a model.safetensors.index.json without a weight_map of file names")
+            raise _wrong("pretrained-index-without-map", folder,
+                         "has a model.safetensors.index.json without a weight_map of file names")
         files = sorted(set(placed.values()))
         for name in files:
             if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name, flags=re.ASCII):
-                raise _wrong(folder, "has a model.safetensors.index.json that names something else than a file beside "
-                                     "it", name)
+                raise _wrong("pretrained-index-names-other-files", folder,
+                             "has a model.safetensors.index.json that names something else than a file beside it", name)
         return _Safetensors(folder, files, placed)
     if _is_there(folder / "pytorch_model.bin"):
         return _TorchFile(folder)
-    raise _wrong(folder, "has neither model.safetensors, model.safetensors.index.json nor pytorch_model.bin")
+    raise _wrong("pretrained-without-weights", folder,
+                 "has neither model.safetensors, model.safetensors.index.json nor pytorch_model.bin")
 
 
 def _is_there(path: Path) -> bool:
@@ -278,10 +286,12 @@ class _Safetensors:
         if placed is not None and placed != self._file_of:
             name = next(name for name in sorted({*placed, *self._file_of})
                         if placed.get(name) != self._file_of.get(name))
-            raise _wrong(folder, f"has a model.safetensors.index.json that is wrong about {name}")
+            raise _wrong("pretrained-index-wrong", folder,
+                         f"has a model.safetensors.index.json that is wrong about {name}")
 
     def _unreadable(self, file: str, error: Exception) -> CheckpointError:
-        return _wrong(self._folder, f"has a damaged file {file}: {str(error).partition(chr(10))[0]}")
+        return _wrong("pretrained-file-damaged", self._folder,
+                      f"has a damaged file {file}: {str(error).partition(chr(10))[0]}")
 
     def heads(self) -> dict[str, tuple[torch.dtype | str, tuple[int, ...]]]:
         found = {}
@@ -311,15 +321,15 @@ class _TorchFile:
                 warnings.simplefilter("ignore")  # about old forms of pickles
                 found = torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
         except Exception as error:  # a stranger's pickle raises what it likes
-            raise _wrong(folder, "has a pytorch_model.bin that is not a plain dict of tensors: "
+            raise _wrong("pickle-unreadable", folder, "has a pytorch_model.bin that is not a plain dict of tensors: "
                                  f"{str(error).partition(chr(10))[0]}") from error
         if not isinstance(found, dict) or not all(
                 isinstance(name, str) and isinstance(tensor, Tensor) and tensor.layout is torch.strided
                 and tensor.device.type == "cpu" for name, tensor in found.items()):
-            raise _wrong(folder, "has a pytorch_model.bin that is not a plain dict of tensors")
+            raise _wrong("pickle-not-tensors", folder, "has a pytorch_model.bin that is not a plain dict of tensors")
         claimed = sum(tensor.nbytes for name, tensor in found.items() if name not in _SHARED)
         if claimed > path.stat().st_size:
-            raise _wrong(folder, "has a pytorch_model.bin that claims more numbers than it has")
+            raise _wrong("pickle-claims-more", folder, "has a pytorch_model.bin that claims more numbers than it has")
         self._found: dict[str, Tensor] = {name: tensor.detach() for name, tensor in found.items()}
 
     def heads(self) -> dict[str, tuple[torch.dtype | str, tuple[int, ...]]]:
