@@ -1,9 +1,10 @@
-"""Products of settings are long and their cases alike: each value is in `make test`, each combination in `test-all`."""
+"""Products of settings are long and their cases alike: each value, or each pair of values, is in `make test`, each
+combination in `test-all`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import product
+from itertools import combinations, product
 
 import pytest
 from _pytest.mark.structures import ParameterSet
@@ -15,7 +16,22 @@ def covering(*axes: Sequence[object]) -> list:
     The diagonal goes through all axes at once, a shorter one again and again, so that every value is in it; an axis'
     value that is a tuple gives several arguments.
     """
-    kept = {tuple(number % len(axis) for axis in axes) for number in range(max(map(len, axes)))}
+    return _params(axes, {tuple(number % len(axis) for axis in axes) for number in range(max(map(len, axes)))})
+
+
+def pairwise(*axes: Sequence[object]) -> list:
+    """The product of `axes` as parametrize takes it: as few cases as they are that every two values of different axes
+    meet, the rest slow. Values as of `covering`."""
+    places = list(product(*(range(len(axis)) for axis in axes)))
+    pairs = {place: set(combinations(enumerate(place), 2)) for place in places}
+    missing, kept = set().union(*pairs.values()), set()
+    while missing:
+        kept.add(best := max(places, key=lambda place: len(pairs[place] & missing)))
+        missing -= pairs[best]
+    return _params(axes, kept)
+
+
+def _params(axes: Sequence[Sequence[object]], kept: set[tuple[int, ...]]) -> list:
     params = []
     for place in product(*(range(len(axis)) for axis in axes)):
         values = [axis[number] for axis, number in zip(axes, place, strict=True)]

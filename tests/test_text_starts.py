@@ -133,7 +133,7 @@ def _written(folder, tokenizer, documents, processes):
 def test_the_context_of_a_text_without_one(tmp_path, start, settings, context):
     """As `prefix_token_id` of lm-evaluation-harness: the BOS, else the EOS."""
     tokenizer = folder_with(tmp_path, start=start, **settings)
-    number = tokenizer.number_of(context)
+    number = tokenizer.numbers()[context]
     assert list(tokenizer.nothing) == [number]
     (first, continuation), = requests_of([Question(context="", choices=("x",), answer=0)], tokenizer)
     assert first == [number] and continuation == tokenizer.encode(" x")

@@ -96,11 +96,6 @@ class Tokenizer:
         found: dict[str, int] = self._inner.get_vocab()
         return found
 
-    def number_of(self, token: str) -> int | None:
-        """The number of a token, special ones included; None if there is no such token."""
-        found: int | None = self._inner.token_to_id(token)
-        return found
-
     def token(self, number: int) -> str:
         """The token of a number."""
         return str(self._inner.id_to_token(number))

@@ -22,13 +22,12 @@ from ranvier.block import Initial, Loss, Model, Modules, as_model, initialise, m
 from ranvier.config.run import Lora
 from ranvier.errors import ConfigError, ModelError
 from ranvier.tensor.adapters import Adapter, AdapterForm, add_adapter
-from ranvier.tensor.layers import ClassifierHead, Linear, ReplicatedLinear, SharedInputLinear, VocabularyLinear
+from ranvier.tensor.layers import Linear, SharedInputLinear
 from ranvier.tensor.quantized_weight import BLOCK, check_available
 from ranvier.tensor.splittable import ActivationKind, Layer
 
 AUTO_TARGETS = ("query", "value", "qkv")
 """What `targets` auto stands for, as far as a model has it."""
-_HEADS = (ClassifierHead, ReplicatedLinear, VocabularyLinear)
 _MOST_TOLD = 12
 
 

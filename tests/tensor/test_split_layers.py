@@ -16,7 +16,7 @@ from ranvier.tensor.split.layers import split_layers
 from ranvier.tensor.split.loss import NextTokenLoss
 from ranvier.tensor.weight_gradients import WeightGradients, root_of
 from ranvier.testing.reference import relative_error
-from tests.covering import quick
+from tests.covering import pairwise, quick
 from tests.tensor.split_parity import (
     IGNORED,
     SCHEMES,
@@ -92,17 +92,15 @@ def test_autograd_inside_the_backward_queues_nothing(stationary):
 
 
 @pytest.mark.parametrize("panel_bytes", quick(1, [None, 3000]))
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("stationary", ["output", "input"])
-@pytest.mark.parametrize(("rows", "cols", "scheme"), MESHES)
+@pytest.mark.parametrize(("rows", "cols", "scheme", "stationary", "bias"), pairwise(
+    MESHES, ["output", "input"], [True, False]))
 def test_linear(rows, cols, scheme, stationary, bias, panel_bytes):
     make, x, dy, enter, leave = linear(stationary, rows, bias=bias)
     assert_layer_parity(make, x, dy, rows, cols, scheme, enter=enter, leave=leave, panel_bytes=panel_bytes)
 
 
-@pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("weight", "bias")])
-@pytest.mark.parametrize("stationary", ["output", "input"])
-@pytest.mark.parametrize(("rows", "cols", "scheme"), FEW)
+@pytest.mark.parametrize(("rows", "cols", "scheme", "stationary", "frozen"), pairwise(
+    FEW, ["output", "input"], [["weight"], ["bias"], ["weight", "bias"]]))
 def test_linear_partly_frozen(rows, cols, scheme, stationary, frozen):
     make, x, dy, enter, leave = linear(stationary, rows)
 
@@ -293,9 +291,8 @@ def test_dropout_drops_what_the_unsplit_layer_drops(rows, cols, scheme):
 
 # ---------------------------------------------------------------------- heads and losses
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("token", [0, 5, SEQUENCE - 1, -1, None])
-@pytest.mark.parametrize(("rows", "cols", "scheme"), FEW)
+@pytest.mark.parametrize(("rows", "cols", "scheme", "token", "bias"), pairwise(
+    FEW, [0, 5, SEQUENCE - 1, -1, None], [True, False]))
 def test_token_linear(rows, cols, scheme, token, bias):
     make = partial(filled, partial(layers.ClassifierHead, HIDDEN, 5, bias, token=token))
     dy = random(2 * rows, 5) if token is not None else random(2 * rows, SEQUENCE, 5)
@@ -370,9 +367,8 @@ def whole_loss(logits, targets):
     return total.detach(), int((targets != IGNORED).sum()), leaf.grad
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e4])
-@pytest.mark.parametrize("ignored", ["none", "some", "a row", "all"])
-@pytest.mark.parametrize(("rows", "cols"), [(1, 2), (2, 1), (2, 2), (1, 4), (2, 3), (3, 3)])
+@pytest.mark.parametrize(("rows", "cols", "ignored", "scale"), pairwise(
+    [(1, 2), (2, 1), (2, 2), (1, 4), (2, 3), (3, 3)], ["none", "some", "a row", "all"], [1.0, 1e4]))
 def test_next_token_loss(rows, cols, ignored, scale):
     """Logits of 1e4 overflow an exponential whose largest logit has not been taken off."""
     logits, targets = random(2 * rows, SEQUENCE, VOCAB) * scale, ids(rows)

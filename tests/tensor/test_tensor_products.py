@@ -10,6 +10,7 @@ from ranvier.tensor.split import summa
 from ranvier.tensor.split.products import InputStationary, OutputStationary, SummaProduct, SummaVocabulary
 from ranvier.tensor.under_way import Arriving
 from ranvier.testing.reference import relative_error
+from tests.covering import covering, pairwise
 from tests.tensor.split_parity import SCHEMES, SHAPES, inner_part, legal, on_tensor_mesh, own, random, stream_part
 
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -66,10 +67,9 @@ def column_weight(mesh, product, weight):
     return Arriving(slabs, mesh.over_rows.all_gather(slabs, weight))
 
 
-@pytest.mark.parametrize("panels", ["one panel", "panels", "growing"])
-@pytest.mark.parametrize(("rows", "cols", "scheme", "kind", "dtype"), [
-    (*kind, dtype) for kind in KINDS for dtype in TOLERANCE
-    if dtype is torch.float64 or kind[:2] in [(1, 2), (2, 2), (2, 3)]])
+@pytest.mark.parametrize(("rows", "cols", "scheme", "kind", "dtype", "panels"), covering([
+    (*kind, dtype) for dtype in TOLERANCE for kind in KINDS
+    if dtype is torch.float64 or kind[:2] in [(1, 2), (2, 2), (2, 3)]], ["one panel", "panels", "growing"]))
 def test_products_are_plain_ones(monkeypatch, rows, cols, scheme, kind, dtype, panels):
     """Gradients together, one at a time, from what has been gathered, and added to a gradient that is there."""
     monkeypatch.setattr("ranvier.layout.panels.SMALLEST_BYTES", 64)
@@ -110,12 +110,10 @@ def test_products_are_plain_ones(monkeypatch, rows, cols, scheme, kind, dtype, p
         assert all(error <= TOLERANCE[dtype] for error in errors.values()), errors
 
 
-@pytest.mark.parametrize("flip", [False, True])
-@pytest.mark.parametrize("sizes", [(13, 11), (12, 12), (5, 4)], ids=str)
-@pytest.mark.parametrize(("rows", "cols"), SHAPES)
-def test_summas_three_products_of_dims_that_nothing_divides(rows, cols, sizes, flip):
+@pytest.mark.parametrize(("rows", "cols", "width", "n", "flip"), pairwise(
+    SHAPES, [(13, 11), (12, 12), (5, 4)], [False, True]))
+def test_summas_three_products_of_dims_that_nothing_divides(rows, cols, width, n, flip):
     """Each one's gradients by autograd are the other two."""
-    width, n = sizes
     a, b = random(3 * rows, width, seed=1).requires_grad_(), random(width, n, seed=2).requires_grad_()
     gradient = random(3 * rows, n, seed=3)
     c = a @ b
