@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from ranvier.config.run import Data, Preference, Run, Transformer
+from ranvier.config import rules
+from ranvier.config.resolve import resolve
+from ranvier.config.run import Data, Launch, Preference, Run, Transformer
 from ranvier.data.conversation_rows import pair_of
 from ranvier.data.preference import PREFERENCE, open_pairs
 from ranvier.data.prepare import prepare, problems
@@ -22,6 +24,10 @@ pytest.importorskip("jinja2")
 
 USER, RIGHT, WRONG = ({"role": role, "content": text} for role, text in (
     ("user", "2 + 2?"), ("assistant", "4"), ("assistant", "55")))
+OTHERWISE = ("{% for one in messages %}{{ one.role + ':' }}"
+             "{{ one.content if loop.last or one.role == 'user' else '...' }}{{ '\\n' }}{% endfor %}"
+             "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}")
+"""A template that writes earlier turns of the assistant otherwise."""
 SYSTEM, EARLIER = {"role": "system", "content": "Count."}, {"role": "assistant", "content": "Yes?"}
 
 
@@ -119,6 +125,39 @@ def test_columns_and_names_are_checked_before(tmp_path):
     found, = problems(run)
     assert "chosen" in found.what and found.value == "completion, prompt"
     assert [len(list(open_pairs("quiz", "train", "auto").rows(())))] == [2038]
+
+
+@pytest.mark.parametrize(("rows", "code", "value"), [
+    ([{"prompt": "a", "chosen": "b" * 99, "rejected": "c"}] * 3, "no-pairs", 3),
+    ([{"prompt": "a", "chosen": "b", "rejected": "b"}] * 3, "no-pairs", 3),
+    (rows_of(1), "too-few-pairs", 1)])
+def test_too_few_pairs_are_refused(tmp_path, rows, code, value):
+    with pytest.raises(DataError) as caught:
+        prepare(run_of(tmp_path, rows))
+    assert (caught.value.code, caught.value.value) == (code, value)
+    assert ("model.sequence" in caught.value.settings) == (len(rows[0]["chosen"]) == 99)
+
+
+def test_answers_of_several_turns_need_a_template_that_writes_each_alike(tmp_path):
+    answer = [RIGHT, USER, RIGHT]
+    run = run_of(tmp_path, [{"prompt": f"{number}?", "chosen": answer, "rejected": "no"} for number in range(4)],
+                 sequence=200)
+    assert len(prepare(run).train) == 3
+    run = replace(run, data=replace(run.data, tokenizer=str(tokenizer_in(tmp_path / "other", OTHERWISE))))
+    with pytest.raises(DataError) as caught:
+        prepare(run)
+    assert (caught.value.code, caught.value.value) == ("answer-of-several-turns", 2)
+
+
+def test_settings_that_cannot_be_with_pairs():
+    run = Run(model=Transformer(family="llama", sequence=64, rope_scaling="dynamic", rope_positions=32),
+              data=Data(task="preference"), launch=Launch(join_address="127.0.0.1"))
+
+    def codes(run):
+        return {one.code for one in rules.problems(resolve(run), num_blocks=None)}
+    found = {"pairs-with-dynamic-rope", "join-with-reference"}
+    assert codes(run) >= found
+    assert not codes(replace(run, model=replace(run.model, sequence=32), preference=Preference(loss="simpo"))) & found
 
 
 def test_the_task_keeps_its_protocol(tmp_path):

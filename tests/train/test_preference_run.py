@@ -3,6 +3,7 @@
 import io
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from ranvier.errors import CheckpointError, ConfigError, DataError
 from ranvier.mesh import Mesh
 from ranvier.testing.ranks import run_ranks
 from ranvier.train.loop import train
+from ranvier.train.reference import _read_by_first
 from tests.data.test_chat import tokenizer_in
 from tests.data.test_preference import rows_of, written
 
@@ -85,6 +87,16 @@ def test_a_resumed_run_without_its_reference_is_refused(folder, tmp_path):
         with pytest.raises(kind) as caught:
             trained(again)
         assert caught.value.where == str(path)
+
+
+def test_all_ranks_end_where_the_first_cannot_read_the_reference(tmp_path):
+    def rank(world):
+        everyone = world.backend.group("all", [(0, 1)])
+        with pytest.raises(CheckpointError) as caught:
+            _read_by_first(tmp_path / "reference.json", SimpleNamespace(world=world), SimpleNamespace(
+                train=None, eval=None, eval_sets={}), everyone)
+        return caught.value.code
+    assert run_ranks(rank, 2) == ["no-reference", "reference-of-first"]
 
 
 def test_without_a_reference_nothing_is_computed_beforehand(folder, tmp_path, capsys):
