@@ -71,6 +71,7 @@ OPENS_FILES = {
     # folders that this process has made, and nobody else can write
     "planner/trial.py": "a temporary folder", "launch/function_rank.py": "a temporary folder",
     "launch/rank_processes.py": "a temporary folder", "launch/run_function.py": "a temporary folder",
+    "planner/job_files.py": "the run file that the command has just written",
     "checkpoint/tensor_file.py": "a new folder", "checkpoint/hf/export_model.py": "a new folder",
     "checkpoint/hf/import_model.py": "a new folder", "data/offline/pip_file.py": "a new folder",
     "data/offline/pretrained_models.py": "a new folder", "data/offline/gguf_file.py": "a new folder",
@@ -122,6 +123,7 @@ PARSES_JSON = {
     **dict.fromkeys(("comm/collectives.py", "comm/message.py", "train/commands.py", "elastic/neighbour_copy.py",
                      "elastic/transition.py"), "messages of ranks"),
     "launch/rank_processes.py": "a temporary folder", "planner/trial.py": "a temporary folder",
+    "errors.py": "its own text",
     "checkpoint/user_optimizer.py": "its own text", "data/template_process.py": "lines of the process that started it",
     "testing/freezing.py": "its own text",
     "testing/tasks.py": "its own text",
