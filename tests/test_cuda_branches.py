@@ -18,7 +18,6 @@ from benchmarks.gpu.programs import Program, on_one_rank, world_of_one
 from ranvier.cli import doctor_report
 from ranvier.comm.mpi_backend import _cuda_aware
 from ranvier.config.run import Batch, Checkpoint, Data, Launch, Optim, Run, Train, Transformer
-from ranvier.errors import ConfigError
 from ranvier.launch import rank_processes, start
 from ranvier.launch.launchers import Started
 from ranvier.planner import auto, measure
@@ -27,6 +26,7 @@ from ranvier.train import newcomer
 from ranvier.train.loop import train
 from ranvier.train.memory import device_bytes
 from tests.elastic.cached import HIT, Cached, Prefix
+from tests.errors import raises
 from tests.executed_lines import ExecutedLines
 from tests.fake_cuda import FakeCuda
 from tests.test_stream_order import SCENARIOS
@@ -114,7 +114,7 @@ def choices():
     assert _cuda_aware(SimpleNamespace(COMM_WORLD=SimpleNamespace(Get_info=lambda: info)))
     store, joins = HashStore(), Started(launcher="local", rank=0, size=1, local_rank=0, local_size=1)
     assert [newcomer._device("cuda", joins, store).index for _ in range(2)] == [0, 1]
-    with pytest.raises(ConfigError, match="needs a device for each rank that joins"):
+    with raises("join-needs-device"):
         newcomer._device("cuda", joins, store)
 
 
@@ -176,7 +176,7 @@ def test_every_branch_for_devices_is_executed(tmp_path, small_peak, monkeypatch)
             on_one_rank(Program(layers=1, steps=1), DEVICE)  # an engine without the command's `auto`
             with monkeypatch.context() as patch:
                 measured(patch)
-            with monkeypatch.context() as patch, pytest.raises(ConfigError, match="compute capability"):
+            with monkeypatch.context() as patch, raises("float8-needs-gpu"):
                 patch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
                 float8_layers([], 3, DEVICE)
         for name in SCENARIOS:

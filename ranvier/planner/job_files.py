@@ -10,9 +10,11 @@ from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.hardware import Cluster
 from ranvier.errors import ConfigError
 from ranvier.system.atomic_file import write_atomically
+from ranvier.system.untrusted_file import read_bytes
 
 Launcher = Literal["slurm", "torchrun", "kubernetes"]
 _SUFFIXES: dict[Launcher, str] = {"slurm": ".sbatch", "torchrun": ".sh", "kubernetes": ".yaml"}
+_MOST_BYTES = 1 << 20
 LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
 
 
@@ -82,7 +84,7 @@ exec torchrun {way} \\
 def _kubernetes(run_file: Path, nodes: int, per_node: int, *, on_gpus: bool) -> str:
     name = "".join(char if char.isalnum() else "-" for char in run_file.stem.lower()).strip("-") or "ranvier"
     gpus = f'\n            limits: {{nvidia.com/gpu: "{per_node}"}}' if on_gpus else ""
-    settings = "\n".join(f"    {line}" for line in run_file.read_text().splitlines())
+    settings = "\n".join(f"    {line}" for line in read_bytes(run_file, _MOST_BYTES).decode().splitlines())
     return f"""# kubectl apply -f {run_file.with_suffix(".yaml").name}
 # Insert your image, which has ranvier and torchrun, and a volume claim that all nodes can write to.
 # docs/kubernetes.md has a job that also survives evictions.

@@ -15,6 +15,7 @@ from ranvier.cost.memory import PROCESS_BYTES
 from ranvier.planner.auto import with_plan
 from ranvier.planner.problems import problems, warnings
 from ranvier.planner.search import search
+from tests.errors import check as check_error
 from tests.errors import raises
 
 
@@ -151,7 +152,7 @@ def test_the_default_run_is_fine():
 def test_settings_of_the_optimizer_that_do_nothing(flags, where):
     run = run_with(**{"mesh__data": "2"} | flags)
     (warning,) = warnings(run)
-    assert warning.where == where and "has no effect" in str(warning)
+    assert (warning.where, warning.code) == (where, "without-effect")
 
 
 @pytest.mark.parametrize(("flags", "message"), [
@@ -302,7 +303,7 @@ def test_what_a_cluster_has_too_little_of():
     assert [problem.where for problem in report.problems] == ["memory of the device"]
     assert "a rank of stage 0 needs" in str(report.problems[0]) and "--memory.recompute auto" in str(report.problems[0])
     report = check.check(run_with(mesh__data="32", batch__microbatch_size="1"), 32, cluster="laptop")
-    assert "has more ranks than Laptop has devices (8)" in str(report.problems[0])
+    check_error(report.problems[0], "mesh-above-cluster", 8)
     assert "a rank needs" in report.cluster
     with raises("unknown-cluster", "no-such"):
         check.check(run_with(), 1, cluster="no-such")

@@ -107,8 +107,11 @@ def test_check_finds_everything_at_once(capsys):
     assert run_command(["check", "gpt-tiny", "--ranks", "6", "--json", "--seed", "x", "--model.heads", "3"]) == 2
     problems = json.loads(capsys.readouterr().out)["problems"]
     assert [problem["where"] for problem in problems] == ["seed", "model.heads", "mesh"]
+    assert [problem["code"] for problem in problems] == ["malformed-value", "heads-do-not-divide-hidden",
+                                                         "mesh-needs-ranks"]
+    assert problems[2]["set"] == {"mesh.data": None, "mesh.pipe": None}
     for problem in problems:
-        assert set(problem) == {"where", "value", "message", "remedy"}
+        assert set(problem) == {"code", "where", "value", "message", "remedy", "set"}
         assert problem["message"] and problem["remedy"]
 
 

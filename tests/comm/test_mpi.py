@@ -136,7 +136,7 @@ MPIBackend(torch.device("cpu")).close()
 try:
     MPIBackend(torch.device("cpu"))
 except LaunchError as error:
-    assert "is finalised, and MPI can start only once in a process" in str(error)
+    assert error.code == "mpi-finalised"
     print("fine")
 """,
     "nothing here initialises MPI": """

@@ -352,7 +352,7 @@ def test_settings_that_cannot_be(tmp_path):
     run = run_of(tmp_path, tmp_path / "two", augment="flip-crop", augment_repeats=True)
     assert problems(run) == []
     found, = problems(replace(run, data=replace(run.data, augment="none")))
-    assert str(found).startswith("data.augment-repeats: has no effect without an augmentation")
+    assert (found.code, found.where) == ("repeats-without-augmentation", "data.augment-repeats")
     for name in (None, "cifar-10", "/no/where"):
         found, = problems(replace(run, data=replace(run.data, train=name)))
         assert found.where == "data.train" and "cifar10, cifar100, imagenet, or a folder" in found.remedy

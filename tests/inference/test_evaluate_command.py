@@ -14,7 +14,6 @@ import torch
 
 from ranvier.cli.main import run_command
 from ranvier.data.tokenizer import train as train_tokenizer
-from ranvier.errors import ConfigError
 from ranvier.inference.lm_eval_tasks import HarnessTasks
 from tests.errors import raises
 
@@ -206,7 +205,7 @@ def test_a_prompt_without_room_for_an_answer():
     from ranvier.inference.lm_eval_model import HarnessModel
 
     model = HarnessModel(types.SimpleNamespace(longest=8))
-    with pytest.raises(ConfigError, match="max_gen_toks: leaves no room for a prompt: the model sees 8 tokens"):
+    with raises("max-gen-tokens", 8, where="max_gen_toks"):
         model.generate_until([types.SimpleNamespace(args=("x", {"max_gen_toks": 8}))])
 
 
