@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -84,7 +83,7 @@ def global_index(shape: Sequence[int], box: Sequence[tuple[int, int]] | None = N
 
 @dataclass
 class Scope:
-    """The key of dropout inside the forward pass of one block.
+    """The key of dropout inside the forward pass of one block; as a context manager, that of dropout inside.
 
     samples: [b] int64, each sample's number in the data set, which is the same on every mesh.
     keys: [call sites, b] int64, `site_keys` of the calls to come where they are known, as in compiled blocks.
@@ -97,6 +96,14 @@ class Scope:
     block: str = ""
     keys: Tensor | None = None
     calls: int = field(default=0, compare=False)
+    _before: Scope | None = field(default=None, init=False, compare=False, repr=False)
+
+    def __enter__(self) -> Scope:
+        self._before, _current.scope = _current.scope, self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _current.scope = self._before
 
     def site_keys(self, site: int) -> Tensor:
         """[b] int64: the keys of one call site."""
@@ -114,16 +121,10 @@ class _Current(threading.local):
 _current = _Current()
 
 
-@contextmanager
-def scope(seed: int, step: int, samples: Tensor, block: str = "") -> Iterator[Scope]:
-    """Key the dropout inside by these (see `Scope`). Repeated scopes with the same arguments draw the same masks, as
-    activation recomputation needs."""
-    before, entered = _current.scope, Scope(seed, step, samples, block)
-    _current.scope = entered
-    try:
-        yield entered
-    finally:
-        _current.scope = before
+def scope(seed: int, step: int, samples: Tensor, block: str = "") -> Scope:
+    """Key the dropout inside of a `with` by these (see `Scope`). Repeated scopes with the same arguments draw the same
+    masks, as activation recomputation needs."""
+    return Scope(seed, step, samples, block)
 
 
 def current_samples() -> tuple[int, ...]:

@@ -339,9 +339,14 @@ class Mesh(_NumberPerAxis):
         same = all(sizes.get(axis, self[axis]) == self[axis] for axis in self.stage_axes)
         return Mesh(axes=self.axes, tile=self.tile if same else None, **{**self, **sizes})
 
-    def with_one_replica(self) -> Mesh:
-        """The mesh of one copy of the model."""
-        return self.resized(**dict.fromkeys(self.replica_axes, 1))
+    def shaped(self, *, num_replicas: int, pipeline_size: int | None = None) -> Mesh:
+        """The mesh with other numbers of replicas and, where given, of ranks of a pipeline. Of several axes with one
+        role the first is resized, and the others have one rank."""
+        sizes = dict[str, int]()
+        for axes, size in ((self.replica_axes, num_replicas), (self.over(orders_stages=True), pipeline_size)):
+            if size is not None:
+                sizes |= {**dict.fromkeys(axes, 1), axes[0]: size}
+        return self.resized(**sizes)
 
     def with_tile(self, tile: tuple[int, int] | None) -> Mesh:
         """The mesh with another tile."""

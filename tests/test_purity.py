@@ -104,8 +104,8 @@ def test_only_the_command_imports_the_training_loop():
         assert not wrong, f"{path.relative_to(ROOT)}: {wrong}"
 
 
-def test_only_the_command_and_the_tools_for_tests_import_the_command():
-    allowed = {*sources("cli"), *sources("testing"), ROOT / "__main__.py"}
+def test_only_the_command_imports_the_command():
+    allowed = {*sources("cli"), ROOT / "__main__.py"}
     for path in sorted(set(ROOT.rglob("*.py")) - allowed):
         assert not [name for name in imported(path) if within(name, ("ranvier.cli",))], path.relative_to(ROOT)
 

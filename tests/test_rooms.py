@@ -16,9 +16,9 @@ ROOT = Path(ranvier.__file__).parent
 ROOMS = ("errors", "mesh", "keyed_random", "layout", "sent_values", "block", "system", "config", "precision",
          "schedule", "cost", "comm", "world", "launch", "tensor", "optim", "plan", "pipeline", "models", "cost.count",
          "cost.run_cost", "data", "checkpoint", "inference", "pictures", "elastic", "planner", "train", "testing",
-         "cli", "testing.faults")
-"""A room imports from those before it. Three files have places of their own: `cost.count` and `cost.run_cost` count
-models, and `testing.faults` runs the command with faults."""
+         "cli")
+"""A room imports from those before it. Two files have places of their own: `cost.count` and `cost.run_cost` count
+models."""
 LOOSE = {"__init__", "__main__", "block", "errors", "keyed_random", "layout", "mesh", "precision", "sent_values",
          "world"}
 

@@ -217,7 +217,7 @@ def test_the_search_finds_how_to_pages_first(site: Path) -> None:
     text = (site / "search" / "search_index.js").read_text()
     entries = json.loads(text[text.index("{"):text.rindex("}") + 1])["docs"]
     boosts = {entry["location"]: entry.get("boost", 1) for entry in entries}
-    assert boosts["lora.html"] == boosts["own-model.html"] == 2 and boosts["tutorials/own-model.html"] == 1.5
+    assert boosts["own-model.html"] > boosts["lora.html"] > boosts["tutorials/own-model.html"] > 1
     logs = ("experiments/2026-11.html", "repository/CHANGELOG.html", "architecture.html")
     assert {boosts[page] for page in logs} == {0.5}
 

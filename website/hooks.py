@@ -13,8 +13,10 @@ from website import links, notebooks, reference
 PARTS = {"settings": reference.settings_page, "terms": reference.terms, "commands": reference.commands,
          "python": reference.python, "step": reference.step}
 """What a line `<!-- NAME -->` of a page stands for on the site."""
-BOOSTS = {"How-to": 2.0, "Tutorials": 1.5, "Coming from": 1.2}
+BOOSTS = {"How-to": 3.0, "Tutorials": 1.5, "Coming from": 1.5, "Reference": 0.5}
 """How much more a page of these parts of the navigation counts in the search."""
+PAGE_BOOSTS = {"own-model.md": 12.0, "checkpoints.md": 9.0, "reference/python.md": 0.01, "reference/settings.md": 0.02}
+"""Of pages whose words are on all others, too, and of those that have all words."""
 LOGS = ("experiments", "repository/", "architecture.md", "papers.md")
 """Pages that begin so count half: they mention everything, and are what nobody looks for first."""
 
@@ -55,8 +57,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     path = _repository_path(page.file.src_uri)
     if path == links.HOME:
         page.meta["hide"] = ["navigation"]
-    page.meta.setdefault("search", {})["boost"] = 0.5 if page.file.src_uri.startswith(LOGS) else BOOSTS.get(
-        page.parent.title if page.parent else "", 1.0)
+    part = BOOSTS.get(page.parent.title if page.parent else "", 1.0)
+    page.meta.setdefault("search", {})["boost"] = 0.5 if page.file.src_uri.startswith(LOGS) else PAGE_BOOSTS.get(
+        page.file.src_uri, part)
     for name, part in PARTS.items():
         if (mark := f"<!-- {name} -->") in markdown:
             # What stands between the mark and the next one is for readers of the repository.

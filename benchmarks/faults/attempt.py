@@ -106,7 +106,7 @@ def _processes() -> dict[int, tuple[str, int, int]]:
 
 def _start_command(args: Sequence[str], faults: Sequence[Fault], output: int) -> int:
     options = [word for fault in faults for word in ("--fault", str(fault))]
-    return subprocess.Popen([sys.executable, "-m", "ranvier.testing.faults", *options, "--", *args],
+    return subprocess.Popen([sys.executable, "-m", "ranvier.cli.faults", *options, "--", *args],
                             stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True).pid
 
 

@@ -69,7 +69,7 @@ class Training:
         """Start the command under `launcher`. faults: as ranvier.testing.faults reads them."""
         args = self.args(mesh, transport, timeout_seconds)
         program = ["-m", "ranvier", *args] if not faults else [
-            "-m", "ranvier.testing.faults", *(word for fault in faults for word in ("--fault", fault)), "--", *args]
+            "-m", "ranvier.cli.faults", *(word for fault in faults for word in ("--fault", fault)), "--", *args]
         return Start(launcher, RANKS, program, self.root / f"{name}.log")
 
     # ------------------------------------------------------------------ what its files say

@@ -365,7 +365,8 @@ CONDITIONS: Mapping[str, Reason] = {
         "train.eval_sequences", "model.vocab", "model.sequence", "model.num_classes", "model.image_size",
         "model.patch_size", "data.train", "data.train_samples", "data.eval_samples", "data.augment",
         "data.augment_repeats", "data.corpus", "data.max_bytes", "data.text_column", "data.pair_column",
-        "data.label_column", "data.messages_column", "data.chat_template", "data.mixture", "data.packing")},
+        "data.label_column", "data.messages_column", "data.form", "data.chat_template", "data.mixture",
+        "data.packing")},
     "data.padding": _padding,
     "data.tokenizer": _tokenizer,
     "elastic.options": lambda run: (

@@ -19,7 +19,7 @@ from ranvier.errors import ConfigError
 Permission = Literal["allowed", "on request", "never"]
 """Whether values of a layer may name objects; on request: with --allow-code."""
 
-OBJECTS = ("model.family", "data.task", "optim.algorithm", "elastic.freeze")
+OBJECTS = ("model.family", "data.task", "data.form", "optim.algorithm", "elastic.freeze")
 """Settings whose value is an object wherever it has the form module:name."""
 CORPORA = ("data.corpus", "data.mixture", "data.eval", "data.eval_sets")
 """Settings whose values may be objects, or data sets of the form NAME:CONFIGURATION."""

@@ -563,6 +563,10 @@ class Data:
     messages_column: str | None = None
     """chat: column of the conversation, a list of messages with `role` and `content`; none is the first
     of `messages`, `conversation` and `conversations` that there is."""
+    form: Literal["auto", "messages", "sharegpt", "alpaca", "prompt-completion"] | ObjectName = "auto"
+    """chat and preference: form of the rows (docs/data.md). auto: by their columns; messages: OpenAI's; sharegpt: turns
+    with `from` and `value`; alpaca: instruction, input and output; prompt-completion; or a function of your own that
+    makes one of these, or a pair, of a row, as module:function."""
     chat_template: Path | None = None
     """chat: file of a Jinja template that replaces the chat template of the tokenizer."""
     mixture: tuple[str, ...] = ()

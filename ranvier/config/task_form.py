@@ -67,7 +67,7 @@ def _no_text_column(task: str) -> dict[str, str]:
 
 
 def _no_messages(task: str) -> dict[str, str]:
-    return _unused(task, "{} has no conversations", "data.messages_column", "data.chat_template")
+    return _unused(task, "{} has no conversations", "data.messages_column", "data.form", "data.chat_template")
 
 
 def _no_packing(task: str) -> dict[str, str]:

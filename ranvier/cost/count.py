@@ -81,7 +81,7 @@ def _planned(run: ResolvedRun, frozen: int, frozen_above: Sequence[int]) -> tupl
     with torch.device("meta"):
         sample = families.sample_of(run, run.row_microbatch_size)
     model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen, frozen_above)
-    return model, make_for_run(run, model, sample, mesh=run.mesh.with_one_replica())
+    return model, make_for_run(run, model, sample, mesh=run.mesh.shaped(num_replicas=1))
 
 
 def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, needs: Needs | None = None, *,

@@ -16,13 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
-from ranvier.config.run import Run
+from ranvier.config.run import Data, Run
 from ranvier.config.task_form import SHIPPED
 from ranvier.data import quiz, token_numbers
 from ranvier.data.arrays import Arrays, made_once, write_arrays
 from ranvier.data.cache_folder import cache_folder
 from ranvier.data.chat_template import ChatTokenizer, Conversation, chat_tokenizer, look_at_folder
-from ranvier.data.conversation_rows import MESSAGES_SETTING, OTHER_COLUMNS, conversation_of
 from ranvier.data.fingerprint import fingerprint
 from ranvier.data.mixture import Source, join, shares, sources_of, spread
 from ranvier.data.named_files import is_data_set, readable_file, table_name_problems, text_only
@@ -30,14 +29,16 @@ from ranvier.data.offline.pretrained_models import folder_of
 from ranvier.data.padding import padding_text
 from ranvier.data.parallel import map_in_order
 from ranvier.data.publish import Progress, advance, processes_of
+from ranvier.data.row_forms import form_of_table
 from ranvier.data.run_tokenizer import BUILT_IN
 from ranvier.data.subset import chosen, held_out, some
-from ranvier.data.tables import JSON_LINES, PARQUET, Table, is_saved, open_dataset, open_file
+from ranvier.data.table_sources import FILES, open_source
+from ranvier.data.tables import Table
 from ranvier.data.task import Dataset, Prepared, Task
 from ranvier.data.token_samples import PackedSamples, TokenSamples, best_fit
 from ranvier.errors import DataError, RanvierError
 
-FORM = "a JSONL or Parquet file with a column of messages, the name of a data set, or quiz"
+FORM = f"{FILES} with conversations, the name of a data set, or quiz"
 """What may be given, in words."""
 _WARNED_SHARE = 0.01
 """A larger share of left-out samples is warned of."""
@@ -68,7 +69,7 @@ class Chat(Task):
             for setting, name in (("train", data.train), ("eval", data.eval)):
                 if name is not None and not names and not is_data_set(name):
                     try:
-                        next(conversations(name, setting, run.data.messages_column), None)
+                        next(conversations(name, setting, run.data), None)
                     except DataError as problem:
                         found.append(problem)
         try:
@@ -102,12 +103,14 @@ class Chat(Task):
                 in zip(used, (run.data.train_samples, run.data.eval_samples), ("train", "eval"), strict=True)]
         targets = sum(samples.num_targets() for samples, _ in train)
         counts = [sum(len(samples) for samples, _ in parts) for parts in (train, held)]
+        forms = {form_of_table(open_conversations(source.name, "train"), run.data).words: None for source in sources}
         return Prepared(
             train=used[0], eval=used[1], tokenizer=tokenizer, shares=shares(sources, [len(one) for _, one in train]),
             weight=max(1.0, targets / sum(len(one) for _, one in train)), transform=tokenizer.fingerprint,
             padding=padding_text(lengths, run, can_pack=True),
-            about=f"{', '.join(source.name for source in sources)}: {counts[0]:,} conversations, {counts[1]:,} held "
-                  f"out, {targets:,} tokens of the assistant in {int(lengths.sum()):,}"
+            about=f"{', '.join(source.name for source in sources)}: {counts[0]:,} conversations in "
+                  f"{' and '.join(forms)}, {counts[1]:,} held out, {targets:,} tokens of the assistant in "
+                  f"{int(lengths.sum()):,}"
                   + "".join(f"; {text}" for text in left_out),
             warnings=tuple(warning for setting, one in told
                            if (warning := one.warning(setting, run.model.sequence)) is not None),
@@ -151,29 +154,19 @@ def number_problems(run: Run, folder: Path) -> list[RanvierError]:
 
 
 def open_conversations(name: str, setting: str) -> Table:
-    """The table of this name: the shipped one, a file, a saved data set, or one of the hub, which is streamed.
-    setting: train or eval."""
-    if name == quiz.NAME:
-        return quiz.open_quiz()
-    path = Path(name).expanduser()
-    split = "train" if setting == "train" else "validation"
-    if is_data_set(name) or is_saved(path):
-        return open_dataset(name, split, f"data.{setting}", FORM)
-    if path.suffix.lower() not in (*JSON_LINES, *PARQUET):
-        raise DataError("is not a table of conversations", code="not-conversations", where=f"data.{setting}",
-                        value=name, remedy=f"Give {FORM}.")
-    with readable_file(path, setting, FORM):
-        return open_file(path, name)
+    """The table of this name: the shipped one, or what `open_source` opens. setting: train or eval."""
+    return quiz.open_quiz() if name == quiz.NAME else open_source(name, setting, FORM)
 
 
-def conversations(name: str, setting: str, column: str | None) -> Iterator[Conversation]:
-    """The conversations of a data set. DataError, with the place, for a row that is none."""
+def conversations(name: str, setting: str, data: Data) -> Iterator[Conversation | None]:
+    """The conversations of a data set; None for a row without an answer. DataError, with the place, for a row that is
+    none, and where the table has no form of conversations."""
     table = open_conversations(name, setting)
-    messages = table.column(column, ("messages", "conversation", "conversations"), MESSAGES_SETTING)
-    wanted = [messages, *(other for other in OTHER_COLUMNS if other in table.columns)]
+    form = form_of_table(table, data)
+    wanted = [*form.columns, *(other for other in form.more if other in table.columns)]
     with readable_file(Path(name).expanduser(), setting, FORM):
         for row in table.rows(wanted):
-            yield conversation_of(row, messages)
+            yield form.read(row)
 
 
 # --- tokens ----------------------------------------------------------------------------------------------------------
@@ -192,19 +185,20 @@ def _dataset(run: Run, part: Arrays) -> tuple[TokenSamples, Dataset]:
 def _stored(run: Run, source: Source, folder: Path, tokenizer: ChatTokenizer, progress: Progress
             ) -> tuple[Arrays, Arrays]:
     """Training and held-out conversations of one source, from the cache."""
-    sequence, column = run.model.sequence, run.data.messages_column
-    tables = [open_conversations(name, setting).fingerprint
+    sequence = run.model.sequence
+    tables = [open_conversations(name, setting)
               for setting, name in (("train", source.name), ("eval", run.data.eval)) if name is not None]
-    place = cache_folder(run) / "chat" / fingerprint(tables, column, tokenizer.fingerprint, sequence, "with counts")
+    forms = [(table.fingerprint, form_of_table(table, run.data).fingerprint) for table in tables]
+    place = cache_folder(run) / "chat" / fingerprint(forms, tokenizer.fingerprint, sequence, "with counts")
 
     def make() -> None:
         progress(f"tokenising {source.name}")
         encode = partial(_encoded, str(folder), None if run.data.chat_template is None else str(run.data.chat_template),
                          sequence)
-        train, counts = _all(source.name, "train", column, encode, sequence, progress)
+        train, counts = _all(source.name, "train", run.data, encode, sequence, progress)
         held_counts = counts
         if run.data.eval is not None:
-            held, held_counts = _all(run.data.eval, "eval", column, encode, sequence, progress)
+            held, held_counts = _all(run.data.eval, "eval", run.data, encode, sequence, progress)
         else:
             out = held_out([one.key for one in train])
             held = [one for one, here in zip(train, out, strict=True) if here]
@@ -235,9 +229,14 @@ def _counts(part: Arrays) -> Counts:
     return Counts(**{name: int(str(value)) for name, value in part.facts.items()})
 
 
-def _encoded(folder: str, template: str | None, sequence: int, piece: Sequence[Conversation]) -> list[list[_Encoded]]:
-    tokenizer, found = chat_tokenizer(folder, template), []
+def _encoded(folder: str, template: str | None, sequence: int, piece: Sequence[Conversation | None]
+             ) -> list[list[_Encoded] | None]:
+    tokenizer = chat_tokenizer(folder, template)
+    found: list[list[_Encoded] | None] = []
     for one in piece:
+        if one is None:
+            found.append(None)
+            continue
         samples = tokenizer.encode(one)
         key = json.dumps([list(one.messages), one.tools, dict(one.variables)], sort_keys=True, default=str)
         found.append([_Encoded(tokens=np.array(ids[:sequence + 1], dtype=np.uint32),
@@ -246,20 +245,23 @@ def _encoded(folder: str, template: str | None, sequence: int, piece: Sequence[C
     return found
 
 
-def _all(name: str, setting: str, column: str | None, encode: Callable[[list[Conversation]], list[list[_Encoded]]],
-         sequence: int, progress: Progress) -> tuple[list[_Encoded], Counts]:
+def _all(name: str, setting: str, data: Data,
+         encode: Callable[[list[Conversation | None]], list[list[_Encoded] | None]], sequence: int, progress: Progress
+         ) -> tuple[list[_Encoded], Counts]:
     """The samples of a data set in which something is learnt, and what was left out. DataError if there is none."""
-    rows = conversations(name, setting, column)
+    rows = conversations(name, setting, data)
     pieces = iter(lambda: list(islice(rows, _AT_ONCE)), [])
     found: list[_Encoded] = []
-    count = 0
+    count = unanswered = 0
     for piece in map_in_order(encode, pieces, processes_of(progress)):
         count += len(piece)
-        found += [sample for samples in piece for sample in samples]
+        unanswered += piece.count(None)
+        found += [sample for samples in piece if samples is not None for sample in samples]
         advance(progress, f"conversations of {name}", count)
     kept = [one for one in found if one.is_target[1:].any()]
     silent = sum(one.is_silent for one in found)
-    counts = Counts(conversations=count, samples=len(found), silent=silent, too_long=len(found) - len(kept) - silent,
+    counts = Counts(conversations=count, samples=len(found) + unanswered, silent=silent + unanswered,
+                    too_long=len(found) - len(kept) - silent,
                     cut=sum(one.size > sequence + 1 for one in kept),
                     longest=max((one.size - 1 for one in found), default=0))
     if not kept:

@@ -79,17 +79,30 @@ def _messages(row: Row, column: str) -> list[Message]:
                         remedy=remedy)
     found: list[Message] = []
     for message in value:
-        if isinstance(message, dict) and {"from", "value"} <= message.keys():
-            raise DataError("has a message with `from` and `value`", code="message-from-value", where=row.place,
-                            value=repr(message)[:80],
-                            remedy="Rename `from` role (human: user, gpt: assistant) and `value` content.")
         has_content = isinstance(message, dict) and (
             message.get("content") is not None or bool(message.get("tool_calls")))
         if not has_content or not isinstance(message.get("role"), str):
             raise DataError("has a message without `role` and `content`", code="message-without-role", where=row.place,
                             value=repr(message)[:80], remedy=remedy)
         # A template may look for `content` without asking whether it is there.
-        found.append({key: part for key, part in message.items() if part is not None or key == "content"})
+        found.append({key: _parsed_calls(part) if key == "tool_calls" else part for key, part in message.items()
+                      if part is not None or key == "content"})
+    return found
+
+
+def _parsed_calls(calls: Any) -> Any:
+    """Calls of functions whose arguments are an object: OpenAI gives them as JSON text, and templates write objects."""
+    if not isinstance(calls, list):
+        return calls
+    found = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        if isinstance(function, dict) and isinstance(arguments, str):
+            with suppress(ValueError):
+                if isinstance(made := parse_json(arguments), dict):
+                    call = {**call, "function": {**function, "arguments": made}}
+        found.append(call)
     return found
 
 
@@ -112,8 +125,8 @@ class Pair:
 def pair_of(row: Row) -> Pair | None:
     """The pair in a row; None where both answers are the same, of which nothing can be learnt. A text is one turn: of
     the user in the prompt, of the assistant in an answer. DataError, with the place, for a row that has none."""
-    prompt = None if row.values.get("prompt") in (None, "", []) else _turns(row, "prompt", "user")
-    answers = [_turns(row, name, "assistant") for name in ("chosen", "rejected")]
+    prompt = None if row.values.get("prompt") in (None, "", []) else turns_in(row, "prompt", "user")
+    answers = [turns_in(row, name, "assistant") for name in ("chosen", "rejected")]
     if any(answer[0]["role"] != "assistant" for answer in answers):  # whole conversations
         size = next((place for place, (one, other) in enumerate(zip(*answers, strict=False)) if one != other),
                     min(map(len, answers)))
@@ -130,21 +143,23 @@ def pair_of(row: Row) -> Pair | None:
     for name, answer in zip(("chosen", "rejected"), answers, strict=True):
         if not answer or {answer[0]["role"], answer[-1]["role"]} != {"assistant"}:
             raise _unfit(row, f"has no answer of the assistant in `{name}`", row.values[name])
-    chosen, rejected = (_answered(row, context, answer) for answer in answers)
+    chosen, rejected = (answered(row, context, answer) for answer in answers)
     return Pair(chosen=chosen, rejected=rejected)
 
 
-def _turns(row: Row, column: str, role: str) -> list[Message]:
+def turns_in(row: Row, column: str, role: str) -> list[Message]:
     """The messages in a column, where a text is one of `role`."""
     value = row.values.get(column)
     if isinstance(value, str) and value.strip():
         return [{"role": role, "content": value}]
     if not isinstance(value, list):
-        raise _unfit(row, f"has no text and no messages in `{column}`", value)
+        raise DataError(f"has no text and no messages in `{column}`", code="not-a-turn", where=row.place,
+                        value=repr(value)[:80], remedy="Give a text, or a list of messages.")
     return _messages(row, column)
 
 
-def _answered(row: Row, context: Sequence[Message], answer: Sequence[Message]) -> Conversation:
+def answered(row: Row, context: Sequence[Message], answer: Sequence[Message]) -> Conversation:
+    """The conversation of which the answer alone is learnt. row: what else it has."""
     found = conversation_of(replace(row, values={**row.values, "messages": [*context, *answer]}))
     earlier = (number for number, message in enumerate(context) if message["role"] == "assistant")
     return replace(found, unlearnt=found.unlearnt.union(earlier))

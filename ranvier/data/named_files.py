@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,6 +108,7 @@ def read_bytes(path: Path, setting: str, form: str) -> bytes:
 
 def _exists(name: str) -> bool:
     try:
-        return bool(name) and Path(name).expanduser().exists()
+        path = Path(name).expanduser()
+        return bool(name) and (path.exists() or bool(glob.glob(str(path), recursive=True)))
     except (OSError, ValueError, RuntimeError):  # too long, a NUL, "~name" of nobody
         return False

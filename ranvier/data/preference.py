@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
 
 import numpy as np
 
+from ranvier.config.named_object import is_object_name
 from ranvier.config.run import Run
 from ranvier.config.task_form import SHIPPED
 from ranvier.data import quiz, token_numbers
@@ -32,13 +33,15 @@ from ranvier.data.padding import padding_text
 from ranvier.data.parallel import map_in_order
 from ranvier.data.preference_pairs import PreferencePairs, PreferenceScoring, WithReference
 from ranvier.data.publish import Progress, advance, processes_of
+from ranvier.data.row_forms import function_fingerprint, made_by_function
 from ranvier.data.subset import chosen, held_out, some
-from ranvier.data.tables import JSON_LINES, PARQUET, Table, is_saved, open_dataset, open_file
+from ranvier.data.table_sources import FILES, open_source
+from ranvier.data.tables import Row, Table
 from ranvier.data.task import Dataset, Prepared, Task
 from ranvier.data.token_samples import TokenSamples
 from ranvier.errors import DataError, RanvierError
 
-FORM = "a JSONL or Parquet file with the columns prompt, chosen and rejected, the name of a data set, or quiz"
+FORM = f"{FILES} with the columns prompt, chosen and rejected, the name of a data set, or quiz"
 """What may be given, in words."""
 _WARNED_SHARE = 0.01
 """A larger share of left-out pairs is warned of."""
@@ -56,12 +59,17 @@ class PreferenceTask(Task):
     def problems(self, run: Run, *, elsewhere: bool) -> list[RanvierError]:
         """What is wrong with the settings, the tokenizer's folder and the columns; one row of each file is read."""
         found: list[RanvierError] = [*text_only(run.data)]
+        if run.data.form != "auto" and not is_object_name(run.data.form):
+            found.append(DataError("is a form of conversations, and not of pairs of answers", code="form-of-other-task",
+                                   where="data.form", value=run.data.form,
+                                   remedy="Set `--data.form auto`, or `--data.task chat`."))
+            return found
         names = table_name_problems(run.data, (quiz.NAME,), FORM)
         found += names
         for setting, name in (("train", run.data.train), ("eval", run.data.eval)):
             if name is not None and not names and not is_data_set(name):
                 try:
-                    next(pairs(name, setting), None)
+                    next(pairs(name, setting, run.data.form), None)
                 except DataError as problem:
                     found.append(problem)
         try:
@@ -107,35 +115,33 @@ PREFERENCE = PreferenceTask()
 """The task; it has no state."""
 
 
-def open_pairs(name: str, setting: str) -> Table:
-    """The table of this name: the shipped one, a file, a saved data set, or one of the hub, which is streamed.
-    setting: train or eval. DataError where it lacks a column."""
-    path = Path(name).expanduser()
-    if name == quiz.NAME:
-        found = quiz.open_quiz_pairs()
-    elif is_data_set(name) or is_saved(path):
-        found = open_dataset(name, "train" if setting == "train" else "validation", f"data.{setting}", FORM)
-    elif path.suffix.lower() not in (*JSON_LINES, *PARQUET):
-        raise DataError("is not a table of pairs", code="not-pairs", where=f"data.{setting}", value=name,
-                        remedy=f"Give {FORM}.")
-    else:
-        with readable_file(path, setting, FORM):
-            found = open_file(path, name)
+def open_pairs(name: str, setting: str, form: str) -> Table:
+    """The table of this name: the shipped one, or what `open_source` opens. setting: train or eval. form: data.form.
+    DataError where it lacks a column, which with a function as the form it need not have."""
+    found = quiz.open_quiz_pairs() if name == quiz.NAME else open_source(name, setting, FORM)
     for column in PAIR_COLUMNS[1:]:
-        if column not in found.columns:
+        if column not in found.columns and not is_object_name(form):
             raise DataError(f"has no column `{column}`", code="column-missing", where=name,
                             value=", ".join(sorted(found.columns)), remedy=f"Give {FORM}.")
     return found
 
 
-def pairs(name: str, setting: str) -> Iterator[Pair | None]:
+def pairs(name: str, setting: str, form: str) -> Iterator[Pair | None]:
     """The pairs of a data set; None for one whose answers are the same. DataError, with the place, for a row that has
     none."""
-    table = open_pairs(name, setting)
+    table = open_pairs(name, setting, form)
     wanted = [column for column in (*PAIR_COLUMNS, *OTHER_COLUMNS) if column in table.columns]
     with readable_file(Path(name).expanduser(), setting, FORM):
-        for row in table.rows(wanted):
-            yield pair_of(row)
+        for row in table.rows(table.columns if is_object_name(form) else wanted):
+            yield pair_of(row) if form == "auto" else _made(form, row)
+
+
+def _made(form: str, row: Row) -> Pair | None:
+    made = made_by_function(form, row)
+    if made is not None and not isinstance(made, dict):
+        raise DataError(f"returns a {type(made).__name__} for a row", code="form-function-result", where="data.form",
+                        value=form, remedy="Return a dict with prompt, chosen and rejected, or None.")
+    return None if made is None else pair_of(replace(row, values=made))
 
 
 # --- tokens ----------------------------------------------------------------------------------------------------------
@@ -196,17 +202,19 @@ def _pairs_in(part: Arrays, sequence: int) -> PreferencePairs:
 def _stored(run: Run, folder: Path, tokenizer: ChatTokenizer, progress: Progress) -> tuple[Arrays, Arrays]:
     """Training and held-out pairs, from the cache."""
     name, sequence = training_name(run.data), run.model.sequence
-    tables = [open_pairs(each, setting).fingerprint
+    form = run.data.form
+    tables = [open_pairs(each, setting, form).fingerprint
               for setting, each in (("train", name), ("eval", run.data.eval)) if each is not None]
-    place = cache_folder(run) / "preference" / fingerprint(tables, tokenizer.fingerprint, sequence)
+    place = cache_folder(run) / "preference" / fingerprint(
+        tables, tokenizer.fingerprint, sequence, function_fingerprint(form) if is_object_name(form) else form)
 
     def make() -> None:
         progress(f"tokenising {name}")
         template = None if run.data.chat_template is None else str(run.data.chat_template)
-        train, counts = _all(name, "train", str(folder), template, sequence, progress)
+        train, counts = _all(name, "train", form, str(folder), template, sequence, progress)
         held_counts = counts
         if run.data.eval is not None:
-            held, held_counts = _all(run.data.eval, "eval", str(folder), template, sequence, progress)
+            held, held_counts = _all(run.data.eval, "eval", form, str(folder), template, sequence, progress)
         else:
             out = held_out([one.key for one in train])
             held = [one for one, here in zip(train, out, strict=True) if here]
@@ -221,10 +229,10 @@ def _stored(run: Run, folder: Path, tokenizer: ChatTokenizer, progress: Progress
     return made_once(place, make, progress)
 
 
-def _all(name: str, setting: str, folder: str, template: str | None, sequence: int, progress: Progress
+def _all(name: str, setting: str, form: str, folder: str, template: str | None, sequence: int, progress: Progress
          ) -> tuple[list[_Encoded], _Counts]:
     """The pairs of a data set that are learnt from, and what was left out. DataError if there is none."""
-    rows = pairs(name, setting)
+    rows = pairs(name, setting, form)
     found: list[_Encoded] = []
     count = 0
     for piece in map_in_order(partial(_encoded, folder, template), iter(lambda: list(islice(rows, _AT_ONCE)), []),

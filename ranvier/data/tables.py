@@ -9,15 +9,18 @@ are. Parquet needs the package `pyarrow`, which comes with `datasets`.
 from __future__ import annotations
 
 import csv
+import gzip
 import importlib.util
 import json
 import os
+import re
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from ranvier.data.fingerprint import fingerprint
 from ranvier.data.publish import Progress
@@ -30,8 +33,13 @@ SEPARATED = {".csv": ",", ".tsv": "\t"}
 """Endings of files whose first line names the columns, and their separators."""
 PARQUET = (".parquet",)
 """Endings of Parquet files."""
+JSON = ".json"
+"""Ending of a file with one array of JSON objects."""
 ENDINGS = (*JSON_LINES, *SEPARATED, *PARQUET)
 """Endings of the files that `open_file` reads."""
+ROW_ENDINGS = (*ENDINGS, JSON)
+"""Endings of files of rows, of which all but Parquet may be compressed, with .gz behind."""
+_MOST_JSON_BYTES = 4 << 30
 INSTALL = "Run pip install 'ranvier[hub]'"
 """How the packages `datasets` and `pyarrow` are installed."""
 
@@ -99,7 +107,7 @@ def is_saved(path: Path) -> bool:
 
 def is_hub_name(name: str) -> bool:
     """Whether this may be the name of a data set on the Hugging Face hub: NAME, OWNER/NAME, or one of them with
-    :CONFIGURATION. Paths and names of files are not."""
+    :CONFIGURATION, :SPLIT or both. Paths and names of files are not."""
     path = name.partition(":")[0]
     return bool(path) and not path.startswith((".", "~", os.sep)) and path.count("/") <= 1 and not path.endswith("/") \
         and Path(path).suffix.lower() not in (*ENDINGS, ".json", ".txt", ".gz", ".tgz")
@@ -108,7 +116,7 @@ def is_hub_name(name: str) -> bool:
 def open_file(path: Path, name: str) -> Table:
     """The table in a file. Its header or first row is read. name: for errors. DataError where it is damaged, or needs a
     package that is missing; OSError and UnicodeDecodeError as reading raises them."""
-    ending = path.suffix.lower()
+    ending = ending_of(path)
     found = path.stat()
     same = fingerprint("table", str(path.resolve()), found.st_size, found.st_mtime_ns)
     if ending in PARQUET:
@@ -116,20 +124,62 @@ def open_file(path: Path, name: str) -> Table:
     elif ending in SEPARATED:
         columns, rows = _separated(path, name, SEPARATED[ending])
     else:
-        first = next(json_rows(path, name), None)
+        read = json_array if ending == JSON else json_rows
+        first = next(read(path, name), None)
         columns = () if first is None else tuple(first.values)
 
         def rows(wanted: Sequence[str]) -> Iterator[Row]:
-            return json_rows(path, name)
+            return read(path, name)
 
     return Table(name=name, columns=columns, fingerprint=same, rows=rows)
+
+
+def ending_of(path: Path) -> str:
+    """The ending that tells the form of a file, in lower case: that before .gz, if it is compressed."""
+    ending = path.suffix.lower()
+    return Path(path.stem).suffix.lower() if ending == ".gz" else ending
+
+
+@contextmanager
+def _text(path: Path, newline: str) -> Iterator[IO[str]]:
+    """A file of text, which may be compressed. OSError also where what is compressed is damaged."""
+    if path.suffix.lower() != ".gz":
+        with open(path, encoding="utf-8-sig", newline=newline) as file:
+            yield file
+        return
+    try:
+        with gzip.open(path, "rt", encoding="utf-8-sig", newline=newline) as unpacked:
+            yield cast(IO[str], unpacked)
+    except (EOFError, zlib.error) as error:
+        raise OSError(f"is not what gzip has written: {error}") from error
+
+
+def json_array(path: Path, name: str) -> Iterator[Row]:
+    """The objects of a file with one JSON array. Errors as of `json_rows`."""
+    remedy = "Write an array of objects, or one object a line in a file that ends in .jsonl."
+    with _text(path, "") as file:
+        text = file.read(_MOST_JSON_BYTES)
+    try:
+        found = parse_json(text)
+    except ValueError as error:
+        raise DataError("is no JSON", code="row-not-json", where=name, value=str(error)[:80], remedy=remedy) from error
+    if not isinstance(found, list):
+        raise DataError("is no JSON array", code="not-an-array", where=name, value=type(found).__name__, remedy=remedy)
+    escaped = "\\ud" in text.lower()
+    for number, values in enumerate(found):
+        if not isinstance(values, dict):
+            raise DataError("is no JSON object", code="row-not-object", where=f"{name} row {number}",
+                            value=repr(values)[:80], remedy=remedy)
+        if escaped:
+            _check_surrogates(values, f"{name} row {number}")
+        yield Row(f"{name} row {number}", values)
 
 
 def json_rows(path: Path, name: str) -> Iterator[Row]:
     """The objects of a file of JSON lines; empty lines are left out. DataError, with the number of the line, for one
     that is no object; UnicodeDecodeError when the file is not UTF-8."""
     remedy = 'Write one JSON object a line, for example {"text": "..."}; name a file of plain text .txt.'
-    with open(path, encoding="utf-8-sig", newline="\n") as file:
+    with _text(path, "\n") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -160,7 +210,7 @@ def _check_surrogates(values: dict[str, object], where: str) -> None:
 def _separated(path: Path, name: str, separator: str) -> tuple[tuple[str, ...], _Rows]:
     """Header and rows of a file with a header line, quoted as spreadsheets do."""
     def lines() -> Iterator[tuple[int, list[str]]]:
-        with open(path, encoding="utf-8-sig", newline="") as file:
+        with _text(path, "") as file:
             reader = csv.reader(file, delimiter=separator)
             try:
                 for values in reader:
@@ -217,7 +267,7 @@ def _parquet(path: Path, name: str) -> tuple[tuple[str, ...], _Rows]:
 
 def load_split(name: str, split: str, setting: str, instead: str, *, streaming: bool = False) -> Any:
     """A split as the package `datasets` gives it: of a folder that `Dataset.save_to_disk` has written, or of
-    NAME[:CONFIGURATION] on the hub.
+    NAME[:CONFIGURATION][:SPLIT] on the hub; what no configuration is called is a split.
 
     setting: the one that named it, such as data.train; instead: what else may be given, for errors. streaming: rows are
     fetched while they are read. DataError where the package is missing, or the data set cannot be read.
@@ -230,9 +280,16 @@ def load_split(name: str, split: str, setting: str, instead: str, *, streaming: 
         if is_saved(Path(name).expanduser()):
             found = datasets.load_from_disk(str(Path(name).expanduser()))
             return found[split] if isinstance(found, datasets.DatasetDict) else found
-        hub, _, configuration = name.partition(":")
+        hub, *parts = re.split(r":(?![^\[]*\])", name)  # a split may be train[:10%]
         streamed = {"streaming": True} if streaming else {}
-        return datasets.load_dataset(hub, configuration or None, split=split, **streamed)
+        if len(parts) == 2:
+            return datasets.load_dataset(hub, parts[0], split=parts[1], **streamed)
+        try:
+            return datasets.load_dataset(hub, *(parts or [None]), split=split, **streamed)
+        except ValueError as error:
+            if len(parts) != 1 or "BuilderConfig" not in str(error):
+                raise
+        return datasets.load_dataset(hub, None, split=parts[0], **streamed)
 
 
 @contextmanager

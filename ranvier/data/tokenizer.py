@@ -280,6 +280,11 @@ def _as_published(document: dict[str, Any], path: Path) -> Tokenizer:
     inner = tokenizers.Tokenizer.from_str(json.dumps(
         {**document, "truncation": None, "padding": None}))
     vocab = inner.get_vocab()
+    for one in document.get("added_tokens") or ():  # to one whose number is taken the library gives another
+        if vocab.get(one["content"]) != one["id"]:
+            raise ValueError(f"no place {one['id']} for its token {one['content']}")
+    if len(set(vocab.values())) < len(vocab):
+        raise ValueError("tokens with the same number")
     end = next((end for end in (_named_beside(path, "eos_token"), *_ENDS) if end in vocab), None)
     if end is None:
         raise ValueError(f"no token that ends a text: {', '.join(_ENDS)}")

@@ -1,4 +1,4 @@
-"""A change of a run to another mesh or to other frozen layers, and what a request for one says. Pure."""
+"""A change of a run to another mesh or to other frozen layers, and a request for one. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from ranvier.config.other_mesh import resized
 from ranvier.config.resolve import ResolvedRun
 from ranvier.elastic.freezing import FrozenLayers
 from ranvier.errors import RanvierError
-from ranvier.mesh import AXES
 from ranvier.plan.fitting import first_that_fits, schedule_settings
 
 
@@ -63,6 +62,25 @@ class Change:
         return cls(**{**document, **layers, "boundaries": None if boundaries is None else tuple(boundaries)})
 
 
-def request_text(request: Mapping[str, object]) -> str:
-    """The mesh that a request names, in words."""
-    return " x ".join(f"{axis} {request[axis]}" for axis in AXES if axis in request)
+@dataclass(frozen=True, kw_only=True)
+class MeshRequest:
+    """A request for another mesh, of a user or of ranks that want to join; as text, the sizes that it names.
+
+    sizes: by axis, where they are named; None where they must be named and are not. wish: its ID; None without one.
+    ranks: how many wait to join, if any do. has_joined: they are members of the run, and only their mesh is still to
+    come. reason: of the change that fulfils it. problem: why it could not be read.
+    """
+
+    sizes: Mapping[str, int | None]
+    wish: str | None
+    ranks: int | None = None
+    has_joined: bool = False
+    reason: str = "as asked with ranvier resize"
+    problem: str | None = None
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
+
+    def fields(self) -> dict[str, object]:
+        """As events have it."""
+        return {**self.sizes, **({} if self.ranks is None else {"ranks": self.ranks}), "wish": self.wish}

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import inf, isfinite, nan, prod
-from typing import Any, Protocol
+from typing import Any
 
 from ranvier.config.other_mesh import microbatch_size, resized
 from ranvier.config.resolve import ResolvedRun
-from ranvier.elastic.change import Change, request_text
+from ranvier.elastic.change import Change, MeshRequest
 from ranvier.elastic.freezing import (
     Facts,
     FreezePolicy,
@@ -42,12 +41,6 @@ from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
 
 
-class Problem(Protocol):
-    """Why a run cannot continue in this form with these frozen layers; None where it can."""
-
-    def __call__(self, run: ResolvedRun, /, frozen: FrozenLayers) -> RanvierError | None: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class DecisionFacts:
     """What a decision depends on beside the state: measured by a run, predicted by a plan."""
@@ -64,7 +57,8 @@ class DecisionFacts:
     frozen: FrozenLayers
     blocks: Callable[[], BlockFacts]
     """Times and sizes of the blocks."""
-    problem: Problem
+    problem: Callable[[ResolvedRun, FrozenLayers], RanvierError | None]
+    """Why the run cannot continue in this form with these frozen layers; None where it can."""
     stage_memory: Callable[[FrozenLayers], StageMemory | None]
     """What cuts must fit into."""
     caches: Callable[[int], bool]
@@ -183,8 +177,7 @@ class Controller:
         """Samples of a microbatch of `step`, where numbers of them are profiled: of the one that is being tried, or was
         the fastest. share: samples of a replica."""
         pipe, data, note = mesh.pipeline_size, mesh.num_replicas, None
-        counts = microbatch_counts(pipe, share)
-        best = state.profile.best(pipe, data, frozen, counts)
+        counts, best = microbatch_counts(pipe, share), self.fastest_count(state, mesh, share, frozen)
         if state.trial is None:
             tries = state.profile.next_count(pipe, data, frozen, counts)
             if tries is not None:
@@ -204,9 +197,14 @@ class Controller:
         assert state.trial is not None
         return state, size_of(share, state.trial.count, mesh.microbatch_parts), note
 
+    def fastest_count(self, state: ElasticState, mesh: Mesh, share: int, frozen: int) -> int:
+        """The fastest number of microbatches that has been tried. share: samples of a replica."""
+        counts = microbatch_counts(mesh.pipeline_size, share)
+        return state.profile.best(mesh.pipeline_size, mesh.num_replicas, frozen, counts)
+
     # ------------------------------------------------------------------ decisions
 
-    def decide(self, state: ElasticState, facts: DecisionFacts, request: Mapping[str, Any] | None = None) -> Decision:
+    def decide(self, state: ElasticState, facts: DecisionFacts, request: MeshRequest | None = None) -> Decision:
         """What is to change now. request: a user's request for another mesh."""
         norms, compares_all = state.norms, state.unmeasured and bool(state.recent)
         state = replace(state, norms=None, compares=False, due=state.due and norms is None,
@@ -229,7 +227,7 @@ class Controller:
             return Decision(state=state, change=change, notes=(*notes, found))
         reason = "nothing trains in them" if not state.evaluations else \
             f"{self.policy_text}, evaluation {state.evaluations}"
-        again = {(data, pipe) for data, pipe, frozen in state.refused if frozen == wanted.prefix}
+        again = {(replicas, length) for replicas, length, frozen in state.refused if frozen == wanted.prefix}
         if self.run.elastic.auto_pipe and (moves or again or compares_all):
             state, chosen, more_notes = self._select(
                 state, facts, wanted, among=None if moves or compares_all else again)
@@ -320,15 +318,15 @@ class Controller:
     def _to(self, candidate: MeshCandidate, facts: DecisionFacts, wanted: FrozenLayers, reason: str = ""
             ) -> tuple[Change, RanvierError | None]:
         """The change to a mesh and cut, with a schedule that fits; and why it cannot be."""
-        return self.change_to(candidate.mesh(facts.present.mesh), facts.frozen, wanted, candidate.boundaries or None,
-                              reason).fitted(self.run, partial(facts.problem, frozen=wanted))
+        return self.change_to(candidate.mesh, facts.frozen, wanted, candidate.boundaries or None,
+                              reason).fitted(self.run, lambda run: facts.problem(run, wanted))
 
     def _here(self, state: ElasticState, facts: DecisionFacts, wanted: FrozenLayers, reason: str
               ) -> tuple[Change, RanvierError | None]:
         """To other frozen layers, on the present mesh and cut; and why that may not fit."""
         here = self.change_to(facts.present.mesh, facts.frozen, wanted, facts.present.boundaries or None, reason,
                               schedule=state.schedule)
-        there, problem = here.fitted(self.run, partial(facts.problem, frozen=wanted))
+        there, problem = here.fitted(self.run, lambda run: facts.problem(run, wanted))
         return (there if problem is None else here), problem
 
     def _evaluate(self, state: ElasticState, facts: DecisionFacts, norms: tuple[float, ...]
@@ -354,8 +352,7 @@ class Controller:
 
     def _select(self, state: ElasticState, facts: DecisionFacts, wanted: FrozenLayers, *,
                 among: set[tuple[int, int]] | None) -> tuple[ElasticState, MeshCandidate | None, tuple[Note, ...]]:
-        """The mesh and cut that pay with these frozen layers. among: (data, pipe) of meshes that are looked at; None
-        looks at all."""
+        """The mesh and cut that pay with these frozen layers. among: as of `mesh_candidates`."""
         present, depth, step = facts.present, wanted.prefix, facts.step
         blocks, cached = facts.blocks(), 0
         if facts.caches(depth):
@@ -377,22 +374,21 @@ class Controller:
 
     # ------------------------------------------------------------------ requests
 
-    def _requested(self, facts: DecisionFacts, request: Mapping[str, Any], wanted: FrozenLayers) -> Change | Note:
+    def _requested(self, facts: DecisionFacts, request: MeshRequest, wanted: FrozenLayers) -> Change | Note:
         """The change to the mesh that a user requests, of the ranks that the run has; or why it is refused."""
         mesh = facts.present.mesh
-        asked: dict[str, Any] = {axis: request.get(axis, size if axis in mesh.stage_axes else None)
+        asked: dict[str, Any] = {axis: request.sizes.get(axis, size if axis in mesh.stage_axes else None)
                                  for axis, size in mesh.sizes.items()}
-        problem = request.get("problem") or self._unfit(facts, asked)
+        problem = request.problem or self._unfit(facts, asked)
         if problem is None:
             change, found = self.change_to(
-                resized(self.run.mesh, **asked), facts.frozen, wanted, None,
-                request.get("reason", "as asked with ranvier resize")).fitted(
-                    self.run, partial(facts.problem, frozen=wanted))
+                resized(self.run.mesh, **asked), facts.frozen, wanted, None, request.reason).fitted(
+                    self.run, lambda run: facts.problem(run, wanted))
             if found is None:
-                return replace(change, wish=request["wish"])
+                return replace(change, wish=request.wish)
             problem = str(found)
-        return Note(event="resize-refused", text=f"resize request for {request_text(request)} refused: {problem}",
-                    fields={name: value for name, value in request.items() if name not in ("problem", "reason")})
+        return Note(event="resize-refused", text=f"resize request for {request} refused: {problem}",
+                    fields=request.fields())
 
     def _unfit(self, facts: DecisionFacts, asked: Mapping[str, Any]) -> str | None:
         """Why a run cannot go to a mesh of the sizes `asked` (axis -> size), by these numbers alone."""

@@ -8,6 +8,7 @@ from math import inf
 
 from ranvier.config.other_mesh import microbatch_size, on_mesh
 from ranvier.config.resolve import ResolvedRun, stage_placement
+from ranvier.cost.mesh_shape import divisors
 from ranvier.cost.transition import moved_bytes
 from ranvier.elastic.auto_pipe import CandidateStage, Situation, best_cut, compress, greedy, stage_sizes
 from ranvier.elastic.microbatch_profile import MicrobatchProfile, microbatch_counts, size_of
@@ -21,8 +22,7 @@ from ranvier.schedule.policies import policy_named
 class MeshCandidate:
     """A mesh that the run could change to, and its cut."""
 
-    data: int
-    pipe: int
+    mesh: Mesh
     boundaries: tuple[int, ...]
     """First block of each stage after the first."""
     samples: int
@@ -39,10 +39,6 @@ class MeshCandidate:
     def seconds_per_sample(self) -> float:
         """What candidates are compared by; infinite where the time is not known."""
         return inf if self.seconds is None else self.seconds / self.samples
-
-    def mesh(self, like: Mesh) -> Mesh:
-        """Its mesh, with the rows and columns of `like`."""
-        return like.resized(data=self.data, pipe=self.pipe)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +60,8 @@ def mesh_candidates(rules: ElasticRules, present: PresentMesh, depth: int, facts
         num_ranks: the ranks that the run has now, idle ones too: some may have been lost, and others may have joined.
         cached: frozen blocks whose outputs the first stage will read (`ElasticRules.cached_blocks`).
         profile: measured numbers of microbatches, where the run goes by them.
-        among: (data, pipe) of the meshes that are looked at, beside the present one; None looks at all.
+        among: (replicas, ranks of a pipeline) of the meshes that are looked at, beside the present one; None looks at
+            all.
     """
     frozen, first, here = present.frozen_blocks(depth), rules.run.mesh, present.mesh
     here.require_known_axes("the choice of a mesh")
@@ -72,15 +69,21 @@ def mesh_candidates(rules: ElasticRules, present: PresentMesh, depth: int, facts
         return [_reference(rules, present, frozen, facts, num_ranks)]
     ranks = num_ranks // here.stage_size  # with as many ranks in each stage as now
     if rules.run.elastic.auto_dp:
-        meshes = [(ranks // pipe, pipe) for pipe in range(1, ranks + 1) if ranks % pipe == 0]
+        shapes = [(ranks // length, length) for length in divisors(ranks)]
     else:
-        meshes = [(here.data, pipe) for pipe in range(1, first.pipe + 1)
-                  if first.pipe % pipe == 0 and here.data * pipe <= ranks]
-    wanted = {mesh for mesh in meshes if among is None or mesh in among} | {(here.data, here.pipe)}
-    found = [mesh_candidate(rules, facts, frozen, mesh=here.resized(data=data, pipe=pipe),
-                            samples=rules.step_samples(data), cached=cached, profile=profile,
-                            memory=memory) for data, pipe in wanted]
-    return sorted(found, key=lambda candidate: (not candidate.fits, candidate.seconds_per_sample, -candidate.pipe))
+        shapes = [(here.num_replicas, length) for length in divisors(first.pipeline_size)
+                  if here.num_replicas * length <= ranks]
+    wanted = {shape for shape in shapes if among is None or shape in among} | {shape_of(here)}
+    found = [mesh_candidate(rules, facts, frozen, mesh=here.shaped(num_replicas=replicas, pipeline_size=length),
+                            samples=rules.step_samples(replicas), cached=cached, profile=profile,
+                            memory=memory) for replicas, length in wanted]
+    return sorted(found, key=lambda candidate: (not candidate.fits, candidate.seconds_per_sample,
+                                                -candidate.mesh.pipeline_size))
+
+
+def shape_of(mesh: Mesh) -> tuple[int, int]:
+    """Replicas and ranks of a pipeline: what candidates differ in."""
+    return mesh.num_replicas, mesh.pipeline_size
 
 
 def with_present_seconds(facts: BlockFacts, rules: ElasticRules, present: PresentMesh,
@@ -121,14 +124,14 @@ def mesh_candidate(rules: ElasticRules, facts: BlockFacts, frozen: int, *, mesh:
         placement=placement,
         memory_bytes=needed,
         limit_bytes=None if memory is None else memory.limit_bytes))
-    return MeshCandidate(data=data, pipe=pipe, boundaries=cut.boundaries, samples=samples, seconds=cut.seconds,
+    return MeshCandidate(mesh=mesh, boundaries=cut.boundaries, samples=samples, seconds=cut.seconds,
                          fits=cut.seconds is not None, reason=cut.reason, too_large=cut.too_large)
 
 
 def candidate_moved_bytes(rules: ElasticRules, present: PresentMesh, candidate: MeshCandidate, facts: BlockFacts,
                           depth: int) -> int:
     """About what a transition to `candidate` with `depth` frozen layers sends from rank to rank."""
-    return moved_bytes(old=present.mesh, old_boundaries=present.boundaries, new=candidate.mesh(present.mesh),
+    return moved_bytes(old=present.mesh, old_boundaries=present.boundaries, new=candidate.mesh,
                        new_boundaries=candidate.boundaries, parameter_bytes=facts.parameter_bytes,
                        state_bytes=facts.state_bytes, frozen_blocks=present.frozen_blocks(depth),
                        sharded=rules.run.optim.shard, pipeline=rules.run.pipeline)
@@ -139,10 +142,10 @@ def _reference(rules: ElasticRules, present: PresentMesh, frozen: int, facts: Bl
     """PipeTransformer's rule (He et al., 2021, Algorithm 1 and section 3.2): by parameters alone."""
     first, ranks = rules.run.mesh, num_ranks // present.mesh.stage_size
     sizes = [count / 1e6 for count in facts.num_parameters]
-    largest = max(stage_sizes(sizes, greedy(sizes, first.pipe)))
+    largest = max(stage_sizes(sizes, greedy(sizes, first.pipeline_size)))
     pipe = compress(sizes, present.mesh.pipeline_size, frozen, largest)
     data = ranks // pipe if rules.run.elastic.auto_dp else present.mesh.num_replicas
     counts = greedy(sizes, pipe, frozen)
     boundaries = tuple(sum(counts[:stage]) for stage in range(1, pipe))
-    return MeshCandidate(data=data, pipe=pipe, boundaries=boundaries, samples=rules.step_samples(data), seconds=None,
-                         fits=True, reason="the article's rule")
+    return MeshCandidate(mesh=present.mesh.shaped(num_replicas=data, pipeline_size=pipe), boundaries=boundaries,
+                         samples=rules.step_samples(data), seconds=None, fits=True, reason="the article's rule")

@@ -100,7 +100,8 @@ class ElasticState:
     """Seconds of the newest steps on this mesh, at most `RECENT_STEPS`."""
     ledger: Ledger = field(default_factory=Ledger)
     refused: frozenset[tuple[int, int, int]] = frozenset()
-    """(data, pipe, frozen layers) of meshes that did not fit or did not pay, at the depth of the last refusal."""
+    """(replicas, ranks of a pipeline, frozen layers) of meshes that did not fit or did not pay, at the depth of the
+    last refusal."""
     profile: MicrobatchProfile = field(default_factory=MicrobatchProfile)
     trial: MicrobatchTrial | None = None
     reported: frozenset[tuple[int, int]] = frozenset()

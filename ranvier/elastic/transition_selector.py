@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ranvier.elastic.mesh_candidates import MeshCandidate, candidate_moved_bytes
+from ranvier.elastic.mesh_candidates import MeshCandidate, candidate_moved_bytes, shape_of
 from ranvier.elastic.rules import BlockFacts, ElasticRules, PresentMesh
 from ranvier.elastic.state import ElasticState
 from ranvier.mesh import Mesh
@@ -40,23 +40,23 @@ def select(rules: ElasticRules, state: ElasticState, present: PresentMesh, candi
 
     def refuse(candidate: MeshCandidate, event: str, text: str, fields: Mapping[str, object] | None = None) -> None:
         nonlocal refused
-        key = candidate.data, candidate.pipe, depth
+        key = *shape_of(candidate.mesh), depth
         if key not in refused:
             notes.append(Note(event=event, text=text, fields=fields or {}))
         refused = frozenset(other for other in refused if other[2] == depth) | {key}
 
     chosen = None
-    here = next((each for each in candidates if each.mesh(present.mesh) == present.mesh), None)
+    here = next((each for each in candidates if each.mesh == present.mesh), None)
     for candidate in candidates:
         if candidate.too_large and candidate is not here:
-            refuse(candidate, "dropped", _dropped(present, candidate, depth, candidate.reason))
+            refuse(candidate, "dropped", _dropped(candidate, depth, candidate.reason))
     for candidate in (candidate for candidate in candidates if candidate.fits):
         if candidate is here and depth == present.frozen:
             break
         same = candidate is here and candidate.boundaries == tuple(present.boundaries)
         problem = None if same else problem_of(candidate)
         if problem is not None:
-            text = _dropped(present, candidate, depth, problem)
+            text = _dropped(candidate, depth, problem)
             if candidate is here:  # its present cut is what it has, and slower meshes need not be judged
                 notes.append(Note(event="dropped", text=text))
                 break
@@ -69,12 +69,12 @@ def select(rules: ElasticRules, state: ElasticState, present: PresentMesh, candi
         now = here.seconds if state.seconds is None else \
             state.seconds * (here.seconds / facts.seconds if facts.seconds else 1.0)
         decision = ledger.pays(
-            step=step, old=mesh_text(present.mesh), new=mesh_text(candidate.mesh(present.mesh)),
+            step=step, old=mesh_text(present.mesh), new=mesh_text(candidate.mesh),
             seconds_before=now, model_before=here.seconds_per_sample,
             model_after=candidate.seconds_per_sample, remaining_steps=remaining_steps,
             moved_bytes=candidate_moved_bytes(rules, present, candidate, facts, depth))
         if decision.pays:
-            refused -= {(candidate.data, candidate.pipe, depth)}
+            refused -= {(*shape_of(candidate.mesh), depth)}
             notes.append(Note(event="judged", text=decision.text, fields={"pays": True}))
             chosen, ledger = candidate, ledger.with_entry(decision.entry)
             break
@@ -88,5 +88,5 @@ def mesh_text(mesh: Mesh) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in mesh.items() if axis not in left_out)
 
 
-def _dropped(present: PresentMesh, candidate: MeshCandidate, depth: int, why: str) -> str:
-    return f"{mesh_text(candidate.mesh(present.mesh))} with {depth} frozen layers: {why}"
+def _dropped(candidate: MeshCandidate, depth: int, why: str) -> str:
+    return f"{mesh_text(candidate.mesh)} with {depth} frozen layers: {why}"

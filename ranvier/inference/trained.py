@@ -40,7 +40,7 @@ from ranvier.world import World
 
 KEPT = ("model.", "lora.", "preference.", "batch.", "seed", "precision", "train.eval_sequences", "data.task",
         "data.options", "data.train_samples", "data.eval_samples", "data.text_column", "data.pair_column",
-        "data.label_column", "data.messages_column", "data.packing", "data.padding", "data.augment",
+        "data.label_column", "data.messages_column", "data.form", "data.packing", "data.padding", "data.augment",
         "data.augment_repeats", "data.max_bytes")
 """Beginnings of the settings of a run that its evaluation has, too; place and performance are chosen anew."""
 PLACES = ("data.corpus", "data.mixture", "data.train", "data.eval", "data.eval_sets", "data.tokenizer",

@@ -330,7 +330,7 @@ class Layout:
 
     def check(self) -> None:
         """ModelError unless the positions of the tensor mesh hold every element of every parameter, without overlap."""
-        one = replace(self, mesh=self.mesh.with_one_replica(), chunking=None)
+        one = replace(self, mesh=self.mesh.shaped(num_replicas=1), chunking=None)
         boxes: dict[str, list[Box]] = {parameter.name: [] for parameter in self.parameters if parameter.is_owner}
         for rank in range(one.mesh.size):
             for piece in one.owned(rank):

@@ -65,6 +65,7 @@ class Gradients:
                  reduce_dtype: torch.dtype | None = None, in_flight: int = MAX_COLLECTIVES, reuse: Sequence[range] = (),
                  allocate: bool = True, order: FlatOrder | None = None, shard: bool = False) -> None:
         self._send_to_owner, self._in_model_order, self._reuse = send_to_owner, tuple(specs), reuse
+        assert len({spec.name for spec in specs}) == len(specs), "two gradients have one name"
         groups: dict[Group | None, Group] = {spec.group: spec.group or group for spec in specs} | {None: group}
         if order is None:
             order = flat_order(specs, {
@@ -78,6 +79,11 @@ class Gradients:
         for cut in order.chunks:
             inside = [specs[number] for number in cut.gradients]
             self.chunks.append(Chunk.of(cut, inside, groups[inside[0].group]))
+        self._places_of: dict[range | None, list[tuple[GradientSpec, int, int]]] = {None: []}
+        """The blocks with which gradients have their memory in turn, None for their own -> their places in it."""
+        for spec in self._specs:
+            chunk, (start, stop) = self.chunks[self._chunks_of[spec.parameter].start], self.places[spec.parameter]
+            self._places_of.setdefault(chunk.run, []).append((spec, start + chunk.offset, stop + chunk.offset))
         self.size = order.size
         """Elements of all gradients, padding included."""
         self.length = order.length
@@ -93,9 +99,9 @@ class Gradients:
                         and len(group.ranks) > 1 and self.chunks[self._chunks_of[spec.parameter].start].run is None}
         self._next = self._moving = 0
         self._passed = sys.maxsize
-        self._versions: dict[nn.Parameter, int] = {}
-        self._unreached: dict[nn.Parameter, bool] = {}
-        self._removed: set[nn.Parameter] = set()
+        self._versions: dict[str, int] = {}
+        self._unreached: dict[str, bool] = {}
+        self._removed: set[str] = set()
         if allocate:
             self.allocate()
 
@@ -113,20 +119,18 @@ class Gradients:
     def _attach(self, run: range | None = None) -> None:
         """Whoever set a gradient to None, or to something else, gets its place in the buffer back: those of `run`, or
         those that keep their own memory."""
-        for spec in self._specs:
-            first = self.chunks[self._chunks_of[spec.parameter].start]
-            if first.run != run:
-                continue
-            start, stop = self.places[spec.parameter]
-            place = self.flat[start + first.offset:stop + first.offset]
-            if spec.parameter.grad is None or spec.parameter.grad.data_ptr() != place.data_ptr():
-                early = run is not None and spec.parameter.grad is not None
-                if early and spec.parameter.grad is not None:
-                    place.copy_(spec.parameter.grad.reshape(-1))
+        begin, each = self.flat.data_ptr(), self.flat.itemsize
+        for spec, start, stop in self._places_of[run]:
+            grad = spec.parameter.grad
+            if grad is None or grad.data_ptr() != begin + start * each:
+                place = self.flat[start:stop]
+                early = run is not None and grad is not None
+                if early and grad is not None:
+                    place.copy_(grad.reshape(-1))
                     spec.parameter.grad = None
                 spec.parameter.grad_dtype = self.flat.dtype
-                spec.parameter.grad = place.view(spec.parameter.shape).data  # with a version count of its own
-                self._versions[spec.parameter] = -1 if early else spec.parameter.grad._version
+                grad = spec.parameter.grad = place.view(spec.parameter.shape).data  # with a version count of its own
+                self._versions[spec.name] = -1 if early else grad._version
 
     # ------------------------------------------------------------------ counting
 
@@ -140,7 +144,7 @@ class Gradients:
         self._passed = sys.maxsize
         self._attach()
         self._unreached, self._removed = {}, set()
-        self._versions = {spec.parameter: spec.parameter.grad._version for spec in self._specs
+        self._versions = {spec.name: spec.parameter.grad._version for spec in self._specs
                           if spec.parameter.grad is not None}
         for table in self._tables.values():
             table.begin()
@@ -205,8 +209,9 @@ class Gradients:
         for chunk in self.chunks:
             chunk.blocks.clear()
         self._reduce_complete()
-        for spec in self._specs:  # before gradients of other ends are added
-            self._note_reach(spec)
+        for chunk in self.chunks[self._next:]:  # before gradients of other ends are added
+            for spec in chunk.specs:
+                self._note_reach(spec)
 
     def _reduce_complete(self) -> None:
         while self._next < len(self.chunks):
@@ -234,32 +239,34 @@ class Gradients:
         """The tables with elements in a complete chunk of which only some rows need to be summed. Collective for the
         first chunk of each table, in the order of chunks."""
         found = []
-        for parameter in (spec.parameter for spec in chunk.specs if spec.parameter in self._tables):
-            table, grad = self._tables[parameter], parameter.grad
+        for spec in chunk.specs if self._tables else ():
+            if spec.parameter not in self._tables:
+                continue
+            table, grad = self._tables[spec.parameter], spec.parameter.grad
             if not table.decided:
-                told = grad is not None and grad._version == self._versions.get(parameter, -1) + table.additions
-                table.agree(chunk.group, any_row=not told or self._unreached[parameter])
+                told = grad is not None and grad._version == self._versions.get(spec.name, -1) + table.additions
+                table.agree(chunk.group, any_row=not told or self._unreached[spec.name])
             found += [table] if table.found is not None else []
         return found
 
     def _note_reach(self, spec: GradientSpec) -> None:
         """Everything of this rank has been added to the gradient of `spec`. If that is nothing, it becomes -0.0."""
-        parameter = spec.parameter
-        if parameter in self._unreached:
+        if spec.name in self._unreached:
             return
-        untouched = parameter.requires_grad and parameter.grad is not None and \
-            parameter.grad._version == self._versions.get(parameter, -1) and not parameter.grad.any()
-        self._unreached[parameter] = bool(untouched)
-        if untouched and parameter.grad is not None:
-            parameter.grad.data.fill_(-0.0)
+        grad = spec.parameter.grad
+        untouched = grad is not None and grad._version == self._versions.get(spec.name, -1) \
+            and spec.parameter.requires_grad and not grad.any()
+        self._unreached[spec.name] = bool(untouched)
+        if untouched and grad is not None:
+            grad.data.fill_(-0.0)
 
     def left_alone(self, chunk: Chunk) -> set[nn.Parameter]:
         """Parameters with sums of a reduced chunk here that nobody's loss has reached; the same on all who have sums of
         them."""
         start, stop = self.share_of(chunk)
-        found = self._removed.intersection(spec.parameter for spec in chunk.specs)
+        found = {spec.parameter for spec in chunk.specs if spec.name in self._removed} if self._removed else set()
         for spec in chunk.specs:
-            if self._unreached.get(spec.parameter):
+            if self._unreached.get(spec.name):
                 first, last = self.places[spec.parameter]
                 part = self.of(chunk, max(first, start), max(first, start, min(last, stop)))
                 if part.numel() and bool(torch.signbit(part).all()) and not bool(part.any()):
@@ -304,7 +311,7 @@ class Gradients:
             place, grad = self._place(spec), spec.parameter.grad
             if grad is None:
                 place.zero_()
-                self._removed.add(spec.parameter)
+                self._removed.add(spec.name)
             elif grad.data_ptr() != place.data_ptr():
                 place.copy_(grad.to_dense().reshape(-1))
                 spec.parameter.grad = place.view(spec.parameter.shape).data
@@ -316,15 +323,15 @@ class Gradients:
 
     def note_values(self) -> None:
         """Gradients are whole; see `were_zeroed`."""
-        self._versions = {spec.parameter: spec.parameter.grad._version for spec in self._specs
+        self._versions = {spec.name: spec.parameter.grad._version for spec in self._specs
                           if spec.parameter.grad is not None}
 
     def were_zeroed(self) -> bool:
         """Whether somebody has set all gradients of this rank to None or zero since `note_values`."""
         found = [spec.parameter.grad for spec in self.owned()]
         given = [grad for grad in found if grad is not None]
-        written = [spec.parameter for spec in self.owned() if spec.parameter.grad is not None
-                   and spec.parameter.grad._version != self._versions.get(spec.parameter)]
+        written = [spec.name for spec in self.owned() if spec.parameter.grad is not None
+                   and spec.parameter.grad._version != self._versions.get(spec.name)]
         return bool(found) and (not given or (bool(written) and not any(bool(grad.any()) for grad in given)))
 
     def wait(self) -> None:

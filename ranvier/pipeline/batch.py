@@ -170,7 +170,8 @@ class BatchRunner:
         connections = self._connections
         if not connections.sequencer.leads:
             return connections.sequencer.next(self._call)
-        connections.inbox.poll()
+        if connections.has_peers:
+            connections.inbox.poll()
         while isinstance(action := schedule.next_action(), Wait):
             if action.backward is not None:
                 what, source = f"the backward of microbatch {action.backward}", action.stage + 1

@@ -61,6 +61,9 @@ class Connections:
         self._groups += self.sums.values()
         return TensorMesh(over_rows, over_cols, tensor, device=self._world.device.type, check_order=self._check_order)
 
+    has_peers = False
+    """Whether messages of other ranks may arrive."""
+
     def open(self, peers: Iterable[int], *, capacity_bytes: int, timeline: Timeline, timeout_seconds: float,
              other: Callable[[Message], None]) -> None:
         """Everything but the tensor mesh.
@@ -80,6 +83,7 @@ class Connections:
         self.sequencer = Sequencer(mesh, rank, world.backend, self.board, timeout_seconds, self._check_order)
         self.transport = world.backend.transport("pipeline")
         ranks = sorted({*self._neighbours(), *peers} - {rank})
+        self.has_peers = bool(ranks)
         self.transport.connect(ranks, ranks, capacity_bytes)
         self.inbox = Inbox(self.transport, self.board, timeline, timeout_seconds, other)
 

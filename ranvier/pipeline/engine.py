@@ -204,6 +204,8 @@ class Engine:
         if self.cast_buffers and self.coordinates.is_first_on_pipeline_rank:
             warnings.warn(told(self.cast_buffers, dtype), stacklevel=3)
         self._parameters, self._held = stage_parameters(self.layout, blocks), HeldParameters(blocks)
+        self._training_of = [(name, one, self._parameters[self.layout[name].owner], self.layout[name].trainable)
+                             for name, one in self._parameters.items()]
         self._connect(blocks, timeout_seconds)
         self._buffers = self._share_buffers(blocks, buffers)
         self._buffer_changes = SharedBufferChanges(self.stages.shared_buffers, blocks)
@@ -635,10 +637,11 @@ class Engine:
         """Run forwards and backwards, and start every reduction. updates: whether a step follows."""
         self._finish_update()
         self._name_evaluation_mode()
-        for name, parameter in self._parameters.items():
+        for name, parameter, owner, trainable in self._training_of:
             # an end that `named_parameters` leaves out trains as the one that it shows
-            parameter.requires_grad_(self._parameters[self.layout[name].owner].requires_grad)
-            if parameter.requires_grad and not self.layout[name].trainable:
+            if parameter.requires_grad != owner.requires_grad:
+                parameter.requires_grad_(owner.requires_grad)
+            if parameter.requires_grad and not trainable:
                 raise ModelError("was frozen when the engine was built, and is trainable now",
                                  code="parameter-unfrozen", where=f"parameter {name}",
                                  remedy="Build a new engine to train more parameters.")
@@ -864,10 +867,10 @@ class Engine:
         """The batch, which this rank can begin: what is refused here has changed nothing, and may be called again."""
         refuse_outer_autocast(self.world.device)
         batch = _as_microbatches(microbatches)
+        needs_inputs, needs_targets = self.is_first_stage, self.is_last_stage and has_loss
         for number, one in enumerate(batch):
-            for what, stage, is_needed, value in (
-                    ("inputs", "first", self.is_first_stage, one.inputs),
-                    ("targets", "last", self.is_last_stage and has_loss, one.targets)):
+            for what, stage, is_needed, value in (("inputs", "first", needs_inputs, one.inputs),
+                                                  ("targets", "last", needs_targets, one.targets)):
                 if is_needed and value is None:
                     raise ModelError(f"has no {what} on the {stage} stage", code="microbatch-lacks-data",
                                      where=f"microbatch {number}",
@@ -878,7 +881,8 @@ class Engine:
 
     def _run(self, batch: Sequence[Microbatch], *, training: bool, keep_outputs: bool = False) -> None:
         self._connections.board.calls += 1
-        self._finish_update()
+        if not training:
+            self._finish_update()
         with self._working(), self._randomness.batch():
             self._runner.run(batch, call=self._call, step=self._step, training=training, keep_outputs=keep_outputs)
         if not training:

@@ -25,8 +25,8 @@ class HeldParameters:
         self._blocks = blocks
         self._places: list[tuple[Mapping[str, object], tuple[tuple[str, object], ...]]] | None = None
         self._held = {(block, name): parameter for block, name, parameter, _ in self._in_blocks()}
-        self._formats = {parameter: (parameter.shape, parameter.dtype, parameter.device)
-                         for parameter in self._held.values()}
+        self._formats = [(block, name, held, (held.shape, held.dtype, held.device))
+                         for (block, name), held in self._held.items()]
 
     def _in_blocks(self) -> Iterator[tuple[str, str, nn.Parameter, nn.Module]]:
         """Block, name, parameter and the block's module, of every name that a block has for a parameter now."""
@@ -36,9 +36,15 @@ class HeldParameters:
 
     def _as_they_were(self) -> bool:
         """Whether all modules and parameters are in the places that they had at the last look: what costs little."""
-        return self._places is not None and all(
-            len(here) == len(known) and all(here.get(name) is one for name, one in known)
-            for here, known in self._places)
+        if self._places is None:
+            return False
+        for here, known in self._places:
+            if len(here) != len(known):
+                return False
+            for name, one in known:
+                if here.get(name) is not one:
+                    return False
+        return True
 
     def _look(self) -> None:
         """Remember the place of each module and parameter."""
@@ -51,11 +57,10 @@ class HeldParameters:
         if not self._as_they_were():
             self._adopt_replaced()
             self._look()
-        for (block, name), held in self._held.items():
-            if (now := (held.shape, held.dtype, held.device)) != self._formats[held]:
+        for block, name, held, known in self._formats:
+            if (now := (held.shape, held.dtype, held.device)) != known:
                 raise _error("parameter-form-changed", block, name,
-                             f"has become {_described(*now)}; the engine was built with "
-                             f"{_described(*self._formats[held])}",
+                             f"has become {_described(*now)}; the engine was built with {_described(*known)}",
                              "Write a value of the same shape, number format and device, or build a new engine.")
 
     def _adopt_replaced(self) -> None:

@@ -10,16 +10,12 @@ in the stage's own backward hooks run where they were put.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ranvier.errors import ModelError
-
-_MARK = "\0hooked "
-"""What the name of an empty tensor begins with that tells the next stage which tensors have hooks."""
 
 
 class _Refusing:
@@ -44,7 +40,7 @@ def hooked(state: Mapping[str, Tensor]) -> list[str]:
         for hook in (tensor._backward_hooks or {}).values())]
 
 
-def refuse_outside(state: Mapping[str, Tensor], names: list[str], in_pass: Callable[[], bool]) -> None:
+def refuse_outside(state: Mapping[str, Tensor], names: Sequence[str], in_pass: Callable[[], bool]) -> None:
     """Refuse gradients of these tensors outside of the stage's own backward, of which `in_pass` tells."""
     for name in names:
         if state[name].requires_grad:
@@ -58,14 +54,3 @@ def between_blocks(state: object, in_pass: Callable[[], bool]) -> None:
     found = {str(name): one for name, one in tensors.items() if isinstance(one, Tensor) and one._backward_hooks}
     if found:
         refuse_outside(found, hooked(found), in_pass)
-
-
-def marked(state: dict[str, Tensor], names: list[str], device: torch.device) -> dict[str, Tensor]:
-    """What leaves a stage, with a note of what has hooks."""
-    return state | {_MARK + "\0".join(names): torch.empty(0, dtype=torch.uint8, device=device)} if names else state
-
-
-def unmarked(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """What enters a stage without that note, and the names of what has hooks."""
-    names = [name for mark in tensors if mark.startswith(_MARK) for name in mark.removeprefix(_MARK).split("\0")]
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith(_MARK)}, names

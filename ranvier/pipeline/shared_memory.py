@@ -3,21 +3,18 @@
 Within a stage a change of one in place changes the others; the next stage has each by itself. So that the cut decides
 nothing, a block that changes such a tensor in place is refused, wherever the model is cut.
 
-    block 0 -> {"a": y, "b": y} -> | {"a": y, "b": y, MARK + names: empty} | -> block 1: a.add_(1)      refused
+    block 0 -> {"a": y, "b": y} -> | {"a": y, "b": y, a note of both} | -> block 1: a.add_(1)      refused
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ranvier.errors import ModelError
-
-_MARK = "\0shared "
-"""What the name of an empty tensor begins with that tells the next stage which tensors share memory."""
 
 
 def sharing(state: Mapping[str, Tensor]) -> list[str]:
@@ -47,30 +44,22 @@ class _Place(NamedTuple):
         return self.storage == other.storage and self.start < other.stop and other.start < self.stop
 
 
-def unmarked(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """What enters a stage without that note, and the names of what shared memory before."""
-    names = [name for mark in tensors if mark.startswith(_MARK) for name in mark.removeprefix(_MARK).split("\0")]
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith(_MARK)}, names
-
-
 class SharedMemory:
     """Watches tensors that share memory while the blocks of a stage run on one microbatch."""
 
     def __init__(self) -> None:
         self._watched: list[tuple[str, Tensor, int]] = []
 
-    def watch(self, state: Mapping[str, Tensor], names: list[str]) -> None:
+    def watch(self, state: Mapping[str, Tensor], names: Sequence[str]) -> None:
         """Notice changes in place of these."""
         self._watched += [(name, state[name], state[name]._version) for name in names
                           if not state[name].is_inference()]
 
-    def marked(self, state: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-        """What leaves a stage, with a note of what shares memory, or has shared it before an earlier stage."""
+    def names_in(self, state: Mapping[str, Tensor]) -> list[str]:
+        """Names of the tensors of what leaves a stage that share memory, or have shared it before an earlier stage."""
         watched = [_Place.of(tensor) for _, tensor, _ in self._watched]
-        names = {*sharing(state), *(name for name, tensor in state.items() if watched
-                                    and any(map(_Place.of(tensor).overlaps, watched)))}
-        mark = _MARK + "\0".join(sorted(names))
-        return state | {mark: torch.empty(0, dtype=torch.uint8, device=device)} if names else state
+        return sorted({*sharing(state), *(name for name, tensor in state.items() if watched
+                                          and any(map(_Place.of(tensor).overlaps, watched)))})
 
     def check(self) -> None:
         """ModelError where one has been changed; those watched so far are let go."""

@@ -11,8 +11,8 @@ frozen prefix keeps no graph, and a stage without trainable parameters passes gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,7 +30,8 @@ from ranvier.pipeline.autocast import casting
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.result import KeptOutputs
 from ranvier.pipeline.segment import Segment
-from ranvier.pipeline.shared_memory import SharedMemory, sharing, unmarked
+from ranvier.pipeline.shared_memory import SharedMemory, sharing
+from ranvier.pipeline.state_notes import HOOKED, SHARED, notes_of, with_notes
 from ranvier.plan.block_costs import loss_parts
 from ranvier.plan.recomputation import runs_of
 from ranvier.schedule.schedule import Product
@@ -80,6 +81,8 @@ class _Enter(Function):
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient
 
+
+_AS_THEY_ARE = nullcontext()
 
 Blocks = Sequence[tuple[int, str, nn.Module]]
 """Blocks of a stage: (number in the model, name, module)."""
@@ -135,8 +138,9 @@ class Stage:
         self.outputs: list[State] = []
         """What the last block returned, microbatch by microbatch, where `keep_outputs` was set."""
         modules = [module for _, _, module in blocks]
-        self._split_linears = [layer for module in modules for layer in module.modules()
-                               if isinstance(layer, SplitLinear)]
+        self._layers_of_blocks = [(number, [layer for layer in module.modules() if isinstance(layer, SplitLinear)])
+                                  for number, _, module in blocks]
+        self._split_linears = [layer for _, layers in self._layers_of_blocks for layer in layers]
         for layer in (layer for segment in segments for place in segment for layer in modules[place].modules()):
             if isinstance(layer, SplitLinear):
                 layer.recomputed = True
@@ -216,8 +220,7 @@ class Stage:
     def forward(self, number: int, step: int, microbatch: Microbatch, inputs: Mapping[str, Tensor],
                 requires_grad: frozenset[str], *, training: bool, keep_outputs: bool = False) -> Outcome:
         """Forward of microbatch `number`. `inputs` is what arrived; `requires_grad` names what wants a gradient."""
-        inputs, shared = unmarked(inputs)
-        inputs, with_hooks = hooked_states.unmarked(inputs)
+        inputs, notes = notes_of(inputs)
         wanted = training and (bool(requires_grad) or self._trains)
         leaves = {name: tensor.detach().requires_grad_(training and name in requires_grad)
                   for name, tensor in inputs.items()}
@@ -225,8 +228,8 @@ class Stage:
         with torch.set_grad_enabled(wanted), self._one_pass("forward"), casting(self._autocast, self._device):
             entered = {name: _Enter.apply(leaf) if leaf.requires_grad else leaf for name, leaf in leaves.items()}
             self._shared = SharedMemory()
-            self._shared.watch(entered, shared)
-            hooked_states.refuse_outside(entered, with_hooks, self._in_pass)
+            self._shared.watch(entered, notes.get(SHARED, ()))
+            hooked_states.refuse_outside(entered, notes.get(HOOKED, ()), self._in_pass)
             state = self._run_blocks(carried(with_layouts(entered, self._mesh)), step, microbatch, number)
             if self._loss is not None:
                 self._show(state, number, keep=keep_outputs)
@@ -234,8 +237,8 @@ class Stage:
                 outputs = {"": self._compute_loss(state, microbatch, number)}
             else:
                 outputs = detached_names(named(state, f"block {self.blocks[-1][1]}"))
-                with_hooks = hooked_states.hooked(outputs)
-                outputs = hooked_states.marked(self._shared.marked(outputs, self._device), with_hooks, self._device)
+                notes = {SHARED: self._shared.names_in(outputs), HOOKED: hooked_states.hooked(outputs)}
+                outputs = with_notes(outputs, notes, self._device)
         self._shared.check()
         roots = {name: root_of(tensor) for name, tensor in outputs.items() if tensor.requires_grad}
         kept = bool(roots) or any(leaf.requires_grad for leaf in leaves.values())
@@ -294,8 +297,7 @@ class Stage:
     def _run_some(self, run: range, step: int, samples: Tensor, number: int, state: State) -> State:
         """Blocks `run`, one after the other; under recomputation again in the backward, with the same randomness."""
         for _, name, module in self.blocks[run.start:run.stop]:
-            with keyed_random.scope(self._seed, step, samples, name) as scope, self._use_fused(), \
-                    torch.set_grad_enabled(self.training):  # a frozen block may compute gradients inside
+            with keyed_random.Scope(self._seed, step, samples, name) as scope, self._block_modes():
                 try:
                     if self._compiled is None or not self.training:
                         state = module(state)
@@ -326,8 +328,15 @@ class Stage:
         """Whether the stage's own backward runs, and no autograd call of a block or the loss."""
         return self._weights.in_pass
 
-    def _use_fused(self) -> AbstractContextManager[None]:
-        return using(self._fused) if self._fused.compiles else nullcontext()
+    def _block_modes(self) -> AbstractContextManager[None]:
+        """In training autograd is on, since a frozen block may compute gradients inside; layers call their chains."""
+        as_they_are = torch.is_grad_enabled() == self.training and not self._fused.compiles
+        return _AS_THEY_ARE if as_they_are else self._with_block_modes()
+
+    @contextmanager
+    def _with_block_modes(self) -> Iterator[None]:
+        with using(self._fused), torch.set_grad_enabled(self.training):
+            yield
 
     def _watch_boundary(self, state: Mapping[str, Tensor], block: int) -> None:
         """Have the backward pass report that it has left `block`: all gradients of the state before it are known."""
@@ -395,8 +404,7 @@ class Stage:
         roots = tuple(graph.roots[name] for name in names)
         self._last_backward = last
         if last:
-            self._open = [(block, [layer for layer in module.modules() if isinstance(layer, SplitLinear)])
-                          for block, _, module in self.blocks]
+            self._open = list(self._layers_of_blocks)
             self._block_passed(self.blocks[-1][0] + 1)
         arrived = tuple(gradients[name] for name in names)
         try:

@@ -26,7 +26,7 @@ from ranvier.elastic.cache_profile import decide as decide_cache
 from ranvier.elastic.controller import DecisionFacts
 from ranvier.elastic.freezing import NONE_FROZEN, Cap, GradientNorm, Manual, NoFreezing
 from ranvier.elastic.mesh_candidates import MeshCandidate, StageMemory, candidate_moved_bytes
-from ranvier.elastic.microbatch_profile import microbatch_counts, size_of
+from ranvier.elastic.microbatch_profile import size_of
 from ranvier.elastic.named_policy import controller_of, policy_of
 from ranvier.elastic.rules import PresentMesh
 from ranvier.elastic.state import RECENT_STEPS, StepFigures
@@ -256,9 +256,9 @@ class _PredictedRun:
         if change is None:
             return
         there, depth, left = change.applied(self.first), change.frozen.prefix, self.left
-        moved = candidate_moved_bytes(self.rules, present, MeshCandidate(
-            data=there.mesh.num_replicas, pipe=there.mesh.pipeline_size, boundaries=change.boundaries or (),
-            samples=change.global_size, seconds=None, fits=True, reason=""), blocks(), depth)
+        candidate = MeshCandidate(mesh=there.mesh, boundaries=change.boundaries or (), samples=change.global_size,
+                                  seconds=None, fits=True, reason="")
+        moved = candidate_moved_bytes(self.rules, present, candidate, blocks(), depth)
         self.transition = self.state.ledger.expected_cost(moved)
         self.state = self.controller.entered(
             self.state, change, step=self.step, old=self.run.mesh, new=there.mesh, moved_bytes=moved,
@@ -270,13 +270,11 @@ class _PredictedRun:
 
     def _usual(self) -> ResolvedRun:
         """The run with the fastest of the microbatches that have been tried."""
-        mesh, share = self.run.mesh, self.run.replica_batch_size
-        profile = self.controller.profile(self.state)
-        if profile is None:
+        if self.controller.profile(self.state) is None:
             return self.run
-        best = profile.best(mesh.pipeline_size, mesh.num_replicas, self.depth,
-                            microbatch_counts(mesh.pipeline_size, share))
-        size = size_of(share, best, mesh.microbatch_parts)
+        share = self.run.replica_batch_size
+        best = self.controller.fastest_count(self.state, self.run.mesh, share, self.depth)
+        size = size_of(share, best, self.run.mesh.microbatch_parts)
         return replace(self.run, batch=replace(self.run.batch, microbatch_size=size))
 
     def _present(self) -> PresentMesh:

@@ -75,7 +75,7 @@ class Work:
             model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen)
             self._parts[kind] = model, Parts(model, run.mesh, run.tensor, device_kind(run))
         model, parts = self._parts[kind]
-        table, layout = parts.cut(run.mesh.with_one_replica(), None if states_only else self.blocks(run, frozen),
+        table, layout = parts.cut(run.mesh.shaped(num_replicas=1), None if states_only else self.blocks(run, frozen),
                                   boundaries=self.boundaries(run, frozen), how="cost", placement=run.placement)
         return predict_memory(run, model, table, layout, self._needs.setdefault(kind, {}), cluster=cluster)
 

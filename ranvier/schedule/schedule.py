@@ -357,6 +357,8 @@ class RankSchedule:
         """The action to run now. Asking again without an event in between gives the same answer."""
         if self.room is not None:
             return self._first_due(self.room) or self._wait_or_done()
+        if len(self._of_turn) == 1:
+            return self._of_turn[0].next_action()
         answers = [(one, one.next_action()) for one in reversed(self._of_turn)]
         actions = [(_NEVER if action.kind == "W" else one.due(action.kind, action.microbatch), action)
                    for one, action in answers if isinstance(action, Action)]

@@ -2,7 +2,7 @@
 
     faulty(world, [Fault(kind="drop", rank=1, message=20)])        # a world whose rank 1 loses its 20th message
 
-    python -m ranvier.testing.faults --fault kill:rank=1,call=200 -- train gpt-tiny --run-dir runs/killed
+The command with faults is `python -m ranvier.cli.faults`.
 
 A fault belongs to one rank and is triggered once (slow: and stays). Its trigger is that rank's N-th `call` (a message
 that it sends or a collective that it starts; their order is the same in every run, unlike that of polls and waits), the
@@ -36,7 +36,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, cast, get_args
 
-import click
 import torch
 from torch import Tensor
 
@@ -374,23 +373,3 @@ class _FaultyGroup:
     def barrier(self) -> None:
         self._plan.collective()
         self._inner.barrier()
-
-
-@click.command()
-@click.option("--fault", "texts", multiple=True, metavar="FAULT",
-              help="KIND:rank=R,call=N (or message=N, or seconds=T); may be repeated.")
-@click.argument("args", nargs=-1, required=True, type=click.UNPROCESSED)
-@click.pass_context
-def command(context: click.Context, texts: Sequence[str], args: Sequence[str]) -> None:
-    """Run the ranvier command with ARGS (put -- before them) and inject faults."""
-    from ranvier.cli.main import run_command
-
-    try:
-        faults = [parse(text) for text in texts]
-    except ConfigError as error:
-        raise click.UsageError(str(error)) from error
-    context.exit(run_command(args, change_world=lambda world: faulty(world, faults)))
-
-
-if __name__ == "__main__":
-    command(prog_name="python -m ranvier.testing.faults")

@@ -13,7 +13,7 @@ from typing import Any
 
 from ranvier.config.resolve import ResolvedRun
 from ranvier.data.task import Prepared
-from ranvier.elastic.change import Change
+from ranvier.elastic.change import Change, MeshRequest
 from ranvier.elastic.controller import DecisionFacts
 from ranvier.elastic.freezing import FreezePolicy, FrozenLayers
 from ranvier.elastic.mesh_candidates import StageMemory
@@ -60,7 +60,7 @@ class Elasticity:
         self.state = self.controller.begin(self.state, step, frozen, len(engine.layers))
 
     def asks_after(self, step: int, before: int, after: int, frozen: FrozenLayers) -> bool:
-        """See `Controller.asks_after`."""
+        """Whether the policy is evaluated after `step`, which takes the data from sample `before` to `after`."""
         self.state = self.controller.asks_after(self.state, step, before, after, frozen)
         return self.state.due
 
@@ -103,7 +103,7 @@ class Elasticity:
         return self.document(run, frozen, progress, unseen) if self.controller.freezes or changed else {}
 
     def restore(self, saved: Mapping[str, Any], progress: Progress, engine: Engine) -> Change | None:
-        """See `Controller.restored`."""
+        """Take up the state of a checkpoint that has `saved`; the change with which the run returns to its mesh."""
         self.state, change = self.controller.restored(
             saved, num_ranks=self.num_ranks, num_layers=len(engine.layers), step_samples=progress.size,
             boundaries=engine.boundaries or None)
@@ -143,7 +143,7 @@ class Elasticity:
 
     # ------------------------------------------------------------------ deciding
 
-    def decide(self, now: RankRuntime, step: int, progress: Progress, *, resize: Mapping[str, Any] | None,
+    def decide(self, now: RankRuntime, step: int, progress: Progress, *, resize: MeshRequest | None,
                busy: Mapping[str, float], busy_steps: int) -> Change | None:
         """What is to change after `step`; the same on every rank. resize: a user's request for another mesh.
 

@@ -17,6 +17,7 @@ import torch
 from ranvier.config import read
 from ranvier.config.resolve import Facts, ResolvedRun, resolve
 from ranvier.data.task import Prepared
+from ranvier.elastic.change import MeshRequest
 from ranvier.launch.contact import write_contact
 from ranvier.mesh import Mesh
 from ranvier.train.peak import PeakRate
@@ -59,21 +60,21 @@ def read_run(said: Mapping[str, Any], run_dir: Path) -> ResolvedRun:
     return replace(run, run_dir=run_dir)
 
 
-def why_not(world: World, request: Mapping[str, Any]) -> str | None:
+def why_not(world: World, request: MeshRequest) -> str | None:
     """Why the ranks of a request cannot join, by the request alone; None where they may."""
     if world.joins is None:
         return "the run was started without --launch.join-address"
-    if request["problem"] is not None or not isinstance(request["wish"], str):
-        return request["problem"] or "their request has no ID"
-    if not isinstance(request["ranks"], int) or not 1 <= request["ranks"] <= _MOST_RANKS:
+    if request.problem is not None or request.wish is None:
+        return request.problem or "their request has no ID"
+    if request.ranks is None or not 1 <= request.ranks <= _MOST_RANKS:
         return f"their number must be from 1 to {_MOST_RANKS:,}"
     return None
 
 
-def wanted_mesh(request: Mapping[str, Any], mesh: Mesh, num_ranks: int) -> dict[str, Any]:
+def wanted_mesh(request: MeshRequest, mesh: Mesh, num_ranks: int) -> MeshRequest:
     """The request for another mesh that `request`, of ranks that have joined, comes to: what it leaves out of `mesh`
     stays, but for as many replicas as `num_ranks` ranks have room for."""
-    sizes: dict[str, Any] = {axis: request.get(axis) or size for axis, size in mesh.sizes.items()}
+    sizes = {axis: request.sizes.get(axis) or size for axis, size in mesh.sizes.items()}
     taken = prod(size for axis, size in sizes.items() if axis not in mesh.replica_axes)
-    sizes |= {axis: request.get(axis) or max(1, num_ranks // taken) for axis in mesh.replica_axes}
-    return {**sizes, "wish": request["wish"], "problem": None, "reason": "for ranks that have joined"}
+    sizes |= {axis: request.sizes.get(axis) or max(1, num_ranks // taken) for axis in mesh.replica_axes}
+    return MeshRequest(sizes=sizes, wish=request.wish, reason="for ranks that have joined")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -28,7 +28,7 @@ from ranvier.config.run import Run
 from ranvier.config.task_form import form_of
 from ranvier.cost.count import laid_out
 from ranvier.cost.device_overhead import with_overhead
-from ranvier.elastic.change import Change
+from ranvier.elastic.change import Change, MeshRequest
 from ranvier.elastic.freezing import FreezePolicy, FrozenLayers
 from ranvier.elastic.state import StepFigures
 from ranvier.elastic.transition import Held, hand_over, take
@@ -571,7 +571,7 @@ class Training:
         if self.resizes:
             self.resizes = False
             wanted = self.requests.take(self.ranks)
-            if wanted is not None and wanted.get("ranks") is not None:
+            if wanted is not None and wanted.ranks is not None:
                 wanted = self._admit(wanted)
         change = self.elastic.decide(self.runtime, self.done, self.progress, resize=wanted, busy=self.meter.busy,
                                      busy_steps=self.meter.busy_steps)
@@ -583,10 +583,10 @@ class Training:
         if self.now is not None:
             self.meter.resume()
 
-    def _admit(self, request: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    def _admit(self, request: MeshRequest) -> MeshRequest | None:
         """Let the ranks in that a request brings, if a loss has not interrupted the run after that; they are idle then.
         The request for a mesh that has a place for them; None where they are refused."""
-        if not request.get("has_joined"):
+        if not request.has_joined:
             call, problem = self.ranks.gather_objects(
                 self.members.call(request, self.run.comm.timeout_seconds) if self.world.rank == 0 else None)[0]
             if problem is None:
@@ -595,7 +595,7 @@ class Training:
                     self.members.commands.send(command, first=self.run.mesh.size)
                 problem = self._grow(Call(**call))
             self.outputs.event(join_note(request, self.done, self.world.size, problem))
-            self.requests.current = {**request, "has_joined": True} if problem is None else None
+            self.requests.current = replace(request, has_joined=True) if problem is None else None
             if problem is not None:
                 return None
         return wanted_mesh(request, self.run.mesh, self.world.size)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from ranvier.comm.protocol import Group
+from ranvier.elastic.change import MeshRequest
 from ranvier.launch.devices import machine_name
 from ranvier.launch.joining import Call, call_newcomers, give_verdict, grow
 from ranvier.system.machine import threads_per_rank
@@ -40,15 +40,16 @@ class Membership:
         if threads == "auto":
             torch.set_num_threads(threads_per_rank(machines.count(machine_name())))
 
-    def call(self, request: Mapping[str, Any], timeout_seconds: float) -> tuple[dict[str, object] | None, str | None]:
+    def call(self, request: MeshRequest, timeout_seconds: float) -> tuple[dict[str, object] | None, str | None]:
         """Rank 0 calls the ranks that want to join: what they are called to (`Call.document`), and why they are
         refused, if they are. Not collective. timeout_seconds: the run's limit of collectives."""
-        world, wish, count = self.world, request["wish"], request["ranks"]
+        world, wish = self.world, str(request.wish)
         problem = why_not(world, request)
         if problem is not None:
-            give_verdict(world.store, str(wish), problem)
+            give_verdict(world.store, wish, problem)
             return None, problem
-        call = Call(wish=wish, first=world.size, size=world.size + count, local_size=world.local_size,
+        assert request.ranks is not None  # or there would be a problem
+        call = Call(wish=wish, first=world.size, size=world.size + request.ranks, local_size=world.local_size,
                     timeout_seconds=timeout_seconds, members=list(world.members),
                     num_losses=world.num_losses)
         problem = call_newcomers(world, call)

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ranvier.elastic.change import request_text
+from ranvier.elastic.change import MeshRequest
 from ranvier.errors import RanvierError
 from ranvier.mesh import AXES, REQUIRED_AXES
 from ranvier.system.atomic_file import write_atomically
@@ -45,10 +45,9 @@ class ResizeRequests:
         except OSError:
             return False
 
-    def take(self) -> dict[str, object] | None:
-        """The oldest request, which is then no more; None where there is none. Axis -> size: of whatever its author
-        has given, the whole numbers, and None for the axes that each request must have (`REQUIRED_AXES`); "ranks": how
-        many wait to join, if any do; "wish": its ID; "problem": why it was not read."""
+    def take(self) -> MeshRequest | None:
+        """The oldest request, which is then no more; None where there is none. It has whatever its author has given of
+        whole numbers, and None for other sizes and those that each request must name (`REQUIRED_AXES`)."""
         for path in self._waiting():
             taken = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
             try:
@@ -63,7 +62,7 @@ class ResizeRequests:
                 _remove(taken)
         return None
 
-    def take_all(self) -> list[dict[str, object]]:
+    def take_all(self) -> list[MeshRequest]:
         """All that are left, for a run that can do nothing about them."""
         found = []
         while (request := self.take()) is not None:
@@ -81,12 +80,13 @@ class ResizeRequests:
         return [self._folder / name for _, name in sorted(found)]
 
 
-def _read(path: Path, wish: str | None) -> dict[str, object]:
+def _read(path: Path, wish: str | None) -> MeshRequest:
     try:
         with open_regular_file(path, own=True) as file:
             content = file.read(_MOST_BYTES + 1)
     except OSError as error:
-        return {**dict.fromkeys(REQUIRED_AXES), "wish": wish, "problem": f"cannot be read: {error.strerror or error}"}
+        return MeshRequest(sizes=dict.fromkeys(REQUIRED_AXES), wish=wish,
+                           problem=f"cannot be read: {error.strerror or error}")
     found: object = None
     if len(content) <= _MOST_BYTES:
         with suppress(ValueError):
@@ -95,8 +95,8 @@ def _read(path: Path, wish: str | None) -> dict[str, object]:
     said = told.get("wish")
     sizes = {name: told[name] if type(told.get(name)) is int and abs(told[name]) < 1 << 40 else None
              for name in (*AXES, "ranks") if name in REQUIRED_AXES or told.get(name) is not None}
-    return {**sizes, "wish": wish or (said if isinstance(said, str) and re.fullmatch(r"[\w-]{1,64}", said) else None),
-            "problem": None}
+    return MeshRequest(ranks=sizes.pop("ranks", None), sizes=sizes, wish=wish or (
+        said if isinstance(said, str) and re.fullmatch(r"[\w-]{1,64}", said) else None))
 
 
 def _remove(path: Path) -> None:
@@ -112,7 +112,7 @@ def ask_and_wait(run_dir: Path, *, seconds: float, **sizes: int | None) -> str:
     yet."""
     wish = ask(run_dir, **sizes)
     if not seconds:
-        mesh = request_text(_given(sizes))
+        mesh = MeshRequest(sizes=_given(sizes), wish=wish)
         return f"asked {run_dir} for {mesh}; its events.jsonl will say what came of it"
     deadline = time.monotonic() + seconds
     while True:

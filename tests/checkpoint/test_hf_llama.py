@@ -165,7 +165,7 @@ def test_a_tokenizer_with_words_is_not_cut(tmp_path):
 @pytest.mark.parametrize(("change", "code"), [
     (dict(model={"type": "WordPiece", "vocab": {}}), "not-byte-level-bpe"),
     (dict(added_tokens=[{"id": 1 << 60, "content": "x"}]), "not-byte-level-bpe"),
-    (dict(added_tokens=[{"id": 280, "content": "x", "single_word": False, "lstrip": False, "rstrip": False,
+    (dict(added_tokens=[{"id": 280, "content": "<x>", "single_word": False, "lstrip": False, "rstrip": False,
                          "normalized": False, "special": True}]), "not-byte-level-bpe"),
 ])
 def test_tokenizers_that_cannot_be_read(tmp_path, change, code):

@@ -67,7 +67,7 @@ OTHER = {
     "data.train": "nowhere.tsv", "data.train_samples": 3, "data.eval_samples": 3,
     "data.augment": "flip-crop", "data.augment_repeats": True, "data.corpus": "nowhere", "data.max_bytes": 10,
     "data.text_column": "x", "data.pair_column": "x", "data.label_column": "x", "data.messages_column": "x",
-    "data.chat_template": Path("nowhere"), "data.mixture": ("nowhere=1",), "data.packing": True,
+    "data.chat_template": Path("nowhere"), "data.form": "alpaca", "data.mixture": ("nowhere=1",), "data.packing": True,
     "preference.loss": "ipo", "preference.beta": 0.7, "preference.label_smoothing": 0.25, "preference.gamma": 1.5,
     "data.padding": "maximum", "data.tokenizer": "gpt2", "data.options": ("length=3",), "model.options": ("depth=3",),
     "elastic.options": ("patience=2",), "elastic.alpha": 0.9, "elastic.every": 1, "elastic.dry_run": True,

@@ -227,7 +227,7 @@ def test_tools_variables_and_what_is_not_learnt_come_from_the_data_set(tmp_path)
             for tools in ([{"name": "add"}], '[{"name": "add"}]')]
     (tmp_path / "talks.jsonl").write_text("\n".join(map(json.dumps, rows)))
     tokenizer = ChatTokenizer(tokenizer_in(tmp_path / "tok", TOOLS))
-    for conversation in chat.conversations(str(tmp_path / "talks.jsonl"), "train", None):
+    for conversation in chat.conversations(str(tmp_path / "talks.jsonl"), "train", Data()):
         (ids, is_target), = tokenizer.encode(conversation)
         assert tokenizer.decode(ids).startswith("<|system|>add!<s>")
         assert "Hi" not in tokenizer.decode(np.array(ids)[is_target])
@@ -246,7 +246,7 @@ def row(*messages, **more):
     (row({"role": "user", "content": "c", "train": True}), "user", "only what the assistant writes"),
     (row({"role": "assistant", "content": "c", "weight": 0.5}), 0.5, "no weights between"),
     (row({"role": "user", "content": None}), "content", "Give a list of messages"),
-    (row({"from": "human", "value": "c"}), "human", "gpt: assistant"),
+    (row({"from": "human", "value": "c"}), "human", "Give a list of messages"),
     (row(tools=[{"name": "add"}]), "add", "data.chat-template"),
     (row(tools="add"), "add", "JSON schemas"), (row(chat_template_kwargs=[1]), "[1]", "Give an object"),
     (row(chat_template_kwargs={"loud": True}), "True", "data.chat-template"),
@@ -345,7 +345,7 @@ def test_long_and_silent_conversations(tmp_path):
 
 
 @pytest.mark.parametrize(("row", "error"), [
-    ('{"talk": []}', ("column-missing",)),
+    ('{"talk": []}', ("form-unknown",)),
     ('{"messages": "hello"}', ("not-a-conversation", 1)), ('{"messages": []}', ("not-a-conversation", 1)),
     ('{"messages": [{"role": "user"}]}', ("message-without-role", 1))])
 def test_rows_that_are_no_conversations_are_problems(tmp_path, row, error):
@@ -374,7 +374,7 @@ def test_settings_that_cannot_be(tmp_path):
     assert first(eval="x.jsonl", mixture=(f"{tmp_path}/talks.jsonl",)).startswith("data.eval: is not used with")
     assert first(vocab=100).startswith("model.vocab: is smaller than the tokenizer's vocabulary of 261")
     (tmp_path / "talks.txt").write_text("hello")
-    assert first(train=str(tmp_path / "talks.txt")).startswith("data.train: is not a table of conversations")
+    assert first(train=str(tmp_path / "talks.txt")).startswith("data.train: is not a table")
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -419,4 +419,4 @@ def test_a_run_on_the_quiz(tmp_path):
     run = replace(run, data=replace(run.data, train="quiz"))
     assert problems(run) == []
     data = prepare(run)
-    assert "1,835 conversations, 203 held out" in data.about
+    assert "1,835 conversations in OpenAI's form, 203 held out" in data.about

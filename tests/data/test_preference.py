@@ -118,7 +118,7 @@ def test_columns_and_names_are_checked_before(tmp_path):
     run = run_of(tmp_path, [{"prompt": "a", "completion": "b"}])
     found, = problems(run)
     assert "chosen" in found.what and found.value == "completion, prompt"
-    assert [len(list(open_pairs("quiz", "train").rows(())))] == [2038]
+    assert [len(list(open_pairs("quiz", "train", "auto").rows(())))] == [2038]
 
 
 def test_the_task_keeps_its_protocol(tmp_path):

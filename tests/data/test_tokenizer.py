@@ -26,6 +26,7 @@ from ranvier.data.tokenizer import (
     pieces,
     train,
 )
+from ranvier.errors import DataError
 from tests.errors import raises
 
 TEXT = "".join(f"def forward_{number}(self, x):\n    return self.norm(x) + {number}\n\n\n" for number in range(200))
@@ -201,3 +202,21 @@ def test_words_that_wordpiece_never_splits_are_left_out_of_its_training():
     words = wordpiece.train(["good day " * 20, "x" * 300_000 + " y" * 5], 40)
     assert words.encode(["x" * 101]) == [[words.numbers()["[UNK]"]]] and not any(
         "xx" in token for token in words.numbers())
+
+
+@pytest.mark.parametrize("change", ["deleted", "doubled"])
+def test_a_token_whose_number_another_one_has_is_refused(tmp_path, change):
+    """The library would give an added token the number of another word, which texts would then be decoded to."""
+    module.train(["the arrow flies\n"] * 40, 280).save(tmp_path / "tokenizer.json")
+    document = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocab = document["model"]["vocab"]
+    if change == "deleted":
+        del vocab["<|endoftext|>"]
+    else:
+        vocab["!"] = vocab["#"]
+        document["normalizer"] = {"type": "NFC"}  # what is not plain is read as published
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(DataError) as refused:
+        module.load(tmp_path / "tokenizer.json")
+    assert str(tmp_path) in refused.value.where
+    assert ("<|endoftext|>" if change == "deleted" else "same number") in str(refused.value.value)

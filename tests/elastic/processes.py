@@ -39,7 +39,7 @@ class Command:
                 for name, value in flags.items()}}
         words = [str(word) for name, value in settings.items() for word in (f"--{name}", value)]
         program = ["ranvier"] if not faults else [
-            "ranvier.testing.faults", *(word for fault in faults for word in ("--fault", fault)), "--"]
+            "ranvier.cli.faults", *(word for fault in faults for word in ("--fault", fault)), "--"]
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COVERAGE"))}
         self.process = subprocess.Popen(
             [*inside, sys.executable, "-m", *program, "train", "gpt-tiny", *words],

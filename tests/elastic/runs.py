@@ -79,7 +79,7 @@ def always(monkeypatch):
     """Half the stages are always the best, and any transition pays: ranks that are threads tell nothing of time."""
     def halved(rules, present, *args, **options):
         found = mesh_candidates(rules, present, *args, **options)
-        return sorted(found, key=lambda candidate: abs(candidate.pipe - max(1, present.mesh.pipe // 2)))
+        return sorted(found, key=lambda candidate: abs(candidate.mesh.pipe - max(1, present.mesh.pipe // 2)))
 
     monkeypatch.setattr(controller, "mesh_candidates", halved)
     monkeypatch.setattr(Ledger, "pays", lambda ledger, **facts: replace(pays(ledger, **facts), pays=True))

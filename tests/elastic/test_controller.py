@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Batch, Elastic, Train
-from ranvier.elastic.change import Change
+from ranvier.elastic.change import Change, MeshRequest
 from ranvier.elastic.controller import Controller, DecisionFacts
 from ranvier.elastic.freezing import NONE_FROZEN, Manual
 from ranvier.elastic.named_policy import policy_of
@@ -159,7 +159,7 @@ def test_decisions_hold_whatever_is_measured(data):
             course.num_ranks = max(course.run.mesh.size, data.draw(st.integers(1, 6)))
         if data.draw(st.integers(0, 5)) == 0:
             sizes = st.none() | st.integers(-1, 4)
-            course.decide({"data": data.draw(sizes), "pipe": data.draw(sizes), "wish": "1", "problem": None})
+            course.decide(MeshRequest(sizes={"data": data.draw(sizes), "pipe": data.draw(sizes)}, wish="1"))
         elif course.state.asked:
             course.decide()
 

@@ -268,11 +268,11 @@ def test_a_request_that_is_no_plain_file_of_the_runs_user_is_refused(tmp_path, m
         odd_file(tmp_path / resize.NAME, kind)
     assert requests.asked()
     found = requests.take()
-    assert (found["data"], found["pipe"], found["wish"]) == (None, None, None)
+    assert (found.sizes, found.wish) == ({"data": None, "pipe": None}, None)
     problem = {"a FIFO": "is not a regular file", "a folder": "is not a regular file",
                "of another user": "to another user",
                "a link": "is a symbolic link", "a device": "is a symbolic link"}.get(kind)
-    assert (problem in found["problem"]) if problem else found["problem"] is None
+    assert (problem in found.problem) if problem else found.problem is None
     assert not requests.asked() and requests.take() is None
     odd_file(tmp_path / resize.NAME, "a folder")
     assert requests.take() is not None and not requests.asked()

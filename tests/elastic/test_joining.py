@@ -21,6 +21,7 @@ from ranvier.comm.signed_store import signed
 from ranvier.config import read
 from ranvier.config.resolve import resolve
 from ranvier.config.run import Comm, Data, Elastic, Launch, Run
+from ranvier.elastic.change import MeshRequest
 from ranvier.launch import contact, devices, joining, start, supervision
 from ranvier.launch.contact import Contact, connect, read_contact
 from ranvier.launch.joining import Call, Newcomer
@@ -338,21 +339,20 @@ def test_a_request_that_names_no_newcomers(changes, message):
     store = HashStore()
     world = World(backend=InProcessWorld(1).backend(0), store=store, launcher="local", device=None, local_rank=0,
                   local_size=1)
-    request = {"data": None, "pipe": None, "ranks": 1, "wish": "aa", "problem": None}
+    request = MeshRequest(sizes={"data": None, "pipe": None}, ranks=1, wish="aa")
     assert "without --launch.join-address" in why_not(world, request)
     world.joins = JoinPoint(address="127.0.0.1", port=1, secret="")
     assert why_not(world, request) is None
-    assert message in why_not(world, request | changes)
+    assert message in why_not(world, replace(request, **changes))
 
 
 def test_a_request_of_newcomers_is_read(tmp_path):
     leave(tmp_path, "00000000000000aa", {"ranks": 3, "pipe": 2})
     request = ResizeRequests(tmp_path).take()
-    assert request == {"data": None, "pipe": 2, "ranks": 3, "wish": "00000000000000aa", "problem": None}
-    assert wanted_mesh(request, Mesh(data=2, row=2), 13) == {
-        "data": 3, "pipe": 2, "row": 2, "col": 1, "wish": "00000000000000aa", "problem": None,
-        "reason": "for ranks that have joined"}
-    assert wanted_mesh(request | {"data": 1}, Mesh(data=2), 13)["data"] == 1
+    assert request == MeshRequest(sizes={"data": None, "pipe": 2}, ranks=3, wish="00000000000000aa")
+    assert wanted_mesh(request, Mesh(data=2, row=2), 13) == MeshRequest(
+        sizes={"data": 3, "pipe": 2, "row": 2, "col": 1}, wish="00000000000000aa", reason="for ranks that have joined")
+    assert wanted_mesh(replace(request, sizes={"data": 1}), Mesh(data=2), 13).sizes["data"] == 1
 
 
 # --- what newcomers need ---------------------------------------------------------------------------------------------

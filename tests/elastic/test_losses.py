@@ -351,11 +351,11 @@ def test_a_loss_between_a_join_and_its_mesh(tmp_path, left):
         requests, everyone = Requests(world, tmp_path), world.backend.group("everyone", [range(1)])
         leave(tmp_path, wish := "00000000000000aa", {"ranks": 2})
         taken = requests.take(everyone)
-        requests.current = {**taken, "has_joined": True}
+        requests.current = replace(taken, has_joined=True)
         world.members = ("0", *[f"{wish}/1"] * left)
         assert requests.after_loss(5) is None
         assert requests.are_waiting() is bool(left)
-        assert requests.take(everyone) == ({**taken, "has_joined": True} if left else None)
+        assert requests.take(everyone) == (replace(taken, has_joined=True) if left else None)
         assert not requests.are_waiting()
 
     run_ranks(work, 1)

@@ -102,11 +102,11 @@ def chosen(now, depth, *, cached=0, first=None, num_ranks=None, **elastic):
 
 def test_candidates_are_all_meshes_of_all_ranks():
     found = chosen(runtime(Mesh(pipe=4)), 4, auto_pipe=True, auto_dp=True)
-    assert {(each.data, each.pipe) for each in found} == {(1, 4), (2, 2), (4, 1)}
+    assert {(each.mesh.data, each.mesh.pipe) for each in found} == {(1, 4), (2, 2), (4, 1)}
     assert [each.seconds_per_sample for each in found] == sorted(each.seconds_per_sample for each in found)
     assert all(each.samples == 32 for each in found)
     grown = chosen(runtime(Mesh(pipe=4)), 4, auto_pipe=True, auto_dp=True, global_batch="grow")
-    assert {each.data: each.samples for each in grown} == {1: 32, 2: 64, 4: 128}
+    assert {each.mesh.data: each.samples for each in grown} == {1: 32, 2: 64, 4: 128}
 
 
 @pytest.mark.parametrize("cut", ["exact", "reference"])
@@ -118,21 +118,21 @@ def test_candidates_are_all_meshes_of_all_ranks():
     (Mesh(pipe=2), Mesh(data=2, pipe=2), 6, {(2, 2), (6, 1), (3, 2), (2, 3), (1, 6)})], ids=str)
 def test_candidates_have_the_ranks_that_the_run_has_now(first, now, num_ranks, meshes, cut):
     found = chosen(runtime(now), 4, first=first, num_ranks=num_ranks, auto_pipe=True, auto_dp=True, cut=cut)
-    assert {(each.data, each.pipe) for each in found} <= meshes
+    assert {(each.mesh.data, each.mesh.pipe) for each in found} <= meshes
     assert cut == "reference" or len(found) == len(meshes)
     without = chosen(runtime(now), 4, first=first, num_ranks=num_ranks, auto_pipe=True, cut=cut)
-    assert all(each.data == now.data and each.data * each.pipe <= num_ranks for each in without)
+    assert all(each.mesh.data == now.data and each.mesh.data * each.mesh.pipe <= num_ranks for each in without)
 
 
 def test_without_replicas_the_others_are_idle():
     found = chosen(runtime(Mesh(pipe=4)), 4, auto_pipe=True)
-    assert {(each.data, each.pipe) for each in found} == {(1, 4), (1, 2), (1, 1)}
+    assert {(each.mesh.data, each.mesh.pipe) for each in found} == {(1, 4), (1, 2), (1, 1)}
 
 
 def test_cached_layers_are_on_the_first_stage():
     now = runtime(Mesh(pipe=4))
     blocks = present_mesh(now).frozen_blocks(5)
-    here = next(each for each in chosen(now, 5, auto_pipe=True, auto_dp=True, cached=blocks) if each.pipe == 2)
+    here = next(each for each in chosen(now, 5, auto_pipe=True, auto_dp=True, cached=blocks) if each.mesh.pipe == 2)
     assert here.boundaries[0] >= 5
 
 
@@ -155,11 +155,11 @@ def test_the_articles_rule_goes_by_sizes():
     sizes, lengths = [1.0] * BLOCKS, []
     for depth in range(BLOCKS + 1):
         (only,) = chosen(runtime(Mesh(pipe=4)), depth, auto_pipe=True, auto_dp=True, cut="reference")
-        counts = greedy(sizes, only.pipe, depth)
-        assert only.data * only.pipe == 4 and only.seconds is None and only.fits
-        assert only.boundaries == tuple(sum(counts[:stage]) for stage in range(1, only.pipe))
-        assert only.pipe == compress(sizes, 4, depth, max(stage_sizes(sizes, greedy(sizes, 4))))
-        lengths.append(only.pipe)
+        counts = greedy(sizes, only.mesh.pipe, depth)
+        assert only.mesh.data * only.mesh.pipe == 4 and only.seconds is None and only.fits
+        assert only.boundaries == tuple(sum(counts[:stage]) for stage in range(1, only.mesh.pipe))
+        assert only.mesh.pipe == compress(sizes, 4, depth, max(stage_sizes(sizes, greedy(sizes, 4))))
+        lengths.append(only.mesh.pipe)
     assert lengths[0] == 4 and lengths[-1] == 1 and lengths == sorted(lengths, reverse=True)
 
 
@@ -186,7 +186,7 @@ def asked(monkeypatch, now, first=None, **options):
     first = replace(first or now.run, elastic=Elastic(auto_pipe=True, auto_dp=True))
     found = mesh_candidates(ElasticRules(first), present_mesh(now), 4, work,
                             **{"num_ranks": first.mesh.size, "cached": 0, **options})
-    return situations, {(each.data, each.pipe): each for each in found}
+    return situations, {(each.mesh.data, each.mesh.pipe): each for each in found}
 
 
 def test_predictions_are_of_the_runs_own_schedule(monkeypatch):
@@ -240,7 +240,7 @@ def test_what_the_optimizer_takes_is_measured(optim, frozen, each, holders):
     assert work.update_seconds == pytest.approx((each,) * BLOCKS)
     first = replace(now.run, elastic=Elastic(auto_pipe=True, auto_dp=True))
     seconds = [next(found.seconds for found in mesh_candidates(
-        ElasticRules(first), present_mesh(now), 4, given, num_ranks=4, cached=0) if found.data == 4)
+        ElasticRules(first), present_mesh(now), 4, given, num_ranks=4, cached=0) if found.mesh.data == 4)
         for given in (work, replace(work, update_seconds=(0.0,) * BLOCKS))]
     assert seconds[0] - seconds[1] == pytest.approx(4 * each / holders)  # one stage, of which four blocks train
 
@@ -260,12 +260,12 @@ def test_what_a_transition_moves(optim, moved):
     """Of blocks that a rank has not had: 4 MB of parameters each, and 8 MB of states where they train."""
     now = runtime(Mesh(pipe=4))
     now.run, now.engine.boundaries = replace(now.run, optim=optim), (2, 4, 6)
-    there = MeshCandidate(data=2, pipe=2, boundaries=(4,), samples=32, seconds=1.0, fits=True, reason="")
+    there = MeshCandidate(mesh=Mesh(data=2, pipe=2), boundaries=(4,), samples=32, seconds=1.0, fits=True, reason="")
     work = measured_blocks(now, rows(now.run.mesh))
     assert candidate_moved_bytes(ElasticRules(now.run), present_mesh(now), there, work, 3) == moved * 1_000_000
     back = runtime(Mesh(pipe=2))
     back.engine.boundaries = (4,)
-    grown = MeshCandidate(data=1, pipe=4, boundaries=(2, 4, 6), samples=32, seconds=1.0, fits=True, reason="")
+    grown = MeshCandidate(mesh=Mesh(pipe=4), boundaries=(2, 4, 6), samples=32, seconds=1.0, fits=True, reason="")
     facts = measured_blocks(back, rows(back.run.mesh))
     assert candidate_moved_bytes(ElasticRules(back.run), present_mesh(back), grown, facts, 0) == (
         2 + 2 + 2) * 12_000_000

@@ -32,8 +32,8 @@ FULL = "memory of the device does not suffice"
 
 
 def candidate(data, pipe, seconds, **changed):
-    return replace(MeshCandidate(data=data, pipe=pipe, boundaries=tuple(range(1, pipe)), samples=32, seconds=seconds,
-                           fits=seconds is not None, reason="no cut fits"), **changed)
+    return replace(MeshCandidate(mesh=Mesh(data=data, pipe=pipe), boundaries=tuple(range(1, pipe)), samples=32,
+                                 seconds=seconds, fits=seconds is not None, reason="no cut fits"), **changed)
 
 
 class Case:
@@ -52,7 +52,7 @@ class Case:
         state, chosen, notes = select(
             self.rules, ElasticState(refused=self.refused, recent=(1.0,)), self.present, found, FACTS, depth=depth,
             step=7, remaining_steps=steps,
-            problem_of=lambda there: FULL if (there.data, there.pipe) in full else None)
+            problem_of=lambda there: FULL if (there.mesh.data, there.mesh.pipe) in full else None)
         self.refused = state.refused
         self.told += [(note.event, note.text) for note in notes]
         return chosen, next(iter(state.ledger.entries), None)

@@ -26,7 +26,7 @@ from ranvier.checkpoint.hf.pretrained import PretrainedConfig
 from ranvier.checkpoint.hf.tokenizer_files import export_files_beside, import_files_beside
 from ranvier.cli import generate
 from ranvier.config import read as recipes
-from ranvier.config.run import Transformer
+from ranvier.config.run import Data, Transformer
 from ranvier.cost.cluster_files import load_cluster, write_cluster
 from ranvier.data import tokenizer as tokenizers
 from ranvier.data.chat import conversations
@@ -349,7 +349,7 @@ READERS = (
       for file, form in (("rows.jsonl", "lines"), ("rows.csv", "bytes"), ("rows.parquet", "bytes"))
       for what, read in (("labels", _read_rows), ("documents", _read_documents))),
     Reader(name="conversations", make=_data, file="chat.jsonl", form="lines",
-           read=lambda folder: list(conversations(str(folder / "chat.jsonl"), "train", None))),
+           read=lambda folder: list(conversations(str(folder / "chat.jsonl"), "train", Data()))),
     Reader(name="choices", make=_data, file="choices.jsonl", form="lines",
            read=lambda folder: read_questions(folder / "choices.jsonl")),
     Reader(name="prompts", make=_data, file="prompts.jsonl", form="lines",

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore
 
 from ranvier.cli import main as cli
 from ranvier.config.other_mesh import difference, fallback, fallback_meshes, microbatch_size, on_mesh, refit
@@ -13,6 +14,7 @@ from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Batch, Optim, Pipeline, Transformer
 from ranvier.errors import ConfigError
 from ranvier.launch import start as launch
+from ranvier.launch.failures import publish_mesh, read_mesh
 from ranvier.mesh import Mesh
 from ranvier.planner.problems import problems
 from tests.errors import raises
@@ -215,3 +217,12 @@ def test_a_run_with_problems_of_its_own_is_refused_for_them(monkeypatch, capsys,
         monkeypatch.setenv(name, text)
     assert cli.run_command(["train", "gpt-tiny", "--resume", "auto", "--run-dir", str(tmp_path), flag, value]) == 2
     assert re.fullmatch(rf"ranvier: error: {message}.*\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(data=2, pipe=2), Mesh(row=4), Mesh(pipe=2, col=2)], ids=str)
+def test_the_supervisor_hears_of_every_axis_of_a_new_mesh(mesh):
+    """It names ranks by their coordinates there."""
+    store = HashStore()
+    assert read_mesh(store, Mesh(row=2, col=2)) == Mesh(row=2, col=2)
+    publish_mesh(store, mesh)
+    assert read_mesh(store, Mesh(row=2, col=2)) == mesh

@@ -12,7 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from ranvier.config.run import Memory, Pipeline
 from ranvier.errors import ModelError
 from ranvier.mesh import Mesh
-from tests.pipeline.parity import assert_parity, chain, chunks_of, points
+from ranvier.pipeline.engine import Engine
+from ranvier.tensor import layers
+from ranvier.testing.ranks import run_ranks
+from tests.pipeline.parity import assert_parity, chain, chunks_of, points, squared
 
 POLICIES = [Pipeline(policy="message-driven", defer_bytes=1 << 20), Pipeline(policy="1f1b"), Pipeline(policy="gpipe"),
             Pipeline(policy="message-driven", deferred=(9, 9), defer_last=1)]
@@ -175,6 +178,62 @@ def test_a_gradient_that_a_block_computes_of_a_tensor_with_another_blocks_hook(m
     assert caught.value.where == "the carried state" and "view_as" in caught.value.remedy
     assert_parity(partial(chain, linear, FixedPoint, nn.Identity, partial(Slope, True)), points([[2, 3]]), mesh,
                   **options)
+
+
+class Around(nn.Module):
+    """A block on one tensor of a state that is a tensor, a dict or a tuple."""
+
+    def __init__(self, layer, gives):
+        super().__init__()
+        self.layer, self.gives = layer(), gives
+
+    def forward(self, state):
+        other, x = (state, state) if isinstance(state, torch.Tensor) else (
+            state.values() if isinstance(state, dict) else state)
+        x = self.layer(x)
+        return {"tensor": x, "dict": {"other": other * 1, "x": x}, "tuple": (other * 1, x)}[self.gives]
+
+
+@pytest.mark.parametrize("gives", ["tensor", "dict", "tuple"])
+def test_hooks_are_found_in_any_state(gives):
+    """Between two blocks of one stage, where a plain tensor without hooks is not looked at any further."""
+    def model(own):
+        kinds = [(linear, gives), (FixedPoint, gives), (nn.Identity, gives), (partial(Slope, own), "tensor")]
+        return chain(*(partial(Around, *kind) for kind in kinds))
+
+    with pytest.raises(ModelError) as caught:
+        assert_parity(partial(model, False), points([[2, 3]]), Mesh())
+    assert "view_as" in caught.value.remedy
+    assert_parity(partial(model, True), points([[2, 3]]), Mesh())
+
+
+class HookedNorm(nn.Module):
+    """A hook on what the block gives on."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = layers.LayerNorm(4, dtype=torch.float64)
+
+    def forward(self, x):
+        y = self.norm(x)
+        y.register_hook(lambda gradient: gradient * 2)
+        return y
+
+
+class SquareSlope(nn.Module):
+    def forward(self, x):
+        return x - torch.autograd.grad(x.square().sum(), x, create_graph=True)[0]
+
+
+def test_hooks_are_found_on_rows():
+    """A tensor mesh has no shortcut."""
+    def rank(world):
+        engine = Engine([HookedNorm(), SquareSlope()], world, mesh=Mesh(row=2), loss=squared, dtype=torch.float64)
+        engine.forward_backward([(torch.ones(1, 2, 4, dtype=torch.float64), torch.zeros(1, 2, 4, dtype=torch.float64))])
+
+    with pytest.raises(ModelError) as caught:
+        run_ranks(rank, 2)
+    assert caught.value.where == "the carried state" and "view_as" in caught.value.remedy
 
 
 class Looked(nn.Module):

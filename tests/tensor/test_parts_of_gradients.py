@@ -50,7 +50,7 @@ def errors(mesh: Mesh, scheme: str = "stationary") -> dict[str, float]:
         found = {}
         for name, gradient in engine.gradients().items():
             parameter = engine.layout[name]
-            box = engine.layout.box(parameter, row, engine.coordinates.col)
+            box = engine.layout.box(parameter, engine.coordinates.position)
             right = exact.get_parameter(name.removeprefix("0.")).grad[tuple(slice(*edges) for edges in box)]
             found[name] = relative_error(gradient.double() * ROWS, right)
         engine.close()

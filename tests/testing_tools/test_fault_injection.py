@@ -14,12 +14,12 @@ import torch
 from click.testing import CliRunner
 
 import ranvier
+from ranvier.cli import faults
 from ranvier.comm import edges
 from ranvier.comm.message import Message, MessageKind
 from ranvier.config.run import Pipeline
 from ranvier.errors import ConfigError, TransportError
 from ranvier.launch.mpiexec import mpi_available
-from ranvier.testing import faults
 from ranvier.testing.faults import KINDS, faulty, flipped, parse, random_fault
 from ranvier.testing.ranks import run_processes, run_ranks
 from ranvier.train.memory import is_out_of_memory
@@ -344,7 +344,7 @@ def test_a_flipped_bit_of_a_tensor_goes_unnoticed():
 
 
 def command(*args, cwd=None):
-    return subprocess.run([sys.executable, "-m", "ranvier.testing.faults", *map(str, args)], capture_output=True,
+    return subprocess.run([sys.executable, "-m", "ranvier.cli.faults", *map(str, args)], capture_output=True,
                           text=True, cwd=cwd, timeout=200, check=False)
 
 

@@ -1,0 +1,222 @@
+"""The forms in which people have conversations: which one a table has, and how each of its rows becomes a conversation.
+
+    messages             messages, conversation or conversations: [{"role", "content", ...}]; tools   (OpenAI)
+    sharegpt             conversations, conversation or messages: [{"from", "value"}]; system, tools
+    alpaca               instruction, output; input, system, history
+    prompt-completion    prompt, completion: texts or messages
+    module:function      a function of a row: its messages, a row in one of these forms, or None to leave it out
+
+A form is recognised by the columns, and where these may have two forms by the first row. Pairs of answers
+(`conversation_rows.pair_of`) have one form, and may come from a function, too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from ranvier.config.named_object import blamed, is_object_name, load_object
+from ranvier.config.run import Data
+from ranvier.data.chat_template import Conversation, Message
+from ranvier.data.conversation_rows import (
+    MESSAGES_SETTING,
+    OTHER_COLUMNS,
+    answered,
+    conversation_of,
+    turns_in,
+)
+from ranvier.data.fingerprint import fingerprint
+from ranvier.data.tables import Row, Table
+from ranvier.errors import DataError
+from ranvier.system.untrusted_file import parse_json
+
+SETTING = "data.form"
+_MESSAGES = ("messages", "conversation", "conversations")
+_SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
+                   "chatgpt": "assistant", "model": "assistant", "bot": "assistant", "system": "system", "tool": "tool",
+                   "observation": "tool", "function_response": "tool", "function_call": "assistant"}
+"""Names of speakers in ShareGPT's form -> roles."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowForm:
+    """A form of rows. words: for the line of the data. columns: that it needs; more: that it reads where there
+    are such. read: the conversation of a row, None for one without an answer; DataError, with the place, where it is
+    none. fingerprint: differs where conversations may."""
+
+    words: str
+    columns: tuple[str, ...]
+    more: tuple[str, ...] = ()
+    read: Callable[[Row], Conversation | None]
+    fingerprint: str
+
+
+def form_of_table(table: Table, data: Data) -> RowForm:
+    """The form that `data.form` names, or that the columns show. DataError where the table lacks its columns, or has
+    none of the forms."""
+    name, columns = data.form, set(table.columns)
+    if is_object_name(name):
+        return RowForm(words=f"the form {name}", columns=table.columns, read=partial(_by_function, name),
+                       fingerprint=function_fingerprint(name))
+    column = next((one for one in ((data.messages_column,) if data.messages_column else _MESSAGES) if one in columns),
+                  None)
+    if name == "auto":
+        if data.messages_column or column:
+            column = table.column(data.messages_column, _MESSAGES, MESSAGES_SETTING)
+            name = "sharegpt" if _is_sharegpt(table, column) else "messages"
+        elif columns >= {"instruction", "output"}:
+            name = "alpaca"
+        elif columns >= {"prompt", "completion"}:
+            name = "prompt-completion"
+        else:
+            raise _unknown(table)
+    match name:
+        case "messages" | "sharegpt":
+            column = column or table.column(data.messages_column, _MESSAGES, MESSAGES_SETTING)
+            read, words = ((_sharegpt, "ShareGPT form") if name == "sharegpt" else
+                           (conversation_of, "OpenAI's form"))
+            found = RowForm(words=words, columns=(column,), more=(*OTHER_COLUMNS, "system")
+                            if name == "sharegpt" else OTHER_COLUMNS, read=partial(read, column=column),
+                            fingerprint=f"{name} {column}")
+        case "alpaca":
+            found = RowForm(words="Alpaca form", columns=("instruction", "output"), fingerprint=name,
+                            more=("input", "system", "history", *OTHER_COLUMNS), read=_alpaca)
+        case "prompt-completion":
+            found = RowForm(words="the form of prompts and completions", columns=("prompt", "completion"),
+                            more=OTHER_COLUMNS, read=_prompt_completion, fingerprint=name)
+        case _:
+            raise DataError("is not a form of conversations", code="form-of-pairs", where=SETTING, value=name,
+                            remedy="Set `--data.form auto`, or `--data.task preference`.")
+    missing = next((one for one in found.columns if one not in columns), None)
+    if missing is not None:
+        raise DataError(f"has no column `{missing}`, which the form {name} needs", code="form-column-missing",
+                        where=table.name, value=", ".join(sorted(columns)), remedy="Set `--data.form auto`.")
+    return found
+
+
+def _unknown(table: Table) -> DataError:
+    columns = set(table.columns)
+    remedy = ("Set `--data.task preference` for pairs of answers." if columns >= {"chosen", "rejected"} else
+              "Set `--data.messages-column` to its column of messages, or `--data.form` to a function that makes "
+              "messages of a row: module:function.")
+    return DataError("has columns of no form of conversations that is known: messages, conversations (ShareGPT), "
+                     "instruction and output (Alpaca), or prompt and completion", code="form-unknown",
+                     where=table.name, value=", ".join(sorted(columns)) or "no columns", remedy=remedy)
+
+
+def _is_sharegpt(table: Table, column: str) -> bool:
+    first = next(iter(table.rows([column])), None)
+    value = None if first is None else first.values.get(column)
+    turn = value[0] if isinstance(value, list) and value else None
+    return isinstance(turn, dict) and {"from", "value"} <= turn.keys()
+
+
+# --- each form -------------------------------------------------------------------------------------------------------
+
+
+def _sharegpt(row: Row, column: str) -> Conversation:
+    value = row.values.get(column)
+    remedy = 'Give a list of turns, for example [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}].'
+    if not isinstance(value, list) or not value:
+        raise DataError("is no conversation", code="not-a-conversation", where=row.place, value=repr(value)[:80],
+                        remedy=remedy)
+    messages = _system(row)
+    for turn in value:
+        if not isinstance(turn, dict) or not isinstance(turn.get("value"), str) or (
+                turn.get("from") not in _SHAREGPT_ROLES):
+            raise DataError("has a turn without a known speaker in `from` and a text in `value`",
+                            code="not-a-sharegpt-turn", where=row.place, value=repr(turn)[:80], remedy=remedy)
+        others = {key: part for key, part in turn.items() if key not in ("from", "value")}
+        if turn["from"] == "function_call":
+            messages.append({**others, "role": "assistant", "content": None,
+                             "tool_calls": [{"type": "function", "function": _call(row, turn["value"])}]})
+        else:
+            messages.append({**others, "role": _SHAREGPT_ROLES[turn["from"]], "content": turn["value"]})
+    return conversation_of(_with_messages(row, messages))
+
+
+def _call(row: Row, text: str) -> Mapping[str, Any]:
+    try:
+        found = parse_json(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not {"name", "arguments"} <= found.keys():
+        raise DataError("has a call of a function that is no JSON object with a name and arguments",
+                        code="not-a-function-call", where=row.place, value=text[:80],
+                        remedy='Give for example {"name": "weather", "arguments": {"city": "Paris"}}.')
+    return found
+
+
+def _alpaca(row: Row) -> Conversation | None:
+    instruction, output = (_text(row, name) for name in ("instruction", "output"))
+    if not output.strip():
+        return None
+    messages, more = _system(row), row.values.get("input")
+    history = row.values.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
+        raise DataError("has a `history` that is no list of questions and answers", code="not-an-alpaca-history",
+                        where=row.place, value=repr(history)[:80], remedy='Give for example [["...", "..."]].')
+    for question, answer in history:
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    question = instruction if more in (None, "") else f"{instruction}\n\n{_text(row, 'input')}"
+    messages += [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
+    return conversation_of(_with_messages(row, messages))
+
+
+def _prompt_completion(row: Row) -> Conversation | None:
+    if row.values.get("completion") in (None, "", []):
+        return None
+    return answered(row, turns_in(row, "prompt", "user"), turns_in(row, "completion", "assistant"))
+
+
+def _by_function(name: str, row: Row) -> Conversation | None:
+    made = made_by_function(name, row)
+    if made is None:
+        return None
+    if isinstance(made, list):
+        made = {"messages": made}
+    if not isinstance(made, dict):
+        raise DataError(f"returns a {type(made).__name__} for a row", code="form-function-result", where=SETTING,
+                        value=name, remedy="Return a list of messages, a dict with the columns of a form, or None.")
+    found = replace(row, values=made)
+    table = Table(name=row.place, columns=tuple(made), fingerprint="", rows=lambda wanted: iter([found]))
+    return form_of_table(table, Data()).read(found)
+
+
+def made_by_function(name: str, row: Row) -> Any:
+    """What a user's function makes of a row, whose columns it gets as a dict."""
+    function: Any = load_object(name, SETTING, ())
+    with blamed(name, SETTING, f"the function, for {row.place}"):
+        return function(dict(row.values))
+
+
+def function_fingerprint(name: str) -> str:
+    """Differs where the file of the function does."""
+    load_object(name, SETTING, ())
+    try:
+        source = inspect.getsource(sys.modules[name.partition(":")[0]])
+    except (KeyError, OSError, TypeError):  # a module without a file
+        source = ""
+    return fingerprint(name, source)
+
+
+def _system(row: Row) -> list[Message]:
+    return [{"role": "system", "content": _text(row, "system")}] if row.values.get("system") else []
+
+
+def _text(row: Row, column: str) -> str:
+    value = row.values.get(column)
+    if not isinstance(value, str):
+        raise DataError(f"has no text in `{column}`", code="form-column-not-text", where=row.place,
+                        value=repr(value)[:80], remedy="Give a text, or make messages of rows by a function: "
+                        "`--data.form`.")
+    return value
+
+
+def _with_messages(row: Row, messages: Sequence[Message]) -> Row:
+    others = {name: value for name, value in row.values.items() if name in OTHER_COLUMNS}
+    return replace(row, values={**others, "messages": list(messages)})
