@@ -89,7 +89,7 @@ def form_of_table(table: Table, data: Data) -> RowForm:
             found = RowForm(words="the form of prompts and completions", columns=("prompt", "completion"),
                             more=OTHER_COLUMNS, read=_prompt_completion, fingerprint=name)
         case _:
-            raise DataError("is not a form of conversations", code="form-of-other-task", where=SETTING, value=name,
+            raise DataError("is not a form of conversations", code="form-of-pairs", where=SETTING, value=name,
                             remedy="Set `--data.form auto`, or `--data.task preference`.")
     missing = next((one for one in found.columns if one not in columns), None)
     if missing is not None:
