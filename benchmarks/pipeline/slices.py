@@ -91,7 +91,7 @@ def share(case: Case, slices: Slices) -> float:
     ran = simulate(stages, case.microbatches, MessageDriven(), limits.in_flight, hop=_HOP, placement=placement,
                    jitter=unequal, defer_bytes=[waiting * sum(stages[stage].alive_bytes for stage in held[rank])
                                                 for rank, waiting in enumerate(limits.deferred)],
-                   room=limits.room)
+                   max_stored=limits.max_stored)
     return case.microbatches * sum(map(sum, (forward, backward, weight))) / case.pipe / ran.seconds
 
 

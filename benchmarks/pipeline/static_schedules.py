@@ -151,7 +151,7 @@ def _simulated(case: Case, placement: StagePlacement, policy: Policy, limits: Li
               for load in stages_of(case, placement)]
     made = simulate(stages, case.microbatches, policy, limits.in_flight, hop=_hop_seconds(case), placement=placement,
                     defer_bytes=[waiting * sum(stages[stage].alive_bytes for stage in placement.stages_of(rank))
-                                 for rank, waiting in enumerate(limits.deferred)], room=limits.room,
+                                 for rank, waiting in enumerate(limits.deferred)], max_stored=limits.max_stored,
                     alternating=limits.alternating)
     return made.seconds, max(made.most_alive_bytes)
 

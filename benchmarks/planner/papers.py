@@ -122,7 +122,7 @@ class Papers:
         run = self.axonn(billions, size, pipe, data or replicas, batch, offload="none", shard=name == "DeepSpeed")
         run = replace(run, mesh=run.mesh.resized(col=col), tensor=replace(run.tensor, scheme="megatron"),
                       pipeline=replace(run.pipeline, policy="1f1b"), memory=replace(run.memory, recompute=1))
-        return run_cost(run, self.summit, self.work.stages(run), others=True)
+        return run_cost(run, self.summit, self.work.stages(run), as_published=True)
 
     def table_two(self, billions: int) -> Choice:
         """The best of every (microbatch, G_inter, G_data) that AxoNN could have had, by time and memory."""
@@ -220,7 +220,7 @@ class Papers:
                       tensor=replace(run.tensor, scheme="summa" if scheme == "Optimus" else "megatron"))
         stages = self.work.stages(run)
         blocks = [block for block in stages[0] if block.name.startswith("layer")]
-        stage = run_cost(run, self.frontera, [blocks], exact=False, others=True).stages[0]
+        stage = run_cost(run, self.frontera, [blocks], exact=False, as_published=True).stages[0]
         if scheme == "Optimus":
             return stage
         inputs = 24 * blocks[0].input_bytes * (devices - 1) / devices  # are divided, and gathered to be computed again

@@ -177,22 +177,22 @@ def to_disk(path: Path) -> None:
         os.close(handle)
 
 
-def host_copies(tensors: Sequence[torch.Tensor], room: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies in host memory. room: those of the last time, which are used again where they fit; is changed. Those of a
-    device lie in one piece of pinned memory, of which rounding by the allocator wastes little.
+def host_copies(tensors: Sequence[torch.Tensor], buffers: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies in host memory. buffers: those of the last time, which are used again where they fit; is changed. Those
+    of a device lie in one piece of pinned memory, of which rounding by the allocator wastes little.
 
     Returns when all of them are there.
     """
     kinds = [(tensor.shape, tensor.dtype, tensor.is_cuda) for tensor in tensors]
-    had = [(copy.shape, copy.dtype, tensor.is_cuda) for copy, tensor in zip(room, tensors, strict=False)]
-    if had != kinds or len(room) != len(tensors):
-        room.clear()
-        room += pinned_together([tensor for tensor in tensors if tensor.is_cuda])
+    had = [(copy.shape, copy.dtype, tensor.is_cuda) for copy, tensor in zip(buffers, tensors, strict=False)]
+    if had != kinds or len(buffers) != len(tensors):
+        buffers.clear()
+        buffers += pinned_together([tensor for tensor in tensors if tensor.is_cuda])
         for place, tensor in enumerate(tensors):
             if not tensor.is_cuda:
-                room.insert(place, torch.empty(tensor.shape, dtype=tensor.dtype))
-    for copy, tensor in zip(room, tensors, strict=True):
+                buffers.insert(place, torch.empty(tensor.shape, dtype=tensor.dtype))
+    for copy, tensor in zip(buffers, tensors, strict=True):
         copy.copy_(dense(tensor), non_blocking=True)
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:  # copies run on the devices' own streams
         torch.cuda.current_stream(device).synchronize()
-    return list(room)
+    return list(buffers)

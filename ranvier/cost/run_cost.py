@@ -32,10 +32,10 @@ from ranvier.tensor.layers import Embedding, Linear, SharedInputLinear, Vocabula
 
 
 def run_cost(run: ResolvedRun, cluster: Cluster, stages: Sequence[Sequence[BlockCost]], *, exact: bool = True,
-             others: bool = False) -> Cost:
-    """Of a run with these blocks on each stage, counted for its microbatch on its tensor mesh. exact, others: as for
-    `step_cost`."""
-    return step_cost(step_of(run, stages, cluster), cluster, exact=exact, others=others)
+             as_published: bool = False) -> Cost:
+    """Of a run with these blocks on each stage, counted for its microbatch on its tensor mesh. exact, as_published: as
+    for `step_cost`."""
+    return step_cost(step_of(run, stages, cluster), cluster, exact=exact, as_published=as_published)
 
 
 def run_pipeline(run: ResolvedRun, cluster: Cluster, stages: Sequence[Sequence[BlockCost]]) -> PipelineNumbers:

@@ -189,16 +189,16 @@ class Cost:
         return tokens / self.tokens_per_second / 86400
 
 
-def step_cost(step: Step, cluster: Cluster, *, exact: bool = True, others: bool = False) -> Cost:
+def step_cost(step: Step, cluster: Cluster, *, exact: bool = True, as_published: bool = False) -> Cost:
     """The cost of a step on a cluster.
 
     Args:
         exact: simulate the schedule; otherwise use the closed form.
-        others: as Megatron-LM, DeepSpeed and Optimus were published, where a stage does not compute while it sends or
-            receives, on the tensor mesh as between stages, products are not cut into panels, ranks of a stage that hold
-            the same activations each send a part of them, and a layer's last product is recomputed with the others.
+        as_published: as Megatron-LM, DeepSpeed and Optimus were published, where a stage does not compute while it
+            sends or receives, on the tensor mesh as between stages, products are not cut into panels, ranks of a stage
+            that hold the same activations each send a part of them, and a layer's last product is recomputed, too.
     """
-    return _StepCost(step, cluster, others).cost(exact)
+    return _StepCost(step, cluster, as_published).cost(exact)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +215,7 @@ class PipelineNumbers:
     at_once: int | None
     """Ranks of a pipeline that may compute at once, where ranks share cores."""
     defer_last: int | None
-    room: int | None
+    max_stored: int | None
     alternating: bool
     """These three as of `Limits`."""
 
@@ -226,7 +226,7 @@ def step_pipeline(step: Step, cluster: Cluster) -> PipelineNumbers:
     times = tuple(made.times([made.stage(stage) for stage in range(len(step.stages))]))
     return PipelineNumbers(times=times, num_microbatches=made.count, way=made.way(), in_flight=step.limits.in_flight,
                            defer_bytes=made.defer(times), at_once=made.at_once(), defer_last=made.defer_last,
-                           room=step.limits.room, alternating=step.limits.alternating)
+                           max_stored=step.limits.max_stored, alternating=step.limits.alternating)
 
 
 def update_seconds(step: Step, cluster: Cluster, count: float, *, local: int, threads: float = 1.0,
@@ -306,7 +306,7 @@ def _block_seconds(kernels: _Same[tuple[Kernel, ...]], device: _Same[Device], pr
 class _StepCost:
     """Everything that the parts of a cost need."""
 
-    def __init__(self, step: Step, cluster: Cluster, others: bool = False) -> None:
+    def __init__(self, step: Step, cluster: Cluster, as_published: bool = False) -> None:
         mesh = step.run.mesh
         self.placement = step.run.placement
         assert len(step.stages) == self.placement.num_stages
@@ -314,7 +314,7 @@ class _StepCost:
         self.size, self.data = mesh.stage_size, mesh.num_replicas
         self.scheme = volume_scheme(step.run.tensor)
         self.stages = [stage.blocks for stage in step.stages]
-        self.others = others
+        self.as_published = as_published
         self._agains: dict[int, list[int]] = {}
         self._volumes: dict[tuple[tuple[SplitLayer, ...], bool], Volume] = {}
         self.held = [self.placement.stages_of(rank) for rank in range(mesh.pipeline_size)]
@@ -334,7 +334,8 @@ class _StepCost:
         times = self.times(rows)
         passed = passage(times, self.count, step.policy, step.limits.in_flight, way=self.way(), exact=exact,
                          defer_bytes=self.defer(times), cores=self.at_once(), placement=self.placement,
-                         defer_last=self.defer_last, room=step.limits.room, alternating=step.limits.alternating)
+                         defer_last=self.defer_last, max_stored=step.limits.max_stored,
+                         alternating=step.limits.alternating)
         partial = (1.0 - self.last) * max(sum(rows[stage].microbatch_seconds for stage in held) for held in self.held)
         shared = self._shared_cores(rows)
         pipeline = max(passed.seconds - partial, shared)
@@ -363,7 +364,7 @@ class _StepCost:
 
     def times(self, rows: Sequence[StageCost]) -> list[StageTimes]:
         """As the simulator takes them."""
-        held_up = [0.0, *(transfer + latency for transfer, latency in self._edges()), 0.0] if self.others else [
+        held_up = [0.0, *(transfer + latency for transfer, latency in self._edges()), 0.0] if self.as_published else [
             0.0] * (len(rows) + 1)
         return [StageTimes(forward=row.forward_seconds + behind, backward=row.backward_seconds + before,
                            weight=row.weight_seconds, products=PRODUCTS,
@@ -412,7 +413,7 @@ class _StepCost:
     def _seconds(self, cost: BlockCost) -> _Seconds:
         """Of one microbatch in a block."""
         found = _block_seconds(_Same(cost.kernels), _Same(self.cluster.device), self.run.precision, self._threads(),
-                               self.step.bytes.gradient, self.others)
+                               self.step.bytes.gradient, self.as_published)
         return found if cost.num_trainable else found._replace(weight=0.0)
 
     def _threads(self) -> float:
@@ -477,7 +478,7 @@ class _StepCost:
     def _hides(self) -> bool:
         """Whether messages travel while products are computed: not where cores copy them, nor where a broadcast's root
         depends on the rank."""
-        return self.cluster.device.cores is None and self.scheme != "summa" and not self.others
+        return self.cluster.device.cores is None and self.scheme != "summa" and not self.as_published
 
     def _held_up(self, sizes: Bytes, layers: float, way: int, alone: float, products: float, computing: float) -> float:
         """Seconds for which a block's messages hold it up: activations travel beside its products, but for the panels
@@ -516,11 +517,12 @@ class _StepCost:
     def _block_volume(self, block: str, recomputed: bool) -> Volume:
         layers = self.step.split_layers[block]
         if (layers, recomputed) not in self._volumes:
-            again: Recompute = "again" if self.others else "kept"
+            again: Recompute = "again" if self.as_published else "kept"
             self._volumes[layers, recomputed] = block_volume(
                 layers, self.scheme, row=self.mesh.row, col=self.mesh.col, batch=self.run.batch.microbatch_size,
                 sequence=self.step.tokens, hidden=self.run.model.hidden, itemsize=self.step.bytes.parameter,
-                sum_itemsize=self.step.bytes.summed, recompute=again if recomputed else "none", last=not self.others,
+                sum_itemsize=self.step.bytes.summed, recompute=again if recomputed else "none",
+                last=not self.as_published,
                 weights_kept_for=self.count if self.run.tensor.keep_weights else None,
                 gradient_itemsize=self.step.bytes.gradient)
         return self._volumes[layers, recomputed]
@@ -553,7 +555,7 @@ class _StepCost:
 
     def way(self) -> Way:
         """The edges of the pipeline, as messages beside the computing."""
-        if self.others:
+        if self.as_published:
             return DIRECT
         transfer, latency = zip(*self._edges(), strict=True) if self.mesh.pipeline_size > 1 else ((), ())
         return Way(transfer=transfer, latency=latency)
@@ -565,7 +567,7 @@ class _StepCost:
         for (link, together), most in zip(edge_links(self.mesh, self.cluster), edge_bytes(self.placement, self.stages),
                                           strict=True):
             sent, gathered = float(most), 0.0
-            if self.others:
+            if self.as_published:
                 group = self.groups["col"]
                 sent, gathered = sent / size, received_seconds(sent * (size - 1) / size, size - 1, group, self.cluster)
             edges.append((sent / link.rate(together) + gathered, link.latency_seconds))

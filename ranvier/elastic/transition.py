@@ -51,18 +51,18 @@ class Held:
     missed_updates: dict[str, int]
 
 
-def take(engine: Engine, room: Held | None = None) -> Held:
+def take(engine: Engine, host_buffers: Held | None = None) -> Held:
     """Copy the state of this rank to host memory. CheckpointError for state that cannot travel.
 
-    room: an earlier copy, of no use any more, whose memory is taken where it fits.
+    host_buffers: an earlier copy, of no use any more, whose memory is taken where it fits.
     """
-    pieces, rooms = [], [] if room is None else [piece.tensor for piece in room.pieces]
+    pieces, buffers = [], [] if host_buffers is None else [piece.tensor for piece in host_buffers.pieces]
     for number, piece in enumerate(state.pieces_held(engine)):
         if state.dtype_name(piece.tensor) not in ITEM_BYTES:
             raise CheckpointError("has a number format that cannot travel", code="number-format-not-sent",
                                   where=f"{piece.kind} {piece.name}", value=state.dtype_name(piece.tensor),
                                   remedy=f"Keep it in one of these: {', '.join(ITEM_BYTES)}.")
-        source, copy = piece.tensor.detach(), rooms[number] if number < len(rooms) else None
+        source, copy = piece.tensor.detach(), buffers[number] if number < len(buffers) else None
         if copy is not None and type(source) is Tensor and (copy.shape, copy.dtype) == (source.shape, source.dtype):
             copy.copy_(source)
         else:

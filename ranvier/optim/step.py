@@ -48,7 +48,7 @@ from ranvier.precision import is_half, reduce_dtype
 from ranvier.schedule.spans import Timeline
 from ranvier.system.pinned_memory import HostCopy
 
-_FAR = 8
+_MAX_WEIGHT_RATIO = 8
 """A batch is so many times as heavy as it was said to be: an initial loss scale does not fit it."""
 
 
@@ -261,7 +261,8 @@ class Updater:
         `divide_by_it`, lowers a loss scale with which that would overflow; one that has been adapted stays."""
         if divide_by_it:
             self.nominal_weight = weight
-        elif (scale := self.loss_scale) is not None and scale.is_initial and weight > _FAR * self.nominal_weight:
+        elif (scale := self.loss_scale) is not None and scale.is_initial and (
+                weight > _MAX_WEIGHT_RATIO * self.nominal_weight):
             scale.lower(weight / self.nominal_weight)
 
     # ------------------------------------------------------------------ one batch

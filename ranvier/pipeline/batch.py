@@ -71,7 +71,7 @@ class BatchRunner:
 
     def use_limits(self, limits: Limits) -> None:
         """Limits from the next batch on. Bytes that were set stay."""
-        self._in_flight, self._room, self._alternating = limits.in_flight, limits.room, limits.alternating
+        self._in_flight, self._max_stored, self._alternating = limits.in_flight, limits.max_stored, limits.alternating
         if self._limits_follow:
             self._deferred, self._defer_last = limits.deferred[self._at.pipeline_rank], limits.last
             self.defer_bytes = self._deferred * sum(self._deferrable)
@@ -92,7 +92,7 @@ class BatchRunner:
         schedule = RankSchedule(
             stages=self._numbers, num_stages=self._num_stages, num_microbatches=len(batch), policy=self._policy,
             in_flight=self._in_flight, training=training, defer_bytes=self.defer_bytes,
-            defer_last=self._defer_last, room=self._room, alternating=self._alternating)
+            defer_last=self._defer_last, max_stored=self._max_stored, alternating=self._alternating)
         ran: list[Action] = []
         running: Action | None = None
         try:

@@ -748,10 +748,10 @@ class Engine:
             group.all_reduce(least, "min").wait()
         return bool(least)
 
-    def of_rows(self, mine: list[str]) -> list[list[str]]:
-        """`mine` of the ranks of this column on each row; they all call it. Blocks; not for each step."""
+    def gather_over_rows(self, own: list[str]) -> list[list[str]]:
+        """`own` of the ranks of this column on each row; they all call it. Blocks; not for each step."""
         mesh = self._connections.tensor_mesh
-        return [mine] if mesh is None else mesh.over_rows.gather_objects(mine)
+        return [own] if mesh is None else mesh.over_rows.gather_objects(own)
 
     def watch_layers(self, watch: bool = True) -> None:
         """Have the steps from here on sum up each layer's gradient, for `layer_gradient_norms`."""

@@ -91,8 +91,8 @@ def run_limits(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments
 
 def stages_at_peak(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], limits: Limits, segments: Segments = (),
                    cluster: Cluster | None = None) -> tuple[tuple[int, float], ...] | None:
-    """`Prediction.at_peak`, where a rank's stages share the memory of the microbatches (`Limits.room`)."""
-    if limits.room is None:
+    """`Prediction.at_peak`, where a rank's stages share the memory of the microbatches (`Limits.max_stored`)."""
+    if limits.max_stored is None:
         return None
     return predicted(_loads_of(run, stages, segments), policy_named(run.pipeline.policy), limits, run.placement,
                      run.num_microbatches, link_conditions(run, stages, cluster)).at_peak

@@ -307,7 +307,7 @@ def simulation(run: ResolvedRun, cluster: Cluster, noise: Noise = STEADY, work: 
     step = simulate_step(pipeline.times, pipeline.num_microbatches, policy_named(run.pipeline.policy),
                          pipeline.in_flight, replicas=run.mesh.num_replicas, stage_size=run.mesh.stage_size,
                          way=pipeline.way, defer_bytes=pipeline.defer_bytes, noise=noise, cores=pipeline.at_once,
-                         placement=run.placement, defer_last=pipeline.defer_last, room=pipeline.room,
+                         placement=run.placement, defer_last=pipeline.defer_last, max_stored=pipeline.max_stored,
                          alternating=pipeline.alternating)
     after = one.cost.seconds - one.cost.pipeline_seconds
     copied = max((entry.host.get("checkpoint", 0) for entry in one.memory), default=0)

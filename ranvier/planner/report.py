@@ -179,7 +179,7 @@ def _bottleneck(worst: str, share: float, best: Candidate, plan: SearchResult) -
 def schedule_text(choices: Sequence[MemoryChoice]) -> str:
     """The schedule of the run, and what more or less memory would make of it."""
     own, *others = choices
-    room = own.limits.room
+    max_stored = own.limits.max_stored
     some = "" if own.num_microbatches == own.step_microbatches else f" of the step's {own.step_microbatches:,}"
     rows = [("pipeline.memory", *(f"{each.memory:g}" for each in others)),
             ("in flight", *(str(each.limits.in_flight) for each in others)),
@@ -192,7 +192,7 @@ def schedule_text(choices: Sequence[MemoryChoice]) -> str:
         rows = [row for row in rows if row[0] != "of the last"]
     return "\n".join([f"\nschedule: at most {own.limits.in_flight} microbatches in flight; microbatches with deferred "
                       f"weight gradients, by rank: {own.limits.deferred_text}; "
-                      + ("" if room is None else f"the stages of a rank hold at most {room}; ")
+                      + ("" if max_stored is None else f"the stages of a rank hold at most {max_stored}; ")
                       + ("forwards and backwards run in 1F1B's order; " if own.limits.alternating else "")
                       + f"chosen by a simulation of {own.num_microbatches}{some} microbatches, whose bubble is "
                       f"{own.bubble_fraction:.1%}",

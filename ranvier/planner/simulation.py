@@ -92,17 +92,18 @@ def simulate_step(stages: Sequence[StageTimes], num_microbatches: int, policy: P
                   replicas: int = 1, stage_size: int = 1, way: Way = DIRECT,
                   defer_bytes: int | Sequence[int] | Literal["auto"] = "auto", noise: Noise = STEADY,
                   sampled: int = SAMPLED, cores: int | None = None, placement: StagePlacement | None = None,
-                  defer_last: int | None = None, room: int | None = None, alternating: bool = False) -> StepSimulation:
+                  defer_last: int | None = None, max_stored: int | None = None, alternating: bool = False
+                  ) -> StepSimulation:
     """One batch through all replicas. stage_size: ranks of a stage. sampled: replicas simulated where each is
     different; those with a slow rank always are, and count beside the others' largest. cores: ranks of a pipeline that
-    may compute at once. placement: which stages each has; by default one. defer_last, room, alternating: as
+    may compute at once. placement: which stages each has; by default one. defer_last, max_stored, alternating: as
     of `simulate`."""
     count = num_microbatches if noise.is_none else min(num_microbatches, max(_LONG, 8 * len(stages)))
 
     def run(replica: int, count: int = count) -> Simulated:
         return simulate(stages, count, policy, in_flight, hop=way.hop, transfer=way.busy,
-                        defer_bytes=defer_bytes, cores=cores, placement=placement, defer_last=defer_last, room=room,
-                        alternating=alternating, jitter=_factor(noise, replica, stage_size))
+                        defer_bytes=defer_bytes, cores=cores, placement=placement, defer_last=defer_last,
+                        max_stored=max_stored, alternating=alternating, jitter=_factor(noise, replica, stage_size))
 
     slow = sorted({replica for replica, _ in noise.slow if replica < replicas})
     others = [replica for replica in range(replicas) if replica not in slow]

@@ -61,7 +61,7 @@ class Passage:
 def passage(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy, in_flight: int, *, way: Way = DIRECT,
             defer_bytes: int | Sequence[int] | Literal["auto"] = "auto", exact: bool = True,
             cores: int | None = None, placement: StagePlacement | None = None, defer_last: int | None = None,
-            room: int | None = None, alternating: bool = False) -> Passage:
+            max_stored: int | None = None, alternating: bool = False) -> Passage:
     """One batch of equal microbatches. exact: simulate; otherwise the closed form, which takes microseconds, and holds
     for one stage on each rank. cores: ranks that may compute at once, in a simulation. placement, defer_last, room,
     alternating: as of `simulate`."""
@@ -70,7 +70,7 @@ def passage(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy,
     placement = placement or StagePlacement(num_ranks=len(stages))
     if (exact or placement.per_rank > 1) and len(stages) > 1:
         seconds = _simulated(stages, num_microbatches, policy, limit, way, defer_bytes, cores, placement, defer_last,
-                             room, alternating)
+                             max_stored, alternating)
     else:
         seconds = closed_form(each, num_microbatches, limit, way)
         if policy.defers and defer_bytes and len(stages) > 1:
@@ -103,11 +103,11 @@ def closed_form(each: Sequence[float], num_microbatches: int, in_flight: int, wa
 
 def _simulated(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy, in_flight: int, way: Way,
                defer_bytes: int | Sequence[int] | Literal["auto"], cores: int | None, placement: StagePlacement,
-               defer_last: int | None, room: int | None, alternating: bool) -> float:
+               defer_last: int | None, max_stored: int | None, alternating: bool) -> float:
     def run(count: int) -> float:
         return simulate(stages, count, policy, in_flight, hop=way.hop, transfer=way.busy,
                         defer_bytes=defer_bytes, cores=cores, placement=placement, defer_last=defer_last,
-                        room=room, alternating=alternating).seconds
+                        max_stored=max_stored, alternating=alternating).seconds
 
     full, more = _enough(len(stages), in_flight)
     if num_microbatches <= full + more:

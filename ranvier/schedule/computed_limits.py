@@ -10,7 +10,7 @@ nothing is chosen that is predicted to be slower:
     deferred     per rank, as many microbatches as the rest of the memory holds, and the fastest step uses
     last         where a deferred product takes longer: those of all microbatches, or only of a step's last ones, which
                  fill the bubble at its end
-    room         with several stages on each rank: what these may hold, which decides what may run early
+    max_stored   with several stages on each rank: what these may hold, which decides what may run early
 
 What is told of the choice comes from the simulation that chooses, in which more memory never makes a step longer.
 """
@@ -47,7 +47,7 @@ _BUDGETS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
 _TRIES = 8
 """Simulations on the way to a budget, at most."""
 _ROOMS = 6
-"""Values of the room that are tried, about."""
+"""Values of `max_stored` that are tried, about."""
 _MAX_WINDOWS = 4
 """Ranks of a pipeline with which it is tried whether only a step's last products should wait. Deeper ones wait so much
 at a step's start, too, that all products wait in the fastest simulation, also with a factor of 1.1."""
@@ -303,8 +303,8 @@ def _candidates_with_room(case: _Case, budget: float, given: int | None) -> list
     for in_flight in range(pipe, 2 * pipe + 1, max(1, pipe // 4)) if given is None else [given]:
         flow = ceil(in_flight * case.placement.per_rank / 2)
         rooms = range(max(flow, most), flow - 1, -max(1, ceil((most - flow) / _ROOMS)))
-        for room, last in product(rooms, case.windows()):
-            limits = Limits(in_flight=in_flight, deferred=(room,) * pipe, last=last, room=room)
+        for max_stored, last in product(rooms, case.windows()):
+            limits = Limits(in_flight=in_flight, deferred=(max_stored,) * pipe, last=last, max_stored=max_stored)
             found.append(_candidate(case, limits, _outcome(case, limits)))
     return found
 
@@ -351,7 +351,7 @@ def _one_simulation(case: _Case, limits: Limits, draw: int) -> _Outcome:
     slowest = case.placement.per_rank * max(stage.forward for stage in case.stages)
     made = simulate(times, case.count, case.policy, limits.in_flight, placement=case.placement,
                     jitter=partial(_varied, case.conditions.variation, draw), hop=case.conditions.messages * slowest,
-                    room=limits.room, defer_last=limits.last, alternating=limits.alternating,
+                    max_stored=limits.max_stored, defer_last=limits.last, alternating=limits.alternating,
                     defer_bytes=[unit * waiting for unit, waiting in zip(units, limits.deferred, strict=True)])
     # Stages before the first one that trains have no backward.
     first = next((place for place, stage in enumerate(times) if stage.trains), len(times))

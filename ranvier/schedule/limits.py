@@ -15,8 +15,9 @@ class Limits:
 
     in_flight: microbatches of a replica between the first stage's forward and their return. deferred: per rank of a
     replica's pipeline, the microbatches whose weight-gradient products (of all its stages) may wait. last: only those
-    of a batch's last so many microbatches. room: of a rank with several stages, the microbatches that these may store
-    or have products of, each stage's counted; what runs is then what is due first (`RankSchedule`). None for no bound.
+    of a batch's last so many microbatches. max_stored: of a rank with several stages, the microbatches that these may
+    store or have products of, each stage's counted; what runs is then what is due first (`RankSchedule`). None for no
+    bound.
     alternating: forwards and backwards run in 1F1B's fixed order, which is fastest where times vary much and nothing
     may wait.
     """
@@ -24,7 +25,7 @@ class Limits:
     in_flight: int
     deferred: tuple[int, ...]
     last: int | None = None
-    room: int | None = None
+    max_stored: int | None = None
     alternating: bool = False
 
     @property

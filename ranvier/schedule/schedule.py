@@ -12,7 +12,7 @@ products of one weight run in microbatch order under every policy, and sums agre
 
 What is ready follows from these rules alone; the policy (policies.py) picks among ready actions. A rank with several
 stages (`RankSchedule`) asks it for each of them, and of its answers runs what is due first (`due`). Where what they
-hold is bounded (`room`) it runs of all that is ready what is due first.
+hold is bounded (`max_stored`) it runs of all that is ready what is due first.
 """
 
 from __future__ import annotations
@@ -281,8 +281,8 @@ class Schedule:
         if microbatch not in self._expects_backward:
             return Action("C", microbatch, turn=self.turn)
         needed = self._expects_backward[microbatch]
-        room = 0 < needed <= self.budget.limit - self.budget.used
-        defer = self.policy.defers and room and microbatch >= self._first_deferred
+        fits = 0 < needed <= self.budget.limit - self.budget.used
+        defer = self.policy.defers and fits and microbatch >= self._first_deferred
         return Action("B", microbatch, defer=defer, turn=self.turn)
 
     def weight(self) -> Action | None:
@@ -328,14 +328,15 @@ class Schedule:
 class RankSchedule:
     """The actions of all stages of one rank for one batch.
 
-    stages: by rising number; they share the budget of `defer_bytes`. room: in training, most microbatches that all of
-    them store or have queued products of, each stage's counted; None for no bound. Other arguments as of `Schedule`.
+    stages: by rising number; they share the budget of `defer_bytes`. max_stored: in training, most microbatches that
+    all of them store or have queued products of, each stage's counted; None for no bound. Other arguments as of
+    `Schedule`.
     """
 
     def __init__(self, *, stages: Sequence[int], num_stages: int, num_microbatches: int, policy: Policy, in_flight: int,
                  training: bool = True, defer_bytes: int = 0, defer_last: int | None = None,
-                 room: int | None = None, alternating: bool = False) -> None:
-        self.budget, self.room = DeferBudget(defer_bytes), room if training else None
+                 max_stored: int | None = None, alternating: bool = False) -> None:
+        self.budget, self.max_stored = DeferBudget(defer_bytes), max_stored if training else None
         self.stages = {stage: Schedule(
             stage=stage, num_stages=num_stages, num_microbatches=num_microbatches, policy=policy, in_flight=in_flight,
             training=training, defer_bytes=self.budget, defer_last=defer_last, alternating=alternating, turn=turn,
@@ -355,8 +356,8 @@ class RankSchedule:
 
     def next_action(self) -> Action | Wait | Done:
         """The action to run now. Asking again without an event in between gives the same answer."""
-        if self.room is not None:
-            return self._first_due(self.room) or self._wait_or_done()
+        if self.max_stored is not None:
+            return self._first_due(self.max_stored) or self._wait_or_done()
         if len(self._of_turn) == 1:
             return self._of_turn[0].next_action()
         answers = [(one, one.next_action()) for one in reversed(self._of_turn)]
@@ -366,7 +367,7 @@ class RankSchedule:
             return min(actions, key=_when)[1]
         return next((answer for _, answer in answers if isinstance(answer, Wait)), Done())
 
-    def _first_due(self, room: int) -> Action | None:
+    def _first_due(self, max_stored: int) -> Action | None:
         """Of what is ready, what is due first; a forward only where there is room for it and all those due before it.
 
         So a forward that runs early takes no room from one that is due, and what is due first of all on its rank, which
@@ -378,7 +379,7 @@ class RankSchedule:
         for due, action in sorted((each for one in self._of_turn for each in one.ready()), key=_when):
             if action.kind != "F":
                 return self._of_turn[action.turn].possible(action)
-            if held + sum(one.forwards_due_before(due) for one in self._of_turn) < room:
+            if held + sum(one.forwards_due_before(due) for one in self._of_turn) < max_stored:
                 return action
             if all(due <= one.next_due() for one in self._of_turn):
                 return weight or action

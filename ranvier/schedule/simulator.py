@@ -79,7 +79,7 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
              hop: float | Callable[[int, int], float] = 0.0, transfer: float | Callable[[int, int], float] = 0.0,
              cores: int | None = None, defer_bytes: int | Sequence[int] | Literal["auto"] = 0,
              training: bool = True, jitter: Callable[[int, Action], float] = lambda rank, action: 1.0,
-             placement: StagePlacement | None = None, defer_last: int | None = None, room: int | None = None,
+             placement: StagePlacement | None = None, defer_last: int | None = None, max_stored: int | None = None,
              alternating: bool = False) -> Simulated:
     """One batch through the pipeline.
 
@@ -87,7 +87,8 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
     keeps its edge busy before that, likewise; the next one waits. cores: ranks that may compute at once. jitter: factor
     on the time of an action of a rank.
     defer_bytes: bound on what deferred products keep alive, of all ranks or of each; auto is that of `rule_limits`.
-    placement: which stages each rank has; by default one each. defer_last, room, alternating: as of `RankSchedule`.
+    placement: which stages each rank has; by default one each. defer_last, max_stored, alternating: as of
+    `RankSchedule`.
     """
     placement = placement or StagePlacement(num_ranks=len(stages))
     depth, ranks = placement.num_stages, range(placement.num_ranks)
@@ -101,7 +102,7 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
     held = [placement.stages_of(rank) for rank in ranks]
     schedules = [RankSchedule(stages=held[rank], num_stages=depth, num_microbatches=num_microbatches, policy=policy,
                               in_flight=in_flight, training=training, defer_bytes=budgets[rank],
-                              defer_last=defer_last, room=room, alternating=alternating)
+                              defer_last=defer_last, max_stored=max_stored, alternating=alternating)
                  for rank in ranks]
     hop_of = hop if callable(hop) else (lambda source, destination: hop)
     transfer_of = transfer if callable(transfer) else (lambda source, destination: transfer)

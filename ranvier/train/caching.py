@@ -82,11 +82,11 @@ class Caching:
         repeats = self._unrepeatable_from is None or frozen < self._unrepeatable_from
         return repeats and ElasticRules(self._run).caches(frozen, self._refused_at)
 
-    def enter(self, now: RankRuntime, reads: int) -> bool:
+    def enter(self, runtime: RankRuntime, reads: int) -> bool:
         """Continue with another engine; `reads` samples of the run are still to come. Whether this rank caches now."""
-        self._now, engine = now, now.engine
+        self._now, engine = runtime, runtime.engine
         blocks = engine.frozen_stage_blocks()
-        if not (self.wanted(now.frozen.prefix) and engine.is_first_stage and blocks):
+        if not (self.wanted(runtime.frozen.prefix) and engine.is_first_stage and blocks):
             self.leave()
             return False
         at, mesh, columns = engine.coordinates, engine.mesh, engine.mesh.over(splits_features=True)
@@ -102,13 +102,14 @@ class Caching:
             self._cache = AutoCache(
                 self._folder(), blocks=blocks, fingerprint=outputs_of,
                 num_samples=len(self._data.train), precision=self._run.elastic.cache_precision,
-                device=now.world.device, warn=self._say,
+                device=runtime.world.device, warn=self._say,
                 agree=self._agree if mesh.stage_size > 1 else None,
-                of_rows=(lambda mine: self._runtime.engine.of_rows(mine)) if mesh.microbatch_parts > 1 else None,
-                lengths=now.train_data.lengths, part=part)
+                gather_over_rows=None if mesh.microbatch_parts == 1 else (
+                    lambda mine: self._runtime.engine.gather_over_rows(mine)),
+                lengths=runtime.train_data.lengths, part=part)
         else:
             self._cache.set_blocks(blocks)
-        self._reads, self._seen, self._is_checked = reads // now.run.mesh.num_replicas, 0, False
+        self._reads, self._seen, self._is_checked = reads // runtime.run.mesh.num_replicas, 0, False
         self._before = replace(self._cache.counts, seconds=dict(self._cache.counts.seconds))
         engine.use_cache(self._forward, len(blocks))
         return True
@@ -198,14 +199,14 @@ class Caching:
     def _times(self, samples: Tensor) -> Times | None:
         """Seconds of a sample since the last transition: what an entry saves, reading it and writing it."""
         cache = self._open_cache
-        times, now, before = cache.times(samples), cache.counts, self._before
-        upgraded, computed = now.upgraded - before.upgraded, now.misses - before.misses
+        times, runtime, before = cache.times(samples), cache.counts, self._before
+        upgraded, computed = runtime.upgraded - before.upgraded, runtime.misses - before.misses
         if times is None or not (upgraded or computed):
             return None
         if upgraded:
-            seconds = (now.seconds["upgrade"] - before.seconds["upgrade"]) / upgraded
+            seconds = (runtime.seconds["upgrade"] - before.seconds["upgrade"]) / upgraded
             return replace(times, compute=times.read + seconds)
-        return replace(times, compute=(now.seconds["compute"] - before.seconds["compute"]) / computed)
+        return replace(times, compute=(runtime.seconds["compute"] - before.seconds["compute"]) / computed)
 
     def _say(self, text: str) -> None:
         step = self._now.engine.steps if self._now is not None else 0

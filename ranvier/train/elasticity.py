@@ -74,12 +74,12 @@ class Elasticity:
         self.state = self.controller.saw(self.state, event.step, event.step_seconds, StepFigures(
             loss=event.loss, targets=event.tokens, learning_rate=event.learning_rate, metrics=metrics))
 
-    def microbatch_size(self, now: RankRuntime, step: int) -> int:
+    def microbatch_size(self, runtime: RankRuntime, step: int) -> int:
         """Samples in a microbatch of `step`, the same on every rank, since all know the same times."""
         if not self._first.elastic.profile_microbatches:
-            return now.run.batch.microbatch_size
+            return runtime.run.batch.microbatch_size
         self.state, size, note = self.controller.microbatch_size(
-            self.state, now.run.mesh, now.run.replica_batch_size, len(now.frozen), step)
+            self.state, runtime.run.mesh, runtime.run.replica_batch_size, len(runtime.frozen), step)
         self._report(step - 1, () if note is None else (note,))
         return size
 
@@ -109,17 +109,18 @@ class Elasticity:
             boundaries=engine.boundaries or None)
         return change
 
-    def enter(self, now: RankRuntime, saved: Mapping[str, Any], change: Change, old: Mesh, moved: int, seconds: float,
+    def enter(self, runtime: RankRuntime, saved: Mapping[str, Any], change: Change, old: Mesh, moved: int,
+              seconds: float,
               step: int, progress: Progress) -> bool:
         """The change from mesh `old` has been made. Returns whether this rank caches from now on.
 
         saved: the `document` of rank 0 before it. progress: that before it, likewise."""
-        run = now.run
+        run = runtime.run
         self.state = self.controller.entered(
             ElasticState.read(saved), change, step=step, old=old, new=run.mesh, moved_bytes=moved, seconds=seconds,
             remaining_steps=progress.left(step))
         reads = progress.with_size(step, run.batch.global_size).left(step) * run.batch.global_size
-        return self.caching.enter(now, reads=reads)
+        return self.caching.enter(runtime, reads=reads)
 
     def facts(self) -> dict[str, object]:
         """What this rank adds to the summary."""
@@ -143,33 +144,33 @@ class Elasticity:
 
     # ------------------------------------------------------------------ deciding
 
-    def decide(self, now: RankRuntime, step: int, progress: Progress, *, resize: MeshRequest | None,
+    def decide(self, runtime: RankRuntime, step: int, progress: Progress, *, resize: MeshRequest | None,
                busy: Mapping[str, float], busy_steps: int) -> Change | None:
         """What is to change after `step`; the same on every rank. resize: a user's request for another mesh.
 
         busy: seconds in each category of span on this rank, in `busy_steps` steps. Collective.
         """
-        measured = now.ranks.gather_objects({"busy": dict(busy), "steps": busy_steps, "cores": affinity(),
-                                             "device_bytes": device_bytes(now.world.device)})
+        measured = runtime.ranks.gather_objects({"busy": dict(busy), "steps": busy_steps, "cores": affinity(),
+                                             "device_bytes": device_bytes(runtime.world.device)})
         compares = self.state.norms and self._compares_outputs
-        similarities = layer_similarities(now, self._data.eval) if compares else None
+        similarities = layer_similarities(runtime, self._data.eval) if compares else None
         found = None
-        if now.world.rank == 0:
+        if runtime.world.rank == 0:
             decision = self.controller.decide(
-                self.state, self._measured_facts(now, step, progress, measured, similarities), resize)
+                self.state, self._measured_facts(runtime, step, progress, measured, similarities), resize)
             self._report(step, decision.notes)
             found = {"change": decision.change and decision.change.document(), "state": decision.state.document()}
-        found = now.ranks.gather_objects(found)[0]
+        found = runtime.ranks.gather_objects(found)[0]
         self.state = ElasticState.read(found["state"])
         return found["change"] and Change.read(found["change"])
 
-    def _measured_facts(self, now: RankRuntime, step: int, progress: Progress, measured: Sequence[RankMeasurement],
+    def _measured_facts(self, runtime: RankRuntime, step: int, progress: Progress, measured: Sequence[RankMeasurement],
                         similarities: Similarities | None) -> DecisionFacts:
-        present, before = present_mesh(now), self.state.inputs.similarities
+        present, before = present_mesh(runtime), self.state.inputs.similarities
         sizes = [row["device_bytes"] for row in measured if row["device_bytes"] is not None]
         changes = None
         if similarities is not None:
-            if before and len(before[0]) != now.run.mesh.microbatch_parts:
+            if before and len(before[0]) != runtime.run.mesh.microbatch_parts:
                 before = None  # they were of other samples: each row has its own
             changes = tuple(nan if before is None else similarity_loss(layer, before[number])
                             for number, layer in enumerate(similarities))
@@ -179,9 +180,9 @@ class Elasticity:
 
         return DecisionFacts(
             step=step, samples=progress.samples(step), remaining_steps=progress.left(step), num_ranks=self.num_ranks,
-            present=present, frozen=now.frozen, stages=now.engine.stage_of_layers(),
-            stage_seconds=stage_seconds(now, measured), activation_change=changes, similarities=similarities,
-            blocks=lambda: measured_blocks(now, measured, self.controller.profile(self.state)),
+            present=present, frozen=runtime.frozen, stages=runtime.engine.stage_of_layers(),
+            stage_seconds=stage_seconds(runtime, measured), activation_change=changes, similarities=similarities,
+            blocks=lambda: measured_blocks(runtime, measured, self.controller.profile(self.state)),
             problem=lambda run, frozen: budget(frozen).problem(run), caches=self.caching.wanted,
             stage_memory=lambda frozen: StageMemory(limit_bytes=min(sizes, default=None),
                                                     needed=budget(frozen).stage_bytes))
@@ -191,16 +192,16 @@ class Elasticity:
             self._tell(NoteEvent(step=step, event=note.event, text=note.text, fields=note.fields))
 
 
-def ended_ties(before: Layout | None, now: Layout, step: int) -> list[NoteEvent]:
+def ended_ties(before: Layout | None, after: Layout, step: int) -> list[NoteEvent]:
     """What is told of ties that have ended because layers froze. before: the layout of the mesh before, on its ranks;
     None on others."""
     known = set() if before is None else {parameter.name for parameter in before.parameters
                                           if parameter.origin is not None}
     notes = []
-    for parameter in now.parameters:
+    for parameter in after.parameters:
         if parameter.origin is not None and parameter.name not in known:
             text = f"{parameter.name} is no longer tied to {parameter.origin}"
-            if not now[parameter.origin].trainable:
+            if not after[parameter.origin].trainable:
                 text += ", which is frozen, and trains on with weights of its own"
             notes.append(NoteEvent(step=step, event="untied", text=text, fields={
                 "parameter": parameter.name, "was": parameter.origin}))

@@ -30,10 +30,10 @@ def check_samples(data: Dataset, rows: int, policy: str) -> None:
                           remedy="Hold out more samples, or set another freeze policy.")
 
 
-def layer_similarities(now: RankRuntime, data: Dataset) -> list[list[Similarity]]:
+def layer_similarities(runtime: RankRuntime, data: Dataset) -> list[list[Similarity]]:
     """Of each layer and each row, on every rank; the same on every mesh with as many rows. NaN for a layer whose output
     does not have the samples as its first dim. Collective."""
-    engine, run = now.engine, now.run
+    engine, run = runtime.engine, runtime.run
     rows, per_row = engine.mesh.microbatch_parts, min(SAMPLES, len(data) // engine.mesh.microbatch_parts)
     lengths = lengths_of(run, data)
     chosen = np.arange(len(data)) if lengths is None else longest_first(lengths)
@@ -55,7 +55,7 @@ def layer_similarities(now: RankRuntime, data: Dataset) -> list[list[Similarity]
     at = engine.coordinates
     outputs = {} if at.replica else {number: torch.cat(kept) for number, kept in parts.items()}
     mine = {number: products(kept).tolist() if len(kept) == per_row else None for number, kept in outputs.items()}
-    found = now.ranks.gather_objects({"part": at.microbatch_part, "products": mine})
+    found = runtime.ranks.gather_objects({"part": at.microbatch_part, "products": mine})
     nothing = torch.full((per_row, per_row), torch.nan, dtype=torch.float64)
     sums: list[list[Tensor | None]] = [[None] * rows for _ in engine.layers]
     for rank in found:

@@ -50,27 +50,28 @@ class LastSteps:
         self._engine: Engine | None = None
         self._replicas: Group | None = None
 
-    def keep(self, step: int, now: RankRuntime) -> None:
+    def keep(self, step: int, runtime: RankRuntime) -> None:
         """Copy the state after `step`; earlier ones but the last are dropped, and later ones, which are taken again.
         Collective where states are sharded."""
         earlier = sorted(other for other in self._copies if other < step)[-(KEPT_STEPS - 1):]
-        room = next((copy.held for other, copy in self._copies.items() if other not in earlier), None)
+        host_buffers = next((copy.held for other, copy in self._copies.items() if other not in earlier), None)
         self._copies = {other: self._copies[other] for other in earlier}
-        mesh, at, held = now.run.mesh, now.engine.coordinates, take(now.engine, room)
+        mesh, at, held = runtime.run.mesh, runtime.engine.coordinates, take(runtime.engine, host_buffers)
         places = [at]
-        if now.run.optim.shard:
-            held = with_states_of_neighbour(held, self._group(now))
+        if runtime.run.optim.shard:
+            held = with_states_of_neighbour(held, self._group(runtime))
             places.append(mesh.place(replica=(at.replica - 1) % mesh.num_replicas, pipeline_rank=at.pipeline_rank,
                                      position=at.position))
         part: dict[str, object] = {"mesh": mesh.sizes, "places": [dict(place) for place in places],
-                                   "replica_axes": mesh.replica_axes, "frozen": sorted(now.frozen.layers)}
+                                   "replica_axes": mesh.replica_axes, "frozen": sorted(runtime.frozen.layers)}
         self._copies[step] = _Copy(held=held, part=part)
 
-    def _group(self, now: RankRuntime) -> Group:
+    def _group(self, runtime: RankRuntime) -> Group:
         """The ranks with this one's place in the other replicas. Collective where the engine is a new one."""
-        if self._engine is not now.engine or self._replicas is None:
-            self._engine = now.engine
-            self._replicas = now.world.backend.group("copies", now.run.mesh.groups(*now.run.mesh.replica_axes))
+        if self._engine is not runtime.engine or self._replicas is None:
+            self._engine = runtime.engine
+            mesh = runtime.run.mesh
+            self._replicas = runtime.world.backend.group("copies", mesh.groups(*mesh.replica_axes))
         return self._replicas
 
     @property
@@ -157,15 +158,15 @@ class Survival:
         """Stop the thread that watches."""
         self._losses.close()
 
-    def keep(self, step: int, now: RankRuntime) -> None:
+    def keep(self, step: int, runtime: RankRuntime) -> None:
         """Copy the state after `step`."""
-        self._steps.keep(step, now)
+        self._steps.keep(step, runtime)
 
-    def finished(self, now: RankRuntime, along: Callable[[], dict[str, object]]) -> None:
+    def finished(self, runtime: RankRuntime, along: Callable[[], dict[str, object]]) -> None:
         """The step that was kept last has been told: the run goes back no further. along: what goes along with it."""
         if self._world.rank == 0:
-            self._along, self._mesh, self._frozen = along(), now.run.mesh, now.frozen
-            self._boundaries = tuple(now.engine.boundaries)
+            self._along, self._mesh, self._frozen = along(), runtime.run.mesh, runtime.frozen
+            self._boundaries = tuple(runtime.engine.boundaries)
 
     @property
     def host_bytes(self) -> int:

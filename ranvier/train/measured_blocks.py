@@ -29,25 +29,25 @@ class RankMeasurement(TypedDict):
     """What it may use of its device; None where device and host are the same memory."""
 
 
-def present_mesh(now: RankRuntime) -> PresentMesh:
+def present_mesh(runtime: RankRuntime) -> PresentMesh:
     """Where the run is."""
-    engine = now.engine
-    return PresentMesh(mesh=now.run.mesh, boundaries=tuple(engine.boundaries), frozen=now.frozen.prefix,
-                       cached_blocks=engine.cached_blocks, global_size=now.run.samples_of(1),
+    engine = runtime.engine
+    return PresentMesh(mesh=runtime.run.mesh, boundaries=tuple(engine.boundaries), frozen=runtime.frozen.prefix,
+                       cached_blocks=engine.cached_blocks, global_size=runtime.run.samples_of(1),
                        layers=tuple(tuple(layer) for layer in engine.layers), block_names=tuple(engine.block_names))
 
 
-def measured_blocks(now: RankRuntime, measured: Sequence[RankMeasurement], profile: MicrobatchProfile | None = None
+def measured_blocks(runtime: RankRuntime, measured: Sequence[RankMeasurement], profile: MicrobatchProfile | None = None
                     ) -> BlockFacts:
     """Times of blocks from what all ranks were busy with since the last transition: measured in all, and shared out
     by the blocks' counted costs, those of the optimizer by their parameters. profile: of the numbers of microbatches,
     where the run goes by it."""
-    run, engine = now.run, now.engine
+    run, engine = runtime.run, runtime.engine
     costs, size = engine.stages.costs or (), max(1, run.batch.microbatch_size // run.mesh.microbatch_parts)
-    weights = [cost.weight(now.world.device.type) for cost in costs]
+    weights = [cost.weight(runtime.world.device.type) for cost in costs]
     steps = max((row["steps"] for row in measured), default=0)
     shares = max(1, run.samples_of(steps)) * run.mesh.stage_size  # of a sample, one for each rank of a stage
-    cores = _cores(now, measured)
+    cores = _cores(runtime, measured)
     threads = torch.get_num_threads()
     share = 1.0 if cores is None else min(1.0, cores / (len(measured) * threads))  # of a core, while others compute
     busy = {name: share * sum(row["busy"].get(name, 0.0) for row in measured) for name in (
@@ -69,7 +69,7 @@ def measured_blocks(now: RankRuntime, measured: Sequence[RankMeasurement], profi
     update = 0.0  # of one parameter on a rank of a stage that has its states
     if not run.optim.update_in_backward and steps >= 1 and trained:  # else measured with the backward, or not at all
         update = busy["optimizer"] / steps / holders / run.mesh.stage_size / trained
-    bandwidth, latency = LINKS.get(now.world.backend.name, LINKS["torch"])
+    bandwidth, latency = LINKS.get(runtime.world.backend.name, LINKS["torch"])
     facts = BlockFacts(
         forward_seconds=tuple(forward * weight for weight in weights),
         backward_seconds=tuple(backward * weight for weight in weights),
@@ -79,22 +79,22 @@ def measured_blocks(now: RankRuntime, measured: Sequence[RankMeasurement], profi
         state_bytes=tuple(states * count for count in parameters),
         cores=None if cores is None else cores / threads / run.mesh.stage_size, bandwidth=bandwidth,
         latency_seconds=latency)
-    return with_present_seconds(facts, ElasticRules(run), present_mesh(now), profile)
+    return with_present_seconds(facts, ElasticRules(run), present_mesh(runtime), profile)
 
 
-def stage_seconds(now: RankRuntime, measured: Sequence[RankMeasurement]) -> tuple[float, ...]:
+def stage_seconds(runtime: RankRuntime, measured: Sequence[RankMeasurement]) -> tuple[float, ...]:
     """What a rank of each stage computed in a step, on average since the last transition; 0.0 without a measurement."""
-    found = [0.0] * now.run.mesh.pipeline_size
+    found = [0.0] * runtime.run.mesh.pipeline_size
     for rank, row in enumerate(measured):
         busy = sum(row["busy"].get(name, 0.0) for name in ("forward", "backward", "weight"))
-        found[now.run.mesh.coordinates(rank).pipeline_rank] += busy / max(1, row["steps"])
-    return tuple(seconds * now.run.mesh.pipeline_size / now.run.mesh.size for seconds in found)
+        found[runtime.run.mesh.coordinates(rank).pipeline_rank] += busy / max(1, row["steps"])
+    return tuple(seconds * runtime.run.mesh.pipeline_size / runtime.run.mesh.size for seconds in found)
 
 
-def _cores(now: RankRuntime, measured: Sequence[RankMeasurement]) -> float | None:
+def _cores(runtime: RankRuntime, measured: Sequence[RankMeasurement]) -> float | None:
     """Cores of all machines together, by the masks of their ranks: those of one machine are numbered in a row."""
-    if now.world.device.type != "cpu":
+    if runtime.world.device.type != "cpu":
         return None
-    local = now.world.local_size
+    local = runtime.world.local_size
     return sum(shared_cores([row["cores"] for row in measured[first:first + local]])
                for first in range(0, len(measured), local))

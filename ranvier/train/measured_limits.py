@@ -34,33 +34,34 @@ class MeasuredLimits:
         self._before: Factors | None = None if before is None else tuple((one, two) for one, two in before)
         self._chosen: dict[str, object] = {}  # with its prediction; empty before there is a choice
 
-    def before_steps(self, now: RankRuntime, step: int) -> NoteEvent | None:
+    def before_steps(self, runtime: RankRuntime, step: int) -> NoteEvent | None:
         """A transition after `step` has led to this mesh; what has changed by the times of the mesh before.
         Collective."""
-        if self._before is None or now.run.mesh.pipeline_size == 1:
+        if self._before is None or runtime.run.mesh.pipeline_size == 1:
             return None
-        costs = now.engine.stages.stage_costs()
-        return self._choose(now, step, "before the transition", expected_seconds(
-            self._asked, costs, self._before, recomputed_runs(self._asked, costs), _cached_blocks(now)))
+        costs = runtime.engine.stages.stage_costs()
+        return self._choose(runtime, step, "before the transition", expected_seconds(
+            self._asked, costs, self._before, recomputed_runs(self._asked, costs), _cached_blocks(runtime)))
 
-    def after_step(self, now: RankRuntime, step: int, busy: Mapping[str, float], latest: Sequence[StepSpans]
+    def after_step(self, runtime: RankRuntime, step: int, busy: Mapping[str, float], latest: Sequence[StepSpans]
                    ) -> NoteEvent | None:
         """One more step has been taken; what has changed with it. busy: seconds in each category of span on this rank.
         latest: spans of its last steps. Collective after MEASURED_STEPS."""
         self._steps += 1
-        if self._steps != MEASURED_STEPS or now.run.mesh.pipeline_size == 1:
+        if self._steps != MEASURED_STEPS or runtime.run.mesh.pipeline_size == 1:
             return None
-        return self._choose(now, step, f"of {MEASURED_STEPS} steps", _seconds_of_ranks(now, busy),
-                            _conditions_of_ranks(now, latest))
+        return self._choose(runtime, step, f"of {MEASURED_STEPS} steps", _seconds_of_ranks(runtime, busy),
+                            _conditions_of_ranks(runtime, latest))
 
-    def block_times(self, now: RankRuntime, busy: Mapping[str, float]) -> Factors | None:
+    def block_times(self, runtime: RankRuntime, busy: Mapping[str, float]) -> Factors | None:
         """What the blocks have taken on this mesh so far, or on the last one with enough steps, as JSON can hold it.
         Collective."""
         if self._steps < MEASURED_STEPS:
             return self._before
-        costs = now.engine.stages.stage_costs()
-        return measured_factors(self._asked, costs, _seconds_of_ranks(now, busy), recomputed_runs(self._asked, costs),
-                                _cached_blocks(now)) or self._before
+        costs = runtime.engine.stages.stage_costs()
+        return measured_factors(self._asked, costs, _seconds_of_ranks(runtime, busy),
+                                recomputed_runs(self._asked, costs),
+                                _cached_blocks(runtime)) or self._before
 
     def summary(self, bubbles: Mapping[int, float]) -> dict[str, object]:
         """What the run's summary says of the last choice, with what has come of it. bubbles: by step, what was
@@ -70,9 +71,9 @@ class MeasuredLimits:
         after = [bubble for step, bubble in bubbles.items() if step > cast(int, self._chosen["step"])]
         return {"limits": {**self._chosen, **({"bubble_fraction": median(after)} if after else {})}}
 
-    def _choose(self, now: RankRuntime, step: int, when: str, seconds: Sequence[tuple[float, float]],
+    def _choose(self, runtime: RankRuntime, step: int, when: str, seconds: Sequence[tuple[float, float]],
                 conditions: Conditions = UNKNOWN) -> NoteEvent | None:
-        engine, costs = now.engine, now.engine.stages.stage_costs()
+        engine, costs = runtime.engine, runtime.engine.stages.stage_costs()
         found = measured_choice(self._asked, costs, engine.limits, seconds, recomputed_runs(self._asked, costs),
                                 conditions)
         if found is None:
@@ -93,11 +94,11 @@ class MeasuredLimits:
                               f"{limits_text(old)})")
 
 
-def _seconds_of_ranks(now: RankRuntime, busy: Mapping[str, float]) -> list[tuple[float, float]]:
+def _seconds_of_ranks(runtime: RankRuntime, busy: Mapping[str, float]) -> list[tuple[float, float]]:
     """Forwards and backwards of each rank of the pipeline, over all replicas, rows and columns. Collective."""
-    mine, mesh = (busy.get("forward", 0.0), busy.get("backward", 0.0) + busy.get("weight", 0.0)), now.run.mesh
+    mine, mesh = (busy.get("forward", 0.0), busy.get("backward", 0.0) + busy.get("weight", 0.0)), runtime.run.mesh
     seconds = [(0.0, 0.0)] * mesh.pipeline_size
-    for rank, (forward, backward) in enumerate(now.ranks.gather_objects(mine)):
+    for rank, (forward, backward) in enumerate(runtime.ranks.gather_objects(mine)):
         pipe = mesh.coordinates(rank).pipeline_rank
         seconds[pipe] = seconds[pipe][0] + forward, seconds[pipe][1] + backward
     return seconds
@@ -106,19 +107,19 @@ def _seconds_of_ranks(now: RankRuntime, busy: Mapping[str, float]) -> list[tuple
 _MEASURED_SPANS = 3  # steps
 
 
-def _conditions_of_ranks(now: RankRuntime, latest: Sequence[StepSpans]) -> Conditions:
+def _conditions_of_ranks(runtime: RankRuntime, latest: Sequence[StepSpans]) -> Conditions:
     """What messages take and how much times vary, in the pipeline of the first replica. Collective."""
     mine = [(spans.step, span.label, span.start_ns, span.stop_ns)
             for spans in latest[-_MEASURED_SPANS:] for span in spans.spans if span.category in ("forward", "backward")]
-    mesh, of_ranks = now.run.mesh, now.ranks.gather_objects(mine)
+    mesh, of_ranks = runtime.run.mesh, runtime.ranks.gather_objects(mine)
     firsts = [mesh.rank(mesh.place(pipeline_rank=number)) for number in range(mesh.pipeline_size)]
     pipeline = [{(step, text): (start, stop) for step, text, start, stop in of_ranks[rank]} for rank in firsts]
-    return (measured_conditions(pipeline) if now.run.placement.per_rank == 1 else None) or UNKNOWN
+    return (measured_conditions(pipeline) if runtime.run.placement.per_rank == 1 else None) or UNKNOWN
 
 
-def _cached_blocks(now: RankRuntime) -> int:
+def _cached_blocks(runtime: RankRuntime) -> int:
     """Blocks of the first stage that are read from the cache, which only its ranks know. Collective."""
-    found: list[int] = now.ranks.gather_objects(now.engine.cached_blocks)
+    found: list[int] = runtime.ranks.gather_objects(runtime.engine.cached_blocks)
     return max(found)
 
 
@@ -132,5 +133,5 @@ def limits_text(limits: Limits) -> str:
     """The limits in words."""
     return (f"{limits.in_flight} microbatches may be in flight, deferred weight gradients by rank: "
             f"{limits.deferred_text}"
-            + ("" if limits.room is None else f", {limits.room} held by the stages of a rank")
+            + ("" if limits.max_stored is None else f", {limits.max_stored} held by the stages of a rank")
             + (", in 1F1B's order" if limits.alternating else ""))

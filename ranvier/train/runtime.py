@@ -81,14 +81,14 @@ def build_runtime(run: ResolvedRun, whole: World, data: Prepared, *, frozen: Fro
                      measured=Measured(engine, world.device, wanted=run.memory_report), own=own)
 
 
-def with_frozen(now: RankRuntime, data: Prepared, frozen: FrozenLayers) -> RankRuntime:
+def with_frozen(runtime: RankRuntime, data: Prepared, frozen: FrozenLayers) -> RankRuntime:
     """The same on the same mesh, with other frozen layers; parameters are about to be written. Collective
     over its ranks."""
-    now.engine.close()
-    engine = build_engine(now.run, now.world, data.weight, frozen=frozen, fresh=False)
-    train_data, eval_data = _loaders(now.run, engine, data)
-    return replace(now, frozen=frozen, engine=engine, train_data=train_data, eval_data=eval_data,
-                   measured=Measured(engine, now.world.device, wanted=now.run.memory_report))
+    runtime.engine.close()
+    engine = build_engine(runtime.run, runtime.world, data.weight, frozen=frozen, fresh=False)
+    train_data, eval_data = _loaders(runtime.run, engine, data)
+    return replace(runtime, frozen=frozen, engine=engine, train_data=train_data, eval_data=eval_data,
+                   measured=Measured(engine, runtime.world.device, wanted=runtime.run.memory_report))
 
 
 def build_engine(run: ResolvedRun, world: World, weight: float, *, frozen: FrozenLayers, fresh: bool) -> Engine:

@@ -141,7 +141,8 @@ def settings_text(run: ResolvedRun, engine: Engine, world: World, data: Prepared
         "pipeline": f"{run.pipeline.policy}, at most {engine.in_flight} microbatches in flight"
                     + (f", deferred weight gradients by rank: {engine.limits.deferred_text}"
                        if any(engine.limits.deferred) and run.pipeline.defer_bytes == "auto" else "")
-                    + ("" if engine.limits.room is None else f", {engine.limits.room} held by the stages of a rank")
+                    + ("" if engine.limits.max_stored is None else
+                       f", {engine.limits.max_stored} held by the stages of a rank")
                     + (", in 1F1B's order" if engine.limits.alternating else "")
                     + ("" if run.memory.recompute == "none" else f", checkpoints: {run.memory.recompute}"),
         **({"tensor mesh": tensor_text(run)} if run.mesh.stage_size > 1 else {}),

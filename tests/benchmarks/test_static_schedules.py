@@ -93,7 +93,8 @@ def test_as_fast_as_zb_v_where_times_vary(case):
             return weight + sum(one(part) for part in {"F": [load.forward], "W": []}.get(kind, [load.backward]))
 
         mine += simulate(times, case.microbatches, MessageDriven(), limits.in_flight, hop=hop, placement=placement,
-                         jitter=lambda rank, action: one(1.0), defer_bytes=1 << 40, room=limits.room).seconds
+                         jitter=lambda rank, action: one(1.0), defer_bytes=1 << 40,
+                         max_stored=limits.max_stored).seconds
         theirs += max(run_in_order(order, takes, len(loads), hop))
     assert mine <= 1.005 * theirs
 

@@ -215,9 +215,9 @@ def test_where_the_rule_holds():
 def test_only_the_message_driven_policy_of_several_stages_has_room():
     stages, placement = [load(fixed=0.0)] * 4, StagePlacement(num_ranks=2, per_rank=2)
     chosen = computed_limits(stages, MessageDriven(), memory=1.1, placement=placement)
-    assert chosen.room is not None and chosen.in_flight <= chosen.room <= 4
-    assert computed_limits(stages, GPipe(), memory=1.1, placement=placement).room is None
-    assert computed_limits(stages, MessageDriven(), memory=1.1).room is None
+    assert chosen.max_stored is not None and chosen.in_flight <= chosen.max_stored <= 4
+    assert computed_limits(stages, GPipe(), memory=1.1, placement=placement).max_stored is None
+    assert computed_limits(stages, MessageDriven(), memory=1.1).max_stored is None
 
 
 def test_conditions_are_measured_across_clocks_that_differ():

@@ -108,7 +108,8 @@ def test_what_is_due_first_ends_in_order_and_within_the_room(pipeline, pipe, roo
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(simulator, "RankSchedule", AskedTwice)
         run = simulate(stages, microbatches, MessageDriven(), hop=lambda source, destination: chance.random(),
-                       jitter=lambda stage, action: chance.uniform(0.0, 3.0), placement=placement, room=room, **options)
+                       jitter=lambda stage, action: chance.uniform(0.0, 3.0), placement=placement,
+                       max_stored=room, **options)
     check_run(run, stages, microbatches, MessageDriven(), placement=placement, **options)
     if options["training"] and all(stage.trains for stage in stages):
         in_order = held_in_order(placement, microbatches, options["in_flight"])
@@ -121,7 +122,7 @@ def test_an_even_flow_alternates_as_zb_v_does():
     once it is full, within 1F1B's memory."""
     placement = StagePlacement(num_ranks=4, per_rank=2)
     assert [max(held_in_order(placement, 16, in_flight)) for in_flight in (4, 6, 8)] == [4, 6, 8]
-    run = simulate([EQUAL] * 8, 16, MessageDriven(), 8, placement=placement, defer_bytes=1 << 40, room=8)
+    run = simulate([EQUAL] * 8, 16, MessageDriven(), 8, placement=placement, defer_bytes=1 << 40, max_stored=8)
     assert max(held_at_most(run, [EQUAL] * 8, placement)) == 8
     assert "F5 B0 W0 F4.1 B2.1 W2.1 F6 B1 W1 F5.1 B3.1 W3.1 F7 B2 W2" in text(run, 2), text(run, 2)
     assert run.seconds <= 1.021 * (6 * 16 + 3), "only the way to the last rank is lost, and little more"
@@ -131,7 +132,7 @@ def test_a_forward_that_is_due_later_leaves_room():
     """Two ranks, four stages: with three held the first stage's next forward waits, for a forward of the last stage is
     due before it; the weight gradient runs."""
     rank = RankSchedule(stages=(0, 3), num_stages=4, num_microbatches=4, policy=MessageDriven(), in_flight=4,
-                        defer_bytes=100, room=3)
+                        defer_bytes=100, max_stored=3)
     done = dict(expects_backward=True, deferrable_bytes=10)
     for number in range(2):
         assert rank.next_action() == Action("F", number)

@@ -75,11 +75,11 @@ def test_all_policies_agree_to_the_bit():
     batches = tokens([[2, 1, 2, 1, 2, 2]])
     found = [gradients_on(small_gpt, batches, Mesh(pipe=2), pipeline=several(policy=policy, defer_bytes=defer_bytes))
              for policy, defer_bytes in (("message-driven", 0), ("message-driven", 1 << 30), ("gpipe", 0))]
-    for room, last in ((1, None), (4, 2), (6, 1), (6, None)):
-        limits = Limits(in_flight=4, deferred=(4, 4), last=last, room=room)
+    for max_stored, last in ((1, None), (4, 2), (6, 1), (6, None)):
+        limits = Limits(in_flight=4, deferred=(4, 4), last=last, max_stored=max_stored)
         found.append(gradients_on(small_gpt, batches, Mesh(pipe=2), also=partial(Engine.use_limits, limits=limits),
                                   pipeline=several()))
-    found.append(gradients_on(small_gpt, batches, Mesh(pipe=2), also=lambda engine: engine.limits.room,
+    found.append(gradients_on(small_gpt, batches, Mesh(pipe=2), also=lambda engine: engine.limits.max_stored,
                               sample=batches[0][0], pipeline=several()))
     assert all(found[-1].others), "a bound that was chosen by simulation"
     for name, gradient in found[0].gradients.items():

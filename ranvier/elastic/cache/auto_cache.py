@@ -219,8 +219,9 @@ class AutoCache:
         part: which slice of the state this rank has on a tensor parallel mesh ("col 0 of 2").
         agree: the minimum of a bool over the ranks of the stage, if blocks have collectives: all ranks then do the
             same, and a microbatch is a hit only if every rank has all of it. All ranks call it in the same order.
-        of_rows: gathers texts of the ranks that have other samples, and other parts of the weights, with the same part
-            of the state: entries are named by what all of them say, so that any of them reads what another has written.
+        gather_over_rows: gathers texts of the ranks that have other samples, and other parts of the weights, with the
+            same part of the state: entries are named by what all of them say, so that any of them reads what another
+            has written.
         warn: takes one line about what is not cached, once for each reason.
         prefetch_bytes: the most that is read ahead.
         lengths: positions of each sample, where microbatches are padded to their longest one: an entry has those of its
@@ -231,7 +232,7 @@ class AutoCache:
     def __init__(self, folder: RunFolder, *, blocks: Sequence[Block], fingerprint: str, num_samples: int,
                  precision: Precision, device: torch.device, warn: Callable[[str], None],
                  agree: Callable[[bool], bool] | None = None,
-                 of_rows: Callable[[list[str]], list[list[str]]] | None = None, part: str = "whole",
+                 gather_over_rows: Callable[[list[str]], list[list[str]]] | None = None, part: str = "whole",
                  prefetch_bytes: int = 1 << 28, lengths: Lengths = None, verifies: bool = True) -> None:
         self._folder = folder
         self._blocks, self._fingerprint, self._num_samples = list(blocks), fingerprint, num_samples
@@ -241,7 +242,7 @@ class AutoCache:
         self._length: int | None = None
         """Positions of this microbatch, where samples have lengths of their own."""
         self._agree, self._is_shared = agree or (lambda mine: mine), agree is not None
-        self._of_rows = of_rows or (lambda mine: [mine])
+        self._gather_over_rows = gather_over_rows or (lambda mine: [mine])
         self._warn_once, self._warned = warn, set[str]()
         self.counts = Counts()
         self.writes = True
@@ -343,7 +344,7 @@ class AutoCache:
         opens = not self._is_off and self._inputs is not None
         self._own_digests = digests(self._blocks) if opens else [""] * (self.depth + 1)
         self._digests = [repr(each) if len(each) > 1 else each[0] for each in zip(
-            *self._of_rows(self._own_digests), strict=True)]
+            *self._gather_over_rows(self._own_digests), strict=True)]
         if opens:
             self._versions = versions(self._blocks)
             try:
