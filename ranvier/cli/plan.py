@@ -20,37 +20,31 @@ from ranvier.cli.options import (
 @click.command(cls=SettingsCommand, short_help="Find the fastest configuration on a cluster.")
 @recipe_argument
 @allow_code_option
-@click.option("--cluster", "clusters", required=True, multiple=True,
-              help="A shipped cluster (summit, frontera, a100, h100, h200, laptop), or a TOML file; several are "
-                   "compared.")
-@click.option("--nodes", type=click.IntRange(min=1), help="Nodes that the cluster has, instead of its file's number.")
-@click.option("--ranks", type=click.IntRange(min=1),
-              help="Devices to plan for; by default as many as the recipe's mesh has ranks, or all for an auto mesh.")
-@click.option("--search", "searched",
-              help="What may change, comma-separated: mesh, microbatch, in-flight, recompute, offload, shard, chunks, "
-                   "elastic (all of these by default), scheme, precision.")
-@click.option("--measure", type=click.IntRange(min=1), default=None,
-              help="Run this many of the best configurations for a few steps each on this machine, and rank them by "
-                   "measured speed.")
-@click.option("--tokens",
-              help="Tokens of the whole training, such as 300B: adds its days, device hours, dollars and kWh.")
-@click.option("--deadline", type=click.FloatRange(min=0, min_open=True),
-              help="Days for these tokens: plans for the fewest devices that are in time.")
-@click.option("--budget", type=click.FloatRange(min=0, min_open=True),
-              help="Dollars for these tokens, by the price_per_hour of a device in the cluster's file.")
-@click.option("--mtbf-hours", type=click.FloatRange(min=0, min_open=True),
-              help="Mean hours between two failures of one rank: the days include what they cost.")
+@click.option("--cluster", "clusters", required=True, multiple=True, metavar="NAME",
+              help="A shipped cluster, or a TOML file; several are compared.")
+@click.option("--nodes", type=click.IntRange(min=1), metavar="N", help="Its nodes, instead of the file's.")
+@click.option("--ranks", type=click.IntRange(min=1), metavar="N",
+              help="Devices; by default those of the recipe's mesh, or all.")
+@click.option("--search", "searched", metavar="NAMES",
+              help="What may change: mesh, microbatch, in-flight, recompute, offload, shard, chunks, elastic (the "
+                   "default), scheme, precision.")
+@click.option("--measure", type=click.IntRange(min=1), default=None, metavar="N",
+              help="Run the best N here, and rank them by that.")
+@click.option("--tokens", metavar="N", help="Of a training, such as 300B: its days, hours, cost.")
+@click.option("--deadline", type=click.FloatRange(min=0, min_open=True), metavar="DAYS",
+              help="Fewest devices that are in time for --tokens.")
+@click.option("--budget", type=click.FloatRange(min=0, min_open=True), metavar="DOLLARS",
+              help="For --tokens, by price_per_hour in the file.")
+@click.option("--mtbf-hours", type=click.FloatRange(min=0, min_open=True), metavar="HOURS",
+              help="Between failures of a rank: adds their cost.")
 @click.option("--what-if", multiple=True, metavar="KEY=FACTOR",
-              help="Plan again with a number of the cluster's file multiplied, such as between.bandwidth=2, and "
-                   "compare; may be repeated.")
-@click.option("--out", type=click.Path(path_type=Path),
-              help="Write the best configuration as a run file for `ranvier train`.")
-@click.option("--out-html", type=click.Path(path_type=Path),
-              help="Write a page with the best configuration and why the others lost.")
-@click.option("--launcher", type=click.Choice(["slurm", "torchrun", "kubernetes"]),
-              help="With --out: also write the job's file that starts the run there.")
-@click.option("--explain", is_flag=True,
-              help="Name the bottleneck, and show memory against speed for the best configuration.")
+              help="Compare with a number of the file multiplied.")
+@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Write the best one as a run file.")
+@click.option("--out-html", type=click.Path(path_type=Path), metavar="FILE",
+              help="Write a page with it, and why the others lost.")
+@click.option("--launcher", type=click.Choice(["slurm", "torchrun", "kubernetes"]), metavar="NAME",
+              help="With --out: also a job's file for slurm, torchrun or kubernetes.")
+@click.option("--explain", is_flag=True, help="More about the bottleneck, and memory against speed.")
 @json_option
 def plan(recipe: str, clusters: Sequence[str], tokens: str | None, deadline: float | None, budget: float | None,
          mtbf_hours: float | None, as_json: bool, allow_code: bool, **options: Any) -> int:

@@ -95,7 +95,7 @@ def test_memory_is_what_check_says(cluster, mesh, settings):
     work = Work()
     predict(replace(run, batch=replace(run.batch, microbatch_size=4)), load_cluster(cluster), work)  # known blocks
     found = predict(run, load_cluster(cluster), work)
-    assert found.memory == check.check(found.run).memory and found.fits
+    assert found.memory == check.check(found.run, cluster=cluster).memory and found.fits
 
 
 def test_ranks_of_a_node_share_its_memory():
