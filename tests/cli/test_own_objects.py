@@ -276,7 +276,7 @@ def test_other_texts_are_refused(name):
     found = read.merge([read.Layer(origin="flag", values={"model.family": name, "data.task": name}, is_text=True)])
     assert [problem.what for problem in found.problems] == [
         "must be auto, gpt, llama, bert or vit, or module:function",
-        "must be lm, chat, classification, qa or images, or module:function"]
+        "must be lm, chat, preference, classification, qa or images, or module:function"]
 
 
 @pytest.mark.parametrize("section", [{"model": {"family": "own:raises"}}, {"data": {"task": "own:raises"}}])

@@ -138,7 +138,7 @@ def test_messages_travel_beside_products_where_devices_compute_meanwhile():
                   model=Transformer(family="llama", num_layers=1, hidden=4096, heads=32, vocab=512, sequence=2048))
     stage, slow = (found(run, cluster).stages[0] for cluster in (CLUSTER, replace(
         CLUSTER, inside=Link(bandwidth=1e9))))
-    travelling = run_cost(run, CLUSTER, Work().stages(run), others=True).stages[0]
+    travelling = run_cost(run, CLUSTER, Work().stages(run), as_published=True).stages[0]
     assert 0 < stage.exchange_seconds < 0.4 * travelling.exchange_seconds
     computing = stage.microbatch_seconds - stage.exchange_seconds
     assert slow.microbatch_seconds - slow.exchange_seconds == pytest.approx(computing)

@@ -161,15 +161,15 @@ def test_devices_and_hosts_are_judged_apart():
 def test_remedies_are_those_that_are_left():
     run = ResolvedRun(mesh=Mesh(data=2))
     assert remedies(run, shared=False) == [
-        "lower --batch.microbatch-size (it is 4)", "set --memory.recompute auto", "set --optim.shard true",
-        "set --precision bf16", "set --optim.offload hybrid", "raise --mesh.pipe, with more ranks"]
+        "lower `--batch.microbatch-size` (it is 4)", "set `--memory.recompute auto`", "set `--optim.shard true`",
+        "set `--precision bf16`", "set `--optim.offload hybrid`", "raise `--mesh.pipe`, with more ranks"]
     frugal = replace(run, batch=Batch(microbatch_size=1), memory=Memory(recompute="auto"), precision="bf16",
                      optim=Optim(shard=True, offload="stream"))
-    assert remedies(frugal, shared=True) == remedies(frugal, shared=False) == ["raise --mesh.pipe, with more ranks"]
+    assert remedies(frugal, shared=True) == remedies(frugal, shared=False) == ["raise `--mesh.pipe`, with more ranks"]
     stages = replace(frugal, mesh=Mesh(pipe=2))
-    assert remedies(stages, shared=False)[0] == "lower --pipeline.memory to 1 (it is 1.1)"
+    assert remedies(stages, shared=False)[0] == "lower `--pipeline.memory` to 1 (it is 1.1)"
     plain = replace(stages, pipeline=replace(stages.pipeline, memory=1.0))
-    assert remedies(plain, shared=False)[0] == "set --pipeline.policy 1f1b"
+    assert remedies(plain, shared=False)[0] == "set `--pipeline.policy 1f1b`"
 
 
 @pytest.mark.parametrize(("name", "ranks"), [
