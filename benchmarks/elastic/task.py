@@ -18,6 +18,7 @@ from ranvier.config import read
 from ranvier.config.resolve import resolve
 from ranvier.config.run import Batch, Checkpoint, Data, Launch, Optim, Run, Train, Transformer
 from ranvier.data.prepare import prepare
+from ranvier.mesh import Mesh
 from ranvier.planner.problems import problems
 
 RECIPES = {"sentiment": "bert-sentiment", "cifar10": "vit-cifar10"}
@@ -81,7 +82,7 @@ def _base(task: str, folder: Path) -> Run:
 
 def _recipe(task: str) -> Run:
     run = read.merge([read.load(RECIPES[task])[1]]).run
-    return replace(run, mesh=replace(Run().mesh, pipe=4), batch=Batch(global_size=_BATCH, microbatch_size=4),
+    return replace(run, mesh=Mesh(pipe=4), batch=Batch(global_size=_BATCH, microbatch_size=4),
                    model=replace(run.model, **_MODEL[task]),
                    train=replace(run.train, learning_rate=_LEARNING_RATE.get(task, run.train.learning_rate)))
 
@@ -96,7 +97,7 @@ def _quick(folder: Path) -> Run:
             lines.append(f"{number % 2}\t{' '.join([*words, _WORDS[13 - number % 2]])} {number}")
         (folder / f"{name}.tsv").write_text("\n".join(lines) + "\n")
     return Run(batch=Batch(global_size=8, microbatch_size=2), precision="fp64",
-               mesh=replace(Run().mesh, pipe=4), train=Train(learning_rate=3e-3, schedule="linear"),
+               mesh=Mesh(pipe=4), train=Train(learning_rate=3e-3, schedule="linear"),
                model=Transformer(num_layers=6, hidden=16, heads=2, vocab=120, sequence=12, dropout=0.1),
                optim=Optim(decay="matrices", clip_norm=1.0),
                data=Data(task="classification", train=str(folder / "train.tsv"), eval=str(folder / "eval.tsv"),
@@ -109,7 +110,7 @@ def _quick_decoder(folder: Path) -> Run:
     for name, count, start in (("train", 900, 0), ("eval", 120, 5000)):
         words = [_WORDS[(number * number + number // 3) % len(_WORDS)] for number in range(start, start + count)]
         (folder / f"{name}.txt").write_text("\n".join(" ".join(words[at:at + 6]) for at in range(0, count, 6)))
-    return Run(batch=Batch(global_size=8, microbatch_size=2), precision="fp64", mesh=replace(Run().mesh, pipe=4),
+    return Run(batch=Batch(global_size=8, microbatch_size=2), precision="fp64", mesh=Mesh(pipe=4),
                train=Train(learning_rate=3e-3, schedule="linear"),
                model=Transformer(family="llama", num_layers=6, hidden=16, heads=2, kv_heads=1, intermediate=24,
                                  vocab=300, sequence=12, tied=True),

@@ -59,6 +59,8 @@ class Caching:
         self._part = ""  # of each output, that its entries have
         self._now: RankRuntime | None = None
         self._reads = self._seen = 0
+        self.is_on = run.elastic.cache
+        """Whether outputs of frozen layers may be cached."""
         self._is_checked = False  # whether the frozen blocks have shown that their outputs can be cached
         self._unrepeatable_from: int | None = None  # frozen layers from which on they cannot
         if run.elastic.cache:

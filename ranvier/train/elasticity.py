@@ -139,7 +139,7 @@ class Elasticity:
         elif policy == "untrained":
             words = ["freezes the layers in which nothing trains"]
         words += [text for said, text in ((elastic.dry_run, "dry run"), (elastic.auto_pipe, "packs the pipeline"),
-                                          (elastic.auto_dp, "adds replicas"), (elastic.cache, "caches")) if said]
+                                          (elastic.auto_dp, "adds replicas"), (self.caching.is_on, "caches")) if said]
         return ", ".join(words)
 
     # ------------------------------------------------------------------ deciding

@@ -11,6 +11,7 @@ from ranvier.config.named_code import CORPORA, OBJECTS
 
 CODE = {
     "model.family": '[model]\nfamily = "own_code:run"', "data.task": '[data]\ntask = "own_code:run"',
+    "data.form": '[data]\nform = "own_code:run"',
     "optim.algorithm": '[optim]\nalgorithm = "own_code:run"', "elastic.freeze": '[elastic]\nfreeze = "own_code:run"',
     "data.corpus": '[data]\ncorpus = "own_code:run"', "data.mixture": '[data]\nmixture = ["own_code:run=2", "sotu=1"]',
     "data.eval": '[data]\neval = "own_code:run"', "data.eval_sets": '[data]\neval_sets = ["mine=own_code:run"]'}

@@ -28,10 +28,10 @@ from ranvier.train.loop import train
 from tests.config.test_effects import texts
 
 PACKAGE = Path(ranvier.__file__).parent
-BESIDE = {"config", "cost", "planner", "cli"}
-"""Rooms that check, predict and print settings, and act on none."""
-STATE = {"Batch.microbatch_size"}
-"""Where a run is: a transition changes the mesh and the microbatch size, so whatever describes a run reads them."""
+BESIDE = {"config", "cost", "plan", "planner", "cli"}
+"""Rooms that check, predict, plan and print settings, and act on none."""
+STATE = {"Batch.microbatch_size", "Batch.global_size"}
+"""Where a run is: a transition changes the mesh and the sizes of the batch, so whatever describes a run reads them."""
 
 
 def test_a_setting_is_read_in_at_most_four_files_of_a_run(tmp_path, monkeypatch):

@@ -113,8 +113,8 @@ def test_nominal_figures_of_the_devices_here(monkeypatch):
     assert not with_plan(replace(OPEN, mesh=Mesh(pipe=2), launch=Launch()), 2)[1]  # microbatches alone
     _, (problem,) = with_plan(replace(OPEN, launch=Launch()), 4)
     assert str(problem) == (
-        "launch.cluster: is not set, and no shipped cluster has a Voodoo 2. Measure this machine: ranvier doctor "
-        "--measure --out here.toml; then set --launch.cluster here.toml.")
+        "launch.cluster: is not set, and no shipped cluster has a Voodoo 2. Measure this machine: `ranvier doctor "
+        "--measure --out here.toml`; then set --launch.cluster here.toml.")
 
 
 def test_check_says_what_auto_is(capsys):
