@@ -72,24 +72,12 @@ class Chat(Task):
                         next(conversations(name, setting, run.data), None)
                     except DataError as problem:
                         found.append(problem)
-        try:
-            folder = tokenizer_folder(run)
-        except DataError as problem:
-            return [*found, problem]
-        if folder is None:
-            return found
-        missing = look_at_folder(folder, run.data.chat_template)
-        return [*found, *(number_problems(run, folder) if missing is None else [missing])]
+        return [*found, *tokenizer_problems(run)]
 
     def prepare(self, run: Run, progress: Progress) -> Prepared:
         """Tokenised conversations of this run (see ranvier.data.prepare), cut to the sequence. DataError when nothing
         of the assistant is left."""
-        folder = tokenizer_folder(run, progress)
-        assert folder is not None, "asked with a progress"
-        tokenizer = ChatTokenizer(folder, run.data.chat_template)
-        model = None if run.model.pretrained is None else folder_of(run.model.pretrained, cache_folder(run), progress)
-        token_numbers.check(tokenizer.numbers(), run, model, None if model is None else
-                            token_numbers.numbers_in(model))
+        folder, tokenizer = open_tokenizer(run, progress)
         sources = sources_of(run.data, run.data.train or "")
         stored = [_stored(run, source, folder, tokenizer, progress) for source in sources]
         told = [(f"data.train {source.name}", _counts(pair[0])) for source, pair in zip(sources, stored, strict=True)]
@@ -134,6 +122,29 @@ def tokenizer_folder(run: Run, progress: Progress | None = None) -> Path | None:
             None if progress is None else folder_of(run.model.pretrained, cache_folder(run), progress))
     raise DataError("has no chat template", code="tokenizer-without-chat-template", where="data.tokenizer",
                     value=run.data.tokenizer, remedy="Name the folder of a chat model's tokenizer.")
+
+
+def tokenizer_problems(run: Run) -> list[RanvierError]:
+    """What is wrong with the run's chat tokenizer, as far as it is on this machine."""
+    try:
+        folder = tokenizer_folder(run)
+    except DataError as problem:
+        return [problem]
+    if folder is None:
+        return []
+    missing = look_at_folder(folder, run.data.chat_template)
+    return number_problems(run, folder) if missing is None else [missing]
+
+
+def open_tokenizer(run: Run, progress: Progress) -> tuple[Path, ChatTokenizer]:
+    """The run's chat tokenizer with its folder, fetched where that is needed. DataError where its tokens are not the
+    model's."""
+    folder = tokenizer_folder(run, progress)
+    assert folder is not None, "asked with a progress"
+    tokenizer = ChatTokenizer(folder, run.data.chat_template)
+    model = None if run.model.pretrained is None else folder_of(run.model.pretrained, cache_folder(run), progress)
+    token_numbers.check(tokenizer.numbers(), run, model, None if model is None else token_numbers.numbers_in(model))
+    return folder, tokenizer
 
 
 def number_problems(run: Run, folder: Path) -> list[RanvierError]:

@@ -20,15 +20,14 @@ import numpy as np
 from ranvier.config.named_object import is_object_name
 from ranvier.config.run import Run
 from ranvier.config.task_form import SHIPPED
-from ranvier.data import quiz, token_numbers
+from ranvier.data import quiz
 from ranvier.data.arrays import Arrays, made_once, write_arrays
 from ranvier.data.cache_folder import cache_folder
-from ranvier.data.chat import number_problems, tokenizer_folder
-from ranvier.data.chat_template import ChatTokenizer, Conversation, chat_tokenizer, look_at_folder
+from ranvier.data.chat import open_tokenizer, tokenizer_problems
+from ranvier.data.chat_template import ChatTokenizer, Conversation, chat_tokenizer
 from ranvier.data.conversation_rows import OTHER_COLUMNS, PAIR_COLUMNS, Pair, pair_of
 from ranvier.data.fingerprint import fingerprint
 from ranvier.data.named_files import is_data_set, readable_file, table_name_problems, text_only, training_name
-from ranvier.data.offline.pretrained_models import folder_of
 from ranvier.data.padding import padding_text
 from ranvier.data.parallel import map_in_order
 from ranvier.data.preference_pairs import PreferencePairs, PreferenceScoring, WithReference
@@ -72,24 +71,12 @@ class PreferenceTask(Task):
                     next(pairs(name, setting, run.data.form), None)
                 except DataError as problem:
                     found.append(problem)
-        try:
-            folder = tokenizer_folder(run)
-        except DataError as problem:
-            return [*found, problem]
-        if folder is None:
-            return found
-        missing = look_at_folder(folder, run.data.chat_template)
-        return [*found, *(number_problems(run, folder) if missing is None else [missing])]
+        return [*found, *tokenizer_problems(run)]
 
     def prepare(self, run: Run, progress: Progress) -> Prepared:
         """Tokenised pairs of this run, of which none is cut: a pair whose answers are longer than the sequence is left
         out. DataError when nothing is left."""
-        folder = tokenizer_folder(run, progress)
-        assert folder is not None, "asked with a progress"
-        tokenizer = ChatTokenizer(folder, run.data.chat_template)
-        model = None if run.model.pretrained is None else folder_of(run.model.pretrained, cache_folder(run), progress)
-        token_numbers.check(tokenizer.numbers(), run, model, None if model is None else
-                            token_numbers.numbers_in(model))
+        folder, tokenizer = open_tokenizer(run, progress)
         parts = _stored(run, folder, tokenizer, progress)
         counts = [_Counts(**{name: int(str(value)) for name, value in part.facts.items()}) for part in parts]
         whole = [_pairs_in(part, run.model.sequence) for part in parts]

@@ -168,7 +168,8 @@ class Engine:
                  flags: bool = False, compile: bool | Literal["auto"] = "auto", float8: bool = False) -> None:
         self.world, self.flags = world, flags
         if plan is not None:
-            refuse_settings_beside(mesh=mesh, pipeline=pipeline, tensor=tensor, memory=memory, optim=optim)
+            refuse_settings_beside(mesh=mesh, pipeline=pipeline, tensor=tensor, memory=memory, optim=optim,
+                                   sample=sample)
             dtype, optim = dtype or plan.dtype, plan.optim
         own = optimizer is None and (optim is not None if plan is None else plan.own_optimizer)
         dtype = dtype or torch.float32

@@ -117,16 +117,21 @@ def fewest_devices(run: Run, cluster: Cluster, goal: Goal, search: Callable[[int
                    ) -> list[tuple[SearchResult, Training]]:
     """The plans for 1, 2, 4, ... nodes, up to the first that meets the goal, which is the last of them: more devices
     cost more, since they wait for each other more. Numbers of devices that could not meet the deadline at their peak
-    are left out. ConfigError where the cluster has too few, or those that are in time cost too much."""
+    are left out. ConfigError where the cluster has too few, or those that are in time cost too much; where no number
+    has a plan, the search's own for the most devices."""
     tried: list[tuple[SearchResult, Training]] = []
+    refused: ConfigError | None = None
     for count in _counts(run, cluster, goal):
         try:
             result = search(count)
-        except ConfigError:  # it does not fit so few, or there is no mesh of so many
+        except ConfigError as error:  # it does not fit so few, or there is no mesh of so many
+            refused = error
             continue
         tried.append((result, training(result.best[0], cluster, goal, result.measured_over_predicted)))
         if goal.deadline_days is None or tried[-1][1].days <= goal.deadline_days:
             break
+    if refused is not None and not tried:
+        raise refused
     if not tried or not tried[-1][1].meets(goal):
         raise _unmet(cluster, goal, tried)
     return tried

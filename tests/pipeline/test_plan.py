@@ -68,6 +68,8 @@ def test_what_does_not_belong_to_it_is_refused():
         engine(plan=plan, mesh=MESH)
     with raises("setting-of-the-plan", where="Engine(optim=...)"):
         engine(plan=plan, optim=Optim())
+    with raises("setting-of-the-plan", where="Engine(sample=...)"):
+        engine(plan=plan, sample=ranvier.Microbatch(torch.zeros(2, 4), torch.zeros(2, 4)))
     for code, given in (("plan-for-other-engine", {"size": 2}), ("plan-of-other-model", {"made": partial(model, 5)}),
                         ("plan-for-other-engine", {"dtype": torch.float32}),
                         ("plan-for-other-engine", {"optimizer": torch.optim.SGD})):

@@ -80,6 +80,8 @@ def test_the_fewest_devices_that_are_in_time(here, capsys):
         planned(capsys, here, ranks=2, goal=Goal(tokens=1e12, deadline_days=between))
     with raises("budget-too-small"):
         planned(capsys, here, goal=Goal(tokens=1e12, budget=1e-9))
+    with raises("unknown-search"):  # of every number of devices, and nothing about the deadline
+        plan("small", RUN, [here], Request(searched="nothing", goal=Goal(tokens=1e12, deadline_days=between)))
 
 
 def test_clusters_and_other_numbers_side_by_side(here, capsys):
