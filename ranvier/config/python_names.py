@@ -12,10 +12,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from itertools import groupby
-from typing import Concatenate, ParamSpec, TypeVar
+from types import NoneType
+from typing import Concatenate, ParamSpec, TypeVar, get_type_hints
 
+from ranvier.config.run import Run
+from ranvier.config.section import alternatives
 from ranvier.errors import NamedSetting, RanvierError, command_names
 
 _CALLS = {"mesh": "Mesh", "tensor": "TensorParallel", "optim": "Optim", "guard": "Guard", "pipeline": "Pipeline",
@@ -58,7 +61,17 @@ class PythonNames:
         if section not in _CALLS or not field.replace("-", "").isalpha():
             return "", str(setting)
         call = self.caller if field == "timeout-seconds" else _CALLS[section]
-        return call, f"{field.replace('-', '_')}={_in_python(setting.value)}"
+        value = None if setting.text == "none" and setting.name in _optional() else setting.value
+        return call, f"{field.replace('-', '_')}={_in_python(value)}"
+
+
+@functools.cache
+def _optional() -> frozenset[str]:
+    """The settings whose `none` is None in Python, and no word."""
+    sections = get_type_hints(Run)
+    return frozenset(f"{name}.{field.replace('_', '-')}" for name in _CALLS for section in alternatives(sections[name])
+                     if is_dataclass(section) for field, kind in get_type_hints(section).items()
+                     if NoneType in alternatives(kind))
 
 
 def _in_python(value: object) -> str:

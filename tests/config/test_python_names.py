@@ -35,6 +35,8 @@ from tests.pipeline.parity import squared
     ("Set `--model.float8 false`", "Set Engine(float8=False)", {"model.float8": False}),
     ("Set `--launch.device cpu`.", "Set ranvier.start(device='cpu').", {"launch.device": "cpu"}),
     ("Set `--data.train FILE`.", "Set --data.train FILE.", {"data.train": ...}),
+    ("`--pipeline.deferred none` or `--memory.recompute none`",
+     "Pipeline(deferred=None) or Memory(recompute='none')", {"pipeline.deferred": "none", "memory.recompute": "none"}),
     ("`optim.clip-norm` is", "Optim(clip_norm=...) is", {"optim.clip-norm": ...}),
     ("Give it torch.optim.SGD and a `form`, or `ranvier doctor --measure`",
      "Give it torch.optim.SGD and a `form`, or `ranvier doctor --measure`", {})])
