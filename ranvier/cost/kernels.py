@@ -49,7 +49,8 @@ class Kernel:
     shape: tuple[int, int, int, int] = (0, 0, 0, 0)
     """Of a product: batch, m, n, k; of attention: batch x heads, queries, keys, width of a head."""
     weight: Literal["none", "frozen", "trains"] = "none"
-    """Whether the second operand of a product is a weight, and whether that needs a gradient."""
+    """Whether the second operand of a product, or all that a copy reads, is a weight, and whether that needs a
+    gradient."""
     has_bias: bool = False
     is_backward: bool = False
     """Of attention: its backward, which devices compute at another rate."""
@@ -176,6 +177,9 @@ def scaled(kernels: Iterable[Kernel], factor: float) -> Kernels:
     for kernel in kernels:
         batch, m, n, k = kernel.shape
         has_weight = kernel.weight != "none"
+        if has_weight and kernel.kind == "copy":
+            found.append(kernel)
+            continue
         reads = (*larger(kernel.reads[:1]), *kernel.reads[1:]) if has_weight else larger(kernel.reads)
         found.append(replace(kernel, flops=round(factor * kernel.flops), reads=reads, writes=larger(kernel.writes),
                              shape=(batch, round(factor * m), n, k) if has_weight else (

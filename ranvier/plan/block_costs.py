@@ -80,6 +80,11 @@ def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[i
     return 2 * prod(batch) * length * key[-2] * (width + value[-1])
 
 
+def _batched_product_flops(a: Sequence[int], b: Sequence[int], *args: Any, **kwargs: Any) -> int:
+    """Of a [k, m, n] b [k, n, p]. torch's own formula takes no format of the result."""
+    return 2 * prod(a) * b[-1]
+
+
 def _added_product_flops(out: Sequence[int], first: Sequence[int], second: Sequence[int], *rest: Any,
                          **options: Any) -> int:
     return 2 * first[0] * first[1] * second[1]
@@ -145,7 +150,8 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
     state, costs, before, trains = _to_meta(inputs), [], "the inputs", False
     known: dict[object, tuple[BlockCost, State]] = {}
     borrowed = {name for group in model.tied for name in group[1:]}
-    counted = {FUSED_ATTENTION: _attention_flops, torch.ops.aten.addmm_: _added_product_flops}
+    counted = {FUSED_ATTENTION: _attention_flops, torch.ops.aten.addmm_: _added_product_flops,
+               torch.ops.aten.bmm: _batched_product_flops}
     for name, build in model.blocks.items():
         alike = model.alike.get(name, name), trains, _shapes(state)
         if alike in known:
