@@ -18,6 +18,7 @@ from benchmarks.gpu.programs import (
     seconds_after_kill,
     world_of_one,
 )
+from ranvier.checkpoint.checkpoints import Checkpoints
 from ranvier.data.loader import Loader
 from ranvier.data.sampler import Sampler
 from ranvier.mesh import Mesh
@@ -89,9 +90,12 @@ def test_a_resumed_run_has_the_same_bits(offload, tmp_path):
         with engine_of(program, world_of_one(CUDA)) as engine:
             for batch in steps[:3]:
                 engine.train_batch(batch)
-            torch.save(engine.state_dict(), tmp_path / "state.pt")
+            checkpoints = Checkpoints(engine, tmp_path)
+            checkpoints.save()
+            assert not [one.error for one in checkpoints.wait() if one.error]
+            checkpoints.close()
         with engine_of(program, world_of_one(CUDA)) as engine:
-            engine.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=False))
+            Checkpoints(engine, tmp_path).load()
             found = [engine.train_batch(batch).loss for batch in steps[3:]]
     assert found == [loss for loss, _ in expected[3:]]
 
