@@ -32,6 +32,7 @@ _PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "c
 _LOOKUPS = frozenset({"embedding", "index_select", "gather", "index", "take"})
 _SCATTERS = frozenset({"scatter", "scatter_", "scatter_add", "scatter_add_", "index_put", "index_put_", "index_add",
                        "index_add_", "index_copy_"})
+_NORMS = frozenset({"native_layer_norm", "_fused_rms_norm"})
 _FILLS = frozenset({"zero_", "fill_", "uniform_", "normal_", "bernoulli_", "random_"})
 _COPIES = _LOOKUPS | _SCATTERS | _FILLS | {
     "copy_", "clone", "_to_copy", "cat", "stack", "add", "add_", "sub", "sub_", "constant_pad_nd", "zeros", "ones",
@@ -131,7 +132,12 @@ class KernelCount(TorchDispatchMode):
         written = None
         if name in _SCATTERS:  # only what is scattered is written
             reads, written = reads[1:], sum(map(_distinct_bytes, sources[1:]))
-        return Kernel(kind=kind, reads=reads, writes=tuple(self._access(leaf, written) for leaf in returned))
+        scales = name in _NORMS and args[2] is not None and self._trains(args[2])
+        return Kernel(kind=kind, reads=reads, writes=tuple(self._access(leaf, written) for leaf in returned),
+                      weight="trains" if scales else "none")
+
+    def _trains(self, weight: Tensor) -> bool:
+        return self._weights.get(plain(weight).untyped_storage()._cdata, self._others_train)
 
     def _product(self, name: str, args: tuple[Any, ...], returned: Sequence[Tensor]) -> Kernel:
         added = name in ("addmm", "addmm_", "baddbmm", "baddbmm_")
@@ -150,13 +156,12 @@ class KernelCount(TorchDispatchMode):
         # A weight of several products at once is one that is expanded.
         is_weight = (plain(first).dim() == 2 or name == "convolution" or weight in self._weights
                      or (batch > 1 and plain(second).stride(0) == 0))
-        trains = self._weights.get(weight, self._others_train)
         flops = 2 * batch * m * n * k
         self.flops += flops
         self.weight_flops += flops if name in ("mm", "addmm", "addmm_") else 0
         return Kernel(kind="product", flops=flops, reads=reads, shape=(batch, m, n, k),
                       writes=tuple(self._access(leaf) for leaf in returned), has_bias=name == "addmm",
-                      weight="none" if not is_weight else "trains" if trains else "frozen")
+                      weight="none" if not is_weight else "trains" if self._trains(second) else "frozen")
 
     def _attention(self, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Sequence[Tensor]) -> Kernel:
         query, key, value = args[:3]
