@@ -68,7 +68,7 @@ from ranvier.train.progress import Progress
 from ranvier.train.reference import fill_reference
 from ranvier.train.report import summarise, write_report
 from ranvier.train.report_page import ReportPage
-from ranvier.train.requests import Requests, join_note
+from ranvier.train.resize import Requests, join_note
 from ranvier.train.runtime import RankRuntime, build_runtime, with_frozen
 from ranvier.train.sample_quality import expectation, frequency_entropy
 from ranvier.train.saving import Saving, checkpoint_folder, read_metadata
