@@ -27,7 +27,7 @@ from ranvier.optim.rules import rules_of
 from ranvier.optim.state_places import StateOwner, StatePlaces
 from ranvier.pipeline.device_timeline import DeviceTimeline
 from ranvier.pipeline.look_ahead import LookAhead
-from ranvier.planner import measure
+from ranvier.planner import measure, microbenchmarks
 from ranvier.system.pinned_memory import HostCopy
 from ranvier.train import peak
 from tests.stream_order import DEVICE, ROOT, OrderedCuda, ordered_transport
@@ -233,7 +233,7 @@ def rates():
 
 
 def timed():
-    measure._timed(lambda: torch.ones(3, device=torch.device("cuda", 0)), seconds=0.0)
+    microbenchmarks.timed(lambda: torch.ones(3, device=torch.device("cuda", 0)), seconds=0.0)
 
 
 def pairs():
@@ -280,7 +280,7 @@ SCENARIOS = {
     "training": training, "checkpoint": checkpoint, "device times": device_times, "numbers": numbers,
     "samples": samples, "look-ahead": look_ahead, "device collectives": collectives(True),
     "staged collectives": collectives(False), "device messages": device_messages,
-    "staged messages": staged, "peak": clocks(peak, rates), "timed": clocks(measure, timed),
+    "staged messages": staged, "peak": clocks(peak, rates), "timed": clocks(microbenchmarks, timed),
     "pairs": clocks(measure, pairs), "messages": messages}
 
 

@@ -58,6 +58,7 @@ from ranvier.pipeline.shared_buffers import BufferSync, SharedBuffers, unused_bu
 from ranvier.pipeline.shared_objects import SharedBufferChanges, StageCopies
 from ranvier.pipeline.stage import Blocks, Stage
 from ranvier.pipeline.start_values import share_start_values
+from ranvier.pipeline.state_dict import StateDict, load_state, take_state
 from ranvier.pipeline.statistics import BatchStatistics
 from ranvier.pipeline.ties import TiedParameters, TieMessages, gradient_specs, ties_of
 from ranvier.plan.block_costs import build_on_meta
@@ -213,6 +214,8 @@ class Engine:
         self._statistics = BatchStatistics(self._connections.all, on_device=world.device.type == "cuda")
         tables = lookup_tables(module for _, _, module in blocks)
         self._updater = self._build_updater(optimizer, dtype, nominal_weight, guard, tables)
+        self.optimizer_name = self._optimizer_name()
+        """What updates parameters here: "ranvier adamw", the class of the user's optimizer, or None."""
         self._stages = self._build_stages(model, blocks, seed=seed, compile=compile, autocast=autocast, float8=float8,
                                           frozen_dropout=frozen_dropout, tables=tables)
         self._runner = self._build_runner(dtype, nominal_weight)
@@ -345,6 +348,11 @@ class Engine:
                 warnings.warn(f"Engine(buffers={how!r}) has no effect: {why}", stacklevel=4)
         return shared
 
+    def _optimizer_name(self) -> str | None:
+        if self.plan.own_optimizer:
+            return f"ranvier {self.plan.optim.algorithm}"
+        return None if self.optimizer is None else type(self.optimizer).__name__
+
     # ------------------------------------------------------------------ what a rank is
 
     @property
@@ -470,6 +478,30 @@ class Engine:
         self._stages.forget_weights()
         self._updater.restore_counters(optimizer_steps, loss_scale, last_norm, missed_updates or {})
 
+    @property
+    def nominal_weight(self) -> tuple[float, bool]:
+        """What losses are divided by before their backward, and whether that stays: in fp16 the first batch with a
+        valid target may change it."""
+        return self._updater.nominal_weight, self._runner.nominal_weight is None
+
+    @nominal_weight.setter
+    def nominal_weight(self, value: tuple[float, bool]) -> None:
+        self._updater.nominal_weight, is_agreed = value
+        if is_agreed:
+            self._runner.nominal_weight = None
+
+    @of_engine
+    def state_dict(self) -> StateDict:
+        """This rank's whole state between two steps, of tensors and plain values, as `torch.save` takes them:
+        parameters, master copies, optimizer states, buffers, counts of steps, learning rate, loss scale.
+
+        Every tensor has the shape that this rank holds, so the state fits the same rank of the same layout alone
+        (`pipeline/state_dict`); `ranvier.Checkpoints` fit any mesh. As with torch, tensors are those that live: copy
+        what is to stay as it is. The model and the seed of dropout are the engine's own. All ranks call it.
+        """
+        self.check_usable("state_dict")
+        return take_state(self)
+
     @of_engine
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """The whole model's parameters and buffers on the CPU, on rank 0; None on other ranks. All ranks call it.
@@ -481,6 +513,16 @@ class Engine:
         self._finish_update()
         with self._working():
             return gather_full_state(self, self._connections.all)
+
+    @of_engine
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from what `state_dict` returned on this rank, bit-identical; all ranks call it with their own.
+
+        Raises CheckpointError, before anything is written, for a state of another mesh, rank, model or optimizer.
+        """
+        self.check_usable("load_state_dict")
+        load_state(self, state)
+        self._statistics.forget()
 
     def tensors(self) -> dict[str, dict[str, list[Tensor]]]:
         """What lives from step to step on this rank: {"device": {category: tensors}, "host": {...}}. On a CPU as the

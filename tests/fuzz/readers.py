@@ -43,7 +43,7 @@ from ranvier.launch.contact import read_contact
 from ranvier.system.lease import Lease
 from ranvier.train.history import History
 from ranvier.train.logs import read_events, read_metrics
-from ranvier.train.resize import ResizeRequests
+from ranvier.train.resize import take_oldest
 from tests.fuzz.inputs import (
     BYTE_CHANGES,
     BYTES,
@@ -317,8 +317,7 @@ READERS = (
     Reader(name="gguf", make=_gguf, file="a.gguf", form="bytes", read=_read_gguf, is_slow=True),
     Reader(name="run.toml", make=_run, file="run.toml", form="toml", read=_read_recipe),
     Reader(name="join.json", make=_run, file="join.json", form="json", read=read_contact),
-    Reader(name="resize.json", make=_run, file="resize.json", form="json",
-           read=lambda folder: ResizeRequests(folder).take_all()),
+    Reader(name="resize.json", make=_run, file="resize.json", form="json", read=take_oldest),
     Reader(name="metrics.jsonl", make=_run, file="metrics.jsonl", form="lines", read=_read_logs),
     Reader(name="events.jsonl", make=_run, file="events.jsonl", form="lines", read=_read_logs),
     Reader(name="lease", make=_run, file=".owner.1", form="lines", read=_read_lease),

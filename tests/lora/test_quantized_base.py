@@ -135,24 +135,27 @@ def test_memory_is_predicted_to_the_byte(weight_format, mesh):
         assert entry.device["parameters"] == of_stage["parameters"] < 0.75 * before.device["parameters"]
 
 
-def test_new_values():
-    def zeroed(engine):
+def test_a_state_dict_and_new_values():
+    def work(engine):
+        before = engine.named_parameters()["layer0.mlp.fc2.weight"].values()
+        state = copy.deepcopy(engine.state_dict())
         with torch.no_grad():
             engine.named_parameters()["layer0.mlp.fc2.weight"].zero_()
+        return before, state
 
     with raises("quantized-written-in-place"):
-        on_mesh(partial(make, LORA), Mesh(), zeroed)
+        on_mesh(partial(make, LORA), Mesh(), work)
 
-    def written(engine):
+    def resumed(engine):
         parameter = engine.named_parameters()["layer0.mlp.fc2.weight"]
-        saved, before = copy.deepcopy(parameter.detach()), parameter.values()
+        state, before = copy.deepcopy(engine.state_dict()), parameter.values()
         with torch.no_grad():
             parameter.copy_(torch.randn(parameter.shape))
-            assert not torch.equal(parameter.values(), before)
-            parameter.copy_(saved)
+        assert not torch.equal(parameter.values(), before)
+        engine.load_state_dict(state)
         return torch.equal(parameter.values(), before)
 
-    assert on_mesh(partial(make, LORA), Mesh(), written) == [True]
+    assert on_mesh(partial(make, LORA), Mesh(), resumed) == [True]
 
 
 def test_refusals(monkeypatch):

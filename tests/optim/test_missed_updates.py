@@ -111,12 +111,12 @@ def test_experts_that_are_reached_now_and_then(mesh, shard):
 
 
 @pytest.mark.parametrize("shard", [False, True])
-@pytest.mark.parametrize("how", ["checkpoint", "transition"])
+@pytest.mark.parametrize("how", ["checkpoint", "state_dict", "transition"])
 def test_counts_are_kept(how, shard, tmp_path):
     """On another mesh, where that may be."""
     expected = trained(Reference(experts(), seed=SEED, dtype=torch.float64, optimizer=ADAMW))
     before = Mesh(data=2, pipe=2)
-    after = Mesh(data=2) if how == "checkpoint" else Mesh(pipe=4)
+    after = before if how == "state_dict" else Mesh(data=2) if how == "checkpoint" else Mesh(pipe=4)
     optim = Optim(weight_decay=0.0, bucket_size=5, chunk_buckets=1, shard=shard)
 
     def train(engine, batches):
@@ -136,6 +136,9 @@ def test_counts_are_kept(how, shard, tmp_path):
             assert not [one.error for one in checkpoints.wait() if one.error]
             checkpoints.close()
             return None
+        if how == "state_dict":
+            state = engine.state_dict()
+            return second(world, lambda engine: engine.load_state_dict(state))
         held = take(engine)
         return second(world, lambda engine: hand_over(held, engine, world.backend, timeout_seconds=60))
 

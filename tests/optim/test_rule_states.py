@@ -1,5 +1,6 @@
 """The states of optimizers: saved, moved, resumed, and counted, where they have shapes of their own too."""
 
+import copy
 from dataclasses import replace
 from math import prod
 
@@ -61,6 +62,18 @@ def test_states_of_another_optimizer_are_refused(tmp_path, before, after):
     on(Mesh(), saved, algorithm=before)
     with raises("checkpoint-without-state"):
         on(Mesh(), lambda engine: Checkpoints(engine, tmp_path).load(), algorithm=after)
+
+
+@pytest.mark.parametrize("algorithm", ["muon", "adafactor"])
+def test_state_dict_resumes(algorithm):
+    def work(engine):
+        train(engine, 1)
+        state = copy.deepcopy(engine.state_dict())
+        losses = train(engine, 2)
+        engine.load_state_dict(state)
+        assert train(engine, 2) == losses
+
+    on(Mesh(data=2), work, algorithm=algorithm, shard=True)
 
 
 @pytest.mark.parametrize(("algorithm", "optim"), [

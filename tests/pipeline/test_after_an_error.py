@@ -36,6 +36,7 @@ GOOD, BAD = points([[2, 1]])[0], [(torch.full((2, 4), float("nan"), dtype=torch.
 CALLS = {
     "train_batch": lambda engine: engine.train_batch(GOOD), "evaluate": lambda engine: engine.evaluate(GOOD),
     "forward_backward": lambda engine: engine.forward_backward(GOOD), "predict": lambda engine: engine.predict(GOOD),
+    "state_dict": lambda engine: engine.state_dict(), "load_state_dict": lambda engine: engine.load_state_dict({}),
     "compare_replicas": lambda engine: engine.compare_replicas(), "examine": lambda engine: engine.examine(GOOD)}
 
 

@@ -1,0 +1,143 @@
+"""A rank's whole state as one dict of tensors and numbers, and back: `Engine.state_dict` and `load_state_dict`.
+
+    {"format": 1, "layout": ...,                 the mesh, this rank, and the elements that it holds and updates
+     "parameters": {key: tensor}, "buffers": {name: tensor}, "frozen": [key, ...],
+     "optimizer": {"kind": "ranvier adamw", "steps": 7, "states": {key: [{"start", "stop", "exp_avg": [n], ...}, ...]}}
+               or {"kind": "AdamW", "states": of torch's state_dict, "masters": {key: tensor}}, or None,
+     "steps": 8, "learning_rate": 1e-3, "loss_scale": {...} or None, "nominal_weight": 1.0, ...}
+
+Keys are those of `Engine.named_parameters`. Every tensor has the shape that this rank holds, so the dict fits the same
+rank of the same layout alone; `ranvier.Checkpoints` has whole tensors by name, and fits any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ranvier.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from ranvier.pipeline.engine import Engine
+
+FORMAT = 1
+_CHECKPOINTS = ("Load it with the model, mesh and settings that it was taken with, or use ranvier.Checkpoints, which "
+                "fit any mesh: Checkpoints(engine, folder).save() there, and .load() here.")
+StateDict = dict[str, Any]
+
+
+def take_state(engine: Engine) -> StateDict:
+    """The state of this rank between two steps. As with torch's state_dict, tensors are those that live: copy what is
+    to stay as it is now (`copy.deepcopy`, `torch.save`). Gradients and torch's random generators are left out."""
+    parameters, scale = engine.named_parameters(), engine.loss_scale
+    nominal_weight, is_agreed = engine.nominal_weight
+    return {
+        "format": FORMAT, "layout": _layout_of(engine),
+        "parameters": {name: parameter.detach() for name, parameter in parameters.items()},
+        "frozen": [name for name, parameter in parameters.items() if not parameter.requires_grad],
+        "buffers": {name: buffer.detach() if isinstance(buffer, Tensor) else buffer
+                    for name, buffer in engine.named_buffers().items()},
+        "optimizer": _optimizer_state(engine), "steps": engine.steps, "learning_rate": engine.learning_rate,
+        "loss_scale": None if scale is None else asdict(scale), "last_norm": engine.last_norm,
+        "nominal_weight": nominal_weight, "nominal_weight_is_agreed": is_agreed,
+        "bad_steps": None if engine.bad_steps is None else engine.bad_steps.state()}
+
+
+def load_state(engine: Engine, state: Mapping[str, Any]) -> None:
+    """Write what `take_state` has taken on the same rank of the same layout. CheckpointError, before anything is
+    written, for a state of another layout, model or optimizer."""
+    _check(engine, state)
+    with torch.no_grad():
+        for name, parameter in engine.named_parameters().items():
+            parameter.copy_(state["parameters"][name])
+            parameter.requires_grad_(engine.layout[name].trainable and name not in state["frozen"])
+        for name, buffer in engine.named_buffers().items():
+            if isinstance(buffer, Tensor):
+                buffer.copy_(state["buffers"][name])
+        _load_optimizer(engine, state["optimizer"])
+    engine.learning_rate = state["learning_rate"]
+    optimizer = state["optimizer"] or {}
+    engine.restore_counters(state["steps"], optimizer_steps=optimizer.get("steps"), loss_scale=state["loss_scale"],
+                            last_norm=state.get("last_norm"), missed_updates=optimizer.get("missed_updates"))
+    engine.nominal_weight = state["nominal_weight"], state["nominal_weight_is_agreed"]
+    if engine.bad_steps is not None and state["bad_steps"] is not None:
+        engine.bad_steps.load(state["bad_steps"])
+
+
+def _layout_of(engine: Engine) -> dict[str, Any]:
+    """What must be equal for the tensors of this rank to fit."""
+    layout, rank, at = engine.layout, engine.world.rank, engine.coordinates
+    ends = layout.ends_on(at.pipeline_rank)
+    updated: dict[str, list[list[int]]] = {}
+    for piece in sorted(layout.updated(rank), key=lambda piece: (piece.parameter, piece.interval)):
+        intervals, (start, stop) = updated.setdefault(piece.parameter, []), piece.interval
+        if intervals and intervals[-1][1] == start:
+            start = intervals.pop()[0]
+        intervals.append([start, stop])
+    return {"mesh": str(layout.mesh), "rank": rank, "boundaries": list(layout.boundaries),
+            "held": {name: [list(edges) for edges in layout.box(end, at.position)] for name, end in ends.items()},
+            "dtypes": {name: str(parameter.dtype) for name, parameter in engine.named_parameters().items()},
+            "buffers": {name: list(buffer.shape) for name, buffer in engine.named_buffers().items()
+                        if isinstance(buffer, Tensor)},
+            "updated": updated, "optimizer": engine.optimizer_name}
+
+
+_WHAT_DIFFERS = {"mesh": "was taken on the mesh {was}, and this engine's is {now}",
+                 "rank": "was taken on rank {was}, and this is rank {now}",
+                 "boundaries": "was taken with the boundaries {was} of stages, and this engine has {now}",
+                 "held": "has other parameters than this rank, or other parts of them",
+                 "dtypes": "has parameters of another number format",
+                 "buffers": "has other buffers",
+                 "optimizer": "was taken with the optimizer {was}, and this engine has {now}",
+                 "updated": "has the optimizer's states of other elements"}
+
+
+def _check(engine: Engine, state: Mapping[str, Any]) -> None:
+    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+        raise CheckpointError("is not a state_dict of an engine", code="not-a-state-dict", where="load_state_dict",
+                              value=type(state).__name__, remedy="Give what Engine.state_dict() returned on this rank.")
+    was, now = state["layout"], _layout_of(engine)
+    for key, what in _WHAT_DIFFERS.items():
+        if was[key] != now[key]:
+            raise CheckpointError(what.format(was=was[key], now=now[key]), code="state-dict-of-another-engine",
+                                  where="load_state_dict", remedy=_CHECKPOINTS)
+
+
+def _optimizer_state(engine: Engine) -> StateDict | None:
+    if engine.flat_optimizer is not None:
+        states: dict[str, list[StateDict]] = {}
+        for part in engine.flat_optimizer.slices():
+            states.setdefault(part.parameter, []).append(
+                {"start": part.start, "stop": part.stop, **part.states, **part.whole})
+        return {"kind": engine.optimizer_name, "steps": engine.flat_optimizer.steps, "states": states,
+                "missed_updates": engine.flat_optimizer.missed_updates}
+    if engine.optimizer is None:
+        return None
+    masters = {name: updated.detach() for name, parameter in engine.named_parameters().items()
+               if (updated := engine.updated(parameter)) is not parameter}
+    return {"kind": engine.optimizer_name, "states": engine.optimizer.state_dict(), "masters": masters}
+
+
+def _load_optimizer(engine: Engine, state: StateDict | None) -> None:
+    """After the parameters: their master copies follow them, where the state has none."""
+    if state is None:
+        return
+    if engine.optimizer is not None:
+        engine.optimizer.load_state_dict(state["states"])
+        for name, parameter in engine.named_parameters().items():
+            if (updated := engine.updated(parameter)) is not parameter:
+                updated.copy_(state["masters"][name])
+    elif engine.flat_optimizer is not None:
+        for part in engine.flat_optimizer.slices():
+            for saved in state["states"][part.parameter]:
+                for kind, target in part.whole.items():  # the one slice of a parameter that is updated as a whole
+                    target.copy_(saved[kind])
+                start, stop = max(part.start, saved["start"]), min(part.stop, saved["stop"])
+                for kind, target in part.states.items() if start < stop else ():
+                    if kind in saved:  # master copies are there where parameters are in half precision or offloaded
+                        target[start - part.start:stop - part.start].copy_(
+                            saved[kind][start - saved["start"]:stop - saved["start"]])
