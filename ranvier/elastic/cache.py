@@ -276,7 +276,9 @@ class AutoCache:
         """Start to read the entries of the next microbatches (each [b] int64, as `forward` will get them), in their
         order. Microbatches of an earlier call that this one does not name are dropped."""
         if self._newest is not None and self._versions == versions(self._blocks):
-            self._newest.prefetch([each.tolist() for each in samples], pinned=self._device.type == "cuda")
+            numbers = [each.tolist() for each in samples]
+            self._newest.prefetch([each for each in numbers if self._are_in_dataset(each)],
+                                  pinned=self._device.type == "cuda")
 
     def check_weights(self) -> None:
         """Compare the weights' bytes. Until then, changes that torch's version counter does not show (`.data`) go
@@ -367,8 +369,7 @@ class AutoCache:
 
     def _is_usable(self, numbers: Sequence[int], inputs: State) -> bool:
         """Whether this microbatch may be read and written: its inputs have the form of those of the first one."""
-        if self._is_off or not self.depth or not numbers or not all(
-                0 <= number < self._num_samples for number in numbers):
+        if self._is_off or not self.depth or not numbers or not self._are_in_dataset(numbers):
             return False
         try:
             form = RowFormat.of(inputs, "full", count=len(numbers), has_positions=self._lengths is not None)
@@ -378,6 +379,9 @@ class AutoCache:
             self._length = next(iter(named(inputs, WHERE).values())).shape[1]
         self._inputs = self._inputs or form
         return form == self._inputs or self._refuse("the shapes of inputs differ between microbatches")
+
+    def _are_in_dataset(self, numbers: Sequence[int]) -> bool:
+        return all(0 <= number < self._num_samples for number in numbers)
 
     def _find(self, numbers: Sequence[int], is_usable: bool) -> list[tuple[Tensor, CacheFile, Tensor]]:
         """(places, file, rows) of the samples' entries: of this depth, and of the source where this depth has none.

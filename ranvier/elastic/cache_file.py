@@ -139,8 +139,9 @@ class RowFormat:
         """The rows of `payload` [n, bytes] uint8, on its device. length: positions of the state, where rows have
         lengths of their own; those that a row lacks are zero."""
         lead = (len(payload),) if length is None else (len(payload), length)
-        whole = functional.pad(payload, (0, (length or 1) * self.record_bytes - payload.shape[1]))
-        pieces = whole.reshape(*lead, self.record_bytes).split([part.num_bytes for part in self.parts], dim=-1)
+        if length is not None:
+            payload = functional.pad(payload, (0, length * self.record_bytes - payload.shape[1]))
+        pieces = payload.reshape(*lead, self.record_bytes).split([part.num_bytes for part in self.parts], dim=-1)
         found: dict[str, Tensor] = {}
         for part, piece in zip(self.parts, pieces, strict=True):
             stored = torch.empty(*lead, *part.shape, dtype=part.stored, device=payload.device)
