@@ -38,7 +38,7 @@ EXCEPTIONS = {
         "connect returns when its communicators are built; no memory depends on it",
     ("comm/torch_backend.py", "torch.cuda.current_stream(self._device).synchronize()"):
         "a communicator is built before the first step; no memory depends on it",
-    ("elastic/cache/auto_cache.py", "torch.cuda.current_stream(self._device).synchronize()"):
+    ("elastic/cache.py", "torch.cuda.current_stream(self._device).synchronize()"):
         "the seconds of a computation end with it; the copy that follows waits anyway",
     ("train/attention.py", "torch.cuda.synchronize(device)"):
         "the seconds of a kernel begin and end with it, before the first step",

@@ -40,10 +40,9 @@ class Connections:
     def __init__(self, world: World, layout: Layout, tensor: TensorParallel, *, check_order: bool) -> None:
         self._world, self._mesh, self._check_order = world, layout.mesh, check_order
         self._placement = layout.stages
-        at = layout.mesh.coordinates(world.rank)
-        self._ranks = [layout.mesh.rank(layout.mesh.place(replica=at.replica, pipeline_rank=layout.stages.rank_of(stage),
-                                                          position=at.position))
-                       for stage in range(layout.stages.num_stages)]
+        at, mesh, stages = layout.mesh.coordinates(world.rank), layout.mesh, layout.stages
+        self._ranks = [mesh.rank(mesh.place(replica=at.replica, pipeline_rank=stages.rank_of(stage),
+                                            position=at.position)) for stage in range(stages.num_stages)]
         self._groups: list[Group] = []
         self.sums: dict[tuple[TensorAxis, ...], Group] = {}
         """Axes of the tensor mesh -> the ranks over which gradients are summed whose parts are spread along these."""

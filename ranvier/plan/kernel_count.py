@@ -69,9 +69,10 @@ def counting_of(run: Run, *, device: str, stage_size: int) -> Counting:
 
 
 class KernelCount(TorchDispatchMode):
-    """Counts kernels, and the bytes that operations write, of the latter apart those that are in new memory, bare
-    allocations included.
+    """Counts kernels, their operations, and the bytes that operations write, of the latter apart those that are in new
+    memory, bare allocations included.
 
+    flops: of products and attention, of which a causal one counts in full here; weight_flops: of products of matrices.
     weights: storages of the block's parameters (`_cdata`) -> whether they train. others_train: whether other second
     operands of 2-D products, such as gathered weights, do.
     """
@@ -79,9 +80,14 @@ class KernelCount(TorchDispatchMode):
     def __init__(self, weights: Mapping[int, bool] | None = None, *, others_train: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's stub has no types
         self.kernels: list[Kernel] = []
-        self.written = self.allocated = 0
+        self.written = self.allocated = self.flops = self.weight_flops = 0
         self._weights, self._others_train = dict(weights or {}), others_train
         self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not by torch's wrapper, whose first call imports the compiler: a second or two of every rank's start."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
@@ -150,7 +156,10 @@ class KernelCount(TorchDispatchMode):
         # A weight of several products at once is one that is expanded.
         is_weight = (plain(first).dim() == 2 or name == "convolution" or weight in self._weights
                      or (batch > 1 and plain(second).stride(0) == 0))
-        return Kernel(kind="product", flops=2 * batch * m * n * k, reads=reads, shape=(batch, m, n, k),
+        flops = 2 * batch * m * n * k
+        self.flops += flops
+        self.weight_flops += flops if name in ("mm", "addmm", "addmm_") else 0
+        return Kernel(kind="product", flops=flops, reads=reads, shape=(batch, m, n, k),
                       writes=tuple(self._access(leaf) for leaf in returned), has_bias=name == "addmm",
                       weight="none" if not is_weight else "trains" if self._trains(second) else "frozen")
 
@@ -159,6 +168,7 @@ class KernelCount(TorchDispatchMode):
         *batch, queries, width = plain(query).shape
         keys, out = plain(key).shape[-2], plain(value).shape[-1]
         flops = 2 * prod(batch) * queries * keys * (width + out)
+        self.flops += flops
         if len(args) > 4 and args[4]:  # causal: each query with the keys up to it
             flops = flops * (2 * keys - min(queries, keys) + 1) // (2 * keys)
         sources = [query, key, value, *_tensors(kwargs)]
