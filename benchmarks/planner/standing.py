@@ -2,10 +2,12 @@
 
     python -m benchmarks.planner.standing [--source NAME] [--output FILE]
 
-Each file in benchmarks/planner/published is one source: where its figures are from, the cluster, settings of all rows,
-models, and rows. A row is predicted by `ranvier simulate FILE.toml --cluster CLUSTER --json`, and by nothing else. A
-row is foreign where the source ran what no setting says; what that is stands beside it. No constant of a cluster was
-chosen after a row was seen; rows of a device from which constants are (calibrated) count in no median.
+Each file in benchmarks/planner/published is one source: where its figures are from, the cluster, settings of all
+rows, models, and rows. A row is predicted by `ranvier simulate FILE.toml --cluster CLUSTER --json`, and by nothing
+else: with `--as-published` where the source's stages wait for their messages. A row is foreign where the source ran
+what no setting says; what that is stands beside it. Rows that the command refuses are listed, and not counted.
+Constants of a cluster are from data sheets and microbenchmarks, none from a row; rows of a device from which constants
+are (calibrated) count in no median.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import json
 import tempfile
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -74,11 +76,14 @@ def rows_of(path: Path, say: Callable[[str], None] = print) -> Iterator[Row]:
     source = tomllib.loads(path.read_text())
     with tempfile.TemporaryDirectory() as folder:
         cluster = Path(folder) / "cluster.toml"
-        _write_cluster(source, cluster)
-        for number, values in enumerate(source["rows"]["values"]):
-            row = dict(zip(source["rows"]["columns"], values, strict=True))
+        rows = [dict(zip(source["rows"]["columns"], values, strict=True)) for values in source["rows"]["values"]]
+        _write_cluster(source, max(row["devices"] for row in rows), cluster)
+        for number, row in enumerate(rows):
             settings, what = settings_of(source, row)
-            found = _simulated(settings, Path(folder) / f"{number}.toml", cluster)
+            found = _simulated(settings, Path(folder) / f"{number}.toml", cluster, source.get("as_published", False))
+            if found is None:
+                say(f"{source['name']:26} {what:60} refused")
+                continue
             published = row["published"]
             if source["unit"] == "tokens/s/device":
                 tokens = found["tokens_per_step"]
@@ -100,14 +105,20 @@ def settings_of(source: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[dict
     settings["mesh.data"] = row["devices"] // (rows * stages * settings.get("mesh.col", 1))
     settings["batch.microbatch-size"] *= rows  # published of one device
     settings.setdefault("optim.shard", False)
+    stages *= settings.get("pipeline.stages-per-rank", 1)
+    if stages > 1 and "model.num-layers" in settings:  # of as many layers each, embedding and head aside
+        settings["pipeline.boundaries"] = [1 + 2 * settings["model.num-layers"] * stage // stages
+                                           for stage in range(1, stages)]
     differs = [f"{name.split('.')[-1]} {value}" for name, value in row.items()
                if "." in name and name not in ("batch.global-size",)]
     return settings, f"{row['model']} on {row['devices']}: {', '.join(differs)}"
 
 
-def _write_cluster(source: Mapping[str, Any], path: Path) -> None:
-    """The source's cluster, with what is other there."""
-    write_cluster(load_cluster(source["cluster"]), path)
+def _write_cluster(source: Mapping[str, Any], devices: int, path: Path) -> None:
+    """The source's cluster, with what is other there, and at least so many devices."""
+    cluster = load_cluster(source["cluster"])
+    nodes = -(-devices // cluster.devices_per_node)
+    write_cluster(replace(cluster, nodes=max(nodes, cluster.nodes)), path)
     tree = tomllib.loads(path.read_text())
     for name, value in source.get("cluster_changes", {}).items():
         *parents, last = name.split(".")
@@ -118,18 +129,20 @@ def _write_cluster(source: Mapping[str, Any], path: Path) -> None:
     path.write_text(tomli_w.dumps(tree))
 
 
-def _simulated(settings: Mapping[str, Any], path: Path, cluster: Path) -> dict[str, Any]:
-    """What the command says of a run with these settings."""
+def _simulated(settings: Mapping[str, Any], path: Path, cluster: Path, as_published: bool
+               ) -> dict[str, Any] | None:
+    """What the command says of a run with these settings; None if it refuses them."""
     tree: dict[str, Any] = {}
     for name, value in settings.items():
         section, _, setting = name.rpartition(".")
         (tree.setdefault(section, {}) if section else tree)[setting.replace("-", "_")] = value
     path.write_text(tomli_w.dumps(tree))
     said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        code = run_command(["simulate", str(path), "--cluster", str(cluster), "--json"])
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
+        code = run_command(["simulate", str(path), "--cluster", str(cluster), "--json",
+                            *["--as-published"] * as_published])
     if code:
-        raise RuntimeError(f"{path.read_text()}\nranvier simulate ended with {code}")
+        return None
     found = json.loads(said.getvalue())
     seconds = found["step_seconds"]
     return {"step_seconds": seconds, "fits": not found["excess"],

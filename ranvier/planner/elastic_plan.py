@@ -309,8 +309,8 @@ class _PredictedRun:
         if self.first.elastic.cache_from != "auto" or self.cached >= self.depth:
             return True
         reads = self.left * self.size // self.run.mesh.num_replicas
-        decision = decide_cache("auto", frozen_layers=self.depth, times=self._cache_times(run), remaining_reads=reads,
-                               num_samples=min(self.epoch_samples, reads))
+        decision = decide_cache(self._cache_times(run), frozen_layers=self.depth, remaining_reads=reads,
+                                num_samples=min(self.epoch_samples, reads))
         if not decision.pays and not self.cached:
             self.refused_at = self.depth
         return decision.pays

@@ -483,7 +483,7 @@ class Training:
         if self.world.rank == 0 and self.world.joins is not None:
             remove_contact(self.run_dir)
         written = self.now is None or self.saving.checkpoints.close()
-        self.elastic.caching.leave(ended=self.summary is not None and "stopped_after" not in self.summary)
+        self.elastic.caching.close()
         self.outputs.close()
         if self.lease is not None and written:  # else a thread is still at work there, and ends with this process
             self.lease.release()

@@ -35,7 +35,6 @@ from ranvier.data.named_files import readable_file
 from ranvier.data.sentence_tables import Columns, table_sentences
 from ranvier.data.tables import open_file
 from ranvier.data.token_numbers import numbers_in
-from ranvier.elastic.cache import store
 from ranvier.errors import RanvierError
 from ranvier.inference import trained
 from ranvier.inference.multiple_choice import read_questions
@@ -259,25 +258,6 @@ def _cluster(folder: Path) -> None:
     write_cluster(load_cluster("laptop"), folder / "a.toml")
 
 
-KEY = "0" * 32
-
-
-def _cache(folder: Path) -> None:
-    rows = store.RowFormat.of({"a": torch.zeros(2, 3), "b": torch.zeros(2, dtype=torch.int64)}, "full")
-    store._write_form(folder / f"{KEY}.json", rows)
-
-
-def _read_cache(folder: Path) -> None:
-    """What it says has a checksum that fits."""
-    path = folder / f"{KEY}.json"
-    with suppress(ValueError, RecursionError):
-        document = json.loads(path.read_bytes())
-        if isinstance(document, list) and document:
-            path.write_text(json.dumps([store._checksum_of(document[-1]), document[-1]]))
-    found = store._read_form(path, "half")
-    assert found is None or found.payload_bytes >= 0
-
-
 # ---------------------------------------------------------------------- data
 
 ROWS: list[dict[str, Any]] = [{"text": f"grüße, film {number} 中文", "label": number % 3} for number in range(6)]
@@ -343,7 +323,6 @@ READERS = (
     Reader(name="lease", make=_run, file=".owner.1", form="lines", read=_read_lease),
     Reader(name="cluster", make=_cluster, file="a.toml", form="toml",
            read=lambda folder: load_cluster(str(folder / "a.toml"))),
-    Reader(name="rows of the elastic cache", make=_cache, file=f"{KEY}.json", form="json", read=_read_cache),
     *(Reader(name=f"{what} in {file}", make=_data, file=file, form=form, read=read(file))
       for file, form in (("rows.jsonl", "lines"), ("rows.csv", "bytes"), ("rows.parquet", "bytes"))
       for what, read in (("labels", _read_rows), ("documents", _read_documents))),
