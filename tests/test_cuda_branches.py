@@ -21,6 +21,7 @@ from ranvier.config.run import Batch, Checkpoint, Data, Launch, Optim, Run, Trai
 from ranvier.launch import rank_processes, start
 from ranvier.launch.launchers import Started
 from ranvier.planner import auto, measure
+from ranvier.planner.microbenchmarks import Sizes
 from ranvier.tensor.float8 import float8_layers, runs_on_cpu
 from ranvier.train import newcomer
 from ranvier.train.loop import train
@@ -42,6 +43,7 @@ ELSEWHERE = {
     "tensor/keyed_dropout.py": "tests/tensor/test_dropout_kernel.py"}
 """Files whose branches for devices run in tests of their own."""
 DEVICE = torch.device("cuda", 1)
+SMALL_SIZES = Sizes(products=((64, 32, 32), (32, 64, 32)), attention=(2, 4, 128, 32), elements=1 << 10, seconds=0.0)
 
 
 @pytest.fixture
@@ -89,11 +91,10 @@ def cached_states(folder):
 
 def measured(monkeypatch):
     """A cluster file of a machine with two devices; its products are small."""
-    for name, value in (("_GPU_SHAPES", measure._SHAPES[:2]), ("_PRODUCT", {"cpu": 32, "cuda": 32})):
-        monkeypatch.setattr(measure, name, value)
-    zeros, seconds = torch.zeros, measure._timed
+    monkeypatch.setattr(measure, "GPU", SMALL_SIZES)
+    zeros, seconds = torch.zeros, measure.timed
     monkeypatch.setattr(torch, "zeros", lambda *size, **options: zeros(*(min(one, 4096) for one in size), **options))
-    monkeypatch.setattr(measure, "_timed", lambda call, *rest: seconds(call, 0.0))
+    monkeypatch.setattr(measure, "timed", lambda call: seconds(call, 0.0))
     links = {"messages": {str(size): 1e-5 + size / 1e9 for size in measure._MESSAGES}, "collective": 1e-4}
     asked = []
     monkeypatch.setattr(measure, "run_processes", lambda *args, **named: (asked.append(named["device"]), [links])[1])

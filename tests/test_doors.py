@@ -58,7 +58,7 @@ def starts_process(reference: Reference) -> bool:
 OPENS_FILES = {
     "system/untrusted_file.py": "the door",
     "system/atomic_file.py": "new files under random names, which replace others",
-    "elastic/cache/store.py": "rows that are written in place, with the door's own flags",
+    "elastic/cache_file.py": "rows that are written in place, with the door's own flags",
     # the kernel's files, and devices
     "cli/options.py": "/dev/null", "cli/train.py": "/dev/null", "train/newcomer.py": "/dev/null",
     "launch/failures.py": "/dev/null", "launch/start.py": "the terminal of the command",

@@ -14,7 +14,7 @@ left out. Nothing here is measured: all of it is arithmetic on clusters that are
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import log
 from pathlib import Path
@@ -117,9 +117,11 @@ class Papers:
     def on_summit(self, run: ResolvedRun, *, exact: bool = True) -> Cost:
         return run_cost(run, self.summit, self.work.stages(run), exact=exact)
 
-    def other(self, name: str, billions: int, *, data: int | None = None, batch: int = 16384) -> Cost:
+    def other(self, name: str, billions: int, *, data: int | None = None, batch: int = 16384,
+              microbatch: int | None = None) -> Cost:
         size, col, pipe, replicas = OTHERS[name][billions]
-        run = self.axonn(billions, size, pipe, data or replicas, batch, offload="none", shard=name == "DeepSpeed")
+        run = self.axonn(billions, microbatch or size, pipe, data or replicas, batch, offload="none",
+                         shard=name == "DeepSpeed")
         run = replace(run, mesh=run.mesh.resized(col=col), tensor=replace(run.tensor, scheme="megatron"),
                       pipeline=replace(run.pipeline, policy="1f1b"), memory=replace(run.memory, recompute=1))
         return run_cost(run, self.summit, self.work.stages(run), as_published=True)
@@ -164,8 +166,10 @@ class Papers:
             whole[billions] = self.on_summit(self.axonn(billions, *AXONN[billions]))
             yield Row(what=f"{billions} B: share of the peak", unit="%", within=(49.4, 54.78),
                       predicted=100 * whole[billions].hardware_utilisation)
+        yield from self.figure_six()
         if not others:
             return
+        yield from self.figure_nine(whole)
         for name, limits, ratio in (("DeepSpeed", (39.0, 42.0), 1.18), ("Megatron-LM", (21.0, 41.0), 2.46)):
             for billions in BILLIONS:
                 found = self.other(name, billions)
@@ -179,6 +183,55 @@ class Papers:
             data = 8 * OTHERS[name][12][3]
             yield Row(what=f"12 B on 384, batch 32768, {name}: time over AxoNN's", unit="x", published=published,
                       predicted=self.other(name, 12, data=data, batch=32768).seconds / strong.seconds)
+
+    def figure_six(self) -> Iterator[Row]:
+        """12 B on 48 with optimizer states on the devices (G_inter 24) and streamed from the host (G_inter 6); the
+        all-reduce overlaps with nothing."""
+        before, after = (self.on_summit(self.axonn(12, 1, pipe, 48 // pipe, 2048, chunk_buckets=1 << 20, **optim))
+                         for pipe, optim in ((24, {"offload": "none"}), (6, {"bucket_size": 16_000_000})))
+        yield Row(what="12 B, Figure 6: time of a batch saved by less memory", unit="%", published=13.0,
+                  predicted=100 * (1 - after.seconds / before.seconds))
+        yield Row(what="12 B, Figure 6: all-reduce over optimizer", unit="x", published=2.5,
+                  predicted=after.reduction_seconds / after.update_seconds)
+
+    def figure_nine(self, axonn: Mapping[int, Cost]) -> Iterator[Row]:
+        """Days of a training on 3e11 tokens that AxoNN saves against DeepSpeed. axonn: by billions."""
+        for billions in BILLIONS:
+            saved = self.other("DeepSpeed", billions).days() - axonn[billions].days()
+            known = {"published": 22.0} if billions == 100 else {"within": (30.0, 365.0)}
+            yield Row(what=f"{billions} B, Figure 9: days saved against DeepSpeed", unit="d", predicted=saved, **known)
+
+    def figure_eleven(self) -> dict[int, dict[str, float]]:
+        """Devices -> framework -> days of 12 B by strong scaling: batches of 4,096 on 48 devices to 32,768 on 384."""
+        found = {}
+        for times in (1, 2, 4, 8):
+            pipe, replicas, batch = *AXONN[12][1:], 4096 * times
+            costs = {"AxoNN": self.on_summit(self.axonn(12, AXONN[12][0], pipe, replicas * times, batch))} | {
+                name: self.other(name, 12, data=OTHERS[name][12][3] * times, batch=batch) for name in OTHERS}
+            found[48 * times] = {name: cost.days() for name, cost in costs.items()}
+        return found
+
+    def theorem(self) -> dict[int, float]:
+        """G_inter -> computing over what a rank sends between stages, times G_inter, relative to the first one:
+        Theorem 5.3 says that it is 1."""
+        found = {}
+        for pipe in (6, 12, 24, 48):
+            cost = self.on_summit(self.axonn(12, 1, pipe, 48 // pipe, 2048), exact=False)
+            computing = fmean(stage.microbatch_seconds for stage in cost.stages) * 2048 * pipe / 48
+            found[pipe] = computing / cost.link_bytes["pipe"] * pipe
+        return {pipe: each / found[6] for pipe, each in found.items()}
+
+    def table_two_of_others(self) -> dict[tuple[str, int], tuple[int, int, float]]:
+        """(Framework, billions) -> the published microbatch, the fastest one of its mesh, and the time of the first
+        over that of the second. Memory aside."""
+        found = {}
+        for name, meshes in OTHERS.items():
+            for billions, (published, *_, replicas) in meshes.items():
+                sizes = [size for size in SIZES if 16384 % (size * replicas) == 0]
+                timed = {size: self.other(name, billions, microbatch=size).seconds for size in sizes}
+                best = min(timed, key=timed.get)
+                found[name, billions] = published, best, timed[published] / timed[best]
+        return found
 
     def axonn_bytes(self, run: ResolvedRun) -> int:
         """On all devices: gradients are summed where they are; without offload there are fp32 gradients, too (20 bytes
@@ -330,6 +383,13 @@ def measure(say: Callable[[str], None] = print) -> dict:
     five, eight = papers.figure_five(), papers.figure_eight()
     say(f"Figure 5, s by G_inter: {', '.join(f'{k}: {v:.2f}' for k, v in five.items())}")
     say(f"Figure 8, s by k (0: no overlap): {', '.join(f'{k}: {v:.2f}' for k, v in eight.items())}")
+    theorem, eleven, others = papers.theorem(), papers.figure_eleven(), papers.table_two_of_others()
+    say(f"Theorem 5.3, 1 by the paper: {', '.join(f'{pipe}: {each:.2f}' for pipe, each in theorem.items())}")
+    for devices, days in eleven.items():
+        say(f"Figure 11, days on {devices}: {', '.join(f'{name} {each:.1f}' for name, each in days.items())}")
+    for (name, billions), (published, best, ratio) in others.items():
+        say(f"{name}, {billions} B: microbatch {best} is predicted to be fastest; the paper's {published} takes "
+            f"{ratio:.3f} of its time")
     rankings = papers.rankings()
     for what, said, predicted in rankings:
         say(f"{what}: {said} is faster, predicted {predicted}")
@@ -340,7 +400,8 @@ def measure(say: Callable[[str], None] = print) -> dict:
     return {"isoefficiency": widths, "growth": {scheme: growth(found) for scheme, found in widths.items()},
             "rows": [asdict(row) | {"error": row.error} for row in rows], "median_error": middle,
             "table_two": {key: _as_json(one) for key, one in choices.items()}, "figure_five": five,
-            "figure_eight": eight, "rankings": rankings}
+            "figure_eight": eight, "rankings": rankings, "theorem": theorem, "figure_eleven": eleven,
+            "table_two_of_others": [[*key, *values] for key, values in others.items()]}
 
 
 def draw(results: dict, path: Path) -> None:

@@ -31,13 +31,15 @@ from ranvier.cli.options import (
 @click.option("--draw", type=click.Path(path_type=Path),
               help="Write a picture: each stage's actions, and each policy's bubble over depth, in-flight limit and "
                    "jitter.")
+@click.option("--as-published", is_flag=True,
+              help="As Megatron-LM and DeepSpeed were published: a stage does not compute while it sends or receives.")
 @json_option
 def simulate(recipe: str, cluster: str, ranks: int | None, jitter: float, slow: Sequence[str], mtbf_hours: float | None,
-             draw: Path | None, as_json: bool, allow_code: bool, **flags: str | None) -> int:
+             draw: Path | None, as_published: bool, as_json: bool, allow_code: bool, **flags: str | None) -> int:
     """Simulate the schedule of RECIPE on a cluster: the engine's own policies with simulated times."""
     name, resolved = read_valid_recipe(recipe, flags, allow_code=allow_code)
     from ranvier.planner import plan as planner
 
     planner.simulate(name, resolved.run, cluster, ranks=ranks, jitter=jitter, slow=slow, mtbf_hours=mtbf_hours,
-                     draw=draw, as_json=as_json)
+                     draw=draw, as_json=as_json, as_published=as_published)
     return 0

@@ -19,6 +19,9 @@ from ranvier.comm.message import Message
 Reduction = Literal["sum", "max", "min"]
 """Element-wise operation of an all-reduce."""
 BackendName = Literal["in-process", "torch", "mpi"]
+COLLECTIVES = frozenset({"all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all",
+                         "gather_objects", "gather_number", "barrier"})
+"""The methods of a `Group` that all its members call."""
 
 
 class Transport(Protocol):

@@ -15,12 +15,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
 
 from ranvier.comm.message import Message, encoded_bytes
-from ranvier.comm.protocol import Backend, Group, Reduction, Transport, Work
+from ranvier.comm.protocol import Backend, Group, Transport, Work
 from ranvier.comm.sum_algorithms import Operation, ring_bytes
 from ranvier.errors import ConfigError
 
@@ -97,10 +99,11 @@ class _ThrottledBackend:
         self.abort, self.close = backend.abort, backend.close
 
     def transport(self, purpose: str) -> Transport:
-        return _ThrottledTransport(self._inner.transport(purpose), self._links, self._pause, self.rank, purpose)
+        return cast(Transport, _ThrottledTransport(self._inner.transport(purpose), self._links, self._pause, self.rank,
+                                                   purpose))
 
     def group(self, purpose: str, partition: Sequence[Sequence[int]]) -> Group:
-        return _ThrottledGroup(self._inner.group(purpose, partition), self._links, self._pause, purpose)
+        return cast(Group, _ThrottledGroup(self._inner.group(purpose, partition), self._links, self._pause, purpose))
 
     def subset(self, count: int) -> Backend | None:
         inner = self._inner.subset(count)
@@ -111,18 +114,12 @@ class _ThrottledTransport:
     def __init__(self, inner: Transport, links: Links, pause: _Pause, rank: int, purpose: str) -> None:
         self._inner, self._links, self._pause = inner, links, pause
         self._rank, self._purpose = rank, purpose
-        self.progress, self.flush, self.close = inner.progress, inner.flush, inner.close
         self._clocks: dict[int, _LinkClock] = {}
         self._in_flight: list[tuple[int, int, Message]] = []
         self._count = 0
 
-    @property
-    def bytes_sent(self) -> int:
-        return self._inner.bytes_sent
-
-    @property
-    def longest_gap_seconds(self) -> float:
-        return self._inner.longest_gap_seconds
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def connect(self, sources: Sequence[int], destinations: Sequence[int], capacity_bytes: int) -> None:
         self._inner.connect(sources, destinations, capacity_bytes)
@@ -171,9 +168,6 @@ class _ThrottledGroup:
 
     def __init__(self, inner: Group, links: Links, pause: _Pause, purpose: str) -> None:
         self._inner, self._pause = inner, pause
-        self.ranks, self.index = inner.ranks, inner.index
-        self.gather_objects, self.gather_number = inner.gather_objects, inner.gather_number
-        self.buffer_bytes, self.barrier, self.close = inner.buffer_bytes, inner.barrier, inner.close
         ring = zip(inner.ranks, (*inner.ranks[1:], inner.ranks[0]), strict=True) if len(inner.ranks) > 1 else ()
         self._clocks = [_LinkClock(links, source, destination, purpose) for source, destination in ring]
         self._in_flight: deque[_ThrottledWork] = deque()
@@ -183,41 +177,26 @@ class _ThrottledGroup:
     def bytes_received(self) -> int:
         return self._inner.bytes_received - self._stamp_bytes
 
-    def _slow(self, operation: Operation, whole: Tensor, start: Callable[[], Work]) -> Work:
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        return partial(self._slow, cast(Operation, name), found) if name in get_args(Operation) else found
+
+    def _slow(self, operation: Operation, start: Callable[..., Work], *tensors: Any, **options: Any) -> Work:
         self._pause()
         members = len(self.ranks)
         if members == 1:
-            return start()
+            return start(*tensors, **options)
         called_ns = torch.tensor([time.monotonic_ns()])
         before = self._inner.bytes_received
         stamp = self._inner.all_reduce(called_ns, "max")
         self._stamp_bytes += self._inner.bytes_received - before
+        whole: Tensor = tensors[1 if operation == "reduce_scatter" else 0]
         load = ring_bytes(operation, members, whole.numel() * whole.element_size())
         hops = (members - 1) * (2 if operation == "all_reduce" else 1)
-        work = _ThrottledWork(start(), stamp, self._in_flight, lambda: max(
+        work = _ThrottledWork(start(*tensors, **options), stamp, self._in_flight, lambda: max(
             clock.arrival(int(called_ns), load, hops) for clock in self._clocks))
         self._in_flight.append(work)
         return work
-
-    def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Work:
-        return self._slow("all_reduce", tensor, lambda: self._inner.all_reduce(tensor, op))
-
-    def reduce(self, tensor: Tensor, root: int = 0) -> Work:
-        return self._slow("reduce", tensor, lambda: self._inner.reduce(tensor, root))
-
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, buffer: Tensor | None = None, dim: int = 0) -> Work:
-        return self._slow("reduce_scatter", tensor, lambda: self._inner.reduce_scatter(output, tensor, buffer, dim))
-
-    def all_gather(self, output: Tensor, tensor: Tensor, dim: int = 0) -> Work:
-        return self._slow("all_gather", output, lambda: self._inner.all_gather(output, tensor, dim))
-
-    def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
-        return self._slow("broadcast", tensor, lambda: self._inner.broadcast(tensor, root))
-
-    def all_to_all(self, output: Tensor, tensor: Tensor, output_splits: Sequence[int] | None = None,
-                   input_splits: Sequence[int] | None = None) -> Work:
-        return self._slow("all_to_all", output,
-                          lambda: self._inner.all_to_all(output, tensor, output_splits, input_splits))
 
 
 class _ThrottledWork:

@@ -657,7 +657,7 @@ class Elastic:
     cache_from: Positive | Literal["auto"] = "auto"
     """Frozen layers from which outputs are cached; auto measures whether reading is faster than computing."""
     cache_dir: Path | None = None
-    """Folder on each machine for cached outputs, kept until the run has ended; none uses a temporary folder."""
+    """Folder on each machine for cached outputs; none uses the system's temporary folder."""
     cache_bytes: Bytes = 8_000_000_000
     """Maximum size of the run's cache on a machine, in bytes."""
     cache_precision: Literal["half", "full"] = "half"

@@ -47,6 +47,7 @@ from ranvier.plan.recomputation import recomputed_segments, runs_of
 from ranvier.precision import DTYPES
 from ranvier.schedule.limits import Limits, rule_limits
 from ranvier.schedule.policies import policy_named
+from ranvier.system.compilation import without_compiler
 from ranvier.system.pinned_memory import pinned_bytes
 from ranvier.tensor import float8
 from ranvier.tensor.columns import on_local, plain
@@ -371,6 +372,7 @@ class _BlockNeeds:
     state: State
 
 
+@without_compiler()
 def _block_needs(run: ResolvedRun, part: Model, mesh: TensorMesh, name: str, state: State, targets: object, *,
                  recomputed: bool, shares: bool) -> _BlockNeeds:
     """Forward and backward of a block; with targets it is the last one, and the loss follows. shares: a parameter with

@@ -111,6 +111,8 @@ class Device:
     tile_start: Annotated[float, Ge(0), Le(1e6), _Number] = 0.0
     """What the start of a tile takes, in elements of its sums: of a product [m, k] [k, n] a tile takes as long as
     k + tile_start."""
+    message_multiprocessors: Annotated[int, Ge(0), Le(10**6), _Number] = 0
+    """Of the multiprocessors those that copy the messages of a collective, and compute nothing while it travels."""
     reserved_bytes: Annotated[int, Ge(0), Le(10**18), _Number] = 0
     """Memory that driver, context and libraries take of the device's. What the allocator holds beyond tensors is
     counted beside it (`device_overhead.usable_bytes`)."""
@@ -124,6 +126,11 @@ class Device:
     """Part of the cores' rates that is left where more ranks than cores share them, and take turns."""
     turn_seconds: Seconds = 0.0
     """What a collective of the tensor mesh takes longer there: members that are not running are waited for."""
+
+    @property
+    def message_share(self) -> float:
+        """Part of what the device computes that is lost while messages of a collective travel."""
+        return min(1.0, self.message_multiprocessors / self.multiprocessors) if self.multiprocessors else 0.0
 
     def kernel_seconds(self, kernel: Kernel, precision: Precision, threads: float = 1.0) -> float:
         """Of one kernel. threads: cores that a rank computes with."""

@@ -4,7 +4,8 @@
     product     batch x [m, k] [k, n]                          two products of as many operations: dX and, of a weight
                                                                that trains, dW, which adds to the gradient
     attention   scores that stay on the chip (flash)           scores once more, and four products: 2.5 times as many
-    pointwise   nonlinear operations, norms, reductions        reads what it read and dY, writes dX
+    pointwise   nonlinear operations, norms, reductions        reads what it read and dY, writes dX; a norm's weight has
+                                                               its gradient from one more pass over x and dY
     copy        casts, copies, sums                            as many bytes again
 
 A kernel names the storages that it reads and writes, with the bytes of each: views cost nothing, an expanded tensor
@@ -14,6 +15,7 @@ kernel takes is `ranvier.cost.hardware`'s. Pure.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -50,7 +52,7 @@ class Kernel:
     """Of a product: batch, m, n, k; of attention: batch x heads, queries, keys, width of a head."""
     weight: Literal["none", "frozen", "trains"] = "none"
     """Whether the second operand of a product, or all that a copy reads, is a weight, and whether that needs a
-    gradient."""
+    gradient; of pointwise kernels, whether they scale by a norm's weight that does."""
     has_bias: bool = False
     is_backward: bool = False
     """Of attention: its backward, which devices compute at another rate."""
@@ -86,10 +88,15 @@ def whole_waves_flops(shape: tuple[int, int, int, int], multiprocessors: int, ti
     return waves * multiprocessors * tile * (rows + columns) * (k / parts + tile_start)
 
 
-def backward_of(kernels: Iterable[Kernel]) -> Kernels:
-    """What the gradients of activations take, weight gradients aside."""
+def backward_of(kernels: Sequence[Kernel]) -> Kernels:
+    """What the gradients of activations take, weight gradients aside. Where parts of a layer's output are used apart,
+    as queries, keys and values are, one pass puts their gradients together."""
     found: list[Kernel] = []
+    parts = Counter(access.storage for kernel in kernels for access in kernel.reads if access.bytes < access.size)
     for kernel in kernels:
+        if kernel.kind == "product" and kernel.weight != "none":
+            found += [Kernel(kind="copy", reads=(whole := access._replace(bytes=access.size),), writes=(whole,))
+                      for access in kernel.writes if access.bytes == access.size and parts[access.storage] > 1]
         match kernel.kind:
             case "product":
                 batch, m, n, k = kernel.shape
@@ -118,6 +125,8 @@ def weight_gradients_of(kernels: Iterable[Kernel], gradient_bytes: int) -> Kerne
     """
     found: list[Kernel] = []
     for kernel in kernels:
+        if kernel.weight == "trains" and kernel.kind == "pointwise":  # sums over all rows are a pass of their own
+            found.append(Kernel(kind="pointwise", reads=(*kernel.reads[:1], *kernel.writes[:1])))
         if kernel.kind != "product" or kernel.weight != "trains":
             continue
         batch, m, n, k = kernel.shape  # of all rows at once
@@ -152,19 +161,23 @@ def with_scores(kernels: Iterable[Kernel], element_bytes: int) -> Kernels:
 
 
 def without_panels(kernels: Iterable[Kernel]) -> Kernels:
-    """The same with each product whole, where panels of its rows are multiplied one after the other."""
+    """The same with each product with a weight whole, where panels of its rows are multiplied one after the other."""
     found: list[Kernel] = []
+    places: dict[tuple[int, int, int], int] = {}
     for kernel in kernels:
-        before = found[-1] if found else None
-        if (before is not None and kernel.kind == before.kind == "product" and kernel.weight == before.weight != "none"
-                and kernel.shape[2:] == before.shape[2:] and kernel.reads[1].storage == before.reads[1].storage):
-            batch, m, n, k = before.shape
-            reads = _together(before.reads[0], kernel.reads[0])
-            found[-1] = replace(before, flops=before.flops + kernel.flops, shape=(batch, m + kernel.shape[1], n, k),
-                                reads=(reads, *before.reads[1:]),
-                                writes=(_together(before.writes[0], kernel.writes[0]),))
-        else:
+        batch, m, n, k = kernel.shape
+        if kernel.kind != "product" or kernel.weight == "none":
             found.append(kernel)
+            continue
+        whole = replace(kernel, shape=(1, batch * m, n, k))
+        place = places.setdefault((kernel.reads[1].storage, n, k), len(found))
+        if place == len(found):
+            found.append(whole)
+            continue
+        before = found[place]
+        found[place] = replace(whole, flops=before.flops + kernel.flops, shape=(1, before.shape[1] + batch * m, n, k),
+                               reads=(_together(before.reads[0], kernel.reads[0]), *before.reads[1:]),
+                               writes=(_together(before.writes[0], kernel.writes[0]),))
     return tuple(found)
 
 
@@ -176,10 +189,10 @@ def scaled(kernels: Iterable[Kernel], factor: float) -> Kernels:
     found: list[Kernel] = []
     for kernel in kernels:
         batch, m, n, k = kernel.shape
-        has_weight = kernel.weight != "none"
-        if has_weight and kernel.kind == "copy":
+        if kernel.kind == "copy" and kernel.weight != "none":
             found.append(kernel)
             continue
+        has_weight = kernel.kind == "product" and kernel.weight != "none"
         reads = (*larger(kernel.reads[:1]), *kernel.reads[1:]) if has_weight else larger(kernel.reads)
         found.append(replace(kernel, flops=round(factor * kernel.flops), reads=reads, writes=larger(kernel.writes),
                              shape=(batch, round(factor * m), n, k) if has_weight else (
@@ -265,7 +278,8 @@ def _merged(group: Sequence[Kernel], outside: Collection[int]) -> Kernel:
             writes[access.storage] = _together(writes.get(access.storage), access)
     kept = tuple(access for access in writes.values() if access.storage in outside)
     kind: Kind = "copy" if all(kernel.kind == "copy" for kernel in group) else "pointwise"
-    return Kernel(kind=kind, reads=tuple(reads.values()), writes=kept)
+    trains = any(kernel.weight == "trains" and kernel.kind == "pointwise" for kernel in group)
+    return Kernel(kind=kind, reads=tuple(reads.values()), writes=kept, weight="trains" if trains else "none")
 
 
 def _together(known: Access | None, access: Access) -> Access:

@@ -38,9 +38,10 @@ def run_cost(run: ResolvedRun, cluster: Cluster, stages: Sequence[Sequence[Block
     return step_cost(step_of(run, stages, cluster), cluster, exact=exact, as_published=as_published)
 
 
-def run_pipeline(run: ResolvedRun, cluster: Cluster, stages: Sequence[Sequence[BlockCost]]) -> PipelineNumbers:
+def run_pipeline(run: ResolvedRun, cluster: Cluster, stages: Sequence[Sequence[BlockCost]], *,
+                 as_published: bool = False) -> PipelineNumbers:
     """What the simulator needs of such a run."""
-    return step_pipeline(step_of(run, stages, cluster), cluster)
+    return step_pipeline(step_of(run, stages, cluster), cluster, as_published=as_published)
 
 
 def step_of(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], cluster: Cluster | None = None) -> Step:

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from math import inf
 from typing import Generic, NamedTuple, TypeVar
 
@@ -220,9 +221,9 @@ class PipelineNumbers:
     """These three as of `Limits`."""
 
 
-def step_pipeline(step: Step, cluster: Cluster) -> PipelineNumbers:
-    """The pipeline of a step on a cluster, for the simulator."""
-    made = _StepCost(step, cluster)
+def step_pipeline(step: Step, cluster: Cluster, *, as_published: bool = False) -> PipelineNumbers:
+    """The pipeline of a step on a cluster, for the simulator. as_published: as for `step_cost`."""
+    made = _StepCost(step, cluster, as_published)
     times = tuple(made.times([made.stage(stage) for stage in range(len(step.stages))]))
     return PipelineNumbers(times=times, num_microbatches=made.count, way=made.way(), in_flight=step.limits.in_flight,
                            defer_bytes=made.defer(times), at_once=made.at_once(), defer_last=made.defer_last,
@@ -364,8 +365,10 @@ class _StepCost:
 
     def times(self, rows: Sequence[StageCost]) -> list[StageTimes]:
         """As the simulator takes them."""
-        held_up = [0.0, *(transfer + latency for transfer, latency in self._edges()), 0.0] if self.as_published else [
-            0.0] * (len(rows) + 1)
+        held_up = [0.0] * (len(rows) + 1)
+        if self.as_published and (edges := self._edges()):
+            ranks = [self.placement.rank_of(stage) for stage in range(len(rows))]
+            held_up[1:-1] = [sum(edges[min(one, other)]) if one != other else 0.0 for one, other in pairwise(ranks)]
         return [StageTimes(forward=row.forward_seconds + behind, backward=row.backward_seconds + before,
                            weight=row.weight_seconds, products=PRODUCTS,
                            alive_bytes=max(1, sum(block.kept_bytes for block in self.stages[row.stage])
@@ -482,7 +485,8 @@ class _StepCost:
 
     def _held_up(self, sizes: Bytes, layers: float, way: int, alone: float, products: float, computing: float) -> float:
         """Seconds for which a block's messages hold it up: activations travel beside its products, but for the panels
-        beside which nothing is computed, and weights beside all that it computes.
+        beside which nothing is computed, and weights beside all that it computes. Messages that are hidden slow down
+        what is computed beside them (`Device.message_share`).
 
         Args:
             sizes, layers, way: as of `_received`. alone: bytes of these panels. products, computing: seconds.
@@ -493,7 +497,9 @@ class _StepCost:
         weights = self._received(replace(sizes, activations=0.0), layers, way) if sizes.weights else 0.0
         first = activations * min(1.0, alone / sizes.activations) if sizes.activations else 0.0
         beside = activations - first
-        return self._norms(layers) + first + max(0.0, beside - products, beside + weights - computing)
+        hidden = beside + weights
+        slower = self.cluster.device.message_share * hidden  # what is computed beside messages takes longer
+        return self._norms(layers) + first + max(slower, beside - products, hidden - computing)
 
     def _norms(self, layers: float) -> float:
         """Of the small sums of a block's norms, which nothing hides."""

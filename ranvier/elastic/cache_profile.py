@@ -5,13 +5,12 @@ For a sample that is not cached yet, with n reads of it still to come (this one 
     without the cache    n compute
     with it              compute + write + (n - 1) read
 
-so the cache pays if (n - 1) (compute - read) > write. For a sample that is cached, it pays if compute > read.
+so the cache pays if (n - 1) (compute - read) > write.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,36 +32,26 @@ class Decision:
     why: str
 
 
-def decide(cache_from: Literal["auto"] | int, *, frozen_layers: int, times: Times | None, remaining_reads: int,
-           num_samples: int, kept: int = 0) -> Decision:
+def decide(times: Times, *, frozen_layers: int, remaining_reads: int, num_samples: int) -> Decision:
     """Whether the cache is used from now on.
 
     Args:
-        cache_from: the number of frozen layers from which it is used, whatever it costs; "auto" decides by `times`.
         remaining_reads: (epochs left) x (samples), as this rank will read them.
         num_samples: distinct samples among them.
-        kept: how many of these the files already have.
     """
-    if frozen_layers < 1:
-        return Decision(pays=False, saved_seconds=0.0, why="nothing is frozen")
-    fresh = min(max(0, num_samples - kept), remaining_reads)  # asked for once before their entry is there
-    saved = 0.0 if times is None else \
-        (remaining_reads - fresh) * (times.compute - times.read) - fresh * times.write
-    if cache_from != "auto":
-        return Decision(pays=frozen_layers >= cache_from, saved_seconds=saved,
-                        why=f"{frozen_layers} layers are frozen, and the cache is on from {cache_from}")
-    if times is None:
-        return Decision(pays=False, saved_seconds=0.0, why="nothing has been measured yet")
+    fresh = min(num_samples, remaining_reads)  # asked for once before their entry is there
+    saved = (remaining_reads - fresh) * (times.compute - times.read) - fresh * times.write
     each = (f"a sample's {frozen_layers} frozen layers take {_ms(times.compute)}, reading their output "
             f"{_ms(times.read)} and writing it {_ms(times.write)}")
-    if remaining_reads <= num_samples - kept:
-        return Decision(pays=False, saved_seconds=saved, why=f"no sample that would be kept comes again; {each}")
-    if times.compute <= times.read:
-        return Decision(pays=False, saved_seconds=saved, why=f"reading takes no less than computing: {each}")
-    again = f"{remaining_reads} reads of {num_samples} samples are to come"
-    if saved <= 0:
-        return Decision(pays=False, saved_seconds=saved, why=f"writing would not be earned back: {each}; {again}")
-    return Decision(pays=True, saved_seconds=saved, why=f"it saves {saved:.3g} s: {each}; {again}")
+    if remaining_reads <= num_samples:
+        why = f"no sample that would be kept comes again; {each}"
+    elif times.compute <= times.read:
+        why = f"reading takes no less than computing: {each}"
+    else:
+        is_earned = f"it saves {saved:.3g} s" if saved > 0 else "writing would not be earned back"
+        return Decision(pays=saved > 0, saved_seconds=saved,
+                        why=f"{is_earned}: {each}; {remaining_reads} reads of {num_samples} samples are to come")
+    return Decision(pays=False, saved_seconds=saved, why=why)
 
 
 def _ms(seconds: float) -> str:

@@ -40,6 +40,9 @@ class Connections:
     def __init__(self, world: World, layout: Layout, tensor: TensorParallel, *, check_order: bool) -> None:
         self._world, self._mesh, self._check_order = world, layout.mesh, check_order
         self._placement = layout.stages
+        at, mesh, stages = layout.mesh.coordinates(world.rank), layout.mesh, layout.stages
+        self._ranks = [mesh.rank(mesh.place(replica=at.replica, pipeline_rank=stages.rank_of(stage),
+                                            position=at.position)) for stage in range(stages.num_stages)]
         self._groups: list[Group] = []
         self.sums: dict[tuple[TensorAxis, ...], Group] = {}
         """Axes of the tensor mesh -> the ranks over which gradients are summed whose parts are spread along these."""
@@ -112,9 +115,7 @@ class Connections:
 
     def rank_of(self, stage: int) -> int:
         """The counterpart of this rank that has `stage`; it may be this rank."""
-        at = self._mesh.coordinates(self._world.rank)
-        return self._mesh.rank(self._mesh.place(replica=at.replica, pipeline_rank=self._placement.rank_of(stage),
-                                                position=at.position))
+        return self._ranks[stage]
 
     def _neighbours(self) -> set[int]:
         """The ranks with the stages before and after those of this one."""

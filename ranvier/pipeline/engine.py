@@ -732,7 +732,7 @@ class Engine:
     def use_cache(self, forward: Callable[[Tensor, State, Callable[..., State]], State] | None,
                   num_blocks: int) -> None:
         """On the first stage: have its first `num_blocks` blocks, which are frozen, computed by `forward(samples,
-        inputs, compute)` in training (`ranvier.elastic.cache.auto_cache.AutoCache.forward`); None: by themselves."""
+        inputs, compute)` in training (`ranvier.elastic.cache.AutoCache.forward`); None: by themselves."""
         self._stages.first.use_cache(forward, num_blocks)
 
     @property

@@ -6,10 +6,9 @@ that its operations write, weighed by the machine's balance of the two.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from math import prod
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +16,6 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
-from torch.utils.flop_counter import FlopCounterMode
-from torch.utils.module_tracker import ModuleTracker
 
 from ranvier.block import Model, State, meta_device, named, wrapping_hint
 from ranvier.cost.blocks import BlockCost
@@ -34,6 +31,7 @@ from ranvier.plan.kernel_count import (
     run_kernels,
     tensor_bytes,
 )
+from ranvier.system.compilation import without_compiler
 from ranvier.tensor import float8
 from ranvier.tensor.columns import on_local, plain
 from ranvier.tensor.layers.rotary import tables_made
@@ -71,23 +69,6 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None =
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
     attended: Tensor = FUSED_ATTENTION(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
     return attended
-
-
-def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *rest: Any,
-                     **options: Any) -> int:
-    """Two products; a causal one is counted in full."""
-    *batch, length, width = query
-    return 2 * prod(batch) * length * key[-2] * (width + value[-1])
-
-
-def _batched_product_flops(a: Sequence[int], b: Sequence[int], *args: Any, **kwargs: Any) -> int:
-    """Of a [k, m, n] b [k, n, p]. torch's own formula takes no format of the result."""
-    return 2 * prod(a) * b[-1]
-
-
-def _added_product_flops(out: Sequence[int], first: Sequence[int], second: Sequence[int], *rest: Any,
-                         **options: Any) -> int:
-    return 2 * first[0] * first[1] * second[1]
 
 
 class _Float8Products(TorchFunctionMode):
@@ -138,6 +119,7 @@ def _to_meta(value: Any) -> Any:
     return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, value)
 
 
+@without_compiler()
 def block_costs(model: Model, inputs: State, targets: object = None, dtype: torch.dtype = torch.float32,
                 counting: Counting = AS_WRITTEN) -> list[BlockCost]:
     """Cost of every block for a microbatch like `inputs`, whose values do not matter. counting: what the device that
@@ -150,8 +132,6 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
     state, costs, before, trains = _to_meta(inputs), [], "the inputs", False
     known: dict[object, tuple[BlockCost, State]] = {}
     borrowed = {name for group in model.tied for name in group[1:]}
-    counted = {FUSED_ATTENTION: _attention_flops, torch.ops.aten.addmm_: _added_product_flops,
-               torch.ops.aten.bmm: _batched_product_flops}
     for name, build in model.blocks.items():
         alike = model.alike.get(name, name), trains, _shapes(state)
         if alike in known:
@@ -171,8 +151,7 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
                 made = tables_made()
                 count, kept, products = _count_of(module, tensors), KeptBytes(tensors.values()), _Float8Products()
                 entered_state = _as_leaves(arrived, arrived_trains)  # which the block may change
-                with torch.enable_grad(), _FlopCounter(custom_mapping=counted) as counter, kept, count, \
-                        FusedAttention(), products, count.chains(counting):
+                with torch.enable_grad(), kept, count, FusedAttention(), products, count.chains(counting):
                     state = functional_call(module, tensors, (entered_state,), tie_weights=False)
         except ModelError:
             raise
@@ -182,9 +161,9 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
                              remedy=f"Make its forward take and return the carried state.{_hint(entered_state)}"
                              ) from error
         outputs = named(state, f"block {name}")
-        share, defers = _weights_of(module, counter)
+        share, defers = _weights_of(module, count)
         costs.append(BlockCost(
-            name=name, flops=counter.get_total_flops(), written_bytes=count.written, allocated_bytes=count.allocated,
+            name=name, flops=count.flops, written_bytes=count.written, allocated_bytes=count.allocated,
             kernels=run_kernels(count, state, counting, dtype.itemsize), kept_bytes=kept.count,
             input_bytes=entered, output_bytes=_state_bytes(outputs), weight_share=share, defers=defers,
             float8_products=tuple(products.found),
@@ -221,35 +200,11 @@ def _hint(state: State) -> str:
     return "" if hint is None else f" If the block before it is none of yours: {hint}."
 
 
-class _WholeBlock:
-    """In place of torch's `ModuleTracker`, whose hooks are global: they would run, and fail, in forwards of other
-    threads."""
-
-    parents = ("Global",)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-
-class _FlopCounter(FlopCounterMode):
-    """Counts a block as a whole, and not its modules."""
-
-    def __init__(self, *, custom_mapping: dict[Any, Any]) -> None:
-        super().__init__(display=False, custom_mapping=custom_mapping)
-        self.mod_tracker = cast(ModuleTracker, _WholeBlock())
-
-
-_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
-
-
-def _weights_of(module: nn.Module, counter: FlopCounterMode) -> tuple[float, bool]:
+def _weights_of(module: nn.Module, count: KernelCount) -> tuple[float, bool]:
     """A block's `weight_share` and `defers`. Products take flops as their weights have elements; what attention
     computes is no weight's, and has gradients of two operands whatever is frozen."""
     weights = [parameter for parameter in module.parameters() if parameter.dim() == 2]
-    total, flops = sum(weight.numel() for weight in weights), counter.get_total_flops()
+    total, flops = sum(weight.numel() for weight in weights), count.flops
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
     linear = [weight.requires_grad for layer in module.modules() if isinstance(layer, (nn.Linear, SplitLinear))
               for weight in (layer.weights if isinstance(layer, SplitLinear) else (layer._parameters.get("weight"),))
@@ -257,9 +212,7 @@ def _weights_of(module: nn.Module, counter: FlopCounterMode) -> tuple[float, boo
     defers = not linear or any(linear)
     if trained == total or not flops or not any(parameter.requires_grad for parameter in module.parameters()):
         return 1.0, defers
-    counts = counter.get_flop_counts().get("Global", {})
-    products = sum(count for operation, count in counts.items() if operation in _PRODUCTS)
-    return 1.0 - products / flops * (1.0 - trained / total), defers
+    return 1.0 - count.weight_flops / flops * (1.0 - trained / total), defers
 
 
 def _shapes(state: State) -> tuple[object, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ _PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "c
 _LOOKUPS = frozenset({"embedding", "index_select", "gather", "index", "take"})
 _SCATTERS = frozenset({"scatter", "scatter_", "scatter_add", "scatter_add_", "index_put", "index_put_", "index_add",
                        "index_add_", "index_copy_"})
+_NORMS = frozenset({"native_layer_norm", "_fused_rms_norm"})
 _FILLS = frozenset({"zero_", "fill_", "uniform_", "normal_", "bernoulli_", "random_"})
 _COPIES = _LOOKUPS | _SCATTERS | _FILLS | {
     "copy_", "clone", "_to_copy", "cat", "stack", "add", "add_", "sub", "sub_", "constant_pad_nd", "zeros", "ones",
@@ -68,9 +69,10 @@ def counting_of(run: Run, *, device: str, stage_size: int) -> Counting:
 
 
 class KernelCount(TorchDispatchMode):
-    """Counts kernels, and the bytes that operations write, of the latter apart those that are in new memory, bare
-    allocations included.
+    """Counts kernels, their operations, and the bytes that operations write, of the latter apart those that are in new
+    memory, bare allocations included.
 
+    flops: of products and attention, of which a causal one counts in full here; weight_flops: of products of matrices.
     weights: storages of the block's parameters (`_cdata`) -> whether they train. others_train: whether other second
     operands of 2-D products, such as gathered weights, do.
     """
@@ -78,9 +80,14 @@ class KernelCount(TorchDispatchMode):
     def __init__(self, weights: Mapping[int, bool] | None = None, *, others_train: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's stub has no types
         self.kernels: list[Kernel] = []
-        self.written = self.allocated = 0
+        self.written = self.allocated = self.flops = self.weight_flops = 0
         self._weights, self._others_train = dict(weights or {}), others_train
         self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not by torch's wrapper, whose first call imports the compiler: a second or two of every rank's start."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
@@ -125,10 +132,17 @@ class KernelCount(TorchDispatchMode):
         written = None
         if name in _SCATTERS:  # only what is scattered is written
             reads, written = reads[1:], sum(map(_distinct_bytes, sources[1:]))
-        trains = [self._weights.get(plain(leaf).untyped_storage()._cdata) for leaf in sources]
-        of_weights = kind == "copy" and bool(trains) and None not in trains
+        copied = [self._weights.get(plain(leaf).untyped_storage()._cdata) for leaf in sources if kind == "copy"]
+        weight: Literal["none", "frozen", "trains"] = "none"
+        if copied and None not in copied:
+            weight = "trains" if any(copied) else "frozen"
+        elif name in _NORMS and args[2] is not None and self._trains(args[2]):
+            weight = "trains"
         return Kernel(kind=kind, reads=reads, writes=tuple(self._access(leaf, written) for leaf in returned),
-                      weight="none" if not of_weights else "trains" if any(trains) else "frozen")
+                      weight=weight)
+
+    def _trains(self, weight: Tensor) -> bool:
+        return self._weights.get(plain(weight).untyped_storage()._cdata, self._others_train)
 
     def _product(self, name: str, args: tuple[Any, ...], returned: Sequence[Tensor]) -> Kernel:
         added = name in ("addmm", "addmm_", "baddbmm", "baddbmm_")
@@ -149,16 +163,19 @@ class KernelCount(TorchDispatchMode):
         # A weight of several products at once is one that is expanded.
         is_weight = (plain(first).dim() == 2 or is_cut or name == "convolution" or weight in self._weights
                      or (batch > 1 and plain(second).stride(0) == 0))
-        trains = self._weights.get(weight, self._others_train)
-        return Kernel(kind="product", flops=2 * batch * m * n * k, reads=reads, shape=(batch, m, n, k),
+        flops = 2 * batch * m * n * k
+        self.flops += flops
+        self.weight_flops += flops if is_cut or name in ("mm", "addmm", "addmm_") else 0
+        return Kernel(kind="product", flops=flops, reads=reads, shape=(batch, m, n, k),
                       writes=tuple(self._access(leaf) for leaf in returned), has_bias=name == "addmm",
-                      weight="none" if not is_weight else "trains" if trains else "frozen")
+                      weight="none" if not is_weight else "trains" if self._trains(second) else "frozen")
 
     def _attention(self, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Sequence[Tensor]) -> Kernel:
         query, key, value = args[:3]
         *batch, queries, width = plain(query).shape
         keys, out = plain(key).shape[-2], plain(value).shape[-1]
         flops = 2 * prod(batch) * queries * keys * (width + out)
+        self.flops += flops
         if len(args) > 4 and args[4]:  # causal: each query with the keys up to it
             flops = flops * (2 * keys - min(queries, keys) + 1) // (2 * keys)
         sources = [query, key, value, *_tensors(kwargs)]

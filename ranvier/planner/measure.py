@@ -3,7 +3,8 @@
 On a CPU as many processes as there are cores (16 at most) compute at once, each with one thread, since that is what
 ranks do: one alone would have the memory and the clock of all. Blocks of transformers of several widths are timed
 forward and backward, and the three constants of `Device.kernel_seconds` are those that come nearest to all of them in
-relative terms: in fp32 (bf16 on CUDA); other number formats have a rate of their own beside the same two constants.
+relative terms: in fp32; other number formats have a rate of their own beside the same two constants. On a GPU each kind
+of kernel is timed by itself (`ranvier.planner.microbenchmarks`).
 """
 
 from __future__ import annotations
@@ -26,32 +27,31 @@ from ranvier.comm.message import Message, MessageKind
 from ranvier.comm.protocol import Group
 from ranvier.config.run import Optim, Run, Transformer
 from ranvier.cost.cluster_files import first_fault
-from ranvier.cost.hardware import Cluster, Device, Host, Link, Rate
-from ranvier.cost.kernels import Kernel, backward_of, weight_gradients_of, whole_waves_flops
+from ranvier.cost.hardware import Cluster, Device, Format, Host, Link, Rate
+from ranvier.cost.kernels import backward_of, weight_gradients_of
 from ranvier.errors import ConfigError
 from ranvier.launch.mpiexec import mpi_available
 from ranvier.launch.rank_processes import RanksFailed, run_processes
 from ranvier.models import families
 from ranvier.optim.rules import AdamW
 from ranvier.plan.block_costs import block_costs
+from ranvier.planner.microbenchmarks import CLOCK_SECONDS, GPU, measured_device, timed
 from ranvier.precision import DTYPES
 from ranvier.system.machine import available_cores, memory_limit_bytes
+from ranvier.tensor import float8
 from ranvier.world import World
 
 _SHAPES = ((64, 32, 4), (128, 128, 2), (256, 64, 8), (256, 128, 4), (384, 64, 4), (512, 128, 2), (768, 64, 2))
 """(width, tokens, sequences) of the blocks that are timed."""
-_GPU_SHAPES = ((512, 512, 4), (1024, 512, 4), (2048, 512, 2), (2048, 1024, 4), (4096, 1024, 1), (4096, 1024, 4))
-_PRODUCT = {"cpu": 768, "cuda": 8192}
+_PRODUCT = 768
 _MESSAGES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
 _CROWD_SHAPE = (256, 128, 4)
-_TILE = 128
 _BETWEEN = (512, 256)
 """Rows, and width, of the product that is computed between two collectives that are timed: about a millisecond, as
 between two of a tensor mesh."""
 _MOST_PROCESSES = 16
-_CLOCK_SECONDS = 1e-9
-"""Resolution of the clock: no call took less."""
-_Precision = Literal["fp32", "bf16", "fp16"]
+_FORMATS: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16")
+"""Of a CPU."""
 Sample = tuple[Sequence[tuple[float, float]], float]
 """FLOPs and bytes moved of each kernel, and the seconds that all of them took."""
 _ROUNDS = 20
@@ -65,7 +65,7 @@ def measure(progress: Callable[[str], None] = lambda line: None) -> Cluster:
     if cuda:
         progress("computing, on one device")
         with torch.device("cuda", 0):
-            found = _compute("cuda")
+            found = _gpu()
         devices = torch.cuda.device_count()
     else:
         devices = min(available_cores(), _MOST_PROCESSES)
@@ -103,23 +103,7 @@ def formed(found: Mapping[str, Any], links: Mapping[str, Any], devices: int, kin
 
 def _cluster(found: Mapping[str, Any], links: Mapping[str, Any], devices: int, kind: str) -> Cluster:
     memory = min(psutil.virtual_memory().total, memory_limit_bytes() or 1 << 62)
-    rates = {}
-    first = {"cpu": "fp32", "cuda": "bf16"}[kind]
-    _, moved, operation = fit(found["precisions"][first]["samples"])
-    bandwidth = 1.0 / moved if moved else found["update_bandwidth"]
-    for name, one in found["precisions"].items():
-        flops = seconds_of_a_flop(one["samples"], moved, operation)
-        reached = 1.0 / flops if flops else one["product_flops"]
-        peak = max(one["product_flops"], reached)
-        rates[name] = Rate(peak_flops=peak, share=reached / peak)
-    cores = None if kind == "cuda" else available_cores()
-    device = Device(
-        name=torch.cuda.get_device_name(0) if kind == "cuda" else "one core", cores=cores, rates=rates,
-        memory_bytes=torch.cuda.get_device_properties(0).total_memory if kind == "cuda" else memory,
-        reserved_bytes=1_500_000_000 if kind == "cuda" else 0, memory_bandwidth=bandwidth, memory_share=1.0,
-        update_bandwidth=found["update_bandwidth"], operation_seconds=operation,
-        multiprocessors=_multiprocessors() if kind == "cuda" else None, tile=_TILE,
-        crowded_share=found.get("crowded_share", 1.0), turn_seconds=found.get("turn_seconds", 0.0))
+    device = found["device"] if kind == "cuda" else _core(found, memory)
     latency, rate = line([(size, links["messages"][str(size)]) for size in _MESSAGES])
     link = Link(bandwidth=rate, latency_seconds=latency)
     return Cluster(
@@ -131,6 +115,21 @@ def _cluster(found: Mapping[str, Any], links: Mapping[str, Any], devices: int, k
         source=f"measured by ranvier doctor --measure, torch {torch.__version__}")
 
 
+def _core(found: Mapping[str, Any], memory: int) -> Device:
+    """One core of this machine's CPU."""
+    _, moved, operation = fit(found["precisions"][_FORMATS[0]]["samples"])
+    rates = dict[Format, Rate]()
+    for name, one in found["precisions"].items():
+        flops = seconds_of_a_flop(one["samples"], moved, operation)
+        reached = 1.0 / flops if flops else one["product_flops"]
+        peak = max(one["product_flops"], reached)
+        rates[name] = Rate(peak_flops=peak, share=reached / peak)
+    return Device(name="one core", cores=available_cores(), rates=rates, memory_bytes=memory, memory_share=1.0,
+                  memory_bandwidth=1.0 / moved if moved else found["update_bandwidth"],
+                  update_bandwidth=found["update_bandwidth"], operation_seconds=operation,
+                  crowded_share=found.get("crowded_share", 1.0), turn_seconds=found.get("turn_seconds", 0.0))
+
+
 # --- computing -------------------------------------------------------------------------------------------------------
 
 
@@ -138,7 +137,7 @@ def compute_on_rank(world: World) -> dict[str, Any]:
     """One of the processes that compute at once."""
     torch.set_num_threads(1)
     world.backend.group("control", [range(world.size)]).barrier()
-    return _compute("cpu")
+    return _compute()
 
 
 def crowd_on_rank(world: World, cores: int) -> dict[str, Any]:
@@ -148,7 +147,7 @@ def crowd_on_rank(world: World, cores: int) -> dict[str, Any]:
     if hasattr(os, "sched_setaffinity"):  # there may be more cores than are measured
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
     world.backend.group("control", [range(world.size)]).barrier()
-    blocks = sum(seconds for *_, seconds in _blocks(_CROWD_SHAPE, "fp32", lambda step: _timed(step, 1.0, fmean)))
+    blocks = sum(seconds for *_, seconds in _blocks(_CROWD_SHAPE, "fp32", lambda step: timed(step, 1.0, fmean)))
     return {"blocks": blocks, "collective": _collective(world)}
 
 
@@ -170,7 +169,7 @@ def _collective(world: World) -> float | None:
                 pair.all_reduce(few).wait()
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
-        return max((time.perf_counter() - began) / count, _CLOCK_SECONDS)
+        return max((time.perf_counter() - began) / count, CLOCK_SECONDS)
 
     found = []
     for apart in (1, 2, 3):
@@ -196,18 +195,27 @@ def _crowded(alone: Sequence[Mapping[str, Any]], crowded: Sequence[Mapping[str, 
     return {"crowded_share": min(1.0, 2.0 * blocks[0] / blocks[1]), "turn_seconds": max(0.0, waited)}
 
 
-def _compute(kind: str) -> dict[str, Any]:
-    precisions: tuple[_Precision, ...] = ("fp32", "bf16") if kind == "cpu" else ("bf16", "fp16", "fp32")
-    shapes = _SHAPES if kind == "cpu" else _GPU_SHAPES
+def _compute() -> dict[str, Any]:
     return {
-        "precisions": {name: {"samples": [sample for shape in shapes for sample in _blocks(shape, name)],
-                              "product_flops": _product(name, _PRODUCT[kind])} for name in precisions},
-        "update_bandwidth": _update(kind), "host_link": _copy(kind), "host_bandwidth": _update("cpu"),
+        "precisions": {name: {"samples": [sample for shape in _SHAPES for sample in _blocks(shape, name)],
+                              "product_flops": _product(name, _PRODUCT)} for name in _FORMATS},
+        "update_bandwidth": _update("cpu"), "host_link": _copy("cpu"), "host_bandwidth": _update("cpu"),
     }
 
 
-def _blocks(shape: tuple[int, int, int], precision: _Precision,
-            timed: Callable[[Callable[[], object]], float] | None = None) -> list[Sample]:
+def _gpu() -> dict[str, Any]:
+    """The first device, with its link to the host."""
+    facts, update = torch.cuda.get_device_properties(0), _update("cuda")
+    formats: list[Format] = ["bf16", "fp16", "fp32"]
+    if torch.cuda.get_device_capability(0) >= float8.CAPABILITY:
+        formats.append("fp8")
+    device = measured_device(torch.cuda.get_device_name(0), formats, memory_bytes=facts.total_memory,
+                             multiprocessors=facts.multi_processor_count, update_bandwidth=update, sizes=GPU)
+    return {"device": device, "host_link": _copy("cuda"), "host_bandwidth": _update("cpu")}
+
+
+def _blocks(shape: tuple[int, int, int], precision: Literal["fp32", "bf16"],
+            seconds: Callable[[Callable[[], object]], float] = timed) -> list[Sample]:
     """Attention, MLP and head of one shape, forward and backward."""
     hidden, sequence, count = shape
     run = Run(precision=precision, model=Transformer(num_layers=1, hidden=hidden, heads=max(1, hidden // 64),
@@ -231,26 +239,14 @@ def _blocks(shape: tuple[int, int, int], precision: _Precision,
 
         forward = costs[name].kernels
         kernels = (*forward, *backward_of(forward), *weight_gradients_of(forward, dtype.itemsize))
-        found.append(([(_flops(kernel), float(kernel.moved_bytes)) for kernel in kernels], (timed or _timed)(step)))
+        found.append(([(float(kernel.flops), float(kernel.moved_bytes)) for kernel in kernels], seconds(step)))
     return found
-
-
-def _flops(kernel: Kernel) -> float:
-    """With those of idle multiprocessors, where products are computed in waves."""
-    if kernel.kind != "product" or not torch.cuda.is_available():
-        return float(kernel.flops)
-    return whole_waves_flops(kernel.shape, _multiprocessors(), _TILE, 0.0)
-
-
-def _multiprocessors() -> int:
-    count: int = torch.cuda.get_device_properties(0).multi_processor_count
-    return count
 
 
 def _product(precision: str, size: int) -> float:
     """FLOPs a second of a large square product."""
     first, second = (torch.randn(size, size).to(DTYPES[precision]) for _ in range(2))
-    return 2 * size ** 3 / _timed(lambda: first @ second)
+    return 2 * size ** 3 / timed(lambda: first @ second)
 
 
 def _update(kind: str) -> float:
@@ -258,7 +254,7 @@ def _update(kind: str) -> float:
     size = 1 << (21 if kind == "cpu" else 26)
     parameters, gradients, first, second = (torch.zeros(size, device=kind) for _ in range(4))
     rule = AdamW(Optim())
-    return 28 * size / _timed(lambda: rule.update(
+    return 28 * size / timed(lambda: rule.update(
         parameters, gradients, {"exp_avg": first, "exp_avg_sq": second}, step=1, learning_rate=1e-3, weight_decay=0.0))
 
 
@@ -267,26 +263,7 @@ def _copy(kind: str) -> float:
     size = 1 << 24
     source = torch.zeros(size // 4, device=kind)
     target = torch.zeros(size // 4, device="cpu", pin_memory=kind == "cuda")
-    return size / _timed(lambda: target.copy_(source))
-
-
-def _timed(call: Callable[[], object], seconds: float = 0.15,
-           average: Callable[[Sequence[float]], float] = median) -> float:
-    """Of as many calls as `seconds` allow, at least five."""
-    def sync() -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize(0)
-
-    call()
-    sync()
-    times: list[float] = []
-    began = time.perf_counter()
-    while len(times) < 5 or time.perf_counter() - began < seconds:
-        start = time.perf_counter()
-        call()
-        sync()
-        times.append(time.perf_counter() - start)
-    return max(average(times), _CLOCK_SECONDS)
+    return size / timed(lambda: target.copy_(source))
 
 
 def _slowest(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -326,7 +303,7 @@ def messages_on_rank(world: World) -> dict[str, Any]:
             start = time.perf_counter()
             exchange(tensor)
             times.append((time.perf_counter() - start) / 2)
-        found[str(size)] = max(median(times), _CLOCK_SECONDS)
+        found[str(size)] = max(median(times), CLOCK_SECONDS)
     transport.flush()
     return {"messages": found, "collective": _collective(world)}
 

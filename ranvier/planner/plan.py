@@ -16,7 +16,7 @@ from ranvier.config.run import Run
 from ranvier.config.task_form import form_of
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.hardware import Cluster
-from ranvier.cost.run_cost import run_pipeline
+from ranvier.cost.run_cost import run_cost, run_pipeline
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.planner import report
 from ranvier.planner.auto import closed, open_axes_of, with_plan, with_pretrained
@@ -257,9 +257,9 @@ def print_plan(found: SearchResult, name: str, explain: bool, goal: Goal | None 
 
 
 def simulate(name: str, run: Run, cluster_name: str, *, ranks: int | None = None, jitter: float = 0.0,
-             slow: Sequence[str] = (), mtbf_hours: float | None = None, draw: Path | None = None, as_json: bool = False
-             ) -> Simulation:
-    """Simulate a step of the run's own mesh, print it, and draw it."""
+             slow: Sequence[str] = (), mtbf_hours: float | None = None, draw: Path | None = None, as_json: bool = False,
+             as_published: bool = False) -> Simulation:
+    """Simulate a step of the run's own mesh, print it, and draw it. as_published: as for `step_cost`."""
     cluster = load_cluster(cluster_name)
     for where, value in (("--jitter", jitter), ("--mtbf-hours", mtbf_hours or 1.0)):
         if not isfinite(value):
@@ -276,7 +276,7 @@ def simulate(name: str, run: Run, cluster_name: str, *, ranks: int | None = None
     check_precision(run, cluster)
     noise = Noise(jitter=jitter, slow=dict(_slow(text, run) for text in slow), seed=run.seed)
     try:
-        found = simulation(run, cluster, noise)
+        found = simulation(run, cluster, noise, as_published=as_published)
     except RanvierError:
         raise
     except TOO_LARGE as error:
@@ -298,12 +298,15 @@ def simulate(name: str, run: Run, cluster_name: str, *, ranks: int | None = None
     return found
 
 
-def simulation(run: ResolvedRun, cluster: Cluster, noise: Noise = STEADY, work: Work | None = None) -> Simulation:
-    """One step."""
+def simulation(run: ResolvedRun, cluster: Cluster, noise: Noise = STEADY, work: Work | None = None, *,
+               as_published: bool = False) -> Simulation:
+    """One step. as_published: as for `ranvier.cost.step.step_cost`."""
     work = work or Work()
     one = predict(run, cluster, work, exact=False)
     run = one.run
-    pipeline = run_pipeline(run, cluster, work.stages(run))
+    if as_published:
+        one = replace(one, cost=run_cost(run, cluster, work.stages(run), exact=False, as_published=True))
+    pipeline = run_pipeline(run, cluster, work.stages(run), as_published=as_published)
     step = simulate_step(pipeline.times, pipeline.num_microbatches, policy_named(run.pipeline.policy),
                          pipeline.in_flight, replicas=run.mesh.num_replicas, stage_size=run.mesh.stage_size,
                          way=pipeline.way, defer_bytes=pipeline.defer_bytes, noise=noise, cores=pipeline.at_once,

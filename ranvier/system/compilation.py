@@ -1,9 +1,17 @@
-"""When this process compiles with torch.compile, so that no limit of time counts that."""
+"""When this process compiles with torch.compile, so that no limit of time counts that; and what does not need the
+compiler, and so need not wait until it is imported."""
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
 
 _LONGEST_SECONDS = 3600.0
 """A compilation that lasts longer counts as ended: it may never end."""
@@ -54,3 +62,37 @@ def watch() -> None:
     if COMPILATIONS.begin not in callback_handler.start_callbacks:  # `torch._dynamo.reset` forgets them
         callback_handler.register_start_callback(COMPILATIONS.begin)
         callback_handler.register_end_callback(COMPILATIONS.end)
+
+
+class _ImportedOnUse(ModuleType):
+    """Stands for `torch._dynamo`, which whoever asks for more than `disable` imports."""
+
+    @staticmethod
+    def disable(function: Callable[..., object], *args: object, **options: object) -> Callable[..., object]:
+        return function
+
+    def __getattr__(self, name: str) -> Any:
+        self.remove()
+        import torch._dynamo
+
+        return getattr(torch._dynamo, name)
+
+    def remove(self) -> None:
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__], torch._dynamo
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Inside, operations on the meta device do not import torch's compiler, which takes more than a second.
+
+    Torch computes shapes with Python functions that it hides from the compiler (`torch._disable_dynamo`), and imports
+    it for the first of them. Nothing is compiled here, so there is nothing to hide them from.
+    """
+    stand_in = _ImportedOnUse("torch._dynamo")
+    if stand_in.__name__ not in sys.modules:
+        sys.modules[stand_in.__name__] = torch._dynamo = stand_in
+    try:
+        yield
+    finally:
+        stand_in.remove()

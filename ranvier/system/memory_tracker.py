@@ -48,6 +48,11 @@ class MemoryTracker(TorchDispatchMode):
     ConfigError.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not by torch's wrapper, whose first call imports the compiler."""
+        return False
+
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self)
         self._counted: dict[weakref.ref[torch.UntypedStorage], tuple[StorageKind, int]] = {}

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import math
 import os
-import random
 import resource
 import signal
 import threading
@@ -34,13 +33,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Literal, cast, get_args
 
 import torch
-from torch import Tensor
 
 from ranvier.comm.message import Message
-from ranvier.comm.protocol import Backend, Group, Reduction, Transport, Work
+from ranvier.comm.protocol import COLLECTIVES, Backend, Group, Transport
 from ranvier.errors import ConfigError
 from ranvier.world import World
 
@@ -137,23 +136,6 @@ def parse(text: str) -> Fault:
     return Fault(kind=cast(FaultKind, kind), **found)  # Fault refuses other kinds
 
 
-def random_fault(draw: random.Random, size: int, *, kinds: Sequence[FaultKind] = KINDS, calls: int = 1000,
-                 seconds: float = 10.0) -> Fault:
-    """A random fault of one of `kinds` on one of `size` ranks, drawn with `draw`.
-
-    calls, seconds: the latest trigger, which is either a call or, as often, a time. Delays and full disks last up to a
-    tenth of `seconds`.
-    """
-    kind, trigger = draw.choice(kinds), draw.choice(("call", "seconds"))
-    when: dict[str, Any] = {
-        trigger: draw.randint(1, calls) if trigger == "call" else round(draw.uniform(0, seconds), 2)}
-    lasting = {"for_seconds": round(draw.uniform(0, seconds / 10), 2)}
-    parameters: dict[str, dict[str, Any]] = {
-        "delay": lasting, "slow": {"for_seconds": 0.01}, "corrupt": {"bit": draw.randrange(1 << 20)},
-        "disk": draw.choice((lasting, {}))}
-    return Fault(kind=kind, rank=draw.randrange(size), **when, **parameters.get(kind, {}))
-
-
 def faulty(world: World, faults: Sequence[Fault]) -> World:
     """`world` with those of `faults` that are for its rank. Seconds count from this call.
 
@@ -248,21 +230,18 @@ class _Plan:
             case "allocation":
                 torch.empty(_UNAVAILABLE_BYTES, dtype=torch.uint8, device=self._device)
             case "disk":
-                _fill_disk(fault)
+                # Writes beyond the limit fail with EFBIG ("File too large"); Python ignores the signal that comes
+                # with it.
+                before, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (fault.limit_bytes, hard))
+                if fault.for_seconds is not None:
+                    _later(fault.for_seconds, resource.setrlimit, resource.RLIMIT_FSIZE, (before, hard))
 
 
 def _later(seconds: float, function: Callable[..., object], *args: object) -> None:
     timer = threading.Timer(seconds, function, args)
     timer.daemon = True
     timer.start()
-
-
-def _fill_disk(fault: Fault) -> None:
-    """Writes beyond the limit fail with EFBIG ("File too large"); Python ignores the signal that comes with it."""
-    before, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (fault.limit_bytes, hard))
-    if fault.for_seconds is not None:
-        _later(fault.for_seconds, resource.setrlimit, resource.RLIMIT_FSIZE, (before, hard))
 
 
 def flipped(message: Message, bit: int) -> Message:
@@ -285,38 +264,28 @@ class _FaultyBackend:
     def __init__(self, inner: Backend, plan: _Plan) -> None:
         self._inner, self._plan = inner, plan
         self.name, self.rank, self.size = inner.name, inner.rank, inner.size
+        self.abort, self.close = inner.abort, inner.close
 
     def transport(self, purpose: str) -> Transport:
-        return _FaultyTransport(self._inner.transport(purpose), self._plan)
+        return cast(Transport, _FaultyTransport(self._inner.transport(purpose), self._plan))
 
     def group(self, purpose: str, partition: Sequence[Sequence[int]]) -> Group:
-        return _FaultyGroup(self._inner.group(purpose, partition), self._plan)
+        return cast(Group, _FaultyGroup(self._inner.group(purpose, partition), self._plan))
 
     def subset(self, count: int) -> Backend | None:
         self._plan.transition()
         inner = self._inner.subset(count)
         return inner and _FaultyBackend(inner, self._plan)
 
-    def abort(self, code: int) -> None:
-        self._inner.abort(code)
-
-    def close(self) -> None:
-        self._inner.close()
-
 
 class _FaultyTransport:
+    """A `protocol.Transport`; all but sends are those of the inner one."""
+
     def __init__(self, inner: Transport, plan: _Plan) -> None:
         self._inner, self._plan = inner, plan
-        self.connect, self.poll, self.wait = inner.connect, inner.poll, inner.wait
-        self.progress, self.flush, self.close = inner.progress, inner.flush, inner.close
 
-    @property
-    def bytes_sent(self) -> int:
-        return self._inner.bytes_sent
-
-    @property
-    def longest_gap_seconds(self) -> float:
-        return self._inner.longest_gap_seconds
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def send(self, destination: int, message: Message) -> None:
         sent = self._plan.message(message)
@@ -325,51 +294,15 @@ class _FaultyTransport:
 
 
 class _FaultyGroup:
+    """A `protocol.Group`; what is no collective is that of the inner one."""
+
     def __init__(self, inner: Group, plan: _Plan) -> None:
         self._inner, self._plan = inner, plan
-        self.ranks, self.index, self.close = inner.ranks, inner.index, inner.close
 
-    @property
-    def bytes_received(self) -> int:
-        return self._inner.bytes_received
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        return partial(self._call, found) if name in COLLECTIVES else found
 
-    def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Work:
+    def _call(self, start: Callable[..., object], *args: object, **options: object) -> object:
         self._plan.collective()
-        return self._inner.all_reduce(tensor, op)
-
-    def reduce(self, tensor: Tensor, root: int = 0) -> Work:
-        self._plan.collective()
-        return self._inner.reduce(tensor, root)
-
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, buffer: Tensor | None = None, dim: int = 0) -> Work:
-        self._plan.collective()
-        return self._inner.reduce_scatter(output, tensor, buffer, dim)
-
-    def buffer_bytes(self, operation: Literal["all_reduce", "reduce_scatter"], numel: int, dtype: torch.dtype,
-                     device_type: str) -> int:
-        return self._inner.buffer_bytes(operation, numel, dtype, device_type)
-
-    def all_gather(self, output: Tensor, tensor: Tensor, dim: int = 0) -> Work:
-        self._plan.collective()
-        return self._inner.all_gather(output, tensor, dim)
-
-    def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
-        self._plan.collective()
-        return self._inner.broadcast(tensor, root)
-
-    def all_to_all(self, output: Tensor, tensor: Tensor, output_splits: Sequence[int] | None = None,
-                   input_splits: Sequence[int] | None = None) -> Work:
-        self._plan.collective()
-        return self._inner.all_to_all(output, tensor, output_splits, input_splits)
-
-    def gather_objects(self, value: object) -> list[Any]:
-        self._plan.collective()
-        return self._inner.gather_objects(value)
-
-    def gather_number(self, number: int) -> list[int]:
-        self._plan.collective()
-        return self._inner.gather_number(number)
-
-    def barrier(self) -> None:
-        self._plan.collective()
-        self._inner.barrier()
+        return start(*args, **options)

@@ -6,6 +6,7 @@ several epochs before the run begins, and blocks run twice whenever a cache of t
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -18,8 +19,8 @@ from ranvier.block import State
 from ranvier.config.resolve import ResolvedRun
 from ranvier.data.loader import Loader
 from ranvier.data.task import Prepared
-from ranvier.elastic.cache.auto_cache import AutoCache, Compute, repeatable
-from ranvier.elastic.cache.store import RunFolder
+from ranvier.elastic.cache import AutoCache, Compute
+from ranvier.elastic.cache_file import RunFolder
 from ranvier.elastic.cache_profile import Times, decide
 from ranvier.elastic.rules import ElasticRules
 from ranvier.errors import ConfigError
@@ -56,6 +57,8 @@ class Caching:
     def __init__(self, run: ResolvedRun, data: Prepared, tell: Callable[[Event], None]) -> None:
         self._run, self._data, self._tell = run, data, tell
         self._cache: AutoCache | None = None
+        self._folder: RunFolder | None = None
+        self._token = secrets.token_hex(8)
         self._part = ""  # of each output, that its entries have
         self._now: RankRuntime | None = None
         self._reads = self._seen = 0
@@ -87,6 +90,8 @@ class Caching:
     def enter(self, runtime: RankRuntime, reads: int) -> bool:
         """Continue with another engine; `reads` samples of the run are still to come. Whether this rank caches now."""
         self._now, engine = runtime, runtime.engine
+        if self._run.elastic.cache:  # entries of another start may be of other code
+            self._token = runtime.ranks.gather_objects(self._token)[0]
         blocks = engine.frozen_stage_blocks()
         if not (self.wanted(runtime.frozen.prefix) and engine.is_first_stage and blocks):
             self.leave()
@@ -98,13 +103,11 @@ class Caching:
         if part != self._part:  # its entries are those of another part of each output
             self.leave()
         if self._cache is None:
-            self._part, run = part, self._run
-            # what outputs depend on beside weights and samples
-            outputs_of = f"{self._data.fingerprint} {self._data.transform} {run.precision} {run.model}"
+            self._part, elastic = part, self._run.elastic
+            self._folder = self._folder or RunFolder(elastic.cache_dir, self._token)
             self._cache = AutoCache(
-                self._folder(), blocks=blocks, fingerprint=outputs_of,
-                num_samples=len(self._data.train), precision=self._run.elastic.cache_precision,
-                device=runtime.world.device, warn=self._say,
+                self._folder, blocks=blocks, num_samples=len(self._data.train), precision=elastic.cache_precision,
+                device=runtime.world.device, warn=self._say, max_bytes=elastic.cache_bytes // mesh.feature_parts,
                 agree=self._agree if mesh.stage_size > 1 else None,
                 gather_over_rows=None if mesh.microbatch_parts == 1 else (
                     lambda mine: self._runtime.engine.gather_over_rows(mine)),
@@ -116,19 +119,17 @@ class Caching:
         engine.use_cache(self._forward, len(blocks))
         return True
 
-    def leave(self, *, ended: bool = False) -> None:
-        """This rank does not cache any more, until `enter`. ended: nor will the run, whose entries are removed.
-        Those in the temporary folder are removed as soon as no rank uses them."""
+    def leave(self) -> None:
+        """This rank does not cache any more, until `enter`."""
         if self._cache is not None:
             self._cache.close()
             self._cache = None
-        if self._run.elastic.cache and (ended or self._run.elastic.cache_dir is None):
-            self._folder().remove()
 
-    def _folder(self) -> RunFolder:
-        """That of this run: later starts of it find its entries, and no other run does."""
-        run_dir, elastic = self._run.run_dir, self._run.elastic
-        return RunFolder(elastic.cache_dir, str(run_dir and run_dir.absolute()), elastic.cache_bytes)
+    def close(self) -> None:
+        """The run ends here. The last rank of a machine removes the entries."""
+        self.leave()
+        if self._folder is not None:
+            self._folder.remove()
 
     def prefetch(self, loader: Loader, step: int, *, more: bool) -> None:
         """Read ahead what `step`, counted from 0, has and, where there are more, the step behind it: its first
@@ -168,7 +169,7 @@ class Caching:
         """Whether the frozen blocks give the same twice. Where they do not, they are computed from now on."""
         self._is_checked = True
         engine, frozen = self._runtime.engine, self._runtime.frozen.prefix
-        problem = repeatable(engine.frozen_stage_blocks(), inputs, compute, self._runtime.world.device)
+        problem = self._open_cache.problem(inputs, compute)
         if self._agree(problem is None):
             return True
         self._unrepeatable_from = frozen
@@ -182,10 +183,11 @@ class Caching:
         """Whether reading is faster than computing. Where it is not, layers are computed from now on; where there are
         outputs of fewer layers, only the others are, and their outputs are not kept."""
         times = self._times(samples)
-        if not self._agree(times is not None):  # all were hits, which others have written; or nothing could be written
+        # None: all were hits, which others have written; or nothing could be written
+        if not self._agree(times is not None) or times is None:
             return
-        decision = decide("auto", frozen_layers=self._runtime.frozen.prefix, times=times, remaining_reads=self._reads,
-                         num_samples=min(len(self._data.train), self._reads))
+        decision = decide(times, frozen_layers=self._runtime.frozen.prefix, remaining_reads=self._reads,
+                          num_samples=min(len(self._data.train), self._reads))
         if self._agree(decision.pays):
             return
         cache = self._open_cache

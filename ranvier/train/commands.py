@@ -1,10 +1,12 @@
-"""Commands from rank 0 to idle ranks, which wait for them meanwhile: a transition (`ranvier.elastic.change`), ranks
-that join, or the end of the run."""
+"""Commands of rank 0, which idle ranks wait for: to change the mesh, to take ranks in, or to end with the run. Each is
+a dataclass; `CommandChannel` sends and receives them."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import torch
@@ -12,12 +14,75 @@ import torch
 from ranvier.comm.board import Board, call_with_timeout, read_actions
 from ranvier.comm.edges import invalid_message
 from ranvier.comm.message import Message, MessageKind, checksum
+from ranvier.elastic.change import Change
 from ranvier.errors import MessageTimeout, TransportError
+from ranvier.launch.joining import Call
 from ranvier.mesh import Mesh
 from ranvier.world import World
 
 _CAPACITY_BYTES = 1 << 12
 _WAIT_SECONDS = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """The state of a run after `step`, beside parameters and optimizer states, as JSON can hold it."""
+
+    step: int
+    samples: int
+    """The place in the data: samples of all steps so far, and those that were left out."""
+    stops: bool
+    """Whether a rank was told to stop."""
+    guards: Mapping[str, int]
+    bad_steps: Mapping[str, Any] | None
+    elastic: Mapping[str, Any]
+    """As of `Elasticity.document`."""
+    best: Mapping[str, Any] | None
+    saved_step: int | None
+    """After which the last checkpoint was begun."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangeMesh:
+    """Continue on another mesh, or with other frozen layers. save: a checkpoint of this step is due there. block_times:
+    as of `MeasuredLimits`."""
+
+    change: Change
+    state: RunState
+    save: bool = False
+    block_times: Sequence[Sequence[float]] | None = None
+
+    @classmethod
+    def read(cls, document: Mapping[str, Any]) -> ChangeMesh:
+        """The inverse of `asdict`, also after a passage through JSON."""
+        return cls(**{**document, "change": Change.read(document["change"]), "state": RunState(**document["state"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakeRanks:
+    """Take the ranks of `call` into the world."""
+
+    call: Call
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndRun:
+    """The run has ended, with this summary."""
+
+    summary: Mapping[str, Any]
+
+
+Command = ChangeMesh | TakeRanks | EndRun
+
+
+def _read(document: Mapping[str, Any]) -> Command:
+    match document["kind"], document["command"]:
+        case "ChangeMesh", command:
+            return ChangeMesh.read(command)
+        case "TakeRanks", command:
+            return TakeRanks(call=Call(**command["call"]))
+        case _, command:
+            return EndRun(**command)
 
 
 class CommandChannel:
@@ -29,10 +94,13 @@ class CommandChannel:
         others = list(range(1, world.size)) if world.rank == 0 else []
         self._transport.connect([0] if world.rank else [], others, _CAPACITY_BYTES)
 
-    def send(self, command: dict[str, object], first: int) -> None:
-        """Rank 0 sends `command`, which JSON can hold, to ranks from `first` on."""
-        assert self._world.rank == 0
-        data = torch.frombuffer(bytearray(json.dumps(command).encode()), dtype=torch.uint8)
+    def send(self, command: Command, first: int) -> None:
+        """Rank 0 sends `command` to ranks from `first` on. Other ranks, which have come to it by themselves, send
+        nothing."""
+        if self._world.rank:
+            return
+        text = json.dumps({"kind": type(command).__name__, "command": asdict(command)})
+        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         for rank in range(first, self._world.size):
             self._transport.send(rank, Message(MessageKind.ORDER, 0, 0, {"": data, "checksum": checksum(data)}))
         self._transport.progress()
@@ -41,7 +109,7 @@ class CommandChannel:
         """Free the connection. Collective over the ranks that have made it."""
         self._transport.close()
 
-    def wait(self, timeout_seconds: float) -> dict[str, Any]:
+    def wait(self, timeout_seconds: float) -> Command:
         """The next command. Waits as long as it takes: an idle rank has no work that could be late. Meanwhile others
         hear of it, and it of rank 0. TransportError where rank 0 has gone, MessageTimeout where nothing has been heard
         of it for so long."""
@@ -58,8 +126,7 @@ class CommandChannel:
         data = message.tensors[""].cpu()
         if int(message.tensors["checksum"]) != int(checksum(data)):
             raise invalid_message("commands", message.source, "the command has been changed on its way")
-        command: dict[str, Any] = json.loads(bytes(data.numpy()))
-        return command
+        return _read(json.loads(bytes(data.numpy())))
 
     def _next(self, timeout_seconds: float) -> Message:
         heard, heard_at = None, time.monotonic()

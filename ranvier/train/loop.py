@@ -48,6 +48,7 @@ from ranvier.system.lease import Lease
 from ranvier.system.memory_tracker import peak_memory_bytes
 from ranvier.train.attention import choose_kernel, preferred_kernel
 from ranvier.train.best import LOSS, best_of
+from ranvier.train.commands import ChangeMesh, Command, EndRun, RunState, TakeRanks
 from ranvier.train.determinism import deterministic_algorithms
 from ranvier.train.elasticity import Elasticity, ended_ties
 from ranvier.train.evaluation import evaluate, sample_text
@@ -67,7 +68,7 @@ from ranvier.train.progress import Progress
 from ranvier.train.reference import fill_reference
 from ranvier.train.report import summarise, write_report
 from ranvier.train.report_page import ReportPage
-from ranvier.train.requests import Requests, join_note
+from ranvier.train.resize import Requests, join_note
 from ranvier.train.runtime import RankRuntime, build_runtime, with_frozen
 from ranvier.train.sample_quality import expectation, frequency_entropy
 from ranvier.train.saving import Saving, checkpoint_folder, read_metadata
@@ -373,7 +374,7 @@ class Training:
         elif stall is not None or self.survival is not None:
             self._publish()  # the checkpoint waits for it, and so do lost ranks: what is told is finished
         if self.survival is not None:
-            self.survival.finished(self.runtime, self._along)
+            self.survival.finished(self.runtime, self._state)
         if considers:
             self._consider(save=due)
 
@@ -482,7 +483,7 @@ class Training:
         if self.world.rank == 0 and self.world.joins is not None:
             remove_contact(self.run_dir)
         written = self.now is None or self.saving.checkpoints.close()
-        self.elastic.caching.leave(ended=self.summary is not None and "stopped_after" not in self.summary)
+        self.elastic.caching.close()
         self.outputs.close()
         if self.lease is not None and written:  # else a thread is still at work there, and ends with this process
             self.lease.release()
@@ -503,7 +504,7 @@ class Training:
         """Copy the state as it is, which is that after the last finished step."""
         if self.survival is not None and self.now is not None:
             self.survival.keep(self.done, self.runtime)
-            self.survival.finished(self.runtime, self._along)
+            self.survival.finished(self.runtime, self._state)
 
     def _give_up_waiting(self) -> None:
         """A rank is lost. Called on any thread."""
@@ -536,16 +537,16 @@ class Training:
         self.members.connect()
         self.members.share_cores(self._asked.launch.threads)
         self.elastic.num_ranks, self.resizes = self.world.size, False
-        command = dict(agreement.decision)
-        self.done = command["step"]
-        self.outputs.event(lost_note(agreement))
+        command = ChangeMesh.read(agreement.decision)
+        self.done = command.state.step
+        self.outputs.event(lost_note(agreement, command))
         if self.world.rank == 0 and (note := self.requests.after_loss(self.done)) is not None:
             self.outputs.event(note)
         self.requests.current = None
         if self.world.rank == 0 and self.saving.lacks_last():  # it was being written
-            command |= {"saved_step": None, "save": True}
-        command = self.members.everyone.gather_objects(command)[0]
-        self._execute(command, back_to=self.survival.held(self.done))
+            command = replace(command, state=replace(command.state, saved_step=None), save=True)
+        command = ChangeMesh.read(self.members.everyone.gather_objects(asdict(command))[0])
+        self._enter(command, back_to=self.survival.held(self.done))
         if self.now is not None and self.elastic.state.asked and self._left(self.done):
             self._consider()
 
@@ -557,8 +558,7 @@ class Training:
     def _end(self, summary: dict[str, object]) -> None:
         """The run has ended on the ranks of the mesh; the idle ones are told."""
         self.summary = summary
-        if self.world.rank == 0:
-            self.members.commands.send({"do": "end", "summary": plain(summary)}, first=self.run.mesh.size)
+        self.members.commands.send(EndRun(summary=plain(summary)), first=self.run.mesh.size)
 
     # ------------------------------------------------------------------ from mesh to mesh
 
@@ -590,10 +590,9 @@ class Training:
             call, problem = self.ranks.gather_objects(
                 self.members.call(request, self.run.comm.timeout_seconds) if self.world.rank == 0 else None)[0]
             if problem is None:
-                command = {"do": "grow", "call": call}
-                if self.world.rank == 0:
-                    self.members.commands.send(command, first=self.run.mesh.size)
-                problem = self._grow(Call(**call))
+                command = TakeRanks(call=Call(**call))
+                self.members.commands.send(command, first=self.run.mesh.size)
+                problem = self._grow(command.call)
             self.outputs.event(join_note(request, self.done, self.world.size, problem))
             self.requests.current = replace(request, has_joined=True) if problem is None else None
             if problem is not None:
@@ -611,37 +610,39 @@ class Training:
         self._publish()
         self.saving.finish()
         self._tell_of_checkpoints()
-        command: dict[str, object] = {
-            **self._along(), "do": "change", "change": change.document(), "save": save,
-            "block_times": self._limits.block_times(self.runtime, self.meter.busy)}
-        if self.world.rank == 0:
-            self.members.commands.send(command, first=self.run.mesh.size)
-        self._execute(command)
+        command = ChangeMesh(change=change, state=self._state(), save=save,
+                             block_times=self._limits.block_times(self.runtime, self.meter.busy))
+        self.members.commands.send(command, first=self.run.mesh.size)
+        self._enter(command)
 
-    def _along(self) -> dict[str, object]:
-        """The rest of the run's state after the last step, beside parameters and optimizer states."""
-        return {"step": self.done, "samples": self.samples, "guards": self.guards.state(), "stops": self.stops,
-                "elastic": self.elastic.document(self.run, self.runtime.frozen, self.progress),
-                "saved_step": self.saving.saved_step, "best": self.best and self.best.state(),
-                "bad_steps": self.engine.bad_steps and self.engine.bad_steps.state()}
+    def _state(self) -> RunState:
+        """After the last step."""
+        return RunState(step=self.done, samples=self.samples, guards=self.guards.state(), stops=self.stops,
+                        elastic=self.elastic.document(self.run, self.runtime.frozen, self.progress),
+                        saved_step=self.saving.saved_step, best=None if self.best is None else self.best.state(),
+                        bad_steps=None if self.engine.bad_steps is None else self.engine.bad_steps.state())
 
-    def _execute(self, command: dict[str, Any], back_to: Held | None = None) -> None:
-        """Execute a command of rank 0; the ranks of the mesh have come to it by themselves. back_to: the state with
-        which this rank goes on, where it has no engine any more."""
-        if command["do"] == "end":
-            self.summary = command["summary"]
-            return
-        if command["do"] == "grow":
-            self._grow(Call(**command["call"]))
-            return
+    def _execute(self, command: Command) -> None:
+        """Execute a command of rank 0 on an idle rank."""
+        match command:
+            case EndRun(summary=summary):
+                self.summary = dict(summary)
+            case TakeRanks(call=call):
+                self._grow(call)
+            case ChangeMesh():
+                self._enter(command)
+
+    def _enter(self, command: ChangeMesh, back_to: Held | None = None) -> None:
+        """Continue as `command` says. back_to: the state with which this rank goes on, where it has no engine any
+        more."""
+        change, state = command.change, command.state
         began, old, before = time.monotonic_ns(), self.now, self.run.mesh
         held = back_to
         if old is not None:
             self.saving.checkpoints.close()
             held = take(old.engine)
             old.close()
-        change = Change.read(command["change"])
-        self.run, self.done, self.stops = change.applied(self._asked), command["step"], command["stops"]
+        self.run, self.done, self.stops = change.applied(self._asked), state.step, state.stops
         self.result = self.now = None
         if self.world.rank == 0:
             publish_mesh(self.world.store, self.run.mesh)
@@ -651,24 +652,24 @@ class Training:
         if self.now is None:
             self.elastic.caching.leave()
             return
-        self.runtime.train_data.offset = command["samples"] - self.run.samples_of(self.done)
+        self.runtime.train_data.offset = state.samples - self.run.samples_of(self.done)
         if not self._has_begun:
             self._begin_here()
         else:
             self.saving.move(self.run, self.engine)
-        self.saving.offset, self.saving.saved_step = self.runtime.train_data.offset, command["saved_step"]
-        self.guards.move(self.engine, command["guards"])
-        if command["bad_steps"]:
+        self.saving.offset, self.saving.saved_step = self.runtime.train_data.offset, state.saved_step
+        self.guards.move(self.engine, state.guards)
+        if state.bad_steps:
             bad_steps = self.engine.bad_steps
             assert bad_steps is not None  # the engine before had one, by the same settings
-            bad_steps.load(command["bad_steps"])
+            bad_steps.load(state.bad_steps)
         if self.best is not None:
-            self.best.load(command["best"])
+            self.best.load(state.best or {})
         self.meter.move(self.engine.timeline, self.ranks)
-        self._limits = MeasuredLimits(self.run, command["block_times"])
+        self._limits = MeasuredLimits(self.run, command.block_times)
         seconds = (time.monotonic_ns() - began) * 1e-9
-        self.progress = self.progress.restored(command["elastic"])
-        cache = self.elastic.enter(self.now, command["elastic"], change, before, moved, seconds, self.done,
+        self.progress = self.progress.restored(state.elastic)
+        cache = self.elastic.enter(self.now, state.elastic, change, before, moved, seconds, self.done,
                                    self.progress)
         self.progress = self.progress.with_size(self.done, self.run.batch.global_size)
         self.outputs.event(TransitionEvent(step=self.done, old_mesh=before, mesh=self.run.mesh, reason=change.reason,
@@ -687,7 +688,7 @@ class Training:
         if (note := self._limits.before_steps(self.runtime, self.done)) is not None:
             self._keep_limits(note)
         self._keep_state()
-        if command["save"]:
+        if command.save:
             self._save(self.done)
 
     def _begin_here(self) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ranvier.comm.protocol import Group
@@ -29,6 +29,7 @@ from ranvier.launch.losses import Agreement, Losses
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.planner.problems import problems
+from ranvier.train.commands import ChangeMesh, RunState
 from ranvier.train.events import NoteEvent
 from ranvier.train.runtime import RankRuntime
 from ranvier.world import World
@@ -124,12 +125,12 @@ def mesh_without(run: ResolvedRun, num_ranks: int) -> Mesh | None:
     return None
 
 
-def lost_note(agreement: Agreement) -> NoteEvent:
-    """What is told of lost ranks."""
-    mesh = agreement.decision["change"]["mesh"]
+def lost_note(agreement: Agreement, command: ChangeMesh) -> NoteEvent:
+    """What is told of lost ranks, and of the decision to which they lead."""
+    mesh = command.change.mesh
     sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one"
     ranks = [f"rank {rank}, which {loss.how}," for rank, loss in agreement.lost.items()]
-    step, left = agreement.decision["step"], len(agreement.members)
+    step, left = command.state.step, len(agreement.members)
     return NoteEvent(step=step, event="lost", fields={"ranks": list(agreement.lost), "left": left, "mesh": mesh},
                      text=f"{' and '.join(ranks)} {'is' if len(ranks) == 1 else 'are'} lost: the run goes on with "
                           f"{left} {'rank' if left == 1 else 'ranks'} as {sizes} from step {step}")
@@ -142,7 +143,7 @@ class Survival:
     def __init__(self, asked: ResolvedRun, world: World, *, on_loss: Callable[[], None]) -> None:
         self._asked, self._world, self._steps = asked, world, LastSteps()
         self._losses = Losses(world, timeout_seconds=asked.comm.timeout_seconds, on_loss=on_loss)
-        self._along: dict[str, Any] = {}
+        self._state: RunState | None = None
         self._mesh, self._frozen, self._boundaries = asked.mesh, NONE_FROZEN, tuple[int, ...]()
 
     def begin(self) -> None:
@@ -162,10 +163,10 @@ class Survival:
         """Copy the state after `step`."""
         self._steps.keep(step, runtime)
 
-    def finished(self, runtime: RankRuntime, along: Callable[[], dict[str, object]]) -> None:
-        """The step that was kept last has been told: the run goes back no further. along: what goes along with it."""
+    def finished(self, runtime: RankRuntime, state: Callable[[], RunState]) -> None:
+        """The step that was kept last has been told: the run goes back no further. state: what goes along with it."""
         if self._world.rank == 0:
-            self._along, self._mesh, self._frozen = along(), runtime.run.mesh, runtime.frozen
+            self._state, self._mesh, self._frozen = state(), runtime.run.mesh, runtime.frozen
             self._boundaries = tuple(runtime.engine.boundaries)
 
     @property
@@ -178,15 +179,17 @@ class Survival:
         return self._steps.held(step)
 
     def agree(self, error: Exception, change_to: Callable[..., Change]) -> Agreement:
-        """See `Losses.agree`; the decision is a command of rank 0 (`Change`). change_to: as of `Controller`."""
+        """See `Losses.agree`; the decision is a `ChangeMesh`. change_to: as of `Controller`."""
         def decide(parts: Sequence[Mapping[str, Any]]) -> dict[str, object] | str:
-            problem = missing_state(parts, self._along["step"], sharded=self._asked.optim.shard)
+            state = self._state
+            assert state is not None  # rank 0 has told of a step before losses are survived
+            problem = missing_state(parts, state.step, sharded=self._asked.optim.shard)
             mesh = None if problem else mesh_without(replace(self._asked, mesh=self._mesh), len(parts))
             if mesh is None:
                 return problem or f"no mesh of {len(parts)} ranks or fewer is legal for it"
             boundaries = self._boundaries if mesh == self._mesh else ()
             change = change_to(mesh, self._frozen, self._frozen, boundaries or None, "for lost ranks")
-            return {**self._along, "do": "change", "change": change.document(), "block_times": None, "save": False}
+            return asdict(ChangeMesh(change=change, state=state))
 
         return self._losses.agree(error, self._steps.parts(), decide)
 

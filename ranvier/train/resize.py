@@ -1,11 +1,10 @@
-"""A user's requests for another mesh, from `ranvier resize` and `ranvier join` to the run that they are meant for,
-through its folder.
+"""Requests for another mesh: a user leaves them (`ranvier resize`, `ranvier join`), the run takes and answers them.
 
     resize-ID.json   one request; the run takes it away before it reads it (resize.json, written by hand, is one too)
     events.jsonl     the run's one answer: a transition, or a refusal, each with the request's ID ("wish")
 
-The run looks between two steps. Whoever may write to its folder may put anything there: what is no plain file of the
-run's own user is refused without being read.
+The run looks between two steps. Which mesh ranks that join lead to says `ranvier.train.joining`. Whoever may write to
+the folder may put anything there: what is no plain file of the run's own user is refused without being read.
 """
 
 from __future__ import annotations
@@ -17,14 +16,19 @@ import secrets
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 
+from ranvier.comm.protocol import Group
 from ranvier.elastic.change import MeshRequest
 from ranvier.errors import RanvierError
+from ranvier.launch.joining import give_verdict
 from ranvier.mesh import AXES, REQUIRED_AXES
 from ranvier.system.atomic_file import write_atomically
 from ranvier.system.untrusted_file import open_regular_file, parse_json
+from ranvier.train.events import NoteEvent
 from ranvier.train.logs import read_events
+from ranvier.world import World
 
 NAME = "resize.json"
 _REQUEST = re.compile(r"resize(?:-([0-9a-f]{16}))?\.json")
@@ -32,52 +36,100 @@ _MOST_BYTES = 4096
 _POLL_SECONDS = 0.1
 
 
-class ResizeRequests:
-    """Those of one run's folder; used on rank 0."""
+class Requests:
+    """Those of one run, on one rank. run_dir: the run's folder, on rank 0, where its requests come in; None on other
+    ranks."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._folder = run_dir
+    def __init__(self, world: World, run_dir: Path | None) -> None:
+        self._world, self._folder = world, run_dir
+        self.current: MeshRequest | None = None
+        """From when the run takes it until it is fulfilled or refused."""
+        self._again: MeshRequest | None = None
 
-    def asked(self) -> bool:
-        """Whether somebody wants another mesh. Cheap: asked after every step."""
-        try:
-            return any(_REQUEST.fullmatch(name) for name in os.listdir(self._folder))
-        except OSError:
-            return False
+    def are_waiting(self) -> bool:
+        """Whether there is one to take. Cheap: asked after every step."""
+        return self._again is not None or (self._folder is not None and is_waiting(self._folder))
 
-    def take(self) -> MeshRequest | None:
-        """The oldest request, which is then no more; None where there is none. It has whatever its author has given of
-        whole numbers, and None for other sizes and those that each request must name (`REQUIRED_AXES`)."""
-        for path in self._waiting():
-            taken = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
-            try:
-                os.rename(path, taken)
-            except OSError:
-                continue  # its author has withdrawn it
-            name = _REQUEST.fullmatch(path.name)
-            assert name is not None  # `_waiting` lists no other names
-            try:
-                return _read(taken, name[1])
-            finally:
-                _remove(taken)
-        return None
+    def take(self, ranks: Group) -> MeshRequest | None:
+        """The oldest, which is the current one from now on; None where there is none. Collective over the ranks of the
+        mesh, and the same on all of them."""
+        mine, self._again = self._again or (self._folder and take_oldest(self._folder)), None
+        found = ranks.gather_objects(mine and asdict(mine))[0]
+        self.current = found and MeshRequest(**found)
+        return self.current
 
-    def take_all(self) -> list[MeshRequest]:
-        """All that are left, for a run that can do nothing about them."""
+    def refuse_all(self, step: int, why: str) -> list[NoteEvent]:
+        """One answer to each request that this run cannot look at any more; none on other ranks than 0."""
         found = []
-        while (request := self.take()) is not None:
-            found.append(request)
+        while self._folder is not None and (request := take_oldest(self._folder)) is not None:
+            found.append(self._refusal(request, step, why))
         return found
 
-    def _waiting(self) -> list[Path]:
-        """The requests, oldest first."""
-        found = []
-        with suppress(OSError):
-            for name in os.listdir(self._folder):
-                if _REQUEST.fullmatch(name):
-                    with suppress(OSError):
-                        found.append((os.lstat(self._folder / name).st_mtime_ns, name))
-        return [self._folder / name for _, name in sorted(found)]
+    def after_loss(self, step: int) -> NoteEvent | None:
+        """On rank 0: the answer to the current request, at which a loss has interrupted the run; None if none is due.
+        Where ranks of it have joined all the same, the run takes it again, for the mesh of those that are left."""
+        request = self.current
+        if request is None:
+            return None
+        is_here = any(name.startswith(f"{request.wish}/") for name in self._world.members)
+        if is_here:
+            self._again = replace(request, has_joined=True)
+        if request.has_joined:
+            return None
+        return (join_note(request, step, self._world.size, None) if is_here
+                else self._refusal(request, step, "a rank of the run was lost meanwhile"))
+
+    def _refusal(self, request: MeshRequest, step: int, why: str) -> NoteEvent:
+        """Ranks that want to join hear of it, too."""
+        if request.ranks and request.wish:
+            give_verdict(self._world.store, request.wish, why)
+        return NoteEvent(step=step, event="resize-refused",
+                         text=f"resize request for {request} refused: {why}", fields=request.fields())
+
+
+def join_note(request: MeshRequest, step: int, size: int, problem: str | None) -> NoteEvent:
+    """What is told of ranks that have joined, or why they are refused. size: ranks of the run now."""
+    fields = {"wish": request.wish, "ranks": request.ranks}
+    if problem is not None:
+        return NoteEvent(step=step, event="join-refused", fields=fields,
+                         text=f"ranks that wanted to join are refused: {problem}")
+    newcomers = "1 rank has" if request.ranks == 1 else f"{request.ranks} ranks have"
+    return NoteEvent(step=step, event="joined", fields=fields, text=f"{newcomers} joined: the run has {size}")
+
+
+def is_waiting(folder: Path) -> bool:
+    """Whether there is a request in a run's folder. Cheap."""
+    try:
+        return any(_REQUEST.fullmatch(name) for name in os.listdir(folder))
+    except OSError:
+        return False
+
+
+def take_oldest(folder: Path) -> MeshRequest | None:
+    """The oldest request in a run's folder, which is then no more; None where there is none. It has whatever its author
+    has given of whole numbers, and None for other sizes and those that each request must name (`REQUIRED_AXES`)."""
+    waiting = []
+    with suppress(OSError):
+        for name in os.listdir(folder):
+            if _REQUEST.fullmatch(name):
+                with suppress(OSError):
+                    waiting.append((os.lstat(folder / name).st_mtime_ns, name))
+    for _, name in sorted(waiting):
+        taken = folder / f".{name}.{secrets.token_hex(6)}"
+        try:
+            os.rename(folder / name, taken)
+        except OSError:
+            continue  # its author has withdrawn it
+        found = _REQUEST.fullmatch(name)
+        assert found is not None  # no other names wait
+        try:
+            return _read(taken, found[1])
+        finally:
+            with suppress(OSError):
+                taken.unlink()
+            with suppress(OSError):
+                taken.rmdir()
+    return None
 
 
 def _read(path: Path, wish: str | None) -> MeshRequest:
@@ -97,13 +149,6 @@ def _read(path: Path, wish: str | None) -> MeshRequest:
              for name in (*AXES, "ranks") if name in REQUIRED_AXES or told.get(name) is not None}
     return MeshRequest(ranks=sizes.pop("ranks", None), sizes=sizes, wish=wish or (
         said if isinstance(said, str) and re.fullmatch(r"[\w-]{1,64}", said) else None))
-
-
-def _remove(path: Path) -> None:
-    with suppress(OSError):
-        path.unlink()
-    with suppress(OSError):
-        path.rmdir()
 
 
 def ask_and_wait(run_dir: Path, *, seconds: float, **sizes: int | None) -> str:

@@ -143,6 +143,26 @@ def test_doctor_finds_fault(capsys, monkeypatch):
     assert "Start the command with one mpiexec" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_run_that_compiles_nothing_does_not_import_the_compiler(tmp_path, corpus):
+    """It takes longer to import than torch. Its stand-in is there only while blocks are counted."""
+    args = ["train", "gpt-tiny", "--quiet", "--mesh.data", "1", "--mesh.pipe", "1", *TINY, *corpus]
+    program = ("import sys\n"
+               "from ranvier.cli.main import run_command\n"
+               f"assert run_command({args}) == 0\n"
+               "assert 'torch._dynamo' not in sys.modules\n"
+               "import torch\n"
+               "from ranvier.system.compilation import without_compiler\n"
+               "with without_compiler():\n"
+               "    torch.ones(3, device='meta') + 1.0\n"
+               "    assert type(sys.modules['torch._dynamo']).__name__ == '_ImportedOnUse'\n"
+               "    from torch._dynamo.utils import counters\n"
+               "    assert torch._dynamo.__file__ and torch._dynamo.utils.counters is counters\n"
+               "assert torch.compile(torch.sin, backend='eager')(torch.zeros(1)).item() == 0.0\n")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False,
+                          cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 def test_training_leaves_its_results_in_its_folder_only(tmp_path, corpus):
     args = ["train", "gpt-tiny", "--mesh.data", 1, "--mesh.pipe", 2, "--comm.transport", "torch", *TINY, *corpus]

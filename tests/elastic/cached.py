@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ranvier.elastic.cache.auto_cache import AutoCache
-from ranvier.elastic.cache.store import RunFolder
+from ranvier.elastic.cache import AutoCache
+from ranvier.elastic.cache_file import RunFolder
 
 NUM_SAMPLES = 40
 
@@ -45,7 +45,7 @@ class Prefix:
             return x
         return {"x": x, "mask": x[:, :, 0] > 0, "place": (x * 1000).to(torch.int64), "scalar": x[:, 0, 0]}
 
-    def compute(self, first, state, rows):
+    def compute(self, first, state, rows, *, other_keys=False):
         self.calls.append((first, None if rows is None else rows.tolist()))
         for _, _, module in self.frozen[first:]:
             state = module(state)
@@ -59,14 +59,16 @@ class Prefix:
 
 
 class Cached:
-    """A cache, used as the first stage uses it."""
+    """A cache, used as the first stage uses it. knows: the form of a row, by the check of its blocks."""
 
-    def __init__(self, folder, prefix=None, *, run="run", max_bytes=1 << 24, **options):
+    def __init__(self, folder, prefix=None, *, token="run", knows=False, **options):
         self.prefix, self.told = prefix or Prefix(), []
-        options = {"fingerprint": "data", "num_samples": NUM_SAMPLES, "precision": "full",
-                   "device": torch.device("cpu"), "warn": self.told.append, "verifies": False} | options
-        self.folder = RunFolder(folder, run, max_bytes)
+        options = {"num_samples": NUM_SAMPLES, "precision": "full", "max_bytes": 1 << 24,
+                   "device": torch.device("cpu"), "warn": self.told.append} | options
+        self.folder = RunFolder(folder, token)
         self.cache = AutoCache(self.folder, blocks=self.prefix.frozen, **options)
+        if knows:
+            assert self.cache.problem(self.prefix.inputs([0]), self.prefix.compute) is None
 
     def __enter__(self):
         return self
@@ -104,9 +106,9 @@ def same(state, truth):
     assert torch.equal(*(each.flatten().to(each.dtype, **plain).view(torch.uint8) for each in (state, truth)))
 
 
-def files(folder, end):
-    """Those of all runs of a folder whose names end so."""
-    return sorted(folder.glob(f"*/*.{end}"))
+def files(folder):
+    """Those of all runs of a folder."""
+    return sorted(folder.glob("*/*.rows"))
 
 
 MISS, HIT = [(0, None)], []

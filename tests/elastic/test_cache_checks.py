@@ -1,6 +1,5 @@
 """What the cache asks of the frozen blocks and of the data themselves, and whose entries it reads."""
 
-import threading
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,13 +11,12 @@ from examples.own_family import Convolutional, Mixer
 from examples.own_task import Digits, LargeSums
 from ranvier import keyed_random
 from ranvier.config.run import Batch, Data, Elastic, Optim, Run, Train, Transformer
-from ranvier.elastic.cache.auto_cache import equal_states, format_tolerance, repeatable
+from ranvier.elastic.cache import _equal, repeatable
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.tensor.layers import Dropout as KeyedDropout
-from ranvier.testing.ranks import run_ranks
 from ranvier.train.caching import check_repeats
-from tests.elastic.cached import HIT, MISS, Cached, Prefix, files, same
+from tests.elastic.cached import HIT, MISS, Cached, files
 from tests.elastic.runs import BY_HAND, events, losses, read_rows, run_all, tiny
 
 CPU = torch.device("cpu")
@@ -32,7 +30,7 @@ def run_twice(module):
         with keyed_random.scope(0, -8 if other_keys else 7, torch.arange(len(state)), "layer0"):
             return module(state)
 
-    return repeatable([(0, "layer0", module)], torch.linspace(0, 1, 24).reshape(4, 6), compute, CPU)
+    return repeatable([(0, "layer0", module)], torch.linspace(0, 1, 24).reshape(4, 6), compute, CPU)[0]
 
 
 class Draws(nn.Module):
@@ -66,12 +64,11 @@ def test_blocks_that_are_repeatable(module):
 
 def test_states_are_compared_within_the_tolerance_of_their_format():
     x = torch.tensor([1.0, torch.nan, torch.inf])
-    exact = {"tolerance_of": lambda tensor: 0.0}
-    close = {"tolerance_of": format_tolerance}
-    assert equal_states({"x": x}, {"x": x.clone()}, **exact) and equal_states(x, x.clone(), **close)
-    assert not equal_states(x, x * (1 + 1e-6), **exact) and equal_states(x, x * (1 + 1e-6), **close)
-    assert not equal_states(x, x * 1.01, **close) and not equal_states(x, x.nan_to_num(), **close)
-    assert not equal_states(x, x.double(), **close) and not equal_states({"x": x}, {"y": x}, **close)
+    exact, close = {"exactly": True}, {"exactly": False}
+    assert _equal({"x": x}, {"x": x.clone()}, **exact) and _equal(x, x.clone(), **close)
+    assert not _equal(x, x * (1 + 1e-6), **exact) and _equal(x, x * (1 + 1e-6), **close)
+    assert not _equal(x, x * 1.01, **close) and not _equal(x, x.nan_to_num(), **close)
+    assert not _equal(x, x.double(), **close) and not _equal({"x": x}, {"y": x}, **close)
 
 
 class DroppingMixer(Mixer):
@@ -146,89 +143,23 @@ def test_samples_that_differ_between_epochs_are_refused(tmp_path, says_so):
     assert refused.value.where == "elastic.cache" and "--elastic.cache" in refused.value.remedy
 
 
-# ---------------------------------------------------------------------- entries of an earlier start
+# ---------------------------------------------------------------------- whose entries are read
 
-@pytest.mark.parametrize("precision", ["full", "half"])
-def test_an_earlier_starts_entries_are_compared_once(tmp_path, precision):
-    options = {"verifies": True, "precision": precision}
-    with Cached(tmp_path, **options) as first:
-        assert first(0, 1)[1] == first(2, 3)[1] == MISS
-        assert first(0, 1)[1] == HIT  # its own
-    with Cached(tmp_path, **options) as again:
-        assert [again(4, 5)[1], again(0, 1)[1], again(2, 3)[1], again(4, 5)[1]] == [MISS, MISS, HIT, HIT]
-        assert not again.told
-
-
-def test_entries_that_other_code_has_made_are_dropped(tmp_path, monkeypatch):
-    """Also where entries of the new code are among them: those that were there at the start are compared."""
-    with Cached(tmp_path, verifies=True) as first:
-        first(0, 1)
-        first(2, 3)
-    edited = Prefix()
-    for _, _, module in edited.blocks:
-        monkeypatch.setattr(module, "forward", lambda state: state + 1.0)
-    with Cached(tmp_path, edited, verifies=True) as again:
-        assert again.right(4, 5) == MISS
-        assert again.right(4, 5) == HIT and not again.told
-        assert again.right(0, 1) == MISS and len(again.told) == 1  # compared, and dropped
-        assert again.right(2, 3) == MISS and again.right(2, 3) == HIT
-    with Cached(tmp_path, edited, verifies=True) as last:
-        assert [last.right(2, 3), last.right(2, 3)] == [MISS, HIT] and not last.told
-
-
-def test_a_deeper_states_source_is_compared_too(tmp_path, monkeypatch):
-    with Cached(tmp_path, Prefix(depth=2), verifies=True) as first:
-        first(0, 1)
-    edited = Prefix(depth=4)
-    monkeypatch.setattr(edited.blocks[0][2], "forward", lambda state: state + 1.0)
-    with Cached(tmp_path, edited, verifies=True) as again:
-        state, _ = again(0, 1)
-        same(state, edited.truth((0, 1)))
-        assert len(again.told) == 1
-
-
-def test_ranks_of_a_stage_compare_together(tmp_path):
-    """Only one of them has other code; both compute anew."""
-    votes, meeting = [True, True], threading.Barrier(2, timeout=20)
-
-    def work(world):
-        rank, found = world.backend.rank, []
-
-        def agree(mine):
-            votes[rank] = mine
-            meeting.wait()
-            both = all(votes)
-            meeting.wait()
-            return both
-
-        for start in range(2):
-            prefix = Prefix()
-            if start and rank:
-                prefix.blocks[0][2].forward = lambda state: state + 1.0
-            with Cached(tmp_path, prefix, agree=agree, part=f"col {rank} of 2", verifies=True) as cached:
-                found += [cached.right(0, 1), cached.right(0, 1), cached.right(0, 1)]
-                found.append(len(cached.told))
-        return found
-
-    expected = [MISS, HIT, HIT, 0, MISS, MISS, HIT, 1]
-    assert run_ranks(work, 2) == [expected, expected]
-
-
-def test_entries_belong_to_one_run(tmp_path):
-    with Cached(tmp_path, run="a") as first, Cached(tmp_path, run="b") as other:
+def test_entries_belong_to_one_start_of_a_run(tmp_path):
+    with Cached(tmp_path, token="a") as first, Cached(tmp_path, token="b", knows=True) as other:
         assert first.right(0, 1) == other.right(0, 1) == MISS
         assert first.right(0, 1) == other.right(0, 1) == HIT
-        assert {path.parent for path in files(tmp_path, "bin")} == {first.folder.path, other.folder.path}
+        assert {path.parent for path in files(tmp_path)} == {first.folder.path, other.folder.path}
 
 
-def test_a_run_that_ends_leaves_no_entries(tmp_path, sentences):
+def test_a_run_leaves_no_entries(tmp_path, sentences):
     folder = tmp_path / "outputs"
     folder.mkdir()
     (folder / "note.txt").write_text("mine")
-    with Cached(folder, run="another") as other:
+    with Cached(folder, token="another") as other:
         other.right(0)
     kept = set(folder.iterdir())
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(), elastic=replace(
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(data=2), elastic=replace(
         BY_HAND, auto_pipe=False, auto_dp=False, cache=True, cache_from=1, cache_dir=folder))
     results, _ = run_all(run)
     assert read_rows(results) > 0 and set(folder.iterdir()) == kept

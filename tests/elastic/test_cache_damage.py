@@ -1,20 +1,19 @@
 """Whatever a disk, a stranger or a killed writer leaves in the folder: a miss, never a wrong entry or a crash."""
 
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-import zlib
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ranvier.elastic.cache.store import HEADER_BYTES, RowFormat, RunFolder, Store
+from ranvier.elastic.cache_file import CHECKSUM_BYTES, CacheFile, RowFormat, RunFolder
 from tests.elastic.cached import HIT, MISS, Cached, Prefix, files
 
 EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -27,7 +26,7 @@ def written(tmp_path):
         cached.right(0, 1, 2, 3)
         cached.deepen(4)
         cached.right(0, 1)
-    return tmp_path, {path: path.read_bytes() for path in files(tmp_path, "*")}
+    return tmp_path, {path: path.read_bytes() for path in files(tmp_path)}
 
 
 def restore(contents):
@@ -38,7 +37,7 @@ def restore(contents):
 @given(data=st.data())
 @EXAMPLES
 def test_changed_bytes_anywhere_are_misses(written, data):
-    """Up to eight bytes of any of the four files, in checksums, payloads, between slots, in descriptions."""
+    """Up to eight bytes of either file, in checksums and payloads."""
     folder, contents = written
     restore(contents)
     for _ in range(data.draw(st.integers(1, 8))):
@@ -47,22 +46,22 @@ def test_changed_bytes_anywhere_are_misses(written, data):
         with open(path, "r+b") as file:
             file.seek(place)
             file.write(bytes([data.draw(st.integers(0, 255))]))
-    with Cached(folder) as cached:
+    with Cached(folder, knows=True) as cached:
         cached.right(3, 0, 1, 2)
-        assert cached.right(3, 0, 1, 2) == HIT  # damaged files and entries have been made again
+        assert cached.right(3, 0, 1, 2) == HIT  # damaged entries have been made again
         assert not cached.told
 
 
-def test_every_single_changed_byte_of_a_slot_is_noticed(tmp_path):
-    """Exhaustive over checksum and payload; bytes that only fill up are not looked at."""
+def test_every_single_changed_byte_of_a_row_is_noticed(tmp_path):
+    """Exhaustive over checksum and payload."""
     with Cached(tmp_path, Prefix(width=1)) as cached:
         cached.right(0, 1)
-        path, store = files(tmp_path, "bin")[0], cached.cache._newest
-        for place in [*range(4), *range(HEADER_BYTES, store.stride)]:
+        path, store = files(tmp_path)[0], cached.cache._newest
+        for place in range(int(store._starts[1]), int(store._starts[2])):
             with open(path, "r+b") as file:
-                file.seek(store.stride + place)
+                file.seek(place)
                 byte = file.read(1)[0]
-                file.seek(store.stride + place)
+                file.seek(place)
                 file.write(bytes([byte ^ 0x10]))
             assert cached.right(1, 0) == [(0, [0])], place
             assert cached.right(1, 0) == HIT
@@ -78,7 +77,7 @@ def test_files_that_end_early_or_are_replaced(written, data):
         new = data.draw(st.sampled_from([b"", b"\0" * 5000, other, contents[path] + other, b"x" * 300_000,
                                          contents[path][:data.draw(st.integers(0, len(contents[path])))]]))
         path.write_bytes(new)
-    with Cached(folder) as cached:
+    with Cached(folder, knows=True) as cached:
         cached.right(3, 0, 1, 2)
         assert cached.right(3, 0, 1, 2) == HIT
 
@@ -87,53 +86,22 @@ def test_a_file_that_is_cut_off_while_it_is_read_from(tmp_path):
     """Another process truncates it: a short read, no SIGBUS."""
     with Cached(tmp_path) as cached:
         cached.right(0, 1, 2, 3)
-        os.truncate(files(tmp_path, "bin")[0], 200)
+        os.truncate(files(tmp_path)[0], 200)
         assert cached.right(0, 3) != HIT
         assert cached.right(0, 3) == HIT
 
 
-def test_entries_of_another_file_under_this_name(tmp_path):
-    """Slots know their key and their number."""
-    with Cached(tmp_path / "a") as one, Cached(tmp_path / "b", fingerprint="other") as other:
+def test_rows_of_another_file_or_sample(tmp_path):
+    """Rows know their key and their number."""
+    with Cached(tmp_path / "a") as one, Cached(tmp_path / "b", part="other") as other:
         one.right(0, 1)
         other.right(0, 1)
-        path = files(tmp_path / "a", "bin")[0]
-        whole = path.read_bytes()
-        path.write_bytes(files(tmp_path / "b", "bin")[0].read_bytes())
+        path = files(tmp_path / "a")[0]
+        whole, size = path.read_bytes(), int(one.cache._newest._sizes[0])
+        path.write_bytes(files(tmp_path / "b")[0].read_bytes())
         assert one.right(0, 1) == MISS
-        stride = one.cache._newest.stride
-        path.write_bytes(whole[stride:stride * 2].ljust(stride, b"\0") + whole[:stride])
+        path.write_bytes(whole[size:] + whole[:size])
         assert one.right(0, 1) == MISS
-
-
-def checked(form):
-    return json.dumps([zlib.crc32(json.dumps(form).encode()), form])
-
-
-@pytest.mark.parametrize("text", [
-    "", "\0", "5", "[5, [null, []]]", "9" * 5000, "x" * 300_000, "[" * 100_000, "[]", checked(None), checked([None]),
-    checked([None, []]), checked([None, 5]), checked([None, [["", [5, 6]]]]), checked([None, [["", [5], "complex64"]]]),
-    checked([None, [["", ["x"], "float32"]]]), checked([None, [["", [-1], "float32"]]]),
-    checked([None, [["", [1 << 39] * 3, "float64"]]]), checked([None, [["x", [1], "float32"]] * 2000])], ids=range(18))
-def test_descriptions_that_are_damaged(written, text):
-    folder, _ = written
-    for path in files(folder, "json"):
-        path.write_text(text)
-    with Cached(folder) as cached:
-        cached.right(3, 0, 1, 2)
-        assert cached.right(3, 0, 1, 2) == HIT
-        assert not cached.told
-
-
-def test_a_description_of_another_form(written):
-    """As whole as ours, but of states that this run does not have."""
-    folder, _ = written
-    for path in files(folder, "json"):
-        path.write_text(checked([None, [["", [5, 7], "float32"]]]))
-    with Cached(folder) as cached:
-        for _ in range(2):
-            assert cached.right(3, 0, 1, 2) == MISS
-        assert len(cached.told) == 1 and "shapes differ" in cached.told[0]
 
 
 def fifo(path):
@@ -152,17 +120,16 @@ def link(path):
 
 
 @pytest.mark.parametrize("instead", [fifo, folder_instead, link])
-@pytest.mark.parametrize("end", ["bin", "json"])
-def test_things_that_are_no_files(written, instead, end):
+def test_things_that_are_no_files(written, instead):
     """Nothing waits for a pipe, and nothing is written through a link."""
     folder, contents = written
-    for path in files(folder, end):
+    for path in files(folder):
         instead(path)
-    with Cached(folder) as cached:
+    with Cached(folder, knows=True) as cached:
         for _ in range(2):
             cached.right(3, 0, 1, 2)
-    for path in files(folder, "elsewhere"):
-        assert path.read_bytes() == contents[path.with_suffix(f".{end}")]
+    for path in folder.glob("*/*.elsewhere"):
+        assert path.read_bytes() == contents[path.with_suffix(".rows")]
 
 
 def test_a_folder_that_cannot_be_made_or_goes_away(tmp_path):
@@ -174,7 +141,7 @@ def test_a_folder_that_cannot_be_made_or_goes_away(tmp_path):
         cached.right(0)
         shutil.rmtree(tmp_path / "cache")
         assert cached.right(0, 1) == [(0, [1])]
-        assert len(cached.told) == 1
+        assert not cached.told
 
 
 # ---------------------------------------------------------------------- several processes
@@ -182,18 +149,15 @@ def test_a_folder_that_cannot_be_made_or_goes_away(tmp_path):
 WRITER = """
 import os, random, sys, numpy as np
 from pathlib import Path
-from tests.elastic.test_cache_damage import BIG, KEY
-from ranvier.elastic.cache.store import RunFolder, Store
+from tests.elastic.test_cache_damage import BIG, CHECKSUM_BYTES, opened
 
 def write(folder, samples, seed):
-    run = RunFolder(folder, "run", 1 << 30)
-    run.acquire()
-    store = Store.create(run, KEY, 1, BIG, None)
+    _, store = opened(folder, samples)
     choose = random.Random(seed)
     while True:
         sample, text = choose.randrange(samples), choose.randrange(1 << 40)
-        row = np.full(BIG.payload_bytes // 8, text * 64 + sample, dtype=np.int64)
-        store.write(sample, row.view(np.uint8))
+        row = np.full(BIG.record_bytes // 8, text * 64 + sample, dtype=np.int64)
+        store.write(sample, np.concatenate([np.zeros(CHECKSUM_BYTES, np.uint8), row.view(np.uint8)]))
 
 for line in sys.stdin:
     pids = []
@@ -207,26 +171,29 @@ for line in sys.stdin:
     print("gone", flush=True)
 """
 """A process whose children write entries of one number each, whose last digits are the sample's, over and over."""
-KEY = "ab" * 16
-BIG = RowFormat.of(torch.zeros(1, 1 << 16, dtype=torch.int64), "full")
+BIG = RowFormat.of(torch.zeros(1, 1 << 16, dtype=torch.int64), "full", count=1)
 """Rows of half a megabyte: a signal comes while one is being written."""
+
+
+def opened(folder, samples):
+    run = RunFolder(folder, "run")
+    run.acquire()
+    return run, CacheFile(run, "ab" * 16, 1, BIG, np.ones(samples, np.int64), 1 << 30, creates=True)
 
 
 def check(store, samples):
     """Every entry that can be read is whole and its sample's own; how many there are."""
-    entries = store.read(range(samples))
-    for place, row in zip(
-            entries.places.tolist(), entries.slots.view(torch.int64)[:, HEADER_BYTES // 8:], strict=True):
+    places, rows = store.read(range(samples))
+    payload = rows[:, CHECKSUM_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.int64)
+    for place, row in zip(places.tolist(), payload, strict=True):
         assert (row == row[0]).all() and int(row[0]) % 64 == place
-    return len(entries.places)
+    return len(places)
 
 
 def kill_writers(folder, rounds, samples=12):
     """Two writers at once, killed at a random moment, again and again, while all is read; how many entries were not
     whole afterwards, and how many were."""
-    run = RunFolder(folder / "cache", "run", 1 << 30)
-    run.acquire()
-    store = Store.create(run, KEY, 1, BIG, None)
+    run, store = opened(folder / "cache", samples)
     mother = subprocess.Popen([sys.executable, "-c", WRITER, str(folder / "cache"), str(samples)],
                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     torn = whole = 0
@@ -250,7 +217,7 @@ def kill_writers(folder, rounds, samples=12):
         mother.wait(20)
         mother.stdout.close()
         store.close()
-        run.release()
+        run.remove()
     return torn, whole
 
 

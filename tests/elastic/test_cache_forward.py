@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from ranvier.elastic.cache.auto_cache import AutoCache, digests
-from ranvier.elastic.cache.store import HEADER_BYTES, Store
+from ranvier.elastic import cache_file
+from ranvier.elastic.cache import AutoCache, digests
+from ranvier.elastic.cache_file import CHECKSUM_BYTES, CacheFile
 from ranvier.testing.ranks import run_ranks
 from tests.elastic.cached import HIT, MISS, NUM_SAMPLES, Cached, Prefix, files, same
 
@@ -41,8 +42,8 @@ def test_half_precision_keeps_eleven_bits_and_masks_exactly(tmp_path, dtype, err
             difference = (state[name].double() - truth[name].double()).abs()
             assert (difference <= error * truth[name].double().abs() + 2.0 ** -25).all()
         assert (difference > 0).any() == (error > 0)
-        x, mask, place, scalar = 64, 16, 240, 16  # two bytes a number, a byte, eight; each filled up to 16
-        assert cached.cache.counts.bytes_written == 8 * (16 + x + mask + place + scalar)
+        x, mask, place, scalar = 60, 5, 240, 2  # two bytes a number, a byte, eight
+        assert cached.cache.counts.bytes_written == 8 * (CHECKSUM_BYTES + x + mask + place + scalar)
 
 
 def test_numbers_beyond_half_precision_are_not_kept(tmp_path):
@@ -87,8 +88,8 @@ def test_other_weights_or_buffers_are_a_miss(tmp_path, change):
         assert cached.right(1, 2) == HIT
     changed = Prefix()
     change(changed)
-    with Cached(tmp_path, changed) as again:
-        assert again.right(1, 2) == HIT  # in the next one
+    with Cached(tmp_path, changed, knows=True) as again:
+        assert again.right(1, 2) == HIT  # on another rank
 
 
 @pytest.mark.parametrize("when", ["epoch", "depth"])
@@ -102,7 +103,7 @@ def test_weights_changed_behind_torchs_back_are_seen_after_an_epoch_and_when_mor
         assert cached.right(1, 2) == MISS
 
 
-@pytest.mark.parametrize("option", [{"fingerprint": "other"}, {"precision": "half"}, {"part": "col 0 of 2"}])
+@pytest.mark.parametrize("option", [{"precision": "half"}, {"part": "col 0 of 2"}])
 def test_what_else_an_entry_depends_on(tmp_path, option):
     with Cached(tmp_path) as cached, Cached(tmp_path, **option) as other:
         cached.right(1, 2)
@@ -114,7 +115,7 @@ def test_blocks_of_other_names_or_order_are_others(tmp_path):
         cached.right(1)
     prefix = Prefix()
     prefix.blocks[0], prefix.blocks[1] = prefix.blocks[1], prefix.blocks[0]
-    with Cached(tmp_path, prefix) as cached:
+    with Cached(tmp_path, prefix, knows=True) as cached:
         assert cached.right(1) == MISS
 
 
@@ -163,6 +164,8 @@ def test_microbatches_with_other_numbers_than_those_of_samples_are_computed_and_
     with Cached(tmp_path) as cached:
         assert cached.right(4, NUM_SAMPLES, 5) == MISS and cached.right(4, NUM_SAMPLES, 5) == MISS
         assert cached.right(4, 5) == MISS and cached.right(4, 5) == HIT
+        cached.cache.prefetch([torch.tensor([4, NUM_SAMPLES]), torch.tensor([5])])
+        assert list(cached.cache._newest._ahead) == [(5,)]
         assert cached.right(4, NUM_SAMPLES) == MISS
         assert cached.cache.counts.written == 2
 
@@ -175,7 +178,7 @@ def test_an_upgrade_runs_only_the_newly_frozen_blocks(tmp_path):
         assert cached.right(0, 1) == HIT
         cached.deepen(6)  # samples 0 and 1 are at depth 4; sample 2 is at depth 2, which is no source any more
         assert cached.right(3, 2, 1, 0) == [(4, [2, 3]), (0, [0, 1])]
-        assert len(files(tmp_path, "bin")) == 2
+        assert len(files(tmp_path)) == 2
         assert cached.right(0, 1, 2, 3) == HIT
         counts = cached.cache.counts
         assert (counts.hits, counts.upgraded, counts.misses, counts.written) == (6, 4, 5, 9)
@@ -199,11 +202,12 @@ def test_an_older_depth_of_other_weights_is_no_source(tmp_path):
         assert cached.right(0, 1) == [(2, [0]), (0, [1])]
 
 
-def test_a_later_run_upgrades_what_an_earlier_one_left(tmp_path):
+def test_a_new_rank_upgrades_what_another_has_written(tmp_path):
+    """It knows the form of a row from the check of its blocks."""
     with Cached(tmp_path, Prefix(depth=2)) as cached:
         cached.right(0, 1)
-    with Cached(tmp_path, Prefix(depth=5)) as cached:
-        assert cached.right(0, 1) == [(2, None)]
+        with Cached(tmp_path, Prefix(depth=5), knows=True) as other:
+            assert other.right(0, 1) == [(2, None)]
 
 
 def test_a_rank_finds_what_another_writes_meanwhile(tmp_path):
@@ -302,7 +306,7 @@ def test_states_that_are_no_rows_are_not_kept_and_told_once(tmp_path, made, mess
             assert cached(0, 1)[1] == MISS
         cached(1, 1)
         assert len(cached.told) == 1 and message in cached.told[0]
-    assert not files(tmp_path, "bin")
+    assert not files(tmp_path)
 
 
 def test_inputs_that_are_no_rows_are_not_kept(tmp_path):
@@ -385,31 +389,38 @@ def test_ranks_of_a_stage_hit_together_or_not_at_all(tmp_path):
 
 def damage(cache: AutoCache):
     """Break the entry of sample 1."""
-    path = cache._folder.path / f"{cache._newest.key}.bin"
-    with open(path, "r+b") as file:
-        file.seek(cache._newest.stride + 40)
+    place = int(cache._newest._starts[1]) + 40
+    with open(cache._folder.path / f"{cache._newest.key}.rows", "r+b") as file:
+        file.seek(place)
         byte = file.read(1)
-        file.seek(cache._newest.stride + 40)
+        file.seek(place)
         file.write(bytes([byte[0] ^ 1]))
 
 
 # ---------------------------------------------------------------------- reading ahead
 
+def on_thread():
+    return threading.current_thread().name.startswith("ranvier-cache")
+
+
+def wait(cached):
+    for future in cached.cache._newest._ahead.values():
+        future.exception()
+
+
 def test_what_was_read_ahead_is_not_read_again(tmp_path, monkeypatch):
     with Cached(tmp_path) as cached:
         cached.right(0, 1, 2, 3)
-        readers = []
-        read = Store.read
-        monkeypatch.setattr(Store, "read", lambda self, samples, **how: readers.append(
-            (threading.current_thread().name.startswith("ranvier-cache"), list(samples))) or read(self, samples, **how))
+        readers, read = [], CacheFile._read
+        monkeypatch.setattr(CacheFile, "_read", lambda self, samples, pinned: readers.append(
+            (on_thread(), list(samples))) or read(self, samples, pinned))
         cached.cache.prefetch([torch.tensor([0, 1]), torch.tensor([2, 3, 2])])
-        for future in cached.cache._reader._ahead.values():
-            future.result()
+        wait(cached)
         assert cached.right(0, 1) == HIT and cached.right(2, 3, 2) == HIT
         assert readers == [(True, [0, 1]), (True, [2, 3, 2])]
         assert cached.right(1, 0) == HIT  # not foreseen
         assert readers[2:] == [(False, [1, 0])]
-        assert not cached.cache._reader._ahead
+        assert not cached.cache._newest._ahead
 
 
 def test_what_was_not_there_when_read_ahead_is_looked_for_again(tmp_path):
@@ -417,50 +428,50 @@ def test_what_was_not_there_when_read_ahead_is_looked_for_again(tmp_path):
     with Cached(tmp_path) as cached:
         cached.right(0)
         cached.cache.prefetch([torch.tensor([0, 1])])
-        for future in cached.cache._reader._ahead.values():
-            future.result()
+        wait(cached)
         cached.right(1)
         assert cached.right(0, 1) == HIT
 
 
-def test_reading_ahead_is_bounded_and_follows_the_last_call(tmp_path):
-    with Cached(tmp_path, prefetch_bytes=3 * 2 * 128) as cached:
+def test_reading_ahead_is_bounded_and_follows_the_last_call(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache_file, "_AHEAD_BYTES", 3 * 2 * (CHECKSUM_BYTES + 120))
+    with Cached(tmp_path) as cached:
         assert cached.right(*range(10)) == MISS
         cached.cache.prefetch([torch.tensor([i, i + 1]) for i in range(8)])
-        assert list(cached.cache._reader._ahead) == [(0, 1), (1, 2), (2, 3)]
+        assert list(cached.cache._newest._ahead) == [(0, 1), (1, 2), (2, 3)]
         cached.cache.prefetch([torch.tensor([2, 3]), torch.tensor([5])])
-        assert list(cached.cache._reader._ahead) == [(2, 3), (5,)]
+        assert list(cached.cache._newest._ahead) == [(2, 3), (5,)]
         assert cached.right(2, 3) == HIT and cached.right(0, 1) == HIT
 
 
 def test_errors_of_the_thread_are_reads_that_found_nothing(tmp_path, monkeypatch):
     with Cached(tmp_path) as cached:
         cached.right(0, 1)
-        read = Store.read
+        read = CacheFile._read
 
-        def broken(self, samples, **how):
-            if threading.current_thread().name.startswith("ranvier-cache"):
+        def broken(self, samples, pinned):
+            if on_thread():
                 raise MemoryError
-            return read(self, samples, **how)
+            return read(self, samples, pinned)
 
-        monkeypatch.setattr(Store, "read", broken)
+        monkeypatch.setattr(CacheFile, "_read", broken)
         cached.cache.prefetch([torch.tensor([0, 1])])
-        next(iter(cached.cache._reader._ahead.values())).exception()
+        wait(cached)
         assert cached.right(0, 1) == HIT
 
 
 def test_a_microbatch_that_the_thread_has_not_begun_is_not_waited_for(tmp_path, monkeypatch):
     with Cached(tmp_path) as cached:
         cached.right(0, 1)
-        hold, begun, read = threading.Event(), threading.Event(), Store.read
+        hold, begun, read = threading.Event(), threading.Event(), CacheFile._read
 
-        def held(self, samples, **how):
-            if threading.current_thread().name.startswith("ranvier-cache"):
+        def held(self, samples, pinned):
+            if on_thread():
                 begun.set()
                 hold.wait(20)
-            return read(self, samples, **how)
+            return read(self, samples, pinned)
 
-        monkeypatch.setattr(Store, "read", held)
+        monkeypatch.setattr(CacheFile, "_read", held)
         cached.cache.prefetch([torch.tensor([0]), torch.tensor([1])])
         assert begun.wait(20)
         assert cached.right(1) == HIT
@@ -484,23 +495,23 @@ def test_reading_ahead_across_new_weights_and_depths(tmp_path):
 def test_no_file_is_closed_while_it_is_read(tmp_path, monkeypatch):
     with Cached(tmp_path) as cached:
         cached.right(0, 1)
-        hold, begun, read = threading.Event(), threading.Event(), Store.read
+        hold, begun, read = threading.Event(), threading.Event(), CacheFile._read
 
-        def held(self, samples, **how):
+        def held(self, samples, pinned):
             begun.set()
             assert hold.wait(20)
-            return read(self, samples, **how)
+            return read(self, samples, pinned)
 
-        monkeypatch.setattr(Store, "read", held)
+        monkeypatch.setattr(CacheFile, "_read", held)
         cached.cache.prefetch([torch.tensor([0])])
         assert begun.wait(20)
-        deepening = threading.Thread(target=cached.deepen, args=(5,))
-        deepening.start()
-        deepening.join(0.1)
-        assert deepening.is_alive()
+        closing = threading.Thread(target=cached.cache.close)
+        closing.start()
+        closing.join(0.1)
+        assert closing.is_alive()
         hold.set()
-        deepening.join(20)
-        assert not deepening.is_alive()
+        closing.join(20)
+        assert not closing.is_alive()
 
 
 def test_ranks_vote_on_one_depth_at_a_time_whatever_was_read_ahead(tmp_path):
@@ -510,7 +521,7 @@ def test_ranks_vote_on_one_depth_at_a_time_whatever_was_read_ahead(tmp_path):
         cached.deepen(2)
         cached.right(2)
         cached.cache.prefetch([torch.tensor([0, 1])])
-        next(iter(cached.cache._reader._ahead.values())).result()
+        wait(cached)
         votes.clear()
         assert cached.right(0, 1) == [(1, None)]
         assert votes == [True, False, True]  # weights unchanged; not at depth 2; at depth 1
@@ -592,8 +603,8 @@ def test_entries_have_the_positions_of_their_own_samples(tmp_path, precision):
         state, calls = cached(0, 4)
         assert calls == [(4, None)] and torch.allclose(own_part(state, (0, 4)), own_part(
             cached.prefix.truth([0, 4]), (0, 4)), atol=1e-2 if precision == "half" else 0, rtol=0)
-    record = 16 * (-(-(6 * (4 if precision == "full" else 2)) // 16) + 1)
-    assert short == sum(int(Ragged.lengths[sample]) for sample in (0, 1, 2, 3, 4, 5, 9)) * record + 7 * HEADER_BYTES
+    record = 6 * (4 if precision == "full" else 2) + 1
+    assert short == sum(int(Ragged.lengths[sample]) for sample in (0, 1, 2, 3, 4, 5, 9)) * record + 7 * CHECKSUM_BYTES
 
 
 def test_states_without_positions_are_not_kept(tmp_path):

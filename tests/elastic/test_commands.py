@@ -6,8 +6,10 @@ from ranvier.comm.message import MessageKind
 from ranvier.mesh import Mesh
 from ranvier.testing.faults import faulty, parse
 from ranvier.testing.ranks import run_ranks
-from ranvier.train.commands import CommandChannel
+from ranvier.train.commands import CommandChannel, EndRun
 from tests.errors import raises
+
+LONG = EndRun(summary={"text": "x" * 9000})
 
 
 def order(change=lambda orders: None, fault=None, seconds=20.0):
@@ -18,13 +20,13 @@ def order(change=lambda orders: None, fault=None, seconds=20.0):
         if world.rank:
             return orders.wait(seconds)
         change(orders)
-        orders.send({"do": "rest", "text": "x" * 9000}, first=1)
+        orders.send(LONG, first=1)
 
     return run_ranks(work, 2)[1]
 
 
 def test_an_order_arrives():
-    assert order() == {"do": "rest", "text": "x" * 9000}
+    assert order() == LONG
 
 
 def test_an_order_that_has_changed_on_its_way_is_none():

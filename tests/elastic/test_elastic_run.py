@@ -260,22 +260,21 @@ def odd_file(path, kind):
 @pytest.mark.parametrize("kind", ["a FIFO", "a link", "a device", "a folder", "a long one", "nested", "bytes",
                                   "of another user"])
 def test_a_request_that_is_no_plain_file_of_the_runs_user_is_refused(tmp_path, monkeypatch, kind):
-    requests = resize.ResizeRequests(tmp_path)
     if kind == "of another user":
         (tmp_path / resize.NAME).write_text('{"data": 1, "pipe": 1}')
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     else:
         odd_file(tmp_path / resize.NAME, kind)
-    assert requests.asked()
-    found = requests.take()
+    assert resize.is_waiting(tmp_path)
+    found = resize.take_oldest(tmp_path)
     assert (found.sizes, found.wish) == ({"data": None, "pipe": None}, None)
     problem = {"a FIFO": "is not a regular file", "a folder": "is not a regular file",
                "of another user": "to another user",
                "a link": "is a symbolic link", "a device": "is a symbolic link"}.get(kind)
     assert (problem in found.problem) if problem else found.problem is None
-    assert not requests.asked() and requests.take() is None
+    assert not resize.is_waiting(tmp_path) and resize.take_oldest(tmp_path) is None
     odd_file(tmp_path / resize.NAME, "a folder")
-    assert requests.take() is not None and not requests.asked()
+    assert resize.take_oldest(tmp_path) is not None and not resize.is_waiting(tmp_path)
 
 
 def test_asking_where_no_run_is(tmp_path):

@@ -30,7 +30,7 @@ from ranvier.mesh import Mesh
 from ranvier.planner.problems import problems
 from ranvier.train.joining import RUN, read_run, wanted_mesh, why_not
 from ranvier.train.newcomer import _said
-from ranvier.train.resize import ResizeRequests, leave
+from ranvier.train.resize import leave, take_oldest
 from ranvier.world import JoinPoint, World
 from tests.elastic.processes import events, stopped, undisturbed
 from tests.elastic.runs import tiny
@@ -348,7 +348,7 @@ def test_a_request_that_names_no_newcomers(changes, message):
 
 def test_a_request_of_newcomers_is_read(tmp_path):
     leave(tmp_path, "00000000000000aa", {"ranks": 3, "pipe": 2})
-    request = ResizeRequests(tmp_path).take()
+    request = take_oldest(tmp_path)
     assert request == MeshRequest(sizes={"data": None, "pipe": 2}, ranks=3, wish="00000000000000aa")
     assert wanted_mesh(request, Mesh(data=2, row=2), 13) == MeshRequest(
         sizes={"data": 3, "pipe": 2, "row": 2, "col": 1}, wish="00000000000000aa", reason="for ranks that have joined")

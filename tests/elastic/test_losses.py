@@ -41,8 +41,7 @@ from ranvier.planner.problems import problems
 from ranvier.testing.ranks import run_ranks
 from ranvier.train.loop import train
 from ranvier.train.losses import LastSteps, mesh_without, missing_state
-from ranvier.train.requests import Requests
-from ranvier.train.resize import leave
+from ranvier.train.resize import Requests, leave
 from ranvier.world import World
 from tests.elastic.processes import events, resize, stopped, undisturbed
 from tests.elastic.runs import tiny

@@ -35,7 +35,6 @@ from ranvier.data.named_files import readable_file
 from ranvier.data.sentence_tables import Columns, table_sentences
 from ranvier.data.tables import open_file
 from ranvier.data.token_numbers import numbers_in
-from ranvier.elastic.cache import store
 from ranvier.errors import RanvierError
 from ranvier.inference import trained
 from ranvier.inference.multiple_choice import read_questions
@@ -44,7 +43,7 @@ from ranvier.launch.contact import read_contact
 from ranvier.system.lease import Lease
 from ranvier.train.history import History
 from ranvier.train.logs import read_events, read_metrics
-from ranvier.train.resize import ResizeRequests
+from ranvier.train.resize import take_oldest
 from tests.fuzz.inputs import (
     BYTE_CHANGES,
     BYTES,
@@ -259,25 +258,6 @@ def _cluster(folder: Path) -> None:
     write_cluster(load_cluster("laptop"), folder / "a.toml")
 
 
-KEY = "0" * 32
-
-
-def _cache(folder: Path) -> None:
-    rows = store.RowFormat.of({"a": torch.zeros(2, 3), "b": torch.zeros(2, dtype=torch.int64)}, "full")
-    store._write_form(folder / f"{KEY}.json", rows)
-
-
-def _read_cache(folder: Path) -> None:
-    """What it says has a checksum that fits."""
-    path = folder / f"{KEY}.json"
-    with suppress(ValueError, RecursionError):
-        document = json.loads(path.read_bytes())
-        if isinstance(document, list) and document:
-            path.write_text(json.dumps([store._checksum_of(document[-1]), document[-1]]))
-    found = store._read_form(path, "half")
-    assert found is None or found.payload_bytes >= 0
-
-
 # ---------------------------------------------------------------------- data
 
 ROWS: list[dict[str, Any]] = [{"text": f"grüße, film {number} 中文", "label": number % 3} for number in range(6)]
@@ -337,14 +317,12 @@ READERS = (
     Reader(name="gguf", make=_gguf, file="a.gguf", form="bytes", read=_read_gguf, is_slow=True),
     Reader(name="run.toml", make=_run, file="run.toml", form="toml", read=_read_recipe),
     Reader(name="join.json", make=_run, file="join.json", form="json", read=read_contact),
-    Reader(name="resize.json", make=_run, file="resize.json", form="json",
-           read=lambda folder: ResizeRequests(folder).take_all()),
+    Reader(name="resize.json", make=_run, file="resize.json", form="json", read=take_oldest),
     Reader(name="metrics.jsonl", make=_run, file="metrics.jsonl", form="lines", read=_read_logs),
     Reader(name="events.jsonl", make=_run, file="events.jsonl", form="lines", read=_read_logs),
     Reader(name="lease", make=_run, file=".owner.1", form="lines", read=_read_lease),
     Reader(name="cluster", make=_cluster, file="a.toml", form="toml",
            read=lambda folder: load_cluster(str(folder / "a.toml"))),
-    Reader(name="rows of the elastic cache", make=_cache, file=f"{KEY}.json", form="json", read=_read_cache),
     *(Reader(name=f"{what} in {file}", make=_data, file=file, form=form, read=read(file))
       for file, form in (("rows.jsonl", "lines"), ("rows.csv", "bytes"), ("rows.parquet", "bytes"))
       for what, read in (("labels", _read_rows), ("documents", _read_documents))),

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ranvier.config.resolve import ResolvedRun
-from ranvier.config.run import Batch, Data, Elastic, Launch, TensorParallel, Train, Transformer
+from ranvier.config.run import Batch, Data, Elastic, Launch, Pipeline, TensorParallel, Train, Transformer
 from ranvier.cost import transition
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.count import laid_out
@@ -143,6 +143,28 @@ def test_messages_travel_beside_products_where_devices_compute_meanwhile():
     computing = stage.microbatch_seconds - stage.exchange_seconds
     assert slow.microbatch_seconds - slow.exchange_seconds == pytest.approx(computing)
     assert slow.microbatch_seconds > 2 * computing
+
+
+def test_messages_that_are_hidden_slow_down_what_is_computed_beside_them():
+    """Gathered weights of wide layers: the part of the multiprocessors that copies is lost while they travel, and
+    nothing more is where they travel longer than the products take."""
+    run = replace(TINY, mesh=Mesh(row=8), launch=Launch(device="cuda"), batch=Batch(global_size=16, microbatch_size=16),
+                  model=replace(TINY.model, num_layers=1, hidden=2048, sequence=1024))
+    lost = [found(run, replace(CLUSTER, device=replace(CLUSTER.device, message_multiprocessors=count))
+                  ).stages[0].exchange_seconds for count in (0, 16, 32)]
+    assert lost[0] < lost[1] < lost[2]
+    slow = [found(run, replace(CLUSTER, inside=Link(bandwidth=1e9), device=replace(
+        CLUSTER.device, message_multiprocessors=count))).stages[0].exchange_seconds for count in (0, 16)]
+    assert slow[1] == pytest.approx(slow[0], rel=0.01)
+
+
+def test_interleaved_stages_as_published_are_held_up_by_every_message():
+    run = replace(TINY, mesh=Mesh(pipe=2), pipeline=Pipeline(stages_per_rank=2, placement="interleaved"))
+    times = run_pipeline(run, CLUSTER, Work().stages(run), as_published=True).times
+    assert len(times) == 4
+    beside = run_pipeline(run, CLUSTER, Work().stages(run)).times
+    held_up = [one.forward - other.forward for one, other in zip(times, beside, strict=True)]
+    assert min(held_up[:3]) > 0 and held_up[3] == 0.0
 
 
 def test_weights_that_stay_gathered_cost_messages_once():

@@ -27,7 +27,7 @@ from ranvier.cost.kernels import (
 )
 from ranvier.mesh import Mesh
 from ranvier.plan.block_costs import block_costs
-from ranvier.plan.kernel_count import Counting
+from ranvier.plan.kernel_count import Counting, KernelCount
 from ranvier.planner import work
 from ranvier.planner.work import Work
 
@@ -55,6 +55,37 @@ def test_a_product_of_activations_has_both_in_its_backward():
     of_second, of_first = backward_of([replace(PRODUCT, weight="none", has_bias=False)])
     assert (of_second.shape, of_first.shape) == ((1, 7, 5, 3), (1, 5, 3, 7))
     assert weight_gradients_of([replace(PRODUCT, weight="none")], 4) == ()
+
+
+def test_gradients_of_parts_of_an_output_are_put_together():
+    part = Y._replace(bytes=21)
+    uses = [Kernel(kind="pointwise", reads=(part,), writes=(Z,))] * 2
+    assert backward_of([PRODUCT, *uses])[0] == Kernel(kind="copy", reads=(Y,), writes=(Y,))
+    assert len(backward_of([PRODUCT, *uses])) == len(backward_of([PRODUCT, uses[0]])) + 2
+    attention = count_gpt()
+    copies = [sum(kernel.kind == "copy" for kernel in kernels) for kernels in (attention, backward_of(attention))]
+    assert copies[1] == copies[0] + 1
+
+
+def count_gpt():
+    """Kernels of the attention of a GPT, whose queries, keys and values are parts of one output."""
+    run = ResolvedRun(model=Transformer(num_layers=1, hidden=64, heads=4, vocab=64, sequence=16),
+                      batch=Batch(global_size=2, microbatch_size=2), launch=Launch(device="cuda"), precision="bf16")
+    return next(block.kernels for block in Work().blocks(run) if block.name.endswith("attention"))
+
+
+def test_a_norms_weight_has_its_gradient_from_a_pass_of_its_own():
+    """Counted of a layer's norm: x and dy are read once more, compiled or not; of a frozen one they are not."""
+    norm = nn.LayerNorm(8, device="meta")
+    counts = []
+    for trains in (True, False):
+        count = KernelCount({norm.weight.untyped_storage()._cdata: trains})
+        with count:
+            norm(torch.empty(5, 8, device="meta"))
+        counts.append(count)
+    assert [moved(weight_gradients_of(count.kernels, 4)) for count in counts] == [2 * 5 * 8 * 4, 0]
+    outputs = {access.storage for access in counts[0].kernels[0].writes}
+    assert moved(weight_gradients_of(fused(counts[0].kernels, outputs), 4)) == 2 * 5 * 8 * 4
 
 
 def test_attention_computes_its_scores_again_in_the_backward():
@@ -135,7 +166,10 @@ def test_panels_of_a_product_are_one_where_they_are_not_wanted():
     panel = replace(PRODUCT, reads=(X._replace(bytes=35), W), writes=(Y._replace(bytes=21),), has_bias=False)
     (whole,) = without_panels([panel, panel])
     assert whole == replace(panel, flops=2 * panel.flops, shape=(1, 14, 3, 5), reads=(X, W), writes=(Y,))
-    assert without_panels([panel, ATTENTION, panel]) == (panel, ATTENTION, panel)
+    other, copy = Access(9, 30, 30), Kernel(kind="copy", reads=(X,))
+    assert without_panels([panel, copy, replace(panel, shape=(2, 7, 3, 5))]) == (
+        replace(whole, shape=(1, 21, 3, 5)), copy)
+    assert len(without_panels([panel, replace(panel, reads=(X, other))])) == 2
 
 
 def test_a_larger_microbatch_leaves_weights_as_they_are():

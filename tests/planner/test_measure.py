@@ -6,9 +6,11 @@ import pytest
 
 from ranvier.cli.main import run_command
 from ranvier.cost.cluster_files import load_cluster
+from ranvier.cost.kernels import whole_waves_flops
 from ranvier.launch.rank_processes import RanksFailed
 from ranvier.planner import measure
 from ranvier.planner.measure import _crowded, fit, line, seconds_of_a_flop
+from ranvier.planner.microbenchmarks import Sizes, measured_device, tile_rate
 from ranvier.testing.ranks import run_processes
 
 
@@ -50,6 +52,25 @@ def test_a_machine_that_is_too_busy_is_told(capsys, monkeypatch, tmp_path):
     assert ("ranvier: error: this machine: could not be measured: rank 0, 1 of 2 had not ended after 120 s. Measure "
             "again while the machine has nothing else to do.\n") in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_rate_of_products_and_the_start_of_a_tile_are_found_again():
+    shapes = [(1, 8192, 8192, 8192), (1, 16384, 8192, 512), (1, 2048, 2048, 2048), (1, 512, 4096, 4096)]
+    seconds = {shape: whole_waves_flops(shape, 132, 128, 90.0) / 7e14 for shape in shapes}
+    assert tile_rate(seconds, 132, 128) == pytest.approx((7e14, 90.0), rel=1e-6)
+    thin = {shape: each * (1.5 if shape[3] > 600 else 1.0) for shape, each in seconds.items()}
+    assert tile_rate(thin, 132, 128)[1] == 0.0  # short sums are not slower: their start takes nothing
+
+
+@pytest.mark.parametrize("formats", [("fp32", "bf16")])
+def test_a_device_is_measured_kernel_by_kernel(formats):
+    """With the code that measures a GPU, on small sizes."""
+    sizes = Sizes(products=((64, 64, 64), (96, 32, 256)), attention=(1, 2, 32, 16), elements=1 << 12, seconds=0.0)
+    device = measured_device("no GPU", formats, memory_bytes=1 << 30, multiprocessors=4, update_bandwidth=1e9,
+                             sizes=sizes)
+    assert tuple(device.rates) == formats and device.message_multiprocessors == 4 and device.operation_seconds > 0
+    for rate in device.rates.values():
+        assert rate.share == 1.0 and 0 < rate.attention_share <= 1 and 0 < rate.attention_backward_share <= 1
 
 
 def test_a_line_through_messages():

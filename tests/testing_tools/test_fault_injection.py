@@ -1,7 +1,6 @@
 """Faults on purpose: each acts once, when and where it should, and ends a run in the words that a user reads."""
 
 import os
-import random
 import re
 import resource
 import subprocess
@@ -20,7 +19,7 @@ from ranvier.comm.message import Message, MessageKind
 from ranvier.config.run import Pipeline
 from ranvier.errors import ConfigError, TransportError
 from ranvier.launch.mpiexec import mpi_available
-from ranvier.testing.faults import KINDS, faulty, flipped, parse, random_fault
+from ranvier.testing.faults import faulty, flipped, parse
 from ranvier.testing.ranks import run_processes, run_ranks
 from ranvier.train.memory import is_out_of_memory
 from ranvier.world import World
@@ -72,17 +71,6 @@ def test_what_is_no_fault_is_refused(text, what):
 def test_a_fault_of_a_rank_that_is_not_there():
     with pytest.raises(ConfigError, match=r"^fault: there are only ranks 0 to 1 \(got 'drop:rank=2,message=1'\)"):
         run_ranks(lambda world: faulty(world, [parse("drop:rank=2,message=1")]), 2)
-
-
-def test_random_faults_can_be_drawn_again_and_are_of_every_kind():
-    first, second = ([random_fault(draw, 3, calls=50, seconds=4.0) for _ in range(300)]
-                     for draw in (random.Random(5), random.Random(5)))
-    assert first == second
-    assert {fault.kind for fault in first} == set(KINDS) and {fault.rank for fault in first} == {0, 1, 2}
-    assert all((fault.call or 1) <= 50 and (fault.seconds or 0) <= 4 and (fault.for_seconds or 0) <= 0.4
-               for fault in first)
-    assert all(parse(str(fault)) == fault for fault in first)
-    assert {random_fault(random.Random(n), 2, kinds=("kill", "drop")).kind for n in range(20)} == {"kill", "drop"}
 
 
 # ---------------------------------------------------------------------- messages

@@ -1,1 +1,0 @@
-"""AutoCache: outputs of frozen blocks are stored on disk and read instead of computed again."""
