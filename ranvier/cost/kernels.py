@@ -125,10 +125,9 @@ def weight_gradients_of(kernels: Iterable[Kernel], gradient_bytes: int) -> Kerne
     """
     found: list[Kernel] = []
     for kernel in kernels:
-        if kernel.weight != "trains":
-            continue
-        if kernel.kind != "product":  # sums over all rows are a pass of their own
+        if kernel.weight == "trains" and kernel.kind == "pointwise":  # sums over all rows are a pass of their own
             found.append(Kernel(kind="pointwise", reads=(*kernel.reads[:1], *kernel.writes[:1])))
+        if kernel.kind != "product" or kernel.weight != "trains":
             continue
         batch, m, n, k = kernel.shape  # of all rows at once
         whole = gradient_bytes * n * k
@@ -276,7 +275,7 @@ def _merged(group: Sequence[Kernel], outside: Collection[int]) -> Kernel:
             writes[access.storage] = _together(writes.get(access.storage), access)
     kept = tuple(access for access in writes.values() if access.storage in outside)
     kind: Kind = "copy" if all(kernel.kind == "copy" for kernel in group) else "pointwise"
-    trains = any(kernel.weight == "trains" for kernel in group)
+    trains = any(kernel.weight == "trains" and kernel.kind == "pointwise" for kernel in group)
     return Kernel(kind=kind, reads=tuple(reads.values()), writes=kept, weight="trains" if trains else "none")
 
 

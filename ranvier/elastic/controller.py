@@ -5,17 +5,16 @@
 A run gives it facts that its ranks have measured (`ranvier.train.elasticity`), a plan those that a cluster's constants
 predict (`ranvier.planner.elastic_plan`). So both take the same decisions from the same facts:
 
-    steps        asks_after: is the policy to be evaluated?      saw: the numbers of a step
-                 microbatches: how many the next step has
+    steps        asks_after: is the policy to be evaluated?      tried_microbatch_size: of the next step
     decisions    decide: freeze by the policy, then change to the mesh that pays, or to the one that is requested
                  entered: what a change has cost                 restored: back to a checkpoint's mesh and layers
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from math import inf, isfinite, nan, prod
+from math import nan, prod
 from typing import Any
 
 from ranvier.config.other_mesh import microbatch_size, resized
@@ -33,9 +32,9 @@ from ranvier.elastic.freezing import (
 )
 from ranvier.elastic.ledger import Entry
 from ranvier.elastic.mesh_candidates import MeshCandidate, StageMemory, mesh_candidates
-from ranvier.elastic.microbatch_profile import TRIAL_STEPS, MicrobatchProfile, microbatch_counts, size_of
+from ranvier.elastic.microbatch_profile import MicrobatchProfile, microbatch_counts, size_of
 from ranvier.elastic.rules import BlockFacts, ElasticRules, EvaluationSchedule, PresentMesh
-from ranvier.elastic.state import RECENT_STEPS, ElasticState, MicrobatchTrial, Similarities, StepFigures
+from ranvier.elastic.state import RECENT_STEPS, ElasticState, MicrobatchTrial, Similarities
 from ranvier.elastic.transition_selector import Note, mesh_text, select
 from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
@@ -78,6 +77,38 @@ class Decision:
     state: ElasticState
     change: Change | None
     notes: tuple[Note, ...] = ()
+
+
+def tried_microbatch_size(state: ElasticState, mesh: Mesh, share: int, frozen: int, step: int
+                          ) -> tuple[ElasticState, int, Note | None]:
+    """Samples of a microbatch of `step`, where numbers of them are profiled: of the one that is being tried, or was
+    the fastest. share: samples of a replica."""
+    pipe, data, note = mesh.pipeline_size, mesh.num_replicas, None
+    counts, best = microbatch_counts(pipe, share), fastest_count(state, mesh, share, frozen)
+    if state.trial is None:
+        tries = state.profile.next_count(pipe, data, frozen, counts)
+        if tries is not None:
+            state = replace(state, trial=MicrobatchTrial(pipe=pipe, data=data, frozen=frozen, count=tries))
+        elif (pipe, data) not in state.reported:
+            state = replace(state, reported=state.reported | {(pipe, data)})
+            tried = {trial.microbatches: trial.seconds for trial in state.profile.trials
+                     if (trial.pipe, trial.data) == (pipe, data)}
+            times = ", ".join(f"{count}: {1e3 * seconds:.0f} ms" for count, seconds in sorted(tried.items()))
+            note = Note(event="microbatches", text=f"{best} microbatches of {-(-share // best)} are the fastest on "
+                        f"{mesh_text(mesh)} ({times})",
+                        fields={"microbatches": best,
+                                "seconds": {str(count): tried[count] for count in sorted(tried)}})
+    if state.trial is None:
+        return state, size_of(share, best, mesh.microbatch_parts), note
+    state = replace(state, trial=replace(state.trial, steps=(*state.trial.steps, step)))
+    assert state.trial is not None
+    return state, size_of(share, state.trial.count, mesh.microbatch_parts), note
+
+
+def fastest_count(state: ElasticState, mesh: Mesh, share: int, frozen: int) -> int:
+    """The fastest number of microbatches that has been tried. share: samples of a replica."""
+    counts = microbatch_counts(mesh.pipeline_size, share)
+    return state.profile.best(mesh.pipeline_size, mesh.num_replicas, frozen, counts)
 
 
 class Controller:
@@ -129,7 +160,7 @@ class Controller:
 
     def initial(self) -> ElasticState:
         """Before the first step."""
-        return ElasticState(policy=self._policy_state())
+        return ElasticState(policy=_policy_state(self.policy))
 
     def begin(self, state: ElasticState, step: int, frozen: FrozenLayers, num_layers: int) -> ElasticState:
         """The run starts or resumes after `step`: depths given by hand for earlier steps hold at once, and layers in
@@ -154,61 +185,13 @@ class Controller:
         due = self._schedule.steps_until_due(step, samples, size, frozen, self.lowest(state, frozen))
         return min(found if due is None else [*found, due], default=None)
 
-    def saw_gradients(self, state: ElasticState, norms: Sequence[float]) -> ElasticState:
-        """The policy is evaluated after the last step, whose gradients have these norms by layer."""
-        return replace(state, norms=tuple(norm if isfinite(norm) else inf for norm in norms))
-
-    def saw(self, state: ElasticState, step: int, seconds: float, figures: StepFigures) -> ElasticState:
-        """The numbers of one more step are known."""
-        recent = (*state.recent, seconds)[-RECENT_STEPS:]
-        state = replace(state, inputs=state.inputs.with_step(figures), recent=recent,
-                        compares=state.compares or (state.unmeasured and len(recent) == RECENT_STEPS))
-        trial = state.trial
-        if trial is None or step not in trial.steps:
-            return state
-        trial = replace(trial, seconds=(*trial.seconds, seconds))
-        if len(trial.seconds) < TRIAL_STEPS:
-            return replace(state, trial=trial)
-        return replace(state, trial=None, profile=state.profile.measured(
-            trial.pipe, trial.data, trial.frozen, trial.count, min(trial.seconds[1:])))
-
-    def microbatch_size(self, state: ElasticState, mesh: Mesh, share: int, frozen: int, step: int
-                        ) -> tuple[ElasticState, int, Note | None]:
-        """Samples of a microbatch of `step`, where numbers of them are profiled: of the one that is being tried, or was
-        the fastest. share: samples of a replica."""
-        pipe, data, note = mesh.pipeline_size, mesh.num_replicas, None
-        counts, best = microbatch_counts(pipe, share), self.fastest_count(state, mesh, share, frozen)
-        if state.trial is None:
-            tries = state.profile.next_count(pipe, data, frozen, counts)
-            if tries is not None:
-                state = replace(state, trial=MicrobatchTrial(pipe=pipe, data=data, frozen=frozen, count=tries))
-            elif (pipe, data) not in state.reported:
-                state = replace(state, reported=state.reported | {(pipe, data)})
-                tried = {trial.microbatches: trial.seconds for trial in state.profile.trials
-                         if (trial.pipe, trial.data) == (pipe, data)}
-                times = ", ".join(f"{count}: {1e3 * seconds:.0f} ms" for count, seconds in sorted(tried.items()))
-                note = Note(event="microbatches", text=f"{best} microbatches of {-(-share // best)} are the fastest on "
-                            f"{mesh_text(mesh)} ({times})",
-                            fields={"microbatches": best,
-                                    "seconds": {str(count): tried[count] for count in sorted(tried)}})
-        if state.trial is None:
-            return state, size_of(share, best, mesh.microbatch_parts), note
-        state = replace(state, trial=replace(state.trial, steps=(*state.trial.steps, step)))
-        assert state.trial is not None
-        return state, size_of(share, state.trial.count, mesh.microbatch_parts), note
-
-    def fastest_count(self, state: ElasticState, mesh: Mesh, share: int, frozen: int) -> int:
-        """The fastest number of microbatches that has been tried. share: samples of a replica."""
-        counts = microbatch_counts(mesh.pipeline_size, share)
-        return state.profile.best(mesh.pipeline_size, mesh.num_replicas, frozen, counts)
-
     # ------------------------------------------------------------------ decisions
 
     def decide(self, state: ElasticState, facts: DecisionFacts, request: MeshRequest | None = None) -> Decision:
         """What is to change now. request: a user's request for another mesh."""
         norms, compares_all = state.norms, state.unmeasured and bool(state.recent)
         state = replace(state, norms=None, compares=False, due=state.due and norms is None,
-                        unmeasured=not state.recent and self.run.elastic.auto_pipe, ledger=self.measured(state).ledger)
+                        unmeasured=not state.recent and self.run.elastic.auto_pipe, ledger=state.with_measured().ledger)
         wanted, notes = facts.frozen, tuple[Note, ...]()
         if norms is not None:  # 1. the policy
             state, wanted = self._evaluate(state, facts, norms)
@@ -244,13 +227,6 @@ class Controller:
                        text=f"{layers_text(thawed)} {'stays' if len(thawed) == 1 else 'stay'} frozen: {problem}")
         return Decision(state=replace(state, kept=facts.frozen.prefix), change=None, notes=(*notes, refused))
 
-    def measured(self, state: ElasticState) -> ElasticState:
-        """With what the last transition has come to, in seconds of a step."""
-        entries = state.ledger.entries
-        if state.recent and entries and entries[-1].measured_after is None:
-            return replace(state, ledger=state.ledger.with_measured(after=state.seconds))
-        return state
-
     def entered(self, state: ElasticState, change: Change, *, step: int, old: Mesh, new: Mesh, moved_bytes: int,
                 seconds: float, remaining_steps: int) -> ElasticState:
         """The change has been made, in so many seconds. remaining_steps: of the global batch before it."""
@@ -282,7 +258,7 @@ class Controller:
                                remedy="Resume with the model that it was written with.")
         # times are measured again: another machine may be at work
         state = replace(ElasticState.read(saved), recent=(), trial=None, reported=frozenset())
-        self._load_policy(state)
+        _load_policy(self.policy, state)
         # checkpoints from before rows and columns could change have only replicas and stages
         same = all(saved.get(f"first_{axis}", size) == size for axis, size in mesh.sizes.items())
         size = int(saved["global_size"])
@@ -333,7 +309,7 @@ class Controller:
                   ) -> tuple[ElasticState, FrozenLayers]:
         """What the policy answers."""
         policy, inputs, frozen = self.policy, state.inputs, facts.frozen
-        self._load_policy(state)
+        _load_policy(self.policy, state)
         wanted = decide(policy, Facts(
             step=facts.step, evaluation=state.evaluations + 1, frozen=frozen.prefix, num_layers=len(norms),
             gradient_norms=norms, lowest=self.lowest(state, frozen.prefix), frozen_above=frozen.above,
@@ -341,14 +317,7 @@ class Controller:
             loss=inputs.loss / inputs.targets if inputs.targets else nan,
             learning_rate=inputs.learning_rate, metrics=inputs.metrics))
         inputs = replace(inputs, loss=0.0, targets=0.0, similarities=facts.similarities)
-        return replace(state, evaluations=state.evaluations + 1, inputs=inputs, policy=self._policy_state()), wanted
-
-    def _policy_state(self) -> Mapping[str, Any] | None:
-        return self.policy.state_dict() if isinstance(self.policy, Remembers) else None
-
-    def _load_policy(self, state: ElasticState) -> None:
-        if isinstance(self.policy, Remembers) and state.policy is not None:
-            self.policy.load_state_dict(dict(state.policy))
+        return replace(state, evaluations=state.evaluations + 1, inputs=inputs, policy=_policy_state(policy)), wanted
 
     def _select(self, state: ElasticState, facts: DecisionFacts, wanted: FrozenLayers, *,
                 among: set[tuple[int, int]] | None) -> tuple[ElasticState, MeshCandidate | None, tuple[Note, ...]]:
@@ -404,3 +373,12 @@ class Controller:
             return (f"leaves rows with fewer than two of the {self._eval_samples} held-out samples, which "
                     f"{self.policy_text} compares")
         return "is the mesh that the run has" if asked == facts.present.mesh.sizes else None
+
+
+def _policy_state(policy: FreezePolicy) -> Mapping[str, Any] | None:
+    return policy.state_dict() if isinstance(policy, Remembers) else None
+
+
+def _load_policy(policy: FreezePolicy, state: ElasticState) -> None:
+    if isinstance(policy, Remembers) and state.policy is not None:
+        policy.load_state_dict(dict(state.policy))

@@ -9,7 +9,7 @@ Rank 0 decides (`ranvier.elastic.controller`), and the state goes to all ranks w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import inf, isfinite, nan
 from statistics import median
@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from ranvier.elastic.ledger import Ledger
-from ranvier.elastic.microbatch_profile import MicrobatchProfile
+from ranvier.elastic.microbatch_profile import TRIAL_STEPS, MicrobatchProfile
 
 RECENT_STEPS = 8
 """Steps whose median says how long one takes now."""
@@ -116,6 +116,31 @@ class ElasticState:
     def seconds(self) -> float | None:
         """Of a step on this mesh; None before one was measured."""
         return median(self.recent) if self.recent else None
+
+    def with_gradients(self, norms: Sequence[float]) -> ElasticState:
+        """The policy is evaluated after the last step, whose gradients have these norms by layer."""
+        return replace(self, norms=tuple(norm if isfinite(norm) else inf for norm in norms))
+
+    def with_step(self, step: int, seconds: float, figures: StepFigures) -> ElasticState:
+        """The numbers of one more step are known."""
+        recent = (*self.recent, seconds)[-RECENT_STEPS:]
+        state = replace(self, inputs=self.inputs.with_step(figures), recent=recent,
+                        compares=self.compares or (self.unmeasured and len(recent) == RECENT_STEPS))
+        trial = state.trial
+        if trial is None or step not in trial.steps:
+            return state
+        trial = replace(trial, seconds=(*trial.seconds, seconds))
+        if len(trial.seconds) < TRIAL_STEPS:
+            return replace(state, trial=trial)
+        return replace(state, trial=None, profile=state.profile.measured(
+            trial.pipe, trial.data, trial.frozen, trial.count, min(trial.seconds[1:])))
+
+    def with_measured(self) -> ElasticState:
+        """With what the last transition has come to, in seconds of a step."""
+        entries = self.ledger.entries
+        if self.recent and entries and entries[-1].measured_after is None:
+            return replace(self, ledger=self.ledger.with_measured(after=self.seconds))
+        return self
 
     def document(self) -> dict[str, object]:
         """What checkpoints and other ranks get; JSON holds it exactly."""

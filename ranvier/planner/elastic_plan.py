@@ -23,7 +23,7 @@ from ranvier.cost.run_cost import run_cost
 from ranvier.elastic.auto_pipe import CandidateStage
 from ranvier.elastic.cache_profile import Times
 from ranvier.elastic.cache_profile import decide as decide_cache
-from ranvier.elastic.controller import DecisionFacts
+from ranvier.elastic.controller import DecisionFacts, fastest_count, tried_microbatch_size
 from ranvier.elastic.freezing import NONE_FROZEN, Cap, GradientNorm, Manual, NoFreezing
 from ranvier.elastic.mesh_candidates import MeshCandidate, StageMemory, candidate_moved_bytes
 from ranvier.elastic.microbatch_profile import size_of
@@ -178,7 +178,7 @@ class _PredictedRun:
                 last = max(before, self.samples - self.size)
                 self.state = self.controller.asks_after(self.state, self.step, last, self.samples, self.frozen)
                 if self.state.due:
-                    self.state = self.controller.saw_gradients(self.state, norms)
+                    self.state = self.state.with_gradients(norms)
                 self._see(None)
                 if self.state.asked:
                     self._decide()
@@ -206,7 +206,7 @@ class _PredictedRun:
         """The run with the microbatches of `step`."""
         if not self.first.elastic.profile_microbatches:
             return self.run
-        self.state, size, _ = self.controller.microbatch_size(
+        self.state, size, _ = tried_microbatch_size(
             self.state, self.run.mesh, self.run.replica_batch_size, self.depth, step)
         return replace(self.run, batch=replace(self.run.batch, microbatch_size=size))
 
@@ -229,13 +229,13 @@ class _PredictedRun:
         self.transition = 0.0
         self._see(seconds)
         for step in range(max(self.step + 1, self.step + steps - RECENT_STEPS), self.step + steps):
-            self.state = self.controller.saw(self.state, step, seconds, StepFigures())
+            self.state = self.state.with_step(step, seconds, StepFigures())
         self.step, self.samples = self.step + steps, self.samples + steps * self.size
 
     def _see(self, seconds: float | None) -> None:
         """The numbers of the step that is done last are known; one that takes `seconds` follows."""
         if self.unseen is not None:
-            self.state = self.controller.saw(self.state, self.step, self.unseen, StepFigures())
+            self.state = self.state.with_step(self.step, self.unseen, StepFigures())
         self.unseen = seconds
 
     # ------------------------------------------------------------------ decisions
@@ -273,7 +273,7 @@ class _PredictedRun:
         if self.controller.profile(self.state) is None:
             return self.run
         share = self.run.replica_batch_size
-        best = self.controller.fastest_count(self.state, self.run.mesh, share, self.depth)
+        best = fastest_count(self.state, self.run.mesh, share, self.depth)
         size = size_of(share, best, self.run.mesh.microbatch_parts)
         return replace(self.run, batch=replace(self.run.batch, microbatch_size=size))
 

@@ -14,7 +14,7 @@ from typing import Any
 from ranvier.config.resolve import ResolvedRun
 from ranvier.data.task import Prepared
 from ranvier.elastic.change import Change, MeshRequest
-from ranvier.elastic.controller import DecisionFacts
+from ranvier.elastic.controller import DecisionFacts, tried_microbatch_size
 from ranvier.elastic.freezing import FreezePolicy, FrozenLayers
 from ranvier.elastic.mesh_candidates import StageMemory
 from ranvier.elastic.named_policy import controller_of
@@ -66,19 +66,19 @@ class Elasticity:
 
     def saw_gradients(self, engine: Engine) -> None:
         """The last step was one after which the policy is evaluated. Collective."""
-        self.state = self.controller.saw_gradients(self.state, engine.layer_gradient_norms())
+        self.state = self.state.with_gradients(engine.layer_gradient_norms())
 
     def saw(self, event: StepEvent) -> None:
         """The numbers of one more step are known."""
         metrics = {} if event.eval_loss is None else {LOSS: event.eval_loss, **event.eval_scores}
-        self.state = self.controller.saw(self.state, event.step, event.step_seconds, StepFigures(
+        self.state = self.state.with_step(event.step, event.step_seconds, StepFigures(
             loss=event.loss, targets=event.tokens, learning_rate=event.learning_rate, metrics=metrics))
 
     def microbatch_size(self, runtime: RankRuntime, step: int) -> int:
         """Samples in a microbatch of `step`, the same on every rank, since all know the same times."""
         if not self._first.elastic.profile_microbatches:
             return runtime.run.batch.microbatch_size
-        self.state, size, note = self.controller.microbatch_size(
+        self.state, size, note = tried_microbatch_size(
             self.state, runtime.run.mesh, runtime.run.replica_batch_size, len(runtime.frozen), step)
         self._report(step - 1, () if note is None else (note,))
         return size
@@ -124,7 +124,7 @@ class Elasticity:
 
     def facts(self) -> dict[str, object]:
         """What this rank adds to the summary."""
-        ledger = self.controller.measured(self.state).ledger
+        ledger = self.state.with_measured().ledger
         return self.caching.facts() | (
             {"ledger": [asdict(entry) for entry in ledger.entries]} if ledger.entries else {})
 

@@ -63,6 +63,8 @@ class _ExperimentTracker(ABC):
         self._log, self._run_dir, self._continues = log, run_dir, continues
         self._package: Any = import_module(PACKAGES[self.kind])
         self._is_open = self._has_failed = self._is_done = False
+        self._run: Any = None  # there, as the package has it; from `_open` on
+        self._client: Any = None  # where the package has one beside it
 
     def event(self, event: Event) -> None:
         """Track a step, an evaluation, a transition, the settings at the start and the summary at the end."""
@@ -170,19 +172,19 @@ class MLflow(_ExperimentTracker):
             self._remember(identifier)
         else:
             self._client.update_run(identifier, status="RUNNING")
-        self._id_there = identifier
+        self._run = identifier
 
     def _track(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
-            self._client.log_metric(self._id_there, name, value, step=step, synchronous=True)
+            self._client.log_metric(self._run, name, value, step=step, synchronous=True)
 
     def _end(self, summary: Mapping[str, float | str], sample: str | None) -> None:
         texts = {name: str(value) for name, value in summary.items()} | ({"sample": sample} if sample else {})
         for name, value in texts.items():
-            self._client.set_tag(self._id_there, name, value[:_MOST_CHARACTERS])
+            self._client.set_tag(self._run, name, value[:_MOST_CHARACTERS])
 
     def _close(self, *, is_done: bool) -> None:
-        self._client.set_terminated(self._id_there, status="FINISHED" if is_done else "FAILED")
+        self._client.set_terminated(self._run, status="FINISHED" if is_done else "FAILED")
 
 
 _MOST_CHARACTERS = 500

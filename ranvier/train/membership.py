@@ -19,19 +19,14 @@ from ranvier.world import World
 class Membership:
     """Of one run, on one rank. Methods are collective over the ranks of the world, but for `call`."""
 
-    everyone: Group
-    """All ranks of the world."""
-    commands: CommandChannel
-    """From rank 0 to idle ranks."""
-
     def __init__(self, world: World) -> None:
         self.world = world
-        self.connect()
+        self.everyone, self.commands = _connections(world)
+        """A group of all ranks of the world; from rank 0 to idle ranks."""
 
     def connect(self) -> None:
         """Begin with the ranks that the world has now."""
-        self.everyone = self.world.backend.group("everyone", [tuple(range(self.world.size))])
-        self.commands = CommandChannel(self.world)
+        self.everyone, self.commands = _connections(self.world)
 
     def share_cores(self, threads: int | Literal["auto"]) -> None:
         """The ranks of each machine divide its cores, now that their number is another one. threads: as the run says.
@@ -65,3 +60,7 @@ class Membership:
             self.connect()
             self.share_cores(threads)
         return problem
+
+
+def _connections(world: World) -> tuple[Group, CommandChannel]:
+    return world.backend.group("everyone", [tuple(range(world.size))]), CommandChannel(world)

@@ -129,7 +129,7 @@ class Meter:
         self.busy: dict[str, float] = {}
         """Seconds in each category of span, in the steps on the mesh of now, the first aside. The verdict is left out:
         who weighs it waits for the others."""
-        self.busy_steps = -1
+        self.busy_steps, self._start_ns = -1, 0
         self._first: StepSpans | None = None
         self._latest: deque[StepSpans] = deque(maxlen=KEPT_STEPS)
         self.resume()

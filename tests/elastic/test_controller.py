@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Batch, Elastic, Train
 from ranvier.elastic.change import Change, MeshRequest
-from ranvier.elastic.controller import Controller, DecisionFacts
+from ranvier.elastic.controller import Controller, DecisionFacts, tried_microbatch_size
 from ranvier.elastic.freezing import NONE_FROZEN, Manual
 from ranvier.elastic.named_policy import policy_of
 from ranvier.elastic.rules import BlockFacts, PresentMesh
@@ -70,12 +70,13 @@ class Course:
         self.cut, self.num_ranks = (2, 4, 6), 4
 
     def call(self, name, *args, **options):
-        """What a method returns, with the state as it is and as JSON has kept it."""
+        """What a method of the controller or of the state returns, with the state as it is and as JSON has kept it."""
         document = self.state.document()
         text = json.dumps(document, allow_nan=False)
         again = ElasticState.read(json.loads(text))
         assert json.dumps(again.document(), allow_nan=False) == text
-        one, other = (getattr(controller, name)(state, *args, **options)
+        one, other = (getattr(state, name)(*args, **options) if hasattr(state, name) else
+                      getattr(controller, name)(state, *args, **options)
                       for controller, state in zip(self.both, (self.state, again), strict=True))
         for found in (one, other):
             state = found if isinstance(found, ElasticState) else getattr(found, "state", None) or found[0]
@@ -105,13 +106,14 @@ class Course:
         self.state = self.call("asks_after", self.step + 1, before, before + size, self.frozen)
         if self.first.elastic.profile_microbatches:
             share = -(-size // self.run.mesh.data)
-            self.state, samples, _ = self.call("microbatch_size", self.run.mesh, share, len(self.frozen), self.step + 1)
+            self.state, samples, _ = tried_microbatch_size(
+                self.state, self.run.mesh, share, len(self.frozen), self.step + 1)
             assert 1 <= samples <= share
         self.step, self.samples = self.step + 1, before + size
         if self.state.due and self.draw(st.booleans()):  # others had no gradients
-            self.state = self.call("saw_gradients", [self.draw(st.floats(min_value=0.0)) for _ in range(LAYERS)])
+            self.state = self.call("with_gradients", [self.draw(st.floats(min_value=0.0)) for _ in range(LAYERS)])
         any_number = st.floats(allow_nan=True)
-        self.state = self.call("saw", self.step, self.draw(st.floats(1e-3, 10.0)), StepFigures(
+        self.state = self.call("with_step", self.step, self.draw(st.floats(1e-3, 10.0)), StepFigures(
             loss=abs(self.draw(any_number)), targets=8.0, learning_rate=self.draw(any_number),
             metrics={"eval_loss": self.draw(any_number)} if self.draw(st.booleans()) else {}))
 
@@ -174,7 +176,7 @@ def test_the_next_decision_is_where_it_is_said_to_be():
     for step in range(1, until):
         assert not controller.asks_after(state, step, (step - 1) * FIRST, step * FIRST, replace(NONE_FROZEN, prefix=1)
                                          ).due and not state.asked
-        state = controller.saw(state, step, 1.0, StepFigures())
+        state = state.with_step(step, 1.0, StepFigures())
         assert controller.steps_until_asked(state, step, step * FIRST, FIRST, 1) == until - step
     assert until == 9 and state.asked
     state = replace(state, unmeasured=False, compares=False)
