@@ -51,8 +51,8 @@ class Kernel:
     shape: tuple[int, int, int, int] = (0, 0, 0, 0)
     """Of a product: batch, m, n, k; of attention: batch x heads, queries, keys, width of a head."""
     weight: Literal["none", "frozen", "trains"] = "none"
-    """Whether the second operand of a product is a weight, and whether that needs a gradient; of pointwise kernels,
-    whether they scale by a norm's weight that does."""
+    """Whether the second operand of a product, or all that a copy reads, is a weight, and whether that needs a
+    gradient; of pointwise kernels, whether they scale by a norm's weight that does."""
     has_bias: bool = False
     is_backward: bool = False
     """Of attention: its backward, which devices compute at another rate."""
@@ -189,6 +189,9 @@ def scaled(kernels: Iterable[Kernel], factor: float) -> Kernels:
     found: list[Kernel] = []
     for kernel in kernels:
         batch, m, n, k = kernel.shape
+        if kernel.kind == "copy" and kernel.weight != "none":
+            found.append(kernel)
+            continue
         has_weight = kernel.kind == "product" and kernel.weight != "none"
         reads = (*larger(kernel.reads[:1]), *kernel.reads[1:]) if has_weight else larger(kernel.reads)
         found.append(replace(kernel, flops=round(factor * kernel.flops), reads=reads, writes=larger(kernel.writes),
