@@ -40,6 +40,7 @@ from ranvier.launch.joining import Call
 from ranvier.launch.losses import Agreement
 from ranvier.launch.stop import StopRequest
 from ranvier.models import families
+from ranvier.pictures.timelines import gather_timelines
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.result import BatchResult
 from ranvier.plan.fitting import schedule_note
@@ -80,7 +81,6 @@ from ranvier.train.setup import (
     settings_text,
     write_tokenizer,
 )
-from ranvier.train.timeline import gather_timelines
 from ranvier.train.trackers import console, open_outputs
 from ranvier.world import World
 
