@@ -30,6 +30,7 @@ import tomli_w
 from benchmarks.record import results_file, write_results
 from ranvier.cli.main import run_command
 from ranvier.cost.cluster_files import load_cluster, write_cluster
+from ranvier.pictures.figures import COLOURS, INK, clean, new_figure
 
 PUBLISHED = Path(__file__).parent / "published"
 _CLOSE = 0.1
@@ -105,7 +106,9 @@ def settings_of(source: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[dict
     settings["mesh.data"] = row["devices"] // (rows * stages * settings.get("mesh.col", 1))
     settings["batch.microbatch-size"] *= rows  # published of one device
     settings.setdefault("optim.shard", False)
-    stages *= settings.get("pipeline.stages-per-rank", 1)
+    if settings.get("pipeline.stages-per-rank", 1) > 1:
+        settings["pipeline.in-flight"] = 2 * stages  # as interleaved 1F1B begins (Narayanan et al., 2021)
+        stages *= settings["pipeline.stages-per-rank"]
     if stages > 1 and "model.num-layers" in settings:  # of as many layers each, embedding and head aside
         settings["pipeline.boundaries"] = [1 + 2 * settings["model.num-layers"] * stage // stages
                                            for stage in range(1, stages)]
@@ -151,12 +154,17 @@ def _simulated(settings: Mapping[str, Any], path: Path, cluster: Path, as_publis
 
 def summary(source: str, rows: list[Row]) -> Summary:
     """Of rows, foreign ones included."""
-    pairs = [(one, other) for one, other in combinations(rows, 2)
-             if abs(one.published - other.published) > _CLOSE * min(one.published, other.published)]
-    right = [(one.published < other.published) == (one.predicted < other.predicted) for one, other in pairs]
+    right = in_order(rows)
     return Summary(source=source, rows=len(rows), median_error=median(abs(row.error) for row in rows),
                    correlation=spearman([row.published for row in rows], [row.predicted for row in rows]),
                    ordered=sum(right) / len(right) if right else None)
+
+
+def in_order(rows: list[Row]) -> list[bool]:
+    """Of each pair of rows which differ enough: whether they are predicted in the published order."""
+    return [(one.published < other.published) == (one.predicted < other.predicted)
+            for one, other in combinations(rows, 2)
+            if abs(one.published - other.published) > _CLOSE * min(one.published, other.published)]
 
 
 def spearman(first: list[float], second: list[float]) -> float | None:
@@ -177,11 +185,37 @@ def measure(names: list[str], say: Callable[[str], None] = print) -> dict[str, A
     for one in found:
         correlation, ordered = (f"{value:.2f}" if value is not None else "" for value in (one.correlation, one.ordered))
         say(f"{one.source:26} {one.rows:4} {one.median_error:13.1%} {correlation:>17} {ordered:>15}")
-    counted = [abs(row.error) for row in rows if not row.calibrated]
-    if counted:
-        say(f"median error over {len(counted)} rows: {median(counted):.1%}")
+    of_sources = [[row for row in rows if row.source == one.source and not row.calibrated] for one in found]
+    counted = [abs(row.error) for each in of_sources for row in each]
+    own = [abs(row.error) for each in of_sources for row in each if not row.foreign]
+    pairs = [is_right for each in of_sources for is_right in in_order(each)]
+    for what, errors in (("", counted), (" that are not foreign", own)):
+        if errors:
+            say(f"median error over {len(errors)} rows{what}: {median(errors):.1%}")
+    if pairs:
+        say(f"{sum(pairs)} of {len(pairs)} pairs of a source's rows in order")
     return {"rows": [{**asdict(row), "error": row.error} for row in rows], "sources": [asdict(one) for one in found],
-            "median_error": median(counted) if counted else None}
+            "median_error": median(counted) if counted else None, "median_error_own": median(own) if own else None,
+            "pairs_in_order": sum(pairs) / len(pairs) if pairs else None}
+
+
+def draw(results: Mapping[str, Any], path: Path) -> None:
+    """Error of each row, by source: published settings filled, foreign ones hollow."""
+    figure = new_figure(9, 0.42 * len(results["sources"]) + 1.4)
+    axes = figure.subplots()
+    axes.axvspan(-15, 15, color="#EDEDED", zorder=0)
+    for place, source in enumerate(results["sources"]):
+        for row in (row for row in results["rows"] if row["source"] == source["source"]):
+            axes.plot(100 * row["error"], place, "o", color=COLOURS["forward"], markersize=5,
+                      fillstyle="none" if row["foreign"] else "full")
+    axes.set_yticks(range(len(results["sources"])), [
+        f"{one['source']}: {one['rows']} rows, {100 * one['median_error']:.0f} %" for one in results["sources"]])
+    axes.invert_yaxis()
+    axes.set_xlabel("predicted against published step, %; hollow: the source ran what no setting says")
+    axes.set_title(f"Median error {100 * results['median_error']:.1f} %; {100 * results['pairs_in_order']:.0f} % of "
+                   "pairs in the published order", fontsize=10, color=INK)
+    clean(axes)
+    figure.savefig(path)
 
 
 def main() -> None:
@@ -193,6 +227,8 @@ def main() -> None:
     results = measure(options.source)
     path = options.output or results_file("planner", "standing")
     write_results(path, results)
+    if results["rows"]:
+        draw(results, path.with_suffix(".png"))
     print(f"wrote {path}")
 
 

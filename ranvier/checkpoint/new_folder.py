@@ -34,7 +34,11 @@ def new_folder(out: Path, needed_bytes: int) -> Iterator[Path]:
                                   remedy="Free space there, or name a folder on another disk.")
         unfinished.mkdir()
         yield unfinished
-        _all_to_disk(unfinished)
+        # All of it is on the disk before it gets its name.
+        for place, _, names in os.walk(unfinished, topdown=False):
+            for name in names:
+                to_disk(Path(place, name))
+            to_disk(Path(place))
         os.rename(unfinished, out)
         to_disk(out.parent)
     except OSError as error:
@@ -55,11 +59,3 @@ def check_free(out: Path) -> None:
     if taken:
         raise CheckpointError("is there already, and is not an empty folder", code="output-exists", where=str(out),
                               remedy="Name a new folder, or remove that one.")
-
-
-def _all_to_disk(folder: Path) -> None:
-    """Return when all below `folder` is on the disk."""
-    for place, _, names in os.walk(folder, topdown=False):
-        for name in names:
-            to_disk(Path(place, name))
-        to_disk(Path(place))

@@ -307,7 +307,15 @@ def load(engine: Engine, saved: Saved) -> None:
     for piece in _random(engine):
         if piece.name in random:
             _check_shape(saved, piece)
-            _set_random(engine, saved, piece.name)
+            state = saved.read("random", piece.name)
+            try:
+                if piece.name.endswith("cpu"):
+                    torch.set_rng_state(state)
+                else:
+                    torch.cuda.set_rng_state(state, engine.world.device)
+            except (RuntimeError, TypeError) as error:
+                raise damaged("generator-state", saved.folder,
+                              f"the state of torch's generator ({piece.name}) is none: {error}") from error
     restore_counters(engine, saved.manifest)
 
 
@@ -363,18 +371,6 @@ def restore_counters(engine: Engine, manifest: Manifest) -> None:
     engine.restore_counters(manifest.step, optimizer_steps=manifest.optimizer_steps, last_norm=manifest.last_norm,
                             loss_scale=None if scale is None else asdict(scale),
                             missed_updates={name: steps for name, steps in missed.items() if steps and name in trained})
-
-
-def _set_random(engine: Engine, saved: Saved, name: str) -> None:
-    state = saved.read("random", name)
-    try:
-        if name.endswith("cpu"):
-            torch.set_rng_state(state)
-        else:
-            torch.cuda.set_rng_state(state, engine.world.device)
-    except (RuntimeError, TypeError) as error:
-        raise damaged("generator-state", saved.folder,
-                      f"the state of torch's generator ({name}) is none: {error}") from error
 
 
 def _check_shape(saved: StateSource, piece: Piece) -> None:

@@ -96,17 +96,13 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _Fields = tuple[tuple[str, str, tuple[int, ...], bool], ...]
 
 
-def _align(offset: int) -> int:
-    return -(-offset // _ALIGNMENT) * _ALIGNMENT
-
-
 @lru_cache(maxsize=1024)
 def _describe(fields: _Fields) -> tuple[bytes, tuple[tuple[int, int], ...], int]:
     """Description bytes, (start, stop) of each tensor in the message, and the message's total size."""
     description = json.dumps(fields).encode()
     offset, places = PREAMBLE_BYTES + len(description), []
     for _, dtype, shape, _ in fields:
-        start = _align(offset)
+        start = -(-offset // _ALIGNMENT) * _ALIGNMENT
         offset = start + prod(shape) * _DTYPES[dtype].itemsize
         places.append((start, offset))
     return description, tuple(places), offset

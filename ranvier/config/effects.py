@@ -1,8 +1,7 @@
 """Which settings have no effect, and when: one table for `ranvier check`, the start of a run and the tests.
 
-Each setting of the configuration is either in `CONDITIONS`, with the configurations in which nothing depends on it, or
-in `ALWAYS`. A test requires this, so a new setting cannot be left out. A warning is given only for a value that a user
-has chosen, and not for one that switches the setting off.
+A setting that always has an effect is listed in the test, which knows every setting, so that a new one cannot be left
+out. A warning is given only for a value that a user has chosen, and not for one that switches the setting off.
 """
 
 from __future__ import annotations
@@ -19,39 +18,43 @@ from ranvier.errors import ConfigError
 Reason = Callable[[ResolvedRun], str | None]
 """Why a setting has no effect in a run; None where it has one."""
 
-ALWAYS = frozenset({
-    "mesh.data", "mesh.pipe", "mesh.row", "mesh.col", "batch.global_size", "batch.microbatch_size", "train.epochs",
-    "train.learning_rate", "train.warmup_steps", "train.schedule", "pipeline.policy", "pipeline.boundaries",
-    "comm.transport", "comm.timeout_seconds", "optim.algorithm", "optim.weight_decay", "optim.groups",
-    "optim.clip_norm", "optim.ema", "optim.offload", "optim.bucket_size", "optim.update_in_backward",
-    "memory.recompute",
-    "checkpoint.dir", "checkpoint.best", "checkpoint.background",
-    "checkpoint.on_error", "guard.bad_step", "guard.loss_spike_factor",
-    "launch.launcher", "launch.join_address",
-    "log.tracker", "log.every", "launch.threads", "launch.device", "launch.hang_seconds", "model.family",
-    "model.preset", "model.pretrained",
-    "model.float8",
-    "model.num_layers", "model.hidden", "model.heads", "model.dropout", "model.intermediate", "model.norm_epsilon",
-    "lora.rank", "lora.adapters", "data.task", "data.cache_dir", "data.eval", "data.eval_sets",
-    "elastic.freeze", "elastic.manual", "elastic.profile_microbatches", "seed", "precision", "memory_report", "verbose",
-    "resume", "run_dir"})
-"""Settings that change something in every run that is not refused because of them."""
-
 _OFF = (False, None, 0, "none", "auto", "", ())
 """Values that ask for nothing."""
 
 
-def _epochs(run: ResolvedRun) -> str | None:
-    return f"train.epochs {run.train.epochs} decides how many there are" if run.train.epochs is not None else None
+def _value(run: ResolvedRun, name: str) -> object:
+    section, _, field = name.rpartition(".")
+    return getattr(getattr(run, section) if section else run, field)
+
+
+def _is(run: ResolvedRun, name: str) -> str:
+    """A setting and its value: "optim.ema is 0"."""
+    return f"{read.flag(name)} is {read.as_text(_value(run, name))}"
+
+
+def _needs(name: str, *values: object) -> Reason:
+    """For a setting that only does something where another one, `name`, has one of `values`; without any, where that is
+    switched on."""
+    def reason(run: ResolvedRun) -> str | None:
+        value = _value(run, name)
+        return None if (value in values if values else value not in _OFF) else _is(run, name)
+
+    return reason
+
+
+def _unless(name: str, *values: object) -> Reason:
+    """For a setting that does nothing where another one, `name`, has one of `values`."""
+    return lambda run: _is(run, name) if _value(run, name) in values else None
+
+
+def _first(*reasons: Reason) -> Reason:
+    """The first reason of several that there is."""
+    return lambda run: next((why for reason in reasons if (why := reason(run)) is not None), None)
 
 
 def _beyond_the_end(every: int, run: ResolvedRun) -> str | None:
     known = run.train.epochs is None
     return f"the run ends after {run.train.steps} steps" if known and every >= run.train.steps else None
-
-
-def _not_wsd(run: ResolvedRun) -> str | None:
-    return None if run.train.schedule == "wsd" else f"train.schedule is {run.train.schedule}"
 
 
 def _by_task(name: str) -> Reason:
@@ -63,46 +66,15 @@ def _no_sample_text(run: ResolvedRun) -> str | None:
     return None if form_of(run.data).writes_text else f"the task {run.data.task} writes no text"
 
 
-def _prompt(run: ResolvedRun) -> str | None:
-    return _no_sample_text(run) or (
-        None if run.train.sample_tokens else "no text is written: train.sample-tokens is 0")
-
-
 def _one_rank_a_stage(run: ResolvedRun) -> str | None:
     return "blocks are not split: mesh.row and mesh.col are 1" if run.mesh.stage_size == 1 else None
 
 
-def _sequence_sharding(run: ResolvedRun) -> str | None:
-    return _one_rank_a_stage(run) or (
-        "summa always splits the hidden dimension" if run.tensor.scheme == "summa" else
-        "mesh.col is 1, so no column shares a sequence" if run.mesh.col == 1 else None)
+_defer_bytes = _first(_needs("pipeline.policy", "message-driven"), _unless("optim.update_in_backward", True))
+_deferred = _first(_defer_bytes, _needs("pipeline.defer_bytes", "auto"))
 
 
-def _keep_weights(run: ResolvedRun) -> str | None:
-    gathers = run.tensor.scheme == "stationary" and run.mesh.row > 1
-    return _one_rank_a_stage(run) or (
-        None if gathers else "weights are gathered in scheme stationary on several rows only")
-
-
-def _panel_bytes(run: ResolvedRun) -> str | None:
-    return _one_rank_a_stage(run) or ("summa cuts panels by the mesh" if run.tensor.scheme == "summa" else None)
-
-
-def _defer_bytes(run: ResolvedRun) -> str | None:
-    if run.pipeline.policy != "message-driven":
-        return f"{run.pipeline.policy} defers no weight gradients"
-    return "optim.update-in-backward defers none" if run.optim.update_in_backward else None
-
-
-def _deferred(run: ResolvedRun) -> str | None:
-    return _defer_bytes(run) or (None if run.pipeline.defer_bytes == "auto" else "pipeline.defer-bytes is set")
-
-
-def _schedule_memory(run: ResolvedRun) -> str | None:
-    if run.pipeline.policy != "message-driven":
-        return f"{run.pipeline.policy} has a fixed order"
-    if run.mesh.pipe == 1:
-        return "there is one stage"
+def _limits_are_set(run: ResolvedRun) -> str | None:
     pipeline = run.pipeline
     if pipeline.in_flight != "auto" and pipeline.deferred is not None:
         return "pipeline.in-flight and pipeline.deferred are set"
@@ -110,28 +82,11 @@ def _schedule_memory(run: ResolvedRun) -> str | None:
     return "pipeline.in-flight and pipeline.defer-bytes are set" if both else None
 
 
-def _one_stage_each(run: ResolvedRun) -> str | None:
-    return "each rank has one stage" if run.mesh.pipe == 1 or run.pipeline.stages_per_rank == 1 else None
-
-
 def _on_cpu(why: str) -> Reason:
     return lambda run: why if run.launch.device == "cpu" else None
 
 
-def _partition(run: ResolvedRun) -> str | None:
-    return "pipeline.boundaries says where stages begin" if run.pipeline.boundaries is not None else (
-        "there is one stage" if run.mesh.pipe == 1 else None)
-
-
-def _wide_precision(run: ResolvedRun) -> str | None:
-    half = run.precision in ("bf16", "fp16")
-    return None if half else f"gradients of {run.precision} parameters add up and travel in {run.precision}"
-
-
-def _wide_activations(run: ResolvedRun) -> str | None:
-    half = run.precision in ("bf16", "fp16")
-    return _one_rank_a_stage(run) or (
-        None if half else f"sums of {run.precision} activations travel in {run.precision}")
+_half_precision = _needs("precision", "bf16", "fp16")
 
 
 def _only(*algorithms: str, others: str) -> Reason:
@@ -180,11 +135,6 @@ def _not_offloaded(run: ResolvedRun) -> str | None:
     return "optim.offload is none" if offload in ("none", "auto") else None
 
 
-def _keeps(run: ResolvedRun) -> str | None:
-    last = run.checkpoint.every == 0 and run.resume == "none"
-    return "checkpoint.every is 0: there is one checkpoint, at the end" if last else None
-
-
 def _freeze_is(*policies: str) -> Reason:
     """For a setting that these policies do not read; "module:name" stands for a user's own."""
     def reason(run: ResolvedRun) -> str | None:
@@ -194,21 +144,9 @@ def _freeze_is(*policies: str) -> Reason:
     return reason
 
 
-def _nothing_freezes(run: ResolvedRun) -> str | None:
-    return "nothing is frozen: elastic.freeze is none" if run.elastic.freeze == "none" else (
-        "nothing is frozen: elastic.dry-run is true" if run.elastic.dry_run else None)
-
-
-def _auto_pipe(run: ResolvedRun) -> str | None:
-    return _nothing_freezes(run) or ("there is one stage already" if run.mesh.pipe == 1 else None)
-
-
-def _no_auto_pipe(run: ResolvedRun) -> str | None:
-    return _nothing_freezes(run) or (None if run.elastic.auto_pipe else "elastic.auto-pipe is false")
-
-
-def _no_cache(run: ResolvedRun) -> str | None:
-    return _nothing_freezes(run) or (None if run.elastic.cache else "elastic.cache is false")
+_nothing_freezes = _first(_unless("elastic.freeze", "none"), _unless("elastic.dry_run", True))
+_no_auto_pipe = _first(_nothing_freezes, _needs("elastic.auto_pipe"))
+_no_cache = _first(_nothing_freezes, _needs("elastic.cache"))
 
 
 def _frozen_dropout(run: ResolvedRun) -> str | None:
@@ -238,20 +176,6 @@ def _gpt_only(run: ResolvedRun) -> str | None:
     return None if family == "gpt" or is_object_name(family) else f"the family {family} has no such setting"
 
 
-def _llama(*needed: str) -> Reason:
-    """A setting of the family llama, for which others must not be none or 0."""
-    def reason(run: ResolvedRun) -> str | None:
-        missing = [name for name in needed if getattr(run.model, name) in (None, 0, 0.0, "none")]
-        return _llama_only(run) or (f"model.{read.flag(missing[0])} is {read.as_text(getattr(run.model, missing[0]))}"
-                                    if missing else None)
-
-    return reason
-
-
-def _no_adapters(run: ResolvedRun) -> str | None:
-    return None if run.lora.rank else "there are no adapters: lora.rank is 0"
-
-
 def _padding(run: ResolvedRun) -> str | None:
     packed = run.data.task == "chat" and run.data.packing
     return "data.packing fills sequences" if packed else form_of(run.data).unused.get("data.padding")
@@ -259,12 +183,7 @@ def _padding(run: ResolvedRun) -> str | None:
 
 def _preference(*losses: str) -> Reason:
     """A setting of the task preference, with these losses."""
-    def reason(run: ResolvedRun) -> str | None:
-        if run.data.task != "preference":
-            return f"the task is {run.data.task}"
-        return None if run.preference.loss in losses else f"preference.loss is {run.preference.loss}"
-
-    return reason
+    return _first(_needs("data.task", "preference"), _needs("preference.loss", *losses))
 
 
 def _nothing_is_planned(asked: Run) -> str | None:
@@ -278,62 +197,57 @@ ASKED: Mapping[str, Callable[[Run], str | None]] = {
 
 CONDITIONS: Mapping[str, Reason] = {
     "mesh.tile": _one_rank_a_stage,
-    "train.steps": _epochs,
-    "train.final_learning_rate":
-        lambda run: "train.schedule is constant" if run.train.schedule == "constant" else None,
-    "train.decay_share": _not_wsd,
-    "train.decay_shape": _not_wsd,
+    "train.steps": lambda run: None if run.train.epochs is None else _is(run, "train.epochs"),
+    "train.final_learning_rate": _unless("train.schedule", "constant"),
+    "train.decay_share": _needs("train.schedule", "wsd"),
+    "train.decay_shape": _needs("train.schedule", "wsd"),
     "train.eval_every": lambda run: _beyond_the_end(run.train.eval_every, run),
-    "train.eval_ema": lambda run: None if run.optim.ema else "optim.ema is 0",
-    "train.early_stopping":
-        lambda run: None if run.train.eval_every else "train.eval-every is 0: there is one evaluation, at the end",
-    "train.early_stopping_delta": lambda run: None if run.train.early_stopping else "train.early-stopping is 0",
+    "train.eval_ema": _needs("optim.ema"),
+    "train.early_stopping": _needs("train.eval_every"),
+    "train.early_stopping_delta": _needs("train.early_stopping"),
     "train.sample_tokens": _no_sample_text,
-    "train.prompt": _prompt,
-    "pipeline.in_flight":
-        lambda run: "gpipe keeps all microbatches in flight" if run.pipeline.policy == "gpipe" else None,
-    "pipeline.partition": _partition,
+    "train.prompt": _first(_no_sample_text, _needs("train.sample_tokens")),
+    "pipeline.in_flight": _unless("pipeline.policy", "gpipe"),
+    "pipeline.partition": _first(_needs("pipeline.boundaries", None), _unless("mesh.pipe", 1)),
     "pipeline.defer_bytes": _defer_bytes,
     "pipeline.deferred": _deferred,
     "pipeline.defer_last": _deferred,
-    "pipeline.placement": _one_stage_each,
-    "pipeline.stages_per_rank":
-        lambda run: "the pipeline has one rank" if run.mesh.pipe == 1 else None,
-    "pipeline.memory": _schedule_memory,
+    "pipeline.placement": _first(_unless("mesh.pipe", 1), _unless("pipeline.stages_per_rank", 1)),
+    "pipeline.stages_per_rank": _unless("mesh.pipe", 1),
+    "pipeline.memory": _first(_needs("pipeline.policy", "message-driven"), _unless("mesh.pipe", 1), _limits_are_set),
     "pipeline.look_ahead": _on_cpu("on a CPU an action has ended when it returns"),
     "tensor.scheme": _one_rank_a_stage,
-    "tensor.sequence_sharding": _sequence_sharding,
-    "tensor.keep_weights": _keep_weights,
-    "tensor.reduce_dtype": _wide_activations,
-    "tensor.panel_bytes": _panel_bytes,
+    "tensor.sequence_sharding": _first(_one_rank_a_stage, _unless("tensor.scheme", "summa"), _unless("mesh.col", 1)),
+    "tensor.keep_weights": _first(_one_rank_a_stage, _needs("tensor.scheme", "stationary"), _unless("mesh.row", 1)),
+    "tensor.reduce_dtype": _first(_one_rank_a_stage, _half_precision),
+    "tensor.panel_bytes": _first(_one_rank_a_stage, _unless("tensor.scheme", "summa")),
     "optim.options": lambda run: (
         None if is_object_name(run.optim.algorithm) else f"{run.optim.algorithm} takes no options"),
     "optim.betas": _only("adamw", "lion", "muon", others="betas"),
     "optim.epsilon": _only("adamw", "muon", others="epsilon"),
     "optim.momentum": _only("sgd", "muon", others="momentum"),
-    "optim.muon_scale": lambda run: None if run.optim.algorithm == "muon" else "optim.algorithm is not muon",
-    "optim.decay": lambda run: None if run.optim.weight_decay else "optim.weight-decay is 0",
-    "optim.accumulate": _wide_precision,
-    "optim.reduce_dtype": lambda run: _wide_precision(run) or _one_replica(run),
+    "optim.muon_scale": _needs("optim.algorithm", "muon"),
+    "optim.decay": _needs("optim.weight_decay"),
+    "optim.accumulate": _half_precision,
+    "optim.reduce_dtype": _first(_half_precision, _one_replica),
     "optim.chunk_buckets": _nothing_is_averaged,
-    "optim.clip_from": lambda run: None if run.optim.clip_norm else "optim.clip-norm is 0",
-    "optim.offload_share": lambda run: None if run.optim.offload == "hybrid" else "optim.offload is not hybrid",
+    "optim.clip_from": _needs("optim.clip_norm"),
+    "optim.offload_share": _needs("optim.offload", "hybrid"),
     "optim.buckets_in_flight": _not_offloaded,
     "optim.shard": _nothing_is_averaged,
-    "optim.initial_loss_scale": lambda run: None if run.precision == "fp16" else "only fp16 scales the loss",
-    "optim.loss_scale_window": lambda run: None if run.precision == "fp16" else "only fp16 scales the loss",
+    "optim.initial_loss_scale": _needs("precision", "fp16"),
+    "optim.loss_scale_window": _needs("precision", "fp16"),
     "checkpoint.every": lambda run: _beyond_the_end(run.checkpoint.every, run),
-    "checkpoint.keep": _keeps,
-    "checkpoint.keep_every": _keeps,
-    "guard.max_bad_steps": lambda run: (
-        None if run.guard.bad_step in ("skip", "rollback") else f"guard.bad-step is {run.guard.bad_step}"),
+    # a run that is resumed may find others of before
+    "checkpoint.keep": lambda run: _needs("checkpoint.every")(run) if run.resume == "none" else None,
+    "checkpoint.keep_every": lambda run: _needs("checkpoint.every")(run) if run.resume == "none" else None,
+    "guard.max_bad_steps": _needs("guard.bad_step", "skip", "rollback"),
     "guard.compare_every": _no_copies,
     "log.project": lambda run: None if run.log.tracker else "log.tracker names none",
     "log.store": lambda run: None if {"mlflow", "aim"} & {*run.log.tracker} else "log.tracker names neither mlflow nor "
                                                                                  "aim",
     "log.offline": lambda run: None if "wandb" in run.log.tracker else "log.tracker does not name wandb",
-    "comm.collectives": lambda run: _one_rank(run) or (
-        "comm.transport torch has collectives of its own" if run.comm.transport == "torch" else None),
+    "comm.collectives": _first(_one_rank, _unless("comm.transport", "torch")),
     "launch.stopped_seconds": _one_rank,
     "launch.survive_losses": _no_state_elsewhere,
     "deterministic": _on_cpu("on a CPU the same run gives the same bits"),
@@ -346,15 +260,15 @@ CONDITIONS: Mapping[str, Reason] = {
     "model.attention_kernel": _on_cpu("a CPU has no choice of kernels"),
     "model.options": lambda run: (
         None if is_object_name(run.model.family) else f"the family {run.model.family} takes no options"),
-    **{f"model.{name}": _llama() for name in (
+    **{f"model.{name}": _llama_only for name in (
         "max_positions", "kv_heads", "head_dim", "activation", "bias", "tied", "norms", "norm_offset", "qk_norm",
         "query_pre_attn_scalar", "window", "rope_base", "rope_scaling", "embedding_scale", "attention_softcap",
         "logit_softcap")},
     "model.untied": _gpt_only,
-    "model.full_every": _llama("window"),
-    **{f"model.{name}": _llama("rope_scaling") for name in (
+    "model.full_every": _first(_llama_only, _needs("model.window")),
+    **{f"model.{name}": _first(_llama_only, _needs("model.rope_scaling")) for name in (
         "rope_factor", "rope_positions", "rope_limits", "rope_magnitude")},
-    **{f"lora.{name}": _no_adapters for name in (
+    **{f"lora.{name}": _needs("lora.rank") for name in (
         "alpha", "targets", "dropout", "method", "train_head", "base_format")},
     "preference.loss": _preference("dpo", "ipo", "simpo"),
     "preference.beta": _preference("dpo", "ipo", "simpo"),
@@ -374,7 +288,7 @@ CONDITIONS: Mapping[str, Reason] = {
     "elastic.alpha": _freeze_is("none", "manual", "untrained", "module:name"),
     "elastic.every": _freeze_is("none", "manual"),
     "elastic.dry_run": _freeze_is("none"),
-    "elastic.auto_pipe": _auto_pipe,
+    "elastic.auto_pipe": _first(_nothing_freezes, _unless("mesh.pipe", 1)),
     "elastic.auto_dp": _no_auto_pipe,
     "elastic.cut": _no_auto_pipe,
     "elastic.global_batch": lambda run: "one rank has no replicas to add" if run.mesh.size == 1 else None,

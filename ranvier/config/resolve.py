@@ -110,7 +110,12 @@ def resolve(run: Run, facts: Facts | None = None) -> ResolvedRun:
     classes than the run says.
     """
     facts = facts or Facts()
-    batch = _batch(run, facts)
+    size = run.batch.microbatch_size if facts.microbatch_size is None else facts.microbatch_size
+    if size == "auto":
+        raise ConfigError("is auto, and must be a number here", code="microbatch-size-auto",
+                          where="batch.microbatch-size", value="auto",
+                          remedy="Set `--batch.microbatch-size`, or plan the run first (ranvier.planner.auto).")
+    batch = ResolvedBatch(**_fields(run.batch) | {"microbatch_size": size})
     train, model = run.train, run.model
     if train.epochs is not None and facts.num_samples is not None:
         train = replace(train, steps=-(-train.epochs * facts.num_samples // batch.global_size))
@@ -136,15 +141,6 @@ def _mesh(run: Run, facts: Facts) -> Mesh:
     asked = run.mesh
     mesh = facts.mesh or (asked.with_sizes() if isinstance(asked, MeshSettings) else asked)
     return mesh if facts.tile is None or mesh.tile is not None else mesh.with_tile(facts.tile)
-
-
-def _batch(run: Run, facts: Facts) -> ResolvedBatch:
-    size = run.batch.microbatch_size if facts.microbatch_size is None else facts.microbatch_size
-    if size == "auto":
-        raise ConfigError("is auto, and must be a number here", code="microbatch-size-auto",
-                          where="batch.microbatch-size", value="auto",
-                          remedy="Set `--batch.microbatch-size`, or plan the run first (ranvier.planner.auto).")
-    return ResolvedBatch(**_fields(run.batch) | {"microbatch_size": size})
 
 
 def _fields(section: Any) -> dict[str, Any]:

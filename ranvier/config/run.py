@@ -180,8 +180,8 @@ class TensorParallel:
     own; NCCL rounds after each addition, too. Gradients are always summed over rows and columns in fp32."""
     panel_bytes: Positive | Literal["auto"] = "auto"
     """Not with summa: activations are gathered and reduced along columns in panels of at most so many bytes, one of
-    which travels while another is multiplied. On CUDA the panel that no product hides is 4.5 % of the whole, and
-    the others grow to this size. auto: 4 MiB on CPU, 64 MiB on CUDA."""
+    which travels while another is multiplied. On CUDA there are more of them where that hides more than their products
+    lose. auto: 4 MiB on CPU, 64 MiB on CUDA."""
 
     @property
     def shards_sequence(self) -> bool:

@@ -51,8 +51,8 @@ class Kernel:
     shape: tuple[int, int, int, int] = (0, 0, 0, 0)
     """Of a product: batch, m, n, k; of attention: batch x heads, queries, keys, width of a head."""
     weight: Literal["none", "frozen", "trains"] = "none"
-    """Whether the second operand of a product is a weight, and whether that needs a gradient; of pointwise kernels,
-    whether they scale by a norm's weight that does."""
+    """Whether the second operand of a product, or all that a copy reads, is a weight, and whether that needs a
+    gradient; of pointwise kernels, whether they scale by a norm's weight that does."""
     has_bias: bool = False
     is_backward: bool = False
     """Of attention: its backward, which devices compute at another rate."""
@@ -125,10 +125,9 @@ def weight_gradients_of(kernels: Iterable[Kernel], gradient_bytes: int) -> Kerne
     """
     found: list[Kernel] = []
     for kernel in kernels:
-        if kernel.weight != "trains":
-            continue
-        if kernel.kind != "product":  # sums over all rows are a pass of their own
+        if kernel.weight == "trains" and kernel.kind == "pointwise":  # sums over all rows are a pass of their own
             found.append(Kernel(kind="pointwise", reads=(*kernel.reads[:1], *kernel.writes[:1])))
+        if kernel.kind != "product" or kernel.weight != "trains":
             continue
         batch, m, n, k = kernel.shape  # of all rows at once
         whole = gradient_bytes * n * k
@@ -190,6 +189,9 @@ def scaled(kernels: Iterable[Kernel], factor: float) -> Kernels:
     found: list[Kernel] = []
     for kernel in kernels:
         batch, m, n, k = kernel.shape
+        if kernel.kind == "copy" and kernel.weight != "none":
+            found.append(kernel)
+            continue
         has_weight = kernel.kind == "product" and kernel.weight != "none"
         reads = (*larger(kernel.reads[:1]), *kernel.reads[1:]) if has_weight else larger(kernel.reads)
         found.append(replace(kernel, flops=round(factor * kernel.flops), reads=reads, writes=larger(kernel.writes),
@@ -276,7 +278,7 @@ def _merged(group: Sequence[Kernel], outside: Collection[int]) -> Kernel:
             writes[access.storage] = _together(writes.get(access.storage), access)
     kept = tuple(access for access in writes.values() if access.storage in outside)
     kind: Kind = "copy" if all(kernel.kind == "copy" for kernel in group) else "pointwise"
-    trains = any(kernel.weight == "trains" for kernel in group)
+    trains = any(kernel.weight == "trains" and kernel.kind == "pointwise" for kernel in group)
     return Kernel(kind=kind, reads=tuple(reads.values()), writes=kept, weight="trains" if trains else "none")
 
 

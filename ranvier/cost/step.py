@@ -513,7 +513,8 @@ class _StepCost:
         return exposed_panels(
             self.step.split_layers[block], self.scheme, row=self.mesh.row, col=self.mesh.col,
             elements=self.run.batch.microbatch_size * self.step.tokens * self.run.model.hidden,
-            itemsize=self.step.bytes.parameter, sum_itemsize=self.step.bytes.summed, recomputed=recomputed)
+            itemsize=self.step.bytes.parameter, sum_itemsize=self.step.bytes.summed,
+            panel_bytes=self.run.tensor.panel_bytes, recomputed=recomputed)
 
     def _share_of_layer(self, block: str) -> float:
         """What part of a transformer layer's collectives a block has, by its products. A block without any has as many

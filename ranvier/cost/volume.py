@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from ranvier.config.run import TensorParallel
-from ranvier.layout.panels import first_panel_bytes
+from ranvier.layout.panels import exposed_bytes
 
 Scheme = Literal["summa", "stationary", "megatron", "stationary-sequence", "megatron-sequence"]
 Recompute = Literal["none", "kept", "again"]
@@ -239,7 +239,7 @@ class Exposed(NamedTuple):
 
 
 def exposed_panels(layers: Sequence[SplitLayer], scheme: Scheme, *, row: int, col: int, elements: int, itemsize: int,
-                   sum_itemsize: int, recomputed: bool) -> Exposed:
+                   sum_itemsize: int, panel_bytes: int | Literal["auto"], recomputed: bool) -> Exposed:
     """Of one microbatch in a block with these layers, on devices that compute while they transfer: the first panel of
     what a product gathers, or the last one of what it sums, and all of what embeddings exchange.
 
@@ -249,10 +249,12 @@ def exposed_panels(layers: Sequence[SplitLayer], scheme: Scheme, *, row: int, co
 
     Args:
         elements: of the activations between two layers, on all ranks together. itemsize, sum_itemsize: as for
-            `layer_volume`. recomputed: the backward repeats the forward, but for the sum that ends a layer.
+            `layer_volume`. panel_bytes: as `tensor.panel_bytes`. recomputed: the backward repeats the forward, but for
+            the sum that ends a layer.
     """
     share = (col - 1) / col
-    gathered, summed = (first_panel_bytes(elements // row * size) * share for size in (itemsize, sum_itemsize))
+    gathered, summed = (exposed_bytes(elements // row * size, panel_bytes) * share
+                        for size in (itemsize, sum_itemsize))
     # An all-reduce of activations that are whole on every column receives twice what a reduce-scatter does.
     gathered, summed = (0.0, 2 * summed) if scheme == "megatron" else (gathered, summed)
     forward = backward = again = 0.0

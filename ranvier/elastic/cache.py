@@ -18,7 +18,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -215,7 +215,7 @@ class AutoCache:
         self._agree, self._is_shared = agree or (lambda mine: mine), agree is not None
         self._gather_over_rows = gather_over_rows or (lambda mine: [mine])
         self._warn_once, self._warned = warn, set[str]()
-        self.counts = Counts()
+        self.counts, self._before = Counts(), Counts()
         self.writes = True
         """Whether computed states are written; if not, existing entries are still read."""
         self._inputs: RowFormat | None = None
@@ -234,6 +234,11 @@ class AutoCache:
         self._source: CacheFile | None = None
         """The file of the greatest smaller depth, whose entries the newly frozen blocks make those of this depth."""
         self._is_off = False
+
+    @property
+    def upgrades(self) -> bool:
+        """Whether entries of a smaller depth have become ones of these blocks."""
+        return self.counts.upgraded > self._before.upgraded
 
     @property
     def depth(self) -> int:
@@ -276,7 +281,9 @@ class AutoCache:
         """Start to read the entries of the next microbatches (each [b] int64, as `forward` will get them), in their
         order. Microbatches of an earlier call that this one does not name are dropped."""
         if self._newest is not None and self._versions == versions(self._blocks):
-            self._newest.prefetch([each.tolist() for each in samples], pinned=self._device.type == "cuda")
+            numbers = [each.tolist() for each in samples]
+            self._newest.prefetch([each for each in numbers if self._are_in_dataset(each)],
+                                  pinned=self._device.type == "cuda")
 
     def check_weights(self) -> None:
         """Compare the weights' bytes. Until then, changes that torch's version counter does not show (`.data`) go
@@ -288,17 +295,23 @@ class AutoCache:
         """Use other frozen blocks from now on. Entries of the depth before are upgraded, if its weights are the
         same."""
         self._blocks, self._versions, self.writes = list(blocks), None, True
+        self._before = replace(self.counts, seconds=dict(self.counts.seconds))
 
     def times(self, samples: Tensor) -> Times | None:
-        """Seconds per sample so far, for `cache_profile.decide`; `samples`, which were just written, are read once to
-        measure it. None until something was computed, written and can be read."""
-        if self._newest is None or not self.counts.misses or not self.counts.written:
+        """Seconds per sample for `cache_profile.decide`, with these blocks: what an entry saves, reading it and writing
+        it. `samples`, which were just written, are read once to measure it. None until something was computed, written
+        and can be read."""
+        computed, what = self.counts.misses - self._before.misses, "compute"
+        if self.upgrades:  # saves the newly frozen blocks, and reading the entry before them
+            computed, what = self.counts.upgraded - self._before.upgraded, "upgrade"
+        if self._newest is None or not computed or not self.counts.written:
             return None
         start = time.perf_counter()
         places, _ = self._newest.read(samples.tolist())
+        read = (time.perf_counter() - start) / max(len(places), 1)
+        seconds = (self.counts.seconds[what] - self._before.seconds[what]) / computed
         return None if not len(places) else Times(
-            compute=self.counts.seconds["compute"] / self.counts.misses,
-            read=(time.perf_counter() - start) / len(places),
+            compute=seconds + (read if self.upgrades else 0.0), read=read,
             write=self.counts.seconds["write"] / self.counts.written)
 
     def close(self) -> None:
@@ -363,8 +376,7 @@ class AutoCache:
 
     def _is_usable(self, numbers: Sequence[int], inputs: State) -> bool:
         """Whether this microbatch may be read and written: its inputs have the form of those of the first one."""
-        if self._is_off or not self.depth or not numbers or not all(
-                0 <= number < self._num_samples for number in numbers):
+        if self._is_off or not self.depth or not numbers or not self._are_in_dataset(numbers):
             return False
         try:
             form = RowFormat.of(inputs, "full", count=len(numbers), has_positions=self._lengths is not None)
@@ -374,6 +386,9 @@ class AutoCache:
             self._length = next(iter(named(inputs, WHERE).values())).shape[1]
         self._inputs = self._inputs or form
         return form == self._inputs or self._warn("the shapes of inputs differ between microbatches")
+
+    def _are_in_dataset(self, numbers: Sequence[int]) -> bool:
+        return all(0 <= number < self._num_samples for number in numbers)
 
     def _find(self, numbers: Sequence[int], is_usable: bool) -> list[tuple[Tensor, CacheFile, Tensor]]:
         """(places, file, rows) of the samples' entries: of this depth, and of the source where this depth has none.

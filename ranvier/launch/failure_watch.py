@@ -48,7 +48,13 @@ class FailureWatch:
 
     def check(self, neighbours: Mapping[int, Process]) -> str | None:
         """Why this rank must leave now; None to stay. neighbours: processes of other ranks on this machine."""
-        self._look_for_gone(neighbours)
+        for rank, process in neighbours.items():
+            if process.runs or self._store.check([f"{FINISHED}/{rank}"]):
+                continue
+            self._gone[rank] = self._gone.get(rank, 0) + 1
+            if self._gone[rank] == _GONE_CHECKS:  # killed: others, on other machines too, learn of it from the record
+                self._store.compare_set(FAILED, "", json.dumps(
+                    {"rank": rank, "code": 1, "reported": False, "num_lost": 1, "retryable": True}))
         if self._cause is None:
             self._cause = self._failure() or self._lost()
         if self._cause is None:
@@ -61,15 +67,6 @@ class FailureWatch:
             return None
         record = json.loads(self._store.get(FAILED))
         return None if record["rank"] == self.rank else f"rank {record['rank']} has failed"
-
-    def _look_for_gone(self, neighbours: Mapping[int, Process]) -> None:
-        for rank, process in neighbours.items():
-            if process.runs or self._store.check([f"{FINISHED}/{rank}"]):
-                continue
-            self._gone[rank] = self._gone.get(rank, 0) + 1
-            if self._gone[rank] == _GONE_CHECKS:  # killed: others, on other machines too, learn of it from the record
-                self._store.compare_set(FAILED, "", json.dumps(
-                    {"rank": rank, "code": 1, "reported": False, "num_lost": 1, "retryable": True}))
 
     def report(self, cause: str, describe: Callable[[int], str]) -> str | None:
         """What all ranks are doing, for the first rank that asks; None for the others.

@@ -139,7 +139,9 @@ def supervise(mesh: Mesh, transport: str, reason: str, command: Sequence[str], v
 
     When this returns, no rank and no descendant of one is left.
     """
-    _adopt_orphans()
+    # On Linux: make orphaned descendants children of this process, so that `descendants` still finds them.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     children = _Children(mesh.size, StoppedRankDetector(stopped_seconds), address or LOOPBACK, joins)
     lets_go = partial(_lets_go, children, mesh, variables.get(WISH))
     # Signals are handled before the first rank exists, so that no signal can leave a rank without supervisor.
@@ -295,12 +297,6 @@ def _host(address: str) -> TCPStore:
         raise LaunchError(f"nothing can listen there: {error.strerror or error}", code="join-address-not-here",
                           where="launch.join-address", value=address,
                           remedy="Give an address of this machine (ip addr lists them).") from error
-
-
-def _adopt_orphans() -> None:
-    """On Linux: make orphaned descendants children of this process, so that `descendants` still finds them."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _start(mesh: Mesh, transport: str, reason: str, command: Sequence[str], variables: Mapping[str, str],

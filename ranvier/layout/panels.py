@@ -1,47 +1,47 @@
 """The panels in which the activations of a product travel, one while another one is multiplied.
 
-Units are tokens, or what `tensor.activations` counts in. Between devices that compute while they transfer, panels grow
-from a small one, which nothing hides, or shrink towards it.
+A panel costs a start of its collective and a product with fewer full tiles, so there are only as many as hide more than
+they cost. They are equal, and their number doubles: sizes that are powers of two are cut into whole tiles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
+from typing import Literal
 
-FIRST_SHARE = 0.045
-"""Share of a tensor in the smallest panel, beside which nothing is computed."""
-SMALLEST_BYTES = 1 << 20
-"""Of a panel, gathered: what travels in about the time that the start of a collective takes, so that smaller panels
-gain nothing."""
-GROWTH = 1.25
-"""Of a panel over the one before: a product takes longer than the transfer of its panel, so a larger one can travel."""
+PANEL_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
+"""Kind of device -> bytes of the largest gathered panel of activations: what stays in a CPU's cache, or occupies a GPU
+with one product."""
+
+PANEL_COST_BYTES = 16 << 20
+"""Of a gathered tensor, what travels between GPUs of a node in the time that one more panel takes."""
+
+
+def panel_count(size: int, panel_bytes: int, *, hides: bool) -> int:
+    """How many panels a tensor of `size` bytes, gathered, travels in.
+
+    panel_bytes: of the largest one. hides: whether one panel travels while nothing is computed, and others beside
+    products, on devices that compute while they transfer.
+    """
+    count = max(1, -(-size // panel_bytes))
+    # Twice as many hide `size / 2 count` bytes more, and are `count` panels more.
+    while hides and size >= 2 * count ** 2 * PANEL_COST_BYTES:
+        count *= 2
+    return count
+
+
+def exposed_bytes(size: int, panel_bytes: int | Literal["auto"]) -> float:
+    """Of a tensor of `size` bytes, gathered, what a GPU has on the way while it computes nothing: one panel.
+
+    panel_bytes: as `tensor.panel_bytes`.
+    """
+    return size / panel_count(size, PANEL_BYTES["cuda"] if panel_bytes == "auto" else panel_bytes, hides=True)
 
 
 @lru_cache(maxsize=256)  # each product asks, and sizes are few
-def equal_panels(num_units: int, unit_bytes: int, panel_bytes: int) -> tuple[slice, ...]:
-    """Runs of units, as equal as possible, of at most `panel_bytes` each (but of one unit at least)."""
-    count = min(num_units, max(1, -(-num_units * unit_bytes // panel_bytes)))
-    return _runs([num_units * number // count for number in range(count + 1)] if count else [0])
-
-
-def first_panel_bytes(all_bytes: float) -> float:
-    """Of a tensor of so many bytes, gathered."""
-    return min(all_bytes, max(FIRST_SHARE * all_bytes, SMALLEST_BYTES))
-
-
-@lru_cache(maxsize=256)
-def growing_panels(num_units: int, unit_bytes: int, panel_bytes: int) -> tuple[slice, ...]:
-    """Runs of units of which the first, which nothing hides, is small. Each of the others is larger than the one before
-    by `GROWTH`, up to `panel_bytes`."""
-    size, edges = first_panel_bytes(num_units * unit_bytes) / max(1, unit_bytes), [0]
-    largest = max(1, panel_bytes // max(1, unit_bytes))
-    while edges[-1] < num_units:
-        edges.append(min(num_units, edges[-1] + max(1, min(round(size), largest))))
-        size *= GROWTH
-    return _runs(edges)
-
-
-def _runs(edges: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in pairwise(edges))
+def equal_runs(num_units: int, count: int) -> tuple[slice, ...]:
+    """So many runs of units, as equal as possible; fewer where there are fewer units."""
+    count = min(num_units, count)
+    return tuple(slice(start, stop) for start, stop in pairwise(num_units * number // count
+                                                                for number in range(count + 1)))

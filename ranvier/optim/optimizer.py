@@ -87,7 +87,9 @@ class FlatOptimizer:
         self._chunk_of = {bucket.number: chunk for chunk in self._chunks for bucket in self._buckets[id(chunk)]}
         self._missed: dict[str, int] = {}
         self._missed_now: set[str] = set()
-        self._groups = self._grouped()
+        # All parameters that are updated here, in their order in the buffer.
+        self._groups = sorted(((spec, self._segment(spec)) for spec in self._gradients.owned()),
+                      key=lambda item: (item[1].start, item[1].stop))
         self._here = self._with_elements_here()
         for name in state_places(gradients, self._rules, self.buckets).sizes:
             check_state_name(name, optim.algorithm)
@@ -187,17 +189,14 @@ class FlatOptimizer:
         left_alone = self._gradients.left_alone(chunk)
         self._update.factor = factor
         self._update.segments = self._segments(left_alone) if left_alone else self._trained
-        self._count_missed(chunk, left_alone)
-        yield from self.placement.update(self._buckets[id(chunk)], self._update)
-        self._gather(chunk)
-
-    def _count_missed(self, chunk: Chunk, left_alone: set[nn.Parameter]) -> None:
-        """Note which parameters of a chunk miss this update; a parameter may be in several chunks."""
+        # A parameter may be in several chunks, and misses an update once.
         for spec in chunk.specs:
             missed = spec.parameter in left_alone or not spec.parameter.requires_grad
             if missed and spec.name in self._here and spec.name not in self._missed_now:
                 self._missed_now.add(spec.name)
                 self._missed[spec.name] = self._missed.get(spec.name, 0) + 1
+        yield from self.placement.update(self._buckets[id(chunk)], self._update)
+        self._gather(chunk)
 
     def _gather(self, chunk: Chunk) -> None:
         """Start collecting the parameters of a chunk from those that update them. What is sent lies in memory that a
@@ -279,11 +278,6 @@ class FlatOptimizer:
         self._steps, self._undecided = steps, None
         self._missed, self._missed_now = dict(missed_updates), set()
         self._note_versions()
-
-    def _grouped(self) -> list[tuple[GradientSpec, Segment]]:
-        """All parameters that are updated here, in their order in the buffer."""
-        return sorted(((spec, self._segment(spec)) for spec in self._gradients.owned()),
-                      key=lambda item: (item[1].start, item[1].stop))
 
     def _with_elements_here(self) -> set[str]:
         """The parameters of which this rank updates elements: with sharded states not all that it holds."""

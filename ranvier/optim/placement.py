@@ -411,17 +411,14 @@ class OnHost(_Flat):
         depth = len(self._stagings)
         for place, bucket in enumerate(buckets):
             for ahead in buckets[place + depth - 1 if place else 0:place + depth]:
-                self._send_gradients(ahead)
+                staging = self._stagings[ahead.number % len(self._stagings)]
+                if self._out is not None:
+                    self._out.wait_stream(torch.cuda.current_stream(self._weights.device))
+                with _on(self._out):
+                    staging.gradients[:len(ahead)].copy_(self._gradients(ahead), non_blocking=True)
+                    staging.arrived = _event(self._out)
             self._update_one(bucket, update)
             yield bucket
-
-    def _send_gradients(self, bucket: Bucket) -> None:
-        staging = self._stagings[bucket.number % len(self._stagings)]
-        if self._out is not None:
-            self._out.wait_stream(torch.cuda.current_stream(self._weights.device))
-        with _on(self._out):
-            staging.gradients[:len(bucket)].copy_(self._gradients(bucket), non_blocking=True)
-            staging.arrived = _event(self._out)
 
     def _update_one(self, bucket: Bucket, update: Update) -> None:
         staging = self._stagings[bucket.number % len(self._stagings)]

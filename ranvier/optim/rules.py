@@ -182,11 +182,7 @@ def rules_of(optim: Optim, dtype: torch.dtype = torch.float32) -> Rules:
                 compute_dtype=torch.bfloat16 if is_half(dtype) else None))
         case "adafactor":
             return Rules(elementwise=AdamW(optim), tensors=Adafactor())
-    return _users_rules(optim)
-
-
-def _users_rules(optim: Optim) -> Rules:
-    """Those of an object that a run names `module:name`."""
+    # Those of an object that a run names `module:name`.
     text, elementwise = optim.algorithm, ("states", "update()")
     tensors = ("applies_to()", "state_shapes()", "update_tensors()")
     found = load_object(text, "optim.algorithm", (), optim.options)

@@ -501,7 +501,9 @@ class Updater:
         if chunk.counts and (self.gradients.scattered or chunk.group.index == 0):
             self._squared = self._squared + self.gradients.squared_norm(chunk)
             if self._by_block is not None:
-                self._count_blocks(self._by_block, chunk)
+                for spec in chunk.specs:
+                    norm = self.gradients.squared_norm(chunk, self.gradients.places[spec.parameter])
+                    self._by_block[min(spec.blocks)] += norm.cpu()
 
     def watch_blocks(self, num_blocks: int) -> None:
         """Sum up gradients by block from here on; 0 for no more."""
@@ -511,11 +513,6 @@ class Updater:
         """[blocks] fp64: what this rank knows of the squared norms of each block's gradient of the mean loss."""
         assert self._by_block is not None, "nobody watches blocks"
         return self._by_block * self._by_block_factor ** 2
-
-    def _count_blocks(self, by_block: Tensor, chunk: Chunk) -> None:
-        for spec in chunk.specs:
-            norm = self.gradients.squared_norm(chunk, self.gradients.places[spec.parameter])
-            by_block[min(spec.blocks)] += norm.cpu()
 
     def _update_chunk(self, chunk: Chunk, factor: float | Tensor) -> None:
         for _ in self._own.update(chunk, factor):

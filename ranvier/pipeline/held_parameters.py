@@ -73,28 +73,24 @@ class HeldParameters:
                              "was added after the engine was built, and would not train", "Build a new engine.")
             found.add((block, name))
             if parameter is not held:
-                self._adopt(block, name, held, parameter, replaced)
+                if parameter.shape != held.shape:
+                    raise _error("parameter-replaced-by-other-shape", block, name,
+                                 f"was replaced by one of shape {tuple(parameter.shape)}, and has {tuple(held.shape)}",
+                                 "Give a value of the same shape, or build a new engine.")
+                other, first = replaced.setdefault(held, (f"{block}.{name}", parameter))
+                if first is not parameter and not torch.equal(first.to(parameter.device), parameter):
+                    raise _error("tied-parameter-replaced", block, name,
+                                 f"is {other} under another name, and both were replaced by different values",
+                                 "Give both the same value.")
+                with torch.no_grad():
+                    held.copy_(parameter)
+                held.requires_grad_(parameter.requires_grad)
                 path, _, leaf = name.rpartition(".")
                 module.get_submodule(path)._parameters[leaf] = held
         for block, name in self._held:
             if (block, name) not in found:
                 raise _error("parameter-gone", block, name, "is gone from its block since the engine was built",
                              "Build a new engine.")
-
-    def _adopt(self, block: str, name: str, held: nn.Parameter, new: nn.Parameter,
-               replaced: dict[nn.Parameter, tuple[str, nn.Parameter]]) -> None:
-        if new.shape != held.shape:
-            raise _error("parameter-replaced-by-other-shape", block, name,
-                         f"was replaced by one of shape {tuple(new.shape)}, and has {tuple(held.shape)}",
-                         "Give a value of the same shape, or build a new engine.")
-        other, first = replaced.setdefault(held, (f"{block}.{name}", new))
-        if first is not new and not torch.equal(first.to(new.device), new):
-            raise _error("tied-parameter-replaced", block, name,
-                         f"is {other} under another name, and both were replaced by different values",
-                         "Give both the same value.")
-        with torch.no_grad():
-            held.copy_(new)
-        held.requires_grad_(new.requires_grad)
 
     def check_kept(self) -> None:
         """ModelError where a parameter has been replaced since `adopt`: during the batch, in a forward."""

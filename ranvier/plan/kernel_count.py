@@ -133,8 +133,10 @@ class KernelCount(TorchDispatchMode):
         if name in _SCATTERS:  # only what is scattered is written
             reads, written = reads[1:], sum(map(_distinct_bytes, sources[1:]))
         scales = name in _NORMS and args[2] is not None and self._trains(args[2])
+        trains = [self._weights.get(plain(leaf).untyped_storage()._cdata) for leaf in sources]
+        of_weights = kind == "copy" and bool(trains) and None not in trains
         return Kernel(kind=kind, reads=reads, writes=tuple(self._access(leaf, written) for leaf in returned),
-                      weight="trains" if scales else "none")
+                      weight="trains" if scales or (of_weights and any(trains)) else "frozen" if of_weights else "none")
 
     def _trains(self, weight: Tensor) -> bool:
         return self._weights.get(plain(weight).untyped_storage()._cdata, self._others_train)
@@ -143,7 +145,7 @@ class KernelCount(TorchDispatchMode):
         added = name in ("addmm", "addmm_", "baddbmm", "baddbmm_")
         first, second = args[1:3] if added else args[:2]
         reads = tuple(self._access(leaf) for leaf in (first, second, *_tensors(args[0] if added else args[2:])))
-        out = plain(returned[0])
+        out, is_cut = plain(returned[0]), False
         if name == "convolution":
             flops = flop_registry[torch.ops.aten.convolution](*args, out_val=returned[0])
             n = out.shape[1]
@@ -152,13 +154,15 @@ class KernelCount(TorchDispatchMode):
         else:
             *batches, m, k = plain(first).shape
             n, batch = plain(second).shape[-1], prod(batches)
+            is_cut = batch > 1 and plain(first).stride(0) == 0  # one product, whose result is cut by its features
+            n, batch = (n * batch, 1) if is_cut else (n, batch)
         weight = plain(second).untyped_storage()._cdata
         # A weight of several products at once is one that is expanded.
-        is_weight = (plain(first).dim() == 2 or name == "convolution" or weight in self._weights
+        is_weight = (plain(first).dim() == 2 or is_cut or name == "convolution" or weight in self._weights
                      or (batch > 1 and plain(second).stride(0) == 0))
         flops = 2 * batch * m * n * k
         self.flops += flops
-        self.weight_flops += flops if name in ("mm", "addmm", "addmm_") else 0
+        self.weight_flops += flops if is_cut or name in ("mm", "addmm", "addmm_") else 0
         return Kernel(kind="product", flops=flops, reads=reads, shape=(batch, m, n, k),
                       writes=tuple(self._access(leaf) for leaf in returned), has_bias=name == "addmm",
                       weight="none" if not is_weight else "trains" if self._trains(second) else "frozen")

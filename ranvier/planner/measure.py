@@ -119,8 +119,7 @@ def _core(found: Mapping[str, Any], memory: int) -> Device:
     """One core of this machine's CPU."""
     _, moved, operation = fit(found["precisions"][_FORMATS[0]]["samples"])
     rates = dict[Format, Rate]()
-    for name in _FORMATS:
-        one = found["precisions"][name]
+    for name, one in found["precisions"].items():
         flops = seconds_of_a_flop(one["samples"], moved, operation)
         reached = 1.0 / flops if flops else one["product_flops"]
         peak = max(one["product_flops"], reached)

@@ -154,21 +154,18 @@ class _Watch:
             self._beats = self._seen is not None and self._seen[0] == generation
             self._seen, self._seen_at = (generation, content), now
         if owner is not None and owner.machine and owner.machine == self._owner.machine:
-            return self._gone_here(generation, owner, now)
+            if (owner.pid, owner.started) == (self._owner.pid, self._owner.started):
+                return True  # within one process the last acquisition wins; the previous one fails when it publishes
+            state = process_state(owner.pid)
+            if state is None or state[0] in "ZX" or state[1] != owner.started:
+                return True
+            if now - self._began >= self._wait:
+                raise self._refusal(generation, owner, stopped=state[0] in "Tt")
+            return False
         if now - self._seen_at >= self._expiry:
             return True
         if self._beats and now - self._began >= self._wait:
             raise self._refusal(generation, owner)
-        return False
-
-    def _gone_here(self, generation: int, owner: Owner, now: float) -> bool:
-        if (owner.pid, owner.started) == (self._owner.pid, self._owner.started):
-            return True  # within one process the last acquisition wins; the previous one fails when it publishes
-        state = process_state(owner.pid)
-        if state is None or state[0] in "ZX" or state[1] != owner.started:
-            return True
-        if now - self._began >= self._wait:
-            raise self._refusal(generation, owner, stopped=state[0] in "Tt")
         return False
 
     def _refusal(self, generation: int, owner: Owner | None, stopped: bool = False) -> OwnershipError:

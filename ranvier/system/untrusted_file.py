@@ -63,19 +63,19 @@ def _writers(found: os.stat_result) -> str | None:
     return "may be written by everybody" if found.st_mode & stat.S_IWOTH else None
 
 
-def read_bytes(path: Path, most_bytes: int, *, links: bool = True, own: bool = False, unshared: bool = False) -> bytes:
+def read_bytes(path: Path, most_bytes: int, *, own: bool = False, unshared: bool = False) -> bytes:
     """All of a file; the arguments are those of `open_regular_file`. OSError, and ValueError if it is larger."""
-    with open_regular_file(path, links=links, own=own, unshared=unshared) as file:
+    with open_regular_file(path, own=own, unshared=unshared) as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
         raise ValueError(f"has more than {most_bytes:,} bytes")
     return content
 
 
-def read_json(path: Path, most_bytes: int, *, links: bool = True, own: bool = False, unshared: bool = False) -> object:
+def read_json(path: Path, most_bytes: int, *, own: bool = False, unshared: bool = False) -> object:
     """The JSON document in a file. As `read_bytes`, and as `parse_json`; ValueError also for half of a surrogate pair,
     which no library takes for a character."""
-    content = read_bytes(path, most_bytes, links=links, own=own, unshared=unshared)
+    content = read_bytes(path, most_bytes, own=own, unshared=unshared)
     found = parse_json(content)
     if b"\\ud" in content.lower() or b"\0" in content:  # an escape, or UTF-16
         try:

@@ -9,10 +9,10 @@ B batch, S sequence, H hidden width, T = B S tokens; r rows, c columns of the me
 parallelism (Optimus: Xu et al., 2021), `whole` that of Megatron-LM's 1D tensor parallelism (Shoeybi et al.,
 2019), `sequence` that of Megatron-LM's sequence parallelism (Korthikanti et al., 2022).
 
-A product computes on flat tokens: all T tokens of a row. Activations travel in panels, which are runs of `units`:
-tokens, or positions of every sequence where the tokens of one lie on several ranks. A gathered panel is a matrix of
-whole tokens. Partial sums are slabs [k, tokens, width / k] that follow each other in width, as a reduce-scatter takes
-them without a copy; they may be in fp32 where the residual stream is in half precision, and are rounded once.
+A product computes on flat tokens: all T tokens of a row. Activations travel in panels: runs of tokens, or where the
+tokens of a sequence lie on several ranks, of sequences, or of positions of every sequence. A gathered panel is a matrix
+of whole tokens. Partial sums are slabs [k, tokens, width / k] that follow each other in width, as a reduce-scatter
+takes them without a copy; they may be in fp32 where the residual stream is in half precision, and are rounded once.
 """
 
 from __future__ import annotations
@@ -27,10 +27,14 @@ from ranvier.comm.collectives import ChainedWork, CompletedWork
 from ranvier.comm.protocol import Group, Work
 from ranvier.config.run import TensorParallel
 from ranvier.errors import DivisibilityError
-from ranvier.layout.panels import FIRST_SHARE
+from ranvier.layout.panels import equal_runs
 
+_EVEN = 4
+"""Sequences in a panel with which one more or less matters little."""
 Buffer = Callable[[str, Sequence[int]], Tensor]
 """Uninitialised memory for a purpose, of a shape, such as from a `Workspace`."""
+Panel = tuple[slice, ...]
+"""Indexes a panel: of the flat tokens, or where columns share the sequence, of sequences and their positions here."""
 ActivationLayout = Literal["hidden", "sequence", "whole"]
 
 
@@ -52,19 +56,19 @@ class Activations(Protocol):
     def own_width(self, width: int) -> int:
         """Of `width` features, those on this rank."""
 
-    def units(self, x: Tensor) -> int:
-        """Units of x: what panels are runs of."""
+    def panels(self, x: Tensor, count: int) -> list[Panel]:
+        """About so many panels of an x that is not empty."""
 
-    def rows(self, flat: Tensor, x: Tensor, run: slice) -> Tensor:
+    def rows(self, flat: Tensor, x: Tensor, panel: Panel) -> Tensor:
         """Of `flat` [T, F], the tokens of a panel of x: a view [n, m, F] of n m tokens, in the order of `gather`."""
 
-    def gather(self, x: Tensor, run: slice, buffer: Buffer) -> tuple[Tensor, Work]:
+    def gather(self, x: Tensor, panel: Panel, buffer: Buffer) -> tuple[Tensor, Work]:
         """Start gathering a panel [.., width], of whole tokens, which is complete when the work is done."""
 
-    def partial(self, out: Tensor, run: slice, dtype: torch.dtype, buffer: Buffer) -> Tensor:
+    def partial(self, out: Tensor, panel: Panel, dtype: torch.dtype, buffer: Buffer) -> Tensor:
         """Slabs of this format for this rank's partial sums of a panel of `out`, a tensor in this layout."""
 
-    def scatter(self, slabs: Tensor, out: Tensor, run: slice, buffer: Buffer, bias: Tensor | None) -> Work:
+    def scatter(self, slabs: Tensor, out: Tensor, panel: Panel, buffer: Buffer, bias: Tensor | None) -> Work:
         """Start summing all columns' slabs; the panel of `out` becomes this rank's part of the sum, plus its bias."""
 
 
@@ -90,29 +94,29 @@ class HiddenSplit:
         """H/c."""
         return width // self.num_parts
 
-    def units(self, x: Tensor) -> int:
-        """T tokens."""
-        return x.shape[:-1].numel()
+    def panels(self, x: Tensor, count: int) -> list[Panel]:
+        """Runs of tokens."""
+        return [(run,) for run in equal_runs(x.shape[:-1].numel(), count)]
 
-    def rows(self, flat: Tensor, x: Tensor, run: slice) -> Tensor:
+    def rows(self, flat: Tensor, x: Tensor, panel: Panel) -> Tensor:
         """[1, m, F]."""
-        return flat[run].unsqueeze(0)
+        return flat[panel].unsqueeze(0)
 
-    def gather(self, x: Tensor, run: slice, buffer: Buffer) -> tuple[Tensor, Work]:
+    def gather(self, x: Tensor, panel: Panel, buffer: Buffer) -> tuple[Tensor, Work]:
         """All-gather along the width: [m, H]."""
-        panel = _flat(x)[run].contiguous()
+        part = _flat(x)[panel].contiguous()
         if self.num_parts == 1:
-            return panel, CompletedWork()
-        whole = buffer("gathered", (len(panel), self.num_parts * panel.shape[1]))
-        return whole, self._group.all_gather(whole, panel, 1)
+            return part, CompletedWork()
+        whole = buffer("gathered", (len(part), self.num_parts * part.shape[1]))
+        return whole, self._group.all_gather(whole, part, 1)
 
-    def partial(self, out: Tensor, run: slice, dtype: torch.dtype, buffer: Buffer) -> Tensor:
+    def partial(self, out: Tensor, panel: Panel, dtype: torch.dtype, buffer: Buffer) -> Tensor:
         """[c, m, H/c]."""
-        return buffer("partial", (self.num_parts, *_flat(out)[run].shape))
+        return buffer("partial", (self.num_parts, *_flat(out)[panel].shape))
 
-    def scatter(self, slabs: Tensor, out: Tensor, run: slice, buffer: Buffer, bias: Tensor | None) -> Work:
+    def scatter(self, slabs: Tensor, out: Tensor, panel: Panel, buffer: Buffer, bias: Tensor | None) -> Work:
         """Reduce-scatter of the slabs."""
-        return _rounded(_flat(out)[run], slabs.dtype, buffer, bias,
+        return _rounded(_flat(out)[panel], slabs.dtype, buffer, bias,
                         lambda total: self._group.reduce_scatter(total, slabs))
 
 
@@ -144,42 +148,38 @@ class SequenceSplit:
         """H."""
         return width
 
-    def units(self, x: Tensor) -> int:
-        """S/c positions: a panel has the same ones of every sequence's part on every column. Of many sequences, B."""
-        return x.shape[0] if self._by_sequence(x) else x.shape[1]
+    def panels(self, x: Tensor, count: int) -> list[Panel]:
+        """Runs of sequences where those are about equal. Else runs of positions: a panel has the same ones of every
+        sequence's part on every column, so products of it are of several batches."""
+        sequences, positions = x.shape[0], x.shape[1]
+        if sequences % count == 0 or sequences >= _EVEN * count:
+            return [(run, slice(None)) for run in equal_runs(sequences, count)]
+        return [(slice(None), run) for run in equal_runs(positions, count)]
 
-    def _by_sequence(self, x: Tensor) -> bool:
-        return x.shape[0] * FIRST_SHARE >= 1
-
-    def _panel(self, x: Tensor, run: slice) -> Tensor:
-        return x[run] if self._by_sequence(x) else x[:, run]
-
-    def rows(self, flat: Tensor, x: Tensor, run: slice) -> Tensor:
+    def rows(self, flat: Tensor, x: Tensor, panel: Panel) -> Tensor:
         """[B c, m, F], or [1, m, F] of whole sequences."""
-        if self._by_sequence(x):
-            per_sequence = x.shape[1] * self.num_parts
-            return flat[run.start * per_sequence:run.stop * per_sequence].unsqueeze(0)
-        if run == slice(0, x.shape[1]):
-            return flat.unsqueeze(0)
+        sequences, positions = panel
         by_part: Tensor = flat.unflatten(0, (x.shape[0], self.num_parts, x.shape[1]))
-        return by_part[:, :, run].flatten(0, 1)
+        if positions == slice(None):
+            return by_part[sequences].flatten(0, 2).unsqueeze(0)
+        return by_part[:, :, positions].flatten(0, 1)
 
-    def gather(self, x: Tensor, run: slice, buffer: Buffer) -> tuple[Tensor, Work]:
+    def gather(self, x: Tensor, panel: Panel, buffer: Buffer) -> tuple[Tensor, Work]:
         """All-gather along the sequence: [B, c m, H]."""
-        panel = self._panel(x, run).contiguous()
+        part = x[panel].contiguous()
         if self.num_parts == 1:
-            return panel, CompletedWork()
-        whole = buffer("gathered", (panel.shape[0], self.num_parts * panel.shape[1], panel.shape[2]))
-        return whole, self._group.all_gather(whole, panel, 1)
+            return part, CompletedWork()
+        whole = buffer("gathered", (part.shape[0], self.num_parts * part.shape[1], part.shape[2]))
+        return whole, self._group.all_gather(whole, part, 1)
 
-    def partial(self, out: Tensor, run: slice, dtype: torch.dtype, buffer: Buffer) -> Tensor:
+    def partial(self, out: Tensor, panel: Panel, dtype: torch.dtype, buffer: Buffer) -> Tensor:
         """[1, B c m, H]."""
-        own = self._panel(out, run)
+        own = out[panel]
         return buffer("partial", (1, self.num_parts * own.shape[:-1].numel(), out.shape[-1]))
 
-    def scatter(self, slabs: Tensor, out: Tensor, run: slice, buffer: Buffer, bias: Tensor | None) -> Work:
+    def scatter(self, slabs: Tensor, out: Tensor, panel: Panel, buffer: Buffer, bias: Tensor | None) -> Work:
         """Reduce-scatter along the sequence. Sums of a panel of several sequences are copied to their places after."""
-        own = self._panel(out, run)
+        own = out[panel]
         whole = slabs.view(own.shape[0], -1, own.shape[2])
         space = buffer("parts", (whole.numel(),)) if len(own) > 1 else None
         return _rounded(own, slabs.dtype, buffer, bias,
@@ -196,14 +196,14 @@ class Replicated(HiddenSplit):
         self._group = over_cols
         self.num_parts = 1
 
-    def partial(self, out: Tensor, run: slice, dtype: torch.dtype, buffer: Buffer) -> Tensor:
+    def partial(self, out: Tensor, panel: Panel, dtype: torch.dtype, buffer: Buffer) -> Tensor:
         """[1, m, H]: the panel of `out` itself, where the all-reduce may work in place."""
-        own = _flat(out)[run].unsqueeze(0)
+        own = _flat(out)[panel].unsqueeze(0)
         return own if dtype is out.dtype else buffer("partial", own.shape)
 
-    def scatter(self, slabs: Tensor, out: Tensor, run: slice, buffer: Buffer, bias: Tensor | None) -> Work:
+    def scatter(self, slabs: Tensor, out: Tensor, panel: Panel, buffer: Buffer, bias: Tensor | None) -> Work:
         """All-reduce of the slab."""
-        own, total = _flat(out)[run], slabs[0]
+        own, total = _flat(out)[panel], slabs[0]
         work = self._group.all_reduce(total)
         if total.dtype is out.dtype and bias is None:
             return work

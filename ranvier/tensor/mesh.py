@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
-from typing import Literal, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -26,16 +26,13 @@ from ranvier.comm.fp32_sums import Fp32Sums
 from ranvier.comm.protocol import Group
 from ranvier.config.run import TensorParallel
 from ranvier.errors import ModelError
-from ranvier.layout.panels import equal_panels, growing_panels
+from ranvier.layout.panels import PANEL_BYTES, panel_count
 from ranvier.precision import sum_dtype
-from ranvier.tensor.activations import Activations, activations_of
+from ranvier.tensor.activations import Activations, Panel, activations_of
 from ranvier.tensor.layer_order import LayerOrder
 from ranvier.tensor.under_way import GradientSums, WeightGathers, WeightUse, gather_together
 from ranvier.tensor.workspace import BUFFERS, Workspace
 
-PANEL_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
-"""Kind of device -> bytes of the largest gathered panel of activations: what stays in a CPU's cache, or occupies a GPU
-with one product."""
 BUNDLE_ELEMENTS = {"cpu": 1 << 18}
 """Kind of device -> elements of gathered weights, or of partial sums of their gradients, that travel together. On a CPU
 each collective takes up to 1 ms of processor time beside its bytes; larger weights lose more by the copies."""
@@ -68,7 +65,7 @@ class TensorMesh:
         """Ranks that share a row's sequences, and this rank's place among them."""
         usual, wanted = PANEL_BYTES.get(device, PANEL_BYTES["cpu"]), settings.panel_bytes
         self._panel_bytes = panel_bytes or (usual if wanted == "auto" else wanted)
-        self._panels_grow = device == "cuda" and panel_bytes is None
+        self._hides = device == "cuda"
         self.workspace = Workspace()
         self.order = LayerOrder(over_rows, over_cols)
         limit = BUNDLE_ELEMENTS.get(device, 0) // self.num_rows
@@ -120,26 +117,19 @@ class TensorMesh:
         """The number format of sums of activations of `dtype` over columns."""
         return sum_dtype(self.settings, dtype, self._device)
 
-    def panels(self, x: Tensor, exposed: Literal["first", "last"] | None = None, *, travels: bool = True,
-               dtype: torch.dtype | None = None) -> Sequence[slice]:
+    def panels(self, x: Tensor, *, exposed: bool = False, travels: bool = True, dtype: torch.dtype | None = None
+               ) -> Sequence[Panel]:
         """The panels in which x, in the layout of the residual stream, is gathered or reduced.
 
-        exposed: the one that travels while nothing is computed. On a GPU it is small, and its neighbours grow; a CPU's
-        panels are equal, because transfers take the time of the cores that would compute. travels: whether there are
-        other ranks to exchange x with; without them it is one panel. dtype: in which it travels, by default its own.
+        exposed: whether one of them travels while nothing is computed: on a GPU more panels make that one smaller; a
+        CPU's transfers take the time of the cores that would compute. travels: whether there are other ranks to
+        exchange x with; without them it is one panel. dtype: in which it travels, by default its own.
         """
-        num_units = self.activations.units(x)
         if not x.numel():  # a row without tokens
             return ()
-        if not travels:
-            return (slice(0, num_units),)
-        unit_bytes = self.activations.num_parts * x.numel() // num_units * (dtype or x.dtype).itemsize
-        if exposed is None or not self._panels_grow:
-            return equal_panels(num_units, unit_bytes, self._panel_bytes)
-        found = growing_panels(num_units, unit_bytes, self._panel_bytes)
-        if exposed == "last":
-            return [slice(num_units - one.stop, num_units - one.start) for one in reversed(found)]
-        return found
+        size = self.activations.num_parts * x.numel() * (dtype or x.dtype).itemsize
+        count = panel_count(size, self._panel_bytes, hides=exposed and self._hides) if travels else 1
+        return self.activations.panels(x, count)
 
     def __deepcopy__(self, memo: dict[int, object]) -> TensorMesh:
         """Itself: a copy of a layer has the same place among the same ranks."""

@@ -35,33 +35,11 @@ def check_family(family: ModelFamily, settings: Transformer, head: str) -> None:
     assert missing is None, f"{type(family).__name__} has no {missing}"
     problems = list(family.problems(settings, head))
     assert not problems, f"problems: these settings should have none, and have: {problems[0]}"
-    _check_description(family, settings)
-    model = _model(family, settings, head, torch.float64)
-    _check_layers(model, settings)
-    _check_meta(family, settings, head)
-    _check_samples(family, settings, head)
-    blocks = _build(model)
-    _check_parameters(model, blocks)
-    _check_independence(family, model, blocks, settings, head)
-    _check_flops(family, settings, head)
-
-
-def _check_description(family: ModelFamily, settings: Transformer) -> None:
     facts = family.describe(settings)
     assert isinstance(facts, ModelFacts), f"describe: returns a {type(facts).__name__}, and no ModelFacts"
     assert facts.text and "\n" not in facts.text, "describe: text must be one line"
     assert facts.tokens >= 1, f"describe: tokens must be at least 1, not {facts.tokens}"
-
-
-def _model(family: ModelFamily, settings: Transformer, head: str, dtype: torch.dtype) -> Model:
-    model = family.model(settings, head, dtype=dtype)
-    assert isinstance(model, Model), f"model: returns a {type(model).__name__}, and no ranvier.Model"
-    again = family.model(settings, head, dtype=dtype)
-    assert list(again.blocks) == list(model.blocks), "model: gives other blocks when it is called again"
-    return model
-
-
-def _check_layers(model: Model, settings: Transformer) -> None:
+    model = _model(family, settings, head, torch.float64)
     names = list(model.blocks)
     assert len(model.layers) in (0, settings.num_layers), (
         f"model: declares {len(model.layers)} layers, and the settings say {settings.num_layers}")
@@ -70,6 +48,26 @@ def _check_layers(model: Model, settings: Transformer) -> None:
     for block, first in model.alike.items():
         assert first in names and block in names and names.index(first) < names.index(block), (
             f"model: alike has {block}: {first}, which is no earlier block")
+    _check_meta(family, settings, head)
+    _check_samples(family, settings, head)
+    blocks = _build(model)
+    _check_parameters(model, blocks)
+    _check_independence(family, model, blocks, settings, head)
+    with torch.device("meta"):
+        inputs, targets = family.sample(settings, head, 1)
+    costs = block_costs(_model(family, settings, head, torch.float32), inputs, targets)
+    counted, said = 3.0 * sum(cost.flops for cost in costs), family.flops_per_sample(settings)
+    assert counted / _FLOPS_WITHIN <= said <= counted * _FLOPS_WITHIN, (
+        f"flops_per_sample: says {said:.4g}, and the operations counted are {counted:.4g}")
+    assert family.flops_per_sample(settings, recomputed=True) >= said, "flops_per_sample: recomputation adds nothing"
+
+
+def _model(family: ModelFamily, settings: Transformer, head: str, dtype: torch.dtype) -> Model:
+    model = family.model(settings, head, dtype=dtype)
+    assert isinstance(model, Model), f"model: returns a {type(model).__name__}, and no ranvier.Model"
+    again = family.model(settings, head, dtype=dtype)
+    assert list(again.blocks) == list(model.blocks), "model: gives other blocks when it is called again"
+    return model
 
 
 def _check_meta(family: ModelFamily, settings: Transformer, head: str) -> None:
@@ -161,16 +159,6 @@ def _loss(model: Model, blocks: Mapping[str, nn.Module], inputs: State, targets:
         total, weight = model.loss(state, targets)
     assert isinstance(total, Tensor) and total.ndim == 0, "loss: must return (a sum without dims, a weight)"
     return total, torch.as_tensor(weight)
-
-
-def _check_flops(family: ModelFamily, settings: Transformer, head: str) -> None:
-    with torch.device("meta"):
-        inputs, targets = family.sample(settings, head, 1)
-    costs = block_costs(_model(family, settings, head, torch.float32), inputs, targets)
-    counted, said = 3.0 * sum(cost.flops for cost in costs), family.flops_per_sample(settings)
-    assert counted / _FLOPS_WITHIN <= said <= counted * _FLOPS_WITHIN, (
-        f"flops_per_sample: says {said:.4g}, and the operations counted are {counted:.4g}")
-    assert family.flops_per_sample(settings, recomputed=True) >= said, "flops_per_sample: recomputation adds nothing"
 
 
 @contextmanager

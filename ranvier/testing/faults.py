@@ -230,21 +230,18 @@ class _Plan:
             case "allocation":
                 torch.empty(_UNAVAILABLE_BYTES, dtype=torch.uint8, device=self._device)
             case "disk":
-                _fill_disk(fault)
+                # Writes beyond the limit fail with EFBIG ("File too large"); Python ignores the signal that comes
+                # with it.
+                before, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (fault.limit_bytes, hard))
+                if fault.for_seconds is not None:
+                    _later(fault.for_seconds, resource.setrlimit, resource.RLIMIT_FSIZE, (before, hard))
 
 
 def _later(seconds: float, function: Callable[..., object], *args: object) -> None:
     timer = threading.Timer(seconds, function, args)
     timer.daemon = True
     timer.start()
-
-
-def _fill_disk(fault: Fault) -> None:
-    """Writes beyond the limit fail with EFBIG ("File too large"); Python ignores the signal that comes with it."""
-    before, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (fault.limit_bytes, hard))
-    if fault.for_seconds is not None:
-        _later(fault.for_seconds, resource.setrlimit, resource.RLIMIT_FSIZE, (before, hard))
 
 
 def flipped(message: Message, bit: int) -> Message:

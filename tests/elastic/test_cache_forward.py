@@ -164,6 +164,8 @@ def test_microbatches_with_other_numbers_than_those_of_samples_are_computed_and_
     with Cached(tmp_path) as cached:
         assert cached.right(4, NUM_SAMPLES, 5) == MISS and cached.right(4, NUM_SAMPLES, 5) == MISS
         assert cached.right(4, 5) == MISS and cached.right(4, 5) == HIT
+        cached.cache.prefetch([torch.tensor([4, NUM_SAMPLES]), torch.tensor([5])])
+        assert list(cached.cache._newest._ahead) == [(5,)]
         assert cached.right(4, NUM_SAMPLES) == MISS
         assert cached.cache.counts.written == 2
 

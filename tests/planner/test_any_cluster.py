@@ -90,7 +90,7 @@ def test_what_no_machine_has_is_named(place, value, error):
 def test_any_measured_numbers(values, crowded):
     """Clocks that stand still, and machines that hang: a cluster, or a fault by name."""
     def times(*numbers):
-        return [max(number, measure._CLOCK_SECONDS) for number in numbers]
+        return [max(number, measure.CLOCK_SECONDS) for number in numbers]
 
     seconds = times(*values[:3])
     samples = [([(1e9, 1e7)] * 10, seconds[0]), ([(1e8, 1e8)] * 20, seconds[1]), ([(0.0, 1e6)] * 90, seconds[2])]

@@ -63,6 +63,20 @@ def test_trends(papers):
     assert eight[best] < eight[32] < eight[64]
 
 
+def test_a_rank_computes_less_for_what_it_sends_with_more_stages(papers):
+    """Theorem 5.3: computing over bytes sent falls as 1 / G_inter."""
+    assert list(papers.theorem().values()) == pytest.approx([1.0] * 4, abs=0.02)
+
+
+@pytest.mark.slow
+def test_strong_scaling(papers):
+    """Figure 11: AxoNN is the fastest on every number of devices; eight times as many take an eighth of the days."""
+    found = papers.figure_eleven()
+    assert list(found) == [48, 96, 192, 384] and all(min(days, key=days.get) == "AxoNN" for days in found.values())
+    for name, days in found[48].items():
+        assert days / found[384][name] == pytest.approx(8.0, rel=0.03)
+
+
 def test_optimus_tables(papers):
     """Forward and backward together; alone, Megatron's forward is predicted up to 54 % too long in strong scaling."""
     rows = list(papers.optimus_rows())

@@ -69,15 +69,15 @@ def column_weight(mesh, product, weight):
 
 @pytest.mark.parametrize(("rows", "cols", "scheme", "kind", "dtype", "panels"), covering([
     (*kind, dtype) for dtype in TOLERANCE for kind in KINDS
-    if dtype is torch.float64 or kind[:2] in [(1, 2), (2, 2), (2, 3)]], ["one panel", "panels", "growing"]))
+    if dtype is torch.float64 or kind[:2] in [(1, 2), (2, 2), (2, 3)]], ["one panel", "panels", "hiding"]))
 def test_products_are_plain_ones(monkeypatch, rows, cols, scheme, kind, dtype, panels):
     """Gradients together, one at a time, from what has been gathered, and added to a gradient that is there."""
-    monkeypatch.setattr("ranvier.layout.panels.SMALLEST_BYTES", 64)
+    monkeypatch.setattr("ranvier.layout.panels.PANEL_COST_BYTES", 200)
     whole = [tensor.to(dtype) for tensor in operands(rows, kind)]
     expected_y, expected_dx, expected_dw = expected_of(*(tensor.double() for tensor in whole), kind != "vocabulary")
 
     def work(mesh):
-        mesh._panels_grow = panels == "growing"
+        mesh._hides = panels == "hiding"
         product, x, weight, bias, dy, enter, leave, of_weight = split(mesh, scheme, kind, *whole)
         right = leave(mesh, expected_y), enter(mesh, expected_dx), of_weight(expected_dw)
         gather, shape = partial(column_weight, mesh, product, weight), weight.shape

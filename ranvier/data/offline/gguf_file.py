@@ -279,7 +279,9 @@ def _values(file: _File, names: Mapping[str, str], config: Mapping[str, Any], sh
             if len(value) % (2 * heads):
                 raise file.wrong("gguf-rotary-rows", f"has a tensor {name} whose rows are not pairs of {heads} heads",
                                  len(value))
-            value = _in_halves(value, heads)
+            # Rows of queries or keys as transformers rotates them, the first half of a head with its second; in
+            # GGUF's order each row is beside the one with which it is rotated.
+            value = value.view(heads, -1, 2, *value.shape[1:]).transpose(1, 2).flatten(0, 2)
         if file.architecture in _GEMMA and "norm" in name:
             value -= 1
         yield names[name], value
@@ -302,9 +304,3 @@ def _dequantised(file: _File, name: str) -> Tensor:
                          f"has a tensor {name} in a quantisation that the package `gguf` cannot undo", kind,
                          "Take the model in another one, such as Q8_0 or F16.") from error
     return value.bfloat16() if kind == "BF16" else value
-
-
-def _in_halves(value: Tensor, heads: int) -> Tensor:
-    """Rows of queries or keys as transformers rotates them, the first half of a head with its second; in GGUF's order
-    each row is beside the one with which it is rotated."""
-    return value.view(heads, -1, 2, *value.shape[1:]).transpose(1, 2).flatten(0, 2)

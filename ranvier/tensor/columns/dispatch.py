@@ -17,9 +17,9 @@ of a parameter outside its layer, and is refused: nobody would sum its gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,7 +66,8 @@ def dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
             if layout is None or layout.dim is None:
                 layout = one.columns
         elif one.requires_grad or (type(one) is not Tensor and isinstance(one, torch.nn.Parameter)):
-            _refuse_parameter(func, operands)
+            refuse_call(func, operands, "with a parameter outside of its layer, or with a tensor computed from one,",
+                        "Call the layer, or give a module of your own the methods of ranvier.tensor.layers.Splittable.")
     if func in OF_LOCAL:
         return func(args[0].local, *args[1:], **kwargs)
     if layout is None or kwargs.get("out") is not None or getattr(func, "__name__", "") == "__set__":
@@ -80,11 +81,6 @@ def dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
         own, named = locals_of(args, kwargs)
         return mark_all(func(*own, **named), layout, args[0] if func in IN_PLACE else None)
     return rule(func, args, kwargs)
-
-
-def _refuse_parameter(func: Func, operands: Sequence[Tensor]) -> NoReturn:
-    refuse_call(func, operands, "with a parameter outside of its layer, or with a tensor computed from one,",
-                "Call the layer, or give a module of your own the methods of ranvier.tensor.layers.Splittable.")
 
 
 def _replicated(func: Func, args: Args, kwargs: Kwargs, layout: ColumnLayout) -> Any:

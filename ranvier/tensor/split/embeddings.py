@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from ranvier.layout import part
 from ranvier.precision import wide
+from ranvier.tensor.activations import Panel
 from ranvier.tensor.autograd import Function
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.own_part import SplitLayer
@@ -194,8 +195,8 @@ class _SumEmbedding(Function):
         out = table.new_empty(*mesh.activations.own_dims(ids.shape), table.shape[1])
         rows = _rows_of(table, ids.flatten(), places[0])
 
-        def fill(run: slice, slabs: Tensor) -> None:
-            slabs.copy_(mesh.activations.rows(rows, out, run).flatten(0, 1))
+        def fill(panel: Panel, slabs: Tensor) -> None:
+            slabs.copy_(mesh.activations.rows(rows, out, panel).flatten(0, 1))
 
         return scatter(mesh, out, fill).wait()
 
@@ -204,7 +205,7 @@ class _SumEmbedding(Function):
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None, None]:
         ids, = ctx.saved_tensors
         activations, dx = ctx.mesh.activations, dx.contiguous()
-        parts, work = activations.gather(dx, slice(0, activations.units(dx)), lambda _, shape: dx.new_empty(shape))
+        parts, work = activations.gather(dx, (slice(None),), lambda _, shape: dx.new_empty(shape))
         work.wait()
         whole = parts.flatten(0, -2)
         return _table_gradient(whole, ids.flatten(), *ctx.places).to(dx.dtype), None, None, None

@@ -13,15 +13,13 @@ from torch import Tensor
 def multiply(out: Tensor, a: Tensor, b: Tensor, *, adds: bool = False, bias: Tensor | None = None) -> None:
     """out = a b (+ bias), or out += a b; out [m, n] in the format of a [m, k] and b [k, n], or (without bias) in
     fp32."""
+    a, b = _operands(out, a, b)
     if out.dtype is not a.dtype:
-        if a.device.type != "cpu":
-            if adds:
-                torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, out=out)
-            else:
-                torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
-            return
-        a, b = a.to(out.dtype), b.to(out.dtype)  # a CPU's library multiplies equal formats only
-    if adds:
+        if adds:
+            torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, out=out)
+        else:
+            torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
+    elif adds:
         out.addmm_(a, b)
     elif bias is not None:
         torch.addmm(bias, a, b, out=out)
@@ -35,15 +33,32 @@ def multiply_rows(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None)
     if out.shape[0] == a.shape[0] == 1:
         multiply(out[0], a[0], b, bias=bias)
         return
+    a, b = _operands(out, a, b)
     batches = max(len(out), len(a))
     a, out = (one if len(one) == batches else one.view(batches, -1, one.shape[-1]) for one in (a, out))
+    _multiply_batches(out, a, b.expand(batches, *b.shape), bias)
+
+
+def multiply_slabs(slabs: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None) -> None:
+    """slabs [k, m, F / k] = a b of a matrix b [K, F], whose result is cut by its features, in one call; a [1, m, K].
+    One slab is as `out` of `multiply_rows`, and may have a bias."""
+    if len(slabs) == 1:
+        multiply_rows(slabs, a, b, bias)
+        return
+    assert bias is None
+    a, b = _operands(slabs, a, b)
+    _multiply_batches(slabs, a.expand(len(slabs), -1, -1), b.unflatten(1, (len(slabs), -1)).movedim(1, 0), None)
+
+
+def _operands(out: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """In the format of `out` on a CPU, whose library multiplies equal formats only."""
+    return (a.to(out.dtype), b.to(out.dtype)) if a.device.type == "cpu" else (a, b)
+
+
+def _multiply_batches(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
     if out.dtype is not a.dtype:
-        if a.device.type != "cpu":
-            torch.ops.aten.bmm.dtype_out(a, b.expand(batches, *b.shape), out.dtype, out=out)
-            return
-        a, b = a.to(out.dtype), b.to(out.dtype)
-    many = b.expand(batches, *b.shape)
-    if bias is not None:
-        torch.baddbmm(bias, a, many, out=out)
+        torch.ops.aten.bmm.dtype_out(a, b, out.dtype, out=out)
+    elif bias is not None:
+        torch.baddbmm(bias, a, b, out=out)
     else:
-        torch.bmm(a, many, out=out)
+        torch.bmm(a, b, out=out)

@@ -16,6 +16,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ranvier.tensor.activations import Panel
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split import stationary, summa
 from ranvier.tensor.split.stationary import Gathered
@@ -106,7 +107,7 @@ class OutputStationary(Product):
         dw = stationary.output_weight_gradient(self._mesh, _flat(dy), x, panels, shape, into, summed=summed)
         return dx.wait(), dw
 
-    def _panels(self, x: Tensor, gathered: Gathered | None, *, exposed: bool = True) -> Iterable[tuple[slice, Tensor]]:
+    def _panels(self, x: Tensor, gathered: Gathered | None, *, exposed: bool = True) -> Iterable[tuple[Panel, Tensor]]:
         return (stationary.Stream(self._mesh, x, exposed=exposed) if gathered is None
                 else stationary.arrived(self._mesh, x, gathered))
 

@@ -28,15 +28,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ranvier.comm.protocol import Work
 from ranvier.precision import wide
+from ranvier.tensor.activations import Panel
 from ranvier.tensor.mesh import TensorMesh
-from ranvier.tensor.split.local_products import multiply, multiply_rows
+from ranvier.tensor.split.local_products import multiply, multiply_rows, multiply_slabs
 from ranvier.tensor.under_way import Arriving
 
 Gathered = Sequence[Arriving]
@@ -48,25 +48,25 @@ Gathered = Sequence[Arriving]
 def gather_whole(mesh: TensorMesh, x: Tensor) -> Gathered:
     """Start gathering all panels of `x`."""
     found = []
-    for run in _gathered_panels(mesh, x, "first"):
-        parts, work = mesh.activations.gather(x, run, lambda _, shape: x.new_empty(shape))
+    for panel in _gathered_panels(mesh, x):
+        parts, work = mesh.activations.gather(x, panel, lambda _, shape: x.new_empty(shape))
         found.append(Arriving(parts, work))
     return found
 
 
-def arrived(mesh: TensorMesh, x: Tensor, gathered: Gathered) -> Iterator[tuple[slice, Tensor]]:
-    """(run of units, tokens) of each panel of `gathered`, that of an x of this shape, when it has arrived."""
-    for run, panel in zip(_gathered_panels(mesh, x, "first"), gathered, strict=True):
-        yield run, panel.wait().flatten(0, -2)
+def arrived(mesh: TensorMesh, x: Tensor, gathered: Gathered) -> Iterator[tuple[Panel, Tensor]]:
+    """(panel, tokens) of each panel of `gathered`, that of an x of this shape, when it has arrived."""
+    for panel, tokens in zip(_gathered_panels(mesh, x), gathered, strict=True):
+        yield panel, tokens.wait().flatten(0, -2)
 
 
-def _gathered_panels(mesh: TensorMesh, x: Tensor, exposed: Literal["first"] | None) -> Sequence[slice]:
+def _gathered_panels(mesh: TensorMesh, x: Tensor, *, exposed: bool = True) -> Sequence[Panel]:
     """Of an x that is gathered; one where nothing travels."""
-    return mesh.panels(x, exposed, travels=mesh.activations.num_parts > 1)
+    return mesh.panels(x, exposed=exposed, travels=mesh.activations.num_parts > 1)
 
 
 class Stream:
-    """Iterates over (run of units, tokens [m, width]) of each panel of x, while the next one travels; the first starts
+    """Iterates over (panel, tokens [m, width]) of each panel of x, while the next one travels; the first starts
     at once.
 
     exposed: False where products are computed before the first panel is wanted.
@@ -74,44 +74,44 @@ class Stream:
 
     def __init__(self, mesh: TensorMesh, x: Tensor, *, exposed: bool = True) -> None:
         self._mesh, self._x = mesh, x
-        self._runs = _gathered_panels(mesh, x, "first" if exposed else None)
-        self._coming = self._start(0) if self._runs else None
+        self._panels = _gathered_panels(mesh, x, exposed=exposed)
+        self._coming = self._start(0) if self._panels else None
 
     def _start(self, number: int) -> tuple[Tensor, Work]:
         # Two buffers: one is multiplied while the next panel arrives in the other.
-        return self._mesh.activations.gather(self._x, self._runs[number],
+        return self._mesh.activations.gather(self._x, self._panels[number],
                                              partial(_panel_buffer, self._mesh, number % 2, self._x))
 
-    def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
-        for number, run in enumerate(self._runs):
+    def __iter__(self) -> Iterator[tuple[Panel, Tensor]]:
+        for number, panel in enumerate(self._panels):
             assert self._coming is not None
             parts, work = self._coming
-            if number + 1 < len(self._runs):
+            if number + 1 < len(self._panels):
                 self._coming = self._start(number + 1)
             work.wait()
-            yield run, parts.flatten(0, -2)
+            yield panel, parts.flatten(0, -2)
 
 
-def scatter(mesh: TensorMesh, out: Tensor, fill: Callable[[slice, Tensor], None], *, exposed: bool = True,
+def scatter(mesh: TensorMesh, out: Tensor, fill: Callable[[Panel, Tensor], None], *, exposed: bool = True,
             bias: Tensor | None = None) -> Arriving:
     """Reduce-scatter partial sums over columns into `out`; the sum of one panel travels while the next is computed.
 
-    fill: (run of units, slabs) -> None writes this rank's partial sums into the slabs, or on one column the result.
+    fill: (panel, slabs) -> None writes this rank's partial sums into the slabs, or on one column the result.
     exposed: False where products are computed before `out` is wanted. bias: added to the sums, on several columns.
     """
     activations, under_way = mesh.activations, deque[Work]()
     if mesh.num_cols == 1:
-        for run in mesh.panels(out, travels=False):
-            fill(run, out.flatten(0, -2).unsqueeze(0))
+        for panel in mesh.panels(out, travels=False):
+            fill(panel, out.flatten(0, -2).unsqueeze(0))
         return Arriving(out)
     like = out.new_empty((), dtype=mesh.sum_dtype(out.dtype))
-    for number, run in enumerate(mesh.panels(out, "last" if exposed else None, dtype=like.dtype)):
+    for number, panel in enumerate(mesh.panels(out, exposed=exposed, dtype=like.dtype)):
         if len(under_way) == 2:
             under_way.popleft().wait()
         buffer = partial(_panel_buffer, mesh, number % 2, like)
-        slabs = activations.partial(out, run, like.dtype, buffer)
-        fill(run, slabs)
-        under_way.append(activations.scatter(slabs, out, run, buffer, bias))
+        slabs = activations.partial(out, panel, like.dtype, buffer)
+        fill(panel, slabs)
+        under_way.append(activations.scatter(slabs, out, panel, buffer, bias))
     return Arriving(out, *under_way)
 
 
@@ -125,7 +125,7 @@ def _scatter_weight(mesh: TensorMesh, slabs: Tensor, out: Tensor) -> Arriving:
     return Arriving(slabs[0]) if mesh.num_rows == 1 else mesh.sums.start(slabs, out)
 
 
-def _after(arriving: Arriving | None, panels: Iterable[tuple[slice, Tensor]]) -> Iterator[tuple[slice, Tensor]]:
+def _after(arriving: Arriving | None, panels: Iterable[tuple[Panel, Tensor]]) -> Iterator[tuple[Panel, Tensor]]:
     """`panels`, of which the first (or the end, where there is none) comes after something else has arrived."""
     for panel in panels:
         if arriving is not None:
@@ -151,9 +151,9 @@ def output_forward(mesh: TensorMesh, x: Tensor, weight: Arriving, bias: Tensor |
     gathered: x, on its way already.
     """
     matrix = None
-    for run, panel in _after(weight, Stream(mesh, x) if gathered is None else arrived(mesh, x, gathered)):
+    for panel, tokens in _after(weight, Stream(mesh, x) if gathered is None else arrived(mesh, x, gathered)):
         matrix = column_matrix(weight.tensor) if matrix is None else matrix  # here now
-        multiply_rows(mesh.activations.rows(y, x, run), panel.unsqueeze(0), matrix, bias)
+        multiply_rows(mesh.activations.rows(y, x, panel), tokens.unsqueeze(0), matrix, bias)
     return y
 
 
@@ -165,26 +165,24 @@ def output_input_gradient(mesh: TensorMesh, dy: Tensor, weight: Arriving, like: 
     """
     matrix = column_matrix(weight.wait())
 
-    def fill(run: slice, dx_slabs: Tensor) -> None:
-        rows = mesh.activations.rows(dy, like, run)
-        for slab, features in zip(dx_slabs, matrix.split(dx_slabs.shape[-1]), strict=True):
-            multiply_rows(slab.unsqueeze(0), rows, features.t())
+    def fill(panel: Panel, dx_slabs: Tensor) -> None:
+        multiply_slabs(dx_slabs, mesh.activations.rows(dy, like, panel), matrix.t())
 
     return scatter(mesh, dy.new_empty(like.shape), fill, exposed=exposed)
 
 
-def output_weight_gradient(mesh: TensorMesh, dy: Tensor, like: Tensor, panels: Iterable[tuple[slice, Tensor]],
+def output_weight_gradient(mesh: TensorMesh, dy: Tensor, like: Tensor, panels: Iterable[tuple[Panel, Tensor]],
                            shape: torch.Size, into: Tensor | None = None, *, summed: bool = True) -> Arriving | None:
     """dW in the shape and order of the weight as it travels, on its way into the workspace; or None, and it has been
     added to `into`: on one row only. panels: of x, whose shape `like` has. summed: False for this row's part of the
     sum, [rows, *shape]."""
     partial_sums, total, begin = _gradient_buffers(mesh, shape, dy, into)
-    for run, panel in panels:
-        rows = mesh.activations.rows(dy, like, run).flatten(0, 1)
+    for panel, tokens in panels:
+        rows = mesh.activations.rows(dy, like, panel).flatten(0, 1)
         if mesh.num_rows == 1:
-            multiply(partial_sums[0], rows.t(), panel, adds=not begin)
+            multiply(partial_sums[0], rows.t(), tokens, adds=not begin)
         else:
-            multiply(partial_sums.flatten(0, 1), panel.t(), rows, adds=not begin)
+            multiply(partial_sums.flatten(0, 1), tokens.t(), rows, adds=not begin)
         begin = False
     if begin:  # no tokens
         partial_sums.zero_()
@@ -215,10 +213,8 @@ def input_forward(mesh: TensorMesh, x: Tensor, weight: Arriving, bias: Tensor | 
     stream."""
     whole = weight.wait().flatten(0, 1)  # [out, in_j]
 
-    def fill(run: slice, y_slabs: Tensor) -> None:
-        rows = mesh.activations.rows(x, out, run)
-        for y_slab, features in zip(y_slabs, torch.split(whole, y_slabs.shape[-1]), strict=True):
-            multiply_rows(y_slab.unsqueeze(0), rows, features.t(), bias if mesh.num_cols == 1 else None)
+    def fill(panel: Panel, y_slabs: Tensor) -> None:
+        multiply_slabs(y_slabs, mesh.activations.rows(x, out, panel), whole.t(), bias if mesh.num_cols == 1 else None)
 
     return scatter(mesh, out, fill, bias=bias).wait()
 
@@ -234,13 +230,13 @@ def input_gradients(mesh: TensorMesh, dy: Tensor, x: Tensor, weight: Arriving | 
     whole = None
     dx = None if weight is None else x if reuse else dy.new_empty(x.shape)
     dw, out, begin = (None, None, True) if shape is None else _gradient_buffers(mesh, shape, dy, into)
-    for run, dy_panel in _after(weight, Stream(mesh, dy) if gathered is None else arrived(mesh, dy, gathered)):
+    for panel, tokens in _after(weight, Stream(mesh, dy) if gathered is None else arrived(mesh, dy, gathered)):
         # dW first: with `reuse` dx overwrites x.
         if dw is not None:
-            multiply(dw.flatten(0, 1), dy_panel.t(), mesh.activations.rows(x, dy, run).flatten(0, 1), adds=not begin)
+            multiply(dw.flatten(0, 1), tokens.t(), mesh.activations.rows(x, dy, panel).flatten(0, 1), adds=not begin)
         if dx is not None and weight is not None:
             whole = weight.tensor.flatten(0, 1) if whole is None else whole  # [out, in_j]; here now
-            multiply_rows(mesh.activations.rows(dx, dy, run), dy_panel.unsqueeze(0), whole)
+            multiply_rows(mesh.activations.rows(dx, dy, panel), tokens.unsqueeze(0), whole)
         begin = False
     if dw is not None and begin:  # no tokens
         dw.zero_()
