@@ -113,13 +113,6 @@ class Meter:
         self._latest: deque[StepWindow] = deque(maxlen=KEPT_STEPS)
         self.resume()
 
-    def move(self, timeline: Timeline, ranks: Group) -> None:
-        """Continue with another engine, on other ranks; what was kept of the mesh before is dropped."""
-        self._timeline, self._ranks, self._first = timeline, ranks, None
-        self._latest.clear()
-        self.busy, self.busy_steps = {}, -1
-        self.resume()
-
     def resume(self) -> None:
         """The next step starts now; spans since the last one belong to no step."""
         for window in self._timeline.begin_step():
