@@ -18,7 +18,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -215,7 +215,7 @@ class AutoCache:
         self._agree, self._is_shared = agree or (lambda mine: mine), agree is not None
         self._gather_over_rows = gather_over_rows or (lambda mine: [mine])
         self._warn_once, self._warned = warn, set[str]()
-        self.counts = Counts()
+        self.counts, self._before = Counts(), Counts()
         self.writes = True
         """Whether computed states are written; if not, existing entries are still read."""
         self._inputs: RowFormat | None = None
@@ -234,6 +234,11 @@ class AutoCache:
         self._source: CacheFile | None = None
         """The file of the greatest smaller depth, whose entries the newly frozen blocks make those of this depth."""
         self._is_off = False
+
+    @property
+    def upgrades(self) -> bool:
+        """Whether entries of a smaller depth have become ones of these blocks."""
+        return self.counts.upgraded > self._before.upgraded
 
     @property
     def depth(self) -> int:
@@ -263,7 +268,7 @@ class AutoCache:
         try:
             state = self._assemble(len(numbers), found, inputs, compute, new)
         except NotCacheable as reason:
-            is_usable, state = self._refuse(reason), self._run("compute", compute, 0, inputs, None)
+            is_usable, state = self._warn(reason), self._run("compute", compute, 0, inputs, None)
         # Blocks that have changed their own buffers have made outputs of neither the old ones nor the new ones.
         if is_usable and self.writes and self._versions == versions(self._blocks):
             start = time.perf_counter()
@@ -290,17 +295,23 @@ class AutoCache:
         """Use other frozen blocks from now on. Entries of the depth before are upgraded, if its weights are the
         same."""
         self._blocks, self._versions, self.writes = list(blocks), None, True
+        self._before = replace(self.counts, seconds=dict(self.counts.seconds))
 
     def times(self, samples: Tensor) -> Times | None:
-        """Seconds per sample so far, for `cache_profile.decide`; `samples`, which were just written, are read once to
-        measure it. None until something was computed, written and can be read."""
-        if self._newest is None or not self.counts.misses or not self.counts.written:
+        """Seconds per sample for `cache_profile.decide`, with these blocks: what an entry saves, reading it and writing
+        it. `samples`, which were just written, are read once to measure it. None until something was computed, written
+        and can be read."""
+        computed, what = self.counts.misses - self._before.misses, "compute"
+        if self.upgrades:  # saves the newly frozen blocks, and reading the entry before them
+            computed, what = self.counts.upgraded - self._before.upgraded, "upgrade"
+        if self._newest is None or not computed or not self.counts.written:
             return None
         start = time.perf_counter()
         places, _ = self._newest.read(samples.tolist())
+        read = (time.perf_counter() - start) / max(len(places), 1)
+        seconds = (self.counts.seconds[what] - self._before.seconds[what]) / computed
         return None if not len(places) else Times(
-            compute=self.counts.seconds["compute"] / self.counts.misses,
-            read=(time.perf_counter() - start) / len(places),
+            compute=seconds + (read if self.upgrades else 0.0), read=read,
             write=self.counts.seconds["write"] / self.counts.written)
 
     def close(self) -> None:
@@ -347,13 +358,9 @@ class AutoCache:
         except FileNotFoundError:
             return None
         except OSError as error:
-            self._stop(error)
+            self._is_off = True
+            self._warn(f"its files cannot be used ({error})")
             return None
-
-    def _stop(self, error: OSError) -> None:
-        """Use no files any more: the disk does not take them."""
-        self._is_off = True
-        self._warn(f"its files cannot be used ({error})")
 
     @property
     def _part_digest(self) -> str:
@@ -374,11 +381,11 @@ class AutoCache:
         try:
             form = RowFormat.of(inputs, "full", count=len(numbers), has_positions=self._lengths is not None)
         except NotCacheable as reason:
-            return self._refuse(reason)
+            return self._warn(reason)
         if self._lengths is not None:
             self._length = next(iter(named(inputs, WHERE).values())).shape[1]
         self._inputs = self._inputs or form
-        return form == self._inputs or self._refuse("the shapes of inputs differ between microbatches")
+        return form == self._inputs or self._warn("the shapes of inputs differ between microbatches")
 
     def _are_in_dataset(self, numbers: Sequence[int]) -> bool:
         return all(0 <= number < self._num_samples for number in numbers)
@@ -455,7 +462,7 @@ class AutoCache:
                 raise NotCacheable("samples have different lengths, and the state has other positions than the inputs")
         except NotCacheable as reason:
             self._is_off = True  # the state has no rows, and will have none in any other microbatch
-            self._warn(str(reason))
+            self._warn(reason)
             return
         if self._newest is None:
             self._rows = rows
@@ -487,11 +494,10 @@ class AutoCache:
 
     # ------------------------------------------------------------------ warnings
 
-    def _refuse(self, reason: object) -> bool:
-        self._warn(str(reason))
-        return False
-
-    def _warn(self, reason: str) -> None:
+    def _warn(self, reason: object) -> bool:
+        """False."""
+        reason = str(reason)
         if reason not in self._warned:
             self._warned.add(reason)
             self._warn_once(f"the cache of frozen layers' outputs does not keep everything: {reason}")
+        return False

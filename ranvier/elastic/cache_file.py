@@ -53,7 +53,7 @@ CHECKSUM_BYTES = 4
 _DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16,
            torch.int8, torch.uint8, torch.bool}
 _PREFIX = "ranvier-cache-"
-_ABANDONED_AFTER_SECONDS = 3600.0
+_ABANDONED_AFTER_SECONDS = 60.0
 _AHEAD_BYTES = 1 << 28
 
 
@@ -157,7 +157,7 @@ class RunFolder:
     """The folder of a run's cache, which the last of its ranks removes.
 
     parent: None for the system's temporary folder. token: what only the ranks of this start of the run know. Folders
-    beside it that no process has used for an hour, those of killed runs, are removed.
+    beside it that no process holds, those of killed runs and starts, are removed a minute after their last file came.
     """
 
     def __init__(self, parent: Path | None, token: str) -> None:

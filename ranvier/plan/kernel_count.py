@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -132,14 +132,11 @@ class KernelCount(TorchDispatchMode):
         written = None
         if name in _SCATTERS:  # only what is scattered is written
             reads, written = reads[1:], sum(map(_distinct_bytes, sources[1:]))
-        copied = [self._weights.get(plain(leaf).untyped_storage()._cdata) for leaf in sources if kind == "copy"]
-        weight: Literal["none", "frozen", "trains"] = "none"
-        if copied and None not in copied:
-            weight = "trains" if any(copied) else "frozen"
-        elif name in _NORMS and args[2] is not None and self._trains(args[2]):
-            weight = "trains"
+        scales = name in _NORMS and args[2] is not None and self._trains(args[2])
+        trains = [self._weights.get(plain(leaf).untyped_storage()._cdata) for leaf in sources]
+        of_weights = kind == "copy" and bool(trains) and None not in trains
         return Kernel(kind=kind, reads=reads, writes=tuple(self._access(leaf, written) for leaf in returned),
-                      weight=weight)
+                      weight="trains" if scales or (of_weights and any(trains)) else "frozen" if of_weights else "none")
 
     def _trains(self, weight: Tensor) -> bool:
         return self._weights.get(plain(weight).untyped_storage()._cdata, self._others_train)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,9 +18,9 @@ from ranvier.block import State
 from ranvier.config.resolve import ResolvedRun
 from ranvier.data.loader import Loader
 from ranvier.data.task import Prepared
-from ranvier.elastic.cache import AutoCache, Compute
+from ranvier.elastic.cache import AutoCache, Compute, Counts
 from ranvier.elastic.cache_file import RunFolder
-from ranvier.elastic.cache_profile import Times, decide
+from ranvier.elastic.cache_profile import decide
 from ranvier.elastic.rules import ElasticRules
 from ranvier.errors import ConfigError
 from ranvier.train.events import Event, NoteEvent
@@ -62,6 +61,7 @@ class Caching:
         self._part = ""  # of each output, that its entries have
         self._now: RankRuntime | None = None
         self._reads = self._seen = 0
+        self._before = Counts()  # at the last `enter`
         self.is_on = run.elastic.cache
         """Whether outputs of frozen layers may be cached."""
         self._is_checked = False  # whether the frozen blocks have shown that their outputs can be cached
@@ -115,7 +115,6 @@ class Caching:
         else:
             self._cache.set_blocks(blocks)
         self._reads, self._seen, self._is_checked = reads // runtime.run.mesh.num_replicas, 0, False
-        self._before = replace(self._cache.counts, seconds=dict(self._cache.counts.seconds))
         engine.use_cache(self._forward, len(blocks))
         return True
 
@@ -182,7 +181,7 @@ class Caching:
     def _judge(self, samples: Tensor) -> None:
         """Whether reading is faster than computing. Where it is not, layers are computed from now on; where there are
         outputs of fewer layers, only the others are, and their outputs are not kept."""
-        times = self._times(samples)
+        times = self._open_cache.times(samples)
         # None: all were hits, which others have written; or nothing could be written
         if not self._agree(times is not None) or times is None:
             return
@@ -191,7 +190,7 @@ class Caching:
         if self._agree(decision.pays):
             return
         cache = self._open_cache
-        if cache.counts.upgraded > self._before.upgraded:
+        if cache.upgrades:
             cache.writes = False
             self._say(f"outputs of the layers frozen before are read, and those of the new ones are not kept: "
                       f"{decision.why}")
@@ -199,18 +198,6 @@ class Caching:
         self._refused_at = self._runtime.frozen.prefix
         self._say(f"cache off: {decision.why}")
         self._runtime.engine.use_cache(None, 0)
-
-    def _times(self, samples: Tensor) -> Times | None:
-        """Seconds of a sample since the last transition: what an entry saves, reading it and writing it."""
-        cache = self._open_cache
-        times, runtime, before = cache.times(samples), cache.counts, self._before
-        upgraded, computed = runtime.upgraded - before.upgraded, runtime.misses - before.misses
-        if times is None or not (upgraded or computed):
-            return None
-        if upgraded:
-            seconds = (runtime.seconds["upgrade"] - before.seconds["upgrade"]) / upgraded
-            return replace(times, compute=times.read + seconds)
-        return replace(times, compute=(runtime.seconds["compute"] - before.seconds["compute"]) / computed)
 
     def _say(self, text: str) -> None:
         step = self._now.engine.steps if self._now is not None else 0

@@ -4,8 +4,8 @@ import tomllib
 
 import pytest
 
-from benchmarks.planner.standing import Row, settings_of, sources, spearman, summary
-from ranvier.cost.cluster_files import cluster_names
+from benchmarks.planner.standing import Row, _simulated, settings_of, sources, spearman, summary
+from ranvier.cost.cluster_files import cluster_names, load_cluster, write_cluster
 
 
 def row(published, predicted):
@@ -30,3 +30,15 @@ def test_orders_and_errors_of_a_source():
     assert found.median_error == pytest.approx((0.1 + 0.4 / 2.1) / 2)
     assert found.ordered == pytest.approx(2 / 5)  # the pair that is 5 % apart does not count
     assert spearman([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == -1.0 and spearman([1.0, 2.0], [1.0, 2.0]) is None
+
+
+def test_the_command_waits_for_messages_where_the_source_did(tmp_path):
+    """And what it refuses is no row: float8 on layers that are split."""
+    settings = {"precision": "bf16", "model.num-layers": 2, "model.hidden": 256, "model.heads": 4, "model.vocab": 512,
+                "model.sequence": 64, "tensor.scheme": "megatron", "mesh.col": 2, "mesh.pipe": 2, "mesh.data": 1,
+                "batch.global-size": 8, "batch.microbatch-size": 2}
+    cluster = tmp_path / "cluster.toml"
+    write_cluster(load_cluster("h100"), cluster)
+    beside, waiting = (_simulated(settings, tmp_path / "run.toml", cluster, flag) for flag in (False, True))
+    assert beside["fits"] and waiting["step_seconds"] > 1.05 * beside["step_seconds"]
+    assert _simulated({**settings, "model.float8": True}, tmp_path / "run.toml", cluster, False) is None

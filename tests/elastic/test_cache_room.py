@@ -137,7 +137,7 @@ sys.stdin.readline()
 
 
 def test_what_killed_runs_left_goes_and_what_live_runs_hold_stays(unnamed, tmp_path):
-    """An hour after its last file was created."""
+    """A minute after its last file was created."""
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdin=subprocess.PIPE,
                                stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"

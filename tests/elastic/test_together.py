@@ -21,7 +21,7 @@ def test_a_run_that_freezes_caches_is_resized_and_resumes(sentences, tmp_path, i
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), checkpoint=Checkpoint(every=0), elastic=replace(
         BY_HAND, auto_pipe=False, auto_dp=False, cache=True, cache_from=1, cache_precision="full",
         cache_dir=tmp_path / "cache"))
-    run_all(run, trackers=[Wishes(run, {7: dict(data=2, pipe=1)}), StopAfter(10, requests)])
+    run_all(run, trackers=[Wishes(run, {7: dict(data=2, pipe=1)}), StopAfter(8, requests)])
     again = replace(run, resume="auto")
     results, _ = run_all(again, trackers=[Wishes(run, {15: dict(data=1, pipe=2), 18: dict(data=2, pipe=1)})])
     assert losses(run) == pytest.approx(in_one_process, rel=1e-9)
