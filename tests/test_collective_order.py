@@ -18,6 +18,7 @@ from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
 from ranvier.models.llama import llama
 from ranvier.models.lora import with_adapters
+from ranvier.pipeline.column_parts import ColumnParts
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.planner import measure
@@ -310,6 +311,15 @@ def deferred(cuda):
     layer.weight_gradients.run(0, 0)
 
 
+def in_parts(cuda):
+    """What columns have sent their parts of is gathered."""
+    world = world_of(cuda, 2)
+    mesh = TensorMesh(world.backend.group("row", [[0], [1]]), world.backend.group("col", [[0, 1]]), SCHEMES["megatron"])
+    parts = ColumnParts(mesh, Mesh(pipe=2, col=2), world)
+    for whole in parts.gathered({"x|part of 4 3": torch.ones(6, device=DEVICE)}).values():
+        whole.add_(1)
+
+
 # ---------------------------------------------------------------------- groups by themselves
 
 def host_group(cuda):
@@ -372,7 +382,7 @@ SCENARIOS = {
     "gated": split(lambda: [Gated()], 1, 2, "stationary", loss=token_loss),
     "last token": split(lambda: [LastToken()], 1, 2, "sequence", loss=first_loss),
     "convolved": split(lambda: [Convolved()], 1, 2, "sequence", loss=first_loss),
-    "host": host_group, "between two": between_two,
+    "in parts": in_parts, "host": host_group, "between two": between_two,
 }
 
 
