@@ -32,7 +32,7 @@ from ranvier.planner.problems import PREVENT_A_CUT, TOO_LARGE, cannot_be_laid_ou
 from ranvier.planner.report import schedule_text
 from ranvier.planner.work import shortage
 from ranvier.system.machine import available_memory_bytes
-from ranvier.system.terminal import Screen, TextTable
+from ranvier.system.terminal import Screen, TextTable, fields, terminal_width
 
 _MAX_LOCAL_RANKS = 64
 
@@ -189,10 +189,15 @@ def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = N
                   learning_rate=describe(run.train), padding="" if data is None else data.padding)
 
 
-def print_report(report: Report, values: Sequence[tuple[str, str, str]], *, every_value: bool = False) -> None:
+_SHOWN_STAGES = 6
+"""Of more stages the first and last ones, and between them the one that needs most memory."""
+
+
+def print_report(report: Report, values: Sequence[tuple[str, str, str]], *, everything: bool = False) -> None:
     """The report for people, on standard output: first what is wrong, last the settings.
 
-    values: (name, value, origin) of every setting; those at their defaults are left out unless `every_value`.
+    values: (name, value, origin) of every setting. everything: with the categories of memory, all stages, other limits
+    of the schedule, and the settings that have their defaults.
     """
     screen = Screen(sys.stdout)
     for problem in report.problems:
@@ -201,32 +206,58 @@ def print_report(report: Report, values: Sequence[tuple[str, str, str]], *, ever
         screen.print("no problems found", style="green")
     for warning in report.warnings:
         screen.print(f"warning: {warning}", style="yellow")
-    if report.planned:
-        screen.print(f"\nauto is {report.planned}")
-    if report.schedule_note:
-        screen.print(report.schedule_note)
+    for line in (report.planned and f"\nauto is {report.planned}", report.schedule_note):
+        if line:
+            screen.print(line)
     if report.stages:
         screen.print()
-        screen.print(str(report.stages))
+        if everything:
+            screen.print(str(report.stages))
+            screen.print()
+            screen.print(memory_table(report.memory))
+        else:
+            screen.print(_stages_and_memory(report.stages, report.memory))
         screen.print()
-        screen.print(memory_table(report.memory))
-        screen.print()
-        if report.tensor_mesh:
-            screen.print(str(report.tensor_mesh))
-        if report.cluster:
-            screen.print(report.cluster)
-        if report.machine:
-            screen.print(str(report.machine))
-        if report.schedule:
-            screen.print(schedule_text(report.schedule))
-    if report.learning_rate:
-        screen.print(f"learning rate: {report.learning_rate}")
-    if report.padding:
-        screen.print(f"padding: {report.padding}")
-    shown = [row for row in values if every_value or row[2] != "default"]
-    if shown:
-        screen.print()
-        screen.print(TextTable(header=("setting", "value", "from"), rows=shown, words=(0, 1, 2),
-                               styles=[None if row[2] == "default" else "bold" for row in shown]))
-    if len(shown) < len(values):
-        screen.print(f"the other {len(values) - len(shown)} settings have their defaults: --all shows them")
+    is_told = report.machine and any(warning.code == "machine-memory-too-small" for warning in report.warnings)
+    for fact in (report.tensor_mesh, report.cluster, None if is_told else report.machine):
+        if report.stages and fact:
+            screen.print(str(fact))
+    if report.schedule:
+        own = report.schedule[0]
+        screen.print(schedule_text(report.schedule) if everything else
+                     f"schedule: at most {own.limits.in_flight} microbatches in flight; simulated bubble "
+                     f"{own.bubble_fraction:.1%}")
+    for name, text in (("learning rate", report.learning_rate), ("padding", report.padding)):
+        if text:
+            screen.print(f"{name}: {text}")
+    screen.print()
+    if everything:
+        screen.print(TextTable(header=("setting", "value", "from"), rows=values, words=(0, 1, 2),
+                               styles=[None if row[2] == "default" else "bold" for row in values]))
+        return
+    origins = dict.fromkeys(origin for _, _, origin in values if origin != "default")
+    for origin in origins:
+        listed = [f"{name} {value}" for name, value, source in values if source == origin]
+        screen.print(fields([f"from {origin}:", *listed], terminal_width()))
+    left_out = sum(origin == "default" for _, _, origin in values)
+    screen.print(f"{left_out} settings have their defaults: --all shows them, and memory by category")
+
+
+def _stages_and_memory(stages: StageTable, memory: Sequence[RankMemory]) -> TextTable:
+    """Of each rank of a pipeline its blocks, and what it needs most of its memory for."""
+    rows: list[tuple[str, ...]] = []
+    largest = max(memory, key=lambda entry: entry.device_bytes).pipeline_rank
+    last = len(memory) - 1
+    for place, entry in enumerate(memory):
+        if len(memory) > _SHOWN_STAGES and place not in (0, 1, largest, last - 1, last):
+            if rows[-1][0] != "...":
+                rows.append(("...", *[""] * 6))
+            continue
+        here = [row for row in stages.rows if row.pipeline_rank == entry.pipeline_rank]
+        name, size = max(entry.device.items(), key=lambda each: each[1])
+        rows.append((str(entry.pipeline_rank), str(sum(len(row.blocks) for row in here)),
+                     f"{sum(row.num_parameters for row in here):,}", str(entry.ranks),
+                     f"{entry.device_bytes / 2**20:,.0f}", f"{entry.host_bytes / 2**20:,.0f}",
+                     f"{name} {size / 2**20:,.0f}"))
+    return TextTable(header=("stage", "blocks", "parameters", "ranks", "device\nMiB", "host\nMiB", "most of it"),
+                     rows=rows, words=(6,))

@@ -25,10 +25,11 @@ from ranvier.config import named_code, read
               help="Compare the prediction with the memory of this cluster, a name as for `plan` or a TOML file.")
 @click.option("--ranks-per-node", type=click.IntRange(min=1),
               help="Ranks on each machine, for their placement.")
-@click.option("--all", "every_value", is_flag=True, help="Show all settings, also those at their defaults.")
+@click.option("--all", "everything", is_flag=True,
+              help="Show all settings, each stage, its memory by category, and other limits of the schedule.")
 @json_option
 def check(recipe: str | None, allow_code: bool, split: str | None, ranks: int | None, cluster: str | None,
-          ranks_per_node: int | None, every_value: bool, as_json: bool, **flags: str | None) -> int:
+          ranks_per_node: int | None, everything: bool, as_json: bool, **flags: str | None) -> int:
     """List every problem of RECIPE at once, for any number of ranks, with its stages, memory and settings.
 
     No rank is started, and no weights are allocated.
@@ -71,5 +72,5 @@ def check(recipe: str | None, allow_code: bool, split: str | None, ranks: int | 
         print(json.dumps({"recipe": name, "ranks": ranks, "mesh": mesh,
                           **report.document(), "values": listed}, indent=1))
     else:
-        print_report(report, rows, every_value=every_value)
+        print_report(report, rows, everything=everything)
     return 2 if report.problems else 0

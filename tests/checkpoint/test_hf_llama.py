@@ -26,7 +26,7 @@ from tests.errors import raises
 from tests.hf_peers import peer, relative
 from tests.models.test_llama import MODELS, SIZES
 
-FEW = ("llama3", "mistral", "qwen3", "olmo2", "gemma2")
+FEW = ("llama3", "mistral", "phi3", "qwen3", "olmo2", "gemma2")
 TEXT = "The arrow flies\nover 12 green fields. " * 20
 
 
@@ -79,15 +79,23 @@ def test_there_and_back_to_the_bit(tmp_path, name):
     assert float(difference) <= 1e-5 * max(1.0, float(scale))
     export(tmp_path / "run", tmp_path / "back", shard_bytes=20_000, tell=told.append)
     before, after = tensors_of(there), tensors_of(tmp_path / "back")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(after[each], tensor) for each, tensor in before.items())
+    is_fused = name.startswith("phi")  # leaves as Mistral or Llama, which compute the same
+    if not is_fused:
+        assert before.keys() == after.keys()
+        assert all(torch.equal(after[each], tensor) for each, tensor in before.items())
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / "back" / file).read_bytes() == (there / file).read_bytes()
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
-    assert type(again) is type(model) and again.config.eos_token_id == [281, 7]
+    assert (type(again) is type(model)) != is_fused and again.config.eos_token_id == [281, 7]
     ids = torch.arange(16)[None]
     assert relative(again.double()(ids).logits, model(ids).logits) < 1e-6  # angles are in fp32 there
     assert again.config.max_position_embeddings == model.config.max_position_embeddings
+
+
+def test_another_family_is_refused_with_the_way_that_there_is(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    with raises("unknown-model-type", "mamba", "ranvier.from_transformers"):
+        Pretrained(tmp_path)
 
 
 def test_ends_of_texts_without_a_generation_configuration(tmp_path):

@@ -115,10 +115,23 @@ def test_check_finds_everything_at_once(capsys):
         assert problem["message"] and problem["remedy"]
 
 
+@pytest.mark.parametrize("columns", ["80", "100"])
+@pytest.mark.parametrize("recipe", [
+    one for one in read.recipe_names() if one not in ("bert-sentiment", "vit-cifar10", "smollm2-sft")])
+def test_check_is_within_thirty_lines(capsys, monkeypatch, recipe, columns):
+    """The verdict first, then memory, then what differs from the defaults. The other recipes need pretrained models."""
+    monkeypatch.setenv("COLUMNS", columns)
+    assert run_command(["check", recipe]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "no problems found" and len(lines) <= 30 and max(map(len, lines)) <= int(columns)
+    assert "settings have their defaults" in lines[-1]
+
+
 def test_check_for_people(capsys):
     assert run_command(["check", "gpt-tiny", "--ranks", "4", "--train.steps", "7"]) == 0
     out = capsys.readouterr().out
-    for text in (r"train\.steps +7 +flag", r"mesh\.data +2 +recipe gpt-tiny", r"stage +ranks +MiB",
+    for text in (r"\nfrom flag:  train\.steps 7\n", r"from recipe gpt-tiny:  mesh\.data 2  mesh\.pipe 2  ",
+                 r"stage  blocks  parameters  ranks +MiB",
                  r"^no problems found\nwarning: train\.warmup-steps", "settings have their defaults"):
         assert re.search(text, out), text
     assert "comm.transport" not in out

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ranvier.block import initialise
+from ranvier.checkpoint.hf.forms import form_of
 from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.config.run import Transformer
 from ranvier.models.llama import LLAMA, flops_per_sequence, head_dim, llama, problems
@@ -31,6 +32,9 @@ MODELS = {
     "dynamic": ("LlamaForCausalLM", dict(max_position_embeddings=8, rope_parameters=dict(
         rope_type="dynamic", rope_theta=10000.0, factor=2.0))),
     "mistral": ("MistralForCausalLM", dict(sliding_window=5)),
+    "phi3": ("Phi3ForCausalLM", dict(sliding_window=5, pad_token_id=0, bos_token_id=1, eos_token_id=2)),
+    "phi4": ("Phi3ForCausalLM", dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, rope_parameters=dict(
+        rope_type="default", rope_theta=250000.0, partial_rotary_factor=1.0))),
     "qwen2": ("Qwen2ForCausalLM", dict(rope_parameters=dict(
         rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=8))),
     "qwen2-window": ("Qwen2ForCausalLM", dict(use_sliding_window=True, sliding_window=4, max_window_layers=0)),
@@ -109,8 +113,8 @@ def test_settings_are_read_back(models):
     """What is exported is read as the same model."""
     for name in MODELS:
         pretrained = Pretrained(models(name)[1])
-        document = pretrained.form.write(pretrained.config, "tokens")
-        again, _ = pretrained.form.read(document)
+        form = form_of(pretrained.config)
+        again, _ = form.read(form.write(pretrained.config, "tokens"))
         wanted, found = (replace(one, max_positions=None, sequence=8, head_dim=head_dim(one))
                          for one in (pretrained.config, again))
         assert found == wanted

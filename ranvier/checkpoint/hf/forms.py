@@ -21,7 +21,8 @@ def form_of_type(model_type: object) -> Form:
         *others, last = _FORMS
         raise ModelError(f"must be {', '.join(others)} or {last}", code="unknown-model-type",
                          where="model_type in config.json", value=model_type,
-                         remedy="Name a model of one of these architectures; others are not supported.")
+                         remedy="Name one of these. `ranvier.from_transformers(model)` trains other models of "
+                                "transformers in a loop of your own.")
     return _FORMS[model_type]
 
 

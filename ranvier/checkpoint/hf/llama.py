@@ -1,7 +1,8 @@
-"""The family llama in Hugging Face's format: Llama, Mistral, Qwen 2 and 3, Gemma, Gemma 2 and OLMo 2.
+"""The family llama in Hugging Face's format: Llama, Mistral, Phi-3 and 4, Qwen 2 and 3, Gemma, Gemma 2 and OLMo 2.
 
     model_type     what it adds to Llama's block
     mistral        a sliding window
+    phi3           the same, with several matrices in one tensor there; import only
     qwen2          biases of queries, keys and values
     qwen3          a norm of each head's queries and keys
     olmo2          norms after sublayers, and of all queries and keys together
@@ -9,7 +10,7 @@
     gemma2         norms on both sides, caps of scores and logits, a window in every other layer
 
 Weights have the same layout here and there. A model is exported under the type that its settings need: one without a
-window that came as Mistral leaves as Llama, which computes the same.
+window that came as Mistral or Phi-3 leaves as Llama, which computes the same.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+
+from torch import Tensor
 
 from ranvier.checkpoint.hf.form import Form, TensorMapping, left_out, read_settings, same
 from ranvier.config.run import Transformer
@@ -29,7 +32,8 @@ LONGEST_SEQUENCE = 2048
 
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """A model_type. defaults: of transformers, for keys that config.json lacks; fixed: settings that it always has."""
+    """A model_type. defaults: of transformers, for keys that config.json lacks; fixed: settings that it always has.
+    is_fused: whether projections of one input are one tensor there, which is read alone."""
 
     model_type: str
     title: str
@@ -37,6 +41,7 @@ class _Kind:
     defaults: Mapping[str, object]
     fixed: Mapping[str, object] = field(default_factory=dict)
     activation_key: str = "hidden_act"
+    is_fused: bool = False
 
 
 _KINDS = {kind.model_type: kind for kind in (
@@ -44,6 +49,8 @@ _KINDS = {kind.model_type: kind for kind in (
           defaults={"rms_norm_eps": 1e-6}),
     _Kind(model_type="mistral", title="Mistral's language model", model_class="MistralForCausalLM",
           defaults={"rms_norm_eps": 1e-6, "sliding_window": 4096}),
+    _Kind(model_type="phi3", title="Phi-3's language model", model_class="Phi3ForCausalLM",
+          defaults={"rms_norm_eps": 1e-5, "sliding_window": None}, is_fused=True),
     _Kind(model_type="qwen2", title="Qwen 2's language model", model_class="Qwen2ForCausalLM",
           defaults={"rms_norm_eps": 1e-6, "sliding_window": 4096}, fixed={"bias": "qkv"}),
     _Kind(model_type="qwen3", title="Qwen 3's language model", model_class="Qwen3ForCausalLM",
@@ -112,6 +119,37 @@ def _norm_names(config: Transformer) -> dict[str, str]:
             "mlp.norm": "pre_feedforward_layernorm", "mlp.norm_after": "post_feedforward_layernorm"}
 
 
+_FUSED = (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj")))
+
+
+def _fused_places(config: Transformer, head: str = "tokens") -> dict[str, TensorMapping]:
+    """Likewise, where rows of several matrices are one tensor there."""
+    found = places(config, head)
+    for whole, parts in _FUSED:
+        by_tensor: dict[str, list[str]] = {}
+        for ours, place in found.items():
+            stem, _, kind = place.names[0].rpartition(".")
+            owner, _, name = stem.rpartition(".")
+            if name in parts:
+                by_tensor.setdefault(f"{owner}.{whole}.{kind}", []).append(ours)
+        for there, members in by_tensor.items():
+            rows = [found[ours].shape[0] for ours in members]
+            for number, ours in enumerate(members):
+                shape = found[ours].shape
+                found[ours] = TensorMapping(
+                    names=(there,), shapes=((sum(rows), *shape[1:]),), shape=shape,
+                    join=partial(_rows_of, sum(rows[:number]), rows[number]), part=_not_written)
+    return found
+
+
+def _rows_of(start: int, count: int, tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0][start:start + count]
+
+
+def _not_written(tensor: Tensor) -> Sequence[Tensor]:
+    raise AssertionError("the form is import only")
+
+
 def _linear(ours: str, there: str, *shape: int, bias: bool) -> dict[str, TensorMapping]:
     found = {f"{ours}.weight": same(f"{there}.weight", *shape)}
     return found | ({f"{ours}.bias": same(f"{there}.bias", shape[0])} if bias else {})
@@ -132,7 +170,7 @@ _OPTIONAL = {"num_key_value_heads": "kv_heads", "head_dim": "head_dim", "rms_nor
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu-tanh", "gelu_new": "gelu-tanh"}
 _FUNCTION = {"pretraining_tp": (1, (1, None)), "use_bidirectional_attention": (None, (None, False)),
              "partial_rotary_factor": (1.0, (1.0, None))}
-_DROPS = {"attention_dropout": 0.0}
+_DROPS = {"attention_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 
 
 def _read(kind: _Kind, document: Mapping[str, object]) -> tuple[Transformer, list[str]]:
@@ -347,8 +385,9 @@ def _written_window(kind: _Kind, config: Transformer) -> dict[str, object]:
 
 
 LLAMA_FORMS: Mapping[str, Form] = {name: Form(
-    title=kind.title, family="llama", prefix="model.", places=places, read=partial(_read, kind),
-    write=partial(_write, kind), per_layer=9,
+    title=kind.title, family="llama", prefix="model.", places=_fused_places if kind.is_fused else places,
+    read=partial(_read, kind), write=None if kind.is_fused else partial(_write, kind),
+    per_layer=6 if kind.is_fused else 9,
     class_of={"tokens": kind.model_class}, tied=tied,
     aside=r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq", any_head=False) for name, kind in _KINDS.items()}
 """model_type -> form. aside: frequencies, which old files have among the parameters."""

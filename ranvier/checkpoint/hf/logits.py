@@ -183,7 +183,7 @@ def source_logits(transformers: Any, source: Pretrained, head: str, read: Read,
     with _quiet(transformers), torch.no_grad(), torch.random.fork_rng(devices=()):
         model = change(_built(transformers, source, head, read).float().eval()).eval()
         found = _forward(model, inputs_of(source.config), head)
-    if source.form.write is None:  # features of the first token
+    if source.form.write is None and source.form.any_head:  # features of the first token
         found = functional.linear(found, read("head.classifier.weight").float(), read("head.classifier.bias").float())
     return found
 
@@ -192,7 +192,7 @@ def _built(transformers: Any, source: Pretrained, head: str, read: Read) -> Any:
     """The model of transformers with the settings and tensors of a folder; missing parts of a head are ours."""
     kind = getattr(transformers, source.form.class_of[head])
     tensors = source.state_dict()
-    if source.form.write is None:
+    if source.form.write is None and source.form.any_head:
         tensors = {name.removeprefix(source.form.prefix): tensor for name, tensor in tensors.items()}
     else:
         places = source.form.places(source.config, head)
@@ -200,6 +200,8 @@ def _built(transformers: Any, source: Pretrained, head: str, read: Read) -> Any:
             tensors |= zip(places[ours].names, hf.tensors_there(places[ours], read(ours).float()), strict=True)
     settings = {key: value for key, value in source.document.items()
                 if key not in _NOT_COMPUTED and not key.startswith("_") and not key.endswith("_token_id")}
+    if head == "tokens":  # Phi-3's default is beyond the tokens of a part of a model
+        settings["pad_token_id"] = None
     return kind.from_pretrained(None, config=kind.config_class(**settings), state_dict=tensors,
                                 attn_implementation="eager", local_files_only=True)
 
