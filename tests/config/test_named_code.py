@@ -8,6 +8,7 @@ import pytest
 from ranvier.cli.main import run_command
 from ranvier.config import read
 from ranvier.config.named_code import CORPORA, OBJECTS
+from tests.errors import check
 
 CODE = {
     "model.family": '[model]\nfamily = "own_code:run"', "data.task": '[data]\ntask = "own_code:run"',
@@ -43,7 +44,7 @@ def test_a_file_names_no_code_unless_it_is_allowed(name, module):
     assert refused == {read.flag(name)}
     assert read.flatten(merged.run)[name] == read.settings()[name].default and merged.origins[name] == "default"
     problem, = merged.problems
-    assert "own_code:run" in problem.value and "--allow-code" in problem.remedy
+    check(problem, "code-not-allowed", "own_code:run", "--allow-code")
     allowed, refused = problems_of(read.load(str(path), allow_code=True)[1])
     assert not refused and "own_code:run" in str(read.flatten(allowed.run)[name])
     assert not (module / "executed").exists(), "settings are read without an import"

@@ -8,6 +8,7 @@ from ranvier.config import read
 from ranvier.config.run import Log, Run
 from ranvier.config.urls import has_user_information, without_user_information
 from ranvier.train.experiment_trackers import tracker_problems
+from tests.errors import check
 
 SECRET = "http://me:geheim@host:5000/x"
 
@@ -32,13 +33,15 @@ def test_other_values_pass(text):
 def test_a_setting_with_a_password_is_refused_without_showing_it(layer):
     merged = read.merge([layer])
     problem, = merged.problems
-    assert problem.where == next(iter(layer.values)) and "geheim" not in str(problem) and "...@host" in problem.value
+    check(problem, "password-in-url", "...@host", where=next(iter(layer.values)))
+    assert "geheim" not in str(problem)
     assert "geheim" not in str(read.document(merged.run))
 
 
 def test_settings_from_python_are_refused_too():
     problem, = tracker_problems(Log(store=SECRET))
-    assert problem.where == "log.store" and "geheim" not in str(problem)
+    check(problem, "password-in-log-store", where="log.store")
+    assert "geheim" not in str(problem)
 
 
 def test_checkpoints_name_no_tracker():

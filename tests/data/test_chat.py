@@ -23,6 +23,7 @@ from ranvier.errors import DataError
 from ranvier.tensor.split.loss import IGNORED
 from ranvier.testing.ranks import run_ranks
 from ranvier.train.loop import train
+from tests import errors
 from tests.errors import raises
 
 pytest.importorskip("transformers")
@@ -239,27 +240,26 @@ def row(*messages, **more):
                                     *messages], **more})
 
 
-@pytest.mark.parametrize(("line", "value", "remedy"), [
-    (row({"role": "user", "content": "c", "mood": "good"}), "mood", "data.chat-template"),
-    (row({"role": "gpt", "content": "c"}), "gpt", "Rename it assistant"),
-    (row({"role": "narrator", "content": "c"}), "narrator", "Use one of assistant"),
-    (row({"role": "user", "content": "c", "train": True}), "user", "only what the assistant writes"),
-    (row({"role": "assistant", "content": "c", "weight": 0.5}), 0.5, "no weights between"),
-    (row({"role": "user", "content": None}), "content", "Give a list of messages"),
-    (row({"from": "human", "value": "c"}), "human", "Give a list of messages"),
-    (row(tools=[{"name": "add"}]), "add", "data.chat-template"),
-    (row(tools="add"), "add", "JSON schemas"), (row(chat_template_kwargs=[1]), "[1]", "Give an object"),
-    (row(chat_template_kwargs={"loud": True}), "True", "data.chat-template"),
-    (row(functions=[{}]), "[{}]", "functions into `tools`"),
-    (row({"role": "user", "content": "\ud83d half"}), r"\ud83d", "U+FFFD")])
-def test_what_a_conversation_says_without_effect_is_refused_with_its_line(tmp_path, line, value, remedy):
+@pytest.mark.parametrize(("line", "code", "facts"), [
+    (row({"role": "user", "content": "c", "mood": "good"}), "message-key-not-read", ["mood", "data.chat-template"]),
+    (row({"role": "gpt", "content": "c"}), "unknown-role", ["gpt", "assistant"]),
+    (row({"role": "narrator", "content": "c"}), "unknown-role", ["narrator", "assistant"]),
+    (row({"role": "user", "content": "c", "train": True}), "weight-of-other-role", ["user", "train"]),
+    (row({"role": "assistant", "content": "c", "weight": 0.5}), "message-weight", [0.5, 0, 1]),
+    (row({"role": "user", "content": None}), "message-without-role", ["content"]),
+    (row({"from": "human", "value": "c"}), "message-without-role", ["human"]),
+    (row(tools=[{"name": "add"}]), "conversation-column-not-read", ["tools", "add", "data.chat-template"]),
+    (row(tools="add"), "column-of-other-kind", ["tools", "add"]),
+    (row(chat_template_kwargs=[1]), "column-of-other-kind", ["chat_template_kwargs", [1]]),
+    (row(chat_template_kwargs={"loud": True}), "conversation-column-not-read", ["loud", "data.chat-template"]),
+    (row(functions=[{}]), "column-without-effect", ["functions", "tools"]),
+    (row({"role": "user", "content": "\ud83d half"}), "row-half-surrogate", ["ud83d", "U+FFFD"])])
+def test_what_a_conversation_says_without_effect_is_refused_with_its_line(tmp_path, line, code, facts):
     run = run_of(tmp_path)
     path = tmp_path / "talks.jsonl"
     path.write_text("\n".join([row(), line]))
-    with pytest.raises(DataError) as refused:
+    with raises(code, *facts, where=f"{path} line 2"):
         prepare(run)
-    assert refused.value.where == f"{path} line 2"
-    assert str(value) in str(refused.value.value) and remedy in refused.value.remedy
 
 
 def pretrained_in(folder, *, vocab=300, **tokens):
@@ -284,7 +284,7 @@ def test_a_tokenizer_must_have_the_tokens_of_the_pretrained_model(tmp_path):
     assert "'<|user|>'" in found.what or "'<|system|>'" in found.what
     assert "258" in found.what and "<|robot|>" in found.what
     found, = refusal(pretrained_in(tmp_path / "small", vocab=260), Transformer.vocab)
-    assert found.where == "data.tokenizer" and "261" in found.what and "260" in found.what
+    errors.check(found, "tokenizer-above-pretrained", 261, 260, where="data.tokenizer")
     fewer = pretrained_in(tmp_path / "fewer")
     document = json.loads((fewer / "tokenizer.json").read_text())
     document["added_tokens"].pop()
@@ -292,7 +292,7 @@ def test_a_tokenizer_must_have_the_tokens_of_the_pretrained_model(tmp_path):
     assert refusal(fewer) == [], "a new token at a free number"
     (fewer / "tokenizer.json").write_text("{}")
     found, = refusal(fewer)
-    assert found.where == str(fewer / "tokenizer.json")
+    errors.check(found, "tokenizer-file-unreadable", where=str(fewer / "tokenizer.json"))
 
 
 # ---------------------------------------------------------------------- the task
@@ -329,8 +329,8 @@ def test_long_and_silent_conversations(tmp_path):
         assert max(data.train.sample_lengths) <= 60
         assert re.search("; 3 of 15 left out, whose .* 60 tokens; 6 of 15 left out, .*nothing; 6 of 15 cut", data.about)
         warning, = data.warnings
-        assert warning.where == f"data.train {run.data.train}" and warning.value == 9
-        assert "60.0%" in warning.what and re.search(r"model\.sequence: .* (\d+)\.", warning.remedy)
+        errors.check(warning, "samples-left-out", "60.0%", where=f"data.train {run.data.train}", value=9)
+        assert re.search(r"model\.sequence: .* (\d+)\.", warning.remedy)
     assert [str(one) for one in check.check(run).warnings] == [str(warning)]
     stream = io.StringIO()
     run_ranks(lambda world: train(replace(run, run_dir=tmp_path / "run"), "chat", world, stream=stream), 1)
@@ -363,18 +363,22 @@ def test_settings_that_cannot_be(tmp_path):
         changed = replace(run, model=replace(run.model, vocab=vocab), data=replace(run.data, **data))
         found = problems(changed)
         if found:
-            return str(found[0])
-        with pytest.raises(DataError) as refused:
-            prepare(changed)
-        return str(refused.value)
+            raise found[0]
+        prepare(changed)
 
-    assert first(train=None).startswith("data.train: is missing: the task chat")
-    assert first(train="none.jsonl").startswith("data.train: is neither a known name nor a path")
-    assert first(tokenizer="bpe").startswith("data.tokenizer: has no chat template (got 'bpe')")
-    assert first(eval="x.jsonl", mixture=(f"{tmp_path}/talks.jsonl",)).startswith("data.eval: is not used with")
-    assert first(vocab=100).startswith("model.vocab: is smaller than the tokenizer's vocabulary of 261")
+    with raises("train-data-missing", "chat", where="data.train"):
+        first(train=None)
+    with raises("unknown-data", where="data.train"):
+        first(train="none.jsonl")
+    with raises("tokenizer-without-chat-template", where="data.tokenizer", value="bpe"):
+        first(tokenizer="bpe")
+    with raises("eval-with-mixture", where="data.eval"):
+        first(eval="x.jsonl", mixture=(f"{tmp_path}/talks.jsonl",))
+    with raises("vocab-below-tokenizer", 261, where="model.vocab"):
+        first(vocab=100)
     (tmp_path / "talks.txt").write_text("hello")
-    assert first(train=str(tmp_path / "talks.txt")).startswith("data.train: is not a table")
+    with raises("not-a-table", where="data.train"):
+        first(train=str(tmp_path / "talks.txt"))
 
 
 @pytest.mark.parametrize("packing", [False, True])

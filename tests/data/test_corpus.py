@@ -35,8 +35,8 @@ from ranvier.data.corpus import (
 )
 from ranvier.data.prepare import prepare
 from ranvier.data.tokenizer import train
-from ranvier.errors import DataError
 from ranvier.planner.problems import warnings
+from tests import errors
 from tests.errors import raises
 
 
@@ -293,18 +293,17 @@ def test_rows_as_an_array_or_compressed_are_texts(tmp_path):
         list(opened(tmp_path / "bad.jsonl.gz", tmp_path).documents(1000))
 
 
-@pytest.mark.parametrize(("line", "message"), [
-    ('{"body": "x", "id": 1}', r"line 2: has no field `text` \(got \['body', 'id'\]\). Write one JSON object a line"),
-    ('{"text": 3}', r"line 2: has a field `text` that is no text \(got '3'\)"), ("[1]", "line 2: is no JSON object"),
-    ("plain text", r"line 2: is no JSON \(got 'plain text'\). .*name a file of plain text .txt"),
-    ('{"text": "\\ud800"}', "line 2: has half of a surrogate pair")])
-def test_lines_that_have_no_text_are_refused_by_number(tmp_path, line, message):
+@pytest.mark.parametrize(("line", "error"), [
+    ('{"body": "x", "id": 1}', ("field-missing", "text", ["body", "id"])),
+    ('{"text": 3}', ("field-not-text", "text", 3)), ("[1]", ("row-not-object",)),
+    ("plain text", ("row-not-json", "plain text", ".txt")), ('{"text": "\\ud800"}', ("row-half-surrogate",))])
+def test_lines_that_have_no_text_are_refused_by_number(tmp_path, line, error):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"text": "fine"}) + "\n" + line + "\n")
-    with pytest.raises(DataError, match=message):
+    with raises(*error, where=f"{path} line 2"):
         list(opened(path, tmp_path).documents(1000))
     path.write_text(line)
-    with pytest.raises(DataError, match=message.replace("line 2", "line 1")):
+    with raises(*error, where=f"{path} line 1"):
         raise check.check(Run(data=Data(corpus=str(path)))).problems[0]
 
 
@@ -342,8 +341,7 @@ def test_all_of_a_users_text_is_read_and_a_limit_is_told(tmp_path, monkeypatch):
     for _ in range(2):  # from the cache, too
         assert "the first 5,000 bytes" in prepare(limited).about
     (warning,) = warnings(resolve(limited))
-    assert str(warning) == (f"data.max-bytes: leaves out a part of {tmp_path}/mine.txt, which has 33,000 bytes (got "
-                            "5000). Set --data.max-bytes auto to take all of it.")
+    errors.check(warning, "corpus-cut-short", f"{tmp_path}/mine.txt", "33,000", where="data.max-bytes", value=5000)
     named = replace(run, data=replace(run.data, corpus="python-stdlib"))
     assert "the first 10,000 bytes" in prepare(named).about
 
@@ -356,9 +354,10 @@ def test_a_tokenizer_is_taken_from_a_file(tmp_path):
         corpus=str(tmp_path / "mine.txt"), cache_dir=tmp_path / "cache", tokenizer=str(tmp_path / "tokenizer.json")))
     assert prepare(run).tokenizer.fingerprint == own.fingerprint and check.check(run).problems == ()
     (problem,) = check.check(replace(run, model=replace(run.model, vocab=270))).problems
-    assert "is less than the tokenizer " in str(problem) and " has: 275 (got 270)" in str(problem)
+    errors.check(problem, "vocab-too-small", 275, value=270)
     (problem,) = check.check(replace(run, data=replace(run.data, tokenizer="gtp2"))).problems
     assert (problem.code, problem.where) == ("unknown-tokenizer", "data.tokenizer")
     (tmp_path / "tokenizer.json").write_text("{}")
     (problem,) = check.check(run).problems
-    assert "is not a byte-level BPE tokenizer as expected" in str(problem) and "Delete" not in str(problem)
+    errors.check(problem, "not-byte-level-bpe")
+    assert "Delete" not in problem.remedy

@@ -18,6 +18,7 @@ from ranvier.errors import DataError
 from ranvier.tensor.split.loss import IGNORED
 from ranvier.testing.tasks import check_task
 from tests.data.test_chat import tokenizer_in
+from tests.errors import check, raises
 
 pytest.importorskip("transformers")
 pytest.importorskip("jinja2")
@@ -67,18 +68,17 @@ def test_turns_of_the_assistant_before_the_answer_are_not_learnt():
         assert pair.chosen.unlearnt == pair.rejected.unlearnt == {2}
 
 
-@pytest.mark.parametrize(("row", "value"), [
-    ({"chosen": "4", "rejected": "55"}, "None"),
-    ({"prompt": "?", "chosen": "4"}, "None"),
-    ({"prompt": "?", "chosen": "4", "rejected": " "}, "' '"),
-    ({"prompt": "other", "chosen": [USER, RIGHT], "rejected": [USER, WRONG]}, "'other'"),
-    ({"chosen": [USER, RIGHT], "rejected": [USER]}, repr([USER])),
-    ({"prompt": "?", "chosen": [USER, RIGHT], "rejected": "55"}, "'?'"),
+@pytest.mark.parametrize(("row", "code", "value"), [
+    ({"chosen": "4", "rejected": "55"}, "not-a-pair", "None"),
+    ({"prompt": "?", "chosen": "4"}, "not-a-turn", "None"),
+    ({"prompt": "?", "chosen": "4", "rejected": " "}, "not-a-turn", "' '"),
+    ({"prompt": "other", "chosen": [USER, RIGHT], "rejected": [USER, WRONG]}, "not-a-pair", "'other'"),
+    ({"chosen": [USER, RIGHT], "rejected": [USER]}, "not-a-pair", repr([USER])),
+    ({"prompt": "?", "chosen": [USER, RIGHT], "rejected": "55"}, "not-a-pair", "'?'"),
 ])
-def test_rows_that_are_no_pairs_are_refused(row, value):
-    with pytest.raises(DataError) as caught:
+def test_rows_that_are_no_pairs_are_refused(row, code, value):
+    with raises(code, where="line 7", value=value[:80]):
         pair_of(Row("line 7", row))
-    assert (caught.value.where, caught.value.value) == ("line 7", value[:80])
 
 
 def test_a_sample_is_a_pair(tmp_path):
@@ -117,7 +117,7 @@ def test_what_is_left_out_is_said(tmp_path):
     assert "1 of 14 left out, whose answers have more than 96 tokens together" in data.about
     assert "1 of 14 left out, whose answers are the same" in data.about
     warning, = data.warnings
-    assert warning.value == 2 and "fits into 127" in warning.remedy
+    check(warning, "pairs-left-out", 127, value=2)
 
 
 def test_columns_and_names_are_checked_before(tmp_path):

@@ -22,9 +22,8 @@ from ranvier.data.sampler import Sampler
 from ranvier.data.squad import Question, parse
 from ranvier.data.windows import step_of, windows
 from ranvier.data.wordpiece import SPECIAL, WordPiece
-from ranvier.errors import DataError
 from ranvier.tensor.split.loss import IGNORED
-from tests.errors import raises
+from tests.errors import check, raises
 
 WORDS = [f"w{number}" for number in range(40)]
 TOKENIZER = WordPiece([*SPECIAL, *WORDS, "who", "?"])
@@ -51,8 +50,8 @@ def made(tmp_path, train, held=None, *, sequence=12, vocab=80, **data):
                data=Data(task="qa", train=str(tmp_path / "train.json"), cache_dir=tmp_path / "cache", **data))
 
 
-def refused(run, match):
-    with pytest.raises(DataError, match=match):
+def refused(run, code, *facts):
+    with raises(code, *facts):
         prepare(run)
 
 
@@ -154,8 +153,8 @@ def test_every_tenth_context_is_held_out(tmp_path):
     assert (len(prepared.train), len(prepared.eval)) == (36, 4)
     one = prepare(made(tmp_path, [asked(f"who w{number}?", "w1 w2", "w1") for number in range(20)], sequence=64))
     assert (len(one.train), len(one.eval)) == (18, 2)
-    refused(made(tmp_path, many(1)), r"data.train .*has too few questions to train on some .*\(got 1\)")
-    refused(made(tmp_path, many(2), []), "has too few questions")
+    refused(made(tmp_path, many(1)), "too-few-questions", "data.train", 1)
+    refused(made(tmp_path, many(2), []), "too-few-questions")
 
 
 def test_subsets_count_questions_and_take_all_their_windows(tmp_path):
@@ -168,7 +167,7 @@ def test_subsets_count_questions_and_take_all_their_windows(tmp_path):
     everything = np.arange(len(few.train))
     assert few.train.inputs(everything)["ids"].equal(whole.train.inputs(rows)["ids"])
     assert few.train.targets(everything)["end"].equal(whole.train.targets(rows)["end"])
-    refused(made(tmp_path, many(9), many(8), eval_samples=9), "data.eval-samples: is more than the 8")
+    refused(made(tmp_path, many(9), many(8), eval_samples=9), "more-samples-than-there-are", "data.eval-samples", 8)
 
 
 def logits_for(data, right=True):
@@ -331,16 +330,16 @@ def test_settings_that_cannot_be(tmp_path):
     run = made(tmp_path, many(3))
     assert problems(run) == []
 
-    def message(model=None, **data):
+    def problem(model=None, **data):
         found, = problems(replace(run, model=replace(run.model, **(model or {})), data=replace(run.data, **data)))
-        return str(found)
+        return found
 
-    assert message(train=None).startswith("data.train: is missing: the task qa has no data without it")
-    assert "squad or a JSON file in SQuAD 1.1's form" in message(train="squad2")
-    assert message(augment_repeats=True).startswith("data.augment: has no effect with the task qa")
-    assert message({"sequence": 4}).startswith("model.sequence: is too short for a question and a token")
-    assert message({"vocab": 3}).startswith("model.vocab: is too small")
-    refused(replace(run, data=replace(run.data, train=str(tmp_path))), "data.train: is not a file")
+    check(problem(train=None), "train-data-missing", "qa", where="data.train")
+    check(problem(train="squad2"), "unknown-data", "squad", where="data.train")
+    check(problem(augment_repeats=True), "augment-without-images", "qa", where="data.augment")
+    check(problem({"sequence": 4}), "sequence-too-short-for-question", where="model.sequence", value=4)
+    assert problem({"vocab": 3}).where == "model.vocab"
+    refused(replace(run, data=replace(run.data, train=str(tmp_path))), "data-not-file", "data.train")
 
 
 def test_squad_is_asked_for_by_its_name(tmp_path, monkeypatch):
@@ -364,7 +363,7 @@ def test_squad_is_asked_for_by_its_name(tmp_path, monkeypatch):
                                 squad.open_part("squad", "eval", print))[1]
     assert len(held) == 4 and held[0].place == "rajpurkar/squad validation row 0"
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=lambda *a, split: [{"context": 1}]))
-    refused(replace(run, data=replace(run.data, cache_dir=tmp_path / "new")), "has rows that are not as expected")
+    refused(replace(run, data=replace(run.data, cache_dir=tmp_path / "new")), "hub-rows", "rajpurkar/squad")
 
 
 def test_the_loader_fills_up_with_windows_that_do_not_count(tmp_path):

@@ -18,7 +18,6 @@ from ranvier.data.prepare import prepare, problems
 from ranvier.data.sentence_tables import Columns
 from ranvier.data.sentences import open_part
 from ranvier.data.tables import open_file
-from ranvier.errors import DataError
 from tests.errors import raises
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -137,25 +136,25 @@ def test_pairs_of_named_columns_are_two_segments(tmp_path, ending):
         assert count == data.train.sample_lengths[row] <= 12
 
 
-@pytest.mark.parametrize(("columns", "message"), [
-    ({"text_column": "sentence"}, r"has no column `sentence` \(got 'gold, hypothesis, premise'\). Set --data.text-col"),
-    ({"text_column": "premise"}, "has no column `label`.*Set --data.label-column"),
-    ({"text_column": "premise", "label_column": "gold", "pair_column": "x"}, "has no column `x`.*--data.pair-column")])
-def test_missing_columns_are_problems_of_the_settings(tmp_path, columns, message):
+@pytest.mark.parametrize(("columns", "facts"), [
+    ({"text_column": "sentence"}, ("sentence", "gold, hypothesis, premise", "data.text-column")),
+    ({"text_column": "premise"}, ("label", "data.label-column")),
+    ({"text_column": "premise", "label_column": "gold", "pair_column": "x"}, ("x", "data.pair-column"))])
+def test_missing_columns_are_problems_of_the_settings(tmp_path, columns, facts):
     run = classified(written(tmp_path, ".jsonl", PAIRS), tmp_path, **columns)
-    with pytest.raises(DataError, match=message):
+    with raises("column-missing", *facts):
         raise problems(run)[0]
-    with pytest.raises(DataError, match=message):
+    with raises("column-missing", *facts):
         open_part(run.data.train, "train", tmp_path, print, Columns.of(run.data))
 
 
 def test_rows_without_text_or_label_are_refused_by_line(tmp_path):
-    for row, message in (({"sentence": " ", "label": 1}, "line 2: has no text"),
-                         ({"sentence": "x", "label": None}, "line 2: has no label"),
-                         ({"sentence": 3, "label": 1}, "line 2: has a column `sentence` that is no text"),
-                         ({"label": 1}, "line 2: has no column `sentence`")):
+    for row, *error in (({"sentence": " ", "label": 1}, "sentence-empty", "text"),
+                        ({"sentence": "x", "label": None}, "sentence-empty", "label"),
+                        ({"sentence": 3, "label": 1}, "column-not-text", "sentence"),
+                        ({"label": 1}, "column-missing", "sentence")):
         run = classified(written(tmp_path, ".jsonl", [{"sentence": "a", "label": 0}, row]), tmp_path)
-        with pytest.raises(DataError, match=message):
+        with raises(*error, "line 2"):
             prepare(run)
 
 

@@ -8,7 +8,6 @@ import torch
 from ranvier.config.run import TensorParallel
 from ranvier.data import tokenizer as tokenizers
 from ranvier.data.tokenizer import train
-from ranvier.errors import DataError
 from ranvier.inference.likelihood import loglikelihoods, windows
 from ranvier.inference.multiple_choice import Question, accuracies, encode_pair, read_questions, requests_of
 from ranvier.inference.weights import build_engine, open_model
@@ -100,20 +99,20 @@ def test_windows_are_disjoint_and_full():
         list(range(10)), prefix_token=99, max_seq_len=4, context_len=1)]
 
 
-@pytest.mark.parametrize(("line", "says"), [
-    ('{"choices": ["a", "b"], "answer": 0}', "line 1: has no text `context`"),
-    ('{"context": "x", "choices": ["a"], "answer": 0}', "has no list `choices` of two or more texts"),
-    ('{"context": "x", "choices": ["a", "b"], "answer": 2}', "has no `answer` that is one of its choices"),
-    ("", "has no questions")])
-def test_questions_that_are_none(tmp_path, line, says):
+@pytest.mark.parametrize(("line", "error"), [
+    ('{"choices": ["a", "b"], "answer": 0}', ["choices-malformed", "line 1", "context"]),
+    ('{"context": "x", "choices": ["a"], "answer": 0}', ["choices-malformed", "choices"]),
+    ('{"context": "x", "choices": ["a", "b"], "answer": 2}', ["choices-malformed", "answer"]),
+    ("", ["choices-empty"])])
+def test_questions_that_are_none(tmp_path, line, error):
     (tmp_path / "x.jsonl").write_text(line + "\n")
-    with pytest.raises(DataError, match=says):
+    with raises(*error):
         read_questions(tmp_path / "x.jsonl")
 
 
 def test_requests_that_cannot_be_scored():
-    for request, says in ((([], [1]), "has no context"), (([1], [1] * 9), "longer than the 8 tokens")):
-        with pytest.raises(DataError, match=says):
+    for request, value in ((([], [1]), 1), (([1], [1] * 9), 8)):
+        with raises("request-length", value):
             loglikelihoods(None, None, [request], longest=8)
     with raises("choices-unreadable"):
         from pathlib import Path
