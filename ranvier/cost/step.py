@@ -317,6 +317,7 @@ class _StepCost:
         self.stages = [stage.blocks for stage in step.stages]
         self.as_published = as_published
         self._agains: dict[int, list[int]] = {}
+        self._of_blocks: dict[object, tuple[float, float]] = {}
         self._volumes: dict[tuple[tuple[SplitLayer, ...], bool], Volume] = {}
         self.held = [self.placement.stages_of(rank) for rank in range(mesh.pipeline_size)]
         """The stages of each rank of a pipeline."""
@@ -465,17 +466,21 @@ class _StepCost:
         if self.size == 1:
             return 0.0, 0.0
         first, recomputed = self._first(stage), self._again(stage)
-        forward = backward = 0.0
-        for place, block in enumerate(self.stages[stage]):
-            volume, layers = self._block_volume(block.name, place in recomputed), self._share_of_layer(block.name)
-            alone, own = self._exposed(block.name, place in recomputed), self._seconds(block)
-            forward += self._held_up(volume.forward, layers, 0, alone.forward, own.forward_products, own.forward)
-            if place >= first:
-                again = own if place in recomputed else _NO_SECONDS
-                backward += self._held_up(volume.backward, layers, 1, alone.backward,
-                                          own.backward_products + again.forward_products,
-                                          own.backward + own.weight + again.forward)
-        return forward, backward
+        both = [self._of_block(block, place in recomputed) for place, block in enumerate(self.stages[stage])]
+        return sum(forward for forward, _ in both), sum(backward for _, backward in both[first:])
+
+    def _of_block(self, block: BlockCost, recomputed: bool) -> tuple[float, float]:
+        """As `_exchanged`, of one block; once for all that are alike."""
+        key = self.step.split_layers[block.name], recomputed, id(block.kernels), block.num_trainable > 0
+        if key not in self._of_blocks:
+            volume, layers = self._block_volume(block.name, recomputed), self._share_of_layer(block.name)
+            alone, own = self._exposed(block.name, recomputed), self._seconds(block)
+            again = own if recomputed else _NO_SECONDS
+            self._of_blocks[key] = (
+                self._held_up(volume.forward, layers, 0, alone.forward, own.forward_products, own.forward),
+                self._held_up(volume.backward, layers, 1, alone.backward, own.backward_products
+                              + again.forward_products, own.backward + own.weight + again.forward))
+        return self._of_blocks[key]
 
     @property
     def _hides(self) -> bool:

@@ -79,7 +79,7 @@ def with_memory(found: Candidate, cluster: Cluster, work: Work, *, exact: bool =
     """With the prediction that `ranvier check` prints, and what it exceeds; where that would be so, with limits of the
     schedule that need less. Where states alone exceed it they are all that is predicted."""
     try:
-        memory = work.memory(found.run, states_only=True)
+        memory = work.memory(found.run, without="activations")
         if reason := excess(found.run, cluster, memory):
             return replace(found, memory=memory, reason=reason)
         run, memory = first_that_fits(found.run, partial(work.memory, cluster=cluster),

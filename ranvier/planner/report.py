@@ -241,7 +241,8 @@ def document(plan: SearchResult, recipe: str, goal: Goal | None = None) -> dict[
             "dropped": [as_dict(found) for found in sorted(plan.dropped, key=lambda one: one.cost.seconds)],
             "elastic": course_dict(plan.best[0].course),
             "schedule": [asdict(choice) for choice in schedule_of(plan)],
-            "explanation": explanation(plan), "measured_over_predicted": plan.measured_over_predicted}
+            "explanation": explanation(plan), "measured_over_predicted": plan.measured_over_predicted,
+            "interrupted": plan.interrupted}
 
 
 def as_dict(found: Candidate) -> dict[str, object]:

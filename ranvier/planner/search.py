@@ -1,10 +1,12 @@
 """Which of all configurations is fastest on a cluster, and why the others are not.
 
-Every mesh of the ranks with every microbatch gets the closed form's time, as if memory were plenty. From the fastest
-on, memory is predicted; where it does not suffice, the ways to save it (activation recomputation, offload), which take
-longer, wait for their turn with their own times. So the first that fits is the fastest of all that fit. When enough of
-them do they are simulated and ranked, and what is left to choose (the in-flight limit, chunks) is tried on the best.
-Where layers freeze the best are ranked by the whole run, with and without packing and the cache.
+Every mesh of the ranks with every microbatch gets a lower bound of its time: the closed form, as if memory were plenty
+and as many microbatches in flight as any limit allows, for which nothing is simulated. From the lowest bound on it is
+asked whether the schedule that needs least fits. What does gets its limits and its own time, with which it waits for
+its turn; of what does not, the ways to save memory (activation recomputation, offload) wait for theirs. So the first
+one that has its time and fits is the fastest of all that fit, however many do not. When enough of them do they are
+simulated and ranked, and what is left to choose (the in-flight limit, chunks) is tried on the best. Where layers freeze
+the best are ranked by the whole run, with and without packing and the cache.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from ranvier.cost.hardware import Cluster
 from ranvier.cost.run_cost import run_cost
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.mesh import Mesh
+from ranvier.plan.fitting import schedules
 from ranvier.planner.candidates import (
     SEARCHED,
     Candidate,
@@ -34,13 +37,12 @@ from ranvier.planner.candidates import (
 )
 from ranvier.planner.elastic_plan import course, elastic_variants
 from ranvier.planner.nothing_fits import any_fits, does_not_fit, no_mesh
-from ranvier.planner.work import Work
+from ranvier.planner.work import Work, excess
 
 _WANTED = 12
 """Configurations that fit, before the search simulates them."""
 _LOOKED_AT = 400
-"""Configurations that do not fit, before the search ends with those that do; where none does it continues, unless the
-most frugal ones do not fit either."""
+"""Configurations that do not fit, before the search asks whether the most frugal ones do, where none has yet."""
 _REPORTED = 200
 """Candidates between two lines of progress."""
 _COMPARED = 3
@@ -49,6 +51,8 @@ _TUNED = 4
 """Of those that fit, for how many other in-flight limits are tried."""
 _FOLLOWED = 6
 """Of those that fit, how many are followed through a run whose layers freeze."""
+_LEFT_OUT: tuple[Literal["activations", "products"] | None, ...] = ("activations", "products", None)
+"""Of memory, where it is asked whether the rest alone is too much: what takes least time to find comes first."""
 _ALIKE = 1.03
 """Where ranks share cores, times that differ by less are alike: of such plans that comes first whose ranks wait for
 each other least, since waiting costs more there than the model knows."""
@@ -66,13 +70,16 @@ class SearchResult:
     considered: int
     measured_over_predicted: float = 1.0
     """Where some were measured: the median over those."""
+    interrupted: bool = False
+    """Whether Ctrl-C ended it before it had looked at all that could be faster."""
 
 
 def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] = SEARCHED, *, work: Work | None = None,
            progress: Callable[[str], None] = lambda line: None) -> SearchResult:
     """The fastest configurations of the run's model and global batch on `ranks` devices. work: of searches before.
 
-    ConfigError where nothing is possible, with what is missing and the nearest thing that works.
+    After Ctrl-C those that have been found; KeyboardInterrupt where there are none yet. ConfigError where nothing is
+    possible, with what is missing and the nearest thing that works.
     """
     if ranks > cluster.num_devices:
         raise ConfigError(f"is more than the {cluster.num_devices} devices of {cluster.name}",
@@ -95,16 +102,30 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
     progress(f"{considered} meshes and microbatches are possible")
     fitting: list[Candidate] = []
     dropped: list[Candidate] = []
-    while queue and len(fitting) < _WANTED and (not fitting or len(dropped) < _LOOKED_AT):
-        *_, found, is_first = heapq.heappop(queue)
-        found = with_memory(found, cluster, work, exact=False)
-        (fitting if found.fits else dropped).append(found)
-        if len(dropped) == _LOOKED_AT and not fitting and not any_fits(base, cluster, ranks, work):
-            break
-        if is_first and not found.fits:
-            for frugal in memory_saving_variants(found.run, cluster, searched):
-                _push(queue, considered, frugal, cluster, work, is_first=False)
-                considered += 1
+    interrupted = False
+    try:
+        while queue and len(fitting) < _WANTED:
+            seconds, number, found, is_first, has_time = heapq.heappop(queue)
+            if not has_time and (found := _with_least(found, cluster, work)).fits:
+                if (timed := _timed(found.run, cluster, work, is_first)) is not None:
+                    heapq.heappush(queue, (max(seconds, timed.cost.seconds), number, timed, is_first, True))
+                continue
+            if has_time:
+                found = with_memory(found, cluster, work, exact=False)
+            (fitting if found.fits else dropped).append(found)
+            if (len(fitting) + len(dropped)) % _REPORTED == 0:
+                progress(f"{len(fitting)} fit of {len(fitting) + len(dropped)}, the last {found.run.mesh}")
+            if len(dropped) == _LOOKED_AT and not fitting and not any_fits(base, cluster, ranks, work):
+                break
+            if is_first and not found.fits:
+                for frugal in memory_saving_variants(found.run, cluster, searched):
+                    _push(queue, considered, frugal, cluster, work, is_first=False)
+                    considered += 1
+    except KeyboardInterrupt:
+        if not fitting:
+            raise
+        interrupted, searched = True, ()
+        progress("interrupted: the best so far")
     if not fitting:
         raise does_not_fit(run, cluster, ranks, dropped, work) if dropped else no_mesh(base, cluster, ranks, searched)
     best = sorted((_simulated(found, cluster, work) for found in fitting), key=lambda found: found.cost.seconds)
@@ -122,7 +143,8 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
     slowest = max(found.cost.seconds for found in best)
     dropped = [found for found in dropped if found.cost.seconds < slowest]
     dropped[:_COMPARED] = [_simulated(found, cluster, work) for found in dropped[:_COMPARED]]
-    return SearchResult(cluster=cluster, ranks=ranks, best=tuple(best), considered=considered, dropped=tuple(dropped))
+    return SearchResult(cluster=cluster, ranks=ranks, best=tuple(best), considered=considered, dropped=tuple(dropped),
+                        interrupted=interrupted)
 
 
 def check_precision(run: Run, cluster: Cluster) -> None:
@@ -133,21 +155,59 @@ def check_precision(run: Run, cluster: Cluster) -> None:
                           remedy=f"Set `--precision {next(iter(cluster.device.rates))}`, or add the rate to its file.")
 
 
-_Queued = tuple[float, int, Candidate, bool]
-"""Seconds, number, the candidate, and whether it is the first variant of its mesh and microbatch."""
+_Queued = tuple[float, int, Candidate, bool, bool]
+"""Seconds, number, the candidate, whether it is the first variant of its mesh and microbatch, and whether the seconds
+are those of its own limits, not a bound of them."""
 
 
 def _push(queue: list[_Queued], number: int, run: ResolvedRun, cluster: Cluster, work: Work, *, is_first: bool = True
           ) -> None:
-    """Into the queue by the closed form's time, of equal ones by number; what cannot be cut is left out."""
+    """Into the queue by the bound, of equal ones by number; what cannot be cut is left out."""
+    try:
+        found = Candidate(run=run, cost=run_cost(_loosest(run), cluster, work.stages(run), exact=False))
+    except RanvierError:
+        return
+    heapq.heappush(queue, (found.cost.seconds, number, found, is_first, False))
+
+
+def _loosest(run: ResolvedRun) -> ResolvedRun:
+    """The run with limits of its schedule that none chosen for it exceed, and with all its states on the device, where
+    that is open: its closed form is a lower bound. Limits of several stages on a rank stay as they are."""
+    pipeline, optim = run.pipeline, run.optim
+    if optim.offload == "hybrid" and optim.offload_share == "auto":
+        optim = replace(optim, offload_share=0.0)
+    if run.placement.per_rank == 1:
+        most = 2 * run.mesh.pipeline_size if pipeline.in_flight == "auto" else pipeline.in_flight
+        pipeline = replace(pipeline, memory=None, in_flight=most)
+    return replace(run, optim=optim, pipeline=pipeline)
+
+
+def _with_least(found: Candidate, cluster: Cluster, work: Work) -> Candidate:
+    """With what it exceeds, if even the plainest schedule, with all states in host memory where their share is open,
+    does not fit. Nothing is simulated."""
+    run = schedules(found.run)[-1]
+    if run.optim.offload == "hybrid" and run.optim.offload_share == "auto":
+        run = replace(run, optim=replace(run.optim, offload_share=1.0))
+    try:
+        for without in _LEFT_OUT[:3 if run.placement.per_rank == 1 else 1]:
+            memory = work.memory(run, without=without, cluster=cluster)
+            if reason := excess(run, cluster, memory):
+                return replace(found, memory=memory, reason=reason)
+    except RanvierError as problem:
+        return replace(found, reason=str(problem))
+    return found
+
+
+def _timed(run: ResolvedRun, cluster: Cluster, work: Work, is_first: bool) -> Candidate | None:
+    """With its own limits and share of states in host memory, and the closed form's time. None where the share is one
+    that another variant has: no states, or all."""
     try:
         run = with_share(run, cluster, work)
         if not is_first and run.optim.offload == "hybrid" and run.optim.offload_share in (0.0, 1.0):
-            return  # none, or stream, which are in the queue
-        found = Candidate(run=run, cost=run_cost(run, cluster, work.stages(run), exact=False))
+            return None
+        return Candidate(run=run, cost=run_cost(run, cluster, work.stages(run), exact=False))
     except RanvierError:
-        return
-    heapq.heappush(queue, (found.cost.seconds, number, found, is_first))
+        return None
 
 
 def _simulated(found: Candidate, cluster: Cluster, work: Work) -> Candidate:

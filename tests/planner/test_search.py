@@ -20,7 +20,7 @@ from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.planner import report, trial
 from ranvier.planner import search as search_module
-from ranvier.planner.candidates import SEARCHED, predict, variants
+from ranvier.planner.candidates import SEARCHED, memory_saving_variants, on_cluster, predict, variants
 from ranvier.planner.problems import problems
 from ranvier.planner.search import search
 from ranvier.planner.work import Work
@@ -117,12 +117,59 @@ def test_a_mesh_that_may_not_change_has_as_many_ranks_as_are_planned_for():
         search(replace(TINY, mesh=Mesh(pipe=2)), load_cluster("h100"), 4, ("microbatch",))
 
 
-def test_where_nothing_is_quick_and_fits_the_search_goes_on(monkeypatch):
-    """Even if more do not fit than it usually looks at."""
+@pytest.mark.parametrize("memory_bytes", [1_504_000_000, 1_506_000_000])
+def test_however_many_do_not_fit_the_best_of_all_that_do_is_found(monkeypatch, memory_bytes):
+    """As by brute force; nothing is simulated for what cannot fit."""
     monkeypatch.setattr(search_module, "_LOOKED_AT", 2)
     cluster = load_cluster("h100")
-    small = replace(cluster, device=replace(cluster.device, memory_bytes=1_504_000_000))
-    assert len(search(TINY, small, 4).dropped) > 2
+    small = replace(cluster, device=replace(cluster.device, memory_bytes=memory_bytes))
+    run, work = on_cluster(replace(TINY, batch=Batch(global_size=4)), small), Work()
+    plan = search(run, small, 2)
+    every = [candidate for each in variants(run, small, 2)
+             for candidate in (each, *memory_saving_variants(each, small, SEARCHED))]
+    fitting = [found.cost.seconds for found in (predict(each, small, work) for each in every) if found.fits]
+    assert len(plan.dropped) > 2 and 0 < len(fitting) < len(every)
+    assert plan.best[0].cost.seconds <= min(fitting) * 1.001
+    assert all(found.fits == predict(found.run, small, work).fits for found in (*plan.best, *plan.dropped[:8]))
+
+
+@pytest.mark.parametrize("run", [
+    replace(TINY, mesh=Mesh(pipe=2), batch=Batch(global_size=16, microbatch_size=1)),
+    replace(TINY, mesh=Mesh(pipe=3), memory=replace(TINY.memory, recompute="auto")),
+    replace(TINY, mesh=Mesh(pipe=4), pipeline=Pipeline(memory=2.0)),
+    replace(TINY, mesh=Mesh(pipe=2, row=2), optim=replace(TINY.optim, offload="hybrid"))], ids=str)
+def test_the_bound_is_one(run):
+    """No schedule that is chosen takes less by the closed form, and none fits where the least does not."""
+    cluster, work = load_cluster("h100"), Work()
+    run = on_cluster(run, cluster)
+    bound = run_cost(search_module._loosest(run), cluster, work.stages(run), exact=False).seconds
+    found = predict(run, cluster, work, exact=False)
+    assert bound <= found.cost.seconds
+    needed = report.device_bytes(found)
+    for memory_bytes in (needed - 50_000, needed, 1.05 * needed + 1):
+        small = replace(cluster, device=replace(cluster.device, memory_bytes=int(
+            memory_bytes) + cluster.device.reserved_bytes))
+        least = search_module._with_least(found, small, work)
+        assert least.fits or not predict(run, small, work, exact=False).fits
+
+
+def test_an_interrupted_search_has_the_best_so_far(monkeypatch):
+    looked, with_memory = [], search_module.with_memory
+
+    def interrupted(found, *args, **options):
+        looked.append(found)
+        if len(looked) == 4:
+            raise KeyboardInterrupt
+        return with_memory(found, *args, **options)
+
+    monkeypatch.setattr(search_module, "with_memory", interrupted)
+    lines = []
+    plan = search(TINY, load_cluster("h100"), 4, progress=lines.append)
+    assert plan.interrupted and len(plan.best) == 3 and plan.best[0].fits and "interrupted" in lines[-1]
+    assert report.document(plan, "x")["interrupted"]
+    looked[:] = [None] * 3
+    with pytest.raises(KeyboardInterrupt):
+        search(TINY, load_cluster("h100"), 4)
 
 
 def test_what_does_not_fit_is_dropped_with_its_reason():
