@@ -18,7 +18,7 @@ from ranvier.train.runtime import build_engine
 from ranvier.world import World
 
 CATEGORIES = "parameters", "gradients", "master", "moments", "average", "buckets", "staging", "reduction"
-LARGE = "bert-sentiment", "vit-cifar10", "gpt2-small", "gpt-24b", "gpt-50b", "gpt-100b"
+LARGE = "bert-sentiment", "vit-cifar10", "gpt2-small", "gpt-12b", "gpt-24b", "gpt-50b", "gpt-100b"
 
 
 class Group(MetaGroup):
