@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import starmap
 from math import prod
 from typing import Any, cast
 
@@ -25,18 +26,16 @@ from ranvier.comm.nccl_transport import SLOTS
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.resolve import bucket_size as resolve_bucket_size
 from ranvier.config.rules import looks_before_update
-from ranvier.config.run import Optim
 from ranvier.cost.blocks import BlockCost
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.memory import KEPT_STEPS, RankMemory, StoredMicrobatches, activation_bytes, checkpoint_bytes
 from ranvier.layout import Chunking, Layout
 from ranvier.models import families
 from ranvier.optim.average import averages_of
-from ranvier.optim.buckets import Bucket, buckets_of, split_by_share
+from ranvier.optim.buckets import Bucket
 from ranvier.optim.gradients import Gradients
-from ranvier.optim.optimizer import gather_bytes, state_places, uncut_places
+from ranvier.optim.optimizer import FlatOptimizer, gather_bytes, state_places, storage_bytes, tensors_by_category
 from ranvier.optim.rules import rules_of, skips_by_itself
-from ranvier.optim.state_places import StatePlaces
 from ranvier.pipeline.ties import gradient_specs
 from ranvier.plan.block_costs import FusedAttention, KeptBytes
 from ranvier.plan.cut import StageTable, meta_mesh, split_model
@@ -60,7 +59,7 @@ from ranvier.tensor.weight_gradients import WeightGradients
 Needs = dict[object, Any]
 """What earlier predictions for one model on one tensor mesh have found, by what it depends on."""
 _CANDIDATES = 4
-"""Replicas with most elements of which the one with most states is taken."""
+"""Replicas with most elements of which the one with most bytes is taken."""
 
 
 def device_kind(run: ResolvedRun) -> str:
@@ -205,64 +204,58 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range]) 
               for key, p in held.items()}
     parameters = {key: nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=held[key].trainable)
                   for key, shape in shapes.items()}
-    over = {axes: MetaGroup("data", run.mesh.num_replicas * run.mesh.count(axes),
-                            device=device_kind(run)) for axes in {(), *(p.summed for p in held.values())}}
     layout = replace(layout, chunking=Chunking(chunk_size=1, whole=whole_parameters(optim, layout)))
-    specs = gradient_specs(layout, layout.mesh.rank(layout.mesh.place(pipeline_rank=pipe)), parameters, over)
-    bucket_size = resolve_bucket_size(optim, run.launch.device)
-    gradients = Gradients(specs, over[()], bucket_size * optim.chunk_buckets, lambda spec: None, allocate=False,
-                          dtype=_gradient_dtype(run), reduce_dtype=precision.reduce_dtype(optim, dtype),
-                          reuse=runs if optim.update_in_backward else (), shard=optim.shard)
-    has_owners = any(chunk.shares is not None for chunk in gradients.chunks)
-    buckets, places = _most_states(optim, dtype, gradients, bucket_size)
-    largest, updated = max(map(len, buckets), default=0), sum(map(len, buckets))
-    states, averages = sum(places.sizes.values()), len(averages_of(optim))
     offload = "none" if optim.offload == "auto" else optim.offload
-    on_device, on_host = _by_home(optim, offload, buckets)
-    in_flight = min(optim.buckets_in_flight, len(on_host))
-    streamed = state_places(gradients, rules_of(optim, dtype), on_host) if offload == "hybrid" else places
-    in_bucket = sum(streamed.largest(on_host).values()) + (averages + half) * max(map(len, on_host), default=0)
-    moved = sum(streamed.sizes.values()) if offload != "none" else 0
-    frozen = sum(_stored_bytes(prod(shapes[key]), p.quantized, dtype) for key, p in held.items() if not p.trainable)
-    device = {"parameters": gradients.size * dtype.itemsize + frozen,
-              "gradients": gradients.length * gradients.dtype.itemsize}
-    host: dict[str, int] = {}
-    for home, here, own in ((device, on_device, states - moved), (host, on_host, moved)):
-        if offload != "hybrid" and (home is device) != (offload == "none"):
-            continue
-        elements = sum(map(len, here))
-        home["master"] = elements * wide.itemsize if half or offload == "host" else 0
-        home["moments"] = own * wide.itemsize
-        if averages:
-            home["average"] = elements * wide.itemsize * averages
-    widened = largest * wide.itemsize if gradients.dtype is not wide else 0
-    device["buckets"] = wide.itemsize * in_flight * in_bucket if offload in ("stream", "hybrid") else 0
-    if offload == "host":
-        host["staging"] = largest * in_flight * (gradients.dtype.itemsize + dtype.itemsize) + widened
-    else:
-        device["buckets"] += widened
+    optim = replace(optim, offload_share=0.5 if optim.offload_share == "auto" else optim.offload_share)
+
+    def updater(member: int = 0, members: int = 1) -> tuple[Gradients, FlatOptimizer]:
+        """Of one of these members of the largest group; in smaller groups it is the one that is as far in them."""
+        over = {axes: MetaGroup("data", size, member * size // members, device=device_kind(run))
+                for axes in {(), *(p.summed for p in held.values())}
+                for size in [run.mesh.num_replicas * run.mesh.count(axes)]}
+        specs = gradient_specs(layout, layout.mesh.rank(layout.mesh.place(pipeline_rank=pipe)), parameters, over)
+        bucket_size = resolve_bucket_size(optim, run.launch.device)
+        gradients = Gradients(specs, over[()], bucket_size * optim.chunk_buckets, lambda spec: None, allocate=False,
+                              dtype=_gradient_dtype(run), reduce_dtype=precision.reduce_dtype(optim, dtype),
+                              reuse=runs if optim.update_in_backward else (), shard=optim.shard)
+        optimizer = FlatOptimizer(optim, gradients, offload=offload, bucket_size=bucket_size)
+        gradients.allocate()
+        return gradients, optimizer
+
+    gradients, optimizer = updater()
+    has_owners = any(chunk.shares is not None for chunk in gradients.chunks)
+    if optim.shard and has_owners:
+        gradients, optimizer = max(starmap(updater, _members_with_most(gradients)),
+                                   key=lambda one: _lasting_bytes(*one))
+    lasting = tensors_by_category([], gradients, optimizer)
+    device, host = ({name: storage_bytes(tensors) for name, tensors in lasting[place].items()}
+                    for place in ("device", "host"))
+    device["parameters"] += sum(_stored_bytes(prod(shapes[key]), p.quantized, dtype)
+                                for key, p in held.items() if not p.trainable)
+    largest = max(map(len, optimizer.buckets), default=0)
+    if gradients.dtype is not wide and offload != "host":  # room that the first update makes
+        device["buckets"] += largest * wide.itemsize
     owners = [prod(shapes[key]) for key in held if layout.pipe_of(layout[key].block) == pipe]
+    own, *states = (device.get(name, 0) + host.get(name, 0) for name in ("parameters", "moments", "average", "master"))
     host["checkpoint"] = max(owners, default=0) * wide.itemsize if not run.checkpoint.background else checkpoint_bytes(
-        owners, state_bytes=wide.itemsize * (states + (half + averages) * updated), element_bytes=dtype.itemsize,
-        data=run.mesh.num_replicas, sharded=optim.shard, updated=updated if has_owners else 0,
+        owners, state_bytes=sum(states if half else states[:2]), element_bytes=dtype.itemsize,
+        data=run.mesh.num_replicas, sharded=optim.shard,
+        updated=sum(map(len, optimizer.buckets)) if has_owners else 0,
         random_state_bytes=torch.get_rng_state().nbytes)
     if run.launch.survive_losses:
-        own, shares = (sum(part.get(name, 0) for part in (device, host) for name in names)
-                       for names in (("parameters",), ("master", "moments", "average")))
-        host["copies"] = KEPT_STEPS * (own + shares * (2 if optim.shard and run.mesh.num_replicas > 1 else 1))
+        host["copies"] = KEPT_STEPS * (own + sum(states) * (2 if optim.shard and run.mesh.num_replicas > 1 else 1))
     if device_kind(run) == "cuda":
-        tensors = [host["master"], *[size * wide.itemsize for size in streamed.sizes.values()]
-                   ] if offload != "none" else []
-        tensors += [host["checkpoint"]] if run.checkpoint.background else []
-        host["rounding"] = sum(pinned_bytes(size) - size for size in tensors)
-    device["workspace"] = wide.itemsize * _skipped_elements(run, buckets, places)
+        pinned = [tensor.nbytes for tensors in lasting["host"].values() for tensor in tensors]
+        pinned += [host["checkpoint"]] if run.checkpoint.background else []
+        host["rounding"] = sum(pinned_bytes(size) - size for size in pinned)
+    device["workspace"] = wide.itemsize * _skipped_elements(run, gradients, optimizer.buckets)
     device["reduction"], device["arriving"] = gradients.reductions.bytes(scatter=optim.shard and not has_owners)
     if optim.shard:
         device["reduction"] += gather_bytes(gradients, dtype.itemsize)
     return {"device": device, "host": host}
 
 
-def _skipped_elements(run: ResolvedRun, buckets: list[Bucket], places: StatePlaces) -> int:
+def _skipped_elements(run: ResolvedRun, gradients: Gradients, buckets: list[Bucket]) -> int:
     """Elements that an update copies at once where only the device knows whether it is one."""
     optim = run.optim
     if device_kind(run) != "cuda" or optim.offload == "host" or not (
@@ -271,41 +264,26 @@ def _skipped_elements(run: ResolvedRun, buckets: list[Bucket], places: StatePlac
     largest, rules = max(map(len, buckets), default=0), rules_of(optim, DTYPES[run.precision])
     if skips_by_itself(rules):
         return largest if averages_of(optim) else 0
-    return largest + sum(places.largest(buckets).values())
+    return largest + sum(state_places(gradients, rules, buckets).largest(buckets).values())
 
 
 def _stored_bytes(elements: int, quantized: str | None, dtype: torch.dtype) -> int:
     return elements * dtype.itemsize if quantized is None else quantized_bytes(elements, quantized, dtype)
 
 
-def _by_home(optim: Optim, offload: str, buckets: list[Bucket]) -> tuple[list[Bucket], list[Bucket]]:
-    """The buckets whose states are on the device, and in host memory. A share that is auto counts as one half."""
-    if offload == "hybrid":
-        return split_by_share(buckets, 0.5 if optim.offload_share == "auto" else optim.offload_share)
-    return (buckets, []) if offload == "none" else ([], buckets)
+def _lasting_bytes(gradients: Gradients, optimizer: FlatOptimizer) -> int:
+    return sum(storage_bytes(tensors) for categories in tensors_by_category([], gradients, optimizer).values()
+               for tensors in categories.values())
 
 
-def _most_states(optim: Optim, dtype: torch.dtype, gradients: Gradients, bucket_size: int
-                 ) -> tuple[list[Bucket], StatePlaces]:
-    """Buckets and states of the replica that has most. They differ where whole tensors have owners."""
-    rules, uncut = rules_of(optim, dtype), uncut_places(gradients)
+def _members_with_most(gradients: Gradients) -> list[tuple[int, int]]:
+    """(member, members of the largest group): the few that update most elements, of whole tensors with owners."""
     chunks = [chunk for chunk in gradients.chunks if not chunk.sent_to_owner]
-    differ = optim.shard and any(chunk.shares is not None for chunk in chunks)
-    members = max(len(chunk.group.ranks) for chunk in chunks) if differ else 1
-
-    def shares(member: int) -> list[tuple[int, int]]:
-        """What it updates of each chunk; of smaller groups, what a member of them does that is this far."""
-        if not optim.shard:
-            return [(chunk.start, chunk.stop) for chunk in chunks]
-        return [chunk.share if chunk.shares is None else chunk.shares[member * len(chunk.group.ranks) // members]
-                for chunk in chunks]
-
-    found = []
-    elements = {member: sum(stop - start for start, stop in shares(member)) for member in range(members)}
-    for member in sorted(elements, key=elements.__getitem__)[-_CANDIDATES:]:
-        buckets = [bucket for group in buckets_of(shares(member), bucket_size, uncut) for bucket in group]
-        found.append((buckets, state_places(gradients, rules, buckets)))
-    return max(found, key=lambda one: sum(map(len, one[0])) + sum(one[1].sizes.values()))
+    members = max((len(chunk.group.ranks) for chunk in chunks), default=1)
+    shares = [chunk.shares or (chunk.share,) for chunk in chunks]
+    elements = [sum(stop - start for own in shares for start, stop in [own[member * len(own) // members]])
+                for member in range(members)]
+    return [(member, members) for member in sorted(range(members), key=elements.__getitem__)[-_CANDIDATES:]]
 
 
 def _gradient_dtype(run: ResolvedRun) -> torch.dtype:

@@ -17,9 +17,9 @@
              reduction    what sums of gradients that travel between replicas work in, and what parameters are sent from
              arriving     small sums of gradients, which all replicas gather
 
-Parameters, gradients, states and buckets are laid out as the run lays them out (`ranvier.cost.count`); the others are
-bounds, from the operations of one microbatch. Activations stored by a stage: AxoNN (Singh and Bhatele, 2022), section
-V-A; streamed states: its section V-B. Pure.
+Parameters, gradients, states and buckets are what the run's optimizer allocates, built on the meta device
+(`ranvier.cost.count`); the others are bounds, from the operations of one microbatch. Activations stored by a stage:
+AxoNN (Singh and Bhatele, 2022), section V-A; streamed states: its section V-B. Pure.
 """
 
 from __future__ import annotations

@@ -53,14 +53,17 @@ class Bucket:
 
 def joined(buckets: Sequence[Bucket]) -> list[Bucket]:
     """The same elements in as few buckets as possible: those that follow each other in memory become one."""
-    found: list[Bucket] = []
+    first: list[Bucket] = []
+    stops: list[int] = []
+    before: Bucket | None = None
     for bucket in buckets:
-        last = found[-1] if found else None
-        if last is not None and last.stop == bucket.start and last.state + len(last) == bucket.state:
-            found[-1] = replace(last, stop=bucket.stop)
+        if before is not None and before.stop == bucket.start and before.state + len(before) == bucket.state:
+            stops[-1] = bucket.stop
         else:
-            found.append(bucket)
-    return found
+            first.append(bucket)
+            stops.append(bucket.stop)
+        before = bucket
+    return [replace(bucket, stop=stop) for bucket, stop in zip(first, stops, strict=True)]
 
 
 def buckets_of(shares: Sequence[tuple[int, int]], size: int, uncut: Sequence[tuple[int, int]] = ()

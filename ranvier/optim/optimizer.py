@@ -91,9 +91,10 @@ class FlatOptimizer:
         self._groups = sorted(((spec, self._segment(spec)) for spec in self._gradients.owned()),
                       key=lambda item: (item[1].start, item[1].stop))
         self._here = self._with_elements_here()
-        for name in state_places(gradients, self._rules, self.buckets).sizes:
+        places = state_places(gradients, self._rules, self.buckets)
+        for name in places.sizes:
             check_state_name(name, optim.algorithm)
-        self.placement = self._place()
+        self.placement = self._place(places)
         self._note_versions()
         self._steps = 0
         self._undecided: Callable[[], bool] | None = None
@@ -103,15 +104,14 @@ class FlatOptimizer:
         self._gathered = 0
         self._sent: dict[int, Tensor] = {}
 
-    def _place(self) -> Placement:
+    def _place(self, places: StatePlaces) -> Placement:
         in_flight, ema = self._optim.buckets_in_flight, self._optim.ema
         of_bucket = partial(_gradients_of, self._gradients, self._chunk_of)
         if self.offload == "hybrid":
             return Hybrid(self._rules, self.weights, of_bucket, on_device=self._homes[0], on_host=self._homes[1],
                           places=lambda buckets: state_places(self._gradients, self._rules, buckets),
                           in_flight=in_flight, ema=ema)
-        given = (self._rules, self.weights, of_bucket, self.buckets,
-                 state_places(self._gradients, self._rules, self.buckets))
+        given = self._rules, self.weights, of_bucket, self.buckets, places
         match self.offload:
             case "none":
                 return Resident(*given, ema=ema)
@@ -377,8 +377,7 @@ def tensors_by_category(parameters: Sequence[Tensor], gradients: Gradients,
     Frozen parameters and those outside the flat buffer count as parameters too. On a CPU as the device, offloaded
     states count as the host's.
     """
-    device = {"parameters": [*parameters, *([optimizer.weights] if optimizer else [])], "gradients": [gradients.flat],
-              "reduction": gradients.reductions.buffers}
+    device = {"parameters": [*parameters, *([optimizer.weights] if optimizer else [])], "gradients": [gradients.flat]}
     host: dict[str, list[Tensor]] = {}
     if optimizer is not None:
         placement = optimizer.placement
@@ -389,8 +388,8 @@ def tensors_by_category(parameters: Sequence[Tensor], gradients: Gradients,
             if EMA in states:
                 home["average"] = [states[EMA]]
         device["buckets"] = list(placement.workspace.values())
-        device["reduction"] += optimizer.gather_buffers
         host["staging"] = list(placement.staging)
+    device["reduction"] = [*gradients.reductions.buffers, *(optimizer.gather_buffers if optimizer else [])]
     return {"device": device, "host": host}
 
 

@@ -138,7 +138,7 @@ class _Flat:
         self._names, self._dtype = self._copies + tuple(places.sizes), wide(weights.dtype)
         self._largest = max((len(bucket) for bucket in buckets), default=0)
         self._buckets, size = tuple(buckets), sum(len(bucket) for bucket in buckets)
-        device = torch.device("cpu") if on_host else weights.device
+        device = _host_of(weights) if on_host else weights.device
         sizes = dict.fromkeys(self._copies, size) | places.sizes
         self.states = {name: pinned_zeros(sizes[name], self._dtype) if on_host and weights.is_cuda
                        else torch.zeros(sizes[name], dtype=self._dtype, device=device) for name in self._names}
@@ -146,7 +146,7 @@ class _Flat:
         self.workspace: dict[str, Tensor] = {}
         self.staging: Sequence[Tensor] = ()
         self.take_parameters(0, len(weights))
-        for bucket in self._buckets if ema else ():  # what the average is before the first update
+        for bucket in joined(self._buckets) if ema else ():  # what the average is before the first update
             self._of(bucket, EMA).copy_(weights[bucket.start:bucket.stop])
 
     def states_of(self, bucket: Bucket, start: int, stop: int) -> dict[str, Tensor]:
@@ -161,7 +161,7 @@ class _Flat:
 
     def take_parameters(self, start: int, stop: int) -> None:
         """Master copies of elements [start, stop) become what the parameters are now."""
-        for bucket in self._buckets if "master" in self.states else ():
+        for bucket in joined(self._buckets) if "master" in self.states else ():
             first, last = max(start, bucket.start), min(stop, bucket.stop)
             if first < last:
                 at = bucket.state + first - bucket.start
@@ -397,7 +397,7 @@ class OnHost(_Flat):
         pinned = weights.is_cuda
 
         def host(dtype: torch.dtype) -> Tensor:
-            return torch.empty(self._largest, dtype=dtype, device="cpu", pin_memory=pinned)
+            return torch.empty(self._largest, dtype=dtype, device=_host_of(weights), pin_memory=pinned)
 
         self._stagings = [_Staging(host(gradient_dtype), host(weights.dtype))
                           for _ in range(max(1, min(in_flight, len(buckets))))]
@@ -435,6 +435,11 @@ class OnHost(_Flat):
             update_average(self._of(bucket, EMA), master, step=update.step, decay=self._ema)
         new = staging.weights[:len(bucket)].copy_(master)
         _copy_updated(self._weights[bucket.start:bucket.stop], new, bucket, update, non_blocking=True)
+
+
+def _host_of(weights: Tensor) -> torch.device:
+    """Where offloaded states are: in host memory, or nowhere, where the weights have no data."""
+    return weights.device if weights.is_meta else torch.device("cpu")
 
 
 def _stream(weights: Tensor) -> torch.cuda.Stream | None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ranvier.optim.buckets import Bucket
+from ranvier.optim.buckets import Bucket, joined
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class StatePlaces:
         """Name -> elements of the flat state."""
         self._intervals: dict[str, list[_Interval]] = {name: [] for name in self.sizes}
         stops = [owner.stop for owner in owners]
-        for bucket in buckets:
+        for bucket in joined(buckets):  # neighbours have their states side by side
             for owner in owners[bisect_right(stops, bucket.start):]:
                 start, stop = max(owner.start, bucket.start), min(owner.stop, bucket.stop)
                 if owner.start >= bucket.stop:

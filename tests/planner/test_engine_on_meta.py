@@ -1,0 +1,152 @@
+"""What is predicted is what the real engine allocates, to the byte: built on the meta device, where nothing has data,
+for one rank of each stage, and updated once. `tests/train/test_memory.py` measures whole steps of real runs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ranvier.comm.meta import MetaGroup
+from ranvier.config import presets, read
+from ranvier.config.resolve import Facts, resolve
+from ranvier.config.run import Batch, Memory, Optim, Pipeline, TensorParallel
+from ranvier.cost.count import laid_out
+from ranvier.elastic.freezing import NONE_FROZEN
+from ranvier.mesh import Mesh
+from ranvier.train.runtime import build_engine
+from ranvier.world import World
+
+CATEGORIES = "parameters", "gradients", "master", "moments", "average", "buckets", "staging", "reduction"
+LARGE = "bert-sentiment", "vit-cifar10", "gpt2-small", "gpt-12b", "gpt-24b", "gpt-50b", "gpt-100b"
+
+
+class Group(MetaGroup):
+    """One of several, by the numbers of its ranks."""
+
+    def __init__(self, purpose, ranks, rank):
+        super().__init__(purpose, len(ranks), ranks.index(rank))
+        self._numbers = ranks
+
+    ranks = property(lambda self: self._numbers if hasattr(self, "_numbers") else (), lambda self, ranks: None)
+
+    def gather_objects(self, value):
+        return [value] * len(self.ranks)
+
+
+class Transport:
+    """Sends nothing."""
+
+    def connect(self, sources, destinations, capacity_bytes):
+        pass
+
+    def send(self, destination, message):
+        pass
+
+    def progress(self):
+        pass
+
+
+class Backend:
+    """Of one rank of `size`, without the others."""
+
+    name = "in-process"
+
+    def __init__(self, rank, size):
+        self.rank, self.size = rank, size
+
+    def transport(self, purpose):
+        return Transport()
+
+    def group(self, purpose, partition):
+        return Group(purpose, next(tuple(ranks) for ranks in partition if self.rank in ranks), self.rank)
+
+
+def allocated(run, rank):
+    """The bytes of the engine of `rank` after an update."""
+    world = World(backend=Backend(rank, run.mesh.size), store=dist.HashStore(), launcher="meta",
+                  device=torch.device("meta"), local_rank=0, local_size=1)
+    engine = build_engine(run, world, 1.0, frozen=NONE_FROZEN, fresh=False)
+    engine._connections.board.close()
+    if not run.optim.update_in_backward:
+        gradients, optimizer = engine._updater.gradients, engine.flat_optimizer
+        gradients.begin(scatter=optimizer.scatters)
+        for parameter in gradients.places:
+            parameter.grad.zero_()  # a backward has reached it
+        for chunk in gradients.chunks:
+            chunk.outstanding = 0  # gradients of other ends have come
+        gradients.block_passed(0)
+        gradients.wait()
+        optimizer.prefetch()
+        optimizer.begin(1e-3)
+        for chunk in gradients.reduced():
+            for _ in optimizer.update(chunk, 1.0):
+                pass
+        optimizer.finish()
+    return engine.memory()
+
+
+def check(run):
+    """Of the first and the last ranks along pipe; of replicas that own different tensors, the one that has most."""
+    run = resolve(run, Facts(device="cpu"))
+    predicted = laid_out(run)[1]
+    owners = run.optim.shard and run.optim.algorithm in ("muon", "adafactor")
+    skipped = ("buckets", "reduction") if run.optim.update_in_backward else ()
+    for pipe in {0, run.mesh.pipeline_size - 1}:
+        found = [allocated(run, run.mesh.rank(run.mesh.place(replica=replica, pipeline_rank=pipe)))
+                 for replica in range(run.mesh.num_replicas if owners else 1)]
+        most = max(found, key=lambda one: sum(sum(place.values()) for place in one.values()))
+        for place in ("device", "host"):
+            bytes_of = getattr(predicted[pipe], place)
+            expected = {name: bytes_of.get(name, 0) for name in CATEGORIES if name not in skipped}
+            assert {name: most[place].get(name, 0) for name in expected} == expected, f"{place} of stage {pipe}"
+
+
+def with_numbers(run):
+    """Where the mesh and the microbatch are auto: one rank, two samples."""
+    is_auto = "auto" in (run.mesh.data, run.mesh.pipe, run.mesh.row, run.mesh.col)
+    micro = 2 if run.batch.microbatch_size == "auto" else run.batch.microbatch_size
+    return replace(run, mesh=Mesh() if is_auto else run.mesh, batch=replace(run.batch, microbatch_size=micro))
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE))
+                                  for name in read.recipe_names()])
+def test_shipped_recipes(name):
+    check(with_numbers(read.merge([read.load(name)[1]]).run))
+
+
+MESHES = Mesh(data=2), Mesh(pipe=2), Mesh(row=2, col=2), Mesh(data=3, pipe=2), Mesh(data=2, pipe=2, col=2)
+OPTIMS = (Optim(), Optim(shard=True, offload="stream", accumulate="half"),
+          Optim(shard=True, algorithm="muon", ema=0.99), Optim(offload="host", accumulate="half"),
+          Optim(offload="hybrid", offload_share=0.3, shard=True, ema=0.9), Optim(algorithm="adafactor", shard=True),
+          Optim(algorithm="sgd", shard=True, offload="host"))
+
+
+@pytest.mark.parametrize(("number", "name"), [pytest.param(number, name, marks=[pytest.mark.slow] * (number != 2))
+                                              for number, name in enumerate(presets.PRESETS)])
+def test_presets(number, name):
+    """Each in its width, with four layers, on another mesh with other settings of the optimizer than the one before."""
+    run = with_numbers(read.merge([read.load(name)[1]]).run)
+    optim = replace(OPTIMS[number % len(OPTIMS)], bucket_size=4_000_000)
+    check(replace(run, model=replace(run.model, num_layers=4, preset=None), mesh=MESHES[number % len(MESHES)],
+                  optim=optim, batch=Batch(global_size=24, microbatch_size=2)))
+
+
+@pytest.mark.parametrize(("recipe", "mesh", "optim", "changed"), [
+    pytest.param("llama-tiny", Mesh(row=2, col=2), Optim(algorithm="lion", offload="host", ema=0.9, shard=True), {
+        "precision": "fp16"}, marks=pytest.mark.slow),
+    ("gpt-tiny", Mesh(data=3, pipe=2, col=2), Optim(
+        algorithm="muon", offload="hybrid", offload_share=0.4, ema=0.9, shard=True, chunk_buckets=1), {
+            "precision": "bf16", "tensor": TensorParallel(scheme="summa"), "memory": Memory(recompute=1)}),
+    ("llama-tiny", Mesh(data=2, row=2, col=2), Optim(
+        algorithm="adafactor", offload="host", shard=True, accumulate="half"), {"precision": "fp64"}),
+    ("gpt-tiny", Mesh(data=2, pipe=2), Optim(offload="stream", shard=True, accumulate="half", ema=0.9), {
+        "precision": "bf16", "pipeline": Pipeline(stages_per_rank=2)}),
+    ("llama-tiny", Mesh(data=2, col=2), Optim(offload="stream", shard=True, accumulate="half"), {
+        "precision": "bf16", "tensor": TensorParallel(scheme="megatron")}),
+    ("gpt-tiny", Mesh(data=2, pipe=2), Optim(update_in_backward=True, shard=True), {
+        "batch": Batch(global_size=24, microbatch_size=12)})])
+def test_meshes(recipe, mesh, optim, changed):
+    run = read.merge([read.load(recipe)[1]]).run
+    check(replace(run, mesh=mesh, model=replace(run.model, num_layers=4), optim=replace(optim, bucket_size=5000), **{
+        "batch": Batch(global_size=24, microbatch_size=2)} | changed))
