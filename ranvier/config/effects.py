@@ -265,7 +265,7 @@ CONDITIONS: Mapping[str, Reason] = {
         "query_pre_attn_scalar", "window", "rope_base", "rope_scaling", "embedding_scale", "attention_softcap",
         "logit_softcap")},
     "model.untied": _gpt_only,
-    "model.full_every": _first(_llama_only, _needs("model.window")),
+    **{f"model.{name}": _first(_llama_only, _needs("model.window")) for name in ("full_every", "window_rope_base")},
     **{f"model.{name}": _first(_llama_only, _needs("model.rope_scaling")) for name in (
         "rope_factor", "rope_positions", "rope_limits", "rope_magnitude")},
     **{f"lora.{name}": _needs("lora.rank") for name in (

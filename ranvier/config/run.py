@@ -462,7 +462,7 @@ class Transformer:
     tied: bool = False
     """llama: whether the projection onto the vocabulary shares the weights of the token embedding."""
     norms: Literal["before", "after", "both"] = "before"
-    """llama: where a sublayer has its RMS norm: before it, after it (OLMo 2), or both (Gemma 2)."""
+    """llama: where a sublayer has its RMS norm: before it, after it (OLMo 2 and 3), or both (Gemma 2 and 3)."""
     norm_offset: Annotated[int, Ge(0), Le(1)] = 0
     """llama: number that RMS norms add to their weight: 1 in Gemma, whose weights start from 0."""
 
@@ -476,6 +476,9 @@ class Transformer:
     """llama: one layer in this many attends to all tokens instead of the window (Gemma 2: 2); 0 for none."""
     rope_base: Annotated[float, Gt(1)] = 10000.0
     """llama: base of the frequencies of rotary embeddings (rope_theta)."""
+    window_rope_base: Annotated[float, Gt(1)] | None = None
+    """llama: base of the frequencies, which are not scaled, in layers with a window (Gemma 3, OLMo 3); none is as in
+    other layers."""
     rope_scaling: Literal["none", "linear", "dynamic", "llama3", "yarn"] = "none"
     """llama: scaling of rotary embeddings to longer sequences."""
     rope_factor: Annotated[float, Ge(1)] = 1.0

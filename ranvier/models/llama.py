@@ -1,5 +1,5 @@
-"""Llama's architecture as a list of blocks: Llama 2 and 3, Mistral, Qwen 2 and 3, Gemma, Gemma 2, OLMo 2 and SmolLM 2
-are settings of it (docs/models.md).
+"""Llama's architecture as a list of blocks: Llama 2 and 3, Mistral, Phi-3, Qwen 2 and 3, Gemma 1 to 3, OLMo 2 and 3 and
+SmolLM 2 are settings of it (docs/models.md).
 
 Shapes are in the names: B batch, S sequence, H hidden, N heads, K heads of keys and values, D width of a head, F inner
 width of an MLP, V vocabulary. The carried state is one tensor: token ids_BS (int64) into the embedding, x_BSH between
@@ -53,8 +53,10 @@ def window_of(config: Transformer, layer: int) -> int | None:
     return None if config.full_every and (layer + 1) % config.full_every == 0 else config.window
 
 
-def rotary_of(config: Transformer) -> tensor.Rotary:
-    """The model's rotary embeddings."""
+def rotary_of(config: Transformer, window: int | None) -> tensor.Rotary:
+    """The rotary embeddings of layers with this window."""
+    if window is not None and config.window_rope_base is not None:
+        return tensor.Rotary(width=head_dim(config), base=config.window_rope_base)
     return tensor.Rotary(width=head_dim(config), base=config.rope_base, scaling=config.rope_scaling,
                          factor=config.rope_factor, positions=config.rope_positions or config.sequence,
                          limits=config.rope_limits, magnitude=config.rope_magnitude)
@@ -113,7 +115,7 @@ class Attention(Sublayer):
         self.width, self.window, self.softcap = width, window, config.attention_softcap
         self.scale = (config.query_pre_attn_scalar or width) ** -0.5
         self.is_grouped = keys != heads
-        self.rotary = rotary_of(config)
+        self.rotary = rotary_of(config, window)
         self.qkv = tensor.SharedInputLinear(
             config.hidden, {"query": heads * width, "key": keys * width, "value": keys * width},
             units={"query": heads, "key": keys, "value": keys}, bias=config.bias != "none", dtype=dtype)

@@ -26,7 +26,7 @@ from tests.errors import raises
 from tests.hf_peers import peer, relative
 from tests.models.test_llama import MODELS, SIZES
 
-FEW = ("llama3", "mistral", "phi3", "qwen3", "olmo2", "gemma2")
+FEW = ("llama3", "mistral", "phi3", "qwen3", "olmo3", "gemma3")
 TEXT = "The arrow flies\nover 12 green fields. " * 20
 
 
@@ -96,6 +96,24 @@ def test_another_family_is_refused_with_the_way_that_there_is(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     with raises("unknown-model-type", "mamba", "ranvier.from_transformers"):
         Pretrained(tmp_path)
+
+
+def test_rotary_embeddings_under_the_keys_of_transformers_4():
+    """Gemma 3's base of layers with a window has a key of its own; OLMo 3 scales the other layers alone."""
+    document = dict(vocab_size=61, hidden_size=24, num_hidden_layers=8, num_attention_heads=4, intermediate_size=40,
+                    max_position_embeddings=32)
+    gemma, _ = form_of_type("gemma3_text").read({**document, "rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    assert (gemma.rope_base, gemma.window_rope_base, gemma.rope_factor) == (1e6, 1e4, 8.0)
+    assert (gemma.window, gemma.full_every, gemma.qk_norm) == (4096, 6, "head")
+    olmo, _ = form_of_type("olmo3").read({**document, "rope_scaling": {
+        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8}})
+    assert (olmo.rope_base, olmo.window_rope_base, olmo.rope_scaling, olmo.full_every) == (5e5, 5e5, "yarn", 4)
+    plain, _ = form_of_type("olmo3").read(document)
+    assert plain.window_rope_base is None
+    with raises("rope-of-window", "sliding_attention"):
+        form_of_type("gemma3_text").read({**document, "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}})
 
 
 def test_ends_of_texts_without_a_generation_configuration(tmp_path):

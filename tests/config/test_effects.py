@@ -76,6 +76,7 @@ OTHER = {
     "model.bias": "all", "model.untied": True, "model.tied": True, "model.norms": "both", "model.norm_offset": 1,
     "model.qk_norm": "head",
     "model.query_pre_attn_scalar": 5.0, "model.window": 3, "model.full_every": 2, "model.rope_base": 500.0,
+    "model.window_rope_base": 77.0,
     "model.rope_scaling": "linear", "model.rope_factor": 2.0, "model.rope_positions": 9,
     "model.rope_limits": (2.0, 3.0),
     "model.rope_magnitude": 1.5, "model.embedding_scale": "sqrt-hidden", "model.attention_softcap": 3.0,

@@ -43,6 +43,14 @@ MODELS = {
     "gemma": ("GemmaForCausalLM", dict(head_dim=6)),
     "gemma2": ("Gemma2ForCausalLM", dict(head_dim=6, sliding_window=5, query_pre_attn_scalar=9,
                                          attn_logit_softcapping=5.0, final_logit_softcapping=3.0)),
+    "gemma3": ("Gemma3ForCausalLM", dict(head_dim=6, sliding_window=5, query_pre_attn_scalar=9, layer_types=[
+        "sliding_attention", "sliding_attention", "full_attention"], rope_parameters=dict(
+            full_attention=dict(rope_type="linear", rope_theta=5000.0, factor=8.0),
+            sliding_attention=dict(rope_type="default", rope_theta=100.0)))),
+    "olmo3": ("Olmo3ForCausalLM", dict(sliding_window=5, layer_types=[
+        "sliding_attention", "full_attention", "sliding_attention"], rope_parameters=dict(
+            full_attention=dict(rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=8),
+            sliding_attention=dict(rope_type="default", rope_theta=500.0)))),
 }
 
 

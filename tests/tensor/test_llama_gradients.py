@@ -25,6 +25,10 @@ KINDS = {
     "gemma2": dict(kv_heads=6, norms="both", norm_offset=1, activation="gelu-tanh", embedding_scale="sqrt-hidden",
                    tied=True, window=3, full_every=2, attention_softcap=5.0, logit_softcap=3.0,
                    query_pre_attn_scalar=9.0, head_dim=4),
+    "gemma3": dict(kv_heads=6, norms="both", norm_offset=1, qk_norm="head", activation="gelu-tanh", tied=True,
+                   embedding_scale="sqrt-hidden", window=3, full_every=2, window_rope_base=77.0,
+                   rope_scaling="linear", rope_factor=8.0, head_dim=4),
+    "olmo3": dict(kv_heads=12, qk_norm="all", norms="after", window=3, full_every=2, window_rope_base=77.0, head_dim=2),
     "biased": dict(kv_heads=1, bias="all", activation="gelu", head_dim=2, rope_scaling="linear", rope_factor=2.0),
 }
 
@@ -41,10 +45,10 @@ def assert_as_one_process(kind, mesh, *, count=2, change=lambda model: model, **
 
 
 @pytest.mark.parametrize(("rows", "cols", "scheme", "pipe", "data", "kind"), [
-    (1, 2, "stationary", 1, 1, "qwen3"), (2, 1, "stationary", 2, 1, "biased"), (2, 2, "stationary", 1, 1, "gemma2"),
+    (1, 2, "stationary", 1, 1, "qwen3"), (2, 1, "stationary", 2, 1, "biased"), (2, 2, "stationary", 1, 1, "gemma3"),
     (1, 4, "stationary", 1, 1, "llama"),  # two columns share each head of keys
     (1, 4, "megatron", 1, 1, "mistral"),  # columns have uneven numbers of heads of keys
-    (2, 2, "summa", 1, 1, "olmo2"), (2, 4, "summa", 1, 1, "gemma2"),
+    (2, 2, "summa", 1, 1, "olmo3"), (2, 4, "summa", 1, 1, "gemma2"),
     (1, 2, "sequence", 2, 2, "mistral"), (1, 4, "sequence", 1, 1, "biased"), (1, 1, "stationary", 3, 2, "gemma2")])
 def test_on_meshes(rows, cols, scheme, pipe, data, kind):
     assert_as_one_process(kind, Mesh(row=rows, col=cols, pipe=pipe, data=data), scheme=scheme)
@@ -116,5 +120,5 @@ def test_predictions_are_whole(rows, cols, scheme, kind):
     (Mesh(col=3), "olmo2", ("layer-not-divisible", 3, 4))])
 def test_what_cannot_be_cut_is_named(mesh, kind, error):
     with raises(*error):
-        on_mesh(partial(make, kind, hidden=24, **(dict(kv_heads=4) if kind == "olmo2" else {})), mesh,
+        on_mesh(partial(make, kind, hidden=24, **(dict(kv_heads=4) if kind.startswith("olmo") else {})), mesh,
                 lambda engine: None)

@@ -1,4 +1,4 @@
-"""The family llama in Hugging Face's format: Llama, Mistral, Phi-3 and 4, Qwen 2 and 3, Gemma, Gemma 2 and OLMo 2.
+"""The family llama in Hugging Face's format: Llama, Mistral, Phi-3 and 4, Qwen 2 and 3, Gemma 1 to 3, OLMo 2 and 3.
 
     model_type     what it adds to Llama's block
     mistral        a sliding window
@@ -8,6 +8,8 @@
     olmo2          norms after sublayers, and of all queries and keys together
     gemma          norms that add 1 to their weight, scaled embeddings, GeGLU
     gemma2         norms on both sides, caps of scores and logits, a window in every other layer
+    gemma3_text    the same with a norm of each head, and another rotary base in layers with a window
+    olmo3          OLMo 2's with a window in three of four layers, whose rotary embeddings are not scaled
 
 Weights have the same layout here and there. A model is exported under the type that its settings need: one without a
 window that came as Mistral or Phi-3 leaves as Llama, which computes the same.
@@ -66,7 +68,20 @@ _KINDS = {kind.model_type: kind for kind in (
                     "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
                     "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
           fixed={"norm_offset": 1, "embedding_scale": "sqrt-hidden", "norms": "both"},
-          activation_key="hidden_activation"))}
+          activation_key="hidden_activation"),
+    _Kind(model_type="gemma3_text", title="Gemma 3's language model", model_class="Gemma3ForCausalLM",
+          defaults={"rms_norm_eps": 1e-6, "tie_word_embeddings": True, "head_dim": 256, "sliding_window": 4096,
+                    "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "rope_theta": 1e6,
+                    "rope_local_base_freq": 1e4},
+          fixed={"norm_offset": 1, "embedding_scale": "sqrt-hidden", "norms": "both", "qk_norm": "head"},
+          activation_key="hidden_activation"),
+    _Kind(model_type="olmo3", title="OLMo 3's language model", model_class="Olmo3ForCausalLM",
+          defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 5e5},
+          fixed={"norms": "after", "qk_norm": "all"}))}
+_FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "olmo3": 4}
+"""Of the layers without layer_types, where not all have the window."""
+_TWO_ROTARY = ("gemma3_text", "olmo3")
+"""Types whose layers with a window have rotary embeddings of their own."""
 
 
 # --- places ----------------------------------------------------------------------------------------------------------
@@ -185,7 +200,7 @@ def _read(kind: _Kind, document: Mapping[str, object]) -> tuple[Transformer, lis
     optional = {key: ours for key, ours in _OPTIONAL.items() if document.get(key) is not None}
     config = read_settings(document, _SIZES | optional, functions, {
         "family": "llama", "bias": _bias(document), "activation": _ACTIVATIONS.get(str(activation), "silu"),
-        **_rope(document), **_window(kind, document), **_caps(kind, document), **kind.fixed})
+        **_rotary(kind, document), **_window(kind, document), **_caps(kind, document), **kind.fixed})
     return replace(config, sequence=min(config.max_positions or LONGEST_SEQUENCE, LONGEST_SEQUENCE)), left_out(
         document, config, _DROPS)
 
@@ -198,7 +213,7 @@ def _bias(document: Mapping[str, object]) -> str:
 
 
 def _caps(kind: _Kind, document: Mapping[str, object]) -> dict[str, object]:
-    if kind.model_type != "gemma2":
+    if "query_pre_attn_scalar" not in kind.defaults:
         return {}
     return {"attention_softcap": document.get("attn_logit_softcapping") or 0.0,
             "logit_softcap": document.get("final_logit_softcapping") or 0.0,
@@ -220,8 +235,8 @@ def _window(kind: _Kind, document: Mapping[str, object]) -> dict[str, object]:
         kinds = ["sliding_attention" if isinstance(first, int) and layer >= first else "full_attention"
                  for layer in range(layers)]
     elif kinds is None:
-        every = 2 if kind.model_type == "gemma2" else 0
-        return {"window": window, "full_every": every}
+        return {"window": window, "full_every": document.get(
+            "sliding_window_pattern", _FULL_EVERY.get(kind.model_type, 0))}
     full = [layer for layer in range(layers) if isinstance(kinds, list) and layer < len(kinds)
             and kinds[layer] == "full_attention"]
     if len(full) == layers:
@@ -243,6 +258,23 @@ _ROPE_READ = {
 _ROPE_NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "partial_rotary_factor": (1.0,), "truncate": (True,), "attention_factor": (1.0,), "factor": (1.0,)}
 """Further keys -> values beside null that leave what is computed as it is."""
+
+
+def _rotary(kind: _Kind, document: Mapping[str, object]) -> dict[str, object]:
+    """Rotary embeddings of all layers, or of those without a window and the base of the others."""
+    if kind.model_type not in _TWO_ROTARY:
+        return _rope(document)
+    rope = document.get("rope_parameters") or {}
+    local: object = {"rope_theta": document.get("rope_local_base_freq", document.get("rope_theta"))}
+    if isinstance(rope, dict) and "full_attention" in rope:  # transformers 5
+        local = rope.get("sliding_attention") or local
+        document = {**document, "rope_parameters": rope["full_attention"]}
+    of_window = _rope({"rope_parameters": local})
+    if of_window.get("rope_scaling") != "none":
+        raise _wrong("rope-of-window", "sliding_attention", local, "must not be scaled")
+    found = _rope(document)
+    same = found["rope_scaling"] == "none" and found["rope_base"] == of_window["rope_base"]
+    return found if same else {**found, "window_rope_base": of_window["rope_base"]}
 
 
 def _rope(document: Mapping[str, object]) -> dict[str, object]:
@@ -287,7 +319,9 @@ def _wrong(code: str, key: str, value: object, what: str) -> ModelError:
 
 def model_type(config: Transformer) -> str:
     """The type under which a model is exported: the first whose block has what the settings need."""
-    needs = {"gemma2": config.norms == "both", "gemma": bool(config.norm_offset), "olmo2": config.norms == "after",
+    needs = {"gemma3_text": config.norms == "both" and config.qk_norm == "head", "gemma2": config.norms == "both",
+             "gemma": bool(config.norm_offset), "olmo3": config.norms == "after" and config.window is not None,
+             "olmo2": config.norms == "after",
              "qwen3": config.qk_norm == "head", "qwen2": config.bias == "qkv", "mistral": config.window is not None}
     return next((name for name, needed in needs.items() if needed), "llama")
 
@@ -303,10 +337,16 @@ def _write(kind: _Kind, config: Transformer, head: str = "tokens") -> dict[str, 
         kind.activation_key: next(there for there, ours in _ACTIVATIONS.items() if ours == config.activation),
         "attention_bias": config.bias in ("attention", "all"), "mlp_bias": config.bias == "all",
         "attention_dropout": 0.0, **_written_rope(config), **_written_window(kind, config)}
-    if kind.model_type == "gemma2":
+    if "query_pre_attn_scalar" in kind.defaults:
         document |= {"query_pre_attn_scalar": _whole(config.query_pre_attn_scalar or head_dim(config)),
                      "attn_logit_softcapping": config.attention_softcap or None,
                      "final_logit_softcapping": config.logit_softcap or None}
+    if kind.model_type in _TWO_ROTARY:
+        scaling = document.pop("rope_scaling")
+        rope = scaling if isinstance(scaling, dict) else {}
+        document["rope_parameters"] = {
+            "full_attention": {"rope_type": "default", "rope_theta": config.rope_base, **rope},
+            "sliding_attention": {"rope_type": "default", "rope_theta": config.window_rope_base or config.rope_base}}
     again, _ = _read(kind, document)
     for name in COMPUTED:
         wanted, found = (_with_defaults(one, name) for one in (config, again))
@@ -324,8 +364,8 @@ def _whole(value: float) -> float:
 
 COMPUTED = ("vocab", "hidden", "num_layers", "heads", "kv_heads", "head_dim", "intermediate", "norm_epsilon",
              "activation", "bias", "tied", "norms", "norm_offset", "qk_norm", "query_pre_attn_scalar", "window",
-             "full_every", "rope_base", "rope_scaling", "rope_factor", "rope_positions", "rope_limits",
-             "rope_magnitude", "embedding_scale", "attention_softcap", "logit_softcap")
+             "full_every", "rope_base", "window_rope_base", "rope_scaling", "rope_factor", "rope_positions",
+             "rope_limits", "rope_magnitude", "embedding_scale", "attention_softcap", "logit_softcap")
 """Settings that decide what is computed."""
 
 
@@ -378,7 +418,7 @@ def _written_window(kind: _Kind, config: Transformer) -> dict[str, object]:
     kinds = ["full_attention" if window_of(config, layer) is None else "sliding_attention"
              for layer in range(config.num_layers)]
     found["layer_types"] = kinds
-    if kind.model_type != "gemma2":
+    if kind.model_type not in _FULL_EVERY:
         found |= {"use_sliding_window": config.window is not None,
                   "max_window_layers": 0 if config.window is not None else config.num_layers}
     return found
