@@ -8,6 +8,7 @@ from typing import Any
 from ranvier.config.task_form import form_of
 from ranvier.cost.count import laid_out
 from ranvier.cost.device_overhead import with_overhead
+from ranvier.pictures.timelines import gather_timelines
 from ranvier.system.memory_tracker import peak_memory_bytes
 from ranvier.train.commands import EndRun
 from ranvier.train.evaluation import sample_text
@@ -17,7 +18,6 @@ from ranvier.train.memory import report_text
 from ranvier.train.report import summarise, write_report
 from ranvier.train.sample_quality import expectation, frequency_entropy
 from ranvier.train.session import Session
-from ranvier.train.timeline import gather_timelines
 
 
 def end(session: Session, summary: dict[str, object]) -> None:
