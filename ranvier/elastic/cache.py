@@ -211,6 +211,8 @@ class AutoCache:
                  lengths: Lengths | None = None) -> None:
         self._folder, self._blocks, self._num_samples, self._max_bytes = folder, list(blocks), num_samples, max_bytes
         self._precision, self._device, self._part = precision, torch.device(device), part
+        self._part_digest = hashlib.blake2b(part.encode()).hexdigest()[:_PART_DIGITS]
+        """How the keys of all files of this part of the state begin."""
         self._lengths = lengths
         self._agree, self._is_shared = agree or (lambda mine: mine), agree is not None
         self._gather_over_rows = gather_over_rows or (lambda mine: [mine])
@@ -250,7 +252,8 @@ class AutoCache:
         form of a row, so that entries of other ranks are found from the first `forward` on."""
         found, state = repeatable(self._blocks, inputs, compute, self._device)
         with suppress(NotCacheable):
-            self._rows = self._row_format(state, len(next(iter(named(state, WHERE).values()))))
+            count = len(next(iter(named(state, WHERE).values())))
+            self._rows = RowFormat.of(state, self._precision, count=count, has_positions=self._lengths is not None)
         return found
 
     @torch.no_grad()
@@ -362,11 +365,6 @@ class AutoCache:
             self._warn(f"its files cannot be used ({error})")
             return None
 
-    @property
-    def _part_digest(self) -> str:
-        """How the keys of all files of this part of the state begin."""
-        return hashlib.blake2b(self._part.encode()).hexdigest()[:_PART_DIGITS]
-
     def _key(self, depth: int) -> str:
         """A hash of what two entries of one sample must have in common to be the same."""
         common = repr((self._part, depth, self._digests[depth], self._inputs, self._rows))
@@ -450,14 +448,11 @@ class AutoCache:
         self.counts.seconds[what] += time.perf_counter() - start
         return carried({name: tensor.detach() for name, tensor in named(made, WHERE).items()})
 
-    def _row_format(self, state: State, count: int) -> RowFormat:
-        return RowFormat.of(state, self._precision, count=count, has_positions=self._lengths is not None)
-
     def _write(self, samples: Sequence[int], state: State) -> None:
         """Write rows, but for those that do not fit."""
         self.counts.unwritten += len(samples)
         try:
-            rows = self._row_format(state, len(samples))
+            rows = RowFormat.of(state, self._precision, count=len(samples), has_positions=self._lengths is not None)
             if self._lengths is not None and next(iter(named(state, WHERE).values())).shape[1] != self._length:
                 raise NotCacheable("samples have different lengths, and the state has other positions than the inputs")
         except NotCacheable as reason:

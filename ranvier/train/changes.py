@@ -12,7 +12,7 @@ from functools import partial
 from ranvier.elastic.change import Change, MeshRequest
 from ranvier.errors import TransportError
 from ranvier.launch.joining import Call
-from ranvier.train.commands import ChangeMesh, Command, EndRun, TakeRanks
+from ranvier.train.commands import ChangeMesh, Command, EndRun
 from ranvier.train.joining import wanted_mesh
 from ranvier.train.losses import Survival, lost_note
 from ranvier.train.resize import join_note
@@ -60,8 +60,8 @@ def execute(session: Session, command: Command) -> None:
     match command:
         case ChangeMesh():
             session.advance(command)
-        case TakeRanks(call=call):
-            session.take_ranks(call)
+        case Call():
+            session.take_ranks(command)
         case EndRun(summary=summary):
             session.summary = dict(summary)
 
@@ -74,9 +74,8 @@ def _admit(session: Session, request: MeshRequest) -> MeshRequest | None:
         call, problem = ranks.gather_objects(
             members.call(request, session.run.comm.timeout_seconds) if session.world.rank == 0 else None)[0]
         if problem is None:
-            command = TakeRanks(call=Call(**call))
-            members.commands.send(command, first=session.run.mesh.size)
-            problem = session.take_ranks(command.call)
+            members.commands.send(command := Call(**call), first=session.run.mesh.size)
+            problem = session.take_ranks(command)
         session.outputs.event(join_note(request, session.done, session.world.size, problem))
         session.requests.current = replace(request, has_joined=True) if problem is None else None
         if problem is not None:
@@ -101,7 +100,7 @@ def begin_survival(session: Session) -> None:
     session.keep_state()
     if isinstance(session.place, Active):
         session.place.runtime.ranks.barrier()
-    session.survival.begin()
+    session.survival.losses.begin()
 
 
 def survive(session: Session, error: TransportError) -> None:
@@ -120,7 +119,7 @@ def survive(session: Session, error: TransportError) -> None:
         agreement = survival.agree(error, partial(
             elastic.controller.change_to, schedule=elastic.state.schedule))
         try:
-            survival.connect(agreement)
+            survival.losses.connect(agreement)
             session.members.connect()
             session.members.share_cores(session.facts.run.launch.threads)
             elastic.num_ranks, session.resizes = session.world.size, False
@@ -138,7 +137,7 @@ def survive(session: Session, error: TransportError) -> None:
             session.requests.current = None
             command = ChangeMesh.read(session.members.everyone.gather_objects(asdict(command))[0])
             # 4. Each survivor goes on with its own copy of that state.
-            session.advance(command, back_to=survival.held(session.done))
+            session.advance(command, back_to=survival.steps.held(session.done))
             if isinstance(session.place, Active) and elastic.state.asked and session.left:
                 consider(session)
             return

@@ -59,30 +59,20 @@ class ChangeMesh:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TakeRanks:
-    """Take the ranks of `call` into the world."""
-
-    call: Call
-
-
-@dataclass(frozen=True, kw_only=True)
 class EndRun:
     """The run has ended, with this summary."""
 
     summary: Mapping[str, Any]
 
 
-Command = ChangeMesh | TakeRanks | EndRun
+Command = ChangeMesh | Call | EndRun
+"""`Call`: take these ranks into the world."""
 
 
-def _read(document: Mapping[str, Any]) -> Command:
-    match document["kind"], document["command"]:
-        case "ChangeMesh", command:
-            return ChangeMesh.read(command)
-        case "TakeRanks", command:
-            return TakeRanks(call=Call(**command["call"]))
-        case _, command:
-            return EndRun(**command)
+def _read(kind: str, document: Mapping[str, Any]) -> Command:
+    if kind == ChangeMesh.__name__:
+        return ChangeMesh.read(document)
+    return Call(**document) if kind == Call.__name__ else EndRun(**document)
 
 
 class CommandChannel:
@@ -99,7 +89,7 @@ class CommandChannel:
         nothing."""
         if self._world.rank:
             return
-        text = json.dumps({"kind": type(command).__name__, "command": asdict(command)})
+        text = json.dumps([type(command).__name__, asdict(command)])
         data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         for rank in range(first, self._world.size):
             self._transport.send(rank, Message(MessageKind.ORDER, 0, 0, {"": data, "checksum": checksum(data)}))
@@ -126,7 +116,7 @@ class CommandChannel:
         data = message.tensors[""].cpu()
         if int(message.tensors["checksum"]) != int(checksum(data)):
             raise invalid_message("commands", message.source, "the command has been changed on its way")
-        return _read(json.loads(bytes(data.numpy())))
+        return _read(*json.loads(bytes(data.numpy())))
 
     def _next(self, timeout_seconds: float) -> Message:
         heard, heard_at = None, time.monotonic()

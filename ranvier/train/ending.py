@@ -54,7 +54,7 @@ def finish(session: Session) -> dict[str, object]:
     timelines = gather_timelines(ranks, active.meter.kept)
     text = (sample_text(engine, ranks, run, facts.data, world.device)
             if run.train.sample_tokens and form_of(run.data).writes_text else None)
-    copies = None if session.survival is None else session.survival.host_bytes
+    copies = None if session.survival is None else session.survival.steps.host_bytes
     of_ranks = ranks.gather_objects(
         {"peak_memory_bytes": peak_memory_bytes(world.device), **engine.counters()} | session.elastic.facts() | (
             {"memory": runtime.measured.facts(active.saving.checkpoints, copies)} if run.memory_report else {}))
@@ -95,5 +95,5 @@ def _require_checkpoint(session: Session) -> None:
         session.tell_of_checkpoints()
     if session.lease is not None:
         session.lease.verify()
-    if session.survival is not None:
-        session.survival.end()
+    if session.survival is not None and session.world.rank == 0:
+        session.survival.losses.end()

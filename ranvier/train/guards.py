@@ -106,18 +106,12 @@ def _note(step: int, result: BatchResult, cause: Cause) -> NoteEvent:
 
 def _text(result: BatchResult, cause: Cause) -> str:
     """The cause; where the same batch was good when it ran again, that this is odd."""
-    if cause.kind == "largest loss" and not _is_finite(result):
+    assert result.grad_norm is not None  # of a training batch
+    if cause.kind == "largest loss" and not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
         return "It did not come again when the same batch ran a second time: a device or its memory may be at fault, " \
                "or only the sum of all gradients is too large"
     text = str(cause)
     return text[0].upper() + text[1:]
-
-
-def _is_finite(result: BatchResult) -> bool:
-    if not math.isfinite(result.loss):
-        return False
-    assert result.grad_norm is not None  # of a training batch
-    return math.isfinite(result.grad_norm)
 
 
 def _remedy(cause: Cause, learning_rate: float, guard: Guard) -> str:

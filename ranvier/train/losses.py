@@ -12,25 +12,21 @@ one step ahead, hence two copies. The agreement between survivors is `ranvier.la
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ranvier.comm.protocol import Group
-from ranvier.config.other_mesh import refit
 from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.memory import KEPT_STEPS
 from ranvier.elastic.change import Change
 from ranvier.elastic.freezing import NONE_FROZEN
 from ranvier.elastic.neighbour_copy import with_states_of_neighbour
 from ranvier.elastic.transition import Held, take
-from ranvier.errors import ConfigError
 from ranvier.launch.losses import Agreement, Losses
-from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
-from ranvier.planner.problems import problems
 from ranvier.train.commands import ChangeMesh, RunState
 from ranvier.train.events import NoteEvent
+from ranvier.train.restart import mesh_without
 from ranvier.train.runtime import RankRuntime
 from ranvier.world import World
 
@@ -114,17 +110,6 @@ def _places(sizes: Sequence[int]) -> list[tuple[int, ...]]:
     return places
 
 
-def mesh_without(run: ResolvedRun, num_ranks: int) -> Mesh | None:
-    """The first legal mesh of as many of `num_ranks` ranks as there is one for, for a run that is on `run.mesh`; None
-    where there is none."""
-    for count in range(min(num_ranks, run.mesh.size), 0, -1):
-        if count == run.mesh.size:
-            return run.mesh
-        with suppress(ConfigError):
-            return refit(replace(run, resume="auto"), count, "the loss", problems)[0].mesh
-    return None
-
-
 def lost_note(agreement: Agreement, command: ChangeMesh) -> NoteEvent:
     """What is told of lost ranks, and of the decision to which they lead."""
     mesh = command.change.mesh
@@ -137,46 +122,20 @@ def lost_note(agreement: Agreement, command: ChangeMesh) -> NoteEvent:
 
 
 class Survival:
-    """One rank's part in surviving losses. asked: the run, before `auto` gave way to what its ranks have measured.
-    on_loss: as of `Losses`."""
+    """One rank's part in surviving losses: what it keeps, and its agreements. asked: the run, before `auto` gave way to
+    what its ranks have measured. on_loss: as of `Losses`."""
 
     def __init__(self, asked: ResolvedRun, world: World, *, on_loss: Callable[[], None]) -> None:
-        self._asked, self._world, self._steps = asked, world, LastSteps()
-        self._losses = Losses(world, timeout_seconds=asked.comm.timeout_seconds, on_loss=on_loss)
+        self._asked, self._world, self.steps = asked, world, LastSteps()
+        self.losses = Losses(world, timeout_seconds=asked.comm.timeout_seconds, on_loss=on_loss)
         self._state: RunState | None = None
         self._mesh, self._frozen, self._boundaries = asked.mesh, NONE_FROZEN, tuple[int, ...]()
-
-    def begin(self) -> None:
-        """From now on losses are survived; all ranks of the mesh have kept their state."""
-        self._losses.begin()
-
-    def end(self) -> None:
-        """From now on a loss ends the run. TransportError, on rank 0, where one has just been reported."""
-        if self._world.rank == 0:
-            self._losses.end()
-
-    def close(self) -> None:
-        """Stop the thread that watches."""
-        self._losses.close()
-
-    def keep(self, step: int, runtime: RankRuntime) -> None:
-        """Copy the state after `step`."""
-        self._steps.keep(step, runtime)
 
     def finished(self, runtime: RankRuntime, state: Callable[[], RunState]) -> None:
         """The step that was kept last has been told: the run goes back no further. state: what goes along with it."""
         if self._world.rank == 0:
             self._state, self._mesh, self._frozen = state(), runtime.run.mesh, runtime.frozen
             self._boundaries = tuple(runtime.engine.boundaries)
-
-    @property
-    def host_bytes(self) -> int:
-        """What this rank's copies take."""
-        return self._steps.host_bytes
-
-    def held(self, step: int) -> Held | None:
-        """This rank's state after `step`; None where it had none."""
-        return self._steps.held(step)
 
     def agree(self, error: Exception, change_to: Callable[..., Change]) -> Agreement:
         """See `Losses.agree`; the decision is a `ChangeMesh`. change_to: as of `Controller`."""
@@ -191,8 +150,4 @@ class Survival:
             change = change_to(mesh, self._frozen, self._frozen, boundaries or None, "for lost ranks")
             return asdict(ChangeMesh(change=change, state=state))
 
-        return self._losses.agree(error, self._steps.parts(), decide)
-
-    def connect(self, agreement: Agreement) -> None:
-        """See `Losses.connect`."""
-        self._losses.connect(agreement)
+        return self.losses.agree(error, self.steps.parts(), decide)

@@ -38,22 +38,24 @@ class Restarts:
         if not has_saved and run.resume not in ("none", "auto"):
             self._say("from where it began")  # another folder, which knows nothing of another mesh
             return run.mesh, self._command
-        mesh = self._mesh(num_ranks)
+        mesh = mesh_without(run, num_ranks)
         if mesh is None:
             return None
         on = "" if mesh == run.mesh else f", on {mesh.size} of the {num_ranks} ranks that are left: {mesh}"
         self._say(f"from its {'newest checkpoint' if has_saved else 'beginning, since it has no checkpoint'}{on}")
         return mesh, [*self._command, "--resume", "auto"]
 
-    def _mesh(self, num_ranks: int) -> Mesh | None:
-        """The run's own, or the first legal one of at most `num_ranks` ranks; None where there is none."""
-        for count in range(num_ranks, 0, -1):
-            if count == self._run.mesh.size:
-                return self._run.mesh
-            with suppress(ConfigError):
-                return refit(replace(self._run, resume="auto"), count, "the restart", problems)[0].mesh
-        return None
-
     def _say(self, how: str) -> None:
         print(f"ranvier: restart {self._count} of {self._run.max_restarts}: the run starts again {how}",
               file=sys.stderr)
+
+
+def mesh_without(run: ResolvedRun, num_ranks: int) -> Mesh | None:
+    """The mesh of a run that resumes on `num_ranks` ranks, since others are lost: its own, or the first legal one of as
+    many ranks as there is one for; None where there is none."""
+    for count in range(min(num_ranks, run.mesh.size), 0, -1):
+        if count == run.mesh.size:
+            return run.mesh
+        with suppress(ConfigError):
+            return refit(replace(run, resume="auto"), count, "the loss", problems)[0].mesh
+    return None

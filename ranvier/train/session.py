@@ -227,7 +227,7 @@ class Session:
     def keep_state(self) -> None:
         """Copy the state as it is, which is that after the last finished step, where losses are survived."""
         if self.survival is not None and isinstance(self.place, Active):
-            self.survival.keep(self.done, self.place.runtime)
+            self.survival.steps.keep(self.done, self.place.runtime)
             self.survival.finished(self.place.runtime, self.state)
 
     # ------------------------------------------------------------------ what is told and written
@@ -248,9 +248,9 @@ class Session:
             self.tell_of_checkpoints()
             pending, active.pending = active.pending, None
             if pending is not None:
-                self._publish(pending)
+                self._tell_of(pending)
 
-    def _publish(self, pending: PendingStep) -> None:
+    def _tell_of(self, pending: PendingStep) -> None:
         active, facts = self.active, self.facts
         event = pending.event(active.runtime.work_share() * families.flops_per_sample(self.run) / facts.data.weight,
                               facts.peak)
@@ -306,7 +306,7 @@ class Session:
         """Let go of files and threads, however the run went."""
         self.kernel.close()
         if self.survival is not None:
-            self.survival.close()
+            self.survival.losses.close()
         if self.world.rank == 0 and self.world.joins is not None:
             remove_contact(self.run_dir)
         written = isinstance(self.place, Idle) or self.place.saving.checkpoints.close()

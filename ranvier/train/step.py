@@ -66,7 +66,7 @@ def take_step(session: Session, step: int) -> None:
     is_late = evaluates and (session.best is not None or elastic.controller.freezes)
     stall = session.save() if saves and not considers and not is_late else None
     if survival is not None:
-        survival.keep(step, runtime)
+        survival.steps.keep(step, runtime)
     pending = _await(session, step, result, rate)
     pending.checkpoint_stall_seconds = stall
 

@@ -40,8 +40,9 @@ from ranvier.mesh import Mesh
 from ranvier.planner.problems import problems
 from ranvier.testing.ranks import run_ranks
 from ranvier.train.loop import train
-from ranvier.train.losses import LastSteps, mesh_without, missing_state
+from ranvier.train.losses import LastSteps, missing_state
 from ranvier.train.resize import Requests, leave
+from ranvier.train.restart import mesh_without
 from ranvier.world import World
 from tests.elastic.processes import events, resize, stopped, undisturbed
 from tests.elastic.runs import tiny
