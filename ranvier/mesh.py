@@ -428,6 +428,12 @@ class Mesh(_NumberPerAxis):
         return tuple(range(first, first + self.stage_size))
 
 
+def mesh_text(mesh: Mesh) -> str:
+    """The mesh in words: axes of a stage only where they are used."""
+    left_out = mesh.stage_axes if mesh.stage_size == 1 else ()
+    return " x ".join(f"{axis} {size}" for axis, size in mesh.items() if axis not in left_out)
+
+
 def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 

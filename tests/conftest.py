@@ -29,7 +29,7 @@ def no_pictures(request):
 
     with pytest.MonkeyPatch.context() as patch:
         if request.node.get_closest_marker("pictures") is None:
-            for draw in ("draw_course", "draw_loss", "draw_timeline"):
+            for draw in ("draw_course", "draw_loss", "timeline_picture"):
                 patch.setattr(report, draw, lambda *args: None)
         yield
 

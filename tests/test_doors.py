@@ -63,7 +63,7 @@ OPENS_FILES = {
     "cli/options.py": "/dev/null", "cli/train.py": "/dev/null", "train/newcomer.py": "/dev/null",
     "launch/failures.py": "/dev/null", "launch/start.py": "the terminal of the command",
     "launch/devices.py": "/proc", "system/machine.py": "/proc and /sys", "system/processes.py": "/proc",
-    "system/lease.py": "/proc; a lease that `open_regular_file` has read", "train/timeline.py": "/proc",
+    "system/lease.py": "/proc; a lease that `open_regular_file` has read", "pictures/timelines.py": "/proc",
     "data/template_process.py": "/proc",
     # files of the package
     "config/read.py": "a shipped recipe", "cost/cluster_files.py": "a shipped cluster",

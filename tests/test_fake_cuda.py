@@ -13,6 +13,7 @@ from benchmarks.gpu.models import nccl
 from benchmarks.gpu.programs import Program, losses, on_one_rank
 from ranvier.comm import nccl_transport
 from ranvier.comm.nccl_transport import NcclTransport
+from ranvier.mesh import Mesh
 from ranvier.pipeline.device_timeline import DeviceTimeline
 from ranvier.pipeline.look_ahead import LookAhead
 from ranvier.tensor import deferred_linear
@@ -176,7 +177,7 @@ def span(timeline, category, label, before, during, clock):
 
 
 def test_spans_have_the_devices_times_one_step_later(clock):
-    timeline = DeviceTimeline(torch.device("cuda", 0))
+    timeline = DeviceTimeline(torch.device("cuda", 0), Mesh(), "1f1b")
     assert timeline.begin_step() == []
     span(timeline, "forward", "F0", 0.0, 10.0, clock)
     waited = timeline.mark()
@@ -195,7 +196,7 @@ def test_spans_have_the_devices_times_one_step_later(clock):
 
 def test_a_wait_that_the_device_has_work_for_is_none(clock):
     """The host waited, the device did not: it was busy with F0 until it got F1."""
-    timeline = DeviceTimeline(torch.device("cuda", 0))
+    timeline = DeviceTimeline(torch.device("cuda", 0), Mesh(), "1f1b")
     timeline.begin_step()
     span(timeline, "forward", "F0", 0.0, 10.0, clock)
     timeline.add("wait", "forward 1", 1, timeline.mark())
@@ -220,7 +221,7 @@ def test_the_meter_reads_the_device_a_step_later(clock):
     from ranvier.comm.inprocess import InProcessWorld
     from ranvier.train.metrics import Meter
 
-    timeline = DeviceTimeline(torch.device("cuda", 0))
+    timeline = DeviceTimeline(torch.device("cuda", 0), Mesh(), "1f1b")
     meter = Meter(timeline, InProcessWorld(1).backend(0).group("all", [[0]]), torch.device("cpu"))
     waits = []
     for number in range(1, 4):

@@ -14,8 +14,8 @@ import ranvier
 
 ROOT = Path(ranvier.__file__).parent
 ROOMS = ("errors", "mesh", "keyed_random", "layout", "sent_values", "block", "system", "config", "precision",
-         "schedule", "cost", "comm", "world", "launch", "tensor", "optim", "plan", "pipeline", "models", "cost.count",
-         "cost.run_cost", "data", "checkpoint", "inference", "pictures", "elastic", "planner", "train", "testing",
+         "schedule", "cost", "comm", "world", "launch", "tensor", "optim", "plan", "pictures", "pipeline", "models",
+         "cost.count", "cost.run_cost", "data", "checkpoint", "inference", "elastic", "planner", "train", "testing",
          "cli")
 """A room imports from those before it. Two files have places of their own: `cost.count` and `cost.run_cost` count
 models."""

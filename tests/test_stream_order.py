@@ -21,6 +21,7 @@ from ranvier.comm.nccl_transport import NcclTransport
 from ranvier.config.run import Optim
 from ranvier.data import loader
 from ranvier.data.sampler import Sampler
+from ranvier.mesh import Mesh
 from ranvier.optim import placement
 from ranvier.optim.buckets import Segment, buckets_of, split_by_share
 from ranvier.optim.rules import rules_of
@@ -135,7 +136,7 @@ def samples(cuda):
 
 
 def device_times(cuda):
-    timeline = DeviceTimeline(DEVICE)
+    timeline = DeviceTimeline(DEVICE, Mesh(), "1f1b")
     for step in range(3):
         started = timeline.mark()
         torch.ones(3, device=DEVICE)

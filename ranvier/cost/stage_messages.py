@@ -3,10 +3,11 @@ work. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.blocks import BlockCost
+from ranvier.cost.collectives import placed, received_seconds
 from ranvier.cost.hardware import Cluster, Link
 from ranvier.mesh import Mesh, StagePlacement
 from ranvier.schedule.conditions import Conditions
@@ -22,6 +23,50 @@ def replica_offsets(mesh: Mesh, per_node: int) -> set[int]:
     """Where replicas begin on a node: they all wait for the one that lies worst."""
     replica = mesh.pipeline_size * mesh.stage_size
     return {data * replica % per_node for data in range(min(mesh.num_replicas, per_node))}
+
+
+SMALLEST_IN_PARTS = 4 << 20
+"""Bytes of a tensor of which columns send parts: a smaller one travels between nodes in less time than its parts need
+for their gather's start."""
+
+
+def sends_parts(columns: Collection[int], others: Collection[int], node: Collection[int]) -> bool:
+    """Whether columns that hold the same activations each send a part of them to the columns of another stage, which
+    gather the parts: between nodes, where the ranks of a node are linked faster, and share what leaves it.
+
+    columns, others: ranks. node: those on the node of one of `columns`.
+    """
+    return len(columns) > 1 and set(columns) <= set(node) and not set(others) & set(node)
+
+
+def edge_parts(run: ResolvedRun, cluster: Cluster) -> list[int]:
+    """Of each edge between neighbouring ranks of a pipeline, the parts in which its columns send an activation."""
+    mesh, per_node = run.mesh, cluster.devices_per_node
+    if run.tensor.scheme != "megatron" or run.tensor.shards_sequence or cluster.device.cores is not None:
+        return [1] * (mesh.pipeline_size - 1)
+    size, axes, found = mesh.stage_size, mesh.over(splits_features=True), list[int]()
+    for place in range(mesh.pipeline_size - 1):
+        groups = {mesh.group(rank, *axes) for rank in range(place * size, (place + 1) * size)}
+        parts = all(
+            sends_parts([first + rank for rank in group], [first + rank + size for rank in group],
+                        range(node := (first + group[0]) // per_node * per_node, node + per_node))
+            for group in groups for first in replica_offsets(mesh, per_node))
+        found.append(mesh.count(axes) if parts else 1)
+    return found
+
+
+def edge_seconds(run: ResolvedRun, sizes: Sequence[float], cluster: Cluster) -> list[tuple[float, float]]:
+    """Seconds for which a message of so many bytes keeps each edge between neighbouring ranks busy, and until it is
+    there after that."""
+    group, found = placed(run.mesh, run.mesh.over(splits_features=True), cluster.devices_per_node), []
+    for (link, together), parts, size in zip(edge_links(run.mesh, cluster), edge_parts(run, cluster), sizes,
+                                             strict=True):
+        if size < SMALLEST_IN_PARTS:
+            parts = 1
+        gathered = 0.0 if parts == 1 else cluster.collective_seconds + received_seconds(
+            size * (parts - 1) / parts, parts - 1, group, cluster)
+        found.append((size / parts / link.rate(together), link.latency_seconds + gathered))
+    return found
 
 
 def edge_links(mesh: Mesh, cluster: Cluster) -> list[tuple[Link, int]]:
@@ -59,7 +104,6 @@ def link_conditions(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], clu
     kernels = {id(block.kernels): block.kernels for blocks in stages for block in blocks}  # alike blocks share them
     seconds = {key: device.seconds(each, run.precision, threads) for key, each in kernels.items()}
     forward = run.placement.per_rank * max(sum(seconds[id(block.kernels)] for block in blocks) for blocks in stages)
-    message = max(link.seconds(size, together) for (link, together), size in zip(
-        edge_links(run.mesh, cluster), edge_bytes(run.placement, stages), strict=True))
+    message = max(map(sum, edge_seconds(run, edge_bytes(run.placement, stages), cluster)))
     # One digit: limits are simulated anew for other messages, and a search has very many alike pipelines.
     return Conditions(messages=float(f"{message / forward:.0e}")) if forward else Conditions()

@@ -38,7 +38,7 @@ from ranvier.cost.collectives import (
 )
 from ranvier.cost.hardware import Cluster, Device, Precision
 from ranvier.cost.kernels import Kernel, backward_of, weight_gradients_of, without_panels
-from ranvier.cost.stage_messages import edge_bytes, edge_links, rank_threads, replica_offsets, sent_bytes
+from ranvier.cost.stage_messages import edge_bytes, edge_links, edge_seconds, rank_threads, replica_offsets, sent_bytes
 from ranvier.cost.volume import (
     Bytes,
     Exposed,
@@ -575,15 +575,13 @@ class _StepCost:
     def _edges(self) -> list[tuple[float, float]]:
         """Seconds for which one message keeps each edge between neighbouring ranks busy, and until it is there after
         that; of stages that send over one edge, the largest message counts."""
-        edges, size = [], self.size
-        for (link, together), most in zip(edge_links(self.mesh, self.cluster), edge_bytes(self.placement, self.stages),
-                                          strict=True):
-            sent, gathered = float(most), 0.0
-            if self.as_published:
-                group = self.groups["col"]
-                sent, gathered = sent / size, received_seconds(sent * (size - 1) / size, size - 1, group, self.cluster)
-            edges.append((sent / link.rate(together) + gathered, link.latency_seconds))
-        return edges
+        sizes = edge_bytes(self.placement, self.stages)
+        if not self.as_published:
+            return edge_seconds(self.run, sizes, self.cluster)
+        group, size = self.groups["col"], self.size
+        return [(sent / size / link.rate(together) + received_seconds(sent * (size - 1) / size, size - 1, group,
+                                                                      self.cluster), link.latency_seconds)
+                for (link, together), sent in zip(edge_links(self.mesh, self.cluster), sizes, strict=True)]
 
     def defer(self, times: Sequence[StageTimes]) -> int | Sequence[int]:
         """Bytes of deferred weight gradients, on all ranks or on each."""

@@ -29,10 +29,12 @@ from ranvier.data.fingerprint import fingerprint
 from ranvier.data.offline.fetch import SOTU, check, fetch
 from ranvier.data.publish import Progress
 from ranvier.data.tables import (
-    ENDINGS,
     INSTALL,
+    JSON,
     JSON_LINES,
+    ROW_ENDINGS,
     Row,
+    ending_of,
     has_package,
     is_saved,
     load_split,
@@ -170,7 +172,7 @@ def open_corpus(name: str, cache: Path, progress: Progress, column: str | None =
         return _addresses(lambda: path)
     if path.suffix.lower() in _FORMATTED and not is_rows(path, column):
         progress(f"{name} is read as plain text, with all that makes it {path.suffix}: put text alone into a .txt "
-                 "file, or into the field `text` of a .jsonl file")
+                 "file, or into the field `text` of rows in a .jsonl or .json file")
     return replace(_files(name, path.parent, [path.name], progress, column=column), is_path=True)
 
 
@@ -251,8 +253,9 @@ def _files(name: str, root: Path, names: list[str], progress: Progress, version:
         if unreadable:
             progress(f"left out {len(unreadable)} of {len(names)} files of {name}, which are not UTF-8 text")
 
-    lines = ("rows",) if any(file.lower().endswith(JSON_LINES) for file in stats) else ()
-    columns = ("column", column) if any(file.lower().endswith(ENDINGS) for file in stats) and column else ()
+    endings = {ending_of(Path(file)) for file in stats}
+    lines = ("rows",) if endings & {*JSON_LINES, JSON} else ()
+    columns = ("column", column) if endings & {*ROW_ENDINGS} and column else ()
     place = name if version else str(root.resolve())
     return OpenCorpus(name=name, fingerprint=fingerprint("files", place, version, state, *lines, *columns), read=read)
 

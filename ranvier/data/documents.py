@@ -7,7 +7,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ranvier.data.tables import ENDINGS, JSON_LINES, SEPARATED, Row, Table, json_rows, open_file, text_of
+from ranvier.data.tables import (
+    ENDINGS,
+    JSON,
+    JSON_LINES,
+    SEPARATED,
+    Row,
+    Table,
+    ending_of,
+    json_rows,
+    open_file,
+    text_of,
+)
 from ranvier.errors import DataError
 
 TEXT_COLUMN = "text"
@@ -24,12 +35,13 @@ class Document:
 
 def is_rows(path: Path, column: str | None) -> bool:
     """Whether each row of a file is a document. A CSV or TSV file without a column of texts is one plain text, as any
-    other file."""
-    ending = path.suffix.lower()
-    if ending not in SEPARATED:
+    other file, and so is a JSON file that is no array of objects, or of objects without texts."""
+    ending = ending_of(path)
+    if ending not in (*SEPARATED, JSON):
         return ending in ENDINGS
     try:
-        return column is not None or TEXT_COLUMN in open_file(path, str(path)).columns
+        columns = open_file(path, str(path)).columns if column is None or ending == JSON else (column,)
+        return TEXT_COLUMN in columns if column is None else bool(columns)
     except (UnicodeDecodeError, DataError):  # whatever it is, it is not a table
         return False
 
@@ -38,7 +50,7 @@ def row_documents(path: Path, column: str | None) -> Iterator[Document]:
     """The text of each row of a table. column: data.text_column. DataError, with the place of the row, for one that has
     none; UnicodeDecodeError when the file is not UTF-8."""
     name = str(path)
-    if path.suffix.lower() in JSON_LINES:
+    if ending_of(path) in JSON_LINES:
         rows, texts = json_rows(path, name), column or TEXT_COLUMN
     else:
         table = open_file(path, name)

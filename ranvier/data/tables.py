@@ -142,7 +142,7 @@ def ending_of(path: Path) -> str:
 
 @contextmanager
 def _text(path: Path, newline: str) -> Iterator[IO[str]]:
-    """A file of text, which may be compressed. OSError also where what is compressed is damaged."""
+    """A file of text, which may be compressed. DataError where what is compressed is damaged."""
     if path.suffix.lower() != ".gz":
         with open(path, encoding="utf-8-sig", newline=newline) as file:
             yield file
@@ -150,8 +150,9 @@ def _text(path: Path, newline: str) -> Iterator[IO[str]]:
     try:
         with gzip.open(path, "rt", encoding="utf-8-sig", newline=newline) as unpacked:
             yield cast(IO[str], unpacked)
-    except (EOFError, zlib.error) as error:
-        raise OSError(f"is not what gzip has written: {error}") from error
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError("is not what gzip has written", code="gzip-damaged", where=str(path), value=str(error),
+                        remedy="Write it again, or give another file.") from error
 
 
 def json_array(path: Path, name: str) -> Iterator[Row]:

@@ -268,7 +268,7 @@ class AutoCache:
         try:
             state = self._assemble(len(numbers), found, inputs, compute, new)
         except NotCacheable as reason:
-            is_usable, state = self._refuse(reason), self._run("compute", compute, 0, inputs, None)
+            is_usable, state = self._warn(reason), self._run("compute", compute, 0, inputs, None)
         # Blocks that have changed their own buffers have made outputs of neither the old ones nor the new ones.
         if is_usable and self.writes and self._versions == versions(self._blocks):
             start = time.perf_counter()
@@ -358,13 +358,9 @@ class AutoCache:
         except FileNotFoundError:
             return None
         except OSError as error:
-            self._stop(error)
+            self._is_off = True
+            self._warn(f"its files cannot be used ({error})")
             return None
-
-    def _stop(self, error: OSError) -> None:
-        """Use no files any more: the disk does not take them."""
-        self._is_off = True
-        self._warn(f"its files cannot be used ({error})")
 
     @property
     def _part_digest(self) -> str:
@@ -385,11 +381,11 @@ class AutoCache:
         try:
             form = RowFormat.of(inputs, "full", count=len(numbers), has_positions=self._lengths is not None)
         except NotCacheable as reason:
-            return self._refuse(reason)
+            return self._warn(reason)
         if self._lengths is not None:
             self._length = next(iter(named(inputs, WHERE).values())).shape[1]
         self._inputs = self._inputs or form
-        return form == self._inputs or self._refuse("the shapes of inputs differ between microbatches")
+        return form == self._inputs or self._warn("the shapes of inputs differ between microbatches")
 
     def _are_in_dataset(self, numbers: Sequence[int]) -> bool:
         return all(0 <= number < self._num_samples for number in numbers)
@@ -466,7 +462,7 @@ class AutoCache:
                 raise NotCacheable("samples have different lengths, and the state has other positions than the inputs")
         except NotCacheable as reason:
             self._is_off = True  # the state has no rows, and will have none in any other microbatch
-            self._warn(str(reason))
+            self._warn(reason)
             return
         if self._newest is None:
             self._rows = rows
@@ -498,11 +494,10 @@ class AutoCache:
 
     # ------------------------------------------------------------------ warnings
 
-    def _refuse(self, reason: object) -> bool:
-        self._warn(str(reason))
-        return False
-
-    def _warn(self, reason: str) -> None:
+    def _warn(self, reason: object) -> bool:
+        """False."""
+        reason = str(reason)
         if reason not in self._warned:
             self._warned.add(reason)
             self._warn_once(f"the cache of frozen layers' outputs does not keep everything: {reason}")
+        return False

@@ -35,9 +35,9 @@ from ranvier.elastic.mesh_candidates import MeshCandidate, StageMemory, mesh_can
 from ranvier.elastic.microbatch_profile import MicrobatchProfile, microbatch_counts, size_of
 from ranvier.elastic.rules import BlockFacts, ElasticRules, EvaluationSchedule, PresentMesh
 from ranvier.elastic.state import RECENT_STEPS, ElasticState, MicrobatchTrial, Similarities
-from ranvier.elastic.transition_selector import Note, mesh_text, select
+from ranvier.elastic.transition_selector import Note, select
 from ranvier.errors import RanvierError
-from ranvier.mesh import Mesh
+from ranvier.mesh import Mesh, mesh_text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from ranvier.elastic.mesh_candidates import MeshCandidate, candidate_moved_bytes, shape_of
 from ranvier.elastic.rules import BlockFacts, ElasticRules, PresentMesh
 from ranvier.elastic.state import ElasticState
-from ranvier.mesh import Mesh
+from ranvier.mesh import mesh_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +80,6 @@ def select(rules: ElasticRules, state: ElasticState, present: PresentMesh, candi
             break
         refuse(candidate, "judged", decision.text, {"pays": False})
     return replace(state, ledger=ledger, refused=refused), chosen, tuple(notes)
-
-
-def mesh_text(mesh: Mesh) -> str:
-    """The mesh in words: axes of a stage only where they are used."""
-    left_out = mesh.stage_axes if mesh.stage_size == 1 else ()
-    return " x ".join(f"{axis} {size}" for axis, size in mesh.items() if axis not in left_out)
 
 
 def _dropped(candidate: MeshCandidate, depth: int, why: str) -> str:

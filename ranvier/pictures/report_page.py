@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import resources
 
+from ranvier.mesh import Mesh
 from ranvier.pictures.figures import COLOURS, DARK, NAMES
+from ranvier.pictures.timelines import MAX_RANKS, RankTimeline, joined, representative_step, row_name, within
 from ranvier.schedule.spans import Category, Span
 
 MAX_POINTS = 2000
@@ -51,6 +53,20 @@ class StepTimeline:
                                for category, colour in COLOURS.items() if category in found},
                 "rows": [{"name": name, "spans": [(span.category, span.label, at(span.start_ns), at(span.stop_ns))
                                                   for span in spans]} for name, spans in self.rows]}
+
+
+def step_timeline(timelines: Sequence[RankTimeline], mesh: Mesh) -> StepTimeline | None:
+    """The step that `timeline_picture` shows; None where no step was kept."""
+    number = representative_step(timelines)
+    if number is None:
+        return None
+    shown = timelines[:MAX_RANKS]
+    steps = [next(step for step in line.steps if step.step == number) for line in shown]
+    start_ns, stop_ns = min(step.start_ns for step in steps), max(step.stop_ns for step in steps)
+    rows = [(row_name(mesh, line.rank),
+             joined(within(line, start_ns, stop_ns), gap_ns=(stop_ns - start_ns) / 1e5)) for line in shown]
+    return StepTimeline(title=f"Step {number}: {(stop_ns - start_ns) * 1e-6:,.0f} ms", rows=rows, start_ns=start_ns,
+                        stop_ns=stop_ns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +114,10 @@ class Page:
                            ("__UPLOT_JS__", _file("uPlot.iife.min.js")), ("__DATA__", document)):
             page = page.replace(name, text)
         return page
+
+    def _repr_html_(self) -> str:
+        """The page in a frame, as notebooks show it."""
+        return f'<iframe srcdoc="{html.escape(self.html())}" style="width: 100%; height: 80vh; border: 0"></iframe>'
 
 
 def _file(name: str) -> str:

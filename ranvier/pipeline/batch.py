@@ -17,6 +17,7 @@ from ranvier.comm.message import Message, MessageKind
 from ranvier.errors import MessageTimeout, TransportError
 from ranvier.mesh import Coordinates, StagePlacement
 from ranvier.optim.step import Updater
+from ranvier.pipeline.column_parts import whole_names
 from ranvier.pipeline.connections import Connections
 from ranvier.pipeline.look_ahead import LookAhead
 from ranvier.pipeline.microbatch import Microbatch
@@ -189,9 +190,9 @@ class BatchRunner:
             case "F":
                 started, result = self._forward(action, here, stage, batch[number], training, keep_outputs)
             case "B":
-                arrived = {} if self._is_last(stage) else self._take_return(number, stage).tensors
+                arrived = {} if self._is_last(stage) else self._arrived(self._take_return(number, stage))
                 started = self._start(action)
-                gradients, products = here.backward(number, self._to_device(arrived), defer=action.defer,
+                gradients, products = here.backward(number, arrived, defer=action.defer,
                                                     last=number == len(batch) - 1)
                 self._send_return(number, stage, gradients)
                 result = {"products": products}
@@ -229,8 +230,12 @@ class BatchRunner:
         """The carried state that enters `stage`, and which of it wants a gradient."""
         if stage > 0:
             message = self._connections.inbox.take("forward", number, stage, self._connections.rank_of(stage - 1))
-            return self._to_device(message.tensors), message.requires_grad
+            return self._arrived(message), whole_names(message.requires_grad)
         return self._to_device(named(microbatch.inputs, f"inputs of microbatch {number}")), frozenset()
+
+    def _arrived(self, message: Message) -> dict[str, Tensor]:
+        """What a message of another stage holds, whole."""
+        return self._connections.column_parts.gathered(self._to_device(message.tensors))
 
     def _to_device(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         device = self._connections.device

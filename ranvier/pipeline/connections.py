@@ -18,6 +18,7 @@ from ranvier.comm.protocol import Group, Transport
 from ranvier.config.run import TensorParallel
 from ranvier.errors import TransportError
 from ranvier.layout import Layout, TensorAxis
+from ranvier.pipeline.column_parts import ColumnParts
 from ranvier.pipeline.inbox import Inbox
 from ranvier.pipeline.replicas import Replicas
 from ranvier.pipeline.sequencer import Sequencer
@@ -50,6 +51,7 @@ class Connections:
         """Axes of the tensor mesh -> the ranks that share a parameter which is split along these, once opened."""
         self.tensor_mesh = self._open_tensor_mesh(layout, tensor)
         """The groups of this rank's row and column; None where a stage is one rank."""
+        self.column_parts = ColumnParts(self.tensor_mesh, layout.mesh, world)
 
     def _open_tensor_mesh(self, layout: Layout, tensor: TensorParallel) -> TensorMesh | None:
         mesh, backend = self._mesh, self._world.backend
@@ -128,7 +130,7 @@ class Connections:
         if destination == self._world.rank:
             self.inbox.deliver(replace(message, source=destination))
         else:
-            self.transport.send(destination, message)
+            self.transport.send(destination, self.column_parts.cut(message, destination))
 
     def bytes_received_by_axis(self) -> dict[str, int]:
         """Payload bytes that this rank has received so far. Sums over several axes count for the first."""

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ranvier.schedule.spans import Category, Span, StepWindow, Timeline
+from ranvier.mesh import Mesh
+from ranvier.pipeline.engine_timeline import EngineTimeline
+from ranvier.schedule.spans import MOST_SPANS, Category, Span, StepWindow
 
 _HOST_CATEGORIES = ("wait", "data", "report", "checkpoint")
 """Spans of the host: the device works on, or is idle."""
-_MOST_MARKS = 100_000
-"""Of one step; a program that never ends a step keeps no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,11 @@ class _Marks:
         return max(0, bisect_right(self.host_ns, host_ns) - 1)
 
 
-class DeviceTimeline(Timeline):
+class DeviceTimeline(EngineTimeline):
     """The spans of a rank that computes on `device`; for the methods see `Timeline`."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
+    def __init__(self, device: torch.device, mesh: Mesh, policy: str) -> None:
+        super().__init__(device, mesh, policy)
         self._current, self._previous = _Marks(), None
         self._previous_step = 0
         self._unused: list[torch.cuda.Event] = []
@@ -69,18 +68,18 @@ class DeviceTimeline(Timeline):
     def mark(self) -> int:
         """See `Timeline.mark`; records an event on the device's current stream."""
         marks, now = self._current, time.monotonic_ns()
-        if len(marks.events) < _MOST_MARKS:
-            event = self._unused.pop() if self._unused else torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self._device))
-            marks.events.append(event)
-            marks.host_ns.append(now)
+        event = self._unused.pop() if self._unused else torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        marks.events.append(event)
+        marks.host_ns.append(now)
         return now
 
     def add(self, category: Category, label: str, step: int, start_ns: int) -> int:
         """See `Timeline.add`."""
+        if len(self._current.events) >= MOST_SPANS:  # nobody ends steps
+            self._unused += self._current.events
+            self._current = _Marks()
         marks = self._current
-        if len(marks.events) >= _MOST_MARKS:
-            return time.monotonic_ns()
         if not marks.events:
             self.mark()
         first = marks.before(start_ns)
@@ -130,6 +129,6 @@ class DeviceTimeline(Timeline):
         return [StepWindow(step=self._previous_step, start_ns=times[0], stop_ns=times[-1], spans=spans)]
 
 
-def timeline_of(device: torch.device) -> Timeline:
+def timeline_of(device: torch.device, mesh: Mesh, policy: str) -> EngineTimeline:
     """The timeline of a rank that computes on `device`."""
-    return DeviceTimeline(device) if device.type == "cuda" else Timeline()
+    return (DeviceTimeline if device.type == "cuda" else EngineTimeline)(device, mesh, policy)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -80,6 +81,7 @@ from ranvier.world import World
 if TYPE_CHECKING:
     from ranvier.optim.loss_scale import LossScale
     from ranvier.optim.optimizer import FlatOptimizer
+    from ranvier.pictures.report_page import Page
 
 Batch = Sequence[Microbatch | tuple[Any, ...]]
 """Microbatches, or (inputs, targets) pairs."""
@@ -188,7 +190,7 @@ class Engine:
             raise problem
         self.layers, self.frozen, self.frozen_above = model.layers, frozen, tuple(frozen_above)
         self.block_names, self.frozen_blocks = list(model.blocks), frozen_prefix(model, frozen)
-        self.learning_rate, self.timeline = learning_rate, timeline_of(world.device)
+        self.learning_rate, self.timeline = learning_rate, timeline_of(world.device, plan.mesh, plan.policy)
         self._policy = policy or policy_named(plan.policy)
         self._step, self._closed = 0, False
         self._failure: str | None = None
@@ -326,6 +328,7 @@ class Engine:
         ties, arrived = ties_of(self.layout, self.world.rank, self._parameters), TieMessages()
         self._connections.open([peer for tie in ties for peer in tie.peers], capacity_bytes=self._edge_capacity(),
                                timeline=self.timeline, timeout_seconds=timeout_seconds, other=arrived.put)
+        self.timeline.ranks = self._connections.all
         self._ties = TiedParameters(ties, arrived, self._connections.send, self._connections.inbox.wait)
         share_start_values(self.layout, blocks, self._parameters, self._connections)
         self._ties.send_values(self._call, trained=False)
@@ -442,6 +445,16 @@ class Engine:
         return {"defer_bytes": self._runner.defer_bytes, "bytes_sent": self._connections.transport.bytes_sent,
                 "bytes_received_by_axis": self._connections.bytes_received_by_axis(),
                 "longest_gap_seconds": self._connections.transport.longest_gap_seconds}
+
+    def report(self, path: str | PathLike[str], **curves: Sequence[float | None]) -> Page:
+        """Write a page at `path`, on rank 0, with the timeline of the last training batch, by rank, and the largest
+        memory. Takes the spans of `timeline`. Collective; on every rank the page, which notebooks show.
+
+        curves: by name a value of each step, None for steps without one, for example loss=losses. `step`: their
+        numbers, where they are not 1, 2, 3, ... ConfigError before the first batch, RanvierError when the file cannot
+        be written.
+        """
+        return self.timeline.report(path, curves)
 
     def named_buffers(self) -> dict[str, object]:
         """What the state_dict of this rank's blocks has beside parameters, by global name: buffers, and whatever else a

@@ -9,7 +9,7 @@ from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.collectives import placed
 from ranvier.cost.count import laid_out, memory_curve
 from ranvier.cost.step import Cost
-from ranvier.elastic.transition_selector import mesh_text
+from ranvier.mesh import mesh_text
 from ranvier.plan.limits import MemoryChoice
 from ranvier.planner.candidates import Candidate
 from ranvier.planner.elastic_plan import Course

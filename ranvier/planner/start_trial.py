@@ -16,8 +16,8 @@ from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
 from ranvier.cost.hardware import Cluster
 from ranvier.data.prepare import prepare
-from ranvier.elastic.transition_selector import mesh_text
 from ranvier.errors import RanvierError
+from ranvier.mesh import mesh_text
 from ranvier.planner.candidates import Candidate, Setting
 from ranvier.planner.search import search
 from ranvier.planner.trial import step_seconds

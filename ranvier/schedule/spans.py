@@ -9,12 +9,15 @@ waited for.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Category = Literal["forward", "backward", "weight", "wait", "reduce", "optimizer", "data", "report", "checkpoint",
                    "overhead"]
+MOST_SPANS = 100_000
+"""That are kept where no program takes them; older ones are forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +45,26 @@ class StepWindow:
     stop_ns: int
     spans: Sequence[Span]
 
+    @property
+    def seconds(self) -> float:
+        """Duration of the step on this rank."""
+        return (self.stop_ns - self.start_ns) * 1e-9
+
+    @property
+    def wait_seconds(self) -> float:
+        """Of these, the time in spans of category wait."""
+        return sum(span.seconds for span in self.spans if span.category == "wait")
+
+    def covered(self) -> StepWindow:
+        """The same step with spans in the order of time, each beginning where the one before it ends."""
+        return replace(self, spans=covering(self.spans, self.step, self.start_ns, self.stop_ns))
+
 
 class Timeline:
     """The spans of one rank, oldest first, by the host's clock. `ranvier.pipeline.device_timeline` has another one."""
 
     def __init__(self) -> None:
-        self.spans: list[Span] = []
+        self.spans: deque[Span] = deque(maxlen=MOST_SPANS)
         self._start_ns = time.monotonic_ns()
 
     def mark(self) -> int:
@@ -62,7 +79,8 @@ class Timeline:
 
     def take(self) -> list[Span]:
         """All spans so far, which are forgotten here."""
-        spans, self.spans = self.spans, []
+        spans = list(self.spans)
+        self.spans.clear()
         return spans
 
     def begin_step(self) -> list[StepWindow]:

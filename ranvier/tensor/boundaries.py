@@ -368,6 +368,11 @@ def detached_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
             plain(x) for name, x in state.items()}
 
 
+def is_replicated_name(name: str) -> bool:
+    """Whether a tensor of such a name is the same on all columns."""
+    return _SEPARATOR not in name
+
+
 def with_layouts(state: dict[str, Tensor], mesh: TensorMesh | None) -> dict[str, Tensor]:
     """The inverse of `detached_names`."""
     found = {}

@@ -18,7 +18,7 @@ from ranvier.block import State
 from ranvier.config.resolve import ResolvedRun
 from ranvier.data.loader import Loader
 from ranvier.data.task import Prepared
-from ranvier.elastic.cache import AutoCache, Compute
+from ranvier.elastic.cache import AutoCache, Compute, Counts
 from ranvier.elastic.cache_file import RunFolder
 from ranvier.elastic.cache_profile import decide
 from ranvier.elastic.rules import ElasticRules
@@ -61,6 +61,7 @@ class Caching:
         self._part = ""  # of each output, that its entries have
         self._now: RankRuntime | None = None
         self._reads = self._seen = 0
+        self._before = Counts()  # at the last `enter`
         self.is_on = run.elastic.cache
         """Whether outputs of frozen layers may be cached."""
         self._is_checked = False  # whether the frozen blocks have shown that their outputs can be cached

@@ -32,39 +32,36 @@ class Guards:
     Args:
         tell: takes an event.
         barrier: returns when every rank has called it.
-        rollback: loads the last checkpoint on all ranks and returns its step; None where there is none.
+        counts: as `state` gave them on the mesh before.
     """
 
     def __init__(self, guard: Guard, engine: Engine, *, tell: Callable[[Event], None], barrier: Callable[[], None],
-                 rollback: Callable[[], int | None]) -> None:
-        self._guard, self._engine = guard, engine
-        self._tell, self._barrier, self._rollback = tell, barrier, rollback
-        self._in_a_row = self._last_bad = 0
+                 counts: Mapping[str, int] | None = None) -> None:
+        self._guard, self._engine, self._tell, self._barrier = guard, engine, tell, barrier
+        self._in_a_row, self._last_bad = (counts["in_a_row"], counts["last_bad"]) if counts else (0, 0)
 
     def state(self) -> dict[str, int]:
         """What ranks of the mesh know alike, as JSON can hold it."""
         return {"in_a_row": self._in_a_row, "last_bad": self._last_bad}
 
-    def move(self, engine: Engine, state: Mapping[str, int]) -> None:
-        """Continue with another engine and, on a rank that was idle, with the counts of the others."""
-        self._engine, self._in_a_row, self._last_bad = engine, state["in_a_row"], state["last_bad"]
-
-    def after_step(self, step: int, result: BatchResult, microbatches: Sequence[Microbatch],
-                   publish: Callable[[], None]) -> int:
+    def after_step(self, step: int, result: BatchResult, microbatches: Sequence[Microbatch], *,
+                   publish: Callable[[], None], rollback: Callable[[], int | None]) -> int:
         """The step that the run is at now: `step`, or that of the checkpoint to which it was rolled back. Collective.
 
         publish: tells everything that is known of this step; called before a rollback and before the run ends, not
-        otherwise. RanvierError, on every rank, where the run ends.
+        otherwise. rollback: loads the last checkpoint on all ranks and returns its step; None where there is none.
+        RanvierError, on every rank, where the run ends.
         """
         if result.bad is not None:
-            return self._after_bad(step, result, self._engine.examine(microbatches), publish)
+            return self._after_bad(step, result, self._engine.examine(microbatches), publish, rollback)
         if step > self._last_bad:  # before, the run repeats steps; a run that never gets further must end
             self._in_a_row = 0
         if self._guard.compare_every and step % self._guard.compare_every == 0:
             self._compare(step, publish)
         return step
 
-    def _after_bad(self, step: int, result: BatchResult, cause: Cause, publish: Callable[[], None]) -> int:
+    def _after_bad(self, step: int, result: BatchResult, cause: Cause, publish: Callable[[], None],
+                   rollback: Callable[[], int | None]) -> int:
         self._in_a_row, self._last_bad = self._in_a_row + 1, max(step, self._last_bad)
         self._tell(_note(step, result, cause))
         if self._guard.bad_step == "stop":
@@ -74,7 +71,7 @@ class Guards:
         if self._guard.bad_step == "skip":
             return step
         publish()
-        reached = self._rollback()
+        reached = rollback()
         if reached is None:
             self._stop(step, result, cause, lambda: None, ", and there is no checkpoint to go back to")
         self._tell(NoteEvent(step=step, event="went-back", fields={"to_step": reached},

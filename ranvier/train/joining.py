@@ -30,9 +30,9 @@ _MOST_RANKS = 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class JoinedRun:
-    """A run under way, as a rank that joins it needs to know it. run: before `auto` gave way to what its ranks have
-    measured, as each change of mesh begins. origin: `Saving.origin`."""
+class RunFacts:
+    """What stays the same in a run, as a rank that joins it needs to know it, too. run: before `auto` gave way to what
+    its ranks have measured, as each change of mesh begins. origin: `Saving.origin`."""
 
     run: ResolvedRun
     recipe: str
@@ -41,15 +41,15 @@ class JoinedRun:
     origin: str
 
 
-def invite(world: World, joined: JoinedRun) -> None:
+def invite(world: World, facts: RunFacts) -> None:
     """On rank 0: from now on ranks may join. OSError where the run's folder cannot be written."""
-    assert world.joins is not None and joined.run.run_dir is not None
-    run = joined.run
+    assert world.joins is not None and facts.run.run_dir is not None
+    run = facts.run
     world.store.set(RUN, json.dumps({
-        "run": read.document(run), "tile": run.mesh.tile, "recipe": joined.recipe, "data": fingerprint(joined.data),
-        "peak": asdict(joined.peak), "origin": joined.origin,
+        "run": read.document(run), "tile": run.mesh.tile, "recipe": facts.recipe, "data": fingerprint(facts.data),
+        "peak": asdict(facts.peak), "origin": facts.origin,
         "torch": torch.__version__.partition("+")[0]}))
-    write_contact(joined.run.run_dir, world.joins)
+    write_contact(facts.run.run_dir, world.joins)
 
 
 def read_run(said: Mapping[str, Any], run_dir: Path) -> ResolvedRun:

@@ -17,8 +17,8 @@ from ranvier.plan.limits import Factors, expected_seconds, measured_choice, meas
 from ranvier.schedule.computed_limits import UNKNOWN
 from ranvier.schedule.conditions import Conditions, measured_conditions
 from ranvier.schedule.limits import Limits
+from ranvier.schedule.spans import StepWindow
 from ranvier.train.events import NoteEvent
-from ranvier.train.metrics import StepSpans
 from ranvier.train.runtime import RankRuntime
 
 MEASURED_STEPS = 8
@@ -43,7 +43,7 @@ class MeasuredLimits:
         return self._choose(runtime, step, "before the transition", expected_seconds(
             self._asked, costs, self._before, recomputed_runs(self._asked, costs), _cached_blocks(runtime)))
 
-    def after_step(self, runtime: RankRuntime, step: int, busy: Mapping[str, float], latest: Sequence[StepSpans]
+    def after_step(self, runtime: RankRuntime, step: int, busy: Mapping[str, float], latest: Sequence[StepWindow]
                    ) -> NoteEvent | None:
         """One more step has been taken; what has changed with it. busy: seconds in each category of span on this rank.
         latest: spans of its last steps. Collective after MEASURED_STEPS."""
@@ -107,7 +107,7 @@ def _seconds_of_ranks(runtime: RankRuntime, busy: Mapping[str, float]) -> list[t
 _MEASURED_SPANS = 3  # steps
 
 
-def _conditions_of_ranks(runtime: RankRuntime, latest: Sequence[StepSpans]) -> Conditions:
+def _conditions_of_ranks(runtime: RankRuntime, latest: Sequence[StepWindow]) -> Conditions:
     """What messages take and how much times vary, in the pipeline of the first replica. Collective."""
     mine = [(spans.step, span.label, span.start_ns, span.stop_ns)
             for spans in latest[-_MEASURED_SPANS:] for span in spans.spans if span.category in ("forward", "backward")]

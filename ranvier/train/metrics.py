@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -26,7 +26,7 @@ from ranvier.launch.stop import StopRequest
 from ranvier.mesh import Mesh
 from ranvier.optim.loss_scale import LossScale
 from ranvier.pipeline.result import BatchResult
-from ranvier.schedule.spans import Span, StepWindow, Timeline, covering
+from ranvier.schedule.spans import StepWindow, Timeline
 from ranvier.system.memory_tracker import peak_memory_bytes
 from ranvier.train.events import StepEvent
 from ranvier.train.peak import PeakRate
@@ -34,27 +34,6 @@ from ranvier.train.peak import PeakRate
 KEPT_STEPS = 5
 """Latest steps whose spans stay in memory for the timeline, beside the first step's: it shows one of the inner ones, at
 whose ends other ranks are in the steps before and after."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepSpans:
-    """What this rank did in one step; nanoseconds of its monotonic clock. spans: in the order of time, each beginning
-    where the one before it ends, from `start_ns` to `stop_ns`."""
-
-    step: int
-    start_ns: int
-    stop_ns: int
-    spans: Sequence[Span]
-
-    @property
-    def seconds(self) -> float:
-        """Duration of the step on this rank."""
-        return (self.stop_ns - self.start_ns) * 1e-9
-
-    @property
-    def wait_seconds(self) -> float:
-        """Of these, the time in spans of category wait."""
-        return sum(span.seconds for span in self.spans if span.category == "wait")
 
 
 @dataclass(kw_only=True)
@@ -130,15 +109,8 @@ class Meter:
         """Seconds in each category of span, in the steps on the mesh of now, the first aside. The verdict is left out:
         who weighs it waits for the others."""
         self.busy_steps, self._start_ns = -1, 0
-        self._first: StepSpans | None = None
-        self._latest: deque[StepSpans] = deque(maxlen=KEPT_STEPS)
-        self.resume()
-
-    def move(self, timeline: Timeline, ranks: Group) -> None:
-        """Continue with another engine, on other ranks; what was kept of the mesh before is dropped."""
-        self._timeline, self._ranks, self._first = timeline, ranks, None
-        self._latest.clear()
-        self.busy, self.busy_steps = {}, -1
+        self._first: StepWindow | None = None
+        self._latest: deque[StepWindow] = deque(maxlen=KEPT_STEPS)
         self.resume()
 
     def resume(self) -> None:
@@ -163,10 +135,9 @@ class Meter:
                            works=(self._ranks.all_reduce(sums), self._ranks.all_reduce(memory, "max")),
                            num_ranks=len(self._ranks.ranks))
 
-    def _keep(self, window: StepWindow) -> StepSpans:
+    def _keep(self, window: StepWindow) -> StepWindow:
         """A step that can be read: for the timeline, and for what ranks were busy with."""
-        took = StepSpans(step=window.step, start_ns=window.start_ns, stop_ns=window.stop_ns,
-                         spans=covering(window.spans, window.step, window.start_ns, window.stop_ns))
+        took = window.covered()
         self._first = self._first or took
         self._latest.append(took)
         self.busy_steps += 1
@@ -177,7 +148,7 @@ class Meter:
         return took
 
     @property
-    def kept(self) -> list[StepSpans]:
+    def kept(self) -> list[StepWindow]:
         """The first step and the latest ones, each once."""
         latest = list(self._latest)
         return latest if self._first is None or self._first in latest else [self._first, *latest]

@@ -28,7 +28,7 @@ from ranvier.launch.joining import WISH, Newcomer
 from ranvier.launch.launchers import Started
 from ranvier.launch.start import use_interface_towards
 from ranvier.system.machine import threads_per_rank
-from ranvier.train.joining import RUN, JoinedRun, read_run
+from ranvier.train.joining import RUN, RunFacts, read_run
 from ranvier.train.peak import PeakRate
 from ranvier.train.resize import leave, withdraw
 from ranvier.train.setup import fingerprint, prepare_run
@@ -36,7 +36,7 @@ from ranvier.world import JoinPoint, World
 
 
 def join_run(run_dir: Path, started: Started, sizes: Mapping[str, int], *, seconds: float, stream: TextIO
-             ) -> tuple[World, JoinedRun]:
+             ) -> tuple[World, RunFacts]:
     """Make this process a rank of the run in `run_dir`; returns it, connected to all others, and the run.
 
     started: its number among those that join with it. sizes: axes of the mesh that is wanted then. seconds: to wait for
@@ -72,7 +72,7 @@ def join_run(run_dir: Path, started: Started, sizes: Mapping[str, int], *, secon
     if started.rank == 0:
         print(f"joined {run_dir}: rank {world.rank}" + (f" to {world.size - 1}" if started.size > 1 else "")
               + f" of {world.size}", file=stream, flush=True)
-    return world, JoinedRun(run=run, recipe=said["recipe"], data=data, origin=said["origin"],
+    return world, RunFacts(run=run, recipe=said["recipe"], data=data, origin=said["origin"],
                             peak=PeakRate(**said["peak"]))
 
 

@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 
-from ranvier.elastic.transition_selector import mesh_text
-from ranvier.mesh import Mesh
+from ranvier.mesh import Mesh, mesh_text
+from ranvier.pictures.timeline_picture import timeline_picture
+from ranvier.pictures.timelines import RankTimeline
 from ranvier.system import child
+from ranvier.system.atomic_file import write_atomically
 from ranvier.train.history import History
-from ranvier.train.logs import mesh_fields, write_json
-from ranvier.train.pictures import draw_course, draw_loss, draw_timeline
-from ranvier.train.timeline import RankTimeline, write_trace
+from ranvier.train.logs import mesh_fields, write_json, writing
+from ranvier.train.pictures import draw_course, draw_loss
+from ranvier.train.trace import write_trace
 
 WARM_UP_STEPS = 2
 """First steps that the speed figures leave out (allocation, connections, caches), where there are others."""
@@ -103,7 +105,9 @@ def write_report(run_dir: Path, summary: Mapping[str, object], history: History,
     timeline, loss, course = run_dir / "timeline.png", run_dir / "loss.png", run_dir / "course.png"
     write_json(run_dir / "summary.json", summary)
     write_trace(run_dir / "timeline.json", timelines, mesh, history.transitions)
-    draw_timeline(timeline, timelines, mesh, policy)
+    if drawn := timeline_picture(timelines, mesh, policy):
+        with writing(timeline):
+            write_atomically(timeline, drawn)
     if history.losses:  # none are known where nothing was left to do, in a folder without the steps before
         draw_loss(loss, history.losses, history.eval_losses, f"{summary['recipe']} on mesh {mesh_text(mesh)}",
                   history.unit)

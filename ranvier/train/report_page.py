@@ -10,22 +10,19 @@ from typing import Any
 from ranvier.config import read
 from ranvier.config.run import Run
 from ranvier.cost.memory import PROCESS_BYTES, RankMemory
-from ranvier.elastic.transition_selector import mesh_text
-from ranvier.mesh import Mesh
-from ranvier.pictures.report_page import Mark, Page, StepTimeline
+from ranvier.mesh import Mesh, mesh_text
+from ranvier.pictures.report_page import Mark, Page, step_timeline
+from ranvier.pictures.timelines import RankTimeline
 from ranvier.system.atomic_file import write_atomically
 from ranvier.train.events import EndEvent, Event, NoteEvent, StartEvent, StepEvent, TransitionEvent
 from ranvier.train.history import History
 from ranvier.train.logs import writing
 from ranvier.train.memory import folded
-from ranvier.train.pictures import joined, representative_step, row_name, within
-from ranvier.train.timeline import RankTimeline
 
 NAME = "report.html"
 SECONDS_BETWEEN = 20.0
 """From one rewriting to the next while a run goes on; longer where writing takes more than a hundredth of that."""
 _MAX_MARKS = 200
-_MAX_RANKS = 64
 _FAULTS = frozenset({"bad-step", "went-back", "replicas-differ", "lost", "checkpoint-failed", "log-damaged", "skipped",
                      "checkpoint-skipped", "stopped"})
 """Notes that say that something went wrong."""
@@ -126,20 +123,6 @@ def changed_settings(run: Run, asked: Run) -> list[tuple[str, str, str, str]]:
     return [(setting.flag, read.as_text(values[name]), read.as_text(setting.default),
              "recipe or flag" if before[name] == values[name] else "auto")
             for name, setting in read.settings().items() if values[name] != setting.default]
-
-
-def step_timeline(timelines: Sequence[RankTimeline], mesh: Mesh) -> StepTimeline | None:
-    """The step that timeline.png shows; None where no step was kept."""
-    number = representative_step(timelines)
-    if number is None:
-        return None
-    shown = timelines[:_MAX_RANKS]
-    steps = [next(step for step in line.steps if step.step == number) for line in shown]
-    start_ns, stop_ns = min(step.start_ns for step in steps), max(step.stop_ns for step in steps)
-    rows = [(row_name(mesh, line.rank),
-             joined(within(line, start_ns, stop_ns), gap_ns=(stop_ns - start_ns) / 1e5)) for line in shown]
-    return StepTimeline(title=f"Step {number}: {(stop_ns - start_ns) * 1e-6:,.0f} ms", rows=rows, start_ns=start_ns,
-                        stop_ns=stop_ns)
 
 
 def memory_rows(predicted: Sequence[RankMemory], summary: Mapping[str, Any], mesh: Mesh, *, on_cpu: bool

@@ -24,8 +24,7 @@ from rich.text import Text
 from tensorboardX import SummaryWriter
 
 from ranvier.config.run import Run
-from ranvier.elastic.transition_selector import mesh_text
-from ranvier.mesh import REQUIRED_AXES
+from ranvier.mesh import REQUIRED_AXES, mesh_text
 from ranvier.system.terminal import fields, fitted, prose, terminal_width
 from ranvier.train.events import (
     EndEvent,

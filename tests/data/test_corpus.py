@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import importlib.util
 import io
@@ -270,6 +271,26 @@ def test_a_file_of_json_lines_is_its_texts(tmp_path):
     (tmp_path / "folder" / "b.txt").write_text("plain")
     assert sorted(document.text for document in opened(tmp_path / "folder", tmp_path).documents(1000)) == [
         "first\nline", "plain"]
+
+
+def test_rows_as_an_array_or_compressed_are_texts(tmp_path):
+    """A JSON file without texts, as a program's settings are, stays one plain text."""
+    rows = [{"text": "first\nline"}, {"text": "second", "body": "other"}]
+    lines, array = "\n".join(map(json.dumps, rows)), json.dumps(rows)
+    for name, content in (("a.jsonl.gz", gzip.compress(lines.encode())), ("b.json", array.encode()),
+                          ("C.JSON.GZ", gzip.compress(array.encode())), ("d.csv.gz", gzip.compress(b"text\nsecond\n"))):
+        (tmp_path / name).write_bytes(content)
+        found = [document.text for document in opened(tmp_path / name, tmp_path).documents(1000)]
+        assert found == [row["text"] for row in rows][name == "d.csv.gz":], name
+    for content in ('{"text": "x"}', '[{"name": "x"}]', "[1]", "[", ""):
+        (tmp_path / "e.json").write_text(content)
+        assert [one.text for one in opened(tmp_path / "e.json", tmp_path).documents(99)] == [content][:bool(content)]
+    (tmp_path / "e.json").write_text('[{"body": "x"}]')
+    with raises("column-missing", "--data.text-column"):
+        list(open_corpus(str(tmp_path / "e.json"), tmp_path, print, "text").documents(99))
+    (tmp_path / "bad.jsonl.gz").write_bytes(gzip.compress(lines.encode())[:-12])
+    with raises("gzip-damaged", tmp_path / "bad.jsonl.gz"):
+        list(opened(tmp_path / "bad.jsonl.gz", tmp_path).documents(1000))
 
 
 @pytest.mark.parametrize(("line", "message"), [

@@ -183,7 +183,7 @@ def test_a_truncated_compressed_file_is_refused(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(whole[:-12])
     with pytest.raises(DataError) as caught:
         open_conversations(str(tmp_path / "a.jsonl.gz"), "train")
-    assert caught.value.where == "data.train"
+    assert (caught.value.code, caught.value.where) == ("gzip-damaged", str(tmp_path / "a.jsonl.gz"))
 
 
 def test_names_on_the_hub_may_have_a_split(monkeypatch):

@@ -17,7 +17,7 @@ from tests.elastic.runs import BY_HAND, losses, run_all, tiny, write_sentences
 @pytest.fixture(autouse=True)
 def no_pictures(request, monkeypatch):
     if "pictures" not in request.keywords:
-        for draw in ("draw_course", "draw_loss", "draw_timeline"):
+        for draw in ("draw_course", "draw_loss", "timeline_picture"):
             monkeypatch.setattr(report, draw, lambda *args: None)
 
 

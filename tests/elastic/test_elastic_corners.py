@@ -11,9 +11,10 @@ import torch
 from ranvier.config.run import Batch, Checkpoint, Elastic, Guard, Optim, Run, Train
 from ranvier.elastic.controller import Controller, Decision
 from ranvier.mesh import Mesh
-from ranvier.train import loop
+from ranvier.train import changes, loop
 from ranvier.train.elasticity import Elasticity
 from ranvier.train.progress import Progress
+from ranvier.train.session import Active
 from tests.checkpoint.anywhere import assert_same, everything
 from tests.elastic.runs import BY_HAND, StopAfter, Wishes, always, lines, losses, run_all, tiny, transitions
 
@@ -57,7 +58,7 @@ def test_a_checkpoint_of_the_step_at_which_layers_freeze_has_them_frozen(sentenc
                                                                          monkeypatch, requests, every, stop, mesh):
     always(monkeypatch)
     run = tiny(sentences, tmp_path / "run", elastic=BY_HAND, checkpoint=Checkpoint(every=every))
-    monkeypatch.setattr(loop.Training, "leave", lambda training, step: {"stopped_after": step})  # a run that is killed
+    monkeypatch.setattr(loop, "leave", lambda session: {"stopped_after": session.done})  # a run that is killed
     results, _ = run_all(run, trackers=[StopAfter(stop, requests)])
     assert results[0].keys() == {"stopped_after"}
     monkeypatch.undo()
@@ -162,16 +163,16 @@ def test_a_bad_step_after_a_transition_goes_back_over_it(sentences, tmp_path, mo
             if type(event).__name__ == "TransitionEvent" and event.mesh.data == 2:
                 broken.append(event.step)
 
-    step = loop.Training.step
+    step = loop.take_step
 
-    def breaking(training, number):
-        if training.run.mesh.data == 2 and number == 7 and training.now.train_data.offset == 0:
+    def breaking(session, number):
+        if session.run.mesh.data == 2 and number == 7 and session.active.runtime.train_data.offset == 0:
             with torch.no_grad():  # of this mesh's ranks all know of the bad step
-                for parameter in training.engine.parameters():
+                for parameter in session.active.engine.parameters():
                     parameter.fill_(math.nan)
-        step(training, number)
+        step(session, number)
 
-    monkeypatch.setattr(loop.Training, "step", breaking)
+    monkeypatch.setattr(loop, "take_step", breaking)
     results, _ = run_all(run, trackers=[Breaks(run, {2: dict(data=2, pipe=2)})])
     told = [line for line in lines(run, "events.jsonl") if line["event"] == "went-back"]
     assert broken and [line["to_step"] for line in told] == [4] and results[0]["steps"] == 24
@@ -197,15 +198,15 @@ class Stays:
 def changing_nothing(monkeypatch, through):
     """Wherever its policy is asked, a run goes to the mesh and the cut that it has: at once, or `through` another
     mesh, without a step there."""
-    change = loop.Training._change
+    change = changes.change_mesh
 
-    def there_and_back(training, back, save=False):
+    def there_and_back(session, back, save=False):
         if through is not None:
-            change(training, replace(back, mesh=through.sizes, boundaries=None))
-        if training.now is not None:  # the others are idle, and hear of it
-            change(training, back, save)
+            change(session, replace(back, mesh=through.sizes, boundaries=None))
+        if isinstance(session.place, Active):  # the others are idle, and hear of it
+            change(session, back, save)
 
-    monkeypatch.setattr(loop.Training, "_change", there_and_back)
+    monkeypatch.setattr(changes, "change_mesh", there_and_back)
     monkeypatch.setattr(Controller, "decide", lambda controller, state, facts, request: Decision(
         state=replace(state, norms=None, due=False), change=controller.change_to(
             facts.present.mesh, facts.frozen, facts.frozen, facts.present.boundaries or None, "nothing changes")))

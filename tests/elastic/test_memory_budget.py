@@ -18,7 +18,7 @@ from ranvier.elastic.freezing import NONE_FROZEN, FrozenLayers
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.plan.fitting import first_that_fits, schedules
-from ranvier.train import elasticity, loop, memory
+from ranvier.train import elasticity, memory, session, start
 from ranvier.train.memory import MemoryBudget, device_bytes
 from ranvier.train.runtime import build_runtime
 from tests.elastic.runs import BY_HAND, Wishes, always, lines, losses, run_all, tiny, transitions
@@ -143,7 +143,8 @@ def test_a_run_takes_a_schedule_that_fits_and_its_own_again(sentences, tmp_path,
         return build_runtime(run, world, *args, **options)
 
     monkeypatch.setattr(MemoryBudget, "problem", tight)
-    monkeypatch.setattr(loop, "build_runtime", noted)
+    for module in (start, session):
+        monkeypatch.setattr(module, "build_runtime", noted)
     run = tiny(sentences, tmp_path / "run", pipeline=Pipeline(memory=2.0), train=Train(steps=9))
     wishes = {2: dict(data=1, pipe=2), 4: dict(data=1, pipe=4), 6: dict(data=1, pipe=2)}
     run_all(run, trackers=[Wishes(run, wishes)])

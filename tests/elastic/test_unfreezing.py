@@ -71,16 +71,16 @@ def test_layers_train_on_after_a_rollback_to_when_they_were_frozen(sentences, tm
     """The checkpoint is that of step 8, with four frozen layers; the bad step is the twelfth, with one."""
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), train=Train(steps=16, learning_rate=3e-3),
                elastic=Elastic(every=5), checkpoint=Checkpoint(every=8, keep=9), guard=Guard(bad_step="rollback"))
-    step = loop.Training.step
+    step = loop.take_step
 
-    def breaking(training, number):
-        if number == 12 and training.now.train_data.offset == 0:
+    def breaking(session, number):
+        if number == 12 and session.active.runtime.train_data.offset == 0:
             with torch.no_grad():
-                for parameter in training.engine.parameters():
+                for parameter in session.active.engine.parameters():
                     parameter.fill_(math.nan)
-        step(training, number)
+        step(session, number)
 
-    monkeypatch.setattr(loop.Training, "step", breaking)
+    monkeypatch.setattr(loop, "take_step", breaking)
     run_all(run, freezing=Thaws())
     assert [line["to_step"] for line in events(run, "went-back")] == [8]
     steps = lines(run, "metrics.jsonl")[-8:]

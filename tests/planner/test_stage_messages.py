@@ -6,12 +6,12 @@ import pytest
 
 from ranvier.cli.check import check
 from ranvier.config.resolve import ResolvedRun
-from ranvier.config.run import Batch, Launch, Pipeline, Transformer
+from ranvier.config.run import Batch, Launch, Pipeline, TensorParallel, Transformer
 from ranvier.cost.cluster_files import load_cluster, write_cluster
 from ranvier.cost.count import recomputed_runs
 from ranvier.cost.hardware import Link
 from ranvier.cost.run_cost import step_of
-from ranvier.cost.stage_messages import edge_links, link_conditions
+from ranvier.cost.stage_messages import SMALLEST_IN_PARTS, edge_links, edge_parts, edge_seconds, link_conditions
 from ranvier.cost.step import step_cost
 from ranvier.mesh import Mesh
 from ranvier.plan.limits import run_limits
@@ -50,6 +50,32 @@ def test_messages_are_those_of_the_slowest_edge_beside_the_slowest_stage():
     for run, cluster in ((RUN, None), (replace(RUN, mesh=Mesh()), slow), (replace(RUN, precision="fp64"), replace(
             slow, device=replace(slow.device, rates={"bf16": slow.device.rates["bf16"]})))):
         assert link_conditions(run, WORK.stages(run), cluster) == Conditions()
+
+
+@pytest.mark.parametrize(("mesh", "per_node", "parts"), [
+    (Mesh(pipe=3, col=4), 4, [4, 4]), (Mesh(pipe=3, col=4), 8, [1, 4]), (Mesh(pipe=3, col=4), 2, [1, 1]),
+    (Mesh(pipe=2, col=4), 8, [1]), (Mesh(pipe=4), 1, [1, 1, 1]), (Mesh(data=2, pipe=3, col=4), 8, [1, 1])], ids=str)
+def test_columns_send_parts_where_a_message_leaves_the_node_that_they_share(mesh, per_node, parts):
+    """Of two replicas of three stages on nodes of two stages, one leaves a node where the other one does not."""
+    run, cluster = replace(RUN, mesh=mesh, tensor=TensorParallel(scheme="megatron")), replace(
+        H100, devices_per_node=per_node)
+    assert edge_parts(run, cluster) == parts
+    for tensor in (TensorParallel(), TensorParallel(scheme="megatron", sequence_sharding=True)):
+        assert set(edge_parts(replace(run, tensor=tensor), cluster)) == {1}
+    assert set(edge_parts(run, replace(cluster, device=replace(H100.device, cores=8)))) == {1}
+
+
+def test_parts_take_less_of_the_link_between_nodes_and_then_a_gather():
+    megatron = replace(RUN, mesh=Mesh(pipe=2, col=4), tensor=TensorParallel(scheme="megatron"))
+    whole = replace(megatron, tensor=TensorParallel())
+    cluster, size = replace(H100, devices_per_node=4), 64 << 20
+    (sent, latency), (all_sent, first) = (edge_seconds(run, [size], cluster)[0] for run in (megatron, whole))
+    assert sent == pytest.approx(all_sent / 4) and all_sent == size / H100.between.rate(4)
+    assert latency - first == pytest.approx(
+        H100.collective_seconds + 3 * H100.inside.latency_seconds + 0.75 * size / H100.inside.rate())
+    assert sent + latency < all_sent + first
+    small = [SMALLEST_IN_PARTS - 1]
+    assert edge_seconds(megatron, small, cluster) == edge_seconds(whole, small, cluster)
 
 
 @pytest.mark.parametrize(("pipe", "memory", "gain"), [(2, 2.0, 0.0), (4, 2.0, 0.05), (8, 2.0, 0.1), (4, 1.1, 0.0)])

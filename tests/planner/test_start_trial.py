@@ -8,9 +8,8 @@ import pytest
 from ranvier.cli.main import run_command
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Batch, Data, Launch, MeshSettings, Run, Train, Transformer
-from ranvier.elastic.transition_selector import mesh_text
 from ranvier.errors import LaunchError
-from ranvier.mesh import Mesh
+from ranvier.mesh import Mesh, mesh_text
 from ranvier.planner import start_trial
 from ranvier.planner.auto import with_plan
 from ranvier.planner.start_trial import StartTrial, known_steps

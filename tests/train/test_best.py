@@ -12,6 +12,7 @@ from ranvier.cli.main import run_command
 from ranvier.mesh import Mesh
 from ranvier.testing.ranks import run_ranks
 from ranvier.train import loop
+from ranvier.train import step as step_of_run
 from ranvier.train.best import BestEvaluation
 from tests.errors import raises
 
@@ -61,7 +62,7 @@ def settings(tmp_path):
 
 def scripted(monkeypatch, losses):
     """Evaluations after step 1, 2, ... say these losses, on each rank a little different ones."""
-    real = loop.evaluate
+    real = step_of_run.evaluate
 
     def evaluate(runtime, data, step):
         from dataclasses import replace
@@ -69,7 +70,7 @@ def scripted(monkeypatch, losses):
         return [replace(event, loss=losses[step - 1] + 1e-9 * runtime.world.rank) for event in real(
             runtime, data, step)]
 
-    monkeypatch.setattr(loop, "evaluate", evaluate)
+    monkeypatch.setattr(step_of_run, "evaluate", evaluate)
 
 
 def checkpoints(folder):

@@ -66,7 +66,7 @@ class Case:
     def __init__(self, *, cause=CAUSE, checkpoints=(), **settings):
         self.told, self.notes, self.engine = [], [], Engine(cause)
         self.checkpoints = list(checkpoints)
-        self.guards = Guards(Guard(**settings), self.engine, tell=self._tell, rollback=self._go_back,
+        self.guards = Guards(Guard(**settings), self.engine, tell=self._tell,
                              barrier=lambda: self.told.append("barrier"))
 
     def _tell(self, event):
@@ -78,7 +78,8 @@ class Case:
         return self.checkpoints.pop(0) if self.checkpoints else None
 
     def step(self, number, outcome=None):
-        return self.guards.after_step(number, outcome or result(), [], lambda: self.told.append("publish"))
+        return self.guards.after_step(number, outcome or result(), [], publish=lambda: self.told.append("publish"),
+                                      rollback=self._go_back)
 
     def fails(self, number, outcome=BAD):
         with pytest.raises(RanvierError) as told:
@@ -318,12 +319,12 @@ def test_a_last_step_that_was_skipped_is_saved(corpus, tmp_path, monkeypatch, mo
 def test_replicas_that_differ_end_the_run(corpus, tmp_path, monkeypatch):
     after_step = Guards.after_step
 
-    def flips(self, step, *rest):
+    def flips(self, step, *rest, **calls):
         if step == 3 and self._engine.world.rank == 2:
             parameter = self._engine.named_parameters()["layer0.attention.qkv.weight"]
             with torch.no_grad():
                 parameter.view(-1).view(torch.int64)[5] ^= 1 << 45
-        return after_step(self, step, *rest)
+        return after_step(self, step, *rest, **calls)
 
     monkeypatch.setattr(Guards, "after_step", flips)
     with raises("replicas-differ", "layer0.attention.qkv.weight", 2):

@@ -23,8 +23,7 @@ from ranvier.plan.fitting import schedules
 from ranvier.system import machine
 from ranvier.system.machine import available_memory_bytes
 from ranvier.tensor import float8
-from ranvier.train import memory, runtime
-from ranvier.train.loop import Training
+from ranvier.train import loop, memory, runtime
 from ranvier.world import World
 from tests.covering import quick
 from tests.errors import raises
@@ -203,17 +202,17 @@ def test_a_containers_limit_counts(tmp_path):
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), MemoryError("no room"),
     RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried to")])
 def test_an_allocator_that_gives_up_is_explained(corpus, tmp_path, monkeypatch, error):
-    def fail(self, step):
+    def fail(session, step):
         raise error
 
-    monkeypatch.setattr(Training, "step", fail)
+    monkeypatch.setattr(loop, "take_step", fail)
     with raises("out-of-memory", "--batch.microbatch-size") as caught:
         run_all(larger(corpus, tmp_path / "run"))
     assert caught.value.__cause__ is error
 
 
 def test_other_errors_stay_what_they_are(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(Training, "step", lambda self, step: 1 / 0)
+    monkeypatch.setattr(loop, "take_step", lambda session, step: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run_all(larger(corpus, tmp_path / "run"))
 

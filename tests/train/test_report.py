@@ -14,27 +14,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ranvier.mesh import Mesh
-from ranvier.schedule.spans import Span, Timeline, covering
+from ranvier.pictures import timelines
+from ranvier.pictures.timeline_picture import _bar_text, timeline_picture
+from ranvier.pictures.timelines import RankTimeline, gather_timelines, joined, representative_step, shares, within
+from ranvier.schedule.spans import Span, StepWindow, Timeline, covering
 from ranvier.system.memory_tracker import peak_memory_bytes
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.trackers import example_run, example_step
-from ranvier.train import timeline as timelines_module
 from ranvier.train.events import StartEvent
 from ranvier.train.history import History
-from ranvier.train.metrics import KEPT_STEPS, Meter, StepSpans
+from ranvier.train.metrics import KEPT_STEPS, Meter
 from ranvier.train.peak import PeakRate, matrix_product_rate
-from ranvier.train.pictures import (
-    _bar_text,
-    draw_loss,
-    draw_timeline,
-    joined,
-    representative_step,
-    shares,
-    smoothed,
-    within,
-)
+from ranvier.train.pictures import draw_loss, smoothed
 from ranvier.train.report import steady, summarise, write_report
-from ranvier.train.timeline import RankTimeline, gather_timelines, write_trace
+from ranvier.train.trace import write_trace
 from tests.errors import raises
 
 pytestmark = pytest.mark.pictures
@@ -44,7 +37,7 @@ MS = 1_000_000
 
 def step_of(number, milliseconds, *spans, start=0):
     """A step from (category, label, start ms, stop ms)."""
-    return StepSpans(step=number, start_ns=start, stop_ns=start + milliseconds * MS, spans=[
+    return StepWindow(step=number, start_ns=start, stop_ns=start + milliseconds * MS, spans=[
         Span(category, label, number, start + begin * MS, start + end * MS) for category, label, begin, end in spans])
 
 
@@ -131,7 +124,7 @@ def test_ranks_of_one_machine_share_a_clock_and_others_are_shifted(monkeypatch):
     assert lines[0].steps[0].spans == [Span("forward", "F0", 1, 0, 5 * MS)]
     here = {"machine": "a", "left_ns": [100, 200, 300]}
     there = {"machine": "b", "left_ns": [1100, 1210, 1290]}
-    assert timelines_module._offset(here, there) == (-1000, 10)
+    assert timelines._offset(here, there) == (-1000, 10)
 
 
 def test_the_trace_has_a_process_per_replica_and_a_thread_per_rank(tmp_path):
@@ -151,20 +144,18 @@ def test_the_trace_has_a_process_per_replica_and_a_thread_per_rank(tmp_path):
     assert trace["otherData"]["steps"] == [1, 7, 8, 9] and len(trace["otherData"]["clock_error_microseconds"]) == 4
 
 
-def test_the_picture_shows_a_step_of_median_length(tmp_path):
+def test_the_picture_shows_a_step_of_median_length():
     mesh, lines = two_by_two()
     assert representative_step(lines) == 8
     assert representative_step([RankTimeline(rank=0, steps=[step_of(1, 5)])]) == 1 and representative_step([]) is None
-    draw_timeline(tmp_path / "timeline.png", lines, mesh, "message-driven")
-    draw_timeline(tmp_path / "one.png", lines[:1], Mesh(), "gpipe")
-    assert (tmp_path / "timeline.png").read_bytes()[:4] == (tmp_path / "one.png").read_bytes()[:4] == PNG
+    pictures = timeline_picture(lines, mesh, "message-driven"), timeline_picture(lines[:1], Mesh(), "gpipe")
+    assert [picture[:4] for picture in pictures] == [PNG, PNG]
 
 
-def test_the_picture_of_many_ranks_stays_of_bounded_size(tmp_path):
+def test_the_picture_of_many_ranks_stays_of_bounded_size():
     mesh = Mesh(data=40, pipe=2)
     lines = [RankTimeline(rank=rank, steps=[step_of(2, 10, ("forward", "F0", 0, 5))]) for rank in range(mesh.size)]
-    draw_timeline(tmp_path / "timeline.png", lines, mesh, "message-driven")
-    height = int.from_bytes((tmp_path / "timeline.png").read_bytes()[20:24], "big")
+    height = int.from_bytes(timeline_picture(lines, mesh, "message-driven")[20:24], "big")
     assert height < 6000
 
 
@@ -214,9 +205,10 @@ def test_the_summary_and_its_files(tmp_path):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_at_the_end_is_one_clear_error(tmp_path):
     mesh, lines = two_by_two()
-    for name, write in (("timeline.png", lambda path: draw_timeline(path, lines, mesh, "gpipe")),
+    (tmp_path / "timeline.png").mkdir()
+    os.symlink("/dev/full", tmp_path / "loss.png")
+    for name, write in (("timeline.png", lambda path: write_report(path.parent, {}, History(), lines, mesh, "gpipe")),
                         ("loss.png", lambda path: draw_loss(path, {1: 2.0}, {}, "gpt-tiny"))):
-        os.symlink("/dev/full", tmp_path / name)
         with raises("log-not-writable", name):
             write(tmp_path / name)
 

@@ -27,7 +27,7 @@ from ranvier.mesh import Mesh
 from ranvier.system import atomic_file
 from ranvier.system.lease import Lease, Owner
 from ranvier.testing.ranks import run_ranks
-from ranvier.train import loop, report
+from ranvier.train import loop, report, start
 from ranvier.train.loop import train
 from ranvier.train.saving import differences
 from tests.checkpoint.anywhere import everything, write_manifest
@@ -407,10 +407,10 @@ def test_a_run_whose_last_checkpoint_went_before_it_ended_is_not_done(text, tmp_
 
 def test_a_save_that_failed_is_tried_again_by_a_run_that_is_told_to_stop(text, tmp_path, monkeypatch):
     """The checkpoint of the very step after which it stops could not be written."""
-    def told(self, step):
-        if step == 3 and self.world.rank == 0:
-            self._stop.request("SIGTERM")
-        return step_of_loop(self, step)
+    def told(session, step):
+        if step == 3 and session.world.rank == 0:
+            session.stop.request("SIGTERM")
+        return step_of_loop(session, step)
 
     def fails_once(path, tensors):
         if ".step-4." in str(path) and not failed:
@@ -418,8 +418,8 @@ def test_a_save_that_failed_is_tried_again_by_a_run_that_is_told_to_stop(text, t
             raise OSError(28, "No space left on device")
         return write(path, tensors)
 
-    step_of_loop, write, failed = loop.Training.step, files.write_part, []
-    monkeypatch.setattr(loop.Training, "step", told)
+    step_of_loop, write, failed = loop.take_step, files.write_part, []
+    monkeypatch.setattr(loop, "take_step", told)
     monkeypatch.setattr(files, "write_part", fails_once)
     summary, _ = run_all(tiny(text, tmp_path))
     assert summary == {"stopped_after": 4} and failed
@@ -495,14 +495,14 @@ def test_what_comes_of_a_loss_that_is_no_number_is_not_kept(text, tmp_path):
 @pytest.mark.parametrize(("rank", "at"), [(0, 5), (1, 3)])
 def test_a_run_that_is_told_to_stop_saves(text, whole, tmp_path, monkeypatch, rank, at):
     """Whichever rank was told, at whatever moment: all stop after the next step, and the rest is as if nothing was."""
-    def told(self, step):
-        if step == at and self.world.rank == rank:
-            self._stop.request("SIGUSR1")
-        return step_of_loop(self, step)
+    def told(session, step):
+        if step == at and session.world.rank == rank:
+            session.stop.request("SIGUSR1")
+        return step_of_loop(session, step)
 
-    step_of_loop = loop.Training.step
+    step_of_loop = loop.take_step
     with monkeypatch.context() as patch:
-        patch.setattr(loop.Training, "step", told)
+        patch.setattr(loop, "take_step", told)
         summary, said = run_all(tiny(text, tmp_path, checkpoint=Checkpoint(every=0)))
     assert summary == {"stopped_after": at + 1} and not (tmp_path / "summary.json").exists()
     assert f"step {at + 1}: stopped by SIGUSR1; resume with --resume auto --run-dir {tmp_path}" in said
@@ -513,12 +513,12 @@ def test_a_run_that_is_told_to_stop_saves(text, whole, tmp_path, monkeypatch, ra
 
 def test_signals_end_a_run_at_once_that_has_not_begun(text, tmp_path, monkeypatch):
     """They are requests to stop once there is something to save, and not while data and ranks are prepared."""
-    order, prepare_run, step, install = [], loop.prepare_run, loop.Training.step, StopRequest.install
+    order, prepare_run, step, install = [], start.prepare_run, loop.take_step, StopRequest.install
     monkeypatch.setattr(StopRequest, "install", lambda stop, signals=STOP_SIGNALS: (
         order.append("signals") if signals else None, install(stop, signals)))
-    monkeypatch.setattr(loop, "prepare_run", lambda *args: (order.append("data"), prepare_run(*args))[1])
-    monkeypatch.setattr(loop.Training, "step", lambda training, number: (
-        order.append("step"), step(training, number))[1])
+    monkeypatch.setattr(start, "prepare_run", lambda *args: (order.append("data"), prepare_run(*args))[1])
+    monkeypatch.setattr(loop, "take_step", lambda session, number: (
+        order.append("step"), step(session, number))[1])
     run_all(tiny(text, tmp_path, mesh=Mesh(), steps=1))
     assert order == ["data", "signals", "step"]
 

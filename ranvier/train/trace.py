@@ -1,82 +1,21 @@
-"""Everybody's spans on one clock, and as a trace that Perfetto and chrome://tracing open.
-
-Ranks on one machine share its monotonic clock. Machines do not: their offsets are estimated from the moments at which
-their ranks leave the same barriers, and the trace says how well.
-"""
+"""timeline.json: everybody's spans on one clock as a trace that Perfetto and chrome://tracing open."""
 
 from __future__ import annotations
 
-import socket
-import statistics
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from ranvier.comm.protocol import Group
 from ranvier.mesh import Mesh
-from ranvier.schedule.spans import Category, Span
+from ranvier.pictures.timelines import RankTimeline
+from ranvier.schedule.spans import Category
 from ranvier.train.events import TransitionEvent
 from ranvier.train.logs import write_json
-from ranvier.train.metrics import StepSpans
-
-_BARRIERS = 5
 
 TRACE_COLOURS: dict[Category, str] = {
     "forward": "thread_state_running", "backward": "rail_response", "weight": "rail_animation", "wait": "grey",
     "reduce": "thread_state_iowait", "optimizer": "rail_load", "data": "rail_idle", "report": "black",
     "checkpoint": "cq_build_running", "overhead": "generic_work"}
 """chrome://tracing's own colour names; Perfetto colours by label, so F0, F1, ... share one colour there too."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankTimeline:
-    """One rank's kept steps on rank 0's clock. `clock_error_ns`: how far the estimate of the offset may be off."""
-
-    rank: int
-    steps: Sequence[StepSpans]
-    clock_error_ns: int = 0
-
-
-def gather_timelines(ranks: Group, steps: Sequence[StepSpans]) -> list[RankTimeline]:
-    """The kept steps of all ranks on rank 0's clock. Collective, blocks; every rank gets all of them."""
-    left_ns = []
-    for _ in range(_BARRIERS):
-        ranks.barrier()
-        left_ns.append(time.monotonic_ns())
-    rows = ranks.gather_objects({"machine": _machine(), "left_ns": left_ns, "steps": [_pack(step) for step in steps]})
-    timelines = []
-    for rank, row in enumerate(rows):
-        offset, error = _offset(rows[0], row)
-        timelines.append(RankTimeline(rank=rank, steps=[_unpack(step, offset) for step in row["steps"]],
-                                      clock_error_ns=error))
-    return timelines
-
-
-def _machine() -> str:
-    """What ranks that share a monotonic clock have in common: a boot of one kernel."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text().strip() if boot.exists() else socket.gethostname()
-
-
-def _offset(reference: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[int, int]:
-    """Nanoseconds to add to `row`'s clock to read the reference's, and the estimate's error."""
-    if row["machine"] == reference["machine"]:
-        return 0, 0
-    differences = [ours - theirs for ours, theirs in zip(reference["left_ns"], row["left_ns"], strict=True)]
-    return round(statistics.median(differences)), (max(differences) - min(differences)) // 2
-
-
-def _pack(step: StepSpans) -> list[Any]:
-    return [step.step, step.start_ns, step.stop_ns,
-            [[span.category, span.label, span.start_ns, span.stop_ns] for span in step.spans]]
-
-
-def _unpack(row: Sequence[Any], offset_ns: int) -> StepSpans:
-    number, start_ns, stop_ns, spans = row
-    return StepSpans(step=number, start_ns=start_ns + offset_ns, stop_ns=stop_ns + offset_ns, spans=[
-        Span(category, label, number, begin + offset_ns, end + offset_ns) for category, label, begin, end in spans])
 
 
 def write_trace(path: Path, timelines: Sequence[RankTimeline], mesh: Mesh,

@@ -1,0 +1,146 @@
+"""What leads a run from one mesh to another: its policy and planner, requests, ranks that join, ranks that are lost.
+
+All of it ends in `Session.advance` on every rank of the world, with one `ChangeMesh`: ranks of the mesh come to it by
+themselves, idle ones hear it from rank 0, and survivors of a loss agree on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from functools import partial
+
+from ranvier.elastic.change import Change, MeshRequest
+from ranvier.errors import TransportError
+from ranvier.launch.joining import Call
+from ranvier.train.commands import ChangeMesh, Command, EndRun, TakeRanks
+from ranvier.train.joining import wanted_mesh
+from ranvier.train.losses import Survival, lost_note
+from ranvier.train.resize import join_note
+from ranvier.train.session import Active, Idle, Session
+
+_LAST_WRITE_SECONDS = 1.0
+"""For a checkpoint under way when a rank is lost, of which that rank may have written its part."""
+
+
+def consider(session: Session, save: bool = False) -> None:
+    """Freeze layers and go to another mesh, where the policy, the planner or a request says so. save: a checkpoint of
+    this step is due; it contains the decision, since a run that resumes from it does not decide again."""
+    session.publish()
+    active, wanted = session.active, None
+    if session.resizes:
+        session.resizes = False
+        wanted = session.requests.take(active.runtime.ranks)
+        if wanted is not None and wanted.ranks is not None:
+            wanted = _admit(session, wanted)
+    change = session.elastic.decide(active.runtime, session.done, session.progress, resize=wanted,
+                                    busy=active.meter.busy, busy_steps=active.meter.busy_steps)
+    if change is not None:
+        change_mesh(session, change, save)
+    elif save:
+        session.save()
+    session.requests.current = None
+    if isinstance(session.place, Active):
+        session.place.meter.resume()
+
+
+def change_mesh(session: Session, change: Change, save: bool = False) -> None:
+    """Have all ranks, the idle ones too, make the change, and save what has come of it."""
+    session.publish()
+    active = session.active
+    active.saving.finish()
+    session.tell_of_checkpoints()
+    command = ChangeMesh(change=change, state=session.state(), save=save,
+                         block_times=active.limits.block_times(active.runtime, active.meter.busy))
+    session.members.commands.send(command, first=session.run.mesh.size)
+    session.advance(command)
+
+
+def execute(session: Session, command: Command) -> None:
+    """Execute a command of rank 0 on an idle rank."""
+    match command:
+        case ChangeMesh():
+            session.advance(command)
+        case TakeRanks(call=call):
+            session.take_ranks(call)
+        case EndRun(summary=summary):
+            session.summary = dict(summary)
+
+
+def _admit(session: Session, request: MeshRequest) -> MeshRequest | None:
+    """Let the ranks in that a request brings, if a loss has not interrupted the run after that; they are idle then. The
+    request for a mesh that has a place for them; None where they are refused."""
+    members, ranks = session.members, session.active.runtime.ranks
+    if not request.has_joined:
+        call, problem = ranks.gather_objects(
+            members.call(request, session.run.comm.timeout_seconds) if session.world.rank == 0 else None)[0]
+        if problem is None:
+            command = TakeRanks(call=Call(**call))
+            members.commands.send(command, first=session.run.mesh.size)
+            problem = session.take_ranks(command.call)
+        session.outputs.event(join_note(request, session.done, session.world.size, problem))
+        session.requests.current = replace(request, has_joined=True) if problem is None else None
+        if problem is not None:
+            return None
+    return wanted_mesh(request, session.run.mesh, session.world.size)
+
+
+# ---------------------------------------------------------------------- ranks that are lost
+
+
+def begin_survival(session: Session) -> None:
+    """From now on the run survives losses, if it is to. Collective over the world."""
+    run, world = session.facts.run, session.world
+    if not run.launch.survive_losses or world.torch_store is None or session.summary is not None:
+        return
+
+    def give_up_waiting() -> None:  # called on any thread
+        if session.place.saving is not None:
+            session.place.saving.checkpoints.give_up()
+
+    session.survival = Survival(run, world, on_loss=give_up_waiting)
+    session.keep_state()
+    if isinstance(session.place, Active):
+        session.place.runtime.ranks.barrier()
+    session.survival.begin()
+
+
+def survive(session: Session, error: TransportError) -> None:
+    """Go on without lost ranks from the last finished step. Raises `error` where none is lost, or the run cannot go on.
+    Collective over the survivors."""
+    survival, elastic = session.survival, session.elastic
+    if survival is None:
+        raise error
+    while True:
+        # 1. An engine without a rank is no engine any more.
+        if isinstance(old := session.place, Active):
+            session.place = Idle(saving=old.saving)
+            old.saving.checkpoints.close(_LAST_WRITE_SECONDS)
+            old.engine.abandon()
+        # 2. Survivors agree on a mesh, and on the step whose state they all have.
+        agreement = survival.agree(error, partial(
+            elastic.controller.change_to, schedule=elastic.state.schedule))
+        try:
+            survival.connect(agreement)
+            session.members.connect()
+            session.members.share_cores(session.facts.run.launch.threads)
+            elastic.num_ranks, session.resizes = session.world.size, False
+            # 3. What was under way is answered: a request, and a checkpoint that was being written.
+            command = ChangeMesh.read(agreement.decision)
+            session.done = command.state.step
+            session.outputs.event(lost_note(agreement, command))
+            if session.world.rank == 0:
+                if (note := session.requests.after_loss(session.done)) is not None:
+                    session.outputs.event(note)
+                saving = session.place.saving
+                assert saving is not None  # rank 0 is always of the mesh
+                if saving.lacks_last():
+                    command = replace(command, state=replace(command.state, saved_step=None), save=True)
+            session.requests.current = None
+            command = ChangeMesh.read(session.members.everyone.gather_objects(asdict(command))[0])
+            # 4. Each survivor goes on with its own copy of that state.
+            session.advance(command, back_to=survival.held(session.done))
+            if isinstance(session.place, Active) and elastic.state.asked and session.left:
+                consider(session)
+            return
+        except TransportError as another:  # of another loss, or the end
+            error = another

@@ -1,0 +1,99 @@
+"""The end of a run on the ranks of its mesh: at its last step, or before it, where a rank was told to stop."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ranvier.config.task_form import form_of
+from ranvier.cost.count import laid_out
+from ranvier.cost.device_overhead import with_overhead
+from ranvier.pictures.timelines import gather_timelines
+from ranvier.system.memory_tracker import peak_memory_bytes
+from ranvier.train.commands import EndRun
+from ranvier.train.evaluation import sample_text
+from ranvier.train.events import EndEvent, NoteEvent
+from ranvier.train.logs import plain
+from ranvier.train.memory import report_text
+from ranvier.train.report import summarise, write_report
+from ranvier.train.sample_quality import expectation, frequency_entropy
+from ranvier.train.session import Session
+
+
+def end(session: Session, summary: dict[str, object]) -> None:
+    """The run has ended on the ranks of the mesh; the idle ones are told."""
+    session.summary = summary
+    session.members.commands.send(EndRun(summary=plain(summary)), first=session.run.mesh.size)
+
+
+def leave(session: Session) -> dict[str, object]:
+    """Save the state after the last step, and write no report: the run is to be resumed. Returns its summary."""
+    session.publish()
+    saving, step = session.active.saving, session.done
+    saving.finish()
+    if saving.saved_step != step:
+        session.save()
+    _require_checkpoint(session)
+    reasons = session.active.runtime.ranks.gather_objects(session.stop.reason)
+    reason = next(reason for reason in reasons if reason)
+    for note in session.requests.refuse_all(step, "the run stops"):
+        session.outputs.event(note)
+    session.outputs.event(NoteEvent(
+        step=step, event="stopped", fields={"reason": reason},
+        text=f"stopped by {reason}; resume with --resume auto --run-dir {session.run_dir}"))
+    return {"stopped_after": step}
+
+
+def finish(session: Session) -> dict[str, object]:
+    """Write a sample of text and the report, once the last checkpoint is on the disk; returns the summary."""
+    run, world, active, facts, best = session.run, session.world, session.active, session.facts, session.best
+    engine, runtime, ranks = active.engine, active.runtime, active.runtime.ranks
+    _require_checkpoint(session)
+
+    # 1. What every rank has of it: spans, a sample of text, memory.
+    timelines = gather_timelines(ranks, active.meter.kept)
+    text = (sample_text(engine, ranks, run, facts.data, world.device)
+            if run.train.sample_tokens and form_of(run.data).writes_text else None)
+    copies = None if session.survival is None else session.survival.host_bytes
+    of_ranks = ranks.gather_objects(
+        {"peak_memory_bytes": peak_memory_bytes(world.device), **engine.counters()} | session.elastic.facts() | (
+            {"memory": runtime.measured.facts(active.saving.checkpoints, copies)} if run.memory_report else {}))
+
+    # 2. Rank 0 writes summary, pictures and page, answers requests that come too late, and tells of the end.
+    summary: dict[str, Any] = {}
+    if session.page is not None:
+        history, page = session.history, session.page
+        summary = summarise(recipe=facts.recipe, mesh=run.mesh, history=history, ranks=of_ranks,
+                            boundaries=engine.boundaries, launcher=world.launcher, transport=world.backend.name,
+                            device=world.device, seconds=time.monotonic() - session.began,
+                            frozen=len(runtime.frozen))
+        summary |= active.limits.summary(history.column("bubble_fraction"))
+        summary |= {} if best is None else best.summary()
+        summary |= facts.peak.facts()
+        pictures = write_report(session.run_dir, summary, history, timelines, run.mesh, run.pipeline.policy)
+        for refused in session.requests.refuse_all(session.done, "the run ends"):
+            session.outputs.event(refused)
+        predicted = laid_out(run, runtime.frozen.prefix, runtime.frozen.above)[1]
+        if world.device.type == "cuda":
+            predicted = tuple(with_overhead(entry, context=True) for entry in predicted)
+        page.finish(summary, timelines, run.mesh, predicted, on_cpu=world.device.type == "cpu")
+        report = report_text(predicted, summary["memory"],
+                             lambda rank: run.mesh.coordinates(rank).pipeline_rank) if run.memory_report else None
+        note = None if text is None else expectation(summary["eval_loss"], frequency_entropy(facts.data.train))
+        session.outputs.event(EndEvent(step=session.done, summary=summary, sample=text,
+                                       pictures=[page.path, *pictures], sample_note=note, report=report))
+    gathered: list[dict[str, object]] = ranks.gather_objects(summary)
+    return gathered[0]
+
+
+def _require_checkpoint(session: Session) -> None:
+    """The run ends after the last step: UnsavedError unless its checkpoint is there, OwnershipError unless its folders
+    are still its own."""
+    try:
+        session.active.saving.require(session.done)
+    finally:
+        session.tell_of_checkpoints()
+    if session.lease is not None:
+        session.lease.verify()
+    if session.survival is not None:
+        session.survival.end()

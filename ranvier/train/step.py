@@ -1,0 +1,143 @@
+"""A step of training, from its learning rate to what follows from its numbers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from functools import partial
+
+from ranvier.pipeline.result import BatchResult
+from ranvier.train.best import LOSS
+from ranvier.train.changes import consider
+from ranvier.train.evaluation import evaluate
+from ranvier.train.events import NoteEvent
+from ranvier.train.metrics import PendingStep
+from ranvier.train.saving import read_metadata
+from ranvier.train.session import Session
+
+
+def take_step(session: Session, step: int) -> None:
+    """Optimizer step number `step`. The run is then at this step, or at that of the checkpoint to which the guard has
+    rolled back, or on another mesh. Nothing waits for the numbers of this step: those of the one before are told."""
+    active, progress, elastic, survival = session.active, session.progress, session.elastic, session.survival
+    runtime, engine, data = active.runtime, active.engine, active.runtime.train_data
+
+    # 1. What the step is: its rate, its samples, and whether the freeze policy will want the layers' gradients.
+    after, epoch = session.samples + session.run.samples_of(1), session.facts.data.epoch_samples
+    if after // epoch > session.samples // epoch:
+        elastic.caching.look_again()
+    rate = engine.learning_rate = progress.learning_rate(step)
+    asked = elastic.asks_after(step, session.samples, after, runtime.frozen)
+    engine.watch_layers(asked)
+
+    # 2. Forward, backward, update. The samples of the next step are made while the device may still be at work.
+    with runtime.measured.step():
+        data.microbatch_size = elastic.microbatch_size(runtime, step)
+        with session.span("data", "samples"):
+            batch = data.microbatches(step - 1)
+            elastic.caching.prefetch(data, step - 1, more=progress.left(step) > 0)
+        result = active.result = engine.train_batch(batch)
+        if progress.left(step) > 0:
+            with session.span("data", "samples of the next step"):
+                data.prefetch(step)
+
+    # 3. All ranks know of a bad step by now: the run ends, or goes back, and the data continues where it is.
+    reached = active.guards.after_step(step, result, batch, publish=partial(_publish_all, session, step, result, rate),
+                                       rollback=partial(_roll_back, session))
+    if reached != step:
+        data.offset += session.run.samples_of(step - reached)
+        active.saving.offset = data.offset
+        session.done = active.saving.published_step = reached
+        active.meter.resume()
+        session.keep_state()
+        return
+    if asked and result.stepped:
+        elastic.saw_gradients(engine)
+    session.done = step
+
+    # 4. The numbers of the step before have arrived meanwhile. With those of a few steps limits may change.
+    session.publish()
+    if (note := active.limits.after_step(runtime, step, active.meter.busy, active.meter.kept)) is not None:
+        session.keep_limits(note)
+
+    # 5. The checkpoint is begun before the sum of this step's numbers, so that writing overlaps with it; but not before
+    #    the evaluation or the decision that it has to contain.
+    evaluates, saves = progress.evaluates(step), progress.saves(step)
+    considers = bool(progress.left(step)) and (elastic.state.asked or session.resizes)
+    is_late = evaluates and (session.best is not None or elastic.controller.freezes)
+    stall = session.save() if saves and not considers and not is_late else None
+    if survival is not None:
+        survival.keep(step, runtime)
+    pending = _await(session, step, result, rate)
+    pending.checkpoint_stall_seconds = stall
+
+    # 6. The held-out loss; with it training may end, or a checkpoint be due for the best model so far.
+    if evaluates:
+        saves |= _evaluate(session, step, pending)
+        considers &= session.left > 0
+        if saves and is_late and not considers:
+            session.save()
+        session.publish()
+        active.meter.resume()  # an evaluation is no part of a step
+    elif stall is not None or survival is not None:
+        session.publish()  # the checkpoint waits for it, and so do lost ranks: what is told is finished
+    if survival is not None:
+        survival.finished(runtime, session.state)
+
+    # 7. Freezing and another mesh, from here on with the state after this step.
+    if considers:
+        consider(session, save=saves)
+
+
+def _await(session: Session, step: int, result: BatchResult, rate: float) -> PendingStep:
+    """The numbers of `step` are on their way."""
+    active = session.active
+    active.pending = pending = active.meter.step(step, result, rate)
+    pending.loss_scale = active.engine.loss_scale and replace(active.engine.loss_scale)
+    frozen, mesh = active.runtime.frozen, session.run.mesh
+    if session.elastic.controller.freezes or frozen or mesh != session.facts.run.mesh:
+        pending.frozen_layers, pending.mesh = len(frozen), mesh
+    return pending
+
+
+def _publish_all(session: Session, step: int, result: BatchResult, rate: float) -> None:
+    """Tell the numbers of `step` now, and of the one before where that is still to be done."""
+    session.publish()
+    _await(session, step, result, rate)
+    session.publish()
+
+
+def _roll_back(session: Session) -> int | None:
+    """Load the last checkpoint; its step, or None where there is none."""
+    active = session.active
+    active.saving.finish()
+    session.tell_of_checkpoints()
+    loaded = active.saving.checkpoints.load()
+    if loaded is None:
+        return None
+    for name, parameter in active.engine.named_parameters().items():  # some may have been frozen then
+        parameter.requires_grad_(active.engine.layout[name].trainable)
+    metadata = read_metadata(loaded)
+    session.progress = session.progress.rolled_back(loaded.step, metadata.elastic)
+    if session.best is not None and metadata.best is not None:
+        session.best.load(asdict(metadata.best))
+    active.saving.saved_step = None  # what a run that stops now saves has another place in the data
+    for text in loaded.skipped:
+        session.outputs.event(NoteEvent(step=loaded.step, event="checkpoint-skipped", text=text))
+    return loaded.step
+
+
+def _evaluate(session: Session, step: int, pending: PendingStep) -> bool:
+    """Evaluate the model after `step`, whose numbers are still on their way; whether a checkpoint is due for it: of the
+    best model so far, or of the last one, where training stops early."""
+    runtime, best, metrics = session.active.runtime, session.best, dict[str, float]()
+    for event in evaluate(runtime, session.facts.data, step):
+        session.outputs.event(event)
+        metrics |= event.metrics()
+    pending.eval_loss = metrics.pop("eval_loss")
+    pending.eval_scores = metrics
+    if best is None:
+        return False
+    is_best = best.saw(step, runtime.ranks.gather_objects(metrics | {LOSS: pending.eval_loss})[0])
+    if best.stops and session.progress.left(step):
+        session.outputs.event(NoteEvent(step=step, event="early-stopping", text=best.reason, fields=best.state()))
+    return best.stops or (is_best and session.run.checkpoint.best is not None)
