@@ -56,8 +56,9 @@ def link_conditions(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], clu
     if cluster is None or run.mesh.pipeline_size == 1 or run.precision not in cluster.device.rates:
         return Conditions()
     device, threads = cluster.device, rank_threads(cluster, run.mesh)
-    forward = run.placement.per_rank * max(
-        sum(device.seconds(block.kernels, run.precision, threads) for block in blocks) for blocks in stages)
+    kernels = {id(block.kernels): block.kernels for blocks in stages for block in blocks}  # alike blocks share theirs
+    seconds = {key: device.seconds(each, run.precision, threads) for key, each in kernels.items()}
+    forward = run.placement.per_rank * max(sum(seconds[id(block.kernels)] for block in blocks) for blocks in stages)
     message = max(link.seconds(size, together) for (link, together), size in zip(
         edge_links(run.mesh, cluster), edge_bytes(run.placement, stages), strict=True))
     # One digit: limits are simulated anew for other messages, and a search has very many alike pipelines.
