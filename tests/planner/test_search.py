@@ -284,11 +284,20 @@ def test_the_run_file_of_a_plan_says_what_differs_from_the_defaults_and_is_the_s
     assert len(path.read_text().splitlines()) < 50
 
 
-def test_a_plan_says_its_number_format(capsys):
+def test_a_plan_chooses_the_number_format_where_nobody_did(capsys):
+    """And says so, and how to stay; with `--search` only what is named changes."""
     flags = ("plan", "gpt-tiny", "--cluster", "h100", "--ranks", "1")
-    assert "batch 32, fp32 (this device computes faster with --precision bf16)" in command(capsys, *flags)[1]
-    assert "batch 32, bf16\n" in command(capsys, *flags, "--precision", "bf16")[1]
+    said = "It is in bf16, in which this device computes faster"
+    out = command(capsys, *flags)[1]
+    assert "batch 32, bf16\n" in out and said in out and "--precision fp32" in out
+    for chosen in ("bf16", "fp32"):
+        out = command(capsys, *flags, "--precision", chosen)[1]
+        assert f"batch 32, {chosen}" in out and said not in out
+    assert "batch 32, fp32 (this device computes faster with --precision bf16)" in command(
+        capsys, *flags, "--search", "mesh")[1]
     assert "batch 32\n" in command(capsys, *flags, "--search", "mesh,precision")[1]
+    out = command(capsys, "plan", "gpt-tiny", "--cluster", "laptop", "--ranks", "1", "--json")[1]
+    assert json.loads(out)["plans"][0]["precision"] == "fp32", "where bf16 is no faster"
 
 
 def test_what_is_measured_orders_the_plan(monkeypatch):
