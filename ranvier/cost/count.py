@@ -85,22 +85,18 @@ def _planned(run: ResolvedRun, frozen: int, frozen_above: Sequence[int]) -> tupl
 
 
 def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, needs: Needs | None = None, *,
-            limits: Limits | None = None, cluster: Cluster | None = None, with_products: bool = True
+            limits: Limits | None = None, cluster: Cluster | None = None
             ) -> tuple[RankMemory, ...]:
     """One prediction for each index along `pipe`. `layout` may be that of one replica: they differ in nothing.
     needs: what earlier predictions for the same model on the same tensor mesh found, to which this one adds. limits:
-    the schedule's, where they are known. cluster: as for `run_limits`. with_products: with what products on several
-    rows and columns work in and keep gathered, without which it is a lower bound that takes far less time."""
+    the schedule's, where they are known. cluster: as for `run_limits`."""
     found: list[RankMemory] = []
     known = {} if needs is None else needs
     limits = limits or _limits(run, layout, stages.costs, cluster)
     peaks = _stages_at_peak(run, layout, stages.costs, limits, cluster)
     buffers, passing, kept = dict[int, int](), dict[int, int](), dict[str, int]()
     if run.mesh.stage_size > 1 and stages.costs:
-        if with_products:
-            buffers, passing, kept = _tensor_mesh(run, model, stages, layout, known)
-        else:
-            kept = dict.fromkeys(model.blocks, 0)  # of blocks that are recomputed
+        buffers, passing, kept = _tensor_mesh(run, model, stages, layout, known)
     for pipe in range(run.mesh.pipeline_size):
         held = [(stage, *_computed(run, model, stages, layout, stage))
                 for stage in layout.stages.stages_of(pipe)]

@@ -17,8 +17,18 @@ from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
 from ranvier.cost.blocks import BlockCost
 from ranvier.cost.count import device_kind, recomputed_runs
-from ranvier.cost.hardware import Cluster
-from ranvier.cost.step import Cost, ElementBytes, PipelineNumbers, StageWork, Step, step_cost, step_pipeline
+from ranvier.cost.hardware import Cluster, Device
+from ranvier.cost.step import (
+    Cost,
+    ElementBytes,
+    PipelineNumbers,
+    Same,
+    StageWork,
+    Step,
+    least_seconds,
+    step_cost,
+    step_pipeline,
+)
 from ranvier.cost.volume import SplitLayer
 from ranvier.models import families
 from ranvier.optim.average import averages_of
@@ -27,15 +37,41 @@ from ranvier.plan.block_costs import build_on_meta
 from ranvier.plan.cut import global_parameters
 from ranvier.plan.limits import run_limits
 from ranvier.precision import DTYPES, is_half, reduce_dtype, sum_dtype, wide
+from ranvier.schedule.limits import Limits
 from ranvier.schedule.policies import policy_named
 from ranvier.tensor.layers import Embedding, Linear, SharedInputLinear, VocabularyLinear
 
 
 def run_cost(run: ResolvedRun, cluster: Cluster, stages: Sequence[Sequence[BlockCost]], *, exact: bool = True,
-             as_published: bool = False) -> Cost:
+             as_published: bool = False, unlimited: bool = False) -> Cost:
     """Of a run with these blocks on each stage, counted for its microbatch on its tensor mesh. exact, as_published: as
-    for `step_cost`."""
-    return step_cost(step_of(run, stages, cluster), cluster, exact=exact, as_published=as_published)
+    for `step_cost`. unlimited: as if any number of microbatches might be under way, which is no slower, and takes no
+    simulation to find limits."""
+    return step_cost(step_of(run, stages, cluster, _unlimited(run) if unlimited else None), cluster, exact=exact,
+                     as_published=as_published)
+
+
+def _unlimited(run: ResolvedRun) -> Limits:
+    return Limits(in_flight=run.num_microbatches, deferred=(run.num_microbatches,) * run.mesh.pipeline_size)
+
+
+def least_run_seconds(run: ResolvedRun, cluster: Cluster, sample: Sequence[BlockCost]) -> float:
+    """What a step of the run takes at least, by the operations of its products and the messages of its tensor mesh: as
+    if devices did nothing else, at the full rate of large products, and shared that equally.
+
+    sample: all blocks, counted for one sample on one rank.
+    """
+    stages = [sample, *([],) * (run.placement.num_stages - 1)]
+    run = replace(run, memory=replace(run.memory, recompute="none"))
+    ideal = replace(cluster, device=_without_latency(Same(cluster.device)))
+    return least_seconds(step_of(run, stages, cluster, _unlimited(run)), ideal,
+                         part=run.batch.microbatch_size / run.mesh.stage_size)
+
+
+@lru_cache(maxsize=64)
+def _without_latency(device: Same[Device]) -> Device:
+    """A device whose kernels take what their operations take at the full rate."""
+    return replace(device.it, multiprocessors=None, memory_bandwidth=1e24, memory_share=1.0, operation_seconds=0.0)
 
 
 def run_pipeline(run: ResolvedRun, cluster: Cluster, stages: Sequence[Sequence[BlockCost]], *,
@@ -44,10 +80,11 @@ def run_pipeline(run: ResolvedRun, cluster: Cluster, stages: Sequence[Sequence[B
     return step_pipeline(step_of(run, stages, cluster), cluster, as_published=as_published)
 
 
-def step_of(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], cluster: Cluster | None = None) -> Step:
-    """One step of the run; cluster: as for `run_limits`."""
+def step_of(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], cluster: Cluster | None = None,
+            limits: Limits | None = None) -> Step:
+    """One step of the run; cluster: as for `run_limits`. limits: the schedule's, where they are known."""
     recomputed = recomputed_runs(run, stages)
-    limits = run_limits(run, stages, recomputed, cluster)
+    limits = limits or run_limits(run, stages, recomputed, cluster)
     dtype, optim = DTYPES[run.precision], run.optim
     state_bytes = wide(dtype).itemsize
     formats = ElementBytes(

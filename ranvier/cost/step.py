@@ -202,6 +202,13 @@ def step_cost(step: Step, cluster: Cluster, *, exact: bool = True, as_published:
     return _StepCost(step, cluster, as_published).cost(exact)
 
 
+def least_seconds(step: Step, cluster: Cluster, *, part: float) -> float:
+    """What a step takes at least, however its blocks are cut into stages: the pipeline alone, with nothing recomputed,
+    and blocks spread evenly. Below `step_cost` if their seconds are. step: all blocks on its first stage. part: of what
+    these compute that one rank computes for one microbatch."""
+    return _StepCost(step, cluster, part=part).least()
+
+
 @dataclass(frozen=True, kw_only=True)
 class PipelineNumbers:
     """What the simulator needs of a step."""
@@ -276,21 +283,21 @@ class _Seconds(NamedTuple):
 _NO_SECONDS = _Seconds(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
-class _Same(Generic[_Object]):
+class Same(Generic[_Object]):
     """An object as a key: equal to itself alone."""
 
     def __init__(self, it: _Object) -> None:
         self.it = it
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.it is other.it
+        return isinstance(other, Same) and self.it is other.it
 
     def __hash__(self) -> int:
         return id(self.it)
 
 
 @lru_cache(maxsize=1024)  # a search asks the same of very many candidates
-def _block_seconds(kernels: _Same[tuple[Kernel, ...]], device: _Same[Device], precision: Precision, threads: float,
+def _block_seconds(kernels: Same[tuple[Kernel, ...]], device: Same[Device], precision: Precision, threads: float,
                    gradient_bytes: int, whole_products: bool) -> _Seconds:
     """Of one microbatch in a block with these kernels. whole_products: without panels."""
     forward = without_panels(kernels.it) if whole_products else kernels.it
@@ -307,7 +314,7 @@ def _block_seconds(kernels: _Same[tuple[Kernel, ...]], device: _Same[Device], pr
 class _StepCost:
     """Everything that the parts of a cost need."""
 
-    def __init__(self, step: Step, cluster: Cluster, as_published: bool = False) -> None:
+    def __init__(self, step: Step, cluster: Cluster, as_published: bool = False, *, part: float = 1.0) -> None:
         mesh = step.run.mesh
         self.placement = step.run.placement
         assert len(step.stages) == self.placement.num_stages
@@ -315,10 +322,10 @@ class _StepCost:
         self.size, self.data = mesh.stage_size, mesh.num_replicas
         self.scheme = volume_scheme(step.run.tensor)
         self.stages = [stage.blocks for stage in step.stages]
-        self.as_published = as_published
+        self.as_published, self.part = as_published, part
         self._agains: dict[int, list[int]] = {}
-        self._of_blocks: dict[object, tuple[float, float]] = {}
         self._volumes: dict[tuple[tuple[SplitLayer, ...], bool], Volume] = {}
+        self._sent_seconds: dict[object, tuple[float, float]] = {}
         self.held = [self.placement.stages_of(rank) for rank in range(mesh.pipeline_size)]
         """The stages of each rank of a pipeline."""
         self.trained = [sum(block.num_owned for stage in held for block in self.stages[stage]) for held in self.held]
@@ -363,6 +370,22 @@ class _StepCost:
                                    - unneeded),
             peak_flops=self._ranks_worth() * rate.peak_flops, cores_seconds=shared, partial_seconds=partial,
             edge_seconds=max(self.way().transfer, default=0.0))
+
+    def least(self) -> float:
+        """As `least_seconds`. Stage i begins after the forwards of those before it, and then has all microbatches: with
+        forwards that are at least a part r of what blocks take, m microbatches on p stages take no less than
+        r t / (1 - (1 - r / m)^p), in which one takes t. Where a batch's last microbatch is not whole, less counts."""
+        forward, both = list[float](), list[float]()
+        for place, block in enumerate(self.stages[0]):
+            own, trains = self._seconds(block), place >= self.begins
+            sent = self._sent(block, False, has_backward=trains) if self.size > 1 else (0.0, 0.0)
+            forward.append(own.forward + sent[0])
+            both.append(forward[-1] + sent[1] + (own.backward + own.weight if trains else 0.0))
+        pipe, total = self.mesh.pipeline_size, sum(both)
+        share = min((before / each for before, each in zip(forward, both, strict=True) if each), default=0.0)
+        if pipe == 1 or self.last < 1.0 or self.placement.per_rank > 1 or share < 1e-3:
+            return (self.count - 1 + self.last) * total / pipe
+        return share * total / (1.0 - (1.0 - share / self.count) ** pipe)
 
     def times(self, rows: Sequence[StageCost]) -> list[StageTimes]:
         """As the simulator takes them."""
@@ -416,8 +439,10 @@ class _StepCost:
 
     def _seconds(self, cost: BlockCost) -> _Seconds:
         """Of one microbatch in a block."""
-        found = _block_seconds(_Same(cost.kernels), _Same(self.cluster.device), self.run.precision, self._threads(),
+        found = _block_seconds(Same(cost.kernels), Same(self.cluster.device), self.run.precision, self._threads(),
                                self.step.bytes.gradient, self.as_published)
+        if self.part != 1.0:
+            found = _Seconds(*(self.part * seconds for seconds in found))
         return found if cost.num_trainable else found._replace(weight=0.0)
 
     def _threads(self) -> float:
@@ -466,21 +491,23 @@ class _StepCost:
         if self.size == 1:
             return 0.0, 0.0
         first, recomputed = self._first(stage), self._again(stage)
-        both = [self._of_block(block, place in recomputed) for place, block in enumerate(self.stages[stage])]
-        return sum(forward for forward, _ in both), sum(backward for _, backward in both[first:])
+        sent = [self._sent(block, place in recomputed, has_backward=place >= first)
+                for place, block in enumerate(self.stages[stage])]
+        return sum(forward for forward, _ in sent), sum(backward for _, backward in sent)
 
-    def _of_block(self, block: BlockCost, recomputed: bool) -> tuple[float, float]:
-        """As `_exchanged`, of one block; once for all that are alike."""
-        key = self.step.split_layers[block.name], recomputed, id(block.kernels), block.num_trainable > 0
-        if key not in self._of_blocks:
+    def _sent(self, block: BlockCost, recomputed: bool, *, has_backward: bool) -> tuple[float, float]:
+        """The same of one block."""
+        key = self.step.split_layers[block.name], id(block.kernels), block.num_trainable > 0, recomputed, has_backward
+        if key not in self._sent_seconds:
             volume, layers = self._block_volume(block.name, recomputed), self._share_of_layer(block.name)
             alone, own = self._exposed(block.name, recomputed), self._seconds(block)
             again = own if recomputed else _NO_SECONDS
-            self._of_blocks[key] = (
+            self._sent_seconds[key] = (
                 self._held_up(volume.forward, layers, 0, alone.forward, own.forward_products, own.forward),
-                self._held_up(volume.backward, layers, 1, alone.backward, own.backward_products
-                              + again.forward_products, own.backward + own.weight + again.forward))
-        return self._of_blocks[key]
+                self._held_up(volume.backward, layers, 1, alone.backward,
+                              own.backward_products + again.forward_products,
+                              own.backward + own.weight + again.forward) if has_backward else 0.0)
+        return self._sent_seconds[key]
 
     @property
     def _hides(self) -> bool:

@@ -79,7 +79,7 @@ def with_memory(found: Candidate, cluster: Cluster, work: Work, *, exact: bool =
     """With the prediction that `ranvier check` prints, and what it exceeds; where that would be so, with limits of the
     schedule that need less. Where states alone exceed it they are all that is predicted."""
     try:
-        memory = work.memory(found.run, without="activations")
+        memory = work.memory(found.run, states_only=True)
         if reason := excess(found.run, cluster, memory):
             return replace(found, memory=memory, reason=reason)
         run, memory = first_that_fits(found.run, partial(work.memory, cluster=cluster),
@@ -99,7 +99,12 @@ def with_share(run: ResolvedRun, cluster: Cluster, work: Work) -> ResolvedRun:
 
 def variants(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] = SEARCHED
              ) -> Iterator[ResolvedRun]:
-    """Every mesh and microbatch whose settings can be together, with the least that saves memory."""
+    """Those `possible` ones whose settings can be together."""
+    return (candidate for candidate in possible(run, cluster, ranks, searched) if not problems(candidate))
+
+
+def possible(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] = SEARCHED) -> Iterator[ResolvedRun]:
+    """Every mesh and microbatch, with the least that saves memory; not all settings can be together."""
     if isinstance(run.mesh, Mesh):
         run.mesh.require_known_axes("the planner")
     meshes = [run.mesh] if "mesh" not in searched and isinstance(run.mesh, Mesh) else list(_meshes(run, ranks))
@@ -112,7 +117,7 @@ def variants(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting]
         size = run.batch.microbatch_size
         sizes = _microbatches(run, mesh) if "microbatch" in searched or size == "auto" else [size]
         for size in sizes:
-            candidate = resolve(replace(
+            yield resolve(replace(
                 run, tensor=tensor, precision=precision,
                 memory=replace(run.memory, recompute="none") if "recompute" in searched else run.memory,
                 optim=replace(run.optim, offload="none" if "offload" in searched else run.optim.offload,
@@ -120,8 +125,6 @@ def variants(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting]
                 pipeline=run.pipeline if run.mesh.pipe in (mesh.pipe, "auto") else replace(
                     run.pipeline, boundaries=None, in_flight="auto", deferred=None, defer_last=None)),
                 Facts(mesh=mesh, microbatch_size=size))
-            if not problems(candidate):
-                yield candidate
 
 
 def memory_saving_variants(run: ResolvedRun, cluster: Cluster, searched: Sequence[Setting]) -> Iterator[ResolvedRun]:

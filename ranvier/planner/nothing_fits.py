@@ -156,15 +156,15 @@ def _sparing(run: Run, cluster: Cluster, mesh: Mesh, work: Work) -> Candidate:
                                              defer_last=None, defer_bytes=0)),
                     Facts(mesh=mesh, microbatch_size=1))
     if found := problems(tried):
-        return Candidate(run=tried, cost=_NOTHING, reason=str(found[0]))
+        return Candidate(run=tried, cost=NO_COST, reason=str(found[0]))
     try:
         tried = with_share(tried, cluster, work)
     except RanvierError as problem:
-        return Candidate(run=tried, cost=_NOTHING, reason=str(problem))
-    return with_memory(Candidate(run=tried, cost=_NOTHING), cluster, work)
+        return Candidate(run=tried, cost=NO_COST, reason=str(problem))
+    return with_memory(Candidate(run=tried, cost=NO_COST), cluster, work)
 
 
 _SPARING = "microbatches of 1 and all that saves memory"
 
-_NOTHING = Cost(seconds=1.0, pipeline_seconds=1.0, bubble_fraction=0.0, reduction_seconds=0.0, update_seconds=0.0,
+NO_COST = Cost(seconds=1.0, pipeline_seconds=1.0, bubble_fraction=0.0, reduction_seconds=0.0, update_seconds=0.0,
                 stages=(), link_bytes={}, sequences=0, tokens=0, model_flops=0.0, hardware_flops=0.0, peak_flops=1.0)

@@ -71,13 +71,15 @@ def settings_of(text: str | None) -> tuple[Setting, ...]:
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What `ranvier plan` is asked beside the recipe and the clusters. ranks: devices; None for what the recipe's mesh
-    or the cluster has. nodes: of each cluster instead of its file's. searched: what may change. measure: how many are
-    run here. goal: a whole training. what_if: factors on numbers of the cluster. out: the run file, beside which
+    or the cluster has. nodes: of each cluster instead of its file's. searched: what may change. takes_bf16: whether the
+    plan is in bf16 where a device computes faster so, because nobody chose the number format. measure: how many are run
+    here. goal: a whole training. what_if: factors on numbers of the cluster. out: the run file, beside which
     `launcher` has a job's file."""
 
     ranks: int | None = None
     nodes: int | None = None
     searched: str | None = None
+    takes_bf16: bool = False
     measure: int = 0
     goal: Goal | None = None
     what_if: Sequence[str] = ()
@@ -119,6 +121,9 @@ def plan(name: str, run: Run, cluster_names: Sequence[str], request: Request) ->
         print()
     print_plan(found, name, request.explain, goal)
     screen = Screen(sys.stdout)
+    if best.run.precision != run.precision and request.searched is None:
+        screen.print(f"\nIt is in {best.run.precision}, in which this device computes faster: the recipe chooses no "
+                     f"number format. To stay with {run.precision}: --precision {run.precision}.")
     for line in report.course_lines(best):
         screen.print(line)
     freezes = run.elastic.freeze != "none" and not run.elastic.dry_run
@@ -136,6 +141,29 @@ def plan(name: str, run: Run, cluster_names: Sequence[str], request: Request) ->
 
 def _progress(line: str) -> None:
     print(f"ranvier: {line}", file=sys.stderr, flush=True)
+
+
+class Progress:
+    """Of a search, on standard error: on a terminal one line, which the next one overwrites; elsewhere the first."""
+
+    def __init__(self) -> None:
+        self._on_terminal, self._shown = sys.stderr.isatty(), 0
+
+    def show(self, line: str) -> None:
+        """Instead of what was shown."""
+        if self._on_terminal:
+            width = terminal_width() - 1
+            print(f"\r{f'ranvier: {line}'[:width]:{min(width, self._shown)}}", end="", file=sys.stderr, flush=True)
+        elif not self._shown:
+            _progress(line)
+        self._shown = len(f"ranvier: {line}")
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._on_terminal and self._shown:
+            print(file=sys.stderr, flush=True)
 
 
 def _sized(cluster: Cluster, nodes: int | None) -> Cluster:
@@ -162,8 +190,15 @@ def _check(request: Request, clusters: Sequence[Cluster]) -> None:
 
 
 def _search(run: Run, cluster: Cluster, ranks: int, request: Request) -> SearchResult:
+    rates = cluster.device.rates
+    if request.takes_bf16 and request.searched is None and "bf16" in rates and run.precision in rates and (
+            rates["bf16"].peak_flops * rates["bf16"].share > rates[run.precision].peak_flops * rates[
+                run.precision].share):
+        run = replace(run, precision="bf16")
     try:
-        return search(run, cluster, ranks, settings_of(request.searched), progress=_progress)
+        with Progress() as progress:
+            return search(run, cluster, ranks, settings_of(request.searched), progress=progress.show,
+                          interruptible=True)
     except RanvierError:  # some are ValueErrors
         raise
     except TOO_LARGE as error:

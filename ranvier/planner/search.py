@@ -1,28 +1,39 @@
 """Which of all configurations is fastest on a cluster, and why the others are not.
 
-Every mesh of the ranks with every microbatch gets a lower bound of its time: the closed form, as if memory were plenty
-and as many microbatches in flight as any limit allows, for which nothing is simulated. From the lowest bound on it is
-asked whether the schedule that needs least fits. What does gets its limits and its own time, with which it waits for
-its turn; of what does not, the ways to save memory (activation recomputation, offload) wait for theirs. So the first
-one that has its time and fits is the fastest of all that fit, however many do not. When enough of them do they are
-simulated and ranked, and what is left to choose (the in-flight limit, chunks) is tried on the best. Where layers freeze
-the best are ranked by the whole run, with and without packing and the cache.
+A best-first search. Each configuration waits in a queue with the least time that it can take, by what is known of it so
+far, and is looked at more closely when its turn comes:
+
+    bound        the operations of its products and the messages of its tensor mesh, at the device's full rates
+    counted      its blocks' kernels on one rank, as if no stage rested once it has begun
+    limited      within the limits of its schedule, which are simulated, by the closed form
+    simulated    by the engine's schedule, if its memory fits
+
+Each time is no shorter than the one before, so what is first when it is simulated is the fastest of all that fit, and
+most configurations are never counted. Memory is predicted before limits are simulated; where it does not suffice, the
+ways to save it (activation recomputation, offload), which take longer, wait for their turn with their own times. What
+is left to choose (the in-flight limit, chunks) is tried on the best. Where layers freeze the best are ranked by the
+whole run, with and without packing and the cache.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from enum import IntEnum
+from itertools import accumulate, repeat
 from typing import Literal
 
-from ranvier.config.resolve import ResolvedRun
+from ranvier.config.resolve import Facts, ResolvedRun, resolve
 from ranvier.config.run import Run
+from ranvier.cost.device_overhead import usable_bytes
 from ranvier.cost.hardware import Cluster
-from ranvier.cost.run_cost import run_cost
+from ranvier.cost.memory import RankMemory
+from ranvier.cost.run_cost import least_run_seconds, run_cost
+from ranvier.cost.step import Cost
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.mesh import Mesh
-from ranvier.plan.fitting import schedules
 from ranvier.planner.candidates import (
     SEARCHED,
     Candidate,
@@ -31,28 +42,29 @@ from ranvier.planner.candidates import (
     in_flight_variants,
     memory_saving_variants,
     on_cluster,
-    variants,
+    possible,
     with_memory,
     with_share,
 )
 from ranvier.planner.elastic_plan import course, elastic_variants
-from ranvier.planner.nothing_fits import any_fits, does_not_fit, no_mesh
-from ranvier.planner.work import Work, excess
+from ranvier.planner.nothing_fits import NO_COST, any_fits, does_not_fit, no_mesh
+from ranvier.planner.problems import problems
+from ranvier.planner.work import Work, shortage
 
 _WANTED = 12
-"""Configurations that fit, before the search simulates them."""
+"""Configurations that are simulated, at least, where so many fit."""
 _LOOKED_AT = 400
-"""Configurations that do not fit, before the search asks whether the most frugal ones do, where none has yet."""
-_REPORTED = 200
-"""Candidates between two lines of progress."""
+"""Configurations that do not fit, before the search ends where none does, if the most frugal ones do not fit either."""
+AT_LEAST = 0.9
+"""Part of the closed form's time within a schedule's limits that its simulation takes at least, where stages differ."""
+_REPORTED = 50
+"""Configurations that are looked at between two lines of progress."""
 _COMPARED = 3
 """Of those that do not fit, how many are simulated as the others are."""
 _TUNED = 4
 """Of those that fit, for how many other in-flight limits are tried."""
 _FOLLOWED = 6
 """Of those that fit, how many are followed through a run whose layers freeze."""
-_LEFT_OUT: tuple[Literal["activations", "products"] | None, ...] = ("activations", "products", None)
-"""Of memory, where it is asked whether the rest alone is too much: what takes least time to find comes first."""
 _ALIKE = 1.03
 """Where ranks share cores, times that differ by less are alike: of such plans that comes first whose ranks wait for
 each other least, since waiting costs more there than the model knows."""
@@ -71,15 +83,15 @@ class SearchResult:
     measured_over_predicted: float = 1.0
     """Where some were measured: the median over those."""
     interrupted: bool = False
-    """Whether Ctrl-C ended it before it had looked at all that could be faster."""
+    """Whether Ctrl-C ended the search before it had looked at all that could be faster."""
 
 
 def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] = SEARCHED, *, work: Work | None = None,
-           progress: Callable[[str], None] = lambda line: None) -> SearchResult:
+           progress: Callable[[str], None] = lambda line: None, interruptible: bool = False) -> SearchResult:
     """The fastest configurations of the run's model and global batch on `ranks` devices. work: of searches before.
+    interruptible: KeyboardInterrupt ends the search with the best so far, where something fits.
 
-    After Ctrl-C those that have been found; KeyboardInterrupt where there are none yet. ConfigError where nothing is
-    possible, with what is missing and the nearest thing that works.
+    ConfigError where nothing is possible, with what is missing and the nearest thing that works.
     """
     if ranks > cluster.num_devices:
         raise ConfigError(f"is more than the {cluster.num_devices} devices of {cluster.name}",
@@ -91,44 +103,41 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
                           remedy=f"Search mesh, too, or plan for {run.mesh.size} ranks.")
     if "precision" not in searched:
         check_precision(run, cluster)
-    work, considered = work or Work(), 0
-    queue: list[_Queued] = []
-    base = on_cluster(run, cluster)
-    for candidate in variants(base, cluster, ranks, searched):
-        _push(queue, considered, candidate, cluster, work)
-        considered += 1
-        if considered % _REPORTED == 0:
-            progress(f"{considered} meshes and microbatches so far, the last {candidate.mesh}")
-    progress(f"{considered} meshes and microbatches are possible")
+    base, work = on_cluster(run, cluster), work or Work()
+    queue = _Queue(cluster, work)
+    for candidate in possible(base, cluster, ranks, searched):
+        queue.add(candidate, _Known.BOUND)
+    progress(f"{queue.added:,} meshes and microbatches")
     fitting: list[Candidate] = []
     dropped: list[Candidate] = []
-    interrupted = False
+    looked_at, is_proven, interrupted = 0, False, False
     try:
-        while queue and len(fitting) < _WANTED:
-            seconds, number, found, is_first, has_time = heapq.heappop(queue)
-            if not has_time and (found := _with_least(found, cluster, work)).fits:
-                if (timed := _timed(found.run, cluster, work, is_first)) is not None:
-                    heapq.heappush(queue, (max(seconds, timed.cost.seconds), number, timed, is_first, True))
+        while queue.waiting and not (is_proven and len(fitting) >= _WANTED):
+            known, found, is_first = queue.next()
+            looked_at += 1
+            if looked_at % _REPORTED == 0:
+                progress(f"{looked_at:,} looks at {queue.added:,} configurations, {len(fitting)} fit" + (
+                    f", the best takes {min(each.cost.seconds for each in fitting):.4g} s" if fitting else ""))
+            if known is _Known.SIMULATED:
+                is_proven = True  # what waits takes longer
+            if found is None or known is _Known.SIMULATED:
                 continue
-            if has_time:
-                found = with_memory(found, cluster, work, exact=False)
-            (fitting if found.fits else dropped).append(found)
-            if (len(fitting) + len(dropped)) % _REPORTED == 0:
-                progress(f"{len(fitting)} fit of {len(fitting) + len(dropped)}, the last {found.run.mesh}")
+            if found.fits:
+                fitting.append(found)
+                continue
+            dropped.append(found)
             if len(dropped) == _LOOKED_AT and not fitting and not any_fits(base, cluster, ranks, work):
                 break
-            if is_first and not found.fits:
-                for frugal in memory_saving_variants(found.run, cluster, searched):
-                    _push(queue, considered, frugal, cluster, work, is_first=False)
-                    considered += 1
+            for frugal in memory_saving_variants(found.run, cluster, searched) if is_first else ():
+                queue.add(frugal, _Known.COUNTED)
     except KeyboardInterrupt:
-        if not fitting:
+        if not (fitting and interruptible):
             raise
+        progress("interrupted: this is the best so far")
         interrupted, searched = True, ()
-        progress("interrupted: the best so far")
     if not fitting:
         raise does_not_fit(run, cluster, ranks, dropped, work) if dropped else no_mesh(base, cluster, ranks, searched)
-    best = sorted((_simulated(found, cluster, work) for found in fitting), key=lambda found: found.cost.seconds)
+    best = sorted(fitting, key=lambda found: found.cost.seconds)
     best[:_TUNED] = [_tuned(found, cluster, work, "in-flight", searched) for found in best[:_TUNED]]
     best.sort(key=lambda found: found.cost.seconds)
     best[:_FOLLOWED] = sorted((_followed(found, cluster, work, searched) for found in best[:_FOLLOWED]),
@@ -143,8 +152,8 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
     slowest = max(found.cost.seconds for found in best)
     dropped = [found for found in dropped if found.cost.seconds < slowest]
     dropped[:_COMPARED] = [_simulated(found, cluster, work) for found in dropped[:_COMPARED]]
-    return SearchResult(cluster=cluster, ranks=ranks, best=tuple(best), considered=considered, dropped=tuple(dropped),
-                        interrupted=interrupted)
+    return SearchResult(cluster=cluster, ranks=ranks, best=tuple(best), considered=queue.added,
+                        dropped=tuple(dropped), interrupted=interrupted)
 
 
 def check_precision(run: Run, cluster: Cluster) -> None:
@@ -155,59 +164,107 @@ def check_precision(run: Run, cluster: Cluster) -> None:
                           remedy=f"Set `--precision {next(iter(cluster.device.rates))}`, or add the rate to its file.")
 
 
-_Queued = tuple[float, int, Candidate, bool, bool]
-"""Seconds, number, the candidate, whether it is the first variant of its mesh and microbatch, and whether the seconds
-are those of its own limits, not a bound of them."""
+class _Known(IntEnum):
+    """By what the time of a configuration is known."""
+
+    BOUND = 0
+    COUNTED = 1
+    LIMITED = 2
+    SIMULATED = 3
 
 
-def _push(queue: list[_Queued], number: int, run: ResolvedRun, cluster: Cluster, work: Work, *, is_first: bool = True
-          ) -> None:
-    """Into the queue by the bound, of equal ones by number; what cannot be cut is left out."""
-    try:
-        found = Candidate(run=run, cost=run_cost(_loosest(run), cluster, work.stages(run), exact=False))
-    except RanvierError:
-        return
-    heapq.heappush(queue, (found.cost.seconds, number, found, is_first, False))
+_Waiting = tuple[float, int, _Known, Candidate, bool]
+"""Seconds, number, how they are known, the configuration, and whether it is the first of its mesh and microbatch."""
 
 
-def _loosest(run: ResolvedRun) -> ResolvedRun:
-    """The run with limits of its schedule that none chosen for it exceed, and with all its states on the device, where
-    that is open: its closed form is a lower bound. Limits of several stages on a rank stay as they are."""
-    pipeline, optim = run.pipeline, run.optim
-    if optim.offload == "hybrid" and optim.offload_share == "auto":
-        optim = replace(optim, offload_share=0.0)
-    if run.placement.per_rank == 1:
-        most = 2 * run.mesh.pipeline_size if pipeline.in_flight == "auto" else pipeline.in_flight
-        pipeline = replace(pipeline, memory=None, in_flight=most)
-    return replace(run, optim=optim, pipeline=pipeline)
+class _Queue:
+    """Configurations by the least time that each can take, of equal ones by number. What cannot be is left out."""
+
+    def __init__(self, cluster: Cluster, work: Work) -> None:
+        self.cluster, self.work = cluster, work
+        self.waiting: list[_Waiting] = []
+        self.added = 0
+
+    def add(self, run: ResolvedRun, known: _Known) -> None:
+        """A configuration: the first of its mesh and microbatch by its bound, those that save memory as counted, unless
+        their states alone are too large."""
+        self.added += 1
+        with suppress(RanvierError):
+            if known is _Known.BOUND:
+                found, seconds = Candidate(run=run, cost=NO_COST), self._least(run)
+            elif self._states(run)[1]:
+                return
+            else:
+                found = self._counted(run)
+                seconds = never_resting_seconds(run, found.cost)
+            heapq.heappush(self.waiting, (seconds, self.added, known, found, known is _Known.BOUND))
+
+    def next(self) -> tuple[_Known, Candidate | None, bool]:
+        """Look at the first once more: how its time was known, and the configuration once it is known whether it
+        fits."""
+        least, number, known, found, is_first = heapq.heappop(self.waiting)
+        run, settled = found.run, False
+        try:
+            match known:
+                case _Known.BOUND:
+                    if problems(run):
+                        return known, None, is_first
+                    found = self._counted(run)
+                case _Known.COUNTED:
+                    memory, reason = self._states(run)
+                    if reason:
+                        return known, replace(found, memory=memory, reason=reason), is_first
+                    run = with_share(run, self.cluster, self.work)
+                    if run.optim.offload == "hybrid" and run.optim.offload_share in (0.0, 1.0) and not is_first:
+                        return known, None, is_first  # none, or stream, which are in the queue
+                    found = Candidate(run=run, cost=run_cost(run, self.cluster, self.work.stages(run), exact=False))
+                case _Known.LIMITED:
+                    found = with_memory(found, self.cluster, self.work, exact=False)
+                    if not found.fits:
+                        return known, found, is_first
+                    found, settled = _simulated(found, self.cluster, self.work), True
+                case _Known.SIMULATED:
+                    return known, found, is_first
+        except RanvierError:
+            return known, None, is_first
+        seconds = {_Known.BOUND: never_resting_seconds(run, found.cost), _Known.COUNTED: AT_LEAST * found.cost.seconds,
+                   _Known.LIMITED: found.cost.seconds}[known]
+        heapq.heappush(self.waiting, (max(least, seconds), number, _Known(known + 1), found, is_first))
+        return known, found if settled else None, is_first
+
+    def _least(self, run: ResolvedRun) -> float:
+        alone = resolve(replace(run, pipeline=replace(run.pipeline, boundaries=None, deferred=None, defer_last=None)),
+                        Facts(mesh=Mesh(), microbatch_size=1))
+        return least_run_seconds(run, self.cluster, self.work.blocks(alone))
+
+    def _counted(self, run: ResolvedRun) -> Candidate:
+        least = run if run.optim.offload_share != "auto" else replace(run, optim=replace(
+            run.optim, offload_share=0.0))
+        return Candidate(run=run, cost=run_cost(least, self.cluster, self.work.stages(run), exact=False,
+                                                unlimited=run.placement.per_rank == 1))
+
+    def _states(self, run: ResolvedRun) -> tuple[tuple[RankMemory, ...], str]:
+        """What lives from step to step, and why that alone is too large, or nothing. Where the share of the states in
+        the host's memory is still to be found, all are there, and the device alone is asked."""
+        is_open = run.optim.offload == "hybrid" and run.optim.offload_share == "auto"
+        least = replace(run, optim=replace(run.optim, offload_share=1.0)) if is_open else run
+        memory = self.work.memory(least, states_only=True)
+        problem = shortage(least, self.cluster, memory)
+        if problem is None or (is_open and max(entry.device_bytes for entry in memory) <= usable_bytes(
+                self.cluster.device)):
+            return memory, ""
+        return memory, f"{problem.where} {problem.what}"
 
 
-def _with_least(found: Candidate, cluster: Cluster, work: Work) -> Candidate:
-    """With what it exceeds, if even the plainest schedule, with all states in host memory where their share is open,
-    does not fit. Nothing is simulated."""
-    run = schedules(found.run)[-1]
-    if run.optim.offload == "hybrid" and run.optim.offload_share == "auto":
-        run = replace(run, optim=replace(run.optim, offload_share=1.0))
-    try:
-        for without in _LEFT_OUT[:3 if run.placement.per_rank == 1 else 1]:
-            memory = work.memory(run, without=without, cluster=cluster)
-            if reason := excess(run, cluster, memory):
-                return replace(found, memory=memory, reason=reason)
-    except RanvierError as problem:
-        return replace(found, reason=str(problem))
-    return found
-
-
-def _timed(run: ResolvedRun, cluster: Cluster, work: Work, is_first: bool) -> Candidate | None:
-    """With its own limits and share of states in host memory, and the closed form's time. None where the share is one
-    that another variant has: no states, or all."""
-    try:
-        run = with_share(run, cluster, work)
-        if not is_first and run.optim.offload == "hybrid" and run.optim.offload_share in (0.0, 1.0):
-            return None
-        return Candidate(run=run, cost=run_cost(run, cluster, work.stages(run), exact=False))
-    except RanvierError:
-        return None
+def never_resting_seconds(run: ResolvedRun, cost: Cost) -> float:
+    """What the step of this cost takes at least: each rank begins after the forwards before it, and then has work."""
+    count = run.num_microbatches
+    each = [sum(cost.stages[stage].microbatch_seconds for stage in run.placement.stages_of(rank))
+            for rank in range(run.mesh.pipeline_size)]
+    begins = accumulate((stage.forward_seconds for stage in cost.stages), initial=0.0) if (
+        run.placement.per_rank == 1) else repeat(0.0)
+    least = max(begin + count * seconds for begin, seconds in zip(begins, each, strict=False)) - cost.partial_seconds
+    return cost.seconds - cost.pipeline_seconds + max(least, cost.cores_seconds)
 
 
 def _simulated(found: Candidate, cluster: Cluster, work: Work) -> Candidate:

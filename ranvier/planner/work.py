@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Literal
 
 import torch
 
@@ -67,13 +66,13 @@ class Work:
             self._cuts[key] = _cut(run, self.blocks(run, frozen), frozen > 0)
         return self._cuts[key]
 
-    def memory(self, run: ResolvedRun, frozen: int = 0, *, without: Literal["activations", "products"] | None = None,
+    def memory(self, run: ResolvedRun, frozen: int = 0, *, states_only: bool = False,
                cluster: Cluster | None = None) -> tuple[RankMemory, ...]:
         """What `ranvier check` predicts, with the blocks that are counted already.
 
         Args:
-            without: what is left out, where less takes far less time to find: activations and all else that does not
-                live from step to step, or only what products on several rows and columns work in.
+            states_only: without activations and all else that does not live from step to step, which takes far less
+                time to find.
             cluster: as for `run_limits`.
         """
         kind = _kind(run), frozen
@@ -81,11 +80,10 @@ class Work:
             model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen)
             self._parts[kind] = model, Parts(model, run.mesh, run.tensor, device_kind(run))
         model, parts = self._parts[kind]
-        blocks = None if without == "activations" else self.blocks(run, frozen)
+        blocks = None if states_only else self.blocks(run, frozen)
         table, layout = parts.cut(run.mesh.shaped(num_replicas=1), blocks,
                                   boundaries=self.boundaries(run, frozen), how="cost", placement=run.placement)
-        return predict_memory(run, model, table, layout, self._needs.setdefault(kind, {}), cluster=cluster,
-                              with_products=without is None)
+        return predict_memory(run, model, table, layout, self._needs.setdefault(kind, {}), cluster=cluster)
 
     def problem(self, run: ResolvedRun, cluster: Cluster, frozen: int = 0) -> RanvierError | None:
         """Why the cluster does not hold it; None where it fits."""

@@ -1,0 +1,111 @@
+"""The search finds what brute force finds, and no bound is longer than what it bounds."""
+
+from dataclasses import replace
+from functools import lru_cache
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ranvier.config.resolve import Facts, ResolvedRun, resolve
+from ranvier.config.run import Batch, TensorParallel, Transformer
+from ranvier.cost.cluster_files import load_cluster
+from ranvier.cost.run_cost import least_run_seconds, run_cost
+from ranvier.errors import RanvierError
+from ranvier.mesh import Mesh
+from ranvier.planner import search as search_module
+from ranvier.planner.candidates import memory_saving_variants, on_cluster, predict, variants
+from ranvier.planner.search import AT_LEAST, never_resting_seconds, search
+from ranvier.planner.work import Work
+
+SMALL = ResolvedRun(model=Transformer(num_layers=2, hidden=64, heads=4, vocab=300, sequence=32), precision="fp32",
+                    batch=Batch(global_size=8, microbatch_size=2))
+WORK = Work()  # counted once for all examples
+SEARCHED = ("mesh", "microbatch", "recompute", "offload", "shard")
+
+
+def cluster_of(name, *, free_bytes=None, latency=1.0, flops=1.0):
+    """A shipped one with that much memory free on a device, and other numbers."""
+    cluster = load_cluster(name)
+    device = replace(cluster.device, rates={each: replace(rate, peak_flops=flops * rate.peak_flops)
+                                            for each, rate in cluster.device.rates.items()})
+    if free_bytes is not None:
+        device = replace(device, memory_bytes=device.reserved_bytes + free_bytes)
+    inside = replace(cluster.inside, latency_seconds=latency * cluster.inside.latency_seconds)
+    return replace(cluster, device=device, inside=inside)
+
+
+def every(run, cluster, ranks, searched):
+    """All configurations, each predicted by itself."""
+    for first in variants(on_cluster(run, cluster), cluster, ranks, searched):
+        for each in (first, *memory_saving_variants(first, cluster, searched)):
+            try:
+                yield predict(each, cluster, WORK)
+            except RanvierError:  # it cannot be cut
+                continue
+
+
+@settings(deadline=None, max_examples=5, derandomize=True)
+@given(name=st.sampled_from(["h100", "a100"]), kilobytes=st.sampled_from([1500, 2000, 4000, 1_000_000]),
+       latency=st.sampled_from([0.1, 1.0, 30.0]), flops=st.sampled_from([1.0, 1e-3]),
+       policy=st.sampled_from(["message-driven", "1f1b"]), ranks=st.sampled_from([2, 3]))
+def test_the_search_finds_what_brute_force_finds(name, kilobytes, latency, flops, policy, ranks):
+    """Whatever the memory: of 112 configurations, in 1.5 MB, eleven fit."""
+    cluster = cluster_of(name, free_bytes=kilobytes * 1000, latency=latency, flops=flops)
+    run = replace(SMALL, pipeline=replace(SMALL.pipeline, policy=policy))
+    least = min((found.cost.seconds for found in every(run, cluster, ranks, SEARCHED) if found.fits), default=inf)
+    try:
+        found = search(run, cluster, ranks, SEARCHED, work=WORK).best[0]
+    except RanvierError:
+        assert least == inf
+        return
+    assert found.cost.seconds <= least * (1 + 1e-3)
+
+
+@settings(deadline=None, max_examples=20, derandomize=True)
+@given(st.data())
+def test_bounds_are_no_longer_than_what_they_bound(data):
+    """The bound of operations and messages, blocks as counted, and the schedule within its limits."""
+    name = data.draw(st.sampled_from(["h100", "summit", "laptop"]))
+    cluster = cluster_of(name, flops=data.draw(st.sampled_from([1.0, 1e-4])))
+    scheme, by_sequence = data.draw(st.sampled_from([
+        ("stationary", False), ("stationary", True), ("summa", False), ("megatron", False), ("megatron", True)]))
+    ranks = data.draw(st.sampled_from([1, 4]))
+    run = data.draw(st.sampled_from(_variants(name, scheme, by_sequence, ranks)))
+    alone = WORK.blocks(resolve(run, Facts(mesh=Mesh(), microbatch_size=1)))
+    stages = WORK.stages(run)
+    bound = least_run_seconds(run, cluster, alone)
+    counted = never_resting_seconds(run, run_cost(run, cluster, stages, exact=False, unlimited=True))
+    limited, simulated = (run_cost(run, cluster, stages, exact=exact) for exact in (False, True))
+    assert 0 < bound <= counted * (1 + 1e-9) and counted <= simulated.seconds * 1.01, "of two short ones"
+    assert AT_LEAST * limited.seconds <= simulated.seconds
+
+
+@lru_cache
+def _variants(name, scheme, by_sequence, ranks):
+    run = replace(SMALL, tensor=TensorParallel(scheme=scheme, sequence_sharding=by_sequence))
+    return list(variants(on_cluster(run, load_cluster(name)), load_cluster(name), ranks))
+
+
+@pytest.mark.parametrize("interruptible", [True, False])
+def test_an_interrupted_search_gives_the_best_so_far(monkeypatch, interruptible):
+    look, seen = search_module._Queue.next, []
+
+    def interrupted(queue):
+        known, found, is_first = look(queue)
+        if seen:
+            raise KeyboardInterrupt
+        if found is not None and found.fits:
+            seen.append(found)
+        return known, found, is_first
+
+    monkeypatch.setattr(search_module._Queue, "next", interrupted)
+    told = []
+    if not interruptible:
+        with pytest.raises(KeyboardInterrupt):
+            search(SMALL, load_cluster("h100"), 4, SEARCHED, work=WORK)
+        return
+    plan = search(SMALL, load_cluster("h100"), 4, SEARCHED, work=WORK, progress=told.append, interruptible=True)
+    assert [found.run.mesh for found in plan.best] == [found.run.mesh for found in seen]
+    assert "interrupted" in told[-1]
