@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from ranvier.config import read
 from ranvier.config.resolve import Facts, ResolvedBatch, ResolvedRun, bucket_size, resolve
+from ranvier.config.rules import problems, warnings
 from ranvier.config.run import Batch, Launch, MeshSettings, Optim, Run, Train, Transformer
-from ranvier.errors import ConfigError
 from ranvier.mesh import AXES, Mesh
 from tests.errors import raises
 
@@ -28,7 +28,7 @@ def test_a_plan_closes_mesh_and_microbatch():
 @pytest.mark.parametrize(("facts", "where"), [
     (Facts(microbatch_size=2), "mesh.data"), (Facts(mesh=Mesh()), "batch.microbatch-size")])
 def test_what_stays_open_is_an_error(facts, where):
-    with pytest.raises(ConfigError, match=rf"{where}: is auto, .* number here \(got 'auto'\). Set --{where}"):
+    with raises("microbatch-size-auto" if "batch" in where else "mesh-axis-auto", f"--{where}", value="auto"):
         resolve(OPEN, facts)
 
 
@@ -92,3 +92,31 @@ def test_meshes_say_which_axes_differ():
     mesh = Mesh(data=2, pipe=3)
     assert mesh.changed_axes(Mesh(data=2, pipe=4, col=2)) == ("pipe", "col") and mesh.changed_axes(mesh) == ()
     assert mesh.sizes == {"data": 2, "pipe": 3, "row": 1, "col": 1}
+
+
+@pytest.mark.parametrize(("code", "flags"), [
+    ("survive-losses-needs", "launch.survive-losses=true comm.transport=mpi"),
+    ("too-many-layers", "model.num-layers=100000"), ("fewer-blocks-than-ranks", "mesh.pipe=16"),
+    ("fewer-blocks-than-stages", "mesh.pipe=6 pipeline.stages-per-rank=2"),
+    ("dynamic-rope-length", "model.family=llama model.rope-scaling=dynamic model.rope-factor=2 model.rope-positions=32 "
+                            "model.sequence=64 data.packing=true"),
+    ("float8-split", "model.float8=true mesh.col=2"), ("float8-with-lora", "model.float8=true lora.rank=2"),
+    ("float8-hidden", "model.float8=true model.hidden=24"), ("mesh-does-not-divide", "mesh.col=3"),
+    ("vocab-below-tensor-mesh", "model.vocab=3 mesh.col=4"),
+    ("replica-without-samples", "mesh.data=8 batch.global-size=4"),
+    ("microbatch-above-share", "mesh.data=2 batch.global-size=4 batch.microbatch-size=4"),
+    ("in-backward-microbatches", "optim.update-in-backward=true optim.clip-norm=0"),
+    ("resume-without-folder", "resume=auto"),
+    ("elastic-cut-stages", "elastic.freeze=cap mesh.pipe=2 elastic.auto-pipe=true pipeline.stages-per-rank=2 "
+                           "elastic.cut=reference"),
+    ("ema-with-freezing", "elastic.freeze=cap optim.ema=0.9"),
+    ("in-flight-below-stages", "mesh.pipe=4 pipeline.in-flight=2"),
+    ("warmup-longer-than-run", "train.steps=4 train.warmup-steps=4")])
+def test_settings_that_do_not_go_together(code, flags):
+    values = dict(flag.split("=") for flag in flags.split())
+    found = read.merge([read.Layer(origin="flag", is_text=True, values={
+        name.replace("-", "_"): value for name, value in values.items()})])
+    assert found.problems == ()
+    run = resolve(found.run)
+    problem, *_ = [one for one in (*problems(run, num_blocks=10), *warnings(run)) if one.code == code]
+    assert problem.where in {*values, "batch.microbatch-size"} and problem.remedy

@@ -8,13 +8,13 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import ranvier
 from ranvier.config.run import Pipeline
-from ranvier.errors import ConfigError, DataError
 from ranvier.layout import part
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.tensor import layers
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
+from tests.errors import raises
 from tests.pipeline.parity import squared
 from tests.pipeline.test_unusual_blocks import Plain
 
@@ -121,14 +121,13 @@ def test_training_on_rows(mesh):
         torch.testing.assert_close(value, reference.parameters[name].detach(), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(("loader", "options", "error", "value"), [
-    (DataLoader(Stream(), batch_size=2), {}, DataError, "Stream"),
-    (DataLoader(DATA, batch_size=None), {}, DataError, "TensorDataset"),
-    (DataLoader(DATA, batch_size=2), {"microbatch_size": 0}, ConfigError, 0),
-    (DataLoader(TensorDataset(INPUTS), batch_size=2), {}, DataError, "list"),
-    (DataLoader(DATA, batch_sampler=[["a"], ["b"]]), {}, DataError, "'a'"),
+@pytest.mark.parametrize(("loader", "options", "code", "value"), [
+    (DataLoader(Stream(), batch_size=2), {}, "loader-without-samples", "Stream"),
+    (DataLoader(DATA, batch_size=None), {}, "loader-without-samples", "TensorDataset"),
+    (DataLoader(DATA, batch_size=2), {"microbatch_size": 0}, "loader-microbatch-size", 0),
+    (DataLoader(TensorDataset(INPUTS), batch_size=2), {}, "loader-not-pairs", "list"),
+    (DataLoader(DATA, batch_sampler=[["a"], ["b"]]), {}, "sampler-not-numbers", "'a'"),
 ])
-def test_what_it_cannot_share_is_refused(loader, options, error, value):
-    with pytest.raises(error) as caught:
+def test_what_it_cannot_share_is_refused(loader, options, code, value):
+    with raises(code, value=value):
         run_ranks(lambda world: list(ranvier.shard_loader(loader, world, **{"microbatch_size": 2, **options})), 1)
-    assert caught.value.value == value

@@ -29,7 +29,7 @@ from ranvier.elastic.freezing import (
 from ranvier.elastic.named_policy import policy_of
 from ranvier.errors import ConfigError
 from ranvier.layout import frozen_blocks
-from tests.errors import raises
+from tests.errors import check, raises
 
 
 def facts(norms, *, frozen=0, evaluation=1, step=0):
@@ -195,28 +195,21 @@ def test_policy_of(elastic, policy):
 @pytest.mark.parametrize("text", ["", "10", "10:", ":3", "10:3:1", "a:b", "-1:3", "1.5:2", " 1:2", "1:2\n", "²:1",
                                   "9" * 19 + ":1"])
 def test_manual_entries_that_cannot_be_read(text):
-    says = r"^elastic.manual: is not of the form STEP:LAYERS \(got .*\). Give entries such as 100:4"
-    with pytest.raises(ConfigError, match=says):
+    with raises("malformed-manual-freeze", where="elastic.manual", value=text):
         manual_depth(text)
-    with pytest.raises(ConfigError, match=says):
+    with raises("malformed-manual-freeze"):
         policy_of(Elastic(freeze="manual", manual=(text,)))
     problem, = freeze_problems(Elastic(freeze="manual", manual=("1:1", text, "5:2")), 2)
-    assert re.match(says, str(problem))
+    check(problem, "malformed-manual-freeze", value=text)
 
 
-@pytest.mark.parametrize(("settings", "says"), [
-    (dict(freeze="cap", manual=("10:1",)), ["elastic.manual: is given, but elastic.freeze is cap (got ('10:1',)). Set "
-                                            "--elastic.freeze manual, or leave out the entries."]),
-    (dict(freeze="manual"), ["elastic.freeze: needs entries (got 'manual'). Give --elastic.manual entries such as "
-                             "100:4, which freezes the first 4 layers after step 100."]),
-    (dict(freeze="manual", manual=("1:7", "2:8")), [
-        f"elastic.manual: freezes more than the model's 6 layers (got '{text}'). Freeze 6 layers or fewer."
-        for text in ("1:7", "2:8")]),
-    (dict(freeze="manual", manual=("5:3", "5:4")), [
-        "elastic.manual: is not later than the entry before it, 5:3 (got '5:4'). Give the entries in the order of "
-        "their steps, one for each step."])], ids=str)
-def test_problems(settings, says):
-    assert [str(problem) for problem in freeze_problems(Elastic(**settings), 6)] == says
+@pytest.mark.parametrize(("settings", "expected"), [
+    (dict(freeze="cap", manual=("10:1",)), [("manual-freeze-unused", ("10:1",))]),
+    (dict(freeze="manual"), [("manual-freeze-missing", "manual")]),
+    (dict(freeze="manual", manual=("1:7", "2:8")), [("manual-freeze-layers", "1:7"), ("manual-freeze-layers", "2:8")]),
+    (dict(freeze="manual", manual=("5:3", "5:4")), [("manual-freeze-order", "5:4")])], ids=str)
+def test_problems(settings, expected):
+    assert [(problem.code, problem.value) for problem in freeze_problems(Elastic(**settings), 6)] == expected
 
 
 # ---------------------------------------------------------------------- layers, blocks and ties

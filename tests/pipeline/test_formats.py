@@ -18,6 +18,7 @@ from ranvier.pipeline.engine import Engine
 from ranvier.plan.block_costs import block_costs
 from ranvier.plan.formats import BlockFormats
 from ranvier.testing.ranks import run_ranks
+from tests.errors import check
 from tests.pipeline.parity import squared
 
 HALF = torch.bfloat16
@@ -108,16 +109,17 @@ def refusal(blocks, kind, **options):
 
 def test_what_is_refused():
     error = refusal([Gated()], ConfigError, keep_fp32=["0.gates"])
-    assert (error.where, error.value) == ("keep_fp32", "0.gates")
+    check(error, "keep-fp32-without-match", where="keep_fp32", value="0.gates")
     error = refusal([Gated()], ConfigError, keep_fp32=["*.gate"], optim=Optim())
     assert error.where == "parameter 0.gate.weight" and "optimizer=" in error.remedy
     error = refusal([Gated()], ConfigError, keep_fp32=["*.gate"], optim=Optim(accumulate="half"),
                     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-    assert error.where == "parameter 0.gate.weight" and "accumulate" in error.remedy
+    check(error, "trains-in-two-formats", where="parameter 0.gate.weight")
+    assert "accumulate" in error.remedy
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     second.weight = first.weight
     error = refusal([first, second], ModelError, keep_fp32=["1"])
-    assert error.where == "parameter 0.weight" and "1.weight" in error.what
+    check(error, "keep-fp32-partly", "1.weight", where="parameter 0.weight")
     same = Gated()
     error = refusal([same, nn.Linear(4, 4), nn.Sequential(same)], ModelError, keep_fp32=["0.table"])
     assert error.where == "buffer 2.0.table" and "0.table" in error.what and "2.0.table" in error.remedy

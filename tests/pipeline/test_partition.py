@@ -15,7 +15,6 @@ from ranvier.block import Model
 from ranvier.config.rules import check_boundaries
 from ranvier.config.run import Transformer
 from ranvier.cost.blocks import BlockCost
-from ranvier.errors import ConfigError
 from ranvier.mesh import StagePlacement
 from ranvier.models.gpt import flops_per_sequence, gpt
 from ranvier.plan.block_costs import FusedAttention, KeptBytes, block_costs, loss_parts
@@ -59,14 +58,11 @@ def test_more_stages_than_blocks(cut_into):
         cut_into([1.0, 1.0], 3)
 
 
-@pytest.mark.parametrize(("boundaries", "says"), [
-    ((1,), r"has 1 numbers for 3 stages \(got \(1,\)\)"),
-    ((2, 2), r"does not rise, or leaves a stage without blocks \(got \(2, 2\)\)"),
-    ((0, 2), "does not rise"), ((3, 5), "does not rise"), ((4, 2), "does not rise"), ((-1, 2), "does not rise"),
-])
-def test_boundaries_that_do_not_cut(boundaries, says):
-    remedy = "Give 2 rising block numbers between 1 and 4, the first block of each stage after the first."
-    with pytest.raises(ConfigError, match=f"^pipeline.boundaries: {says}.*{remedy}"):
+@pytest.mark.parametrize(("boundaries", "error"), [
+    ((1,), ("boundaries-count", 1, 3)),
+    *((numbers, ("boundaries-not-rising",)) for numbers in ((2, 2), (0, 2), (3, 5), (4, 2), (-1, 2)))])
+def test_boundaries_that_do_not_cut(boundaries, error):
+    with raises(*error, 2, 4, where="pipeline.boundaries", value=boundaries):
         check_boundaries(boundaries, 5, 3)
 
 

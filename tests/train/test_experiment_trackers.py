@@ -7,10 +7,10 @@ import pytest
 
 from ranvier.cli.main import run_command
 from ranvier.config.run import Log
-from ranvier.errors import ConfigError
 from ranvier.testing.trackers import check_tracker, example_run
 from ranvier.train import experiment_trackers as trackers
 from ranvier.train.events import StartEvent
+from tests.errors import raises
 
 
 def feed(tracker, events):
@@ -114,7 +114,7 @@ def test_a_server_that_is_away_ends_tracking_alone(aim, tmp_path, monkeypatch):
 def test_a_missing_package_is_named_before_the_start(name, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     says = f"needs the package {name}, which is not installed"
-    with pytest.raises(ConfigError, match=says):
+    with raises("tracker-missing", name):
         trackers.experiment_trackers(Log(tracker=(name,)), tmp_path, continues=False)
     assert run_command(["train", "gpt-tiny", "--log.tracker", name, "--run-dir", str(tmp_path / "run")]) == 2
     said = capsys.readouterr().err
