@@ -265,6 +265,7 @@ def run_steps(page: Path, folder: Path, shorter: dict[str, str]) -> str:
     return output
 
 
+@pytest.mark.slow
 def test_the_first_tutorial(tmp_path: Path) -> None:
     """Its loop, as it stands there, with fewer steps."""
     output = run_steps(DOCS / "tutorials" / "own-model.md", tmp_path,

@@ -248,7 +248,7 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range]) 
     device["reduction"], device["arriving"] = gradients.reductions.bytes(scatter=optim.shard and not has_owners)
     if optim.shard:
         device["reduction"] += gather_bytes(gradients, dtype.itemsize)
-    return {"device": device, "host": host}
+    return {"device": device, "host": {name: size for name, size in host.items() if size or name != "staging"}}
 
 
 def _skipped_elements(run: ResolvedRun, gradients: Gradients, buckets: list[Bucket]) -> int:

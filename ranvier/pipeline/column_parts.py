@@ -55,7 +55,7 @@ class ColumnParts:
             if (tensor.is_floating_point() and tensor.nbytes >= SMALLEST_IN_PARTS and is_replicated_name(name)
                     and tensor.numel() % mesh.num_cols == 0):
                 names[name] = f"{name}{_PART}{' '.join(map(str, tensor.shape))}"
-                tensor = tensor.reshape(mesh.num_cols, -1)[mesh.col]
+                tensor = tensor.reshape(mesh.num_cols, -1)[mesh.over_cols.index]
             tensors[names.get(name, name)] = tensor
         return replace(message, tensors=tensors,
                        requires_grad=frozenset(names.get(name, name) for name in message.requires_grad))

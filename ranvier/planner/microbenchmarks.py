@@ -25,6 +25,8 @@ from ranvier.tensor import float8
 
 CLOCK_SECONDS = 1e-9
 """Resolution of the clock: no call took less."""
+LEAST_SHARE = 1e-6
+"""That a cluster file may have; what measures less has been interrupted."""
 _CALLS_FLOPS = 2e12
 """Operations of the calls that are timed together, so that they follow one another on the device."""
 _LAUNCHES = 200
@@ -82,7 +84,7 @@ def measured_device(name: str, formats: Sequence[Format], *, memory_bytes: int, 
         starts.append(start)
         peak = max(reached, 0.0 if number_format == "fp8" else published_peak(name, number_format) or 0.0)
         forward, backward = (None, None) if number_format == "fp8" else (
-            min(1.0, flops / peak) for flops in _attention_flops(sizes, number_format))
+            min(1.0, max(LEAST_SHARE, flops / peak)) for flops in _attention_flops(sizes, number_format))
         rates[number_format] = Rate(peak_flops=peak, share=reached / peak, attention_share=forward,
                                     attention_backward_share=backward)
     return Device(name=name, memory_bytes=memory_bytes, reserved_bytes=1_500_000_000, rates=rates,

@@ -108,6 +108,7 @@ def test_newcomers_that_die_before_the_run_calls_them(start_run, tmp_path):
     assert run.losses == pytest.approx(undisturbed(run, tmp_path), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_newcomer_that_answers_and_never_connects(start_run, tmp_path):
     """All ranks of the run give up after the same limit, and go on as they were."""
     begin, _ = start_run

@@ -63,7 +63,7 @@ def test_a_step_has_no_products_for_frozen_weights():
 
 def test_check_and_plan_of_a_run_with_adapters(tmp_path, capsys):
     flags = ["--lora.rank", "4", "--lora.targets", "query,value", "--mesh.pipe", "2"]
-    assert run_command(["check", "llama-tiny", "--ranks", "4", *flags]) == 0
+    assert run_command(["check", "llama-tiny", "--ranks", "4", "--all", *flags]) == 0
     assert "gradients" in capsys.readouterr().out
     assert run_command(["check", "llama-tiny", "--ranks", "4", *flags, "--lora.base-format", "int8"]) == 0
     assert "lora.base-format" in capsys.readouterr().out

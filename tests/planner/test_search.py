@@ -362,7 +362,8 @@ def test_memory_against_speed_of_the_best_plan(capsys, tmp_path):
     assert code == 0
     shown = out[out.index("\nschedule: "):out.index("\nwritten to ")]
     assert re.search(r"pipeline\.memory +1 +1\.1 +1\.25 +1\.5 +2\n", shown)
-    code, out, _ = command(capsys, "check", str(tmp_path / "best.toml"), "--ranks", "4", "--cluster", "h100")
+    code, out, _ = command(capsys, "check", str(tmp_path / "best.toml"), "--ranks", "4", "--cluster", "h100",
+                           "--all")
     assert shown.strip() in out
 
 

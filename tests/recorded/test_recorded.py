@@ -16,6 +16,8 @@ from tests.recorded.record import RECORDS
 from tests.recorded.runs import HERE, PROGRAM, RUNS, SAVED, program, resumed
 
 TOLERANCES = {"host": 1e-2}
+REORDERED = {"tensor": 1e-7}
+"""Runs whose sums have had another order since they were recorded."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,8 @@ def test_a_recorded_run_resumes(name: str, records: dict[str, Any], tmp_path: Pa
     shutil.copytree(HERE / name, tmp_path / name)
     steps = resumed(name, tmp_path)
     assert [step["step"] for step in steps] == [SAVED + 1]
-    assert differences(steps, records["runs"][name], tolerance_here(records["facts"], TOLERANCES.get(name, 1e-5))) == []
+    tolerance = max(tolerance_here(records["facts"], TOLERANCES.get(name, 1e-5)), REORDERED.get(name, 0.0))
+    assert differences(steps, records["runs"][name], tolerance) == []
     before = (HERE / name / "metrics.jsonl").read_text()
     assert (tmp_path / name / "metrics.jsonl").read_text().startswith(before)
 
