@@ -92,7 +92,8 @@ class WeightGradients:
 
     def add(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor],
             add_gradients: Callable[..., None]) -> None:
-        """Call `add_gradients(*tensors)`, which adds to the gradients of `parameters`: later, where this backward defers.
+        """Call `add_gradients(*tensors)`, which adds to the gradients of `parameters`: later, where this backward
+        defers.
 
         A layer's backward calls this.
         """
