@@ -100,36 +100,25 @@ def find_silent_ranks(store: SharedStore, ranks: Sequence[int], seconds: float =
     return None if after is None else [rank for rank in before if before[rank] == after[rank]]
 
 
-def read_collective_calls(store: SharedStore, rank: int) -> tuple[int, int]:
-    """How many collective engine calls `rank` has started, and the size of the mesh that it makes them on.
-
-    (0, 0) if it has not published any. A collective engine call is one that all ranks of the mesh must make.
+def read_engine_calls(store: SharedStore, rank: int) -> tuple[str, int]:
+    """The last engine (`Board.engine`) of `rank`, and how many of its collective calls the rank has started; ("", 0) if
+    it has not published any. A collective call is one that all ranks of the engine's mesh must make.
     """
     if not store.check([_calls_key(rank)]):
-        return 0, 0
-    calls, size, _ = store.get(_calls_key(rank)).decode().split()
-    return int(calls), int(size)
-
-
-def read_engine_calls(store: SharedStore, rank: int, engine: str) -> int:
-    """How many collective calls of `engine` (`Board.engine`) `rank` has started; 0 if its last ones were of another."""
-    if not store.check([_calls_key(rank)]):
-        return 0
-    calls, _, name = store.get(_calls_key(rank)).decode().split()
-    return int(calls) if name == engine else 0
+        return "", 0
+    calls, engine = store.get(_calls_key(rank)).decode().split()
+    return engine, int(calls)
 
 
 def find_waiting_rank(store: SharedStore, rank: int, ranks: Sequence[int]) -> int | None:
-    """One of `ranks` that has started a collective engine call which `rank` has not; None if there is none.
+    """One of `ranks` that has started a collective call of an engine which `rank`, of the same engine, has not; None if
+    there is none. What a lost rank has published stays in the store, and is of an engine before.
 
     For a `rank` whose program has ended: the other one would wait for it forever.
     """
-    own_calls = read_collective_calls(store, rank)[0]
-    for other in ranks:
-        calls, size = read_collective_calls(store, other)
-        if other != rank and rank < size and calls > own_calls:
-            return other
-    return None
+    engine, calls = read_engine_calls(store, rank)
+    published = {other: read_engine_calls(store, other) for other in ranks}
+    return next((other for other, (name, count) in published.items() if name == engine and count > calls), None)
 
 
 def _read_all_counters(store: SharedStore, ranks: Sequence[int]) -> dict[int, list[bytes]]:
@@ -227,7 +216,7 @@ class Board:
         place = self.place()
         action = f"{self._action} ({place})" if place else self._action
         self._store.set(_action_key(self._rank), f"{self._count} {action}{duration}")
-        self._store.set(_calls_key(self._rank), f"{self.calls} {self._mesh.size} {self.engine}")
+        self._store.set(_calls_key(self._rank), f"{self.calls} {self.engine}")
         idle = COMPILATIONS.idle_seconds()
         if idle is not None:
             self._store.set(_compiled_key(self._rank), f"{self._count} {idle}")

@@ -21,6 +21,7 @@ from ranvier.checkpoint.hf import logits
 from ranvier.checkpoint.hf.forms import form_of
 from ranvier.checkpoint.hf.peft import AdapterFolder, Adapters, modules_of
 from ranvier.checkpoint.hf.peft import write as write_adapters
+from ranvier.checkpoint.hf.pretrained import PretrainedConfig
 from ranvier.checkpoint.hf.tokenizer_files import (
     TOKENIZER,
     export_files_beside,
@@ -33,8 +34,10 @@ from ranvier.checkpoint.saved import Saved, find
 from ranvier.checkpoint.tensor_file import STORED, Slot, shards, write_tensors
 from ranvier.config.named_object import is_object_name
 from ranvier.config.run import Lora, Run, Transformer
+from ranvier.data.cache_folder import user_cache_folder
+from ranvier.data.offline.pretrained_models import described_by, sizes_of
 from ranvier.data.publish import Progress
-from ranvier.errors import CheckpointError
+from ranvier.errors import CheckpointError, RanvierError
 from ranvier.models import families
 from ranvier.models.lora import is_adapter
 from ranvier.optim.average import EMA
@@ -97,6 +100,7 @@ def export_adapters(run: Path, out: Path, *, dtype: str | None = None, tell: Pro
             raise CheckpointError("has no adapters", code="checkpoint-without-adapters",
                                   where=f"checkpoint {saved.folder}",
                                   remedy="Leave `--adapters` out to export the model.")
+        _check_base(source.run.model.pretrained)
         frozen = set(saved.manifest.frozen)
         trained = [name for name in source.places if name.startswith("head.") and name not in frozen]
         size = sum(prod(saved.tensor("parameter", name).shape) for name in (*trained, *(
@@ -109,6 +113,19 @@ def export_adapters(run: Path, out: Path, *, dtype: str | None = None, tell: Pro
              + (f", and {', '.join(trained)}" if trained else ""))
     finally:
         saved.close()
+
+
+def _check_base(base: str | None) -> None:
+    """CheckpointError where the modules of the base model of adapters have names there that we do not write."""
+    try:
+        form = None if base is None or sizes_of(base) else PretrainedConfig(
+            described_by(base, user_cache_folder())[0]).form
+    except RanvierError:  # it is no longer there to be read
+        return
+    if form is not None and form.write is None:
+        raise CheckpointError(f"is a {form.title}, whose linear layers have other names than the adapters would get",
+                              code="adapters-of-import-only-base", where="base model of the adapters", value=base,
+                              remedy="Leave `--adapters` out: the export then has the adapters merged.")
 
 
 def tokenizer_of(run: Path, source: TrainedSource) -> Path | None:
