@@ -35,8 +35,9 @@ from ranvier.checkpoint.tensor_file import STORED, Slot, shards, write_tensors
 from ranvier.config.named_object import is_object_name
 from ranvier.config.run import Lora, Run, Transformer
 from ranvier.data.cache_folder import user_cache_folder
-from ranvier.data.offline.pretrained_models import described_by, sizes_of
-from ranvier.data.publish import Progress
+from ranvier.data.offline import hub_model
+from ranvier.data.offline.pretrained_models import folder_of
+from ranvier.data.publish import CacheOnly, NotInCache, Progress
 from ranvier.errors import CheckpointError, RanvierError
 from ranvier.models import families
 from ranvier.models.lora import is_adapter
@@ -116,13 +117,17 @@ def export_adapters(run: Path, out: Path, *, dtype: str | None = None, tell: Pro
 
 
 def _check_base(base: str | None) -> None:
-    """CheckpointError where the modules of the base model of adapters have names there that we do not write."""
-    try:
-        form = None if base is None or sizes_of(base) else PretrainedConfig(
-            described_by(base, user_cache_folder())[0]).form
-    except RanvierError:  # it is no longer there to be read
+    """CheckpointError where the modules of the base model of adapters have names there that we do not write. Nothing
+    is fetched for that: a checkpoint may name any model."""
+    if base is None:
         return
-    if form is not None and form.write is None:
+    is_on_hub = hub_model.is_name(base) and not Path(base).expanduser().is_dir()
+    try:
+        form = PretrainedConfig(hub_model.fetch_config(base, from_cache=True) if is_on_hub else
+                                folder_of(base, user_cache_folder(), CacheOnly())).form
+    except (NotInCache, RanvierError):
+        return
+    if form.write is None:
         raise CheckpointError(f"is a {form.title}, whose linear layers have other names than the adapters would get",
                               code="adapters-of-import-only-base", where="base model of the adapters", value=base,
                               remedy="Leave `--adapters` out: the export then has the adapters merged.")
