@@ -20,13 +20,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 ActionKind = Literal["F", "B", "W", "C"]
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One unit of work on a stage.
 
     defer: for B, whether its weight-gradient products are queued (True) or computed inside it.
@@ -83,8 +82,7 @@ def stored_in_even_flow(*, stage: int, num_stages: int, in_flight: int) -> int:
     return 1 if stage == num_stages - 1 else max(1, -(-in_flight * (num_stages - stage) // num_stages))
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(NamedTuple):
     """What a policy sees: the next action of each kind that could run now, and how far the stage is."""
 
     forward: Action | None
