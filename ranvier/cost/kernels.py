@@ -187,6 +187,20 @@ def without_panels(kernels: Iterable[Kernel]) -> Kernels:
     return tuple(found)
 
 
+def without_fused_loss(kernels: Iterable[Kernel]) -> Kernels:
+    """The same with a loss that is one pass over half-precision logits, and writes nothing, in two kernels: a cast to
+    fp32, and their softmax."""
+    found: list[Kernel] = []
+    for kernel in kernels:
+        if kernel.kind != "pointwise" or kernel.writes:
+            found.append(kernel)
+            continue
+        wide = tuple(access._replace(storage=-5 - access.storage, bytes=2 * access.bytes, size=2 * access.size)
+                     for access in kernel.reads)
+        found += [replace(kernel, kind="copy", writes=wide), replace(kernel, reads=wide, writes=wide)]
+    return tuple(found)
+
+
 def scaled(kernels: Iterable[Kernel], factor: float) -> Kernels:
     """The same of a microbatch that is `factor` times as large: weights stay as they are."""
     def larger(accesses: Iterable[Access]) -> tuple[Access, ...]:

@@ -37,7 +37,7 @@ from ranvier.cost.collectives import (
     tree_seconds,
 )
 from ranvier.cost.hardware import Cluster, Device, Precision
-from ranvier.cost.kernels import Kernel, backward_of, weight_gradients_of, without_panels
+from ranvier.cost.kernels import Kernel, backward_of, weight_gradients_of, without_fused_loss, without_panels
 from ranvier.cost.stage_messages import edge_bytes, edge_links, edge_seconds, rank_threads, replica_offsets, sent_bytes
 from ranvier.cost.volume import (
     Bytes,
@@ -197,8 +197,8 @@ def step_cost(step: Step, cluster: Cluster, *, exact: bool = True, as_published:
         exact: simulate the schedule; otherwise use the closed form.
         as_published: as Megatron-LM, DeepSpeed and Optimus were published, where a stage does not compute while it
             sends or receives, on the tensor mesh as between stages, products are not cut into panels, a weight's
-            gradient is added by a kernel of its own, ranks of a stage that hold the same activations each send a part
-            of them, and a layer's last product is recomputed, too.
+            gradient is added by a kernel of its own, the loss is a cast and a softmax, ranks of a stage that hold the
+            same activations each send a part of them, and a layer's last product is recomputed, too.
     """
     return _StepCost(step, cluster, as_published).cost(exact)
 
@@ -301,7 +301,7 @@ class Same(Generic[_Object]):
 def _block_seconds(kernels: Same[tuple[Kernel, ...]], device: Same[Device], precision: Precision, threads: float,
                    bytes: ElementBytes, as_published: bool) -> _Seconds:
     """Of one microbatch in a block with these kernels. as_published: as for `step_cost`."""
-    forward = without_panels(kernels.it) if as_published else kernels.it
+    forward = without_fused_loss(without_panels(kernels.it)) if as_published else kernels.it
     backward = backward_of(forward)
     weights = weight_gradients_of(forward, bytes.gradient, bytes.parameter if as_published else None)
 
