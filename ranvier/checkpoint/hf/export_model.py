@@ -26,6 +26,7 @@ from ranvier.checkpoint.hf.tokenizer_files import (
     TOKENIZER,
     export_files_beside,
     export_tokenizer,
+    padding_of,
     tokenizer_beside,
 )
 from ranvier.checkpoint.manifest import SavedTensor
@@ -75,7 +76,8 @@ def export(run: Path, out: Path, *, dtype: str | None = None, shard_bytes: int =
             named = {} if found is None else export_tokenizer(folder, found, source.config)
             ends = {"bos_token_id": None, "eos_token_id": None, **named} if source.head == "tokens" else {}
             if source.config.family == "llama" and found is not None:
-                ends |= export_files_beside(folder, found, tell)
+                ends |= export_files_beside(folder, found, tell) | (
+                    padding_of(folder) if source.head == "score" else {})
             _write_config(folder, source, ends)
             files = _write_weights(folder, source, shards(slots, shard_bytes))
             comparison = logits.compare(source.config, source.value, folder, head=source.head)
