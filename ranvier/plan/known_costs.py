@@ -1,5 +1,5 @@
-"""Costs of blocks that this process has counted before. A rank that checks its memory, freezes layers or changes its
-mesh plans the same model again, and counting takes longer than all else in a plan.
+"""What this process has counted before: a rank that checks its memory, freezes layers or changes its mesh plans the
+same model again, and counting its blocks takes longer than all else in a plan.
 
 Only models of Ranvier's own blocks are known again: their builders are `functools.partial`s of its classes and values
 that cannot change. Any other code may build something else each time.
@@ -13,6 +13,7 @@ from contextlib import suppress
 from enum import Enum
 from functools import partial
 from types import FunctionType
+from typing import Generic, TypeVar
 
 import torch
 from torch import nn
@@ -22,32 +23,45 @@ from ranvier.block import Model
 from ranvier.cost.blocks import BlockCost
 from ranvier.tensor.columns import plain
 
-_MOST = 64
-"""Models that are kept. A planner's search counts more of them, each once."""
 _OF_ANY_MODULE = vars(nn.Module()).keys()
-_known: dict[Hashable, tuple[BlockCost, ...]] = {}
-_counting = threading.Lock()
-"""Ranks that are threads need the same costs at the same time."""
+Found = TypeVar("Found")
+
+
+class Known(Generic[Found]):
+    """Results by what they depend on, the last `most` of them. Ranks that are threads need the same one at the same
+    time: one of them computes it."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._computing = most, threading.Lock()
+        self._found: dict[Hashable, Found] = {}
+
+    def get(self, key: Hashable, compute: Callable[[], Found]) -> Found:
+        """The result for `key`; what `compute` returns, where there is none yet, or `key` has no hash."""
+        try:
+            hash(key)
+        except TypeError:
+            return compute()
+        with self._computing:
+            if key not in self._found:
+                found = compute()
+                if len(self._found) == self._most:
+                    del self._found[next(iter(self._found))]
+                self._found[key] = found
+            return self._found[key]
+
+
+_known = Known[tuple[BlockCost, ...]](64)
 
 
 def known_or_counted(model: Model, sample: object, settings: Hashable, count: Callable[[], Iterable[BlockCost]]
                      ) -> tuple[BlockCost, ...]:
     """What `count` has returned for a model that computes the same. sample: its inputs and targets, of which shapes
     and formats matter. settings: all else on which the costs depend."""
-    key = None
+    key: Hashable = None
     with suppress(TypeError):
         key = (_recipe(model.blocks), _recipe(model.loss), model.tied, _recipe(model.alike), model.keep_fp32,
                _shapes(sample), settings)
-        hash(key)
-    if key is None:
-        return tuple(count())
-    with _counting:
-        if key not in _known:
-            costs = tuple(count())
-            if len(_known) == _MOST:
-                del _known[next(iter(_known))]
-            _known[key] = costs
-        return _known[key]
+    return tuple(count()) if key is None else _known.get(key, lambda: tuple(count()))
 
 
 def _recipe(value: object) -> Hashable:

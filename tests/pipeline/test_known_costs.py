@@ -27,7 +27,7 @@ CONFIG = Transformer(num_layers=2, hidden=16, heads=2, vocab=48, sequence=8)
 def counted(monkeypatch):
     """A list that grows by each count; nothing is known yet."""
     found = []
-    monkeypatch.setattr(known_costs, "_known", {})
+    monkeypatch.setattr(known_costs, "_known", known_costs.Known(64))
     monkeypatch.setattr(cut_module, "block_costs", lambda *args: found.append(args) or block_costs(*args))
     return found
 
@@ -85,7 +85,12 @@ def test_other_code_is_counted_each_time(counted, block):
 
 
 def test_old_models_are_forgotten(counted, monkeypatch):
-    monkeypatch.setattr(known_costs, "_MOST", 2)
-    for rows in (1, 2, 3, 1):
+    monkeypatch.setattr(known_costs, "_known", known_costs.Known(2))
+    for rows in (1, 2, 2, 3, 1):
         costs(gpt(CONFIG), rows=rows)
-    assert len(counted) == 4 and len(known_costs._known) == 2
+    assert len(counted) == 4
+
+
+def test_what_has_no_hash_is_found_each_time():
+    known, found = known_costs.Known(2), iter(range(9))
+    assert [known.get(key, lambda: next(found)) for key in (1, 1, [], [])] == [0, 0, 1, 2]
