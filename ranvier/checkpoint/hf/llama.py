@@ -99,9 +99,10 @@ _KINDS = {kind.model_type: kind for kind in (
 
 
 def _class_of(kind: _Kind) -> Mapping[str, str]:
-    """Head -> class of transformers."""
+    """Head -> class of transformers, which has none for scores of Granite."""
     stem = kind.model_class.removesuffix("ForCausalLM") + ("Text" if kind.model_type == "gemma3_text" else "")
-    return {"tokens": kind.model_class, "score": f"{stem}ForSequenceClassification"}
+    score = {} if kind.model_type == "granite" else {"score": f"{stem}ForSequenceClassification"}
+    return {"tokens": kind.model_class} | score
 
 
 _FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "olmo3": 4}
@@ -228,7 +229,7 @@ def _read(kind: _Kind, document: Mapping[str, object]) -> tuple[Transformer, lis
     functions: dict[str, tuple[object, tuple[object, ...]]] = {**_FUNCTION, kind.activation_key: (
         "silu", tuple(_ACTIVATIONS))}
     named = document.get("architectures")
-    if isinstance(named, list) and _class_of(kind)["score"] in named and num_labels(document) != 1:
+    if isinstance(named, list) and _class_of(kind).get("score") in named and num_labels(document) != 1:
         raise _wrong("llama-num-labels", "num_labels", num_labels(document), "must be 1, the score of a reward model")
     optional = {key: ours for key, ours in _OPTIONAL.items() if document.get(key) is not None}
     config = read_settings(document, _SIZES | optional, functions, {
@@ -391,6 +392,10 @@ def model_type(config: Transformer) -> str:
 
 def _write(kind: _Kind, config: Transformer, head: str = "tokens") -> dict[str, object]:
     """The content of config.json for the same function as `config`'s. ModelError where no architecture there has it."""
+    if head not in _class_of(kind):
+        raise ModelError("has no class in transformers", code="no-class-in-hugging-face",
+                         where=f"{kind.title} with the head {head!r}",
+                         remedy="Keep the checkpoints, which `ranvier evaluate` reads.")
     document: dict[str, object] = {
         "model_type": kind.model_type, "architectures": [_class_of(kind)[head]], "vocab_size": config.vocab,
         "hidden_size": config.hidden, "num_hidden_layers": config.num_layers, "num_attention_heads": config.heads,
