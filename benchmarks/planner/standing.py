@@ -109,8 +109,10 @@ def settings_of(source: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[dict
     if settings.get("pipeline.stages-per-rank", 1) > 1:
         settings["pipeline.in-flight"] = 2 * stages  # as interleaved 1F1B begins (Narayanan et al., 2021)
         stages *= settings["pipeline.stages-per-rank"]
-    if stages > 1 and "model.num-layers" in settings:  # of as many layers each, embedding and head aside
-        settings["pipeline.boundaries"] = [1 + 2 * settings["model.num-layers"] * stage // stages
+    if stages > 1 and "model.num-layers" in settings:  # of as many layers each
+        layers = settings["model.num-layers"]
+        ends = 0 if layers % stages == 0 else 1  # whether embedding and head count as layers
+        settings["pipeline.boundaries"] = [1 + 2 * ((layers + 2 * ends) * stage // stages - ends)
                                            for stage in range(1, stages)]
     differs = [f"{name.split('.')[-1]} {value}" for name, value in row.items()
                if "." in name and name not in ("batch.global-size",)]

@@ -35,7 +35,7 @@ from ranvier.pipeline.state_notes import HOOKED, SHARED, notes_of, with_notes
 from ranvier.plan.block_costs import loss_parts
 from ranvier.plan.recomputation import runs_of
 from ranvier.schedule.schedule import Product
-from ranvier.tensor.autograd import Function
+from ranvier.tensor.autograd import Function, apply_outside_transforms
 from ranvier.tensor.boundaries import detached_names, with_layouts
 from ranvier.tensor.columns import gather_whole, plain
 from ranvier.tensor.columns.tensor import mapped
@@ -82,6 +82,7 @@ class _Enter(Function):
         return gradient
 
 
+_enter = apply_outside_transforms(_Enter)
 _AS_THEY_ARE = nullcontext()
 
 Blocks = Sequence[tuple[int, str, nn.Module]]
@@ -226,10 +227,10 @@ class Stage:
                   for name, tensor in inputs.items()}
         self._weights.forward_bytes = 0
         with torch.set_grad_enabled(wanted), self._one_pass("forward"), casting(self._autocast, self._device):
-            entered = {name: _Enter.apply(leaf) if leaf.requires_grad else leaf for name, leaf in leaves.items()}
+            entered = {name: _enter(leaf) if leaf.requires_grad else leaf for name, leaf in leaves.items()}
             self._shared = SharedMemory()
             self._shared.watch(entered, notes.get(SHARED, ()))
-            hooked_states.refuse_outside(entered, notes.get(HOOKED, ()), self._in_pass)
+            hooked_states.refuse_outside(entered, notes.get(HOOKED, ()), self._weights.in_pass)
             state = self._run_blocks(carried(with_layouts(entered, self._mesh)), step, microbatch, number)
             if self._loss is not None:
                 self._show(state, number, keep=keep_outputs)
@@ -319,14 +320,10 @@ class Stage:
                     raise
             is_plain = self._mesh is None and isinstance(state, Tensor) and not state._backward_hooks
             if name != self.blocks[-1][1] and not is_plain:
-                hooked_states.between_blocks(plain(state), self._in_pass)
+                hooked_states.between_blocks(plain(state), self._weights.in_pass)
             if self._progress is not None:
                 self._progress()
         return state
-
-    def _in_pass(self) -> bool:
-        """Whether the stage's own backward runs, and no autograd call of a block or the loss."""
-        return self._weights.in_pass
 
     def _block_modes(self) -> AbstractContextManager[None]:
         """In training autograd is on, since a frozen block may compute gradients inside; layers call their chains."""
@@ -345,7 +342,7 @@ class Stage:
 
         def hook(gradient: Tensor) -> None:
             nonlocal missing
-            if not self._weights.in_pass:
+            if not self._weights.in_pass():
                 return  # a block or the loss calls autograd for purposes of its own
             missing -= 1
             if self._progress is not None:

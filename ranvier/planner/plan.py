@@ -16,7 +16,6 @@ from ranvier.config.run import Run
 from ranvier.config.task_form import form_of
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.hardware import Cluster
-from ranvier.cost.run_cost import run_cost, run_pipeline
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.planner import report
 from ranvier.planner.auto import closed, open_axes_of, with_plan, with_pretrained
@@ -25,6 +24,7 @@ from ranvier.planner.job_files import Launcher, start_command, write_job
 from ranvier.planner.page import page_of
 from ranvier.planner.problems import TOO_LARGE, cannot_be_laid_out
 from ranvier.planner.problems import problems as find_problems
+from ranvier.planner.run_cost import run_cost, run_pipeline
 from ranvier.planner.search import SearchResult, check_precision, search
 from ranvier.planner.simulation import (
     STEADY,

@@ -38,7 +38,7 @@ class _RowLookup(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, None]:
         (ids,), weight = ctx.saved_tensors, ctx.weight
-        if not ctx.gradients.in_pass or weight.grad is None:
+        if not ctx.gradients.in_pass() or weight.grad is None:
             return torch.ops.aten.embedding_dense_backward(dy, ids, len(weight), ctx.padding, False), None, None, None
         ids, dy = ids.reshape(-1), dy.reshape(-1, dy.shape[-1])
         if ctx.padding >= 0:

@@ -51,6 +51,12 @@ def test_a_product_of_a_weight_has_two_in_its_backward():
     assert weight_gradients_of([replace(PRODUCT, weight="frozen")], 4) == ()
 
 
+def test_a_gradient_that_another_kernel_adds_is_written_and_read_once_more():
+    of_w, adds, of_bias = weight_gradients_of([PRODUCT], 4, 2)
+    assert (of_w.shape, of_w.moved_bytes) == ((1, 3, 5, 7), 70 + 42 + 2 * 3 * 5)
+    assert (adds.kind, adds.moved_bytes) == ("copy", (2 + 2 * 4) * 3 * 5) and of_bias.moved_bytes == 42
+
+
 def test_a_product_of_activations_has_both_in_its_backward():
     of_second, of_first = backward_of([replace(PRODUCT, weight="none", has_bias=False)])
     assert (of_second.shape, of_first.shape) == ((1, 7, 5, 3), (1, 5, 3, 7))

@@ -290,7 +290,10 @@ def _gradient_dtype(run: ResolvedRun) -> torch.dtype:
 class _AtOnce:
     """A stage's weight gradients, none of which waits."""
 
-    in_pass, defers, last, forward_bytes = True, False, True, 0
+    defers, last, forward_bytes = False, True, 0
+
+    def in_pass(self) -> bool:
+        return True
 
 
 def _tensor_mesh(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, known: Needs
