@@ -99,10 +99,10 @@ _KINDS = {kind.model_type: kind for kind in (
 
 
 def _class_of(kind: _Kind) -> Mapping[str, str]:
-    """Head -> class of transformers, which has none for scores of Granite."""
+    """Head -> class of transformers, which has no classifiers of Granite."""
     stem = kind.model_class.removesuffix("ForCausalLM") + ("Text" if kind.model_type == "gemma3_text" else "")
-    score = {} if kind.model_type == "granite" else {"score": f"{stem}ForSequenceClassification"}
-    return {"tokens": kind.model_class} | score
+    scores = {} if kind.model_type == "granite" else {"score": f"{stem}ForSequenceClassification"}
+    return {"tokens": kind.model_class, **scores}
 
 
 _FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "olmo3": 4}
