@@ -259,13 +259,6 @@ def test_settings_that_no_architecture_has_are_not_exported():
         form_of(config).write(config, "tokens")
 
 
-def test_scores_of_a_granite_are_not_exported():
-    config = Transformer(family="llama", num_layers=1, hidden=24, heads=6, logits_scaling=8.0)
-    assert form_of(config).write(config, "tokens")["model_type"] == "granite"
-    with raises("no-class-in-hugging-face", "Granite", "score"):
-        form_of(config).write(config, "score")
-
-
 def test_a_head_of_its_own_is_read(tmp_path):
     published("llama2", tmp_path / "there")
     pretrained = Pretrained(tmp_path / "there")
