@@ -284,11 +284,12 @@ class Stage:
             again = recomputed and torch.is_grad_enabled()
             state = self._recomputed[run].run(part, state) if again else part(state)
             block, name, _ = self.blocks[run[-1]]
-            reports = self._progress is not None or number == self._last_number
+            last = number == self._last_number
+            reports = last or self._progress is not None
             if run[-1] != len(self.blocks) - 1 and (reports or not isinstance(state, Tensor)):
                 tensors = {"": state} if type(state) is Tensor else plain(named(state, f"block {name}"))
                 if reports:
-                    self._watch_boundary(tensors, block + 1)
+                    self._watch_boundary(tensors, block + 1, last=last)
                 if not isinstance(state, Tensor):
                     self._shared.watch(tensors, sharing(tensors))
         return state
@@ -348,8 +349,9 @@ class Stage:
                     self._progress()
         return state
 
-    def _watch_boundary(self, state: Mapping[str, Tensor], block: int) -> None:
-        """Have the backward pass report that it has left `block`: all gradients of the state before it are known."""
+    def _watch_boundary(self, state: Mapping[str, Tensor], block: int, *, last: bool) -> None:
+        """Have the backward pass report that it has left `block`: all gradients of the state before it are known. In
+        all but the last backward of the batch messages move then, and nobody wants to know more."""
         watched = [tensor for tensor in state.values() if tensor.requires_grad and tensor.grad_fn is not None]
         missing = len(watched)
 
@@ -369,7 +371,12 @@ class Stage:
                     self._mesh.sums.after(passed)
 
         for tensor in watched:
-            tensor.register_hook(hook)
+            tensor.register_hook(hook if last else self._moves)
+
+    def _moves(self, gradient: Tensor) -> None:
+        """A hook at a block boundary: let messages move."""
+        if self._progress is not None:
+            self._progress()
 
     def _close(self, block: int) -> None:
         """The last backward of the batch has passed `block` and all behind it."""
