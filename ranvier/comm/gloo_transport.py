@@ -44,6 +44,7 @@ class GlooTransport:
     """
 
     longest_gap_seconds = 0.0
+    needs_progress = False
     """Gloo's threads progress messages, so there is no gap."""
 
     def __init__(self, process_group: ProcessGroup | None, purpose: str, rank: int, size: int) -> None:

@@ -173,6 +173,7 @@ class InProcessTransport:
     """A `protocol.Transport` between threads."""
 
     longest_gap_seconds = 0.0
+    needs_progress = False
     """Messages move when they are sent, so there is no gap."""
 
     def __init__(self, world: InProcessWorld, purpose: str, rank: int, inboxes: list[_Inbox]) -> None:

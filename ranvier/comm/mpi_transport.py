@@ -112,6 +112,8 @@ class MPITransport:
         aware: whether MPI accepts addresses on CUDA devices, on all ranks.
     """
 
+    needs_progress = True
+
     def __init__(self, mpi: ModuleType, comm: MPI.Comm, purpose: str, device: torch.device, aware: bool = False
                  ) -> None:
         self._mpi, self.comm, self._device, self._aware = mpi, comm, device, aware

@@ -139,6 +139,7 @@ class NcclTransport:
         on_lost: called, on another thread, with the error by which a peer is found to be gone.
     """
 
+    needs_progress = True
     longest_gap_seconds = 0.0
     """NCCL and Gloo progress without calls, so there is no gap."""
 

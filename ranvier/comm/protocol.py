@@ -39,6 +39,10 @@ class Transport(Protocol):
     def longest_gap_seconds(self) -> float:
         """The longest time between two calls that progress messages, while any were in flight."""
 
+    @property
+    def needs_progress(self) -> bool:
+        """Whether messages move inside calls of this rank only, so that long work calls `progress` now and then."""
+
     def connect(self, sources: Sequence[int], destinations: Sequence[int], capacity_bytes: int) -> None:
         """Open the edges of this rank and post one receive of `capacity_bytes` on each incoming one.
 

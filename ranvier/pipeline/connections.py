@@ -69,6 +69,12 @@ class Connections:
     has_peers = False
     """Whether messages of other ranks may arrive."""
 
+    @property
+    def needs_progress(self) -> bool:
+        """Whether messages or collectives of a step move only where this rank lets them."""
+        return self.tensor_mesh is not None or len(self.data.ranks) > 1 or (
+            self.has_peers and self.transport.needs_progress)
+
     def open(self, peers: Iterable[int], *, capacity_bytes: int, timeline: Timeline, timeout_seconds: float,
              other: Callable[[Message], None]) -> None:
         """Everything but the tensor mesh.

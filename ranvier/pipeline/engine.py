@@ -286,7 +286,8 @@ class Engine:
             [block for block in blocks if block[0] in self.layout.blocks(stage)],
             loss=self._loss(model, blocks) if stage == placement.num_stages - 1 else None,
             seed=seed, device=self.world.device,
-            progress=self._updater.progress if self.world.size > 1 else None, segments=self.plan.recomputed[stage],
+            progress=self._updater.progress if self._connections.needs_progress else None,
+            segments=self.plan.recomputed[stage],
             block_passed=partial(_block_passed, self._updater, mesh), mesh=mesh, compile=self._compiles(compile),
             tables=tables, may_wait=self.mesh.pipeline_size > 1 or sets_deferral,  # under any policy: all agree
             autocast=autocast,

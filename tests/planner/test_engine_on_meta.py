@@ -37,6 +37,8 @@ class Group(MetaGroup):
 class Transport:
     """Sends nothing."""
 
+    needs_progress = True
+
     def connect(self, sources, destinations, capacity_bytes):
         pass
 
