@@ -93,8 +93,8 @@ class Stage:
     Args:
         blocks: (number in the model, name, module) of each block.
         loss: the model's loss on the last stage, None elsewhere.
-        progress: called at every block boundary, forward and backward, so that messages move meanwhile; None where
-            there are none.
+        progress: called at the boundaries between blocks, forward and backward, so that messages and reductions move
+            meanwhile; None where they move by themselves.
         block_passed: called with a block's number when the last backward of the batch has passed it and all behind it;
             with the number after the last block's when that backward begins.
         mesh: the tensor mesh, whose columns share activations.

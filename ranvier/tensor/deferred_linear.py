@@ -174,12 +174,13 @@ def are_plain(*parameters: Tensor | None) -> bool:
 class _DeferrableForward:
     """The forward of a plain nn.Linear, with its weight gradients going through `gradients`.
 
-    Inside a transform of torch.func (vmap, grad, jvp) it computes what nn.Linear computes.
+    Inside a transform of torch.func (vmap, grad, jvp), and where a block compiles its own code, it computes what
+    nn.Linear computes.
 
     steps_aside: its products never wait, from the first time on that autograd may add to the same gradient by itself
-    (in a transform, or where a block calls autograd for purposes of its own): the order in which the queue and autograd
-    add would depend on the schedule's policy. Implicit layers and reentrant checkpointing first run without gradients,
-    so that this is known before any backward.
+    (in a transform, in compiled code, or where a block calls autograd for purposes of its own): the order in which the
+    queue and autograd add would depend on the schedule's policy. Implicit layers and reentrant checkpointing first run
+    without gradients, so that this is known before any backward.
     """
 
     def __init__(self, module: nn.Linear, gradients: WeightGradients, *, in_float8: bool = False) -> None:
@@ -193,7 +194,7 @@ class _DeferrableForward:
         bias = held["bias"]
         if not isinstance(x, Tensor) or not is_deferrable(self._module):
             return functional.linear(x, weight, bias)
-        if is_transformed() or not torch.is_grad_enabled():
+        if torch.compiler.is_dynamo_compiling() or is_transformed() or not torch.is_grad_enabled():
             self.steps_aside = True
             return functional.linear(x, weight, bias)
         dtype = autocast_dtype(x, weight, bias) if torch.is_autocast_enabled(x.device.type) else None
@@ -201,10 +202,7 @@ class _DeferrableForward:
             if self.in_float8:
                 return functional.linear(x, weight, bias)
             x = x.to(dtype)
-        if torch.compiler.is_dynamo_compiling():
-            y = _DeferrableLinear.apply(x, weight, bias, self, dtype)
-        else:
-            y = _apply(torch._C._functorch.unwrap_if_dead(x), weight, bias, self, dtype)
+        y = _apply(torch._C._functorch.unwrap_if_dead(x), weight, bias, self, dtype)
         if not self.steps_aside:
             self.gradients.forward_bytes += x.nbytes + y.nbytes
         return y

@@ -290,3 +290,19 @@ def test_buffers_change_once():
     for found, wanted in ((gradients, reference.gradients()), (buffers, expected)):
         for name, value in wanted.items():
             torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)
+
+
+class CompiledByItself(nn.Module):
+    """A block of a user who compiles its own code, in one graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.call = torch.compile(lambda x: torch.tanh(self.linear(x)), backend="eager", fullgraph=True)
+
+    def forward(self, x):
+        return self.call(x)
+
+
+def test_a_block_that_compiles_itself():
+    assert_parity(lambda: chain(CompiledByItself, linear, CompiledByItself), points([[2, 2]]), Mesh(pipe=2))
