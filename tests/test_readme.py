@@ -37,8 +37,8 @@ def commands() -> list[str]:
 COMMANDS = commands()
 RUNNABLE = [command for command in COMMANDS if not command.startswith("make ") and " resize runs/mine" not in command]
 HELPS = [command for command in RUNNABLE if command.startswith("python -m ") and command.endswith(" --help")]
-SLOW = ("bert-sentiment", "vit-cifar10", "torchrun", "mpiexec", "runs/small", "runs/writer", "--mesh.row 2", "runs/kept",
-        "runs/frugal", "runs/own-family", "runs/upper", "runs/auto", "--explain", "runs/base")
+SLOW = ("bert-sentiment", "vit-cifar10", "torchrun", "mpiexec", "runs/small", "runs/writer", "--mesh.row 2",
+        "runs/kept", "runs/frugal", "runs/own-family", "runs/upper", "runs/auto", "--explain", "runs/base")
 """In commands that wait for `make test-all`: recipes that fetch, and what tests of its own folder start as well."""
 FEW_STEPS = "--train.steps 3 --train.eval-sequences 8 --train.sample-tokens 8"
 
@@ -112,7 +112,8 @@ def test_command(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("command", HELPS)
-@pytest.mark.filterwarnings("ignore:.* found in sys.modules after import of package:RuntimeWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.* found in sys.modules after import of package:RuntimeWarning", "ignore:.*torch.jit:DeprecationWarning")
 def test_helps(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """In the tests' own process, which has loaded torch."""
     module = command.split()[2]
