@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from ranvier.config.resolve import resolve
 from ranvier.config.run import Batch, Elastic, Memory, Pipeline, Run, Transformer
-from ranvier.cost.count import laid_out, recomputed_runs
 from ranvier.elastic.freezing import NONE_FROZEN
 from ranvier.mesh import Mesh, StagePlacement
 from ranvier.models import families
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.plan.limits import memory_choices, run_limits
+from ranvier.planner.count import laid_out, recomputed_runs
 from ranvier.planner.report import schedule_text
 from ranvier.schedule.computed_limits import (
     MAX_SIMULATED_STAGES,
