@@ -1,6 +1,7 @@
 """Ranks are often threads here: each computes with one thread, so that many of them fit on few cores. Times of
 hypothesis' examples say nothing on a machine that others use too."""
 
+import gc
 import os
 from collections import Counter
 
@@ -37,8 +38,9 @@ def no_pictures(request):
 LONGEST = ("test_joining.py", "test_losses.py", "test_elastic_run.py", "test_real_starts.py", "test_site.py",
            "test_stopped_ranks.py", "test_readme.py", "test_golden_runs.py", "test_mpi.py", "test_torch.py",
            "test_launcher_dies.py", "test_stop_signals.py", "test_release.py", "test_generate_command.py",
-           "test_recorded.py", "test_together.py", "test_types.py", "test_tensor_real_processes.py",
-           "test_real_processes.py", "test_run_function.py", "test_leaving_early.py", "test_fault_injection.py")
+           "test_recorded.py", "test_together.py", "test_compiled_blocks.py", "test_types.py", "test_real_processes.py",
+           "test_run_function.py", "test_leaving_early.py", "test_fault_injection.py", "test_bad_settings.py",
+           "test_collective_order.py", "test_tensor_real_processes.py", "test_start_trial.py", "test_autocast.py")
 """A file runs in one process: those that take longest begin first, so that no process ends long after the others. The
 rest follows by the number of tests. `make test` says --no-loadscope-reorder: pytest-xdist's own order has files with a
 single long test last."""
@@ -48,3 +50,8 @@ def pytest_collection_modifyitems(items):
     order = {name: place for place, name in enumerate(LONGEST)}
     counts = Counter(item.path for item in items)
     items.sort(key=lambda item: (order.get(item.path.name, len(order)), -counts[item.path]))
+
+
+def pytest_collection_finish():
+    """The millions of objects of modules and tests stay: no garbage collection looks at them again."""
+    gc.freeze()

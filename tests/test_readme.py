@@ -1,8 +1,9 @@
 """The commands and code of README and of the pages it leads to do what they say: as they stand there in `make
-test-all`; in `make test` most of them with fewer steps, and of those that differ in the mesh alone one."""
+test-all`; in `make test` most of them with fewer steps and ranks, and of those that differ in the mesh alone one."""
 
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -36,8 +37,8 @@ def commands() -> list[str]:
 COMMANDS = commands()
 RUNNABLE = [command for command in COMMANDS if not command.startswith("make ") and " resize runs/mine" not in command]
 HELPS = [command for command in RUNNABLE if command.startswith("python -m ") and command.endswith(" --help")]
-SLOW = ("bert-sentiment", "vit-cifar10", "torchrun", "runs/small", "runs/writer", "--mesh.row 2", "runs/kept",
-        "runs/frugal", "runs/own-family", "runs/upper", "runs/auto", "--explain", "runs/base")
+SLOW = ("bert-sentiment", "vit-cifar10", "torchrun", "mpiexec", "runs/small", "runs/writer", "--mesh.row 2",
+        "runs/kept", "runs/frugal", "runs/own-family", "runs/upper", "runs/auto", "--explain", "runs/base")
 """In commands that wait for `make test-all`: recipes that fetch, and what tests of its own folder start as well."""
 FEW_STEPS = "--train.steps 3 --train.eval-sequences 8 --train.sample-tokens 8"
 
@@ -75,7 +76,9 @@ def test_make_targets_exist(command: str) -> None:
 
 
 def quick(command: str) -> str:
-    return re.sub(r"--train\.steps \d+", FEW_STEPS, command)
+    """With fewer steps, and of gpt-tiny, which has two replicas of two stages, one replica."""
+    fewer = FEW_STEPS if "--mesh." in command else f"--mesh.data 1 {FEW_STEPS}"
+    return re.sub(r"--train\.steps \d+", fewer, command)
 
 
 def in_make_test() -> list:
@@ -108,25 +111,16 @@ def test_command(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             assert (tmp_path / folder[1] / name).exists(), name
 
 
-def test_helps(tmp_path: Path) -> None:
-    """All of them in one process, which imports torch once."""
-    modules = [command.split()[2] for command in HELPS]
-    program = f"""
-import runpy, sys
-for module in {modules}:
-    sys.argv[1:] = ["--help"]
-    print("--- of", module, flush=True)
-    try:
+@pytest.mark.parametrize("command", HELPS)
+@pytest.mark.filterwarnings(
+    "ignore:.* found in sys.modules after import of package:RuntimeWarning", "ignore:.*torch.jit:DeprecationWarning")
+def test_helps(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the tests' own process, which has loaded torch."""
+    module = command.split()[2]
+    monkeypatch.setattr(sys, "argv", [module, "--help"])
+    with pytest.raises(SystemExit) as ended:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except SystemExit as end:
-        assert not end.code, end
-"""
-    (tmp_path / "helps.py").write_text(program)
-    done = run("python helps.py", tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    texts = re.split("^--- of ", done.stdout, flags=re.MULTILINE)[1:]
-    assert len(texts) == len(modules) >= 5
-    assert all(text.startswith(module) and "usage:" in text for text, module in zip(texts, modules, strict=True))
+    assert not ended.value.code and "usage:" in capsys.readouterr().out
 
 
 def python_example(text: str) -> str:
@@ -141,13 +135,11 @@ def test_the_freeze_policy_of_the_page_conforms() -> None:
     check_freeze_policy(names["WhileTheLossFalls"])
 
 
-def test_python_example_agrees(tmp_path: Path) -> None:
-    code = python_example("check_split")
-    (tmp_path / "example.py").write_text(code)
-    done = run("python example.py", tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert all("agrees" in line for line in done.stdout.splitlines())
-    assert len(done.stdout.splitlines()) == 13  # the schemes on four meshes
+def test_python_example_agrees(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(python_example("check_split"), {"__name__": "__main__"})
+    lines = capsys.readouterr().out.splitlines()
+    assert all("agrees" in line for line in lines)
+    assert len(lines) == 13  # the schemes on four meshes
 
 
 def test_the_five_lines_are_those_of_the_program() -> None:
@@ -155,9 +147,11 @@ def test_the_five_lines_are_those_of_the_program() -> None:
     assert five in python_example("def batches")
 
 
-def test_python_example_learns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mesh", ["pipe=2", pytest.param("data=2, pipe=2", marks=pytest.mark.slow)])
+def test_python_example_learns(tmp_path: Path, mesh: str) -> None:
     code = python_example("def batches")
-    (tmp_path / "example.py").write_text(code)
+    assert "ranvier.start(data=2, pipe=2)" in code
+    (tmp_path / "example.py").write_text(code.replace("data=2, pipe=2", mesh))
     done = run("python example.py", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     loss = float(re.search(r"^loss (\S+)$", done.stdout, flags=re.MULTILINE)[1])

@@ -305,6 +305,7 @@ def text_of(site):
     return (ROOT / site[0]).read_text().splitlines()[site[1] - 1].split("#")[0].strip()
 
 
+@pytest.mark.slow
 def test_without_any_one_wait_there_is_a_race(made):
     unnoticed = {}
     for site in sorted(set().union(*made.values())):

@@ -36,11 +36,11 @@ ALLOWED = {
 
 def words_of_starts(code, *, appends=False):
     """The words of text starts that a module uses. appends: a list may be of the separator alone."""
-    tree = ast.parse(code)
-    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-    names = [getattr(node, name, None) for node in ast.walk(tree) for name in ("attr", "id", "arg", "name")]
-    used = {word for word in WORDS for text in [*texts, *names] if isinstance(text, str) and word in text}
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(ast.parse(code)))
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant)}
+    names = {getattr(node, name, None) for node in nodes for name in ("attr", "id", "arg", "name")}
+    used = {word for word in WORDS for text in texts | names if isinstance(text, str) and word in text}
+    for node in nodes:
         if isinstance(node, (ast.List, ast.Tuple)) and node.elts:  # a context that is made of the separator
             first, is_spread = node.elts[0], isinstance(node.elts[0], ast.Starred)
             name = getattr(first.value if is_spread else first, "attr", None)

@@ -22,7 +22,7 @@ from ranvier.mesh import StagePlacement
 from ranvier.schedule.computed_limits import computed_limits
 from ranvier.schedule.policies import MessageDriven
 from ranvier.schedule.simulator import StageTimes, simulate
-from tests.covering import covering
+from tests.covering import covering, quick
 
 OWN = [case for case in CASES if case.hop == OWN_HOP]
 
@@ -43,7 +43,7 @@ def test_the_fixed_orders_are_what_their_papers_say(pipe, microbatches):
     assert one_f_one_b(case).bubble == pytest.approx((pipe - 1) / (microbatches + pipe - 1))
 
 
-@pytest.mark.parametrize(("case", "memory"), covering(OWN, [1.0, 1.1]), ids=name_of)
+@pytest.mark.parametrize(("case", "memory"), quick(5, covering(OWN, [1.0, 1.1])), ids=name_of)
 def test_half_the_bubble_of_1f1b_in_its_memory(case, memory):
     found, other = ours(case, 2, memory), one_f_one_b(case)
     assert found.bubble <= 0.5 * other.bubble and found.peak <= memory + 1e-9 and other.peak == 1.0
@@ -54,7 +54,7 @@ def slower(found, other):
     return found.seconds / other.seconds
 
 
-@pytest.mark.parametrize("case", OWN, ids=name_of)
+@pytest.mark.parametrize("case", quick(4, OWN), ids=name_of)
 def test_within_three_percent_of_zb_v_with_more_memory(case):
     found = ours(case, 2, 1.5)
     assert slower(found, static(case, "ScheduleZBVZeroBubble")) <= 1.03 and found.peak <= 1.51

@@ -153,5 +153,5 @@ def values(folder: Path, count: int) -> int:
     return try_all(st.tuples(st.sampled_from(sorted(settings)), _WORDS), work, count)
 
 
-FUZZERS: dict[Callable[[Path, int], int], int] = {file_bytes: 12, file_trees: 8, command_lines: 6, values: 12}
+FUZZERS: dict[Callable[[Path, int], int], int] = {file_bytes: 5, file_trees: 8, command_lines: 6, values: 12}
 """And how many of a round's inputs each has."""

@@ -14,7 +14,7 @@ from ranvier.pipeline.microbatch import Microbatch
 from ranvier.tensor import compiled
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import relative_error
-from tests.covering import covering, label
+from tests.covering import covering, label, quick
 from tests.errors import raises
 from tests.pipeline.parity import merge, share, squared
 
@@ -193,7 +193,7 @@ SPLIT = [(Mesh(data=2), {}), (Mesh(pipe=2), {"pipeline": Pipeline(defer_bytes=1 
          (Mesh(col=2), {"tensor": TensorParallel(scheme="megatron", sequence_sharding=True)})]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", quick(1, reversed(FAMILIES)))
 def test_shipped_families_on_every_mesh(family):
     """All layers, split or not, are as near to one rank under autocast as bfloat16's rounding of sums allows."""
     fp32, its = whole_gradients(family, Mesh())

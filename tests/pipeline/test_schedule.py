@@ -96,7 +96,7 @@ def held_in_order(placement, microbatches, in_flight):
     return most
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(pipelines(), st.integers(1, 4), st.integers(0, 40), st.sampled_from(["v-shape", "interleaved"]),
        st.randoms(use_true_random=False))
 def test_what_is_due_first_ends_in_order_and_within_the_room(pipeline, pipe, room, how, chance):

@@ -40,8 +40,8 @@ def test_times_and_memory_of_the_12_billion_model(papers):
         assert abs(row.error) <= 0.15, row
 
 
-@pytest.mark.parametrize("billions", [pytest.param(each, marks=[] if each == 12 else pytest.mark.slow)
-                                      for each in BILLIONS])
+@pytest.mark.slow
+@pytest.mark.parametrize("billions", BILLIONS)
 def test_the_papers_configuration_is_the_best_or_near_it(papers, billions):
     found = papers.table_two(billions)
     assert found.problem is None and found.published == AXONN[billions]

@@ -51,7 +51,8 @@ def test_gpt_on_every_mesh(rows, cols, scheme, count, tied):
 
 
 @pytest.mark.parametrize("tied", TIED)
-@pytest.mark.parametrize(("scheme", "boundaries"), [("stationary", None), ("stationary", (1,)), ("summa", (4,))])
+@pytest.mark.parametrize(("scheme", "boundaries"), quick(2, [
+    ("stationary", None), ("stationary", (1,)), ("summa", (4,))]))
 def test_gpt_on_all_four_axes(scheme, boundaries, tied):
     """Two replicas whose rows have unequal numbers of targets; layers lie unevenly on stages."""
     assert_parity(partial(two_layers, tied=tied), token_batches(ALL_AXES), ALL_AXES, scheme=scheme,
