@@ -156,6 +156,8 @@ class Board:
         self._store, self._rank, self._mesh, self._interval = store, rank, mesh, interval_seconds
         self._hang = hang
         self._action, self._since, self._previous, self._changes = "its start", time.monotonic(), "", 0
+        self._awaited: tuple[str, int] | None = None
+        """What this rank waits for, and from which."""
         self._compiled_before = COMPILATIONS.seconds()
         self._action_thread = threading.get_ident()
         self.engine = "-"
@@ -176,18 +178,25 @@ class Board:
     @property
     def action(self) -> str:
         """This rank's current action, as a noun phrase ("forward 3", "the optimizer"). Set at every action."""
-        return self._action
+        if (awaited := self._awaited) is None:
+            return self._action
+        return f"a wait for {awaited[0]} from {self.name(awaited[1])}"
 
     @action.setter
     def action(self, action: str) -> None:
+        self._count_time()
+        self._previous, self._action, self._awaited = self._action, action, None
+        self._action_thread = threading.get_ident()
+
+    def _count_time(self) -> None:
+        """An action, or a wait in it, begins or ends."""
         now = time.monotonic()
         if self._hang is not None:
             compiled = COMPILATIONS.seconds()
-            self._hang.record(self._action, now - self._since - (compiled - self._compiled_before))
+            if self._awaited is None:
+                self._hang.record(self._action, now - self._since - (compiled - self._compiled_before))
             self._compiled_before = compiled
-        if not self._action.startswith("a wait"):
-            self._previous = self._action
-        self._action, self._since, self._action_thread = action, now, threading.get_ident()
+        self._since = now
         self._changes += 1
 
     def _keep_publishing(self) -> None:
@@ -206,27 +215,32 @@ class Board:
         waits = change == self._changes and COMPILATIONS.idle_seconds() != 0
         self._checks = (self._changes, checks + 1 if waits else 0)
         if self._hang is not None:
-            self._hang.check(self._action, self._checks[1] * self._interval, self._rank, self._action_thread)
+            self._hang.check(self.action, self._checks[1] * self._interval, self._rank, self._action_thread)
 
     def _publish(self) -> None:
         self._count += 1
         seconds = self._checks[1] * self._interval
-        duration = (f" for {seconds:.0f} s, after {self._previous or 'nothing'}"
+        previous = self._previous if self._awaited is None else self._action
+        duration = (f" for {seconds:.0f} s, after {previous or 'nothing'}"
                     if seconds >= _SHOW_DURATION_SECONDS else "")
         place = self.place()
-        action = f"{self._action} ({place})" if place else self._action
+        action = f"{self.action} ({place})" if place else self.action
         self._store.set(_action_key(self._rank), f"{self._count} {action}{duration}")
         self._store.set(_calls_key(self._rank), f"{self.calls} {self.engine}")
         idle = COMPILATIONS.idle_seconds()
         if idle is not None:
             self._store.set(_compiled_key(self._rank), f"{self._count} {idle}")
 
-    def wait(self, receive: Callable[[float], _Result | None], seconds: float) -> _Result | None:
-        """`receive(seconds)`, which waits so long for something of another rank; None where it does not come.
+    def wait(self, what: str, source: int, receive: Callable[[float], _Result | None], seconds: float
+             ) -> _Result | None:
+        """`receive(seconds)`, which waits so long for `what` from rank `source`; None where it does not come: then the
+        wait remains this rank's action until the next one is set.
 
         It is called again while some rank compiles, and until `seconds` have gone since: stages compile one after the
         other, and what comes late of that is not lost.
         """
+        self._count_time()
+        self._awaited = what, source
         seen: dict[int, bytes] = {}
         left = seconds
         while (found := receive(left)) is None:
@@ -235,6 +249,8 @@ class Board:
             if left <= 0:
                 return None
             seen |= new
+        self._count_time()
+        self._awaited = None
         return found
 
     def _compiled_elsewhere(self, seen: dict[int, bytes]) -> dict[int, bytes]:
@@ -264,7 +280,7 @@ class Board:
     def report_all(self) -> str:
         """One line for each rank with its action and its place in it, for a collective that does not end."""
         place = self.place()
-        own = f"{self._action} ({place})" if place else self._action
+        own = f"{self.action} ({place})" if place else self.action
         return self._lines({self._rank: own} | self._actions_of_others())
 
     def _actions_of_others(self) -> dict[int, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -159,13 +159,16 @@ def autocast_dtype(*operands: Tensor | None) -> torch.dtype | None:
 def is_deferrable(module: nn.Linear) -> bool:
     """Whether weight and bias are plain parameters without hooks on their gradients, and the weight trains."""
     weight, bias = module._parameters["weight"], module._parameters["bias"]
-    return weight is not None and weight.requires_grad and is_plain(weight) and (bias is None or is_plain(bias))
+    return weight is not None and weight.requires_grad and are_plain(weight, bias)
 
 
-def is_plain(parameter: Tensor) -> bool:
-    """Whether it is a parameter without hooks on its gradient."""
-    return (isinstance(parameter, nn.Parameter) and not parameter._backward_hooks
-            and not parameter._post_accumulate_grad_hooks)
+def are_plain(*parameters: Tensor | None) -> bool:
+    """Whether all that are not None are parameters without hooks on their gradients."""
+    for one in parameters:
+        if one is not None and (not isinstance(one, nn.Parameter) or one._backward_hooks
+                                or one._post_accumulate_grad_hooks):
+            return False
+    return True
 
 
 class _DeferrableForward:
@@ -185,8 +188,9 @@ class _DeferrableForward:
         self.steps_aside = False
 
     def __call__(self, input: Tensor) -> Tensor:
-        x, held = input, cast(dict[str, Any], self._module._parameters)
-        weight, bias = held["weight"], held["bias"]
+        x, held = input, self._module._parameters
+        weight: Any = held["weight"]
+        bias = held["bias"]
         if not isinstance(x, Tensor) or not is_deferrable(self._module):
             return functional.linear(x, weight, bias)
         if is_transformed() or not torch.is_grad_enabled():

@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from ranvier.schedule.schedule import Product
 
@@ -73,6 +73,8 @@ class WeightGradients:
                 torch.autograd.backward(roots, gradients)
         finally:
             fresh, self._fresh, self.defers, self._task = self._fresh, [], False, None
+        if not fresh:
+            return []
         for number, operands in enumerate(fresh):
             self._waiting[microbatch, number] = operands
         return [Product(size, min(map(self._chunk_of, operands.parameters)))
@@ -92,8 +94,7 @@ class WeightGradients:
 
     def add(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor],
             add_gradients: Callable[..., None]) -> None:
-        """Call `add_gradients(*tensors)`, which adds to the gradients of `parameters`: later, where this backward
-        defers.
+        """Call `add_gradients(*tensors)`, which adds to the gradients of `parameters`: later, where the pass defers.
 
         A layer's backward calls this.
         """
@@ -126,7 +127,9 @@ class WeightGradients:
 
 def root_of(tensor: Tensor) -> GradientEdge:
     """Where the backward of a stage's output begins: a node of its own, so that no hook of a block runs before it."""
-    return get_gradient_edge(tensor.view_as(tensor))
+    node = tensor.view_as(tensor).grad_fn
+    assert node is not None, "only an output that requires a gradient has a root"
+    return GradientEdge(node, 0)
 
 
 def _alone(tensor: Tensor) -> Tensor:
