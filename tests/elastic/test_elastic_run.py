@@ -144,6 +144,7 @@ def test_half_precision_entries_change_little(sentences, tmp_path, in_one_proces
     assert losses(run) != pytest.approx(in_one_process, rel=1e-9)  # eleven bits are not 53
 
 
+@pytest.mark.slow
 def test_the_articles_rule_packs_by_sizes(sentences, tmp_path, in_one_process):
     """Of 22,162 parameters the largest of four stages has 6,866. With two layers frozen, which weigh a sixth, the
     larger one of two would have 9,026; with four it has 5,746."""
