@@ -65,8 +65,7 @@ def start_run(sentences, tmp_path):
     started = []
 
     def begin(ranks, **options):
-        layers = {} if options.get("manual") else {"model__num_layers": 2}
-        options = {"manual": "", **layers, "launch__join_address": "127.0.0.1", "launch__stopped_seconds": 0,
+        options = {"manual": "", "launch__join_address": "127.0.0.1", "launch__stopped_seconds": 0,
                    "launch__threads": 1, "comm__timeout_seconds": 300} | options  # longer than ranks are stopped
         started.append(Command(sentences, tmp_path / "run", "torch", ranks=ranks, **options))
         return started[-1]
