@@ -1,8 +1,11 @@
-"""Ranks are often threads here: each computes with one thread, so that many of them fit on few cores. Times of
-hypothesis' examples say nothing on a machine that others use too."""
+"""Ranks are often threads here: each computes with one thread, so that many of them fit on few cores, and the threads
+of those with several do not spin. Times of hypothesis' examples say nothing on a machine that others use too."""
 
 import gc
 import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported: threads that wait leave their core
+
 from collections import Counter
 
 import hypothesis

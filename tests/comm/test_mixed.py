@@ -44,6 +44,7 @@ def large_message(world: World) -> bool:
     return "ranvier-mpi-progress" in names
 
 
+@pytest.mark.slow
 @mpi
 def test_a_rank_that_waits_for_a_collective_still_sends():
     assert run_processes(f"{HERE}:large_message", 2, "mpi+torch", timeout_seconds=60) == [True, True]

@@ -254,7 +254,7 @@ def over_sockets(world):
     group, found = world.backend.group("wire", [range(world.size)]), []
     for dtype in (torch.float32, torch.bfloat16, torch.int16):
         for operation in OPERATIONS:
-            tensor = torch.ones(world.size * 500_000, dtype=dtype)
+            tensor = torch.ones(world.size * 200_000, dtype=dtype)
             group.barrier()
             counted, arrived = group.bytes_received, received_by_sockets()
             for root in range(world.size):

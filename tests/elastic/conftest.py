@@ -1,5 +1,4 @@
-"""Runs that the tests of this folder share. They leave no pictures but where a test looks at them: drawing takes longer
-than training."""
+"""Runs that the tests of this folder share."""
 
 from __future__ import annotations
 
@@ -7,18 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from ranvier.config.run import Elastic
 from ranvier.launch.stop import StopRequest
-from ranvier.mesh import Mesh
-from ranvier.train import loop, report
+from ranvier.train import loop
 from tests.elastic.processes import Command, Joining
-from tests.elastic.runs import BY_HAND, losses, run_all, tiny, write_sentences
-
-
-@pytest.fixture(autouse=True)
-def no_pictures(request, monkeypatch):
-    if "pictures" not in request.keywords:
-        for draw in ("draw_course", "draw_loss", "timeline_picture"):
-            monkeypatch.setattr(report, draw, lambda *args: None)
+from tests.elastic.runs import BY_HAND, losses_of_one_rank, write_sentences
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +24,13 @@ def sentences(tmp_path_factory):
 @pytest.fixture(scope="module")
 def in_one_process(sentences, tmp_path_factory):
     """The run that freezes the same layers after the same steps, on one rank."""
-    run = tiny(sentences, tmp_path_factory.mktemp("one") / "run", mesh=Mesh(),
-               elastic=replace(BY_HAND, auto_pipe=False, auto_dp=False))
-    run_all(run)
-    return losses(run)
+    return losses_of_one_rank(sentences, tmp_path_factory, replace(BY_HAND, auto_pipe=False, auto_dp=False))
+
+
+@pytest.fixture(scope="module")
+def plain_losses(sentences, tmp_path_factory):
+    """Of the run that freezes nothing, on one rank."""
+    return losses_of_one_rank(sentences, tmp_path_factory, Elastic())
 
 
 @pytest.fixture

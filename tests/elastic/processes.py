@@ -64,7 +64,7 @@ class Command:
         while not condition():
             assert self.process.poll() is None, self.process.communicate()[0]
             assert time.monotonic() - self.began < DEADLINE_SECONDS
-            time.sleep(0.01)
+            time.sleep(0.03)
 
     def ranks(self):
         """Process ids of the ranks, by rank."""

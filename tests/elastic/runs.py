@@ -59,6 +59,18 @@ def losses(run):
     return [line["loss"] for line in lines(run, "metrics.jsonl")]
 
 
+_OF_ONE_RANK = {}
+
+
+def losses_of_one_rank(sentences, folders, elastic):
+    """Of the tiny run with `elastic`; the files of tests that one process runs have them from one run."""
+    if elastic not in _OF_ONE_RANK:
+        run = tiny(sentences, folders.mktemp("one") / "run", mesh=Mesh(), elastic=elastic)
+        run_all(run)
+        _OF_ONE_RANK[elastic] = losses(run)
+    return _OF_ONE_RANK[elastic]
+
+
 def transitions(run):
     return events(run, "transition")
 

@@ -34,7 +34,7 @@ def test_a_stop_at_the_step_of_a_transition(sentences, tmp_path, in_one_process,
     assert losses(run) == pytest.approx(in_one_process, rel=1e-9)
 
 
-@pytest.mark.parametrize("lost", [0, 2])
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_run_that_had_lost_ranks_uses_all_of_them_when_it_is_resumed(sentences, tmp_path, in_one_process, requests,
                                                                       monkeypatch, lost):
     """One that has all its ranks on a smaller mesh, as a user has wished, stays there."""

@@ -22,6 +22,7 @@ from ranvier.mesh import Mesh
 from ranvier.planner.count import laid_out
 from ranvier.planner.elastic_plan import course
 from ranvier.planner.work import Work
+from tests.covering import quick
 from tests.elastic.runs import always, events, lines, losses, read_rows, run_all, transitions
 from tests.elastic.test_plan_and_run import CLUSTER, decisions, stated_facts
 
@@ -141,12 +142,13 @@ def test_a_base_below_the_adapters_is_frozen_from_the_start(text, tmp_path, monk
     assert "freezes the layers in which nothing trains, packs the pipeline, adds replicas, caches" in said
     assert read_rows(results) > 0
 
-    other = run_of(text, tmp_path / "other", family, mesh=Mesh(), lora=replace(UPPER, rank=3), elastic=run.elastic)
+    other = run_of(text, tmp_path / "other", family, mesh=Mesh(), lora=replace(UPPER, rank=3), elastic=run.elastic,
+                   train=replace(run.train, steps=12))
     results, _ = run_all(other)  # another rank of adapters, on the same base: no run reads another one's entries
     counts = results[0]["cache"][0]
-    assert counts["misses"] > 0 and counts["misses"] + counts["hits"] == 8 * NUM_STEPS
+    assert counts["misses"] > 0 and counts["misses"] + counts["hits"] == 8 * 12
 
-    again = replace(run, run_dir=tmp_path / "again", resume=str(tmp_path / "run/checkpoint/step-10"))
+    again = replace(run, run_dir=tmp_path / "again", mesh=Mesh(pipe=2), resume=str(tmp_path / "run/checkpoint/step-10"))
     run_all(again)
     assert losses(again) == pytest.approx(losses(plain)[10:], rel=1e-9)
 
@@ -219,9 +221,9 @@ def test_the_mesh_is_chosen_again_once_steps_are_measured(text, tmp_path, monkey
     assert told == [(0, 2, 1), (9, 2, 2)] and asked[0] == 0
 
 
-@pytest.mark.parametrize("changed", [
+@pytest.mark.parametrize("changed", quick(1, [
     {"lora": UPPER, "elastic": Elastic(freeze="untrained", auto_pipe=True, auto_dp=True)},
-    {"elastic": Elastic(freeze="manual", manual=("5:1", "10:3"), auto_pipe=True, auto_dp=True)}],
+    {"elastic": Elastic(freeze="manual", manual=("5:1", "10:3"), auto_pipe=True, auto_dp=True)}]),
     ids=["adapters", "by hand"])
 def test_a_decoder_and_its_plan_take_the_same_decisions(text, tmp_path, monkeypatch, changed):
     monkeypatch.setattr(transition, "PRIOR_SECONDS", 1e-9)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
 
@@ -70,7 +69,8 @@ def test_a_run_that_packs_itself_is_the_run_that_does_not(sentences, tmp_path, i
     assert [line["step"] for line in evaluated] == [12, 24] and all(line["eval_count"] == 30 for line in evaluated)
 
 
-@pytest.mark.parametrize(("placement", "packs"), [("v-shape", False), ("interleaved", True)])
+@pytest.mark.parametrize(("placement", "packs"), [
+    pytest.param("v-shape", False, marks=pytest.mark.slow), ("interleaved", True)])
 def test_several_stages_on_a_rank(sentences, tmp_path, in_one_process, monkeypatch, placement, packs):
     """Three on each of two ranks or, packed, one on each of two replicas. The first stage caches the frozen blocks that
     it has, and not those of the rank's other stages."""
@@ -86,19 +86,11 @@ def test_several_stages_on_a_rank(sentences, tmp_path, in_one_process, monkeypat
     assert read_rows(results) > 0 and all(result == results[0] for result in results)
 
 
-@pytest.fixture(scope="module")
-def plain_losses(sentences, tmp_path_factory):
-    """Of the run that freezes nothing, on one rank."""
-    plain = tiny(sentences, tmp_path_factory.mktemp("plain") / "run", mesh=Mesh())
-    run_all(plain)
-    return losses(plain)
-
-
 def test_a_run_with_several_stages_on_a_rank_is_resized_and_resumes_with_another_number(
         sentences, tmp_path, plain_losses):
     """Of 14 blocks 2 x 7 are all; a mesh with more stages is refused in words."""
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(data=2, pipe=2), pipeline=Pipeline(stages_per_rank=4),
-               checkpoint=Checkpoint(every=10, keep=9))
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(data=2, pipe=2), checkpoint=Checkpoint(every=10, keep=9),
+               pipeline=Pipeline(stages_per_rank=4, memory=None))
     wishes = {2: dict(data=1, pipe=4), 4: dict(data=4, pipe=1), 7: dict(data=1, pipe=2)}
     run_all(run, trackers=[Wishes(run, wishes)])
     assert [(line["mesh"]["data"], line["mesh"]["pipe"]) for line in transitions(run)] == [(4, 1), (1, 2)]
@@ -152,6 +144,7 @@ def test_half_precision_entries_change_little(sentences, tmp_path, in_one_proces
     assert losses(run) != pytest.approx(in_one_process, rel=1e-9)  # eleven bits are not 53
 
 
+@pytest.mark.slow
 def test_the_articles_rule_packs_by_sizes(sentences, tmp_path, in_one_process):
     """Of 22,162 parameters the largest of four stages has 6,866. With two layers frozen, which weigh a sixth, the
     larger one of two would have 9,026; with four it has 5,746."""
@@ -319,18 +312,6 @@ def test_numbers_of_microbatches_are_tried_and_the_fastest_kept(sentences, tmp_p
     told = events(run, "microbatches")
     assert len(told) == 1 and set(told[0]["seconds"]) == {"2", "4", "8"}
     assert str(told[0]["microbatches"]) == min(told[0]["seconds"], key=told[0]["seconds"].get)
-
-
-@pytest.mark.slow
-@pytest.mark.pictures
-def test_what_the_run_leaves_to_look_at(sentences, tmp_path, monkeypatch):
-    always(monkeypatch)
-    run = tiny(sentences, tmp_path / "run", elastic=BY_HAND)
-    run_all(run)
-    assert (run.run_dir / "course.png").stat().st_size > 10_000
-    trace = json.loads((run.run_dir / "timeline.json").read_text())["traceEvents"]
-    named = [event["name"] for event in trace if event.get("cat") == "transition"]
-    assert len(named) == 2 and "froze layers 0-1" in named[0]
 
 
 def test_the_picture_knows_the_run_before_it_went_on():

@@ -57,11 +57,11 @@ def test_a_cache_of_other_data_is_not_read(sentences, tmp_path):
     other = tmp_path / "other.tsv"
     other.write_text("\n".join(["label\tsentence", *(f"{label}\t{text}" for (label, _, _), text in
                                                     zip(swapped[1:], reversed(texts), strict=True))]))
-    first = tiny(sentences, tmp_path / "first", mesh=Mesh(), elastic=cached)
+    first = tiny(sentences, tmp_path / "first", mesh=Mesh(), elastic=cached, train=Train(steps=14))
     run_all(first)
     found = []
     for name, elastic in (("plain", frozen), ("cached", cached)):
-        run = tiny(sentences, tmp_path / name, mesh=Mesh(), elastic=elastic)
+        run = replace(first, run_dir=tmp_path / name, elastic=elastic)
         run = replace(run, data=replace(run.data, train=str(other)))
         run_all(run)
         found.append(losses(run))

@@ -47,7 +47,7 @@ def test_ranks_join_twice_and_nothing_changes_but_the_mesh(start_run, tmp_path):
     """One rank, then three replicas, then four ranks in a pipeline of two: losses are those of one rank, each step's
     are told once, and all ranks come to the same end. Nobody but the user can read the secret, which is gone then."""
     begin, join = start_run
-    run = begin(1, train__steps=80, checkpoint__every=30, train__eval_every=35)
+    run = begin(1, model__num_layers=2, train__steps=50, checkpoint__every=20, train__eval_every=22)
     with stopped(run):
         assert (run.folder / contact.NAME).stat().st_mode & 0o777 == 0o600
         first = join(run, "--ranks", 2)
@@ -65,7 +65,7 @@ def test_ranks_join_twice_and_nothing_changes_but_the_mesh(start_run, tmp_path):
     assert all("(for ranks that have joined)" in line["text"] for line in run.transitions)
     assert [(line["ranks"], line["text"]) for line in events(run, "joined")] == [
         (2, "2 ranks have joined: the run has 3"), (1, "1 rank has joined: the run has 4")]
-    assert [line["step"] for line in run.lines("metrics.jsonl")] == list(range(1, 81))
+    assert [line["step"] for line in run.lines("metrics.jsonl")] == list(range(1, 51))
     assert run.losses == pytest.approx(undisturbed(run, tmp_path), rel=1e-12)
     assert not (run.folder / contact.NAME).exists()
 

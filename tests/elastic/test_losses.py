@@ -96,6 +96,7 @@ def test_two_of_three_replicas_are_lost_one_after_the_other(start_run, tmp_path)
     assert [line["mesh"]["data"] for line in run.transitions] == [2, 1]
 
 
+@pytest.mark.slow
 def test_a_rank_whose_state_nobody_else_has(start_run):
     run = begin(start_run, 2, mesh__data=1, mesh__pipe=2, train__steps=10**6)
     run.wait_until(lambda: len(steps(run)) > 3)

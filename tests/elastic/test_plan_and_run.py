@@ -79,7 +79,7 @@ def decisions(found: list[tuple[int, int, tuple[int, ...]]]) -> list[tuple[int, 
     return [found[0], *(after for before, after in pairwise(found) if before[1:] != after[1:])]
 
 
-@pytest.mark.parametrize("elastic", quick(2, [
+@pytest.mark.parametrize("elastic", quick(1, [
     Elastic(freeze="manual", manual=("5:2", "14:4"), auto_pipe=True, auto_dp=True),
     Elastic(freeze="cap", alpha=0.4, every=6, auto_pipe=True, auto_dp=True),
     Elastic(freeze="cap", alpha=0.5, auto_pipe=True),

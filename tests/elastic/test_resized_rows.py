@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ranvier.config.run import Checkpoint, Elastic
+from ranvier.config.run import Checkpoint, Elastic, Train
 from ranvier.mesh import Mesh
 from ranvier.train import resize
 from tests.elastic.runs import BY_HAND, StopAfter, Wishes, always, events, losses, read_rows, run_all, tiny, transitions
@@ -14,19 +14,11 @@ from tests.elastic.runs import BY_HAND, StopAfter, Wishes, always, events, losse
 PLASTICITY = "examples.published_freezing:Plasticity"
 
 
-@pytest.fixture(scope="module")
-def still(sentences, tmp_path_factory):
-    """The losses of the run that stays on one rank."""
-    run = tiny(sentences, tmp_path_factory.mktemp("still") / "run", mesh=Mesh())
-    run_all(run)
-    return losses(run)
-
-
 def mesh_of(line):
     return tuple(line["mesh"][axis] for axis in ("data", "pipe", "row", "col"))
 
 
-def test_rows_and_columns_change_while_a_run_goes_on(sentences, tmp_path, still):
+def test_rows_and_columns_change_while_a_run_goes_on(sentences, tmp_path, plain_losses):
     """With the states of AdamW, and back on the first mesh; what is not named stays."""
     run = tiny(sentences, tmp_path / "run")
     wishes = {2: dict(data=1, pipe=1, row=2, col=2), 5: dict(data=1, pipe=2, row=1),
@@ -34,7 +26,7 @@ def test_rows_and_columns_change_while_a_run_goes_on(sentences, tmp_path, still)
               14: dict(data=1, pipe=1, row=2, col=3), 16: dict(data=2, pipe=2, row=2),
               18: dict(data=1, pipe=4, row=1, col=1)}
     results, text = run_all(run, trackers=[Wishes(run, wishes)])
-    assert losses(run) == pytest.approx(still, rel=1e-9)
+    assert losses(run) == pytest.approx(plain_losses, rel=1e-9)
     assert [mesh_of(line) for line in transitions(run)] == [
         (1, 1, 2, 2), (1, 2, 1, 2), (2, 1, 1, 1), (1, 2, 2, 1), (1, 4, 1, 1)]
     refused = [line["text"] for line in events(run, "resize-refused")]
@@ -46,7 +38,7 @@ def test_rows_and_columns_change_while_a_run_goes_on(sentences, tmp_path, still)
 
 def test_a_tensor_mesh_that_the_model_does_not_divide_into_is_refused(sentences, tmp_path):
     """Two heads on three columns, and rows that are no number."""
-    run = tiny(sentences, tmp_path / "run")
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=3), train=Train(steps=16))
 
     class Asks(Wishes):
         def event(self, event):
@@ -61,7 +53,8 @@ def test_a_tensor_mesh_that_the_model_does_not_divide_into_is_refused(sentences,
 
 
 def test_rows_with_too_few_held_out_samples_for_the_policy_are_refused(sentences, tmp_path):
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=Elastic(freeze=PLASTICITY))
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), train=Train(steps=10),
+               elastic=Elastic(freeze=PLASTICITY))
     run = replace(run, data=replace(run.data, eval_samples=3))
     run_all(run, trackers=[Wishes(run, {2: dict(data=1, pipe=1, row=2)})])
     text, = [line["text"] for line in events(run, "resize-refused")]
@@ -95,11 +88,11 @@ def test_a_row_reads_what_another_has_written(sentences, tmp_path, in_one_proces
 
 
 @pytest.mark.slow
-def test_a_run_resumes_on_the_rows_and_columns_that_it_had(sentences, tmp_path, still, requests):
+def test_a_run_resumes_on_the_rows_and_columns_that_it_had(sentences, tmp_path, plain_losses, requests):
     run = tiny(sentences, tmp_path / "run", checkpoint=Checkpoint(every=0))
     wishes = Wishes(run, {2: dict(data=1, pipe=1, row=2, col=2)})
     results, _ = run_all(run, trackers=[wishes, StopAfter(8, requests)])
     assert results[0].keys() == {"stopped_after"}
     run_all(replace(run, resume="auto"))
-    assert losses(run) == pytest.approx(still, rel=1e-9)
+    assert losses(run) == pytest.approx(plain_losses, rel=1e-9)
     assert [mesh_of(line) for line in transitions(run)] == [(1, 1, 2, 2)] * 2

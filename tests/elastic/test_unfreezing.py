@@ -20,7 +20,18 @@ from ranvier.planner.problems import problems
 from ranvier.train import loop
 from ranvier.train.memory import MemoryBudget
 from tests.checkpoint.anywhere import everything
-from tests.elastic.runs import NUM_LAYERS, always, events, lines, losses, read_rows, run_all, tiny, transitions
+from tests.elastic.runs import (
+    NUM_LAYERS,
+    always,
+    events,
+    lines,
+    losses,
+    losses_of_one_rank,
+    read_rows,
+    run_all,
+    tiny,
+    transitions,
+)
 from tests.errors import raises
 
 FALLING = Elastic(freeze="manual", manual=("4:4", "10:1", "16:3"))
@@ -32,9 +43,7 @@ PLASTICITY = "examples.published_freezing:Plasticity"
 def in_one_process(sentences, tmp_path_factory):
     """The run that freezes and trains the same layers, on one rank. tests/elastic/test_freezing_ties.py compares one
     with plain PyTorch."""
-    run = tiny(sentences, tmp_path_factory.mktemp("one") / "run", mesh=Mesh(), elastic=FALLING)
-    run_all(run)
-    return losses(run)
+    return losses_of_one_rank(sentences, tmp_path_factory, FALLING)
 
 
 def test_layers_that_train_again_on_a_mesh_that_changes(sentences, tmp_path, in_one_process, monkeypatch):

@@ -113,6 +113,7 @@ def test_a_rank_that_raises(start, how):
         assert err.splitlines()[-1] == f"ranvier: {RANK_1} exited with code 1; the other ranks were terminated"
 
 
+@pytest.mark.slow
 @MOSTLY_TORCH
 def test_a_rank_that_refuses_its_settings(start, transport):
     code, _, err = start(sys.executable, SCRIPT, "refuse", transport).finish()

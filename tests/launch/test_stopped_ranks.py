@@ -43,13 +43,13 @@ def test_a_rank_that_is_stopped_while_the_run_ends(start_ranks, transport):
 @LINUX
 @pytest.mark.mpi
 @NO_MPI
-def test_a_rank_that_is_stopped_under_another_launcher(start_ranks):
-    started = [start_ranks(find_mpiexec(), "-n", 2, sys.executable, SCRIPT, "meet", "mpi", 2, 300),
-               start_ranks(*torchrun(SCRIPT, "meet", "torch", 2, 300))]
-    stop_and_wait(started, 40)  # torchrun's agent asks its rank to end before it kills it, but for one that is gone
-    for each in started:
-        assert each.process.returncode != 0
-        assert re.search(rf"ranvier: error: {RANK_1}: is stopped \(SIGSTOP\) while all others wait for it", each.text)
+@pytest.mark.parametrize("launcher", ["mpiexec", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_a_rank_that_is_stopped_under_another_launcher(start_ranks, launcher):
+    each = (start_ranks(find_mpiexec(), "-n", 2, sys.executable, SCRIPT, "meet", "mpi", 2, 300)
+            if launcher == "mpiexec" else start_ranks(*torchrun(SCRIPT, "meet", "torch", 2, 300)))
+    stop_and_wait([each], 40)  # torchrun's agent asks its rank to end before it kills it, but for one that is gone
+    assert each.process.returncode != 0
+    assert re.search(rf"ranvier: error: {RANK_1}: is stopped \(SIGSTOP\) while all others wait for it", each.text)
 
 
 @LINUX
@@ -102,6 +102,7 @@ def test_the_time_limit_ends_what_nobody_looks_for(start_ranks, transport):
 
 
 @LINUX
+@pytest.mark.slow
 def test_a_rank_that_leaves_with_exit_code_0(start_ranks):
     each = start_ranks(sys.executable, SCRIPT, "leave", "torch", 0, 300)
     each.wait_for_ranks()

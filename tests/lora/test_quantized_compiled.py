@@ -34,12 +34,13 @@ def make(lora):
     return adapted(llama(Transformer(**SIZES), dtype=torch.float64), lora)
 
 
-@pytest.mark.parametrize(("method", "options"), [
-    ("lora", {}), pytest.param("dora", {}, marks=pytest.mark.slow),
-    pytest.param("lora", dict(memory=Memory(recompute=1)), marks=pytest.mark.slow)])
-def test_gradients_are_plain_pytorchs(method, options):
+@pytest.mark.parametrize(("changed", "options"), [
+    (dict(targets=("query", "fc2")), {}), *(pytest.param(*each, marks=pytest.mark.slow) for each in (
+        ({}, {}), (dict(method="dora"), {}), ({}, dict(memory=Memory(recompute=1)))))], ids=str)
+def test_gradients_are_plain_pytorchs(changed, options):
+    """On a layer that shares its input with others, on one that does not, and on all."""
     mesh = Mesh()
-    assert_parity(partial(make, replace(LORA, method=method)), token_batches(mesh, count=2, per_row=2), mesh,
+    assert_parity(partial(make, replace(LORA, **changed)), token_batches(mesh, count=2, per_row=2), mesh,
                   compile=True, run_seconds=300.0, **options)
 
 
