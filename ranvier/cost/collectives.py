@@ -13,8 +13,9 @@ Thakur et al., 2005, for the algorithms. Pure.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil, inf, log2
 
 from ranvier.cost.hardware import Cluster, Link
@@ -39,10 +40,11 @@ class Placed:
         return self.inside < self.members
 
 
-def placed(mesh: Mesh, axes: str | Iterable[str], ranks_per_node: int) -> Placed:
+@lru_cache(maxsize=1024)  # a search asks the same of very many candidates
+def placed(mesh: Mesh, axes: str | tuple[str, ...], ranks_per_node: int) -> Placed:
     """How the groups along `axes` of the mesh lie, where each node has `ranks_per_node` consecutive ranks: those on the
     node that has the most to send."""
-    axes = (axes,) if isinstance(axes, str) else tuple(axes)
+    axes = (axes,) if isinstance(axes, str) else axes
     members = mesh.count(axes)
     worst = Placed(members=members, inside=members, together=0)
     if members == 1:

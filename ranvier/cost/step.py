@@ -326,6 +326,7 @@ class _StepCost:
         self.stages = [stage.blocks for stage in step.stages]
         self.as_published, self.part = as_published, part
         self._agains: dict[int, list[int]] = {}
+        self._of_kernels: dict[tuple[int, bool], _Seconds] = {}
         self._volumes: dict[tuple[tuple[SplitLayer, ...], bool], Volume] = {}
         self._sent_seconds: dict[object, tuple[float, float]] = {}
         self.held = [self.placement.stages_of(rank) for rank in range(mesh.pipeline_size)]
@@ -441,11 +442,14 @@ class _StepCost:
 
     def _seconds(self, cost: BlockCost) -> _Seconds:
         """Of one microbatch in a block."""
-        found = _block_seconds(Same(cost.kernels), Same(self.cluster.device), self.run.precision, self._threads(),
-                               self.step.bytes, self.as_published)
-        if self.part != 1.0:
-            found = _Seconds(*(self.part * seconds for seconds in found))
-        return found if cost.num_trainable else found._replace(weight=0.0)
+        key = id(cost.kernels), cost.num_trainable > 0
+        if key not in self._of_kernels:
+            found = _block_seconds(Same(cost.kernels), Same(self.cluster.device), self.run.precision, self._threads(),
+                                   self.step.bytes, self.as_published)
+            if self.part != 1.0:
+                found = _Seconds(*(self.part * seconds for seconds in found))
+            self._of_kernels[key] = found if cost.num_trainable else found._replace(weight=0.0)
+        return self._of_kernels[key]
 
     def _threads(self) -> float:
         return rank_threads(self.cluster, self.mesh)

@@ -229,8 +229,13 @@ class Layout:
 
     def _is_split(self, name: str, axis: TensorAxis) -> bool:
         """Whether the last rank along `axis` holds other elements than the first."""
-        last = self.mesh.place().replace(axis, self.mesh[axis] - 1)
-        return self.box(self[name], last.position) != self.box(self[name], self.mesh.positions[0])
+        shards = (self.shards or {}).get(name)
+        return shards is not None and shards[self._last_along[axis]] != shards[self.mesh.positions[0]]
+
+    @cached_property
+    def _last_along(self) -> dict[TensorAxis, Position]:
+        """Axis of the tensor mesh -> the position of the last rank along it."""
+        return {axis: self.mesh.place().replace(axis, self.mesh[axis] - 1).position for axis in self.mesh.stage_axes}
 
     def is_first_copy(self, name: str, at: Coordinates) -> bool:
         """Whether `at` is the first of the positions that hold the same elements with the same gradient."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ranvier.config.resolve import ResolvedRun
-from ranvier.config.run import Optim
+from ranvier.config.run import Optim, Pipeline
 from ranvier.cost.blocks import BlockCost
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.memory import PROCESS_BYTES, operand_bytes
@@ -54,7 +54,7 @@ def trained_bytes(optim: Optim | None, *, device: str, element_bytes: int) -> fl
 def pipeline_limits(stages: Sequence[Sequence[BlockCost]], policy: Policy, *, in_flight: int | Literal["auto"],
                     memory: float | None, device: str, element_bytes: int, trained_bytes: float,
                     deferred: tuple[int, ...] | None = None, defer_last: int | None = None,
-                    placement: StagePlacement | None = None, segments: Segments = (),
+                    placement: StagePlacement | None = None, segments: Segments = (), defers: bool = True,
                     num_microbatches: int | None = None, conditions: Conditions = UNKNOWN) -> Limits:
     """The limits of a pipeline.
 
@@ -64,13 +64,14 @@ def pipeline_limits(stages: Sequence[Sequence[BlockCost]], policy: Policy, *, in
         memory: as `pipeline.memory`; None follows `rule_limits`.
         device: the type of device. element_bytes, trained_bytes: of a parameter, and of one that
             trains beside that. placement: by default one stage on each rank.
-        segments: what is recomputed. num_microbatches: of a batch on one replica, where that is known.
+        segments: what is recomputed. defers: as `may_defer`. num_microbatches: of a batch on one replica, where that
+            is known.
         conditions: as for `computed_limits`.
     """
     placement = placement or StagePlacement(num_ranks=len(stages))
     given = None if in_flight == "auto" else in_flight
     if memory is not None:
-        loads = _loads(stages, device, element_bytes, trained_bytes, placement.per_rank, segments)
+        loads = _loads(stages, device, element_bytes, trained_bytes, placement.per_rank, segments, defers)
         found = computed_limits(loads, policy, memory=memory, in_flight=given, placement=placement,
                                 num_microbatches=num_microbatches, conditions=conditions)
         return found.given("auto", deferred, defer_last)
@@ -86,7 +87,14 @@ def run_limits(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments
                            deferred=run.pipeline.deferred, defer_last=run.pipeline.defer_last,
                            memory=run.pipeline.memory, device=_device(run), trained_bytes=_trained_bytes(run),
                            element_bytes=_ELEMENT_BYTES[run.precision], placement=run.placement, segments=segments,
-                           num_microbatches=run.num_microbatches, conditions=link_conditions(run, stages, cluster))
+                           defers=may_defer(run.pipeline, run.optim), num_microbatches=run.num_microbatches,
+                           conditions=link_conditions(run, stages, cluster))
+
+
+def may_defer(pipeline: Pipeline, optim: Optim | None) -> bool:
+    """Whether weight gradients may wait at all, under a policy that defers: where none may, limits are those of a
+    schedule in which none does."""
+    return pipeline.defer_bytes != 0 and (optim is None or not optim.update_in_backward)
 
 
 def stages_at_peak(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], limits: Limits, segments: Segments = (),
@@ -231,7 +239,8 @@ class _BlockTimes:
     weight: float
 
 
-def _block_times(stages: Sequence[Sequence[BlockCost]], device: str, segments: Segments) -> list[list[_BlockTimes]]:
+def _block_times(stages: Sequence[Sequence[BlockCost]], device: str, segments: Segments, defers: bool = True
+                 ) -> list[list[_BlockTimes]]:
     """Of each stage's blocks. What is recomputed has one more forward in its backward, and no product of it waits."""
     found, trains = [], False
     for stage, blocks in enumerate(stages):
@@ -240,7 +249,7 @@ def _block_times(stages: Sequence[Sequence[BlockCost]], device: str, segments: S
         for place, block in enumerate(blocks):
             trains = trains or block.num_trainable > 0
             own = block.weight_flops if block.num_trainable else 0
-            waits = block.defers and place not in again
+            waits = defers and block.defers and place not in again
             forward = block.weight(device)
             found[-1].append(_BlockTimes(
                 forward=forward, weight=own if waits else 0,
@@ -268,7 +277,7 @@ def _device(run: ResolvedRun) -> str:
 
 def _loads_of(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments: Segments) -> list[StageLoad]:
     return _loads(stages, _device(run), _ELEMENT_BYTES[run.precision], _trained_bytes(run), run.placement.per_rank,
-                  segments)
+                  segments, may_defer(run.pipeline, run.optim))
 
 
 def _trained_bytes(run: ResolvedRun) -> float:
@@ -276,9 +285,9 @@ def _trained_bytes(run: ResolvedRun) -> float:
 
 
 def _loads(stages: Sequence[Sequence[BlockCost]], device: str, element_bytes: int, trained_bytes: float, per_rank: int,
-           segments: Segments) -> list[StageLoad]:
+           segments: Segments, defers: bool) -> list[StageLoad]:
     loads = []
-    for stage, times in enumerate(_block_times(stages, device, segments)):
+    for stage, times in enumerate(_block_times(stages, device, segments, defers)):
         blocks, is_last = stages[stage], stage == len(stages) - 1
         behind = [place for place, each in enumerate(times) if each.backward or each.weight]
         runs = [[place for place in segment if place in behind] for segment in segments[stage]] if segments else []
@@ -293,6 +302,6 @@ def _loads(stages: Sequence[Sequence[BlockCost]], device: str, element_bytes: in
             + max((sum(blocks[place].kept_bytes for place in places) for places in runs), default=0),
             graph=sum(blocks[place].kept_bytes for place in behind if place not in inside)
             + sum(blocks[places[0]].input_bytes for places in runs if places) + loss_bytes,
-            operands=operand_bytes(trained, ends_model=is_last),
+            operands=operand_bytes(trained, ends_model=is_last) if defers else 0,
             deferred_factor=_DEFERRED_FACTOR if device == "cpu" else 1.0))
     return loads

@@ -22,7 +22,7 @@ from ranvier.layout import Chunking, Layout, box_size
 from ranvier.mesh import Mesh
 from ranvier.optim.rules import rules_of
 from ranvier.plan.cut import Sample, StageTable, cut
-from ranvier.plan.limits import pipeline_limits, trained_bytes
+from ranvier.plan.limits import may_defer, pipeline_limits, trained_bytes
 from ranvier.plan.plan import Plan
 from ranvier.plan.recomputation import Recompute, recomputed_segments, runs_of
 from ranvier.precision import DTYPES
@@ -62,7 +62,7 @@ def make(model: Model, mesh: Mesh, *, sample: Sample | None = None, pipeline: Pi
         stages.stage_costs(), policy, in_flight=pipeline.in_flight, deferred=pipeline.deferred,
         defer_last=pipeline.defer_last, memory=pipeline.memory, device=device, element_bytes=dtype.itemsize,
         trained_bytes=trained_bytes(optim, device=device, element_bytes=dtype.itemsize), placement=placement,
-        segments=recomputed, num_microbatches=num_microbatches)
+        segments=recomputed, defers=may_defer(pipeline, optim), num_microbatches=num_microbatches)
     optim = optim or Optim()
     for problem in parameter_groups.problems(optim, [each.settings_name for each in layout.parameters]):
         raise problem

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal
 
 from ranvier.cost.blocks import BlockCost
@@ -35,7 +36,8 @@ def stored_bytes(kept: Sequence[int], stored: Sequence[int], interval: int, micr
     return microbatches * sum(stored[start] for start in starts) + insides
 
 
-def best_interval(kept: Sequence[int], stored: Sequence[int], microbatches: int) -> int:
+@lru_cache(maxsize=4096)  # a search asks the same of very many candidates
+def best_interval(kept: tuple[int, ...], stored: tuple[int, ...], microbatches: int) -> int:
     """The interval that needs the fewest bytes, the longest of equal ones; 0 where recomputation saves nothing.
 
     For equal layers this is near sqrt(f L C / I), with C and I the bytes of a carried state and of a layer's inside.
@@ -64,8 +66,8 @@ def stage_segments(recompute: Recompute, blocks: Sequence[str], layers: Sequence
         case "axonn" | "paper":
             interval = paper_interval(len(layers) or len(blocks), len(own))
         case "auto":
-            interval = best_interval([sum(kept[layer.start:layer.stop]) for layer in own],
-                                     [entered[layer.start] for layer in own], microbatches)
+            interval = best_interval(tuple(sum(kept[layer.start:layer.stop]) for layer in own),
+                                     tuple(entered[layer.start] for layer in own), microbatches)
         case _:
             interval = recompute
     return segments_of(own, interval)

@@ -31,8 +31,8 @@ from ranvier.schedule.policies import policy_named
 Setting = Literal["mesh", "microbatch", "in-flight", "recompute", "offload", "shard", "chunks", "elastic", "scheme",
                   "precision"]
 SEARCHED: tuple[Setting, ...] = ("mesh", "microbatch", "in-flight", "recompute", "offload", "shard", "chunks",
-                                 "elastic")
-"""What is chosen by default; scheme and precision stay as the run has them."""
+                                 "elastic", "scheme")
+"""What is chosen by default; precision stays as the run has it."""
 AnyRun = TypeVar("AnyRun", bound=Run)
 LARGEST_STAGE = 64
 """Ranks of one tensor mesh, at most."""
@@ -77,11 +77,8 @@ def predict(run: ResolvedRun, cluster: Cluster, work: Work | None = None, *, exa
 
 def with_memory(found: Candidate, cluster: Cluster, work: Work, *, exact: bool = True) -> Candidate:
     """With the prediction that `ranvier check` prints, and what it exceeds; where that would be so, with limits of the
-    schedule that need less. Where states alone exceed it they are all that is predicted."""
+    schedule that need less."""
     try:
-        memory = work.memory(found.run, states_only=True)
-        if reason := excess(found.run, cluster, memory):
-            return replace(found, memory=memory, reason=reason)
         run, memory = first_that_fits(found.run, partial(work.memory, cluster=cluster),
                                       lambda run, memory: not excess(run, cluster, memory))
     except RanvierError as problem:
@@ -108,15 +105,15 @@ def possible(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting]
     if isinstance(run.mesh, Mesh):
         run.mesh.require_known_axes("the planner")
     meshes = [run.mesh] if "mesh" not in searched and isinstance(run.mesh, Mesh) else list(_meshes(run, ranks))
-    schemes = _schemes(run) if "scheme" in searched else [run.tensor]
     precisions = [name for name in ("bf16", "fp16", "fp32") if name in cluster.device.rates
                   ] if "precision" in searched else [run.precision]
-    for mesh, tensor, precision in product(meshes, schemes, precisions):
-        if run.batch.global_size < mesh.num_replicas or (mesh.stage_size == 1 and tensor is not schemes[0]):
+    for mesh in meshes:
+        if run.batch.global_size < mesh.num_replicas:
             continue
         size = run.batch.microbatch_size
         sizes = _microbatches(run, mesh) if "microbatch" in searched or size == "auto" else [size]
-        for size in sizes:
+        tensors = _schemes(run, mesh) if "scheme" in searched else [run.tensor]
+        for tensor, precision, size in product(tensors, precisions, sizes):
             yield resolve(replace(
                 run, tensor=tensor, precision=precision,
                 memory=replace(run.memory, recompute="none") if "recompute" in searched else run.memory,
@@ -168,10 +165,17 @@ def _microbatches(run: Run, mesh: Mesh) -> list[int]:
     return sorted(size for size in powers | even if size <= most)
 
 
-def _schemes(run: Run) -> list[TensorParallel]:
-    schemes: tuple[tuple[Literal["stationary", "summa", "megatron"], bool], ...] = (
-        ("stationary", False), ("stationary", True), ("summa", False), ("megatron", False), ("megatron", True))
-    return [replace(run.tensor, scheme=scheme, sequence_sharding=sharding) for scheme, sharding in schemes]
+def _schemes(run: Run, mesh: Mesh) -> list[TensorParallel]:
+    """Those that compute differently on this mesh: on rows alone stationary does what all do, SUMMA is for both, and
+    Megatron-LM's for columns."""
+    if mesh.stage_size == 1:
+        return [run.tensor]
+    names: list[Literal["stationary", "summa", "megatron"]] = ["stationary"]
+    if mesh.col > 1:
+        names.append("megatron" if mesh.row == 1 else "summa")
+    shardings = [False, True] if mesh.col > 1 and run.model.sequence % mesh.col == 0 else [False]
+    return [replace(run.tensor, scheme=name, sequence_sharding=sharding)
+            for name in names for sharding in (shardings if name != "summa" else [False])]
 
 
 def on_cluster(run: AnyRun, cluster: Cluster) -> AnyRun:

@@ -85,22 +85,30 @@ def step_of(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], cluster: Cl
     """One step of the run; cluster: as for `run_limits`. limits: the schedule's, where they are known."""
     recomputed = recomputed_runs(run, stages)
     limits = limits or run_limits(run, stages, recomputed, cluster)
-    dtype, optim = DTYPES[run.precision], run.optim
-    state_bytes = wide(dtype).itemsize
-    formats = ElementBytes(
-        parameter=dtype.itemsize, state=state_bytes, reduced=reduce_dtype(optim, dtype).itemsize,
-        gradient=state_bytes if optim.accumulate == "fp32" else dtype.itemsize,
-        summed=sum_dtype(run.tensor, dtype, device_kind(run)).itemsize)
-    states, flops = _update_of(run)
     return Step(
-        run=run, policy=policy_named(run.pipeline.policy), limits=limits, bytes=formats,
+        run=run, policy=policy_named(run.pipeline.policy), limits=limits, bytes=element_bytes(run),
         stages=tuple(StageWork(blocks=tuple(blocks), recomputed=tuple(place for places in again for place in places))
                      for blocks, again in zip(stages, recomputed, strict=True)),
-        num_states=states + len(averages_of(optim)) + is_half(dtype), tokens=families.tokens_of(run),
-        whole_tensors=rules_of(optim).tensors is not None, update_flops=flops,
+        num_states=states_per_parameter(run), tokens=families.tokens_of(run),
+        whole_tensors=rules_of(run.optim).tensors is not None, update_flops=_update_of(run)[1],
         flops_per_sample=families.flops_per_sample(run),
         recomputed_flops_per_sample=families.flops_per_sample(run, recomputed=True),
         split_layers=split_layers(run) if run.mesh.stage_size > 1 else {})
+
+
+def element_bytes(run: ResolvedRun) -> ElementBytes:
+    """Of each number format of the run."""
+    dtype, optim = DTYPES[run.precision], run.optim
+    state_bytes = wide(dtype).itemsize
+    return ElementBytes(
+        parameter=dtype.itemsize, state=state_bytes, reduced=reduce_dtype(optim, dtype).itemsize,
+        gradient=state_bytes if optim.accumulate == "fp32" else dtype.itemsize,
+        summed=sum_dtype(run.tensor, dtype, device_kind(run)).itemsize)
+
+
+def states_per_parameter(run: ResolvedRun) -> float:
+    """Numbers that an update reads and writes of each parameter, on average: moments, averages and the master copy."""
+    return _update_of(run)[0] + len(averages_of(run.optim)) + is_half(DTYPES[run.precision])
 
 
 def _update_of(run: ResolvedRun) -> tuple[float, float]:

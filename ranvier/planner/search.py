@@ -9,7 +9,7 @@ far, and is looked at more closely when its turn comes:
     simulated    by the engine's schedule, if its memory fits
 
 Each time is no shorter than the one before, so what is first when it is simulated is the fastest of all that fit, and
-most configurations are never counted. Memory is predicted before limits are simulated; where it does not suffice, the
+most configurations are never counted. Memory is bounded from below, and predicted where that fits; where not, the
 ways to save it (activation recomputation, offload), which take longer, wait for their turn with their own times. What
 is left to choose (the in-flight limit, chunks) is tried on the best. Where layers freeze the best are ranked by the
 whole run, with and without packing and the cache.
@@ -29,7 +29,6 @@ from ranvier.config.resolve import Facts, ResolvedRun, resolve
 from ranvier.config.run import Run
 from ranvier.cost.device_overhead import usable_bytes
 from ranvier.cost.hardware import Cluster
-from ranvier.cost.memory import RankMemory
 from ranvier.cost.step import Cost
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.mesh import Mesh
@@ -46,10 +45,11 @@ from ranvier.planner.candidates import (
     with_share,
 )
 from ranvier.planner.elastic_plan import course, elastic_variants
+from ranvier.planner.least_memory import least_device_bytes
 from ranvier.planner.nothing_fits import NO_COST, any_fits, does_not_fit, no_mesh
 from ranvier.planner.problems import problems
 from ranvier.planner.run_cost import least_run_seconds, run_cost
-from ranvier.planner.work import Work, shortage
+from ranvier.planner.work import Work
 
 _WANTED = 12
 """Configurations that are simulated, at least, where so many fit."""
@@ -151,7 +151,9 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
     best[0] = _followed(_tuned(best[0], cluster, work, "chunks", searched), cluster, work, ())
     slowest = max(found.cost.seconds for found in best)
     dropped = [found for found in dropped if found.cost.seconds < slowest]
-    dropped[:_COMPARED] = [_simulated(found, cluster, work) for found in dropped[:_COMPARED]]
+    dropped.sort(key=lambda found: found.cost.seconds)
+    dropped[:_COMPARED] = [with_memory(_simulated(found, cluster, work), cluster, work)
+                           for found in dropped[:_COMPARED]]
     return SearchResult(cluster=cluster, ranks=ranks, best=tuple(best), considered=queue.added,
                         dropped=tuple(dropped), interrupted=interrupted)
 
@@ -187,12 +189,12 @@ class _Queue:
 
     def add(self, run: ResolvedRun, known: _Known) -> None:
         """A configuration: the first of its mesh and microbatch by its bound, those that save memory as counted, unless
-        their states alone are too large."""
+        they need too much at least."""
         self.added += 1
         with suppress(RanvierError):
             if known is _Known.BOUND:
                 found, seconds = Candidate(run=run, cost=NO_COST), self._least(run)
-            elif self._states(run)[1]:
+            elif self._least_excess(run):
                 return
             else:
                 found = self._counted(run)
@@ -211,15 +213,15 @@ class _Queue:
                         return known, None, is_first
                     found = self._counted(run)
                 case _Known.COUNTED:
-                    memory, reason = self._states(run)
-                    if reason:
-                        return known, replace(found, memory=memory, reason=reason), is_first
+                    if reason := self._least_excess(run):
+                        return known, replace(found, reason=reason), is_first
+                    found = Candidate(run=run, cost=run_cost(
+                        self._with_least_share(run), self.cluster, self.work.stages(run), exact=False))
+                case _Known.LIMITED:
                     run = with_share(run, self.cluster, self.work)
                     if run.optim.offload == "hybrid" and run.optim.offload_share in (0.0, 1.0) and not is_first:
                         return known, None, is_first  # none, or stream, which are in the queue
-                    found = Candidate(run=run, cost=run_cost(run, self.cluster, self.work.stages(run), exact=False))
-                case _Known.LIMITED:
-                    found = with_memory(found, self.cluster, self.work, exact=False)
+                    found = with_memory(replace(found, run=run), self.cluster, self.work, exact=False)
                     if not found.fits:
                         return known, found, is_first
                     found, settled = _simulated(found, self.cluster, self.work), True
@@ -238,22 +240,31 @@ class _Queue:
         return least_run_seconds(run, self.cluster, self.work.blocks(alone))
 
     def _counted(self, run: ResolvedRun) -> Candidate:
-        least = run if run.optim.offload_share != "auto" else replace(run, optim=replace(
-            run.optim, offload_share=0.0))
-        return Candidate(run=run, cost=run_cost(least, self.cluster, self.work.stages(run), exact=False,
-                                                unlimited=run.placement.per_rank == 1))
+        return Candidate(run=run, cost=run_cost(
+            self._with_least_share(run), self.cluster, self.work.stages(run), exact=False,
+            unlimited=run.placement.per_rank == 1))
 
-    def _states(self, run: ResolvedRun) -> tuple[tuple[RankMemory, ...], str]:
-        """What lives from step to step, and why that alone is too large, or nothing. Where the share of the states in
-        the host's memory is still to be found, all are there, and the device alone is asked."""
-        is_open = run.optim.offload == "hybrid" and run.optim.offload_share == "auto"
-        least = replace(run, optim=replace(run.optim, offload_share=1.0)) if is_open else run
-        memory = self.work.memory(least, states_only=True)
-        problem = shortage(least, self.cluster, memory)
-        if problem is None or (is_open and max(entry.device_bytes for entry in memory) <= usable_bytes(
-                self.cluster.device)):
-            return memory, ""
-        return memory, f"{problem.where} {problem.what}"
+    def _with_least_share(self, run: ResolvedRun) -> ResolvedRun:
+        """Where the share of the states in the host's memory is open, with the share without which a rank needs too
+        much."""
+        if run.optim.offload_share != "auto":
+            return run
+        share = 0.0
+        if run.optim.offload == "hybrid" and self.cluster.device.cores is None:
+            least, states = least_device_bytes(run, self.work.stages(run))
+            share = min(1.0, max(0.0, least - usable_bytes(self.cluster.device)) / max(1.0, states))
+        return replace(run, optim=replace(run.optim, offload_share=share))
+
+    def _least_excess(self, run: ResolvedRun) -> str:
+        """What a rank needs at least beyond what its device has, in words; empty where that is not known."""
+        if self.cluster.device.cores is not None:
+            return ""
+        (least, states), usable = least_device_bytes(run, self.work.stages(run)), usable_bytes(self.cluster.device)
+        if run.optim.offload == "hybrid":
+            share = run.optim.offload_share
+            least -= states * (1.0 if share == "auto" else share)
+        return "" if least <= usable else (
+            f"a rank needs at least {least / 2**20:,.0f} MiB of its device, and there are {usable / 2**20:,.0f}")
 
 
 def never_resting_seconds(run: ResolvedRun, cost: Cost) -> float:

@@ -66,22 +66,14 @@ class Work:
             self._cuts[key] = _cut(run, self.blocks(run, frozen), frozen > 0)
         return self._cuts[key]
 
-    def memory(self, run: ResolvedRun, frozen: int = 0, *, states_only: bool = False,
-               cluster: Cluster | None = None) -> tuple[RankMemory, ...]:
-        """What `ranvier check` predicts, with the blocks that are counted already.
-
-        Args:
-            states_only: without activations and all else that does not live from step to step, which takes far less
-                time to find.
-            cluster: as for `run_limits`.
-        """
+    def memory(self, run: ResolvedRun, frozen: int = 0, *, cluster: Cluster | None = None) -> tuple[RankMemory, ...]:
+        """What `ranvier check` predicts, with the blocks that are counted already. cluster: as for `run_limits`."""
         kind = _kind(run), frozen
         if kind not in self._parts:
             model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen)
             self._parts[kind] = model, Parts(model, run.mesh, run.tensor, device_kind(run))
         model, parts = self._parts[kind]
-        blocks = None if states_only else self.blocks(run, frozen)
-        table, layout = parts.cut(run.mesh.shaped(num_replicas=1), blocks,
+        table, layout = parts.cut(run.mesh.shaped(num_replicas=1), self.blocks(run, frozen),
                                   boundaries=self.boundaries(run, frozen), how="cost", placement=run.placement)
         return predict_memory(run, model, table, layout, self._needs.setdefault(kind, {}), cluster=cluster)
 

@@ -45,7 +45,7 @@ def test_the_best_interval_has_the_fewest_bytes_and_is_near_the_formula(layers, 
     def needs(interval):
         return stored_bytes([kept] * layers, [stored] * layers, interval, microbatches)
 
-    best = best_interval([kept] * layers, [stored] * layers, microbatches)
+    best = best_interval((kept,) * layers, (stored,) * layers, microbatches)
     assert needs(best) == min(map(needs, range(layers + 1)))
     formula = math.sqrt(microbatches * layers * stored / kept)
     if 1 <= formula <= layers and best:
@@ -54,7 +54,8 @@ def test_the_best_interval_has_the_fewest_bytes_and_is_near_the_formula(layers, 
 
 
 def test_one_layer_alone_is_not_checkpointed():
-    assert best_interval([100], [10], 1) == 0 and best_interval([100], [10], 3) == 1 and best_interval([], [], 4) == 0
+    assert best_interval((100,), (10,), 1) == 0 and best_interval((100,), (10,), 3) == 1
+    assert best_interval((), (), 4) == 0
 
 
 @pytest.mark.parametrize(("num_layers", "stage_layers", "expected"), [

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranvier.config.resolve import resolve
-from ranvier.config.run import Batch, Elastic, Memory, Pipeline, Run, Transformer
+from ranvier.config.run import Batch, Elastic, Launch, Memory, Pipeline, Run, Transformer
+from ranvier.cost.cluster_files import load_cluster
 from ranvier.elastic.freezing import NONE_FROZEN
 from ranvier.mesh import Mesh, StagePlacement
 from ranvier.models import families
@@ -18,6 +19,8 @@ from ranvier.pipeline.microbatch import Microbatch
 from ranvier.plan.limits import memory_choices, run_limits
 from ranvier.planner.count import laid_out, recomputed_runs
 from ranvier.planner.report import schedule_text
+from ranvier.planner.run_cost import run_cost
+from ranvier.planner.work import Work
 from ranvier.schedule.computed_limits import (
     MAX_SIMULATED_STAGES,
     StageLoad,
@@ -210,6 +213,19 @@ def test_where_the_rule_holds():
     assert computed_limits([load()], MessageDriven(), memory=2.0) == rule_limits([True])
     assert computed_limits([load(trains=False)] * 2, MessageDriven(), memory=2.0) == rule_limits([False] * 2)
     assert computed_limits(stages, MessageDriven(), memory=2.0, in_flight=7).in_flight == 7
+
+
+def test_where_nothing_may_wait_limits_are_those_of_such_a_schedule():
+    """With as many in flight as ranks interleaved stages wait for a quarter of a step, unless deferred products fill
+    that."""
+    run = resolve(replace(
+        Run(), model=Transformer(num_layers=16, hidden=1024, heads=8, vocab=1024, sequence=512), precision="bf16",
+        mesh=Mesh(pipe=2), batch=Batch(global_size=16, microbatch_size=1), launch=Launch(device="cuda"),
+        pipeline=Pipeline(stages_per_rank=4, placement="interleaved", defer_bytes=0)))
+    cluster, work = load_cluster("h100"), Work()
+    auto, few = (run_cost(replace(run, pipeline=replace(run.pipeline, in_flight=limit)), cluster, work.stages(run))
+                 for limit in ("auto", 2))
+    assert auto.bubble_fraction < 0.05 < 0.2 < few.bubble_fraction
 
 
 def test_only_the_message_driven_policy_of_several_stages_has_room():

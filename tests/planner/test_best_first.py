@@ -15,6 +15,7 @@ from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
 from ranvier.planner import search as search_module
 from ranvier.planner.candidates import memory_saving_variants, on_cluster, predict, variants
+from ranvier.planner.least_memory import least_device_bytes
 from ranvier.planner.run_cost import least_run_seconds, run_cost
 from ranvier.planner.search import AT_LEAST, never_resting_seconds, search
 from ranvier.planner.work import Work
@@ -66,7 +67,7 @@ def test_the_search_finds_what_brute_force_finds(name, kilobytes, latency, flops
 @settings(deadline=None, max_examples=20, derandomize=True)
 @given(st.data())
 def test_bounds_are_no_longer_than_what_they_bound(data):
-    """The bound of operations and messages, blocks as counted, and the schedule within its limits."""
+    """The bound of operations and messages, blocks as counted, the schedule within its limits, and that of memory."""
     name = data.draw(st.sampled_from(["h100", "summit", "laptop"]))
     cluster = cluster_of(name, flops=data.draw(st.sampled_from([1.0, 1e-4])))
     scheme, by_sequence = data.draw(st.sampled_from([
@@ -80,6 +81,12 @@ def test_bounds_are_no_longer_than_what_they_bound(data):
     limited, simulated = (run_cost(run, cluster, stages, exact=exact) for exact in (False, True))
     assert 0 < bound <= counted * (1 + 1e-9) and counted <= simulated.seconds * 1.01, "of two short ones"
     assert AT_LEAST * limited.seconds <= simulated.seconds
+    if name != "laptop":
+        for saving in (run, *memory_saving_variants(run, cluster, SEARCHED)):
+            saving = replace(saving, optim=replace(saving.optim, offload_share=0.5))
+            bytes_, states = least_device_bytes(saving, stages)
+            assert bytes_ - states * (saving.optim.offload == "hybrid") / 2 <= max(
+                entry.device_bytes for entry in WORK.memory(saving, cluster=cluster))
 
 
 @lru_cache

@@ -51,7 +51,12 @@ def test_scaled_work_is_counted_work(mesh, size):
 def test_candidates_are_all_meshes_and_all_of_them_can_be():
     found = list(variants(TINY, load_cluster("h100"), 8))
     assert {run.mesh.shape for run in found} >= {(8, 1, 1, 1), (1, 8, 1, 1), (1, 1, 2, 4), (2, 2, 1, 2)}
-    assert len({(run.mesh, run.batch.microbatch_size) for run in found}) == len(found)
+    assert len({(run.mesh, run.batch.microbatch_size, run.tensor) for run in found}) == len(found)
+    schemes = {shape: {report.scheme(run) for run in found if run.mesh.shape == shape} for shape in (
+        (8, 1, 1, 1), (2, 1, 4, 1), (2, 1, 1, 4), (2, 1, 2, 2))}
+    assert schemes == {(8, 1, 1, 1): {""}, (2, 1, 4, 1): {"stationary"}, (2, 1, 1, 4): {
+        "stationary", "stationary by sequence", "megatron", "megatron by sequence"}, (2, 1, 2, 2): {
+        "stationary", "stationary by sequence", "summa"}}
     assert all(run.mesh.size == 8 and not problems(run) for run in found)
     only = list(variants(replace(TINY, mesh=Mesh(pipe=2)), load_cluster("h100"), 2, ("microbatch",)))
     assert {run.mesh for run in only} == {Mesh(pipe=2)}
@@ -128,8 +133,10 @@ def test_what_does_not_fit_is_dropped_with_its_reason():
     cluster = load_cluster("h100")
     small = replace(cluster, device=replace(cluster.device, memory_bytes=1_504_500_000))  # 4.5 MB are left
     plan = search(TINY, small, 4)
-    assert plan.dropped and all(re.match(r"memory of the device does not suffice: a rank of stage \d needs .* MiB",
+    assert plan.dropped and all(re.match(r"memory of the device does not suffice: a rank of stage \d needs .* MiB|"
+                                         r"a rank needs at least [\d,]+ MiB of its device, and there are \d+$",
                                          found.reason) for found in plan.dropped)
+    assert all(found.memory for found in plan.dropped[:3]), "predicted in full"
     assert max(report.device_bytes(found) for found in plan.best) <= 4_500_000
     assert any("Memory is a bottleneck, too" in line for line in report.explanation(plan))
 
@@ -431,7 +438,7 @@ def test_the_command_simulates(capsys, tmp_path):
 
 def test_searched_settings_have_names():
     assert set(SEARCHED) == {"mesh", "microbatch", "in-flight", "recompute", "offload", "shard", "chunks",
-                             "elastic"}
+                             "elastic", "scheme"}
 
 
 @pytest.mark.slow

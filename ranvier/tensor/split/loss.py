@@ -285,9 +285,10 @@ def _kernel(logits_RV: Tensor) -> ModuleType | None:
 
 
 def _scratch(logits_RV: Tensor) -> Tensor:
-    """An empty block of rows: small enough for a CPU's cache, large enough for few launches on a GPU."""
-    elements = 1 << 18 if logits_RV.device.type == "cpu" else 1 << 24
+    """An empty block of rows: small enough for a CPU's cache, large enough for few launches on a GPU; all of them where
+    nothing is computed."""
     rows, vocab = logits_RV.shape
+    elements = {"cpu": 1 << 18, "meta": rows * vocab}.get(logits_RV.device.type, 1 << 24)
     wide = torch.promote_types(logits_RV.dtype, torch.float32)
     return logits_RV.new_empty((min(rows, max(1, elements // vocab)), vocab), dtype=wide)
 

@@ -1,0 +1,42 @@
+"""What a rank needs of its device at least, by arithmetic on counted blocks: below `Work.memory`, in no time.
+
+Of the states parameters, gradients and the optimizer's own; of the activations what a stage stores under 1F1B, than
+which no schedule stores less. What else there is (buffers, messages, products under way) is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+from ranvier.config.resolve import ResolvedRun
+from ranvier.cost.blocks import BlockCost
+from ranvier.planner.count import recomputed_runs
+from ranvier.planner.run_cost import element_bytes, states_per_parameter
+
+
+def least_device_bytes(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]]) -> tuple[float, float]:
+    """Of the rank that needs most; and of these the optimizer's states, all of which hybrid offload has there. stages:
+    the blocks of each, counted for the run."""
+    optim, sizes, pipe = run.optim, element_bytes(run), run.mesh.pipeline_size
+    states = 0.0 if optim.offload in ("stream", "host") else sizes.state * states_per_parameter(run) / (
+        run.mesh.num_replicas if optim.shard else 1)
+    of_each = sizes.parameter + (0 if optim.update_in_backward else sizes.gradient)
+    frozen = 0 if run.lora.base_format != "precision" or run.model.tied else sizes.parameter
+    again, in_flight = recomputed_runs(run, stages), run.pipeline.in_flight
+    most = min(run.num_microbatches, pipe if in_flight == "auto" else in_flight)
+    found = []
+    for rank in range(pipe):
+        held = run.placement.stages_of(rank)
+        blocks = [block for stage in held for block in stages[stage]]
+        activations = []
+        for stage in held:
+            inside = set(chain.from_iterable(again[stage]))
+            kept = sum(block.kept_bytes for place, block in enumerate(stages[stage]) if place not in inside)
+            activations.append(kept + sum(stages[stage][places.start].input_bytes for places in again[stage] if places))
+        stored = min(most, pipe - rank) if run.placement.per_rank == 1 else 1
+        of_states = states * sum(block.num_owned for block in blocks)
+        found.append((sum(block.num_owned * of_each + (block.num_parameters - block.num_trainable) * frozen
+                          for block in blocks) + of_states
+                      + stored * max(activations) + max(block.allocated_bytes for block in blocks), of_states))
+    return max(found)
