@@ -92,14 +92,15 @@ def step_of(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], cluster: Cl
         gradient=state_bytes if optim.accumulate == "fp32" else dtype.itemsize,
         summed=sum_dtype(run.tensor, dtype, device_kind(run)).itemsize)
     states, flops = _update_of(run)
+    own, more = (families.flops_per_sample(run, recomputed=again) for again in (False, True))
     return Step(
         run=run, policy=policy_named(run.pipeline.policy), limits=limits, bytes=formats,
         stages=tuple(StageWork(blocks=tuple(blocks), recomputed=tuple(place for places in again for place in places))
                      for blocks, again in zip(stages, recomputed, strict=True)),
         num_states=states + len(averages_of(optim)) + is_half(dtype), tokens=families.tokens_of(run),
         whole_tensors=rules_of(optim).tensors is not None, update_flops=flops,
-        flops_per_sample=families.flops_per_sample(run),
-        recomputed_flops_per_sample=families.flops_per_sample(run, recomputed=True),
+        flops_per_sample=own,
+        recomputed_flops_per_sample=(own + more) / 2 if run.memory.recompute == "alternate" else more,
         split_layers=split_layers(run) if run.mesh.stage_size > 1 else {})
 
 
