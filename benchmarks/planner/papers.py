@@ -29,13 +29,13 @@ from ranvier.config.resolve import ResolvedRun, resolve
 from ranvier.config.run import Batch, Pipeline, Transformer
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.collectives import placed, received_seconds
-from ranvier.cost.count import laid_out
 from ranvier.cost.device_overhead import usable_bytes
 from ranvier.cost.hardware import Cluster
-from ranvier.cost.run_cost import run_cost
 from ranvier.cost.step import Cost, StageCost
 from ranvier.mesh import Mesh
 from ranvier.pictures.figures import COLOURS, INK, clean, new_figure
+from ranvier.planner.count import laid_out
+from ranvier.planner.run_cost import run_cost
 from ranvier.planner.work import Work
 
 BILLIONS = (12, 24, 50, 100)

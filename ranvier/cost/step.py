@@ -13,7 +13,7 @@ and drains, which is left out.
 
 The schedule is AxoNN's (Singh and Bhatele, 2022, sections III and IV), the exchanges of the tensor mesh those of Xu et
 al., 2021 (Optimus, section 3), Shoeybi et al., 2019 (Megatron-LM, section 3) and Korthikanti et al., 2022. Pure:
-`ranvier.cost.run_cost` makes a `Step` of a run's settings and counted blocks.
+`ranvier.planner.run_cost` makes a `Step` of a run's settings and counted blocks.
 """
 
 from __future__ import annotations
