@@ -278,9 +278,10 @@ class Optim:
 class Memory:
     """What is recomputed to save memory."""
 
-    recompute: Literal["none", "auto", "axonn"] | Positive = "none"
+    recompute: Literal["none", "auto", "alternate", "axonn"] | Positive = "none"
     """Activation recomputation (activation checkpointing): layers between stored activations; the others are computed
-    again in the backward. auto: on each stage what needs the least memory; axonn: AxoNN's rule."""
+    again in the backward. auto: on each stage what needs the least memory; alternate: every second layer keeps its
+    activations, which costs half of the time of 1; axonn: AxoNN's rule."""
 
     @model_validator(mode="before")
     @classmethod

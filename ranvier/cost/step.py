@@ -107,7 +107,7 @@ class Step:
     flops_per_sample: float
     """Of forward and backward, without recomputation."""
     recomputed_flops_per_sample: float
-    """Of these and one more forward."""
+    """With what is recomputed, where something is."""
     split_layers: Mapping[str, tuple[SplitLayer, ...]]
     """Block -> its layers that are split over the tensor mesh."""
 

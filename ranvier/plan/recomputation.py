@@ -6,7 +6,7 @@
 
 A stage of L layers that stores f microbatches keeps f ceil(L / ac) carried states and the insides of ac layers. The
 paper's rule (AxoNN, section V-A) weighs both alike; `auto` counts bytes. Recomputing costs one forward, whatever the
-interval.
+interval; where every second layer keeps its inside (`alternate`), half of one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ranvier.cost.blocks import BlockCost
 from ranvier.schedule.policies import MANY
 from ranvier.schedule.schedule import Policy
 
-Recompute = Literal["none", "auto", "axonn", "paper"] | int
+Recompute = Literal["none", "auto", "alternate", "axonn", "paper"] | int
 
 
 def stored_bytes(kept: Sequence[int], stored: Sequence[int], interval: int, microbatches: int) -> int:
@@ -61,6 +61,8 @@ def stage_segments(recompute: Recompute, blocks: Sequence[str], layers: Sequence
     """
     own = layers_of(blocks, layers)
     match recompute:
+        case "alternate":
+            return own[::2]
         case "none":
             interval = 0
         case "axonn" | "paper":

@@ -85,14 +85,15 @@ def step_of(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], cluster: Cl
     """One step of the run; cluster: as for `run_limits`. limits: the schedule's, where they are known."""
     recomputed = recomputed_runs(run, stages)
     limits = limits or run_limits(run, stages, recomputed, cluster)
+    own, more = (families.flops_per_sample(run, recomputed=again) for again in (False, True))
     return Step(
         run=run, policy=policy_named(run.pipeline.policy), limits=limits, bytes=element_bytes(run),
         stages=tuple(StageWork(blocks=tuple(blocks), recomputed=tuple(place for places in again for place in places))
                      for blocks, again in zip(stages, recomputed, strict=True)),
         num_states=states_per_parameter(run), tokens=families.tokens_of(run),
         whole_tensors=rules_of(run.optim).tensors is not None, update_flops=_update_of(run)[1],
-        flops_per_sample=families.flops_per_sample(run),
-        recomputed_flops_per_sample=families.flops_per_sample(run, recomputed=True),
+        flops_per_sample=own,
+        recomputed_flops_per_sample=(own + more) / 2 if run.memory.recompute == "alternate" else more,
         split_layers=split_layers(run) if run.mesh.stage_size > 1 else {})
 
 

@@ -78,13 +78,14 @@ def test_layers_and_segments_of_a_stage():
     assert stage_segments("paper", blocks, layers, [], [], 1) == [range(1, 3), range(3, 5), range(5, 6)]
     assert stage_segments("auto", blocks, layers, [9] * 7, [1] * 7, 4) == [range(1, 3), range(3, 5), range(5, 6)]
     assert stage_segments(3, blocks, layers, [], [], 1) == [range(1, 6)]
+    assert stage_segments("alternate", blocks, layers, [], [], 1) == [range(1, 3), range(5, 6)]
 
 
 # ---------------------------------------------------------------------- the same gradients
 
 @pytest.mark.parametrize("policy", quick(1, POLICIES))
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("checkpoint", [1, 2, "paper"])
+@pytest.mark.parametrize("checkpoint", [1, 2, "paper", "alternate"])
 def test_gpt_with_dropout(checkpoint, mesh, policy):
     """The recomputed forward drops the same elements."""
     assert_parity(partial(small_gpt, dropout=0.2), tokens([[2, 1, 2]] * mesh.data, ignored=0.3), mesh,
@@ -127,7 +128,7 @@ class Counted(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-@pytest.mark.parametrize(("checkpoint", "expected"), [("none", 8), (1, 16), (4, 16)])
+@pytest.mark.parametrize(("checkpoint", "expected"), [("none", 8), (1, 16), (4, 16), ("alternate", 12)])
 def test_what_is_computed_again(checkpoint, expected):
     """Four blocks, two microbatches: each forward once more under checkpointing, and never in an evaluation."""
     Counted.forwards = 0
