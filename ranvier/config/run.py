@@ -395,10 +395,11 @@ class Launch:
 class Transformer:
     """Architecture and sizes of the model."""
 
-    family: Literal["auto", "gpt", "llama", "bert", "vit"] | ObjectName = "auto"
+    family: Literal["auto", "gpt", "llama", "bert", "vit", "transformers"] | ObjectName = "auto"
     """Architecture; auto is what `data.task` takes: gpt for lm, bert for classification and qa, vit for images. llama,
-    for lm, stands for Llama, Mistral, Phi, Qwen, Gemma, OLMo 2 and SmolLM (docs/models.md). Or a model family of your
-    own, as module:function (docs/extending.md)."""
+    for lm, stands for Llama, Mistral, Phi, Qwen, Gemma, OLMo, SmolLM and Granite (docs/models.md); transformers for any
+    other language model in the folder `pretrained`, on data and pipe axes. Or a model family of your own, as
+    module:function (docs/extending.md)."""
     preset: str | None = None
     """Sizes of a published model, by name, for example llama-3.2-1b (docs/models.md). Other settings of the model
     override it."""

@@ -11,7 +11,7 @@ from typing import TextIO
 
 import torch
 
-from ranvier.checkpoint.hf.from_pretrained import load_pretrained, with_model
+from ranvier.checkpoint.hf.from_pretrained import load_pretrained, settled, with_model
 from ranvier.checkpoint.hf.peft import AdapterFolder, load_adapters
 from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.checkpoint.hf.source_check import check_adapters, check_source
@@ -56,7 +56,9 @@ def prepare_run(run: ResolvedRun, world: World, stream: TextIO) -> tuple[Resolve
     world.store.set(key(process_name()), "")
     tell = RunProgress(line, lambda process: world.store.check([key(process)]))
     pretrained = None
-    if run.model.pretrained is not None:
+    if run.model.family == "transformers":  # whose blocks come with their weights
+        run = resolve(settled(run))
+    elif run.model.pretrained is not None:
         pretrained = Pretrained(folder_of(run.model.pretrained, cache_folder(run), tell))
         run = resolve(with_model(run, pretrained))
         check_source(pretrained, cache_folder(run), tell)
