@@ -37,7 +37,7 @@ ROOT = Path(ranvier.__file__).parent
 ELSEWHERE = {
     "launch/devices.py": "tests/launch/test_devices.py", "launch/start.py": "tests/launch/test_choices.py",
     "system/pinned_memory.py": "tests/train/test_device_figures.py", "comm/torch_group.py": "tests/comm/test_torch.py",
-    "cost/count.py": "tests/elastic/test_memory_budget.py",
+    "planner/count.py": "tests/elastic/test_memory_budget.py",
     "comm/torch_backend.py": "tests/train/test_device_figures.py",
     "tensor/deferred_linear.py": "tests/test_fake_cuda.py",
     "tensor/keyed_dropout.py": "tests/tensor/test_dropout_kernel.py"}

@@ -11,7 +11,6 @@ NAMED_CODE = {
     "__init__.py": "Ranvier's own names",
     "config/named_object.py": "the door",
     "train/experiment_trackers.py": "packages of a constant table",
-    "data/cifar.py": "an unpickler that finds arrays only",
     "checkpoint/hf/pretrained.py": "torch.load(weights_only=True)",
     "launch/function_rank.py": "the function of ranvier.run, in a folder of this process",
     "launch/run_function.py": "the results of ranvier.run, in a folder of this process",

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from benchmarks.gpu.programs import Program, batches, engine_of, world_of_one
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Batch, Guard, Launch, Optim
-from ranvier.cost.count import laid_out
 from ranvier.mesh import Mesh
 from ranvier.optim import placement
 from ranvier.optim.rules import AdamW
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
+from ranvier.planner.count import laid_out
 from tests.fake_cuda import FakeCuda
 
 DEVICE = torch.device("cuda", 1)

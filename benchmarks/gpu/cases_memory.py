@@ -14,9 +14,9 @@ from benchmarks.gpu.device_events import covered_length, device_events
 from benchmarks.gpu.programs import Program, batches, engine_of, world_of_one
 from ranvier.config.resolve import Facts, resolve
 from ranvier.config.run import Batch, Launch, Memory, Optim, Run
-from ranvier.cost.count import laid_out
 from ranvier.cost.device_overhead import with_overhead
 from ranvier.mesh import Mesh
+from ranvier.planner.count import laid_out
 from ranvier.schedule.spans import StepWindow
 from ranvier.system.pinned_memory import pinned_zeros
 

@@ -35,7 +35,6 @@ from benchmarks.tensor.counted import SETTINGS
 from benchmarks.tensor.paper_volumes import activation_bytes
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Batch, Launch, Memory, Optim, Transformer
-from ranvier.cost.count import laid_out
 from ranvier.cost.mesh_shape import best_shape
 from ranvier.cost.volume import Scheme
 from ranvier.errors import ConfigError
@@ -43,6 +42,7 @@ from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
 from ranvier.plan.block_costs import block_costs
 from ranvier.plan.cut import meta_mesh, split_model
+from ranvier.planner.count import laid_out
 from ranvier.planner.problems import problems
 from ranvier.tensor.split.linear import SplitLinear
 

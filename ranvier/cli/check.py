@@ -14,7 +14,6 @@ from ranvier.cli.problems import settings_of
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
 from ranvier.cost.cluster_files import load_cluster
-from ranvier.cost.count import laid_out, memory_curve
 from ranvier.cost.device_overhead import usable_bytes
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.memory import PROCESS_BYTES, RankMemory, remedies
@@ -28,6 +27,7 @@ from ranvier.plan.fitting import first_that_fits, schedule_note
 from ranvier.plan.limits import MemoryChoice
 from ranvier.planner.auto import open_axes_of, with_plan, with_pretrained
 from ranvier.planner.candidates import on_cluster
+from ranvier.planner.count import laid_out, memory_curve
 from ranvier.planner.problems import PREVENT_A_CUT, TOO_LARGE, cannot_be_laid_out, problems, warnings
 from ranvier.planner.report import schedule_text
 from ranvier.planner.work import shortage

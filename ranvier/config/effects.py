@@ -162,7 +162,7 @@ def _frozen_dropout(run: ResolvedRun) -> str | None:
 
 def _tokenizer(run: ResolvedRun) -> str | None:
     form = form_of(run.data)
-    if "data.tokenizer" in form.unused or form.writes_text or run.data.task in ("chat", "preference"):
+    if "data.tokenizer" in form.unused or form.writes_text or run.data.task in ("chat", "preference", "reward"):
         return form.unused.get("data.tokenizer")
     if run.model.pretrained is not None:
         return "the tokenizer of model.pretrained is taken"

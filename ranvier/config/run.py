@@ -543,10 +543,11 @@ class Lora:
 class Data:
     """Task, data sets and tokenizer."""
 
-    task: Literal["lm", "chat", "preference", "classification", "qa", "images"] | ObjectName = "lm"
+    task: Literal["lm", "chat", "preference", "reward", "classification", "qa", "images"] | ObjectName = "lm"
     """Task: language modelling (lm), fine-tuning on conversations (chat), preference tuning on pairs of a chosen and a
-    rejected answer (preference), classification of sentences or pairs of them, extractive question answering (qa), or
-    classification of images. Or a task of your own, as module:function (docs/extending.md)."""
+    rejected answer (preference), a reward model of such pairs (reward), classification of sentences or pairs of them,
+    extractive question answering (qa), or classification of images. Or a task of your own, as module:function
+    (docs/extending.md)."""
     options: tuple[str, ...] = ()
     """Keyword arguments of the function that a `task` of your own names, as NAME=VALUE, for example length=16."""
     train: str | None = None
@@ -577,9 +578,9 @@ class Data:
     """chat: column of the conversation, a list of messages with `role` and `content`; none is the first
     of `messages`, `conversation` and `conversations` that there is."""
     form: Literal["auto", "messages", "sharegpt", "alpaca", "prompt-completion"] | ObjectName = "auto"
-    """chat and preference: form of the rows (docs/data.md). auto: by their columns; messages: OpenAI's; sharegpt: turns
-    with `from` and `value`; alpaca: instruction, input and output; prompt-completion; or a function of your own that
-    makes one of these, or a pair, of a row, as module:function."""
+    """chat, preference and reward: form of the rows (docs/data.md). auto: by their columns; messages: OpenAI's;
+    sharegpt: turns with `from` and `value`; alpaca: instruction, input and output; prompt-completion; or a function of
+    your own that makes one of these, or a pair, of a row, as module:function."""
     chat_template: Path | None = None
     """chat: file of a Jinja template that replaces the chat template of the tokenizer."""
     mixture: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What one block costs: numbers that `ranvier.cost.count` and the engine count on the meta device. Pure."""
+"""What one block costs: numbers that `ranvier.planner.count` and the engine count on the meta device. Pure."""
 
 from __future__ import annotations
 

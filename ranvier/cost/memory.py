@@ -18,7 +18,7 @@
              arriving     small sums of gradients, which all replicas gather
 
 Parameters, gradients, states and buckets are what the run's optimizer allocates, built on the meta device
-(`ranvier.cost.count`); the others are bounds, from the operations of one microbatch. Activations stored by a stage:
+(`ranvier.planner.count`); the others are bounds, from the operations of one microbatch. Activations stored by a stage:
 AxoNN (Singh and Bhatele, 2022), section V-A; streamed states: its section V-B. Pure.
 """
 

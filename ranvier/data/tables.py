@@ -77,11 +77,14 @@ class Table:
 
     def column(self, name: str | None, default: Sequence[str], setting: str) -> str:
         """The column `name`, or the first of `default` that the table has. DataError, with the columns that there are,
-        where it has none of them. setting: of the column, such as data.text-column."""
+        where it has none of them, or has it twice. setting: of the column, such as data.text-column."""
         wanted = default if name is None else (name,)
         found = next((column for column in wanted if column in self.columns), None)
         if found is None:
             raise no_column(self.name, wanted[0], self.columns, setting)
+        if self.columns.count(found) > 1:
+            raise DataError("has two columns of one name", code="column-twice", where=self.name, value=found,
+                            remedy=f"Rename one of them, or set --{setting} to another.")
         return found
 
     def class_names(self, column: str) -> tuple[str, ...] | None:
@@ -113,16 +116,20 @@ def is_hub_name(name: str) -> bool:
         and Path(path).suffix.lower() not in (*ENDINGS, ".json", ".txt", ".gz", ".tgz")
 
 
-def open_file(path: Path, name: str) -> Table:
+def open_file(path: Path, name: str, *, quoted_tabs: bool = True) -> Table:
     """The table in a file. Its header or first row is read. name: for errors. DataError where it is damaged, or needs a
-    package that is missing; OSError and UnicodeDecodeError as reading raises them."""
+    package that is missing; OSError and UnicodeDecodeError as reading raises them.
+
+    quoted_tabs: whether quotes have a meaning in tab-separated files; where they are characters as others, as in those
+    of GLUE, files of unknown endings are such files."""
     ending = ending_of(path)
     found = path.stat()
     same = fingerprint("table", str(path.resolve()), found.st_size, found.st_mtime_ns)
     if ending in PARQUET:
         columns, rows = _parquet(path, name)
-    elif ending in SEPARATED:
-        columns, rows = _separated(path, name, SEPARATED[ending])
+    elif ending in SEPARATED or (not quoted_tabs and ending not in ROW_ENDINGS):
+        separator = SEPARATED.get(ending, "\t")
+        columns, rows = _separated(path, name, separator, quoted_tabs or separator != "\t")
     else:
         read = json_array if ending == JSON else json_rows
         first = next(read(path, name), None)
@@ -208,11 +215,12 @@ def _check_surrogates(values: dict[str, object], where: str) -> None:
                         remedy="Write the whole character, or U+FFFD in its place.") from error
 
 
-def _separated(path: Path, name: str, separator: str) -> tuple[tuple[str, ...], _Rows]:
-    """Header and rows of a file with a header line, quoted as spreadsheets do."""
+def _separated(path: Path, name: str, separator: str, is_quoted: bool) -> tuple[tuple[str, ...], _Rows]:
+    """Header and rows of a file with a header line. is_quoted: fields are, as spreadsheets do it."""
     def lines() -> Iterator[tuple[int, list[str]]]:
         with _text(path, "") as file:
-            reader = csv.reader(file, delimiter=separator)
+            reader = csv.reader(file, delimiter=separator,
+                                quoting=csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE)
             try:
                 for values in reader:
                     yield reader.line_num, values

@@ -3,7 +3,7 @@ SmolLM 2 and 3 and Granite are settings of it (docs/models.md).
 
 Shapes are in the names: B batch, S sequence, H hidden, N heads, K heads of keys and values, D width of a head, F inner
 width of an MLP, V vocabulary. The carried state is one tensor: token ids_BS (int64) into the embedding, x_BSH between
-blocks, logits_BSV out of the head. Inputs with several packed samples are a dict, as GPT's are.
+blocks, logits_BSV or scores_BS1 out of the head. Inputs with several packed samples are a dict, as GPT's are.
 
     embedding -> layer0.attention -> layer0.mlp -> layer1.attention -> ... -> head
 
@@ -25,9 +25,17 @@ from ranvier.config.run import Transformer
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.models.decoding_cache import DecodingCache
 from ranvier.models.family import ModelFacts, text_transformer_in_words, wrong_head
-from ranvier.models.segments import attention_mask, hidden_and_segments, is_whole_causal, positions_of, with_hidden
+from ranvier.models.segments import (
+    attention_mask,
+    hidden_and_segments,
+    in_halves,
+    is_whole_causal,
+    positions_of,
+    with_hidden,
+)
 from ranvier.tensor import layers as tensor
 from ranvier.tensor.split.loss import NextTokenLoss
+from ranvier.tensor.split.preference_loss import RewardLoss
 
 NORM_EPSILON = 1e-5
 """Of Llama 2 and 3."""
@@ -241,6 +249,20 @@ class Head(nn.Module):
         return logits_BSV
 
 
+class ScoreHead(nn.Module):
+    """Final norm and one score for each token, without bias: [B, S, 1]."""
+
+    def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.norm = _norm(config, dtype)
+        self.score = tensor.ClassifierHead(config.hidden, 1, bias=False, token=None, dtype=dtype)
+
+    def forward(self, state: State) -> Tensor:
+        x_BSH, _ = hidden_and_segments(state)
+        scores_BS1: Tensor = self.score(self.norm(x_BSH))
+        return scores_BS1
+
+
 def llama(config: Transformer, *, dtype: torch.dtype = torch.float32) -> Model:
     """The blocks of a Llama. Builders honour `torch.device(...)` contexts, "meta" included; ConfigError as
     `problems`."""
@@ -249,7 +271,7 @@ def llama(config: Transformer, *, dtype: torch.dtype = torch.float32) -> Model:
     return LLAMA.model(config, "tokens", dtype=dtype)
 
 
-def _model(config: Transformer, dtype: torch.dtype) -> Model:
+def _model(config: Transformer, head: str, dtype: torch.dtype) -> Model:
     blocks: dict[str, Callable[[], nn.Module]] = {"embedding": partial(Embedding, config, dtype)}
     layers = tuple((f"layer{index}.attention", f"layer{index}.mlp") for index in range(config.num_layers))
     alike: dict[str, str] = {}
@@ -261,10 +283,11 @@ def _model(config: Transformer, dtype: torch.dtype) -> Model:
         for name, earlier in ((attention, first.setdefault(kind, attention)), (mlp, layers[0][1])):
             if name != earlier:
                 alike[name] = earlier
-    blocks["head"] = partial(Head, config, dtype)
-    tied = (("embedding.token.weight", "head.projection.weight"),) if config.tied else ()
-    return Model(blocks=blocks, loss=NextTokenLoss(config.vocab), layers=layers, initial=partial(initial, config),
-                 alike=alike, tied=tied)
+    scores = head == "score"
+    blocks["head"] = partial(ScoreHead if scores else Head, config, dtype)
+    tied = (("embedding.token.weight", "head.projection.weight"),) if config.tied and not scores else ()
+    return Model(blocks=blocks, loss=RewardLoss() if scores else NextTokenLoss(config.vocab), layers=layers,
+                 initial=partial(initial, config), alike=alike, tied=tied)
 
 
 def problems(config: Transformer) -> list[ConfigError]:
@@ -316,16 +339,19 @@ def flops_per_sequence(config: Transformer, *, recomputed: bool = False) -> floa
 
 
 class _Llama:
-    """The family `llama`: the head "tokens", inputs ids_BS and targets_BS int64."""
+    """The family `llama`: the head "tokens", inputs ids_BS and targets_BS int64, and "score", of pairs of answers, with
+    the targets of `RewardLoss`."""
 
     def problems(self, settings: Transformer, head: str) -> list[RanvierError]:
-        return [*wrong_head("llama", head, ("tokens",)), *problems(settings)]
+        return [*wrong_head("llama", head, ("tokens", "score")), *problems(settings)]
 
     def model(self, settings: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
-        return _model(settings, dtype)
+        return _model(settings, head, dtype)
 
-    def sample(self, settings: Transformer, head: str, count: int) -> tuple[Tensor, Tensor]:
-        ids_BS = torch.zeros(count, settings.sequence, dtype=torch.int64)
+    def sample(self, settings: Transformer, head: str, count: int) -> tuple[State, Tensor | dict[str, Tensor]]:
+        ids_BS = torch.zeros(count, length := settings.sequence, dtype=torch.int64)
+        if head == "score":
+            return in_halves(ids_BS), {"last": torch.tensor([length // 2, length]).repeat(count, 1) - 1}
         return ids_BS, ids_BS
 
     def flops_per_sample(self, settings: Transformer, *, recomputed: bool = False) -> float:

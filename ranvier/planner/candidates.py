@@ -17,7 +17,6 @@ from ranvier.cost.hardware import Cluster
 from ranvier.cost.hybrid import with_offload_share
 from ranvier.cost.memory import RankMemory
 from ranvier.cost.mesh_shape import divisors
-from ranvier.cost.run_cost import run_cost
 from ranvier.cost.step import Cost
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.mesh import Mesh
@@ -25,6 +24,7 @@ from ranvier.models import families
 from ranvier.plan.fitting import first_that_fits
 from ranvier.planner.elastic_plan import Course
 from ranvier.planner.problems import problems
+from ranvier.planner.run_cost import run_cost
 from ranvier.planner.work import Work, excess
 from ranvier.schedule.policies import policy_named
 

@@ -19,7 +19,6 @@ from ranvier.cost.blocks import BlockCost
 from ranvier.cost.device_overhead import usable_bytes
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.kernels import Access, Kernel
-from ranvier.cost.run_cost import run_cost
 from ranvier.elastic.auto_pipe import CandidateStage
 from ranvier.elastic.cache_profile import Times
 from ranvier.elastic.cache_profile import decide as decide_cache
@@ -35,6 +34,7 @@ from ranvier.mesh import Mesh
 from ranvier.models import families
 from ranvier.planner.predicted_blocks import predicted_blocks
 from ranvier.planner.problems import problems
+from ranvier.planner.run_cost import run_cost
 from ranvier.planner.work import Work
 
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.kernels import backward_of, weight_gradients_of
-from ranvier.cost.run_cost import step_of
 from ranvier.cost.stage_messages import rank_threads
 from ranvier.cost.step import update_seconds
 from ranvier.elastic.mesh_candidates import with_present_seconds
 from ranvier.elastic.microbatch_profile import MicrobatchProfile
 from ranvier.elastic.rules import LINKS, BlockFacts, ElasticRules, PresentMesh
 from ranvier.mesh import Mesh
+from ranvier.planner.run_cost import step_of
 from ranvier.planner.work import Work
 
 

@@ -7,11 +7,11 @@ from dataclasses import asdict
 
 from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.collectives import placed
-from ranvier.cost.count import laid_out, memory_curve
 from ranvier.cost.step import Cost
 from ranvier.mesh import mesh_text
 from ranvier.plan.limits import MemoryChoice
 from ranvier.planner.candidates import Candidate
+from ranvier.planner.count import laid_out, memory_curve
 from ranvier.planner.elastic_plan import Course
 from ranvier.planner.search import SearchResult
 from ranvier.planner.training import Goal, training

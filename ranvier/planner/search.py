@@ -30,7 +30,6 @@ from ranvier.config.run import Run
 from ranvier.cost.device_overhead import usable_bytes
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.memory import RankMemory
-from ranvier.cost.run_cost import least_run_seconds, run_cost
 from ranvier.cost.step import Cost
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.mesh import Mesh
@@ -49,6 +48,7 @@ from ranvier.planner.candidates import (
 from ranvier.planner.elastic_plan import course, elastic_variants
 from ranvier.planner.nothing_fits import NO_COST, any_fits, does_not_fit, no_mesh
 from ranvier.planner.problems import problems
+from ranvier.planner.run_cost import least_run_seconds, run_cost
 from ranvier.planner.work import Work, shortage
 
 _WANTED = 12

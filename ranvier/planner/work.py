@@ -12,8 +12,6 @@ from ranvier.block import Model, freeze
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.rules import check_boundaries
 from ranvier.cost.blocks import BlockCost
-from ranvier.cost.count import Needs, device_bytes_of_stages, device_kind
-from ranvier.cost.count import predict as predict_memory
 from ranvier.cost.device_overhead import usable_bytes
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.kernels import Kernels, scaled
@@ -25,6 +23,8 @@ from ranvier.plan.block_costs import block_costs
 from ranvier.plan.cut import Parts, meta_mesh, split_model
 from ranvier.plan.kernel_count import counting_of
 from ranvier.plan.partition import partition_for, uniform
+from ranvier.planner.count import Needs, device_bytes_of_stages, device_kind
+from ranvier.planner.count import predict as predict_memory
 from ranvier.precision import DTYPES
 
 _MOST_COUNTED = 4

@@ -6,9 +6,9 @@ import time
 from typing import Any
 
 from ranvier.config.task_form import form_of
-from ranvier.cost.count import laid_out
 from ranvier.cost.device_overhead import with_overhead
 from ranvier.pictures.timelines import gather_timelines
+from ranvier.planner.count import laid_out
 from ranvier.system.memory_tracker import peak_memory_bytes
 from ranvier.train.commands import EndRun
 from ranvier.train.evaluation import sample_text

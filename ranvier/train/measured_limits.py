@@ -12,8 +12,8 @@ from statistics import median
 from typing import cast
 
 from ranvier.config.resolve import ResolvedRun
-from ranvier.cost.count import recomputed_runs
 from ranvier.plan.limits import Factors, expected_seconds, measured_choice, measured_factors
+from ranvier.planner.count import recomputed_runs
 from ranvier.schedule.computed_limits import UNKNOWN
 from ranvier.schedule.conditions import Conditions, measured_conditions
 from ranvier.schedule.limits import Limits

@@ -18,7 +18,6 @@ import torch
 from ranvier.checkpoint.checkpoints import Checkpoints
 from ranvier.comm.protocol import Group
 from ranvier.config.resolve import Facts, ResolvedRun, auto_offload, resolve
-from ranvier.cost.count import device_bytes_of_stages, laid_out
 from ranvier.cost.device_overhead import with_overhead
 from ranvier.cost.hybrid import with_offload_share
 from ranvier.cost.memory import RankMemory, remedies, too_large
@@ -28,6 +27,7 @@ from ranvier.elastic.freezing import FrozenLayers
 from ranvier.errors import ConfigError, OutOfMemory, RanvierError
 from ranvier.pipeline.engine import Engine
 from ranvier.plan.fitting import first_that_fits, schedules
+from ranvier.planner.count import device_bytes_of_stages, laid_out
 from ranvier.planner.problems import problems
 from ranvier.system.machine import available_memory_bytes
 from ranvier.system.memory_tracker import MemoryPlace, MemoryTracker

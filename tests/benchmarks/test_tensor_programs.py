@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.tensor import counted, limits, scaling
 from ranvier.config.run import Transformer
-from ranvier.cost.count import laid_out
 from ranvier.launch.mpiexec import mpi_available
+from ranvier.planner.count import laid_out
 
 CIRCUMSTANCES = {"date", "commit", "machine", "versions", "command"}
 

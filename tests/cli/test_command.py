@@ -134,7 +134,7 @@ def test_check_for_people(capsys):
                  r"stage  blocks  parameters  ranks +MiB",
                  r"^no problems found\nwarning: train\.warmup-steps", "settings have their defaults"):
         assert re.search(text, out), text
-    assert "comm.transport" not in out
+    assert "comm.transport" not in out and "train.epochs" not in out  # steps overrule no epochs that are set
     assert run_command(["check", "gpt-tiny", "--ranks", "4", "--all"]) == 0
     assert re.search(r"comm\.transport +auto +default", capsys.readouterr().out)
     assert run_command(["check", "gpt-tiny", "--ranks", "5"]) == 2
@@ -295,9 +295,9 @@ def test_the_short_help_has_what_the_command_needs(capsys, command, has, has_not
 # ---------------------------------------------------------------------- data that does not fit is found by check
 
 @pytest.mark.parametrize(("task", "name", "content", "text"), [
-    ("classification", "t.tsv", "label\ttext\n1\thello\n", "t.tsv line 1: has no column sentence"),
-    ("classification", "t.tsv", "sentence\nhello\n", "t.tsv line 1: has no column label"),
-    ("classification", "t.tsv", "a,b\n" * 9, "t.tsv line 1: has no column label"),
+    ("classification", "t.tsv", "label\tbody\n1\thello\n", "t.tsv: has no column `sentence`"),
+    ("classification", "t.tsv", "sentence\nhello\n", "t.tsv: has no column `label`"),
+    ("classification", "t.tsv", "a,b\n" * 9, "t.tsv: has no column `sentence`"),
     ("qa", "t.json", '{"data": [{"title": 1}]}', r"t.json data\[0\]: has no list 'paragraphs'"),
     ("qa", "t.json", "hello", "t.json: is not JSON"),
     ("images", "t", None, "data.train .*t: has fewer than two folders, one for each class"),

@@ -11,8 +11,8 @@ from ranvier.cli.main import run_command
 from ranvier.config import read
 from ranvier.config.resolve import resolve
 from ranvier.config.run import Run
-from ranvier.cost.count import laid_out
 from ranvier.mesh import Mesh
+from ranvier.planner.count import laid_out
 from ranvier.system.terminal import Screen, TextTable, fields, fitted, prose, terminal_width
 from ranvier.train import memory
 from ranvier.train.events import StartEvent, StepEvent

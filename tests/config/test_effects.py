@@ -214,7 +214,7 @@ def test_steps_that_are_asked_for_overrule_a_recipes_epochs(capsys):
     recipe = read.load("bert-sentiment")[1]
     found = read.merge([recipe, flags(train__steps="8")])
     assert (found.run.train.steps, found.run.train.epochs) == (8, None)
-    assert found.origins["train.epochs"] == "flag: train.steps"
+    assert found.origins["train.epochs"] == "flag through train.steps"
     assert read.merge([recipe, flags(train__steps="8", train__epochs="2")]).run.train.epochs == 2
     assert warned(recipe, flags(train__steps="8", train__epochs="2")) == ["train.steps"]
     for given, shown in ((["--train.steps", "8"], ("8", "none")), ([], ("by train.epochs", "3"))):

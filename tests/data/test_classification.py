@@ -26,7 +26,7 @@ from ranvier.data.arrays import open_arrays, write_arrays
 from ranvier.data.loader import Loader
 from ranvier.data.prepare import prepare, problems
 from ranvier.data.sampler import Sampler
-from ranvier.data.sentences import Part, Sentence, class_names, parse, read_sentences
+from ranvier.data.sentences import Sentence, class_names, open_part, read_sentences
 from ranvier.data.subset import first_of_order, held_out
 from ranvier.tensor.split.loss import IGNORED
 from tests.errors import check, raises
@@ -64,11 +64,17 @@ def refused(run, code, *facts):
         prepare(run)
 
 
-def parts(text, name="f", held=None):
-    def part(text):
-        return Part(name=name, fingerprint=text, read=lambda: (parse(text.encode(), name), None))
+def parts(folder, text, held=None):
+    def part(name, text):
+        (folder / name).write_text(text)
+        return open_part(str(folder / name), name, folder, lambda line: None)
 
-    return read_sentences(part(text), None if held is None else part(held))
+    return read_sentences(part("train", text), None if held is None else part("eval", held))
+
+
+def sentences_of(path, data):
+    path.write_bytes(data)
+    return open_part(str(path), "train", path.parent, lambda line: None).read()[0]
 
 
 # ---------------------------------------------------------------------- samples
@@ -150,38 +156,45 @@ def test_fewer_samples_than_a_batch_and_not_ascii(tmp_path, count):
 @pytest.mark.parametrize("data", [
     b"sentence\tlabel\none\t1\ntwo\t0\n", b"\xef\xbb\xbfsentence\tlabel\r\none\t1\r\n\r\ntwo\t0\r\n",
     b"label\tid\tsentence\n1\tx\t one \n0\ty\ttwo", b"sentence\tlabel\n\"one\t1\n" b"two\"\t0\n"])
-def test_forms_of_files(data):
-    found = parse(data, "f")
+def test_forms_of_files(tmp_path, data):
+    found = sentences_of(tmp_path / "f", data)
     assert [sentence.text.strip('"') for sentence in found] == ["one", "two"]
     assert [sentence.label for sentence in found] == ["1", "0"]
 
 
 @pytest.mark.parametrize(("data", "line", "error"), [
-    (b"", 1, ("sentences-columns", "label")),
-    (b"sentence\tlabels\na\t1", 1, ("sentences-columns", "label", ["sentence", "labels"])),
-    (b"label\ttext\n", 1, ("sentences-columns", "sentence")),
-    (b"label\tsentence\tlabel\n", 1, ("sentences-columns", "label", "twice")),
-    (b"sentence\tlabel\na\t1\nb\n", 3, ("sentences-column-count", 2, 1)),
-    (b"sentence\tlabel\na\t1\tx\n", 2, ("sentences-column-count", 2, 3)),
-    (b"sentence\tlabel\na\t \n", 2, ("sentence-or-label-empty", "label")),
-    (b"sentence\tlabel\n\t1\n", 2, ("sentence-or-label-empty", "sentence")),
-    (b"sentence\tlabel\n\na\0b\t1\n", 3, ("sentences-nul-character",)),
-    (b"sentence\tlabel\na\t1\nb\xff\t1\n", 3, ("sentences-not-utf8",)),
-    ("sentence\tlabel\na\t1\n".encode("utf-16"), 1, ("sentences-not-utf8",))])
-def test_faults_of_files_are_told_with_their_line(data, line, error):
-    with raises(*error, where=f"f line {line}"):
-        parse(data, "f")
+    (b"", "", ("column-missing", "sentence")),
+    (b"sentence\tlabels\na\t1", "", ("column-missing", "label", "labels, sentence")),
+    (b"label\tbody\n", "", ("column-missing", "sentence")),
+    (b"label\tsentence\tlabel\n", "", ("column-twice", "label")),
+    (b"sentence\tlabel\na\t1\nb\n", " line 3", ("row-column-count", 2, 1)),
+    (b"sentence\tlabel\na\t1\tx\n", " line 2", ("row-column-count", 2, 3)),
+    (b"sentence\tlabel\na\t \n", " line 2", ("sentence-empty", "label")),
+    (b"sentence\tlabel\n\t1\n", " line 2", ("sentence-empty", "text"))])
+def test_faults_of_files_are_told_with_their_line(tmp_path, data, line, error):
+    path = tmp_path / "f"
+    with raises(*error, where=f"{path}{line}"):
+        sentences_of(path, data)
+    if not line and data:
+        with raises(*error, where=f"{path}"):
+            sentences.look_at_header(path, "train")
 
 
-def test_sets_that_nobody_can_learn_from():
+@pytest.mark.parametrize("data", [b"sentence\tlabel\na\t1\nb\xff\t1\n", "sentence\tlabel\na\t1\n".encode("utf-16")])
+def test_bytes_that_are_no_text(tmp_path, data):
+    with raises("data-not-utf8", where="data.train"):
+        sentences_of(tmp_path / "f", data)
+
+
+def test_sets_that_nobody_can_learn_from(tmp_path):
     with raises("one-class", "data.train"):
-        parts("label\tsentence\n")
+        parts(tmp_path, "label\tsentence\n")
     with raises("one-class", "data.train", 1):
-        parts("label\tsentence\n1\ta\n1\tb\n")
+        parts(tmp_path, "label\tsentence\n1\ta\n1\tb\n")
     with raises("unknown-label", 3, 2, 0, 1):
-        parts("label\tsentence\n1\ta\n0\tb\n", held="label\tsentence\n1\ta\n2\tb\n")
+        parts(tmp_path, "label\tsentence\n1\ta\n0\tb\n", held="label\tsentence\n1\ta\n2\tb\n")
     with raises("too-few-sentences"):
-        parts("label\tsentence\n1\ta\n0\tb\n", held="label\tsentence\n")
+        parts(tmp_path, "label\tsentence\n1\ta\n0\tb\n", held="label\tsentence\n")
 
 
 def test_labels_are_numbers_in_their_order_or_words_in_theirs():
@@ -244,9 +257,9 @@ def test_settings_that_cannot_be(tmp_path):
 
 def test_files_that_cannot_be_read(tmp_path, monkeypatch):
     run = made(tmp_path)
-    refused(replace(run, data=replace(run.data, train=str(tmp_path))), "sentences-not-file", "data.train")
+    refused(replace(run, data=replace(run.data, train=str(tmp_path))), "data-not-file", "data.train")
     os.mkfifo(tmp_path / "pipe")
-    refused(replace(run, data=replace(run.data, eval=str(tmp_path / "pipe"))), "sentences-not-file", "data.eval")
+    refused(replace(run, data=replace(run.data, eval=str(tmp_path / "pipe"))), "data-not-file", "data.eval")
     monkeypatch.setattr(named_files, "MOST_BYTES", 3)
     refused(run, "data-file-too-large", 4)
     monkeypatch.undo()

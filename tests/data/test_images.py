@@ -1,4 +1,4 @@
-"""Images and their classes: CIFAR in its forms, folders of files, transforms, augmentation, and what is refused."""
+"""Images and their classes: CIFAR, folders of files, transforms, augmentation, and what is refused."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import hashlib
 import importlib.util
 import io
 import json
-import os
-import pickle
 import sys
 import tarfile
 import threading
@@ -65,27 +63,6 @@ def cifar_parts(classes, counts=(4, 4, 4, 4, 4, 6)):
     return [(noise(count, 32, 32, 3), [(3 * number + count) % classes for number in range(count)]) for count in counts]
 
 
-def by_colour(images):
-    return images.transpose(0, 3, 1, 2).reshape(len(images), -1)
-
-
-def write_archive(folder, form, parts):
-    folder.mkdir(parents=True, exist_ok=True)
-    batches = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
-    names = batches if len(parts) == 6 else ["train", "test"]
-    for name, (images, labels) in zip(names, parts, strict=True):
-        rows, numbers = by_colour(images), np.array(labels, dtype=np.uint8)[:, None]
-        if form == "bin":
-            first = [] if len(parts) == 6 else [numbers // 5]
-            (folder / f"{name}.bin").write_bytes(np.concatenate([*first, numbers, rows], 1).tobytes())
-        else:
-            key = b"labels" if len(parts) == 6 else b"fine_labels"
-            (folder / name).write_bytes(pickle.dumps({b"data": rows, key: labels, b"filenames": ["x"]}, protocol=4))
-    if len(parts) == 2 and form == "py":
-        (folder / "meta").write_bytes(pickle.dumps({b"fine_label_names": [f"n{i}".encode() for i in range(100)]}))
-    return folder
-
-
 def write_package(path, parts):
     content = {f"{name}.png": images for name, (images, _) in zip(
         [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"], parts, strict=True)}
@@ -133,68 +110,6 @@ def test_cifar10_comes_from_its_package_unchanged(tmp_path, package):
     assert torch.equal(all_of(few.train), pixels(images[few.train.chosen], 32)) and len(few.eval) == 2
 
 
-@pytest.mark.parametrize("form", ["bin", "py"])
-@pytest.mark.parametrize("classes", [10, 100])
-def test_archives_of_the_authors(tmp_path, form, classes):
-    parts = cifar_parts(classes, (4, 4, 4, 4, 4, 6) if classes == 10 else (9, 6))
-    prepared = prepare(run_of(tmp_path, write_archive(tmp_path / "set", form, parts), size=32))
-    train = np.concatenate([images for images, _ in parts[:-1]])
-    assert torch.equal(all_of(prepared.train), pixels(train, 32))
-    assert torch.equal(all_of(prepared.eval), pixels(parts[-1][0], 32))
-    assert prepared.eval.targets(np.arange(6)).tolist() == parts[-1][1]
-    assert prepared.num_classes == classes
-    assert prepared.class_names[3] == {"bin": "class 3", "py": "n3"}[form] if classes == 100 else "cat"
-
-
-def damaged_archives():
-    def cut(folder):
-        (folder / "data_batch_2.bin").write_bytes(b"abc")
-
-    def missing(folder):
-        (folder / "test_batch.bin").unlink()
-
-    def label(folder):
-        (folder / "test_batch.bin").write_bytes(b"\x0a" + bytes(3072))
-
-    def empty(folder):
-        (folder / "test_batch.bin").write_bytes(b"")
-
-    return [(cut, "reshape"), (missing, "No such file"), (label, "a class outside of the 10"),
-            (empty, "for 0 classes")]
-
-
-@pytest.mark.parametrize(("damage", "reason"), damaged_archives())
-def test_damaged_archives(tmp_path, damage, reason):
-    folder = write_archive(tmp_path / "set", "bin", cifar_parts(10))
-    damage(folder)
-    refused(run_of(tmp_path, folder), "not-cifar", reason)
-
-
-class Evil:
-    def __reduce__(self):
-        return os.system, ("touch evil",)
-
-
-@pytest.mark.parametrize(("content", "reason"), [
-    (Evil(), "it asks for posix.system"), ({b"data": [1]}, "its data is not an array of bytes"), ([1], ""),
-    ({b"data": np.zeros((4, 3072), np.uint8)}, "labels"), ({b"data": np.zeros((4, 3), np.uint8), b"labels": [1]}, "")])
-def test_pickles_run_nothing(tmp_path, monkeypatch, content, reason):
-    monkeypatch.chdir(tmp_path)
-    folder = write_archive(tmp_path / "set", "py", cifar_parts(10))
-    (folder / "data_batch_3").write_bytes(pickle.dumps(content, protocol=4))
-    refused(run_of(tmp_path, folder), "not-cifar", reason)
-    assert not (tmp_path / "evil").exists()
-
-
-def test_names_of_a_hundred_classes_are_a_hundred(tmp_path):
-    folder = write_archive(tmp_path / "set", "bin", cifar_parts(100, (9, 6)))
-    (folder / "fine_label_names.txt").write_text("\n".join(f"kind{number}" for number in range(100)))
-    assert prepare(run_of(tmp_path, folder)).class_names[99] == "kind99"
-    (folder / "fine_label_names.txt").write_text("one two")
-    (folder / "train.bin").write_bytes((folder / "train.bin").read_bytes() * 2)
-    refused(run_of(tmp_path, folder), "not-cifar", 2, 100)
-
-
 class Rows(list):
     """What `datasets` gives: rows by number, and columns by name."""
 
@@ -226,6 +141,8 @@ def test_cifar100_and_imagenet_are_asked_for_by_their_names(tmp_path, monkeypatc
     assert torch.equal(all_of(imagenet.eval), pixels(expected, 28))
     assert imagenet.eval.targets(np.arange(6)).tolist() == [0, 1, 2, 0, 1, 2]
 
+    data = noise(6, 30, 32, 3)
+    refused(run_of(tmp_path / "x", "cifar100"), "hub-rows", 30)
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=lambda *a, split: [1]))
     refused(run_of(tmp_path / "x", "cifar100"), "hub-rows", "uoft-cs/cifar100")
     refused(run_of(tmp_path / "x", "imagenet"), "hub-rows", "ILSVRC/imagenet-1k")

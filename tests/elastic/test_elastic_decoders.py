@@ -17,9 +17,9 @@ from ranvier.cli.main import run_command
 from ranvier.config.resolve import resolve
 from ranvier.config.run import Batch, Checkpoint, Data, Elastic, Launch, Lora, Optim, Pipeline, Run, Train, Transformer
 from ranvier.cost import transition
-from ranvier.cost.count import laid_out
 from ranvier.elastic.ledger import Ledger
 from ranvier.mesh import Mesh
+from ranvier.planner.count import laid_out
 from ranvier.planner.elastic_plan import course
 from ranvier.planner.work import Work
 from tests.elastic.runs import always, events, lines, losses, read_rows, run_all, transitions

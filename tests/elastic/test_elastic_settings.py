@@ -9,13 +9,13 @@ import pytest
 
 from ranvier.config.resolve import resolve
 from ranvier.config.run import Batch, Checkpoint, Comm, Elastic, Train
-from ranvier.cost.count import laid_out
 from ranvier.data.prepare import prepare
 from ranvier.elastic.cache import AutoCache
 from ranvier.elastic.cache_profile import Times
 from ranvier.elastic.freezing import NONE_FROZEN, FrozenLayers
 from ranvier.elastic.ledger import Ledger
 from ranvier.mesh import Mesh
+from ranvier.planner.count import laid_out
 from ranvier.train import memory, runtime
 from ranvier.train.elasticity import Elasticity
 from ranvier.train.progress import Progress

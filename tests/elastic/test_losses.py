@@ -26,7 +26,6 @@ from ranvier.comm.torch_backend import torch_generation
 from ranvier.config import effects
 from ranvier.config.resolve import resolve
 from ranvier.config.run import Comm, Launch, Run, Train
-from ranvier.cost.count import laid_out
 from ranvier.elastic.neighbour_copy import with_states_of_neighbour
 from ranvier.elastic.transition import Held
 from ranvier.errors import TransportError
@@ -37,6 +36,7 @@ from ranvier.launch.failure_watch import FAILED
 from ranvier.launch.launchers import Started
 from ranvier.launch.losses import Loss, Losses, report_loss, why_given_up
 from ranvier.mesh import Mesh
+from ranvier.planner.count import laid_out
 from ranvier.planner.problems import problems
 from ranvier.testing.ranks import run_ranks
 from ranvier.train.loop import train

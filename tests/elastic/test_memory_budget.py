@@ -11,13 +11,13 @@ import torch
 
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Batch, Data, Elastic, Launch, Memory, Optim, Pipeline, Train, Transformer
-from ranvier.cost.count import device_bytes_of_stages, laid_out
 from ranvier.elastic.auto_pipe import CandidateStage
 from ranvier.elastic.change import Change
 from ranvier.elastic.freezing import NONE_FROZEN, FrozenLayers
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.plan.fitting import first_that_fits, schedules
+from ranvier.planner.count import device_bytes_of_stages, laid_out
 from ranvier.train import elasticity, memory, session, start
 from ranvier.train.memory import MemoryBudget, device_bytes
 from ranvier.train.runtime import build_runtime

@@ -89,19 +89,6 @@ def image_folders(folder: Path, count: int) -> int:
     return try_all(st.tuples(st.integers(0, 4), BYTE_CHANGES), work, count)
 
 
-def cifar_folders(folder: Path, count: int) -> int:
-    (folder / "cifar").mkdir(parents=True, exist_ok=True)
-    data = b"".join(bytes([label]) + bytes(3072) for label in range(3))
-    for name in ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch"):
-        (folder / "cifar" / f"{name}.bin").write_bytes(data)
-
-    def work(changes):
-        (folder / "cifar" / "data_batch_2.bin").write_bytes(change_bytes(data, changes))
-        assert _prepared(folder, "images", folder / "cifar").num_classes == 10
-
-    return try_all(BYTE_CHANGES, work, count)
-
-
 def tokenizer_folders(folder: Path, count: int) -> int:
     """tokenizer.json with other content than it should have, or vocab.txt."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -146,7 +133,7 @@ def arrays(folder: Path, count: int) -> int:
                                        BYTE_CHANGES)), work, count)
 
 
-FUZZERS: dict[Callable[[Path, int], int], int] = {sentences: 4, questions: 4, image_folders: 3, cifar_folders: 1,
+FUZZERS: dict[Callable[[Path, int], int], int] = {sentences: 4, questions: 4, image_folders: 3,
                                                   tokenizer_folders: 4, arrays: 4}
 """And how many of a round's inputs each has."""
 

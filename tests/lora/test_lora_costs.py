@@ -11,10 +11,10 @@ from ranvier.cli.main import run_command
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Batch, Lora, Optim, Pipeline, Run, Transformer
 from ranvier.cost.cluster_files import load_cluster
-from ranvier.cost.count import laid_out
-from ranvier.cost.run_cost import run_cost
 from ranvier.mesh import Mesh
 from ranvier.models import families
+from ranvier.planner.count import laid_out
+from ranvier.planner.run_cost import run_cost
 from ranvier.planner.work import Work
 
 RUN = ResolvedRun(model=Transformer(family="llama", num_layers=2, hidden=64, heads=4, vocab=300, sequence=32),

@@ -15,10 +15,10 @@ from torch.nn import functional
 
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Batch, Lora, Memory, Optim, Transformer
-from ranvier.cost.count import laid_out
 from ranvier.mesh import Mesh
 from ranvier.models.llama import llama
 from ranvier.models.lora import with_adapters
+from ranvier.planner.count import laid_out
 from ranvier.tensor.quantized_weight import BLOCK, QuantizedWeight, dense
 from tests.errors import raises
 from tests.lora.test_lora_gradients import adapted, users_blocks

@@ -154,9 +154,10 @@ def test_flops(changed):
     assert flops_per_sequence(config, recomputed=True) == 3 * sum(counts.values()) + layers
 
 
-@pytest.mark.parametrize("changed", [VARIANTS[2], VARIANTS[4]], ids=str)
-def test_keeps_the_protocol(changed):
-    check_family(LLAMA, Transformer(**SMALL | changed), "tokens")
+@pytest.mark.parametrize(("changed", "head"), [
+    (VARIANTS[2], "tokens"), (VARIANTS[4], "tokens"), (VARIANTS[4], "score")], ids=str)
+def test_keeps_the_protocol(changed, head):
+    check_family(LLAMA, Transformer(**SMALL | changed), head)
 
 
 def test_starts_and_first_loss():

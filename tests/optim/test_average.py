@@ -15,12 +15,12 @@ from ranvier.cli.main import run_command
 from ranvier.config import rules
 from ranvier.config.resolve import resolve
 from ranvier.config.run import Elastic, Optim, Run
-from ranvier.cost.count import laid_out
 from ranvier.data.loader import Loader
 from ranvier.data.sampler import Sampler
 from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
 from ranvier.pipeline.engine import Engine
+from ranvier.planner.count import laid_out
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference, relative_error
 from tests.checkpoint.anywhere import CONFIG, GLOBAL_SIZE, SAMPLES, SEED, engine_on, on, train

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Batch, Optim, Transformer
-from ranvier.cost.count import laid_out
 from ranvier.launch import mpiexec
 from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
@@ -19,6 +18,7 @@ from ranvier.optim.gradients import Gradients
 from ranvier.optim.optimizer import FlatOptimizer
 from ranvier.optim.reduction import MAX_COLLECTIVES, Reductions
 from ranvier.pipeline.engine import Engine
+from ranvier.planner.count import laid_out
 from ranvier.testing.memory import MemoryTracker
 from ranvier.testing.ranks import run_processes, run_ranks
 from tests.covering import covering, quick

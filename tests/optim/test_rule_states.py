@@ -11,10 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from ranvier.checkpoint.checkpoints import Checkpoints
 from ranvier.config.resolve import resolve
 from ranvier.config.run import Batch, Optim, Pipeline, Run
-from ranvier.cost.count import laid_out
-from ranvier.cost.run_cost import step_of
 from ranvier.mesh import Mesh
 from ranvier.optim.muon import Muon, orthogonalised
+from ranvier.planner.count import laid_out
+from ranvier.planner.run_cost import step_of
 from ranvier.precision import DTYPES
 from tests.checkpoint.anywhere import CONFIG, GLOBAL_SIZE, assert_same, everything, on, train
 from tests.elastic.test_transition import trained

@@ -10,11 +10,11 @@ from torch.nn import functional
 from ranvier.config.resolve import ResolvedRun, resolve
 from ranvier.config.rules import problems
 from ranvier.config.run import Batch, Lora, Memory, Optim, Pipeline, Run, Transformer
-from ranvier.cost.count import laid_out
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
+from ranvier.planner.count import laid_out
 from ranvier.system.memory_tracker import MemoryTracker
 from ranvier.tensor import compiled, float8
 from ranvier.testing.ranks import run_ranks

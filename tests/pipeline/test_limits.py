@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from ranvier.config.resolve import resolve
 from ranvier.config.run import Batch, Elastic, Memory, Pipeline, Run, Transformer
-from ranvier.cost.count import laid_out, recomputed_runs
 from ranvier.elastic.freezing import NONE_FROZEN
 from ranvier.mesh import Mesh, StagePlacement
 from ranvier.models import families
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.plan.limits import memory_choices, run_limits
+from ranvier.planner.count import laid_out, recomputed_runs
 from ranvier.planner.report import schedule_text
 from ranvier.schedule.computed_limits import (
     MAX_SIMULATED_STAGES,
@@ -75,7 +75,7 @@ def case_of(stages, placement, num_microbatches):
                  count=simulated_microbatches(placement.num_ranks, num_microbatches))
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(st.lists(TRAINED, min_size=2, max_size=5), st.sampled_from(MEMORIES), st.none() | st.integers(1, 40))
 def test_limits_are_no_slower_than_1f1b_and_within_the_memory(stages, memory, num_microbatches):
     """As simulated, of rounded loads. Of the loads themselves no bound holds, since a schedule that follows arrivals
@@ -159,7 +159,7 @@ def test_more_memory_is_never_slower(pipe, per_rank, num_microbatches):
     assert_more_memory_is_never_slower(stages, StagePlacement(num_ranks=pipe, per_rank=per_rank), num_microbatches)
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(st.lists(LOADS, min_size=2, max_size=4), st.integers(1, 12),
        st.lists(st.floats(1.0, 4.0), min_size=2, max_size=4))
 def test_nor_with_any_memory_and_any_stages(stages, num_microbatches, memories):

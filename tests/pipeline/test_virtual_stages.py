@@ -24,10 +24,10 @@ from ranvier.config.run import (
     Transformer,
 )
 from ranvier.cost.cluster_files import load_cluster
-from ranvier.cost.count import laid_out
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.planner.candidates import predict
+from ranvier.planner.count import laid_out
 from ranvier.planner.plan import Request, plan, simulation
 from ranvier.planner.work import Work
 from ranvier.schedule.limits import Limits

@@ -12,10 +12,10 @@ from ranvier.config import read
 from ranvier.config.resolve import ResolvedRun, resolve
 from ranvier.config.run import Batch, Launch, MeshSettings, Run, Transformer
 from ranvier.cost.cluster_files import load_cluster
-from ranvier.cost.run_cost import run_cost
 from ranvier.mesh import Mesh
 from ranvier.planner import auto
 from ranvier.planner.auto import cluster_for, planned, with_plan
+from ranvier.planner.run_cost import run_cost
 from ranvier.planner.work import Work
 from tests.errors import raises
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from ranvier.config.resolve import Facts, ResolvedRun, resolve
 from ranvier.config.run import Batch, TensorParallel, Transformer
 from ranvier.cost.cluster_files import load_cluster
-from ranvier.cost.run_cost import least_run_seconds, run_cost
 from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
 from ranvier.planner import search as search_module
 from ranvier.planner.candidates import memory_saving_variants, on_cluster, predict, variants
+from ranvier.planner.run_cost import least_run_seconds, run_cost
 from ranvier.planner.search import AT_LEAST, never_resting_seconds, search
 from ranvier.planner.work import Work
 

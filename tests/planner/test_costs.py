@@ -8,16 +8,16 @@ from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Batch, Data, Elastic, Launch, Pipeline, TensorParallel, Train, Transformer
 from ranvier.cost import transition
 from ranvier.cost.cluster_files import load_cluster
-from ranvier.cost.count import laid_out
 from ranvier.cost.hardware import Link
 from ranvier.cost.kernels import backward_of, weight_gradients_of
-from ranvier.cost.run_cost import run_cost, run_pipeline
 from ranvier.mesh import Mesh
 from ranvier.models import families
 from ranvier.planner.candidates import predict
+from ranvier.planner.count import laid_out
 from ranvier.planner.elastic_plan import course, elastic_variants
 from ranvier.planner.plan import simulation
 from ranvier.planner.report import course_lines
+from ranvier.planner.run_cost import run_cost, run_pipeline
 from ranvier.planner.search import search
 from ranvier.planner.work import Work
 from tests.errors import raises

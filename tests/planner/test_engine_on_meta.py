@@ -11,9 +11,9 @@ from ranvier.comm.meta import MetaGroup
 from ranvier.config import presets, read
 from ranvier.config.resolve import Facts, resolve
 from ranvier.config.run import Batch, Memory, Optim, Pipeline, TensorParallel
-from ranvier.cost.count import laid_out
 from ranvier.elastic.freezing import NONE_FROZEN
 from ranvier.mesh import Mesh
+from ranvier.planner.count import laid_out
 from ranvier.train.runtime import build_engine
 from ranvier.world import World
 

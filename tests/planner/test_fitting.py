@@ -10,12 +10,12 @@ from ranvier.config import presets, read
 from ranvier.config.resolve import ResolvedRun, resolve
 from ranvier.config.run import Pipeline
 from ranvier.cost.cluster_files import load_cluster, write_cluster
-from ranvier.cost.count import laid_out
 from ranvier.cost.device_overhead import ALLOCATOR_SHARE
 from ranvier.mesh import Mesh
 from ranvier.plan.fitting import first_that_fits, schedule_note, schedules
 from ranvier.planner.auto import closed
 from ranvier.planner.candidates import predict
+from ranvier.planner.count import laid_out
 from ranvier.planner.work import Work
 
 

@@ -10,11 +10,11 @@ from ranvier.block import Model
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Batch, Data, Transformer
 from ranvier.cost.cluster_files import load_cluster
-from ranvier.cost.run_cost import run_cost, split_layers
 from ranvier.cost.volume import SplitLayer, block_volume, layer_volume
 from ranvier.mesh import Mesh
 from ranvier.models import families
 from ranvier.models.family import ModelFacts, ModelFamily
+from ranvier.planner.run_cost import run_cost, split_layers
 from ranvier.planner.work import Work
 from ranvier.tensor import layers as tensor
 from ranvier.tensor.split.loss import NextTokenLoss

@@ -13,15 +13,15 @@ from ranvier.config.resolve import ResolvedRun, resolve
 from ranvier.config.run import Batch, MeshSettings, Pipeline, Run, Transformer
 from ranvier.cost.blocks import BlockCost
 from ranvier.cost.cluster_files import load_cluster
-from ranvier.cost.count import laid_out
 from ranvier.cost.memory import PROCESS_BYTES
-from ranvier.cost.run_cost import run_cost
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.planner import report, trial
 from ranvier.planner import search as search_module
 from ranvier.planner.candidates import SEARCHED, predict, variants
+from ranvier.planner.count import laid_out
 from ranvier.planner.problems import problems
+from ranvier.planner.run_cost import run_cost
 from ranvier.planner.search import search
 from ranvier.planner.work import Work
 from tests.errors import raises

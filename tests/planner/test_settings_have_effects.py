@@ -8,8 +8,8 @@ import pytest
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Batch, Launch, Optim, Transformer
 from ranvier.cost.cluster_files import load_cluster
-from ranvier.cost.run_cost import run_cost
 from ranvier.mesh import Mesh
+from ranvier.planner.run_cost import run_cost
 from ranvier.planner.work import Work
 
 CLUSTER, WORK = load_cluster("h100"), Work()

@@ -8,14 +8,14 @@ from ranvier.cli.check import check
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Batch, Launch, Pipeline, TensorParallel, Transformer
 from ranvier.cost.cluster_files import load_cluster, write_cluster
-from ranvier.cost.count import recomputed_runs
 from ranvier.cost.hardware import Link
-from ranvier.cost.run_cost import step_of
 from ranvier.cost.stage_messages import SMALLEST_IN_PARTS, edge_links, edge_parts, edge_seconds, link_conditions
 from ranvier.cost.step import step_cost
 from ranvier.mesh import Mesh
 from ranvier.plan.limits import run_limits
 from ranvier.planner.candidates import predict
+from ranvier.planner.count import recomputed_runs
+from ranvier.planner.run_cost import step_of
 from ranvier.planner.work import Work
 from ranvier.schedule.conditions import Conditions
 

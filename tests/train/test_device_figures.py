@@ -10,11 +10,11 @@ from ranvier.comm.inprocess import InProcessWorld
 from ranvier.comm.torch_backend import TorchBackend
 from ranvier.config.resolve import resolve
 from ranvier.config.run import Checkpoint, Launch, Optim, Run, Transformer
-from ranvier.cost.count import laid_out
 from ranvier.cost.device_overhead import CONTEXT_BYTES, LIBRARY_BYTES, with_overhead
 from ranvier.cost.memory import RankMemory
 from ranvier.cost.published_peaks import published_peak
 from ranvier.mesh import Mesh
+from ranvier.planner.count import laid_out
 from ranvier.system import pinned_memory
 from ranvier.system.pinned_memory import pinned_bytes, pinned_zeros
 from ranvier.train import peak

@@ -11,10 +11,10 @@ import pytest
 from ranvier.config.resolve import resolve
 from ranvier.config.rules import problems
 from ranvier.config.run import Batch, Checkpoint, Data, Elastic, Memory, Optim, Pipeline, Run, Train, Transformer
-from ranvier.cost.count import laid_out, recomputed_runs
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.plan.limits import MeasuredChoice, expected_seconds, measured_choice, measured_factors, run_limits
+from ranvier.planner.count import laid_out, recomputed_runs
 from ranvier.schedule.limits import Limits
 from ranvier.testing.ranks import run_ranks
 from ranvier.train import measured_limits, resize

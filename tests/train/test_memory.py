@@ -16,10 +16,10 @@ from ranvier.cli import check
 from ranvier.config import read
 from ranvier.config.resolve import ResolvedRun, resolve
 from ranvier.config.run import Batch, Memory, Optim, Pipeline, TensorParallel, Train, Transformer
-from ranvier.cost.count import laid_out
 from ranvier.cost.memory import remedies, too_large
 from ranvier.mesh import Mesh
 from ranvier.plan.fitting import schedules
+from ranvier.planner.count import laid_out
 from ranvier.system import machine
 from ranvier.system.machine import available_memory_bytes
 from ranvier.tensor import float8

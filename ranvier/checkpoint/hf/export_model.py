@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ranvier.checkpoint.hf import form as hf
 from ranvier.checkpoint.hf import logits
-from ranvier.checkpoint.hf.forms import form_of
+from ranvier.checkpoint.hf.forms import check_head, form_of
 from ranvier.checkpoint.hf.peft import AdapterFolder, Adapters, modules_of
 from ranvier.checkpoint.hf.peft import write as write_adapters
 from ranvier.checkpoint.hf.pretrained import PretrainedConfig
@@ -26,6 +26,7 @@ from ranvier.checkpoint.hf.tokenizer_files import (
     TOKENIZER,
     export_files_beside,
     export_tokenizer,
+    padding_of,
     tokenizer_beside,
 )
 from ranvier.checkpoint.manifest import SavedTensor
@@ -77,7 +78,8 @@ def export(run: Path, out: Path, *, dtype: str | None = None, shard_bytes: int =
             if source.config.family == "transformers" and found is None:
                 ends = {}  # config.json has them
             if source.config.family in ("llama", "transformers") and found is not None:
-                ends |= export_files_beside(folder, found, tell)
+                ends |= export_files_beside(folder, found, tell) | (
+                    padding_of(folder) if source.head == "score" else {})
             _write_config(folder, source, ends)
             files = _write_weights(folder, source, shards(slots, shard_bytes))
             comparison = logits.compare(source.config, source.value, folder, head=source.head)
@@ -186,6 +188,7 @@ class TrainedSource:
         self.saved = saved
         self.run = run_of(saved)
         self.config, self.head, self.named_tokenizer = model_of(saved)
+        check_head(self.config, self.head)
         self.form = form_of(self.config)
         kinds = saved.manifest.tensors
         parameters, masters = kinds.get("parameter", {}), kinds.get("master", {})

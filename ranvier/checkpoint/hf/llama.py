@@ -26,7 +26,15 @@ from functools import partial
 
 from torch import Tensor
 
-from ranvier.checkpoint.hf.form import Form, TensorMapping, left_out, read_settings, same
+from ranvier.checkpoint.hf.form import (
+    Form,
+    TensorMapping,
+    left_out,
+    num_labels,
+    numbered_labels,
+    read_settings,
+    same,
+)
 from ranvier.config.run import Transformer
 from ranvier.errors import ModelError
 from ranvier.models.llama import NORM_EPSILON, head_dim, inner_width, kv_heads, window_of
@@ -88,6 +96,15 @@ _KINDS = {kind.model_type: kind for kind in (
     _Kind(model_type="granite", title="Granite's language model", model_class="GraniteForCausalLM",
           defaults={"rms_norm_eps": 1e-6, "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
                     "attention_multiplier": 1.0, "logits_scaling": 1.0}))}
+
+
+def _class_of(kind: _Kind) -> Mapping[str, str]:
+    """Head -> class of transformers, which has no classifiers of Granite."""
+    stem = kind.model_class.removesuffix("ForCausalLM") + ("Text" if kind.model_type == "gemma3_text" else "")
+    scores = {} if kind.model_type == "granite" else {"score": f"{stem}ForSequenceClassification"}
+    return {"tokens": kind.model_class, **scores}
+
+
 _FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "olmo3": 4}
 """Of the layers without layer_types, where not all have the window."""
 _SWITCHED = ("qwen2", "qwen3", "smollm3")
@@ -106,7 +123,9 @@ def places(config: Transformer, head: str = "tokens") -> dict[str, TensorMapping
     for layer in range(config.num_layers):
         found |= {f"layer{layer}.{name}": place for name, place in _of_layer(config, f"model.layers.{layer}").items()}
     found["head.norm.weight"] = same("model.norm.weight", hidden)
-    if not config.tied:
+    if head == "score":
+        found["head.score.weight"] = same("score.weight", 1, hidden)
+    elif not config.tied:
         found["head.projection.weight"] = same("lm_head.weight", config.vocab, hidden)
     return found
 
@@ -209,6 +228,9 @@ def _read(kind: _Kind, document: Mapping[str, object]) -> tuple[Transformer, lis
         activation = "gelu_pytorch_tanh"  # as transformers reads Gemma's first files
     functions: dict[str, tuple[object, tuple[object, ...]]] = {**_FUNCTION, kind.activation_key: (
         "silu", tuple(_ACTIVATIONS))}
+    named = document.get("architectures")
+    if isinstance(named, list) and _class_of(kind).get("score") in named and num_labels(document) != 1:
+        raise _wrong("llama-num-labels", "num_labels", num_labels(document), "must be 1, the score of a reward model")
     optional = {key: ours for key, ours in _OPTIONAL.items() if document.get(key) is not None}
     config = read_settings(document, _SIZES | optional, functions, {
         "family": "llama", "bias": _bias(document), "activation": _ACTIVATIONS.get(str(activation), "silu"),
@@ -371,14 +393,15 @@ def model_type(config: Transformer) -> str:
 def _write(kind: _Kind, config: Transformer, head: str = "tokens") -> dict[str, object]:
     """The content of config.json for the same function as `config`'s. ModelError where no architecture there has it."""
     document: dict[str, object] = {
-        "model_type": kind.model_type, "architectures": [kind.model_class], "vocab_size": config.vocab,
+        "model_type": kind.model_type, "architectures": [_class_of(kind)[head]], "vocab_size": config.vocab,
         "hidden_size": config.hidden, "num_hidden_layers": config.num_layers, "num_attention_heads": config.heads,
         "num_key_value_heads": kv_heads(config), "head_dim": head_dim(config),
         "intermediate_size": inner_width(config), "max_position_embeddings": config.max_positions or config.sequence,
         "rms_norm_eps": config.norm_epsilon or NORM_EPSILON, "tie_word_embeddings": config.tied,
         kind.activation_key: next(there for there, ours in _ACTIVATIONS.items() if ours == config.activation),
         "attention_bias": config.bias in ("attention", "all"), "mlp_bias": config.bias == "all",
-        "attention_dropout": 0.0, **_written_rope(config), **_written_window(kind, config)}
+        "attention_dropout": 0.0, **_written_rope(config), **_written_window(kind, config),
+        **(numbered_labels(1) if head == "score" else {})}
     if "query_pre_attn_scalar" in kind.defaults:
         document |= {"query_pre_attn_scalar": _whole(config.query_pre_attn_scalar or head_dim(config)),
                      "attn_logit_softcapping": config.attention_softcap or None,
@@ -482,6 +505,6 @@ LLAMA_FORMS: Mapping[str, Form] = {name: Form(
     title=kind.title, family="llama", prefix="model.", places=_fused_places if kind.is_fused else places,
     read=partial(_read, kind), write=None if kind.is_fused else partial(_write, kind),
     per_layer=6 if kind.is_fused else 9,
-    class_of={"tokens": kind.model_class}, tied=tied,
+    class_of=_class_of(kind), tied=tied,
     aside=r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq", any_head=False) for name, kind in _KINDS.items()}
 """model_type -> form. aside: frequencies, which old files have among the parameters."""

@@ -16,7 +16,6 @@ from ranvier.block import meta_device
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
 from ranvier.cost.blocks import BlockCost
-from ranvier.cost.count import device_kind, recomputed_runs
 from ranvier.cost.hardware import Cluster, Device
 from ranvier.cost.step import (
     Cost,
@@ -36,6 +35,7 @@ from ranvier.optim.rules import rules_of, states_per_element, update_flops
 from ranvier.plan.block_costs import build_on_meta
 from ranvier.plan.cut import global_parameters
 from ranvier.plan.limits import run_limits
+from ranvier.planner.count import device_kind, recomputed_runs
 from ranvier.precision import DTYPES, is_half, reduce_dtype, sum_dtype, wide
 from ranvier.schedule.limits import Limits
 from ranvier.schedule.policies import policy_named
