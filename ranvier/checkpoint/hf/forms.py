@@ -33,7 +33,7 @@ def check_head(config: Transformer, head: str) -> None:
     form = form_of(config)
     if head == "score" and head not in form.class_of:
         raise ModelError(f"has no form in transformers, whose {form.title} has no classifier",
-                         code="no-form-in-hugging-face", where="data.task", value="reward",
+                         code="no-classifier-in-hugging-face", where="data.task", value="reward",
                          remedy="Take a model of another architecture, such as Llama, Qwen or Gemma.")
 
 
