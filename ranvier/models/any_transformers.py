@@ -1,7 +1,8 @@
 """The family `transformers`: a causal language model of any architecture, in a folder, as transformers' own modules.
 
-`from_transformers` cuts it for the data and pipe axes. A process builds the whole model once, in host memory, with the
-folder's weights, and each rank copies the blocks of its stages. Nothing of the folder's own code is run.
+`from_transformers` cuts it for the data and pipe axes. A process builds the whole model in host memory, with the weights
+of the folder, and each rank copies the blocks of its stages, which hold nothing of the whole. No code of the folder is
+run.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ _SIZES = {"num_hidden_layers": "num_layers", "hidden_size": "hidden", "num_atten
 
 @dataclass(frozen=True, kw_only=True)
 class CutModel:
-    """blocks: of the model. names: full name of a parameter here -> there, of owners of ties alone. shapes: by the name
-    here."""
+    """blocks: of the model, whose builders copy `modules`. names: full name of a parameter here -> there, of owners of
+    ties alone. shapes: by the name here."""
 
     blocks: Model
+    modules: Mapping[str, nn.Module]
     names: Mapping[str, str]
     shapes: Mapping[str, tuple[int, ...]]
 
@@ -71,19 +73,29 @@ def _cut_model(folder: str, dtype: torch.dtype) -> CutModel:
             for name, parameter in module.named_parameters() if f"{block}.{name}" not in {
                 other for group in cut.tied for other in group[1:]}}
     return CutModel(
-        blocks=replace(cut, blocks={name: partial(_copied, module) for name, module in modules.items()}),
+        blocks=replace(cut, blocks={name: partial(_block, folder, dtype, name) for name in modules}), modules=modules,
         names={name: there[id(parameter)] for name, parameter in here.items()},
         shapes={name: tuple(parameter.shape) for name, parameter in here.items()})
 
 
-def _copied(block: nn.Module) -> nn.Module:
-    """A block's copy on the device of the context, without data on meta."""
-    device = torch.empty(0).device
-    memo: dict[int, Any] = {id(one._module): one._module for one in block.modules() if isinstance(one, Elsewhere)}
-    memo |= {id(value): value for name, value in vars(block).items() if name in ("_call", "_calls")}
-    for tensor in (*block.parameters(), *block.buffers()):
-        moved = tensor.detach().to(device, copy=True)
-        memo[id(tensor)] = nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
+def release() -> None:
+    """Free the whole model, once blocks are built. It is built again where another is wanted."""
+    _cut_model.cache_clear()
+
+
+def _block(folder: str, dtype: torch.dtype, name: str) -> nn.Module:
+    """A copy of a block on the device of the context; what it knows of modules in other blocks has no data."""
+    block, device = cut_model(folder, dtype).modules[name], torch.empty(0).device
+    own = (*block.parameters(), *block.buffers())
+    others = (tensor for one in block.modules() if isinstance(one, Elsewhere) for module in one._module
+              for tensor in (*module.parameters(), *module.buffers()))
+    memo: dict[int, Any] = {id(value): value for name, value in vars(block).items() if name in ("_call", "_calls")}
+    for tensors, place in ((own, device), (others, torch.device("meta"))):
+        for tensor in tensors:
+            if id(tensor) not in memo:
+                moved = tensor.detach().to(place, copy=True)
+                memo[id(tensor)] = nn.Parameter(moved, tensor.requires_grad) if isinstance(
+                    tensor, nn.Parameter) else moved
     return copy.deepcopy(block, memo)
 
 

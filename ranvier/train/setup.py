@@ -29,7 +29,7 @@ from ranvier.data.publish import RunProgress, process_name
 from ranvier.data.task import AnyTokenizer, Prepared, TokenizerWithFiles
 from ranvier.data.tokenizer import Tokenizer
 from ranvier.errors import ConfigError, DataError
-from ranvier.models import families
+from ranvier.models import any_transformers, families
 from ranvier.optim.learning_rate import describe as describe_schedule
 from ranvier.pipeline.engine import Engine
 from ranvier.plan.limits import defers_by_limits
@@ -96,6 +96,7 @@ def initial_weights(engine: Engine, run: ResolvedRun, pretrained: Pretrained | N
     """Set the weights with which the run begins, where they are a pretrained model's or those of adapters in a folder.
     Collective. from_step: of the checkpoint that the run goes on from, None without one. before_adapters: called while
     adapters, if there are any, change nothing. Returns notes for the user."""
+    any_transformers.release()  # the blocks are built
     notes = [] if pretrained is None or from_step is not None else load_pretrained(engine, pretrained)
     notes += before_adapters()
     if run.lora.adapters is not None and not from_step:

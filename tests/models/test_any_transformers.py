@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -18,7 +20,7 @@ from ranvier.cli.main import run_command
 from ranvier.config.run import Batch, Checkpoint, Data, Lora, Run, Train, Transformer
 from ranvier.mesh import Mesh
 from ranvier.models import families
-from ranvier.models.any_transformers import TRANSFORMERS, cut_model, sizes_of
+from ranvier.models.any_transformers import TRANSFORMERS, cut_model, release, sizes_of
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.plan.block_costs import block_costs
@@ -106,6 +108,18 @@ def test_costs_are_counted_without_data(folder_of, kind):
     costs = block_costs(model, ids, ids)
     assert [cost.name for cost in costs] == ["embedding", "layer0", "layer1", "layer2", "head"]
     assert costs[1].flops == costs[2].flops > 0
+
+
+def test_blocks_hold_nothing_of_the_whole_model(folder_of):
+    cut = cut_model(str(folder_of("Cohere")), torch.float32)
+    model, whole = cut.blocks, [weakref.ref(parameter) for module in cut.modules.values()
+                                for parameter in module.parameters()]
+    blocks = [build() for build in model.blocks.values()]
+    del cut
+    release()
+    gc.collect()
+    assert not any(one() is not None for one in whole)
+    assert blocks[-1].training and all(not one.is_meta for block in blocks for one in block.parameters())
 
 
 # ---------------------------------------------------------------------- runs
