@@ -1,8 +1,8 @@
 """The family `transformers`: a causal language model of any architecture, in a folder, as transformers' own modules.
 
-`from_transformers` cuts it for the data and pipe axes. A process builds the whole model in host memory, with the weights
-of the folder, and each rank copies the blocks of its stages, which hold nothing of the whole. No code of the folder is
-run.
+`from_transformers` cuts it for the data and pipe axes. A process builds the whole model in host memory, with the
+weights of the folder, and each rank copies the blocks of its stages, which hold nothing of the whole. No code of the
+folder is run.
 """
 
 from __future__ import annotations
