@@ -447,8 +447,8 @@ class Transformer:
     patch_size: Positive = 4
     """vit: pixels of a patch's height and width; divides `image_size`."""
     untied: bool = False
-    """gpt: whether the projection onto the vocabulary has weights of its own, as in models that were exported after
-    layers had frozen. Otherwise it shares the weights of the token embedding."""
+    """gpt, transformers: whether the projection onto the vocabulary has weights of its own, as in models that were
+    exported after layers had frozen. Otherwise it shares the weights of the token embedding."""
     max_positions: Positive | None = None
     """llama: maximum number of positions of the model, for exports (max_position_embeddings); none is `sequence`."""
     kv_heads: Positive | None = None

@@ -186,7 +186,8 @@ class _Transformers:
 
     def model(self, settings: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
         assert settings.pretrained is not None, "a problem"
-        return cut_model(settings.pretrained, dtype).blocks
+        blocks = cut_model(settings.pretrained, dtype).blocks
+        return replace(blocks, tied=()) if settings.untied else blocks
 
     def sample(self, settings: Transformer, head: str, count: int) -> tuple[Tensor, Tensor]:
         ids_BS = torch.zeros(count, settings.sequence, dtype=torch.int64)

@@ -205,6 +205,12 @@ def test_settings_of_the_folder(folder_of, tmp_path):
         sizes_of(str(tmp_path))
     config = settings(changed(folder_of("Cohere"), tmp_path))
     assert form_of(config).write(config, "tokens")["model_type"] == "cohere"
+    ended = replace(config, untied=True)  # as where one end has frozen
+    name, = form_of(ended).places(ended, "tokens").keys() - form_of(config).places(config, "tokens").keys()
+    assert form_of(config).tied(config) == {name: "embedding.model.model.embed_tokens.weight"}
+    assert form_of(ended).places(ended, "tokens")[name].names == ("lm_head.weight",)
+    assert not form_of(ended).write(ended, "tokens")["tie_word_embeddings"] and not form_of(ended).tied(ended)
+    assert TRANSFORMERS.model(config, "tokens").tied and not TRANSFORMERS.model(ended, "tokens").tied
     (tmp_path / "changed/config.json").unlink()
     with raises("config-json-unreadable", str(tmp_path / "changed")):
         form_of(config).write(config, "tokens")

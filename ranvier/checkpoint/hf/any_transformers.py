@@ -26,11 +26,13 @@ def _cut(config: Transformer) -> CutModel:
 
 def _places(config: Transformer, head: str) -> dict[str, TensorMapping]:
     cut = _cut(config)
-    return {ours: same(there, *cut.shapes[ours]) for ours, there in cut.names.items()}
+    found = {ours: same(there, *cut.shapes[ours]) for ours, there in cut.names.items()}
+    own = {other: owner for owner, *others in cut.blocks.tied for other in others} if config.untied else {}
+    return found | {other: same(other.partition(".model.")[2], *cut.shapes[owner]) for other, owner in own.items()}
 
 
 def _tied(config: Transformer) -> Mapping[str, str]:
-    return {other: owner for owner, *others in _cut(config).blocks.tied for other in others}
+    return {} if config.untied else {other: owner for owner, *others in _cut(config).blocks.tied for other in others}
 
 
 def _read(document: Mapping[str, object]) -> tuple[Transformer, list[str]]:
@@ -47,7 +49,7 @@ def _write(config: Transformer, head: str) -> dict[str, object]:
                          remedy="Put it back: the export has the settings of the folder that the run started from."
                          ) from error
     assert isinstance(found, dict), "transformers has built a model from it"
-    return found
+    return found | ({"tie_word_embeddings": False} if config.untied else {})
 
 
 ANY = Form(title="a language model of transformers", family="transformers", prefix="", places=_places, read=_read,
