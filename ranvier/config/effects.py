@@ -179,7 +179,8 @@ def _llama_only(run: ResolvedRun) -> str | None:
 
 def _gpt_only(run: ResolvedRun) -> str | None:
     family = form_of(run.data).family if run.model.family == "auto" else run.model.family
-    return None if family == "gpt" or is_object_name(family) else f"the family {family} has no such setting"
+    has_it = family in ("gpt", "transformers") or is_object_name(family)
+    return None if has_it else f"the family {family} has no such setting"
 
 
 def _padding(run: ResolvedRun) -> str | None:

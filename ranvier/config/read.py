@@ -386,7 +386,8 @@ _ELSEWHERE = types.MappingProxyType({
     "dp": "mesh.data", "pp": "mesh.pipe", "tp": "mesh.col", "fsdp": "mesh.row",
     "data_parallel": "mesh.data", "pipeline_parallel": "mesh.pipe", "tensor_parallel": "mesh.col",
     "pipeline_model_parallel_size": "mesh.pipe", "tensor_model_parallel_size": "mesh.col",
-    "model_name_or_path": "model.pretrained", "load_from": "resume", "save_steps": "checkpoint.every"})
+    "model_name_or_path": "model.pretrained", "from_transformers": "model.family", "load_from": "resume",
+    "save_steps": "checkpoint.every"})
 """Names of settings in other programs -> ours."""
 
 _RECIPES_ELSEWHERE = types.MappingProxyType({"nanogpt": "gpt-tiny", "nanochat": "gpt-tiny", "gpt2": "gpt2-small",

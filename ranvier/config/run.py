@@ -396,10 +396,11 @@ class Launch:
 class Transformer:
     """Architecture and sizes of the model."""
 
-    family: Literal["auto", "gpt", "llama", "bert", "vit"] | ObjectName = "auto"
+    family: Literal["auto", "gpt", "llama", "bert", "vit", "transformers"] | ObjectName = "auto"
     """Architecture; auto is what `data.task` takes: gpt for lm, bert for classification and qa, vit for images. llama,
-    for lm, stands for Llama, Mistral, Phi, Qwen, Gemma, OLMo 2 and SmolLM (docs/models.md). Or a model family of your
-    own, as module:function (docs/extending.md)."""
+    for lm, stands for Llama, Mistral, Phi, Qwen, Gemma, OLMo, SmolLM and Granite (docs/models.md); transformers for any
+    other language model in the folder `pretrained`, on data and pipe axes. Or a model family of your own, as
+    module:function (docs/extending.md)."""
     preset: str | None = None
     """Sizes of a published model, by name, for example llama-3.2-1b (docs/models.md). Other settings of the model
     override it."""
@@ -447,8 +448,8 @@ class Transformer:
     patch_size: Positive = 4
     """vit: pixels of a patch's height and width; divides `image_size`."""
     untied: bool = False
-    """gpt: whether the projection onto the vocabulary has weights of its own, as in models that were exported after
-    layers had frozen. Otherwise it shares the weights of the token embedding."""
+    """gpt, transformers: whether the projection onto the vocabulary has weights of its own, as in models that were
+    exported after layers had frozen. Otherwise it shares the weights of the token embedding."""
     max_positions: Positive | None = None
     """llama: maximum number of positions of the model, for exports (max_position_embeddings); none is `sequence`."""
     kv_heads: Positive | None = None

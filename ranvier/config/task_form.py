@@ -82,15 +82,16 @@ def _of_pairs(task: str) -> dict[str, str]:
             | _unused(task, "{} reads prompt, chosen and rejected", "data.messages_column"))
 
 
+_DECODERS = ("llama", "transformers")
 SHIPPED: Mapping[str, TaskForm] = MappingProxyType({
     "lm": TaskForm(
-        family="gpt", head="tokens", targets="tokens", samples="sequences", writes_text=True, others=("llama",),
+        family="gpt", head="tokens", targets="tokens", samples="sequences", writes_text=True, others=_DECODERS,
         unused=_unused("lm", "{} learns from data.corpus", "data.train", "data.train_samples", "data.eval_samples")
         | _unused("lm", "{} has no classes", "model.num_classes")
         | _unused("lm", "samples of {} have one length", "data.padding") | _no_labels("lm") | _no_messages("lm")
         | _no_images("lm", "data.augment", "data.augment_repeats")),
     "chat": TaskForm(
-        family="gpt", head="tokens", targets="tokens", samples="conversations", others=("llama",),
+        family="gpt", head="tokens", targets="tokens", samples="conversations", others=_DECODERS,
         unused=_unused("chat", "{} learns from data.train", "data.corpus", "data.max_bytes")
         | _unused("chat", "{} has no classes", "model.num_classes") | _no_labels("chat") | _no_text_column("chat")
         | _no_images("chat")),

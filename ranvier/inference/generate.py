@@ -15,7 +15,7 @@ import torch
 
 from ranvier.comm.protocol import Group
 from ranvier.errors import ConfigError
-from ranvier.models.decoding_cache import caches_of
+from ranvier.models.decoding_cache import WholeTexts, caches_of
 from ranvier.models.generate import Sampling, next_token
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
@@ -98,7 +98,10 @@ def _take(text: Text, token: int, max_tokens: int, longest: int, ends: Collectio
 
 
 def _microbatch(engine: Engine, text: Text) -> Microbatch:
-    """The tokens of a text that the caches have not seen: its prompt at first, then the newest token."""
+    """The tokens of a text that the caches have not seen: its prompt at first, then the newest token. Without
+    caches all of them."""
+    if any(isinstance(block, WholeTexts) for block in engine.blocks.values()):
+        return _ids(engine, [*text.prompt, *text.written], text.number)
     return _ids(engine, text.written[-1:] or text.prompt, text.number)
 
 

@@ -123,7 +123,8 @@ def open_trained(path: Path, tell: Callable[[str], None], *, ema: bool = False) 
     beside = tokenizer_beside(path, saved.folder)
     if beside is not None and values.get("data.task") not in ("chat", "preference", "reward"):
         values |= {"data.tokenizer": str(beside)}
-        values.pop("model.pretrained", None)  # for its sizes, which are among the settings, and its tokenizer
+        if values.get("model.family") != "transformers":
+            values.pop("model.pretrained", None)  # for its sizes, which are among the settings, and its tokenizer
     own = _own_settings(path) or _own_settings(saved.folder.parent.parent)
     unnamed = {name: value for name in PLACES if name in values and values[name] == settings.get(name)
                and own.get(name) != (value := values[name]) and any(map(_is_path, _words(value)))}

@@ -60,6 +60,10 @@ class DecodingCache(nn.Module):
         return new
 
 
+class WholeTexts(nn.Module):
+    """A block that has no `DecodingCache`, and mixes positions: it is called with all tokens of a text."""
+
+
 def caches_of(blocks: nn.Module) -> list[DecodingCache]:
     """The caches of a rank's blocks."""
     return [module for module in blocks.modules() if isinstance(module, DecodingCache)]

@@ -23,7 +23,8 @@ _SETTING = "model.family"
 
 
 def family_name(run: Run) -> str:
-    """gpt, llama, bert, vit or module:name: that of the task where the run says auto. ConfigError as `form_of`."""
+    """gpt, llama, bert, vit, transformers or module:name: that of the task where the run says auto. ConfigError as
+    `form_of`."""
     return form_of(run.data).family if run.model.family == "auto" else run.model.family
 
 
@@ -42,9 +43,12 @@ def family_named(name: str, options: tuple[str, ...] = ()) -> ModelFamily:
         case "vit":
             from ranvier.models.vit import VIT
             return VIT
+        case "transformers":
+            from ranvier.models.any_transformers import TRANSFORMERS
+            return TRANSFORMERS
     if not is_object_name(name):
-        raise ConfigError("must be gpt, llama, bert, vit or module:function", code="unknown-family", where=_SETTING,
-                          value=name, remedy="Name a shipped family or one of your own.")
+        raise ConfigError("must be gpt, llama, bert, vit, transformers or module:function", code="unknown-family",
+                          where=_SETTING, value=name, remedy="Name a shipped family or one of your own.")
     found: ModelFamily = load_object(name, _SETTING, FAMILY_ATTRIBUTES, options)  # type: ignore[assignment]  # checked
     return found
 
@@ -84,6 +88,10 @@ def _model_problems(run: Run) -> list[RanvierError]:
         return [ConfigError(f"does not do the task {run.data.task}, which {form.family} does",
                             code="family-without-task", where=_SETTING, value=name,
                             remedy="Set `--model.family auto`, or another `--data.task`.")]
+    if name == "transformers" and run.data.packing:
+        return [ConfigError("packs samples, whose borders transformers' modules do not see",
+                            code="packing-without-segments", where="data.packing", value=True,
+                            remedy="Leave it out, or choose a model of another `--model.family`.")]
     with blamed(name, _SETTING, "`problems`"):
         found = list(family.problems(run.model, form.head))
     if is_object_name(name) and not found:

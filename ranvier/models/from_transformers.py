@@ -14,17 +14,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from ranvier.block import HOOKS, KEPT_IN_FP32, Loss, Model, StandInModes, State, as_model, beside_modules
 from ranvier.errors import ModelError
+from ranvier.models.decoding_cache import WholeTexts
 from ranvier.models.stand_ins import REMEDY, Absent, Elsewhere, Injector, Recorder, StandIn
 from ranvier.tensor.split.loss import NextTokenLoss
 
@@ -256,7 +258,7 @@ class _Reached(Exception):
     """The forward has called the last layer."""
 
 
-class _First(nn.Module):
+class _First(WholeTexts):
     """The model's forward up to its layers: named inputs, or the main one, to the carried state."""
 
     def __init__(self, model: nn.Module, plan: _Plan) -> None:
@@ -305,7 +307,8 @@ class _First(nn.Module):
     def _forward(self, inputs: dict[str, Tensor]) -> None:
         self._called, self._hidden = [], None
         try:
-            self.model(**inputs, **self._options)
+            with _conditions(next(iter(inputs.values()))):
+                self.model(**inputs, **self._options)
         except _Reached:
             return
         raise ModelError("did not call its layers", code="layers-not-called", where="embedding", remedy=REMEDY)
@@ -355,7 +358,8 @@ class _Layer(nn.Module):
     def forward(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         leaves = [state[leaf.name] if isinstance(leaf, _Slot) else leaf for leaf in self._call.leaves]
         args, kwargs = tree_unflatten(leaves, self._call.spec)
-        output = self.layer(*args, **kwargs)
+        with _conditions(state["hidden"]):
+            output = self.layer(*args, **kwargs)
         kept = {name: value for name, value in state.items()
                 if name in self._later or name.startswith((_INPUT, _SIZES))}
         return kept | {"hidden": output[0] if isinstance(output, (tuple, list)) else output}
@@ -384,9 +388,28 @@ class _Last(nn.Module):
                    for name, value in state.items() if name.startswith(_SIZES)}
         self._state[:] = [hidden]
         try:
-            return self._take(self.model(**inputs, **self._options))
+            with _conditions(hidden):
+                return self._take(self.model(**inputs, **self._options))
         finally:
             self._state.clear()
+
+
+class _NoValues(TorchFunctionMode):
+    """On the meta device: conditions on values, which it does not have, hold, such as that no sample is padded or
+    packed; and products of experts, which torch has for bf16 alone there, have the shapes of other formats, too."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        if func is Tensor.__bool__ and args[0].is_meta:
+            return True
+        if getattr(func, "__name__", "").endswith("grouped_mm") and args[0].is_meta:
+            halves = [one.bfloat16() if one.is_floating_point() else one for one in args]
+            return func(*halves, **(kwargs or {})).to(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def _conditions(tensor: Tensor) -> AbstractContextManager[object]:
+    return _NoValues() if tensor.is_meta else nullcontext()
 
 
 def _shell(model: nn.Module, plan: _Plan, others: Mapping[str, nn.Module], layers: Sequence[nn.Module], *,

@@ -11,7 +11,7 @@ from typing import TextIO
 
 import torch
 
-from ranvier.checkpoint.hf.from_pretrained import load_pretrained, with_model
+from ranvier.checkpoint.hf.from_pretrained import load_pretrained, settled, with_model
 from ranvier.checkpoint.hf.peft import AdapterFolder, load_adapters
 from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.checkpoint.hf.source_check import check_adapters, check_source
@@ -29,7 +29,7 @@ from ranvier.data.publish import RunProgress, process_name
 from ranvier.data.task import AnyTokenizer, Prepared, TokenizerWithFiles
 from ranvier.data.tokenizer import Tokenizer
 from ranvier.errors import ConfigError, DataError
-from ranvier.models import families
+from ranvier.models import any_transformers, families
 from ranvier.optim.learning_rate import describe as describe_schedule
 from ranvier.pipeline.engine import Engine
 from ranvier.plan.limits import defers_by_limits
@@ -56,7 +56,9 @@ def prepare_run(run: ResolvedRun, world: World, stream: TextIO) -> tuple[Resolve
     world.store.set(key(process_name()), "")
     tell = RunProgress(line, lambda process: world.store.check([key(process)]))
     pretrained = None
-    if run.model.pretrained is not None:
+    if run.model.family == "transformers":  # whose blocks come with their weights
+        run = resolve(settled(run))
+    elif run.model.pretrained is not None:
         pretrained = Pretrained(folder_of(run.model.pretrained, cache_folder(run), tell))
         run = resolve(with_model(run, pretrained))
         check_source(pretrained, cache_folder(run), tell)
@@ -94,6 +96,7 @@ def initial_weights(engine: Engine, run: ResolvedRun, pretrained: Pretrained | N
     """Set the weights with which the run begins, where they are a pretrained model's or those of adapters in a folder.
     Collective. from_step: of the checkpoint that the run goes on from, None without one. before_adapters: called while
     adapters, if there are any, change nothing. Returns notes for the user."""
+    any_transformers.release()  # the blocks are built
     notes = [] if pretrained is None or from_step is not None else load_pretrained(engine, pretrained)
     notes += before_adapters()
     if run.lora.adapters is not None and not from_step:

@@ -231,7 +231,7 @@ DOCUMENT = dict(model_type="llama", vocab_size=61, hidden_size=24, intermediate_
     (dict(model_type="qwen2", use_sliding_window=True, layer_types=["sliding_attention"] * 3), ("llama-layer-types",)),
     (dict(model_type="smollm3", sliding_window=4, layer_types=["sliding_attention"] * 4), ("llama-layer-types",)),
     (dict(model_type="gemma2", layer_types=["chunked_attention"] * 4), ("llama-layer-types",)),
-    (dict(model_type="qwen3", use_sliding_window=True, max_window_layers="2"), ("llama-layer-types", "2")),
+    (dict(model_type="qwen3", use_sliding_window=True, max_window_layers="2"), ("llama-max-window-layers", "2")),
     (dict(model_type="smollm3", no_rope_layers=[1, 0, 2, 1]), ("llama-rope-layers",)),
     (dict(model_type="smollm3", no_rope_layer_interval=0), ("llama-rope-layers",)),
     (dict(model_type="granite", residual_multiplier="0.2"), ("granite-multiplier", "residual_multiplier", "0.2")),

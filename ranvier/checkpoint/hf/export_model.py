@@ -75,7 +75,9 @@ def export(run: Path, out: Path, *, dtype: str | None = None, shard_bytes: int =
             found = tokenizer or (tokenizer_of(run, source) if source.config.family != "vit" else None)
             named = {} if found is None else export_tokenizer(folder, found, source.config)
             ends = {"bos_token_id": None, "eos_token_id": None, **named} if source.head == "tokens" else {}
-            if source.config.family == "llama" and found is not None:
+            if source.config.family == "transformers" and found is None:
+                ends = {}  # config.json has them
+            if source.config.family in ("llama", "transformers") and found is not None:
                 ends |= export_files_beside(folder, found, tell) | (
                     padding_of(folder) if source.head == "score" else {})
             _write_config(folder, source, ends)
@@ -103,7 +105,8 @@ def export_adapters(run: Path, out: Path, *, dtype: str | None = None, tell: Pro
             raise CheckpointError("has no adapters", code="checkpoint-without-adapters",
                                   where=f"checkpoint {saved.folder}",
                                   remedy="Leave `--adapters` out to export the model.")
-        _check_base(source.run.model.pretrained)
+        if source.config.family != "transformers":
+            _check_base(source.run.model.pretrained)
         frozen = set(saved.manifest.frozen)
         trained = [name for name in source.places if name.startswith("head.") and name not in frozen]
         size = sum(prod(saved.tensor("parameter", name).shape) for name in (*trained, *(
@@ -189,7 +192,7 @@ class TrainedSource:
         self.form = form_of(self.config)
         kinds = saved.manifest.tensors
         parameters, masters = kinds.get("parameter", {}), kinds.get("master", {})
-        if _PARAMETERS_OF_LAYER * self.config.num_layers > len(parameters):
+        if min(_PARAMETERS_OF_LAYER, self.form.per_layer) * self.config.num_layers > len(parameters):
             raise _of_another_model("export-too-few-parameters", saved,
                                     f"has too few parameters for {self.config.num_layers} layers", len(parameters))
         self.places = self.form.places(self.config, self.head)
@@ -302,8 +305,8 @@ def model_of(saved: Saved) -> tuple[Transformer, str, str]:
 
 def _of_another_model(code: str, saved: Saved, what: str, value: object = None) -> CheckpointError:
     return CheckpointError(what, code=code, where=f"checkpoint {saved.folder}", value=value,
-                           remedy="Only checkpoints of `ranvier train`, whose models are GPTs, Llamas, BERTs and ViTs, "
-                                  "can be exported.")
+                           remedy="Only checkpoints of `ranvier train`, whose models are of a shipped family, can be "
+                                  "exported.")
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ranvier.checkpoint.hf.any_transformers import ANY
 from ranvier.checkpoint.hf.bert import BERT
 from ranvier.checkpoint.hf.form import Form
 from ranvier.checkpoint.hf.gpt2 import GPT2
@@ -21,8 +22,9 @@ def form_of_type(model_type: object) -> Form:
         *others, last = _FORMS
         raise ModelError(f"must be {', '.join(others)} or {last}", code="unknown-model-type",
                          where="model_type in config.json", value=model_type,
-                         remedy="Name one of these. `ranvier.from_transformers(model)` trains other models of "
-                                "transformers in a loop of your own.")
+                         remedy="Name one of these, or set `--model.family transformers`, which trains any language "
+                                "model that transformers builds; `ranvier.from_transformers(model)` does in a loop of "
+                                "your own.")
     return _FORMS[model_type]
 
 
@@ -31,12 +33,14 @@ def check_head(config: Transformer, head: str) -> None:
     form = form_of(config)
     if head == "score" and head not in form.class_of:
         raise ModelError(f"has no form in transformers, whose {form.title} has no classifier",
-                         code="no-form-in-hugging-face", where="data.task", value="reward",
+                         code="no-classifier-in-hugging-face", where="data.task", value="reward",
                          remedy="Take a model of another architecture, such as Llama, Qwen or Gemma.")
 
 
 def form_of(config: Transformer) -> Form:
     """The form in which models of a family are exported."""
+    if config.family == "transformers":
+        return ANY
     if config.family == "llama":
         return form_of_type(model_type(config))
     return form_of_type({"auto": "gpt2", "gpt": "gpt2"}.get(config.family, config.family))

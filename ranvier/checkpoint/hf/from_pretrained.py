@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from math import isqrt
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,8 @@ from ranvier.data.cache_folder import cache_folder
 from ranvier.data.offline.pretrained_models import described_by, sizes_of
 from ranvier.errors import ConfigError, ModelError
 from ranvier.models import families
+from ranvier.models.any_transformers import TRANSFORMERS
+from ranvier.models.any_transformers import sizes_of as sizes_there
 from ranvier.models.lora import is_adapter
 
 if TYPE_CHECKING:
@@ -53,10 +56,7 @@ def with_sizes(run: Run, pretrained: PretrainedConfig) -> Run:
     the folder has positions for, and for rows of the vocabulary that would not train."""
     found = pretrained.config
     positions = found.max_positions or found.sequence
-    if found.family != "vit" and run.model.sequence > positions:
-        raise ConfigError(f"is longer than {pretrained.folder} has positions for, which is {positions}",
-                          code="sequence-beyond-pretrained", where="model.sequence", value=run.model.sequence,
-                          remedy=f"Set `--model.sequence {positions}`.")
+    _check_sequence(run, pretrained.folder, None if found.family == "vit" else positions)
     return replace(run, model=replace(run.model, **_with_vocabulary(run, _sizes(found))))
 
 
@@ -94,6 +94,8 @@ def _with_known_sizes(run: Run) -> Run:
     name = run.model.pretrained
     if name is None:
         return run
+    if run.model.family == "transformers":
+        return _with_sizes_there(run, name)
     sizes: Mapping[str, Any] = sizes_of(name)
     if not sizes:
         folder, is_whole = described_by(name, cache_folder(run))
@@ -101,6 +103,23 @@ def _with_known_sizes(run: Run) -> Run:
     sizes = _with_vocabulary(run, sizes)
     _check_same(run, sizes)
     return replace(run, model=replace(run.model, **sizes))
+
+
+def _with_sizes_there(run: Run, folder: str) -> Run:
+    """Likewise, of a model that transformers builds."""
+    for problem in TRANSFORMERS.problems(run.model, "tokens"):
+        raise problem
+    sizes = sizes_there(folder)
+    _check_same(run, sizes)
+    _check_sequence(run, folder, sizes.get("max_positions"))
+    return replace(run, model=replace(run.model, **sizes))
+
+
+def _check_sequence(run: Run, folder: Path | str, positions: int | None) -> None:
+    if positions is not None and run.model.sequence > positions:
+        raise ConfigError(f"is longer than {folder} has positions for, which is {positions}",
+                          code="sequence-beyond-pretrained", where="model.sequence", value=run.model.sequence,
+                          remedy=f"Set `--model.sequence {positions}`.")
 
 
 def _check_same(run: Run, sizes: Mapping[str, object]) -> None:

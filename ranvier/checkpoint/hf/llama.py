@@ -279,7 +279,7 @@ def _window(kind: _Kind, document: Mapping[str, object]) -> dict[str, object]:
                 "sliding_window_pattern", _FULL_EVERY.get(kind.model_type, 0))}
         first = document.get("max_window_layers", 28)
         if not isinstance(first, int):
-            raise _wrong("llama-layer-types", "max_window_layers", first, "must be a number of layers")
+            raise _wrong("llama-max-window-layers", "max_window_layers", first, "must be a number of layers")
         nope = _nope(kind, document).get("nope_layers", ())
         windows = nope if kind.model_type == "smollm3" else range(first, layers)
         kinds = ["sliding_attention" if layer in windows else "full_attention" for layer in range(layers)]

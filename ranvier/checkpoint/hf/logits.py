@@ -7,8 +7,7 @@ are written for it; otherwise the files are read again as our model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -24,6 +23,7 @@ from ranvier.checkpoint.hf.forms import form_of
 from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.config.run import Transformer
 from ranvier.errors import CheckpointError
+from ranvier.models.any_transformers import quiet
 from ranvier.models.families import family_named
 from ranvier.models.vit import CHANNELS
 from ranvier.system.machine import available_memory_bytes
@@ -92,7 +92,7 @@ def logits(config: Transformer, read: Read, inputs: State, head: str = "tokens")
     for name, build in _model(config, head).blocks.items():
         with torch.device("meta"):
             block = build()
-        block.to_empty(device="cpu").eval()
+        block = build().eval() if any(True for _ in block.buffers()) else block.to_empty(device="cpu").eval()
         for inner, parameter in block.named_parameters():
             ours = f"{name}.{inner}"
             parameter.copy_(read(tied.get(ours, ours)))
@@ -155,7 +155,7 @@ def _theirs(config: Transformer, head: str, read: Read, folder: Path, source: Pr
         return _ours_again(folder, head, read, inputs), "Ranvier's own reading of the files", (
             "transformers is not installed")
     needed = needed_bytes(place.shape for place in form_of(config).places(config, head).values())
-    if (free := available_memory_bytes()) < needed:
+    if (free := available_memory_bytes()) < needed and config.family != "transformers":  # which is in memory already
         return (_ours_again(folder, head, read, inputs), "Ranvier's own reading of the files",
                 f"transformers' model needs {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} are free")
     peer = f"transformers {transformers.__version__}"
@@ -165,7 +165,7 @@ def _theirs(config: Transformer, head: str, read: Read, folder: Path, source: Pr
         except Exception as error:  # whatever transformers raises for settings of another version
             return _ours_again(folder, head, read, inputs), "Ranvier's own reading of the files", (
                 f"{peer} does not load the model ({in_one_line(error)})")
-    with _quiet(transformers), torch.no_grad():
+    with quiet(transformers), torch.no_grad():
         kind = getattr(transformers, form_of(config).class_of[head])
         found = _forward(kind.from_pretrained(folder, local_files_only=True).float().eval(), inputs, head)
     return found, peer, None
@@ -180,7 +180,7 @@ def source_logits(transformers: Any, source: Pretrained, head: str, read: Read,
                   change: Callable[[Any], Any] = lambda model: model) -> Tensor:
     """The logits of transformers' model of a folder; missing parts of a head are ours. change: gives another model in
     its place, such as one with adapters. Draws none of this process's random numbers."""
-    with _quiet(transformers), torch.no_grad(), torch.random.fork_rng(devices=()):
+    with quiet(transformers), torch.no_grad(), torch.random.fork_rng(devices=()):
         model = change(_built(transformers, source, head, read).float().eval()).eval()
         found = _forward(model, inputs_of(source.config), head)
     if source.form.write is None and source.form.any_head:  # features of the first token
@@ -228,18 +228,3 @@ def _ours_again(folder: Path, head: str, read: Read, inputs: State) -> Tensor:
 def in_one_line(error: Exception) -> str:
     """An error of another package."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200]
-
-
-@contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
-    """Inside, transformers shows no progress bars and reports nothing while it loads a model."""
-    logging = transformers.utils.logging
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
