@@ -103,10 +103,6 @@ def open_images(train: str, held: str | None, progress: Progress) -> tuple[Image
     if evaluated is not None:
         return images, _held(evaluated, images, progress)
     chosen = held_out(images.names)
-    if not chosen.any() or chosen.all():
-        raise DataError("has too few images to train on some and hold out others", code="too-few-images",
-                        where=f"data.train {train}", value=len(chosen),
-                        remedy="Give at least two, or more in `--data.eval`.")
     return images.some(np.flatnonzero(~chosen)), images.some(np.flatnonzero(chosen))
 
 
