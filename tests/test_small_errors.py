@@ -161,7 +161,7 @@ def test_how_ranks_of_a_function_failed(tmp_path):
 def test_a_lease_after_which_none_can_come(tmp_path):
     (tmp_path / ".owner.999999999999").write_text("")
     with raises("lease-unknown", where=f"folder {tmp_path}", value=".owner.999999999999"):
-        Lease.acquire([tmp_path])
+        Lease.acquire([tmp_path], expiry_seconds=0.1)
 
 
 # --- tensor, pipeline -------------------------------------------------------------------------------------------------
