@@ -24,7 +24,8 @@ def peer(kind: str, dtype: torch.dtype = torch.float64, seed: int = 1, **setting
     """transformers' model of this class with random parameters, in evaluation."""
     transformers = pytest.importorskip("transformers")
     family = next(family for family in ("Bert", "ViT", "Dinov2", "GPT2", "Llama", "Mistral", "Qwen2", "Qwen3",
-                                     "Gemma2", "Gemma3", "Gemma", "Olmo2", "Olmo3", "Phi3") if kind.startswith(family))
+                                     "Gemma2", "Gemma3", "Gemma", "Olmo2", "Olmo3", "Phi3",
+                                     "SmolLM3", "Granite") if kind.startswith(family))
     config = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")
     model = getattr(transformers, kind)(config(**settings)).to(dtype).eval()
     generator = torch.Generator().manual_seed(seed)

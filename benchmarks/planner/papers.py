@@ -8,18 +8,21 @@ blocks on each stage.
 DeepSpeed and Megatron-LM stand for their rows of Table II with 1F1B, messages that hold stages up, Megatron's tensor
 parallelism inside a stage, and for DeepSpeed sharded optimizer states. Optimus (Xu et al., 2021): 24 layers on 4 to 64
 RTX 5000 of Frontera, its own 2D scheme against Megatron's; four cells of its tables that contradict their own times are
-left out. Nothing here is measured: all of it is arithmetic on clusters that are described in ranvier/clusters.
+left out. Nothing here is measured: all of it is arithmetic on shipped clusters. Whole steps are those of `ranvier
+simulate`; parts of a step, and searches that compare very many of them, are the cost law's.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import log
 from pathlib import Path
 from statistics import fmean, median
 
+from benchmarks.planner.standing import simulated
 from benchmarks.record import results_file, write_results
 from ranvier.config import read
 from ranvier.config.resolve import ResolvedRun, resolve
@@ -114,17 +117,17 @@ class Papers:
                                          defer_bytes=0),
                        launch=replace(run.launch, device="cuda"))
 
-    def on_summit(self, run: ResolvedRun, *, exact: bool = True) -> Cost:
-        return run_cost(run, self.summit, self.work.stages(run), exact=exact)
+    def on_summit(self, run: ResolvedRun, *, exact: bool = True, as_published: bool = False) -> Cost:
+        return run_cost(run, self.summit, self.work.stages(run), exact=exact, as_published=as_published)
 
     def other(self, name: str, billions: int, *, data: int | None = None, batch: int = 16384,
-              microbatch: int | None = None) -> Cost:
+              microbatch: int | None = None, exact: bool = True) -> Cost:
         size, col, pipe, replicas = OTHERS[name][billions]
         run = self.axonn(billions, microbatch or size, pipe, data or replicas, batch, offload="none",
                          shard=name == "DeepSpeed")
         run = replace(run, mesh=run.mesh.resized(col=col), tensor=replace(run.tensor, scheme="megatron"),
                       pipeline=replace(run.pipeline, policy="1f1b"), memory=replace(run.memory, recompute=1))
-        return run_cost(run, self.summit, self.work.stages(run), as_published=True)
+        return self.on_summit(run, exact=exact, as_published=True)
 
     def table_two(self, billions: int) -> Choice:
         """The best of every (microbatch, G_inter, G_data) that AxoNN could have had, by time and memory."""
@@ -228,7 +231,7 @@ class Papers:
         for name, meshes in OTHERS.items():
             for billions, (published, *_, replicas) in meshes.items():
                 sizes = [size for size in SIZES if 16384 % (size * replicas) == 0]
-                timed = {size: self.other(name, billions, microbatch=size).seconds for size in sizes}
+                timed = {size: self.other(name, billions, microbatch=size, exact=False).seconds for size in sizes}
                 best = min(timed, key=timed.get)
                 found[name, billions] = published, best, timed[published] / timed[best]
         return found
@@ -342,6 +345,21 @@ class Papers:
         return found
 
 
+class ByCommand(Papers):
+    """With whole steps on Summit by `ranvier simulate`."""
+
+    def on_summit(self, run: ResolvedRun, *, exact: bool = True, as_published: bool = False) -> Cost:
+        law = super().on_summit(run, exact=False, as_published=as_published)
+        if not exact:
+            return law
+        with tempfile.TemporaryDirectory() as folder:
+            read.write_changes(run, path := Path(folder) / "run.toml")
+            found = simulated(path, "summit", as_published)
+        return replace(law, seconds=found["step_seconds"], pipeline_seconds=found["pipeline_seconds"],
+                       reduction_seconds=found["predicted"]["reduction_seconds"],
+                       update_seconds=found["predicted"]["update_seconds"])
+
+
 def growth(widths: dict[int, int]) -> float:
     """The power of p with which the problem (width cubed) grows, by least squares over logarithms."""
     xs, ys = [log(devices) for devices in widths], [3 * log(width) for width in widths.values()]
@@ -370,7 +388,7 @@ def markdown(rows: list[Row]) -> str:
 
 
 def measure(say: Callable[[str], None] = print) -> dict:
-    papers = Papers()
+    papers = ByCommand()
     rows = [*papers.axonn_rows(), *papers.optimus_rows(), *papers.batch_rows()]
     say(markdown(rows))
     middle = median(abs(row.error) for row in rows)

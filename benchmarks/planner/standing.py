@@ -81,17 +81,19 @@ def rows_of(path: Path, say: Callable[[str], None] = print) -> Iterator[Row]:
         _write_cluster(source, max(row["devices"] for row in rows), cluster)
         for number, row in enumerate(rows):
             settings, what = settings_of(source, row)
-            found = _simulated(settings, Path(folder) / f"{number}.toml", cluster, source.get("as_published", False))
+            run = Path(folder) / f"{number}.toml"
+            run.write_text(tomli_w.dumps(_tree(settings)))
+            found = simulated(run, cluster, source.get("as_published", False))
             if found is None:
                 say(f"{source['name']:26} {what:60} refused")
                 continue
             published = row["published"]
             if source["unit"] == "tokens/s/device":
-                tokens = found["tokens_per_step"]
+                tokens = found["predicted"]["tokens_per_second"] * found["predicted"]["step_seconds"]
                 published = tokens / (published * row["devices"])
             foreign = (*source["foreign"], *row.get("foreign", ()))
             made = Row(source=source["name"], what=what, published=published, predicted=found["step_seconds"],
-                       foreign=foreign, calibrated=source.get("calibrated", False), fits=found["fits"])
+                       foreign=foreign, calibrated=source.get("calibrated", False), fits=not found["excess"])
             say(f"{made.source:26} {made.what:60} {made.published:9.3f} {made.predicted:9.3f} {made.error:+7.1%}"
                 f"{' foreign' if foreign else ''}{'' if made.fits else ' does not fit'}")
             yield made
@@ -109,8 +111,10 @@ def settings_of(source: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[dict
     if settings.get("pipeline.stages-per-rank", 1) > 1:
         settings["pipeline.in-flight"] = 2 * stages  # as interleaved 1F1B begins (Narayanan et al., 2021)
         stages *= settings["pipeline.stages-per-rank"]
-    if stages > 1 and "model.num-layers" in settings:  # of as many layers each, embedding and head aside
-        settings["pipeline.boundaries"] = [1 + 2 * settings["model.num-layers"] * stage // stages
+    if stages > 1 and "model.num-layers" in settings:  # of as many layers each
+        layers = settings["model.num-layers"]
+        ends = 0 if layers % stages == 0 else 1  # whether embedding and head count as layers
+        settings["pipeline.boundaries"] = [1 + 2 * ((layers + 2 * ends) * stage // stages - ends)
                                            for stage in range(1, stages)]
     differs = [f"{name.split('.')[-1]} {value}" for name, value in row.items()
                if "." in name and name not in ("batch.global-size",)]
@@ -132,24 +136,22 @@ def _write_cluster(source: Mapping[str, Any], devices: int, path: Path) -> None:
     path.write_text(tomli_w.dumps(tree))
 
 
-def _simulated(settings: Mapping[str, Any], path: Path, cluster: Path, as_published: bool
-               ) -> dict[str, Any] | None:
-    """What the command says of a run with these settings; None if it refuses them."""
+def _tree(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by their names, as a file has them."""
     tree: dict[str, Any] = {}
     for name, value in settings.items():
         section, _, setting = name.rpartition(".")
         (tree.setdefault(section, {}) if section else tree)[setting.replace("-", "_")] = value
-    path.write_text(tomli_w.dumps(tree))
+    return tree
+
+
+def simulated(run: Path, cluster: Path | str, as_published: bool) -> dict[str, Any] | None:
+    """What the command says of a run file; None if it refuses it."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
-        code = run_command(["simulate", str(path), "--cluster", str(cluster), "--json",
+        code = run_command(["simulate", str(run), "--cluster", str(cluster), "--json",
                             *["--as-published"] * as_published])
-    if code:
-        return None
-    found = json.loads(said.getvalue())
-    seconds = found["step_seconds"]
-    return {"step_seconds": seconds, "fits": not found["excess"],
-            "tokens_per_step": found["predicted"]["tokens_per_second"] * found["predicted"]["step_seconds"]}
+    return None if code else json.loads(said.getvalue())
 
 
 def summary(source: str, rows: list[Row]) -> Summary:

@@ -20,8 +20,8 @@ from ranvier.cli.options import NUMBER_FORMATS, json_option, prose, quiet_option
 def import_model(model: Path, out: Path, precision: str | None, quiet: bool, as_json: bool) -> int:
     """Convert the model MODEL to a checkpoint in the new folder OUT.
 
-    Architectures: GPT-2, Llama, Mistral, Phi-3 and 4, Qwen 2 and 3, Gemma 1 to 3, OLMo 2 and 3, SmolLM 2, BERT, ViT
-    and DINOv2.
+    Architectures: GPT-2, Llama, Mistral, Phi-3 and 4, Qwen 2 and 3, Gemma 1 to 3, OLMo 2 and 3, SmolLM 2 and 3,
+    Granite, BERT, ViT and DINOv2.
 
     MODEL is a folder with config.json and model.safetensors (or shards with their index, or pytorch_model.bin), a GGUF
     file, OWNER/NAME of the Hugging Face hub, or a name that --model.pretrained takes. At the end the logits of OUT are

@@ -100,36 +100,25 @@ def find_silent_ranks(store: SharedStore, ranks: Sequence[int], seconds: float =
     return None if after is None else [rank for rank in before if before[rank] == after[rank]]
 
 
-def read_collective_calls(store: SharedStore, rank: int) -> tuple[int, int]:
-    """How many collective engine calls `rank` has started, and the size of the mesh that it makes them on.
-
-    (0, 0) if it has not published any. A collective engine call is one that all ranks of the mesh must make.
+def read_engine_calls(store: SharedStore, rank: int) -> tuple[str, int]:
+    """The last engine (`Board.engine`) of `rank`, and how many of its collective calls the rank has started; ("", 0) if
+    it has not published any. A collective call is one that all ranks of the engine's mesh must make.
     """
     if not store.check([_calls_key(rank)]):
-        return 0, 0
-    calls, size, _ = store.get(_calls_key(rank)).decode().split()
-    return int(calls), int(size)
-
-
-def read_engine_calls(store: SharedStore, rank: int, engine: str) -> int:
-    """How many collective calls of `engine` (`Board.engine`) `rank` has started; 0 if its last ones were of another."""
-    if not store.check([_calls_key(rank)]):
-        return 0
-    calls, _, name = store.get(_calls_key(rank)).decode().split()
-    return int(calls) if name == engine else 0
+        return "", 0
+    calls, engine = store.get(_calls_key(rank)).decode().split()
+    return engine, int(calls)
 
 
 def find_waiting_rank(store: SharedStore, rank: int, ranks: Sequence[int]) -> int | None:
-    """One of `ranks` that has started a collective engine call which `rank` has not; None if there is none.
+    """One of `ranks` that has started a collective call of an engine which `rank`, of the same engine, has not; None if
+    there is none. What a lost rank has published stays in the store, and is of an engine before.
 
     For a `rank` whose program has ended: the other one would wait for it forever.
     """
-    own_calls = read_collective_calls(store, rank)[0]
-    for other in ranks:
-        calls, size = read_collective_calls(store, other)
-        if other != rank and rank < size and calls > own_calls:
-            return other
-    return None
+    engine, calls = read_engine_calls(store, rank)
+    published = {other: read_engine_calls(store, other) for other in ranks}
+    return next((other for other, (name, count) in published.items() if name == engine and count > calls), None)
 
 
 def _read_all_counters(store: SharedStore, ranks: Sequence[int]) -> dict[int, list[bytes]]:
@@ -167,6 +156,8 @@ class Board:
         self._store, self._rank, self._mesh, self._interval = store, rank, mesh, interval_seconds
         self._hang = hang
         self._action, self._since, self._previous, self._changes = "its start", time.monotonic(), "", 0
+        self._awaited: tuple[str, int] | None = None
+        """What this rank waits for, and from which."""
         self._compiled_before = COMPILATIONS.seconds()
         self._action_thread = threading.get_ident()
         self.engine = "-"
@@ -187,18 +178,25 @@ class Board:
     @property
     def action(self) -> str:
         """This rank's current action, as a noun phrase ("forward 3", "the optimizer"). Set at every action."""
-        return self._action
+        if (awaited := self._awaited) is None:
+            return self._action
+        return f"a wait for {awaited[0]} from {self.name(awaited[1])}"
 
     @action.setter
     def action(self, action: str) -> None:
+        self._count_time()
+        self._previous, self._action, self._awaited = self._action, action, None
+        self._action_thread = threading.get_ident()
+
+    def _count_time(self) -> None:
+        """An action, or a wait in it, begins or ends."""
         now = time.monotonic()
         if self._hang is not None:
             compiled = COMPILATIONS.seconds()
-            self._hang.record(self._action, now - self._since - (compiled - self._compiled_before))
+            if self._awaited is None:
+                self._hang.record(self._action, now - self._since - (compiled - self._compiled_before))
             self._compiled_before = compiled
-        if not self._action.startswith("a wait"):
-            self._previous = self._action
-        self._action, self._since, self._action_thread = action, now, threading.get_ident()
+        self._since = now
         self._changes += 1
 
     def _keep_publishing(self) -> None:
@@ -217,27 +215,32 @@ class Board:
         waits = change == self._changes and COMPILATIONS.idle_seconds() != 0
         self._checks = (self._changes, checks + 1 if waits else 0)
         if self._hang is not None:
-            self._hang.check(self._action, self._checks[1] * self._interval, self._rank, self._action_thread)
+            self._hang.check(self.action, self._checks[1] * self._interval, self._rank, self._action_thread)
 
     def _publish(self) -> None:
         self._count += 1
         seconds = self._checks[1] * self._interval
-        duration = (f" for {seconds:.0f} s, after {self._previous or 'nothing'}"
+        previous = self._previous if self._awaited is None else self._action
+        duration = (f" for {seconds:.0f} s, after {previous or 'nothing'}"
                     if seconds >= _SHOW_DURATION_SECONDS else "")
         place = self.place()
-        action = f"{self._action} ({place})" if place else self._action
+        action = f"{self.action} ({place})" if place else self.action
         self._store.set(_action_key(self._rank), f"{self._count} {action}{duration}")
-        self._store.set(_calls_key(self._rank), f"{self.calls} {self._mesh.size} {self.engine}")
+        self._store.set(_calls_key(self._rank), f"{self.calls} {self.engine}")
         idle = COMPILATIONS.idle_seconds()
         if idle is not None:
             self._store.set(_compiled_key(self._rank), f"{self._count} {idle}")
 
-    def wait(self, receive: Callable[[float], _Result | None], seconds: float) -> _Result | None:
-        """`receive(seconds)`, which waits so long for something of another rank; None where it does not come.
+    def wait(self, what: str, source: int, receive: Callable[[float], _Result | None], seconds: float
+             ) -> _Result | None:
+        """`receive(seconds)`, which waits so long for `what` from rank `source`; None where it does not come: then the
+        wait remains this rank's action until the next one is set.
 
         It is called again while some rank compiles, and until `seconds` have gone since: stages compile one after the
         other, and what comes late of that is not lost.
         """
+        self._count_time()
+        self._awaited = what, source
         seen: dict[int, bytes] = {}
         left = seconds
         while (found := receive(left)) is None:
@@ -246,6 +249,8 @@ class Board:
             if left <= 0:
                 return None
             seen |= new
+        self._count_time()
+        self._awaited = None
         return found
 
     def _compiled_elsewhere(self, seen: dict[int, bytes]) -> dict[int, bytes]:
@@ -275,7 +280,7 @@ class Board:
     def report_all(self) -> str:
         """One line for each rank with its action and its place in it, for a collective that does not end."""
         place = self.place()
-        own = f"{self._action} ({place})" if place else self._action
+        own = f"{self.action} ({place})" if place else self.action
         return self._lines({self._rank: own} | self._actions_of_others())
 
     def _actions_of_others(self) -> dict[int, str]:

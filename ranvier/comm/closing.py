@@ -39,7 +39,8 @@ class Closing:
             if time.monotonic() - looked >= _LOOK_SECONDS:
                 looked = time.monotonic()
                 for rank in missing:
-                    if read_engine_calls(self._store, rank, self._engine) > calls:
+                    engine, started = read_engine_calls(self._store, rank)
+                    if engine == self._engine and started > calls:
                         return rank
             time.sleep(_POLL_SECONDS if missing else 0.0)
         return None

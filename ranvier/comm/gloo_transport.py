@@ -144,17 +144,15 @@ class GlooTransport:
         """See `protocol.Transport`. Messages that arrived before an error are returned before it is raised."""
         self._check()
         messages: list[Message] = []
-        while True:
-            try:
-                arrived = self._arrived.get_nowait()
-            except queue.Empty:
-                return messages
+        while not self._arrived.empty():
+            arrived = self._arrived.get_nowait()
             if isinstance(arrived, TransportError):
                 failure = self._fail(arrived)
                 if not messages:
                     raise failure
                 return messages
             messages.append(arrived)
+        return messages
 
     def wait(self, timeout_seconds: float) -> Message | None:
         """See `protocol.Transport`."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable
 from types import FrameType
 
@@ -35,14 +34,15 @@ class HangDetector:
     def __init__(self, seconds: float | None, report: Callable[[Hang], None]) -> None:
         self._seconds, self._report = seconds, report
         self._longest: dict[str, float] = {}
-        self._counts: Counter[str] = Counter()
+        self._counts = dict.fromkeys(_CHECKED_KINDS, 0)
 
     def record(self, action: str, seconds: float) -> None:
         """Note that `action`, such as "forward 3", has ended after `seconds`, waits excluded."""
         kind = action.partition(" ")[0]
-        if kind in _CHECKED_KINDS:
+        if kind in self._counts:
             self._counts[kind] += 1
-            self._longest[kind] = max(self._longest.get(kind, 0.0), seconds)
+            if self._counts[kind] == 1 or seconds > self._longest[kind]:
+                self._longest[kind] = seconds
 
     def limit(self, action: str) -> float | None:
         """Seconds that `action` may take; None if it has no limit (yet)."""

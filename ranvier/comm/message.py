@@ -47,7 +47,7 @@ class MessageKind(IntEnum):
     """Rank 0's next command for an idle rank."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Message:
     """One message.
 
@@ -74,7 +74,10 @@ class Message:
     @property
     def payload_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+        total = 0
+        for tensor in self.tensors.values():
+            total += tensor.nbytes
+        return total
 
 
 # Magic, kind, step, microbatch, stage, sent_ns, total bytes, description bytes, CRC-32 of the description. The CRC-32
@@ -126,8 +129,8 @@ def _parse(description: bytes) -> _Fields:
 
 def _fields(message: Message) -> _Fields:
     try:
-        return tuple((name, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), name in message.requires_grad)
-                     for name, tensor in message.tensors.items())
+        return tuple([(name, _DTYPE_NAMES[tensor.dtype], tensor.shape, name in message.requires_grad)
+                      for name, tensor in message.tensors.items()])
     except KeyError as error:
         raise TransportError("has a tensor of a dtype that messages cannot carry", code="message-dtype",
                              where=f"{message}", value=error.args[0],
@@ -158,7 +161,7 @@ def encode(message: Message) -> Tensor:
     """The message as one contiguous uint8 tensor on the host. Where tensors come from a CUDA device, it is pinned, and
     they are there once their device's current stream has got to this point."""
     head, places, total = _head(message)
-    wire = torch.empty(total, dtype=torch.uint8, pin_memory=any(tensor.is_cuda for tensor in message.tensors.values()))
+    wire = torch.empty(total, dtype=torch.uint8, pin_memory=any([one.is_cuda for one in message.tensors.values()]))
     wire.numpy().data[:len(head)] = head
     _place(message, places, wire)
     return wire
@@ -233,5 +236,5 @@ def decode(wire: Tensor, source: int, packed: Tensor | None = None) -> Message:
         kind = MessageKind(kind & ~_APART)
     except (RuntimeError, OverflowError, TypeError) as error:
         raise ValueError("the description of this message does not fit its bytes") from error
-    return Message(kind, step, microbatch, tensors, frozenset(name for name, _, _, wants in fields if wants),
+    return Message(kind, step, microbatch, tensors, frozenset([name for name, _, _, wants in fields if wants]),
                    source, sent_ns, stage)

@@ -87,7 +87,7 @@ class _Incoming:
         wire = self._buffer
         assert wire is not None, "a receive was posted"
         total = total_bytes(wire)
-        if tensors_follow(wire):
+        if self._device.type == "cuda" and tensors_follow(wire):
             self._tensors = torch.empty(total, dtype=torch.uint8, device=self._device)
             self._free = _event(self._device)
             return None
@@ -146,7 +146,7 @@ class MPITransport:
         self._edges.check_open()
         if self.sends_in_flight == 0:  # a gap before it did not delay anything
             self._last_call = time.monotonic()
-        on_device = any(tensor.is_cuda for tensor in message.tensors.values())
+        on_device = self._device.type == "cuda" and any(tensor.is_cuda for tensor in message.tensors.values())
         if on_device and self._aware and message.payload_bytes:
             self._edges.count(destination, encoded_bytes(message))
             parts = [encode_head(message), pack(message, self._device)]
@@ -174,18 +174,21 @@ class MPITransport:
 
         TransportError if MPI reports one, or for a message that cannot be decoded.
         """
-        self._edges.check_open()
+        if self._edges.closed:
+            self._edges.check_open()
         self.advance()
 
     def advance(self) -> None:
         """`progress` that also works on a closed transport, for its last sends."""
-        for place in list(self._unposted):
+        for place in list(self._unposted) if self._unposted else ():
             self._post(place)
         finished = self._test(self._receives)
-        with self._lock:
-            sent, self._sent = self._sent, []
-        del sent  # and what was sent is freed
-        self._finish(finished)
+        if self._sent:
+            with self._lock:
+                sent, self._sent = self._sent, []
+            del sent  # and what was sent is freed
+        if finished:
+            self._finish(finished)
 
     def advance_sends(self) -> None:
         """`advance` for another thread than the engine's, which leaves what has arrived to that."""
@@ -195,18 +198,21 @@ class MPITransport:
         """One Testsome, of these receives and all sends; the places of receives that have finished."""
         called, count = time.monotonic(), len(receives)
         with self._lock:
-            self._send_copied()
-            requests = [*receives, *(request for request, _ in self._sends)]
+            if self._copied:
+                self._send_copied()
+            requests = [*receives, *[request for request, _ in self._sends]] if self._sends else receives
             try:
                 found = self._mpi.Request.Testsome(requests) if requests else None
                 if not requests:
                     self.comm.Iprobe()  # any call progresses other transports and collectives
             except self._mpi.Exception as error:
                 raise self._convert_error(error) from error
-            finished = set(found or ())
-            if finished or self.sends_in_flight:
-                self.longest_gap_seconds = max(self.longest_gap_seconds, called - self._last_call)
+            if (found or self._sends or self._copied) and called - self._last_call > self.longest_gap_seconds:
+                self.longest_gap_seconds = called - self._last_call
             self._last_call = called
+            if not found:
+                return []
+            finished = set(found)
             self._sent += [one for place, one in enumerate(self._sends, count) if place in finished]
             self._sends = [one for place, one in enumerate(self._sends, count) if place not in finished]
         return sorted(place for place in finished if place < count)

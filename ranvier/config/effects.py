@@ -7,6 +7,7 @@ out. A warning is given only for a value that a user has chosen, and not for one
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 
 from ranvier.config import read
 from ranvier.config.named_object import is_object_name
@@ -50,6 +51,11 @@ def _unless(name: str, *values: object) -> Reason:
 def _first(*reasons: Reason) -> Reason:
     """The first reason of several that there is."""
     return lambda run: next((why for reason in reasons if (why := reason(run)) is not None), None)
+
+
+def _no_such_layer(name: str, run: ResolvedRun) -> str | None:
+    count = run.model.num_layers
+    return f"the model has {count} layers" if min(getattr(run.model, name), default=0) >= count else None
 
 
 def _beyond_the_end(every: int, run: ResolvedRun) -> str | None:
@@ -156,7 +162,7 @@ def _frozen_dropout(run: ResolvedRun) -> str | None:
 
 def _tokenizer(run: ResolvedRun) -> str | None:
     form = form_of(run.data)
-    if "data.tokenizer" in form.unused or form.writes_text or run.data.task in ("chat", "preference"):
+    if "data.tokenizer" in form.unused or form.writes_text or run.data.task in ("chat", "preference", "reward"):
         return form.unused.get("data.tokenizer")
     if run.model.pretrained is not None:
         return "the tokenizer of model.pretrained is taken"
@@ -262,10 +268,12 @@ CONDITIONS: Mapping[str, Reason] = {
         None if is_object_name(run.model.family) else f"the family {run.model.family} takes no options"),
     **{f"model.{name}": _llama_only for name in (
         "max_positions", "kv_heads", "head_dim", "activation", "bias", "tied", "norms", "norm_offset", "qk_norm",
-        "query_pre_attn_scalar", "window", "rope_base", "rope_scaling", "embedding_scale", "attention_softcap",
-        "logit_softcap")},
+        "query_pre_attn_scalar", "window", "rope_base", "rope_scaling", "embedding_scale",
+        "residual_multiplier", "logits_scaling", "attention_softcap", "logit_softcap")},
     "model.untied": _gpt_only,
     **{f"model.{name}": _first(_llama_only, _needs("model.window")) for name in ("full_every", "window_rope_base")},
+    "model.full_layers": _first(_llama_only, _needs("model.window"), partial(_no_such_layer, "full_layers")),
+    "model.nope_layers": _first(_llama_only, partial(_no_such_layer, "nope_layers")),
     **{f"model.{name}": _first(_llama_only, _needs("model.rope_scaling")) for name in (
         "rope_factor", "rope_positions", "rope_limits", "rope_magnitude")},
     **{f"lora.{name}": _needs("lora.rank") for name in (

@@ -26,9 +26,10 @@ _NAMES = ("num_layers", "hidden", "heads", "kv_heads", "intermediate", "vocab", 
 
 
 OF_WEIGHTS = (*_NAMES, "norm_epsilon", "head_dim", "activation", "bias", "tied", "untied", "patch_size", "norms",
-              "norm_offset", "qk_norm", "query_pre_attn_scalar", "window", "full_every", "rope_base",
-              "window_rope_base", "rope_scaling", "rope_factor", "rope_positions", "rope_limits", "rope_magnitude",
-              "embedding_scale", "attention_softcap", "logit_softcap")
+              "norm_offset", "qk_norm", "query_pre_attn_scalar", "window", "full_every", "full_layers",
+              "nope_layers", "rope_base", "window_rope_base", "rope_scaling", "rope_factor", "rope_positions",
+              "rope_limits", "rope_magnitude", "embedding_scale", "residual_multiplier", "logits_scaling",
+              "attention_softcap", "logit_softcap")
 """Settings of [model] that pretrained weights decide, whatever a recipe says."""
 
 

@@ -184,8 +184,9 @@ def merge(layers: Sequence[Layer]) -> Merged:
             except ConfigError as problem:
                 problems.append(problem)
         for name, other in _overruled(layer, before, values):
-            values[other], origins[other] = settings()[other].default, f"{layer.origin}: {flag(name)}"
-            chosen.discard(other)
+            if origins[other] != "default":
+                values[other], origins[other] = settings()[other].default, f"{layer.origin} through {flag(name)}"
+                chosen.discard(other)
     for name, layer in places.items():  # at the end: a flag may have replaced what a file names
         if (refused := layer.code_problem(name, values[name])) is not None:
             problems.append(refused)

@@ -474,6 +474,11 @@ class Transformer:
     """llama: sliding window: tokens that a token attends to, itself included; none is all before it."""
     full_every: Annotated[int, Ge(0)] = 0
     """llama: one layer in this many attends to all tokens instead of the window (Gemma 2: 2); 0 for none."""
+    full_layers: tuple[Annotated[int, Ge(0)], ...] = ()
+    """llama: numbers of further layers, from 0, that attend to all tokens instead of the window (Qwen 2 and 3: the
+    first ones)."""
+    nope_layers: tuple[Annotated[int, Ge(0)], ...] = ()
+    """llama: numbers of the layers, from 0, without rotary embeddings (SmolLM 3: every fourth)."""
     rope_base: Annotated[float, Gt(1)] = 10000.0
     """llama: base of the frequencies of rotary embeddings (rope_theta)."""
     window_rope_base: Annotated[float, Gt(1)] | None = None
@@ -490,8 +495,12 @@ class Transformer:
     1,32."""
     rope_magnitude: Annotated[float, Gt(0)] | None = None
     """llama: with yarn attention_factor, by which queries and keys are multiplied; none is 0.1 ln(factor) + 1."""
-    embedding_scale: Literal["one", "sqrt-hidden"] = "one"
-    """llama: factor of token embeddings: one, or the square root of `hidden` (Gemma)."""
+    embedding_scale: Literal["one", "sqrt-hidden"] | Annotated[float, Gt(0)] = "one"
+    """llama: factor of token embeddings: one, the square root of `hidden` (Gemma), or a number (Granite)."""
+    residual_multiplier: Annotated[float, Gt(0)] = 1.0
+    """llama: factor of what a sublayer adds (Granite)."""
+    logits_scaling: Annotated[float, Gt(0)] = 1.0
+    """llama: number by which logits are divided (Granite)."""
     attention_softcap: Annotated[float, Ge(0)] = 0.0
     """llama: cap of attention scores, as cap x tanh(score / cap) (Gemma 2); 0 for none."""
     logit_softcap: Annotated[float, Ge(0)] = 0.0
@@ -533,10 +542,11 @@ class Lora:
 class Data:
     """Task, data sets and tokenizer."""
 
-    task: Literal["lm", "chat", "preference", "classification", "qa", "images"] | ObjectName = "lm"
+    task: Literal["lm", "chat", "preference", "reward", "classification", "qa", "images"] | ObjectName = "lm"
     """Task: language modelling (lm), fine-tuning on conversations (chat), preference tuning on pairs of a chosen and a
-    rejected answer (preference), classification of sentences or pairs of them, extractive question answering (qa), or
-    classification of images. Or a task of your own, as module:function (docs/extending.md)."""
+    rejected answer (preference), a reward model of such pairs (reward), classification of sentences or pairs of them,
+    extractive question answering (qa), or classification of images. Or a task of your own, as module:function
+    (docs/extending.md)."""
     options: tuple[str, ...] = ()
     """Keyword arguments of the function that a `task` of your own names, as NAME=VALUE, for example length=16."""
     train: str | None = None
@@ -567,9 +577,9 @@ class Data:
     """chat: column of the conversation, a list of messages with `role` and `content`; none is the first
     of `messages`, `conversation` and `conversations` that there is."""
     form: Literal["auto", "messages", "sharegpt", "alpaca", "prompt-completion"] | ObjectName = "auto"
-    """chat and preference: form of the rows (docs/data.md). auto: by their columns; messages: OpenAI's; sharegpt: turns
-    with `from` and `value`; alpaca: instruction, input and output; prompt-completion; or a function of your own that
-    makes one of these, or a pair, of a row, as module:function."""
+    """chat, preference and reward: form of the rows (docs/data.md). auto: by their columns; messages: OpenAI's;
+    sharegpt: turns with `from` and `value`; alpaca: instruction, input and output; prompt-completion; or a function of
+    your own that makes one of these, or a pair, of a row, as module:function."""
     chat_template: Path | None = None
     """chat: file of a Jinja template that replaces the chat template of the tokenizer."""
     mixture: tuple[str, ...] = ()

@@ -4,6 +4,7 @@
     lm               gpt       tokens     tokens of sequences (llama too)
     chat             gpt       tokens     tokens of the assistant in conversations (llama too)
     preference       gpt       tokens     pairs of answers (llama too)
+    reward           llama     score      pairs of answers
     classification   bert      classes    sentences
     qa               bert      span       questions
     images           vit       classes    images
@@ -24,13 +25,13 @@ from ranvier.errors import ConfigError
 class TaskForm:
     """Facts about a task.
 
-    family: the model family that `auto` takes; others: shipped families that do the task too. head: what the model's
-    last block gives: "tokens" (logits of the next token), "classes" (logits of a sample's class), "span" (scores of
-    each token as an answer's first and last), or any other name that the run's own family understands. targets: what
-    the loss is averaged over, in the plural: "tokens". samples: what a batch consists of, in the plural: "sequences".
-    writes_text: whether the model can write sample text at the end of a run. takes_wordpiece: whether the tokenizer
-    must be a WordPiece. unused: settings without effect in this task, by dotted name with underscores -> the reason,
-    for warnings.
+    family: the model family that `auto` takes; others: shipped families that do the task too. head: what the
+    model's last block gives: "tokens" (logits of the next token), "score" (one number for each token), "classes"
+    (logits of a sample's class), "span" (scores of each token as an answer's first and last), or any other name
+    that the run's own family understands. targets: what the loss is averaged over, in the plural: "tokens".
+    samples: what a batch consists of, in the plural: "sequences". writes_text: whether the model can write sample
+    text at the end of a run. takes_wordpiece: whether the tokenizer must be a WordPiece. unused: settings without
+    effect in this task, by dotted name with underscores -> the reason, for warnings.
     """
 
     family: str
@@ -74,6 +75,13 @@ def _no_packing(task: str) -> dict[str, str]:
     return _unused(task, "{} packs nothing", "data.packing") | _unused(task, "{} has no mixtures", "data.mixture")
 
 
+def _of_pairs(task: str) -> dict[str, str]:
+    """Settings without effect in tasks with pairs of answers."""
+    return (_labelled(task) | _unused(task, "{} has no classes", "model.num_classes") | _no_labels(task)
+            | _no_text_column(task) | _no_packing(task) | _no_images(task, "data.augment", "data.augment_repeats")
+            | _unused(task, "{} reads prompt, chosen and rejected", "data.messages_column"))
+
+
 SHIPPED: Mapping[str, TaskForm] = MappingProxyType({
     "lm": TaskForm(
         family="gpt", head="tokens", targets="tokens", samples="sequences", writes_text=True, others=("llama",),
@@ -86,12 +94,9 @@ SHIPPED: Mapping[str, TaskForm] = MappingProxyType({
         unused=_unused("chat", "{} learns from data.train", "data.corpus", "data.max_bytes")
         | _unused("chat", "{} has no classes", "model.num_classes") | _no_labels("chat") | _no_text_column("chat")
         | _no_images("chat")),
-    "preference": TaskForm(
-        family="gpt", head="tokens", targets="pairs", samples="pairs", others=("llama",),
-        unused=_labelled("preference") | _unused("preference", "{} has no classes", "model.num_classes")
-        | _no_labels("preference") | _no_text_column("preference") | _no_packing("preference")
-        | _unused("preference", "{} reads prompt, chosen and rejected", "data.messages_column")
-        | _no_images("preference", "data.augment", "data.augment_repeats")),
+    "preference": TaskForm(family="gpt", head="tokens", targets="pairs", samples="pairs", others=("llama",),
+                           unused=_of_pairs("preference")),
+    "reward": TaskForm(family="llama", head="score", targets="pairs", samples="pairs", unused=_of_pairs("reward")),
     "classification": TaskForm(
         family="bert", head="classes", targets="sentences", samples="sentences", takes_wordpiece=True,
         unused=_labelled("classification") | _no_messages("classification") | _no_packing("classification")

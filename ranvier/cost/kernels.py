@@ -118,10 +118,11 @@ def _product_of(kernel: Kernel, shape: tuple[int, int, int, int]) -> Kernel:
     return replace(kernel, shape=shape, has_bias=False)
 
 
-def weight_gradients_of(kernels: Iterable[Kernel], gradient_bytes: int) -> Kernels:
+def weight_gradients_of(kernels: Iterable[Kernel], gradient_bytes: int, product_bytes: int | None = None) -> Kernels:
     """What the gradients of weights that train take, each added to what it is already.
 
-    gradient_bytes: of an element of a gradient.
+    gradient_bytes: of an element of a gradient. product_bytes: of an element of a product that is written by itself,
+    and added by another kernel; None where the product adds.
     """
     found: list[Kernel] = []
     for kernel in kernels:
@@ -133,8 +134,13 @@ def weight_gradients_of(kernels: Iterable[Kernel], gradient_bytes: int) -> Kerne
         whole = gradient_bytes * n * k
         gradient = Access(-1, whole, whole)
         dy = kernel.writes
-        found.append(replace(kernel, shape=(1, n, k, batch * m), reads=(*kernel.reads[:1], *dy, gradient),
-                             writes=(gradient,), has_bias=False))
+        product = replace(kernel, shape=(1, n, k, batch * m), reads=(*kernel.reads[:1], *dy), has_bias=False)
+        if product_bytes is None:
+            found.append(replace(product, reads=(*product.reads, gradient), writes=(gradient,)))
+        else:
+            written = Access(-4, size := product_bytes * n * k, size)
+            found += [replace(product, writes=(written,)),
+                      Kernel(kind="copy", reads=(written, gradient), writes=(gradient,))]
         if kernel.has_bias:
             found.append(Kernel(kind="pointwise", reads=dy))
     return tuple(found)
@@ -178,6 +184,20 @@ def without_panels(kernels: Iterable[Kernel]) -> Kernels:
         found[place] = replace(whole, flops=before.flops + kernel.flops, shape=(1, before.shape[1] + batch * m, n, k),
                                reads=(_together(before.reads[0], kernel.reads[0]), *before.reads[1:]),
                                writes=(_together(before.writes[0], kernel.writes[0]),))
+    return tuple(found)
+
+
+def without_fused_loss(kernels: Iterable[Kernel]) -> Kernels:
+    """The same with a loss that is one pass over half-precision logits, and writes nothing, in two kernels: a cast to
+    fp32, and their softmax."""
+    found: list[Kernel] = []
+    for kernel in kernels:
+        if kernel.kind != "pointwise" or kernel.writes:
+            found.append(kernel)
+            continue
+        wide = tuple(access._replace(storage=-5 - access.storage, bytes=2 * access.bytes, size=2 * access.size)
+                     for access in kernel.reads)
+        found += [replace(kernel, kind="copy", writes=wide), replace(kernel, reads=wide, writes=wide)]
     return tuple(found)
 
 

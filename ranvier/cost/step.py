@@ -37,7 +37,7 @@ from ranvier.cost.collectives import (
     tree_seconds,
 )
 from ranvier.cost.hardware import Cluster, Device, Precision
-from ranvier.cost.kernels import Kernel, backward_of, weight_gradients_of, without_panels
+from ranvier.cost.kernels import Kernel, backward_of, weight_gradients_of, without_fused_loss, without_panels
 from ranvier.cost.stage_messages import edge_bytes, edge_links, edge_seconds, rank_threads, replica_offsets, sent_bytes
 from ranvier.cost.volume import (
     Bytes,
@@ -196,8 +196,9 @@ def step_cost(step: Step, cluster: Cluster, *, exact: bool = True, as_published:
     Args:
         exact: simulate the schedule; otherwise use the closed form.
         as_published: as Megatron-LM, DeepSpeed and Optimus were published, where a stage does not compute while it
-            sends or receives, on the tensor mesh as between stages, products are not cut into panels, ranks of a stage
-            that hold the same activations each send a part of them, and a layer's last product is recomputed, too.
+            sends or receives, on the tensor mesh as between stages, products are not cut into panels, a weight's
+            gradient is added by a kernel of its own, the loss is a cast and a softmax, ranks of a stage that hold the
+            same activations each send a part of them, and a layer's last product is recomputed, too.
     """
     return _StepCost(step, cluster, as_published).cost(exact)
 
@@ -298,10 +299,11 @@ class Same(Generic[_Object]):
 
 @lru_cache(maxsize=1024)  # a search asks the same of very many candidates
 def _block_seconds(kernels: Same[tuple[Kernel, ...]], device: Same[Device], precision: Precision, threads: float,
-                   gradient_bytes: int, whole_products: bool) -> _Seconds:
-    """Of one microbatch in a block with these kernels. whole_products: without panels."""
-    forward = without_panels(kernels.it) if whole_products else kernels.it
-    backward, weights = backward_of(forward), weight_gradients_of(forward, gradient_bytes)
+                   bytes: ElementBytes, as_published: bool) -> _Seconds:
+    """Of one microbatch in a block with these kernels. as_published: as for `step_cost`."""
+    forward = without_fused_loss(without_panels(kernels.it)) if as_published else kernels.it
+    backward = backward_of(forward)
+    weights = weight_gradients_of(forward, bytes.gradient, bytes.parameter if as_published else None)
 
     def seconds(some: Sequence[Kernel]) -> float:
         return device.it.seconds(some, precision, threads)
@@ -440,7 +442,7 @@ class _StepCost:
     def _seconds(self, cost: BlockCost) -> _Seconds:
         """Of one microbatch in a block."""
         found = _block_seconds(Same(cost.kernels), Same(self.cluster.device), self.run.precision, self._threads(),
-                               self.step.bytes.gradient, self.as_published)
+                               self.step.bytes, self.as_published)
         if self.part != 1.0:
             found = _Seconds(*(self.part * seconds for seconds in found))
         return found if cost.num_trainable else found._replace(weight=0.0)

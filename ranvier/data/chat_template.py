@@ -107,6 +107,12 @@ class ChatTokenizer:
         self.fingerprint: str = hashlib.blake2b(repr((self._document, self._inner.chat_template)).encode(),
                                                 digest_size=8).hexdigest()
 
+    @property
+    def padding(self) -> int | None:
+        """The token that fills up texts, where the tokenizer has one."""
+        found: int | None = self._inner.pad_token_id
+        return found
+
     def numbers(self) -> dict[str, int]:
         """Token -> number, special ones included."""
         found: dict[str, int] = self._inner.get_vocab()

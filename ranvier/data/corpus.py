@@ -163,7 +163,7 @@ def open_corpus(name: str, cache: Path, progress: Progress, column: str | None =
     if is_saved(path):
         return _saved(name, column)
     if stat.S_ISDIR(found.st_mode):
-        names = list(_walk(path, lambda folder: not folder.startswith("."), ""))
+        names = list(_walk(path, _is_visible, ""))
         return replace(_files(name, path, names, progress, column=column), is_path=True)
     if not stat.S_ISREG(found.st_mode):
         raise DataError("is neither a file nor a folder", code="corpus-not-file", where="data.corpus", value=name,
@@ -179,14 +179,20 @@ def open_corpus(name: str, cache: Path, progress: Progress, column: str | None =
 _FORMATTED = {".json", ".csv", ".tsv", ".html", ".htm", ".xml"}
 
 
-def size_bytes(name: str) -> int | None:
-    """Bytes of a corpus that is a file or folder; None where it is neither."""
+def plain_bytes(name: str, column: str | None) -> int:
+    """Bytes of the plain text of a corpus that is a file or folder. Tables, which have more than their texts and may be
+    compressed, count nothing: how much text they have is known once they are read. column: of their texts."""
     path = Path(name).expanduser()
-    found = _stat(path)
-    if found is None or not stat.S_ISDIR(found.st_mode):
-        return None if found is None else found.st_size
-    files = (_stat(path / file) for file in _walk(path, lambda folder: not folder.startswith("."), ""))
-    return sum(file.st_size for file in files if file is not None and stat.S_ISREG(file.st_mode))
+    there = _stat(path)
+    if there is None or is_saved(path):
+        return 0
+    files = (path / file for file in _walk(path, _is_visible, "")) if stat.S_ISDIR(there.st_mode) else [path]
+    return sum(found.st_size for file in files if (found := _stat(file)) is not None and stat.S_ISREG(found.st_mode)
+               and not is_rows(file, column))
+
+
+def _is_visible(folder: str) -> bool:
+    return not folder.startswith(".")
 
 
 def missing_path(name: str) -> DataError | None:

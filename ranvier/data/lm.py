@@ -25,7 +25,7 @@ from ranvier.data.corpus import (
     missing_package,
     missing_path,
     open_corpus,
-    size_bytes,
+    plain_bytes,
     split,
 )
 from ranvier.data.fingerprint import fingerprint
@@ -94,10 +94,10 @@ class LanguageModelling(Task):
         limit = run.data.max_bytes
         found: list[RanvierError] = []
         for source in sources_of(run.data, run.data.corpus) if limit != "auto" else ():
-            there = None if names_corpus(source.name) else size_bytes(source.name)
-            if limit != "auto" and there is not None and there > limit:
+            there = 0 if names_corpus(source.name) else plain_bytes(source.name, run.data.text_column)
+            if limit != "auto" and there > limit:
                 found.append(DataError(
-                    f"leaves out a part of {source.name}, which has {there:,} bytes", code="corpus-cut-short",
+                    f"leaves out a part of {source.name}, which has {there:,} bytes of text", code="corpus-cut-short",
                     where="data.max-bytes", value=limit, remedy="Set `--data.max-bytes auto` to take all of it."))
         return found
 

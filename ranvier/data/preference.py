@@ -1,19 +1,21 @@
-"""The task preference: of two answers to a prompt, the chosen one becomes more likely than the rejected one.
+"""The tasks of pairs of answers to a prompt: preference, in which the chosen one becomes more likely than the rejected
+one, and reward, in which a model's score of the chosen one becomes larger.
 
-    data set --rows--> pairs of conversations --ChatTokenizer--> tokens, is_target --> PreferencePairs
+    data set --rows--> pairs of conversations --ChatTokenizer--> tokens, is_target --> PreferencePairs, ScoredPairs
 
-The loss is `ranvier.tensor.split.preference_loss`. Where it compares with a reference, the run computes the reference's
-log-probabilities before its first step (`ranvier.train.reference`).
+The losses are `ranvier.tensor.split.preference_loss`. Where one compares with a reference, the run computes the
+reference's log-probabilities before its first step (`ranvier.train.reference`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -30,7 +32,7 @@ from ranvier.data.fingerprint import fingerprint
 from ranvier.data.named_files import is_data_set, readable_file, table_name_problems, text_only, training_name
 from ranvier.data.padding import padding_text
 from ranvier.data.parallel import map_in_order
-from ranvier.data.preference_pairs import PreferencePairs, PreferenceScoring, WithReference
+from ranvier.data.preference_pairs import PreferencePairs, PreferenceScoring, ScoredPairs, WithReference
 from ranvier.data.publish import Progress, advance, processes_of
 from ranvier.data.row_forms import function_fingerprint, made_by_function
 from ranvier.data.subset import chosen, held_out, some
@@ -51,9 +53,10 @@ _Answer = tuple[list[int], np.ndarray]
 
 
 class PreferenceTask(Task):
-    """The task `preference`: pairs of a chosen and a rejected answer."""
+    """The task `preference` or `reward`: pairs of a chosen and a rejected answer."""
 
-    form = SHIPPED["preference"]
+    def __init__(self, name: Literal["preference", "reward"]) -> None:
+        self.form, self._scores = SHIPPED[name], name == "reward"
 
     def problems(self, run: Run, *, elsewhere: bool) -> list[RanvierError]:
         """What is wrong with the settings, the tokenizer's folder and the columns; one row of each file is read."""
@@ -77,13 +80,13 @@ class PreferenceTask(Task):
         """Tokenised pairs of this run, of which none is cut: a pair whose answers are longer than the sequence is left
         out. DataError when nothing is left."""
         folder, tokenizer = open_tokenizer(run, progress)
-        parts = _stored(run, folder, tokenizer, progress)
+        parts = _stored(run, folder, tokenizer, progress, scores=self._scores)
         counts = [_Counts(**{name: int(str(value)) for name, value in part.facts.items()}) for part in parts]
-        whole = [_pairs_in(part, run.model.sequence) for part in parts]
+        whole = [_pairs_in(part, run.model.sequence, scores=self._scores) for part in parts]
         used: list[Dataset] = [
             some(part, count, run.seed, f"data.{name}-samples") for part, count, name in
             zip(whole, (run.data.train_samples, run.data.eval_samples), ("train", "eval"), strict=True)]
-        train, held = map(WithReference, used)
+        train, held = used if self._scores else map(WithReference, used)
         told = [(f"data.train {training_name(run.data)}", counts[0])]
         if run.data.eval is not None:
             told.append((f"data.eval {run.data.eval}", counts[1]))
@@ -94,12 +97,12 @@ class PreferenceTask(Task):
                   + "".join(f"; {text}" for _, one in told if (text := one.text(run.model.sequence))),
             warnings=tuple(warning for setting, one in told
                            if (warning := one.warning(setting, run.model.sequence)) is not None),
-            scoring=partial(PreferenceScoring, run.preference),
+            scoring=partial(PreferenceScoring, None if self._scores else run.preference),
             fingerprint=fingerprint("preference", tokenizer.fingerprint, [part.digest for part in parts], chosen(run)))
 
 
-PREFERENCE = PreferenceTask()
-"""The task; it has no state."""
+PREFERENCE, REWARD = PreferenceTask("preference"), PreferenceTask("reward")
+"""The tasks; they have no state."""
 
 
 def open_pairs(name: str, setting: str, form: str) -> Table:
@@ -136,15 +139,12 @@ def _made(form: str, row: Row) -> Pair | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Encoded:
-    """A pair. key: by which it is held out: its prompt, so that all pairs of a prompt lie together."""
+    """A pair. key: by which it is held out: its prompt, so that all pairs of a prompt lie together. length: positions
+    of both answers together."""
 
     answers: tuple[_Answer, _Answer]
     key: str
-
-    @property
-    def length(self) -> int:
-        """Positions of both answers together."""
-        return sum(len(ids) - 1 for ids, _ in self.answers)
+    length: int
 
     @property
     def is_silent(self) -> bool:
@@ -180,28 +180,32 @@ class _Counts:
                          else "Leave pairs without a difference out of the data set.")
 
 
-def _pairs_in(part: Arrays, sequence: int) -> PreferencePairs:
+def _pairs_in(part: Arrays, sequence: int, *, scores: bool) -> PreferencePairs:
     offsets = np.asarray(part.arrays["offsets"], dtype=np.int64)
-    return PreferencePairs(TokenSamples(part.arrays["tokens"], offsets[:-1], offsets[1:], sequence,
-                                        part.arrays["is_target"]))
+    stops = offsets[1:] + scores  # a position for the last token, too, which has no next one
+    return (ScoredPairs if scores else PreferencePairs)(TokenSamples(
+        part.arrays["tokens"], offsets[:-1], stops, sequence, part.arrays["is_target"]))
 
 
-def _stored(run: Run, folder: Path, tokenizer: ChatTokenizer, progress: Progress) -> tuple[Arrays, Arrays]:
-    """Training and held-out pairs, from the cache."""
+def _stored(run: Run, folder: Path, tokenizer: ChatTokenizer, progress: Progress, *, scores: bool
+            ) -> tuple[Arrays, Arrays]:
+    """Training and held-out pairs, from the cache. scores: whether the last token of an answer has a position."""
     name, sequence = training_name(run.data), run.model.sequence
     form = run.data.form
     tables = [open_pairs(each, setting, form).fingerprint
               for setting, each in (("train", name), ("eval", run.data.eval)) if each is not None]
     place = cache_folder(run) / "preference" / fingerprint(
-        tables, tokenizer.fingerprint, sequence, function_fingerprint(form) if is_object_name(form) else form)
+        tables, tokenizer.fingerprint, sequence, function_fingerprint(form) if is_object_name(form) else form,
+        *(("scores", tokenizer.padding) if scores else ()))
 
     def make() -> None:
         progress(f"tokenising {name}")
         template = None if run.data.chat_template is None else str(run.data.chat_template)
-        train, counts = _all(name, "train", form, str(folder), template, sequence, progress)
+        encode = partial(_encoded, str(folder), template, scores)
+        train, counts = _all(name, "train", form, encode, sequence, progress)
         held_counts = counts
         if run.data.eval is not None:
-            held, held_counts = _all(run.data.eval, "eval", form, str(folder), template, sequence, progress)
+            held, held_counts = _all(run.data.eval, "eval", form, encode, sequence, progress)
         else:
             out = held_out([one.key for one in train])
             held = [one for one, here in zip(train, out, strict=True) if here]
@@ -216,14 +220,13 @@ def _stored(run: Run, folder: Path, tokenizer: ChatTokenizer, progress: Progress
     return made_once(place, make, progress)
 
 
-def _all(name: str, setting: str, form: str, folder: str, template: str | None, sequence: int, progress: Progress
-         ) -> tuple[list[_Encoded], _Counts]:
+def _all(name: str, setting: str, form: str, encode: Callable[[Sequence[Pair | None]], list[_Encoded | None]],
+         sequence: int, progress: Progress) -> tuple[list[_Encoded], _Counts]:
     """The pairs of a data set that are learnt from, and what was left out. DataError if there is none."""
     rows = pairs(name, setting, form)
     found: list[_Encoded] = []
     count = 0
-    for piece in map_in_order(partial(_encoded, folder, template), iter(lambda: list(islice(rows, _AT_ONCE)), []),
-                              processes_of(progress)):
+    for piece in map_in_order(encode, iter(lambda: list(islice(rows, _AT_ONCE)), []), processes_of(progress)):
         count += len(piece)
         found += [one for one in piece if one is not None]
         advance(progress, f"pairs of {name}", count)
@@ -239,7 +242,7 @@ def _all(name: str, setting: str, form: str, folder: str, template: str | None, 
     return kept, counts
 
 
-def _encoded(folder: str, template: str | None, piece: Sequence[Pair | None]) -> list[_Encoded | None]:
+def _encoded(folder: str, template: str | None, scores: bool, piece: Sequence[Pair | None]) -> list[_Encoded | None]:
     tokenizer = chat_tokenizer(folder, template)
     found: list[_Encoded | None] = []
     for pair in piece:
@@ -249,18 +252,23 @@ def _encoded(folder: str, template: str | None, piece: Sequence[Pair | None]) ->
         prompt = [one for one, _ in takewhile(lambda turns: turns[0] == turns[1],
                                               zip(pair.chosen.messages, pair.rejected.messages, strict=False))]
         key = json.dumps([prompt, pair.chosen.tools], sort_keys=True, default=str)
-        found.append(_Encoded(answers=(_answer(tokenizer, pair.chosen), _answer(tokenizer, pair.rejected)), key=key))
+        answers = _answer(tokenizer, pair.chosen, scores), _answer(tokenizer, pair.rejected, scores)
+        found.append(_Encoded(answers=answers, key=key, length=sum(len(ids) - (not scores) for ids, _ in answers)))
     return found
 
 
-def _answer(tokenizer: ChatTokenizer, conversation: Conversation) -> _Answer:
+def _answer(tokenizer: ChatTokenizer, conversation: Conversation, scores: bool) -> _Answer:
+    """scores: without tokens for padding at its end: as in transformers, the score is that of the token before."""
     samples = tokenizer.encode(conversation)
     if len(samples) != 1:
         raise DataError("has an answer of several turns, which the chat template writes otherwise once others follow",
                         code="answer-of-several-turns", where=conversation.place, value=len(samples),
                         remedy="Give answers of one turn, or a `--data.chat-template` that writes each turn alike.")
     ids, is_target = samples[0]
-    return ids, is_target
+    stop = len(ids)
+    while scores and ids[stop - 1] == tokenizer.padding and stop > 1:
+        stop -= 1
+    return ids[:stop], is_target[:stop]
 
 
 def _write(folder: Path, part: Sequence[_Encoded], counts: _Counts, vocab: int) -> None:

@@ -18,7 +18,7 @@ from ranvier.config.run import Preference
 from ranvier.data.task import Dataset, Targets, padded_inputs, padded_targets, sample_lengths
 from ranvier.data.token_samples import PackedSamples, TokenSamples
 from ranvier.tensor.split.loss import token_losses
-from ranvier.tensor.split.preference_loss import answer_sums, checked_targets, rewards
+from ranvier.tensor.split.preference_loss import answer_sums, checked_targets, last_scores, rewards
 
 
 class PreferencePairs:
@@ -45,6 +45,18 @@ class PreferencePairs:
         """length: as `inputs` takes it."""
         return {"tokens": self._packed.targets(samples)[:, :length],
                 "rejected_from": torch.from_numpy(self._chosen_lengths[samples])}
+
+
+class ScoredPairs(PreferencePairs):
+    """Pairs whose answers have a position for each token, also for the last one, whose score is the answer's reward.
+
+    targets: {"last": [b, 2] int64}: the position of each answer's last token.
+    """
+
+    def targets(self, samples: np.ndarray, length: int | None = None) -> Targets:
+        """length: has no effect."""
+        ends = np.stack([self._chosen_lengths[samples], self.sample_lengths[samples]], 1)
+        return {"last": torch.from_numpy(ends - 1)}
 
 
 class WithReference:
@@ -81,17 +93,20 @@ def answer_log_p(logits_BSV: Tensor, targets: dict[str, Tensor]) -> Tensor:
 
 class PreferenceScoring:
     """The share of pairs whose chosen answer has the larger reward, and the mean margin between both rewards. Sums
-    stay on the device until `part`."""
+    stay on the device until `part`. settings: of the loss; None for scores of a reward model."""
 
-    def __init__(self, settings: Preference) -> None:
+    def __init__(self, settings: Preference | None) -> None:
         self._settings = settings
         self._sums: list[Tensor] = []
 
     def add(self, output: State, targets: dict[str, Tensor], samples: Tensor) -> None:
-        """output: logits [b, S, V]; targets: those of `PreferenceLoss`."""
+        """output: logits [b, S, V], or scores [b, S, 1]; targets: those of `PreferenceLoss`, or of `RewardLoss`."""
         assert isinstance(output, Tensor)  # of a decoder
-        found = checked_targets(targets, self._settings)
-        rewards_B2, counted_B = rewards(answer_log_p(output, found), found, self._settings)
+        if self._settings is None:
+            rewards_B2, counted_B = last_scores(output, targets)
+        else:
+            found = checked_targets(targets, self._settings)
+            rewards_B2, counted_B = rewards(answer_log_p(output, found), found, self._settings)
         margin_B = (rewards_B2[:, 0] - rewards_B2[:, 1]).double().where(counted_B, 0)
         self._sums.append(torch.stack([(margin_B > 0).sum().double(), margin_B.sum(), counted_B.sum().double()]))
 

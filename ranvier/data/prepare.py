@@ -27,6 +27,9 @@ def task_of(run: Run) -> Task:
         case "preference":
             from ranvier.data.preference import PREFERENCE
             return PREFERENCE
+        case "reward":
+            from ranvier.data.preference import REWARD
+            return REWARD
         case "classification":
             from ranvier.data.classification import CLASSIFICATION
             return CLASSIFICATION

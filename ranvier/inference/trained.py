@@ -49,7 +49,7 @@ PLACES = ("data.corpus", "data.mixture", "data.train", "data.eval", "data.eval_s
 _LONGEST = 1024
 """Tokens of a sequence of a folder's model, if it has positions for as many."""
 _CONFIG_BYTES = 16 << 20
-_TASK_OF = {"tokens": "lm", "span": "qa", "classes": "classification"}
+_TASK_OF = {"tokens": "lm", "score": "reward", "span": "qa", "classes": "classification"}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -121,7 +121,7 @@ def open_trained(path: Path, tell: Callable[[str], None], *, ema: bool = False) 
     values.pop("lora.adapters", None)  # where they began; the checkpoint has what they have become
     tokenizer, labels = saved.manifest.about.get("tokenizer"), saved.manifest.about.get("labels")
     beside = tokenizer_beside(path, saved.folder)
-    if beside is not None and values.get("data.task") not in ("chat", "preference"):
+    if beside is not None and values.get("data.task") not in ("chat", "preference", "reward"):
         values |= {"data.tokenizer": str(beside)}
         values.pop("model.pretrained", None)  # for its sizes, which are among the settings, and its tokenizer
     own = _own_settings(path) or _own_settings(saved.folder.parent.parent)

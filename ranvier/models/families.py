@@ -15,6 +15,7 @@ from ranvier.config.task_form import form_of
 from ranvier.errors import ConfigError, ModelError, RanvierError
 from ranvier.models.family import FAMILY_ATTRIBUTES, ModelFacts, ModelFamily, Targets
 from ranvier.models.lora import with_adapters
+from ranvier.models.segments import in_halves
 from ranvier.tensor.split.loss import vocabulary_of
 from ranvier.tensor.split.preference_loss import PreferenceLoss
 
@@ -59,7 +60,7 @@ def config_of(run: Run) -> Transformer:
 
 
 def head_of(run: Run) -> str:
-    """What the last block gives in this run: "tokens", "classes", "span", or what a user's task calls its own."""
+    """What the last block gives in this run: "tokens", "score", "classes", "span", or what a user's task calls it."""
     return form_of(run.data).head
 
 
@@ -194,22 +195,17 @@ def _facts(run: Run) -> ModelFacts:
 def flops_per_sample(run: Run, *, recomputed: bool = False) -> float:
     """FLOPs of training on one sample, forward and backward."""
     with blamed(family_name(run), _SETTING, "`flops_per_sample`"):
-        return family_of(run).flops_per_sample(run.model, recomputed=recomputed)
+        model = replace(run.model, vocab=2) if run.data.task == "reward" else run.model  # a head of next to nothing
+        return family_of(run).flops_per_sample(model, recomputed=recomputed)
 
 
 def sample_of(run: Run, count: int) -> tuple[State, Targets]:
     """Inputs and targets of `count` samples, where a device context says."""
     with blamed(family_name(run), _SETTING, "`sample`"):
         inputs, targets = family_of(run).sample(run.model, head_of(run), count)
-    return _pairs(inputs, targets) if run.data.task == "preference" else (inputs, targets)
-
-
-def _pairs(ids_BS: State, tokens_BS: Targets) -> tuple[State, Targets]:
-    """Samples of tokens as pairs of answers, each of half the positions."""
-    assert isinstance(ids_BS, Tensor) and isinstance(tokens_BS, Tensor)  # of the head "tokens"
-    half = ids_BS.shape[1] // 2
-    segments_BS = torch.ones_like(ids_BS)
-    segments_BS[:, half:] = 2
-    return {"ids": ids_BS, "segments": segments_BS}, {
-        "tokens": tokens_BS, "rejected_from": torch.full_like(tokens_BS[:, 0], half),
-        "reference": torch.zeros(len(tokens_BS), 2, dtype=torch.float64)}
+    if run.data.task != "preference":
+        return inputs, targets
+    assert isinstance(inputs, Tensor) and isinstance(targets, Tensor)  # of the head "tokens"
+    return in_halves(inputs), {
+        "tokens": targets, "rejected_from": torch.full_like(targets[:, 0], inputs.shape[1] // 2),
+        "reference": torch.zeros(count, 2, dtype=torch.float64)}

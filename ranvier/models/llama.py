@@ -1,9 +1,9 @@
-"""Llama's architecture as a list of blocks: Llama 2 and 3, Mistral, Phi-3, Qwen 2 and 3, Gemma 1 to 3, OLMo 2 and 3 and
-SmolLM 2 are settings of it (docs/models.md).
+"""Llama's architecture as a list of blocks: Llama 2 and 3, Mistral, Phi-3, Qwen 2 and 3, Gemma 1 to 3, OLMo 2 and 3,
+SmolLM 2 and 3 and Granite are settings of it (docs/models.md).
 
 Shapes are in the names: B batch, S sequence, H hidden, N heads, K heads of keys and values, D width of a head, F inner
 width of an MLP, V vocabulary. The carried state is one tensor: token ids_BS (int64) into the embedding, x_BSH between
-blocks, logits_BSV out of the head. Inputs with several packed samples are a dict, as GPT's are.
+blocks, logits_BSV or scores_BS1 out of the head. Inputs with several packed samples are a dict, as GPT's are.
 
     embedding -> layer0.attention -> layer0.mlp -> layer1.attention -> ... -> head
 
@@ -25,9 +25,17 @@ from ranvier.config.run import Transformer
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.models.decoding_cache import DecodingCache
 from ranvier.models.family import ModelFacts, text_transformer_in_words, wrong_head
-from ranvier.models.segments import attention_mask, hidden_and_segments, is_whole_causal, positions_of, with_hidden
+from ranvier.models.segments import (
+    attention_mask,
+    hidden_and_segments,
+    in_halves,
+    is_whole_causal,
+    positions_of,
+    with_hidden,
+)
 from ranvier.tensor import layers as tensor
 from ranvier.tensor.split.loss import NextTokenLoss
+from ranvier.tensor.split.preference_loss import RewardLoss
 
 NORM_EPSILON = 1e-5
 """Of Llama 2 and 3."""
@@ -50,7 +58,8 @@ def inner_width(config: Transformer) -> int:
 
 def window_of(config: Transformer, layer: int) -> int | None:
     """Tokens that a token of this layer attends to; None for all before it."""
-    return None if config.full_every and (layer + 1) % config.full_every == 0 else config.window
+    is_full = (bool(config.full_every) and (layer + 1) % config.full_every == 0) or layer in config.full_layers
+    return None if is_full else config.window
 
 
 def rotary_of(config: Transformer, window: int | None) -> tensor.Rotary:
@@ -71,8 +80,13 @@ class Embedding(nn.Module):
 
     def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
         super().__init__()
-        factor = config.hidden ** 0.5 if config.embedding_scale == "sqrt-hidden" else 1.0
-        self.scale = float(torch.tensor(factor, dtype=dtype, device="cpu"))  # rounded, as in Gemma
+        match config.embedding_scale:
+            case "one":
+                self.scale = 1.0
+            case "sqrt-hidden":  # rounded, as in Gemma
+                self.scale = float(torch.tensor(config.hidden ** 0.5, dtype=dtype, device="cpu"))
+            case factor:
+                self.scale = factor
         self.token = tensor.Embedding(config.vocab, config.hidden, dtype=dtype)
         self.dropout = tensor.Dropout(config.dropout)
 
@@ -93,6 +107,7 @@ class Sublayer(nn.Module):
         self.norm = _norm(config, dtype) if config.norms != "after" else None
         self.norm_after = _norm(config, dtype) if config.norms != "before" else None
         self.dropout = tensor.Dropout(config.dropout)
+        self.multiplier = config.residual_multiplier
 
     def added(self, x_BSH: Tensor, segments_BS: Tensor | None) -> Tensor:
         """f of the normalized input."""
@@ -103,19 +118,22 @@ class Sublayer(nn.Module):
         y_BSH = self.added(x_BSH if self.norm is None else self.norm(x_BSH), segments_BS)
         if self.norm_after is not None:
             y_BSH = self.norm_after(y_BSH)
+        if self.multiplier != 1:
+            y_BSH = y_BSH * self.multiplier
         return with_hidden(state, self.dropout(y_BSH, onto=x_BSH))
 
 
 class Attention(Sublayer):
-    """Causal grouped-query attention with rotary embeddings. window: tokens that a token attends to; None for all."""
+    """Causal grouped-query attention with rotary embeddings, where the layer has them. window: tokens that a token
+    attends to; None for all."""
 
-    def __init__(self, config: Transformer, window: int | None, dtype: torch.dtype) -> None:
+    def __init__(self, config: Transformer, window: int | None, has_rotary: bool, dtype: torch.dtype) -> None:
         super().__init__(config, dtype)
         heads, keys, width = config.heads, kv_heads(config), head_dim(config)
         self.width, self.window, self.softcap = width, window, config.attention_softcap
         self.scale = (config.query_pre_attn_scalar or width) ** -0.5
         self.is_grouped = keys != heads
-        self.rotary = rotary_of(config, window)
+        self.rotary = rotary_of(config, window) if has_rotary else None
         self.qkv = tensor.SharedInputLinear(
             config.hidden, {"query": heads * width, "key": keys * width, "value": keys * width},
             units={"query": heads, "key": keys, "value": keys}, bias=config.bias != "none", dtype=dtype)
@@ -145,10 +163,12 @@ class Attention(Sublayer):
 
     def _turned(self, q_BNSD: Tensor, segments_BS: Tensor | None) -> Callable[[Tensor], Tensor]:
         """The rotation of queries and keys at their positions: in a packed sample, or behind the tokens before."""
+        length = q_BNSD.shape[2]
+        before = self.cache.advance(length) if segments_BS is None else 0
+        if self.rotary is None:
+            return _unturned
         if segments_BS is not None:
             return partial(self.rotary, positions=positions_of(segments_BS))
-        length = q_BNSD.shape[2]
-        before = self.cache.advance(length)
         if not before:
             return self.rotary
         positions = torch.arange(before, before + length, device=q_BNSD.device)[None]
@@ -176,6 +196,10 @@ class Attention(Sublayer):
         wide = torch.promote_types(q_BNSD.dtype, torch.float32)
         weights_BNSS = functional.softmax(scores_BNSS, dim=-1, dtype=wide).to(q_BNSD.dtype)
         return weights_BNSS.matmul(v_BKSD)
+
+
+def _unturned(x_BNSD: Tensor) -> Tensor:
+    return x_BNSD
 
 
 def _query_norm(config: Transformer, heads: int, dtype: torch.dtype) -> tensor.RMSNorm | None:
@@ -211,16 +235,32 @@ class Head(nn.Module):
 
     def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
         super().__init__()
-        self.softcap = config.logit_softcap
+        self.softcap, self.divisor = config.logit_softcap, config.logits_scaling
         self.norm = _norm(config, dtype)
         self.projection = tensor.VocabularyLinear(config.hidden, config.vocab, dtype=dtype)
 
     def forward(self, state: State) -> Tensor:
         x_BSH, _ = hidden_and_segments(state)
         logits_BSV: Tensor = self.projection(self.norm(x_BSH))
+        if self.divisor != 1:
+            logits_BSV = logits_BSV / self.divisor
         if self.softcap:
             logits_BSV = tensor.softcap(logits_BSV, self.softcap)
         return logits_BSV
+
+
+class ScoreHead(nn.Module):
+    """Final norm and one score for each token, without bias: [B, S, 1]."""
+
+    def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.norm = _norm(config, dtype)
+        self.score = tensor.ClassifierHead(config.hidden, 1, bias=False, token=None, dtype=dtype)
+
+    def forward(self, state: State) -> Tensor:
+        x_BSH, _ = hidden_and_segments(state)
+        scores_BS1: Tensor = self.score(self.norm(x_BSH))
+        return scores_BS1
 
 
 def llama(config: Transformer, *, dtype: torch.dtype = torch.float32) -> Model:
@@ -231,22 +271,23 @@ def llama(config: Transformer, *, dtype: torch.dtype = torch.float32) -> Model:
     return LLAMA.model(config, "tokens", dtype=dtype)
 
 
-def _model(config: Transformer, dtype: torch.dtype) -> Model:
+def _model(config: Transformer, head: str, dtype: torch.dtype) -> Model:
     blocks: dict[str, Callable[[], nn.Module]] = {"embedding": partial(Embedding, config, dtype)}
     layers = tuple((f"layer{index}.attention", f"layer{index}.mlp") for index in range(config.num_layers))
     alike: dict[str, str] = {}
-    first: dict[int | None, str] = {}
+    first: dict[tuple[int | None, bool], str] = {}
     for index, (attention, mlp) in enumerate(layers):
-        window = window_of(config, index)
-        blocks[attention] = partial(Attention, config, window, dtype)
+        kind = window_of(config, index), index not in config.nope_layers
+        blocks[attention] = partial(Attention, config, *kind, dtype)
         blocks[mlp] = partial(MLP, config, dtype)
-        for name, earlier in ((attention, first.setdefault(window, attention)), (mlp, layers[0][1])):
+        for name, earlier in ((attention, first.setdefault(kind, attention)), (mlp, layers[0][1])):
             if name != earlier:
                 alike[name] = earlier
-    blocks["head"] = partial(Head, config, dtype)
-    tied = (("embedding.token.weight", "head.projection.weight"),) if config.tied else ()
-    return Model(blocks=blocks, loss=NextTokenLoss(config.vocab), layers=layers, initial=partial(initial, config),
-                 alike=alike, tied=tied)
+    scores = head == "score"
+    blocks["head"] = partial(ScoreHead if scores else Head, config, dtype)
+    tied = (("embedding.token.weight", "head.projection.weight"),) if config.tied and not scores else ()
+    return Model(blocks=blocks, loss=RewardLoss() if scores else NextTokenLoss(config.vocab), layers=layers,
+                 initial=partial(initial, config), alike=alike, tied=tied)
 
 
 def problems(config: Transformer) -> list[ConfigError]:
@@ -298,16 +339,19 @@ def flops_per_sequence(config: Transformer, *, recomputed: bool = False) -> floa
 
 
 class _Llama:
-    """The family `llama`: the head "tokens", inputs ids_BS and targets_BS int64."""
+    """The family `llama`: the head "tokens", inputs ids_BS and targets_BS int64, and "score", of pairs of answers, with
+    the targets of `RewardLoss`."""
 
     def problems(self, settings: Transformer, head: str) -> list[RanvierError]:
-        return [*wrong_head("llama", head, ("tokens",)), *problems(settings)]
+        return [*wrong_head("llama", head, ("tokens", "score")), *problems(settings)]
 
     def model(self, settings: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
-        return _model(settings, dtype)
+        return _model(settings, head, dtype)
 
-    def sample(self, settings: Transformer, head: str, count: int) -> tuple[Tensor, Tensor]:
-        ids_BS = torch.zeros(count, settings.sequence, dtype=torch.int64)
+    def sample(self, settings: Transformer, head: str, count: int) -> tuple[State, Tensor | dict[str, Tensor]]:
+        ids_BS = torch.zeros(count, length := settings.sequence, dtype=torch.int64)
+        if head == "score":
+            return in_halves(ids_BS), {"last": torch.tensor([length // 2, length]).repeat(count, 1) - 1}
         return ids_BS, ids_BS
 
     def flops_per_sample(self, settings: Transformer, *, recomputed: bool = False) -> float:

@@ -55,6 +55,13 @@ def is_whole_causal(q_BNSD: Tensor, k_BKSD: Tensor, mask: Tensor | None) -> bool
     return False
 
 
+def in_halves(ids_BS: Tensor) -> dict[str, Tensor]:
+    """Inputs in which each row has two samples, such as the answers of a pair: `ids` and `segments`."""
+    segments_BS = torch.ones_like(ids_BS)
+    segments_BS[:, ids_BS.shape[1] // 2:] = 2
+    return {"ids": ids_BS, "segments": segments_BS}
+
+
 def hidden_and_segments(state: State) -> tuple[Tensor, Tensor | None]:
     """x_BSH, and the segments of packed sequences."""
     return (state["hidden"], state["segments"]) if isinstance(state, dict) else (state, None)

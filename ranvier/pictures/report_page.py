@@ -125,11 +125,13 @@ def _file(name: str) -> str:
 
 
 def _finite(curves: Mapping[str, Sequence[float | None]]) -> dict[str, list[float | None]]:
-    """At most `MAX_POINTS` steps, and None for what is no number. A step with a rare value, an evaluation's, stays."""
+    """At most `MAX_POINTS` steps, and None for what is no number. A step with a rare value, an evaluation's, stays. A
+    curve of zeros alone, such as the bubble of one stage, is left out."""
     steps = curves["step"]
     every = max(1, -(-len(steps) // MAX_POINTS))
     rare = [values for values in curves.values() if 2 * sum(value is not None for value in values) < len(values)]
     kept = [place for place in range(len(steps)) if place % every == 0 or place == len(steps) - 1
             or any(values[place] is not None for values in rare)]
     return {name: [value if value is not None and math.isfinite(value) else None
-                   for value in (values[place] for place in kept)] for name, values in curves.items()}
+                   for value in (values[place] for place in kept)]
+            for name, values in curves.items() if name == "step" or any(values)}

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 from torch import Tensor
 
@@ -40,6 +40,16 @@ class ActionResult(TypedDict, total=False):
     products: list[Product]
 
 
+class _Place(NamedTuple):
+    """One of this rank's stages, and the ranks that have the stages before and after it (None: it is the first, or the
+    last)."""
+
+    number: int
+    stage: Stage
+    before: int | None
+    after: int | None
+
+
 class BatchRunner:
     """Runs batches on one rank.
 
@@ -59,6 +69,10 @@ class BatchRunner:
                  nominal_weight: NominalWeight | None, takes_nominal_weight: bool) -> None:
         self._at, self._stages, self._connections = at, stages, connections
         self._numbers, self._num_stages = placement.stages_of(at.pipeline_rank), placement.num_stages
+        self._has_loss = self._numbers[-1] == self._num_stages - 1
+        self._places = [_Place(number, stages[turn], connections.rank_of(number - 1) if number else None,
+                               connections.rank_of(number + 1) if number < self._num_stages - 1 else None)
+                        for turn, number in enumerate(self._numbers)]
         self._updater, self._statistics, self._timeline = updater, statistics, timeline
         self._policy, self._look_ahead = policy, look_ahead
         self._deferrable = [0] * len(stages)
@@ -76,13 +90,6 @@ class BatchRunner:
         if self._limits_follow:
             self._deferred, self._defer_last = limits.deferred[self._at.pipeline_rank], limits.last
             self.defer_bytes = self._deferred * sum(self._deferrable)
-
-    @property
-    def _has_loss(self) -> bool:
-        return self._numbers[-1] == self._num_stages - 1
-
-    def _is_last(self, stage: int) -> bool:
-        return stage == self._num_stages - 1
 
     def run(self, batch: Sequence[Microbatch], *, call: int, step: int, training: bool,
             keep_outputs: bool = False) -> None:
@@ -108,9 +115,10 @@ class BatchRunner:
                 result = self.execute(action, batch, training, keep_outputs)
                 running = None
                 if leads:
-                    if self._deferred:
-                        self._allow_deferred(action.turn, result.get("deferrable_bytes", 0))
-                        schedule.budget.limit = self.defer_bytes
+                    if self._deferred and result.get("deferrable_bytes", 0) > self._deferrable[action.turn]:
+                        self._deferrable[action.turn] = result["deferrable_bytes"]  # so many microbatches may wait
+                        schedule.budget.limit = self.defer_bytes = max(
+                            self.defer_bytes, self._deferred * sum(self._deferrable))
                     schedule.on_done(action, **result)
                 if action.kind == "F" and action.turn == len(self._numbers) - 1:
                     if training and self.nominal_weight is not None and self._has_loss and action.microbatch == 0:
@@ -141,11 +149,6 @@ class BatchRunner:
             error.extend(f"\n{self._connections.board.report_all()}")
         elif place:
             error.extend(f" (in {place})")
-
-    def _allow_deferred(self, turn: int, deferrable_bytes: int) -> None:
-        """A forward has shown what its products would keep alive: so many microbatches of all stages may wait."""
-        self._deferrable[turn] = max(self._deferrable[turn], deferrable_bytes)
-        self.defer_bytes = max(self.defer_bytes, self._deferred * sum(self._deferrable))
 
     def _estimate_weight(self, nominal_weight: NominalWeight, num_microbatches: int) -> None:
         """After the first forward of the last stage: all its ranks need the estimate for their first backward."""
@@ -185,71 +188,70 @@ class BatchRunner:
 
     def execute(self, action: Action, batch: Sequence[Microbatch], training: bool, keep_outputs: bool) -> ActionResult:
         """Run `action`, send what it produced, and return what the schedule wants to know about it."""
-        number, stage, here = action.microbatch, self._numbers[action.turn], self._stages[action.turn]
+        number, place = action.microbatch, self._places[action.turn]
+        result: ActionResult = {}
         match action.kind:
             case "F":
-                started, result = self._forward(action, here, stage, batch[number], training, keep_outputs)
-            case "B":
-                arrived = {} if self._is_last(stage) else self._arrived(self._take_return(number, stage))
+                inputs, wants = self._inputs(number, place, batch[number])
                 started = self._start(action)
-                gradients, products = here.backward(number, arrived, defer=action.defer,
-                                                    last=number == len(batch) - 1)
-                self._send_return(number, stage, gradients)
+                outcome = place.stage.forward(number, self._step, batch[number], inputs, wants, training=training,
+                                              keep_outputs=keep_outputs)
+                if place.after is not None:
+                    self._connections.send(place.after, Message(MessageKind.FORWARD, self._call, number,
+                                                                outcome.tensors, outcome.requires_grad,
+                                                                stage=place.number + 1))
+                result = {"expects_backward": outcome.expects_backward, "deferrable_bytes": outcome.deferrable_bytes}
+            case "B":
+                arrived = {} if place.after is None else self._arrived(self._take_return(number, place, place.after))
+                started = self._start(action)
+                gradients, products = place.stage.backward(number, arrived, defer=action.defer,
+                                                           last=number == len(batch) - 1)
+                self._send_return(number, place, gradients)
                 result = {"products": products}
             case "C":
-                if not self._is_last(stage):
-                    self._take_return(number, stage)
-                self._send_return(number, stage, {})
-                return {}
+                if place.after is not None:
+                    self._take_return(number, place, place.after)
+                self._send_return(number, place, {})
+                return result
             case "W":
-                started, result = self._start(action), {}
-                here.weight(number, action.product)
+                started = self._start(action)
+                place.stage.weight(number, action.product)
                 self._updater.progress()
         self._timeline.add(_CATEGORIES[action.kind], str(action), self._step, started)
         self._look_ahead.launched()
         return result
 
-    def _forward(self, action: Action, here: Stage, stage: int, microbatch: Microbatch, training: bool,
-                 keep_outputs: bool) -> tuple[int, ActionResult]:
-        """Run a forward and hand its outcome on; when it began, and what the schedule wants to know."""
-        number = action.microbatch
-        inputs, wants = self._inputs(number, stage, microbatch)
-        started = self._start(action)
-        outcome = here.forward(number, self._step, microbatch, inputs, wants, training=training,
-                               keep_outputs=keep_outputs)
-        if not self._is_last(stage):
-            self._connections.send(self._connections.rank_of(stage + 1), Message(
-                MessageKind.FORWARD, self._call, number, outcome.tensors, outcome.requires_grad, stage=stage + 1))
-        return started, {"expects_backward": outcome.expects_backward, "deferrable_bytes": outcome.deferrable_bytes}
-
     def _start(self, action: Action) -> int:
         self._connections.board.action = f"{_CATEGORIES[action.kind]} {action.microbatch}"
         return self._timeline.mark()
 
-    def _inputs(self, number: int, stage: int, microbatch: Microbatch) -> tuple[dict[str, Tensor], frozenset[str]]:
-        """The carried state that enters `stage`, and which of it wants a gradient."""
-        if stage > 0:
-            message = self._connections.inbox.take("forward", number, stage, self._connections.rank_of(stage - 1))
-            return self._arrived(message), whole_names(message.requires_grad)
-        return self._to_device(named(microbatch.inputs, f"inputs of microbatch {number}")), frozenset()
+    def _inputs(self, number: int, place: _Place, microbatch: Microbatch
+                ) -> tuple[dict[str, Tensor], frozenset[str]]:
+        """The carried state that enters a stage, and which of it wants a gradient."""
+        if place.before is None:
+            return self._to_device(named(microbatch.inputs, f"inputs of microbatch {number}")), frozenset()
+        message = self._connections.inbox.take("forward", number, place.number, place.before)
+        wants = message.requires_grad
+        return self._arrived(message), wants if self._connections.tensor_mesh is None else whole_names(wants)
 
     def _arrived(self, message: Message) -> dict[str, Tensor]:
         """What a message of another stage holds, whole."""
-        return self._connections.column_parts.gathered(self._to_device(message.tensors))
+        tensors = message.tensors if self._connections.device.type == "cpu" else self._to_device(message.tensors)
+        return self._connections.column_parts.gathered(tensors)
 
     def _to_device(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         device = self._connections.device
         return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
 
-    def _take_return(self, number: int, stage: int) -> Message:
-        return self._connections.inbox.take("return", number, stage, self._connections.rank_of(stage + 1))
+    def _take_return(self, number: int, place: _Place, after: int) -> Message:
+        return self._connections.inbox.take("return", number, place.number, after)
 
-    def _send_return(self, number: int, stage: int, gradients: dict[str, Tensor]) -> None:
-        """What goes back over the edge before `stage`: gradients where there are some, else a bare credit."""
-        if stage > 0:
+    def _send_return(self, number: int, place: _Place, gradients: dict[str, Tensor]) -> None:
+        """What goes back over the edge before a stage: gradients where there are some, else a bare credit."""
+        if place.before is not None:
             kind = MessageKind.BACKWARD if gradients else MessageKind.CREDIT
-            self._connections.send(self._connections.rank_of(stage - 1),
-                                   Message(kind, self._call, number, gradients, stage=stage - 1))
+            self._connections.send(place.before,
+                                   Message(kind, self._call, number, gradients, stage=place.number - 1))
 
 
 def _unheard(direction: str, microbatch: int, stage: int) -> None:

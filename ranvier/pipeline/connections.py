@@ -130,7 +130,8 @@ class Connections:
         if destination == self._world.rank:
             self.inbox.deliver(replace(message, source=destination))
         else:
-            self.transport.send(destination, self.column_parts.cut(message, destination))
+            self.transport.send(destination, message if self.tensor_mesh is None
+                                else self.column_parts.cut(message, destination))
 
     def bytes_received_by_axis(self) -> dict[str, int]:
         """Payload bytes that this rank has received so far. Sums over several axes count for the first."""

@@ -57,12 +57,16 @@ class EngineTimeline(Timeline):
         return page
 
     def _write(self, path: Path, content: str | bytes) -> None:
+        """On rank 0; where it cannot, all ranks raise what it says."""
+        problem = None
         if self.ranks.index == 0:
             try:
                 write_atomically(path, content)
             except OSError as error:
-                raise RanvierError(f"cannot be written: {error.strerror or error}", code="picture-not-writable",
-                                   where=str(path), remedy="Give a file in a folder that exists.") from error
+                problem = error.strerror or str(error)
+        if (problem := self.ranks.gather_objects(problem)[0]) is not None:
+            raise RanvierError(f"cannot be written: {problem}", code="picture-not-writable", where=str(path),
+                               remedy="Give a file in a folder that exists.")
 
     def _last_batch(self, call: str) -> list[RankTimeline]:
         """The last training batch on every rank. Evaluation has the number of the batch before it: a batch ends with

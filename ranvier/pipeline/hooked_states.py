@@ -35,9 +35,9 @@ class _Refusing:
 
 def hooked(state: Mapping[str, Tensor]) -> list[str]:
     """Names of the tensors on which a block has put a hook, here or on an earlier stage."""
-    return [name for name, tensor in state.items() if tensor.requires_grad and any(
+    return [name for name, tensor in state.items() if tensor.requires_grad and tensor._backward_hooks and any(
         isinstance(hook, _Refusing) or not str(getattr(hook, "__module__", "")).startswith("ranvier.")
-        for hook in (tensor._backward_hooks or {}).values())]
+        for hook in tensor._backward_hooks.values())]
 
 
 def refuse_outside(state: Mapping[str, Tensor], names: Sequence[str], in_pass: Callable[[], bool]) -> None:

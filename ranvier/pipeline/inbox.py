@@ -21,11 +21,9 @@ OnArrival = Callable[[Direction, int, int], None]
 """Called with a message's direction, its microbatch, and the stage that it is for."""
 
 
-def direction(kind: MessageKind) -> Direction | None:
-    """Which of a microbatch's two crossings of an edge a message is; None for messages outside the pipeline's flow."""
-    if kind is MessageKind.FORWARD:
-        return "forward"
-    return "return" if kind in (MessageKind.BACKWARD, MessageKind.CREDIT) else None
+_DIRECTIONS: dict[MessageKind, Direction] = {
+    MessageKind.FORWARD: "forward", MessageKind.BACKWARD: "return", MessageKind.CREDIT: "return"}
+"""Which of a microbatch's two crossings of an edge a message is; others are outside the pipeline's flow."""
 
 
 class Inbox:
@@ -62,7 +60,7 @@ class Inbox:
         self._sort(message)
 
     def _sort(self, message: Message) -> None:
-        way = direction(message.kind)
+        way = _DIRECTIONS.get(message.kind)
         if way is None:
             self._other(message)
         elif message.step > self._call:
@@ -76,20 +74,17 @@ class Inbox:
                 raise ModelError(f"has {self._count} microbatches here, but {self._board.name(message.source)} sends "
                                  f"number {message.microbatch}", code="microbatch-counts-differ", where="train_batch",
                                  remedy="Give all ranks of a replica the same number of microbatches.")
-            self._check_order(way, message)
-            self._arrived[way, message.stage, message.microbatch] = message
-            self._on_arrival(way, message.microbatch, message.stage)
-
-    def _check_order(self, way: Direction, message: Message) -> None:
-        """An edge keeps the order of its messages to a stage, so one that comes too soon shows that another is lost."""
-        expected = self._next.get((way, message.stage), 0)
-        if message.microbatch != expected:
-            raise TransportError(f"the {_NAMES[way]} of microbatch {expected} is lost: that of {message.microbatch} "
-                                 "came first", code="message-lost",
-                                 where=f"messages from {self._board.name(message.source)}",
-                                 remedy="Go on with `--resume auto`; if it comes again, look for faults of the network "
-                                        "or the memory between the two.")
-        self._next[way, message.stage] = expected + 1
+            edge = way, message.stage
+            expected = self._next.get(edge, 0)
+            if message.microbatch != expected:  # an edge keeps the order of its messages to a stage
+                raise TransportError(f"the {_NAMES[way]} of microbatch {expected} is lost: that of "
+                                     f"{message.microbatch} came first", code="message-lost",
+                                     where=f"messages from {self._board.name(message.source)}",
+                                     remedy="Go on with `--resume auto`; if it comes again, look for faults of the "
+                                            "network or the memory between the two.")
+            self._next[edge] = expected + 1
+            self._arrived[way, message.stage, expected] = message
+            self._on_arrival(way, expected, message.stage)
 
     def poll(self) -> None:
         """Take in everything that has arrived; never blocks."""
@@ -102,22 +97,21 @@ class Inbox:
 
     def take(self, way: Direction, microbatch: int, stage: int, source: int) -> Message:
         """That message for `stage`, waiting for it where it has not come yet."""
-        while (way, stage, microbatch) not in self._arrived:
+        place = way, stage, microbatch
+        while place not in self._arrived:
             self.wait(f"the {_NAMES[way]} of microbatch {microbatch}", source)
-        return self._arrived.pop((way, stage, microbatch))
+        return self._arrived.pop(place)
 
     def wait(self, what: str, source: int) -> None:
         """Sleep until any message arrives. MessageTimeout, with the whole board, when none does in time."""
-        started, doing = time.monotonic_ns(), self._board.action
-        self._board.action = f"a wait for {what} from {self._board.name(source)}"
-        message = self._board.wait(self._transport.wait, self._timeout)
+        started = time.monotonic_ns()
+        message = self._board.wait(what, source, self._transport.wait, self._timeout)
         if message is None:
             seconds = (time.monotonic_ns() - started) * 1e-9
             raise MessageTimeout("a message did not come\n" + self._board.report(what, source, seconds),
                                  code="message-late", where="comm.timeout-seconds", value=self._timeout,
                                  remedy="See which rank is behind, or raise `--comm.timeout-seconds`.")
         self._timeline.add("wait", what, self._step, started)
-        self._board.action = doing
         self._receive(message)
 
 

@@ -47,7 +47,8 @@ def cut_batch(inputs: State, targets: object, samples: Tensor | None, places: Se
     _batch_size(inputs, targets, samples)
 
     def part(value: Any, place: slice) -> Any:
-        return tree_map(lambda leaf: leaf[place] if isinstance(leaf, Tensor) else leaf, value)
+        return value[place] if isinstance(value, Tensor) else None if value is None else tree_map(
+            lambda leaf: leaf[place] if isinstance(leaf, Tensor) else leaf, value)
 
     return [Microbatch(part(inputs, place), part(targets, place), part(samples, place)) for place in places]
 

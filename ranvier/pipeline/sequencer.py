@@ -61,9 +61,8 @@ class Sequencer:
 
     def next(self, call: int) -> Action | None:
         """Peer: wait for the leader's next action; None when the batch is done."""
-        self._board.action = f"a wait for the next action from {self._board.name(self._leader)}"
         assert self._transport is not None, "a stage of one rank has no announcements"
-        message = self._board.wait(self._transport.wait, self._timeout)
+        message = self._board.wait("the next action", self._leader, self._transport.wait, self._timeout)
         if message is None:
             raise MessageTimeout(
                 "an announcement did not come\n" + self._board.report("the next action", self._leader, self._timeout),

@@ -57,9 +57,11 @@ class SharedMemory:
 
     def names_in(self, state: Mapping[str, Tensor]) -> list[str]:
         """Names of the tensors of what leaves a stage that share memory, or have shared it before an earlier stage."""
+        if not self._watched:
+            return sharing(state)
         watched = [_Place.of(tensor) for _, tensor, _ in self._watched]
-        return sorted({*sharing(state), *(name for name, tensor in state.items() if watched
-                                          and any(map(_Place.of(tensor).overlaps, watched)))})
+        return sorted({*sharing(state), *(name for name, tensor in state.items()
+                                          if any(map(_Place.of(tensor).overlaps, watched)))})
 
     def check(self) -> None:
         """ModelError where one has been changed; those watched so far are let go."""

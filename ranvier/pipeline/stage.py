@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +34,7 @@ from ranvier.pipeline.state_notes import HOOKED, SHARED, notes_of, with_notes
 from ranvier.plan.block_costs import loss_parts
 from ranvier.plan.recomputation import runs_of
 from ranvier.schedule.schedule import Product
-from ranvier.tensor.autograd import Function
+from ranvier.tensor.autograd import Function, apply_outside_transforms
 from ranvier.tensor.boundaries import detached_names, with_layouts
 from ranvier.tensor.columns import gather_whole, plain
 from ranvier.tensor.columns.tensor import mapped
@@ -51,8 +50,7 @@ if TYPE_CHECKING:
     from ranvier.tensor.compiled import CompiledBlocks
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Outcome:
+class Outcome(NamedTuple):
     """What a forward leaves: the state for the next stage, which of it wants gradients, what a backward will need."""
 
     tensors: dict[str, Tensor]
@@ -61,8 +59,7 @@ class Outcome:
     deferrable_bytes: int
 
 
-@dataclass(frozen=True, eq=False)
-class _Graph:
+class _Graph(NamedTuple):
     """One microbatch between its forward and its backward."""
 
     leaves: dict[str, Tensor]
@@ -82,7 +79,9 @@ class _Enter(Function):
         return gradient
 
 
+_enter = apply_outside_transforms(_Enter)
 _AS_THEY_ARE = nullcontext()
+_NO_SAMPLES = torch.zeros(0, dtype=torch.int64, device="cpu")
 
 Blocks = Sequence[tuple[int, str, nn.Module]]
 """Blocks of a stage: (number in the model, name, module)."""
@@ -222,32 +221,47 @@ class Stage:
         """Forward of microbatch `number`. `inputs` is what arrived; `requires_grad` names what wants a gradient."""
         inputs, notes = notes_of(inputs)
         wanted = training and (bool(requires_grad) or self._trains)
-        leaves = {name: tensor.detach().requires_grad_(training and name in requires_grad)
-                  for name, tensor in inputs.items()}
+        leaves, entered = dict[str, Tensor](), dict[str, Tensor]()
         self._weights.forward_bytes = 0
-        with torch.set_grad_enabled(wanted), self._one_pass("forward"), casting(self._autocast, self._device):
-            entered = {name: _Enter.apply(leaf) if leaf.requires_grad else leaf for name, leaf in leaves.items()}
+        with torch.set_grad_enabled(wanted), self._surroundings():
+            for name, tensor in inputs.items():
+                entered[name] = leaf = tensor.detach()
+                if training and name in requires_grad:
+                    leaves[name], entered[name] = leaf, _enter(leaf.requires_grad_())
             self._shared = SharedMemory()
-            self._shared.watch(entered, notes.get(SHARED, ()))
-            hooked_states.refuse_outside(entered, notes.get(HOOKED, ()), self._in_pass)
+            if notes:
+                self._shared.watch(entered, notes.get(SHARED, ()))
+                hooked_states.refuse_outside(entered, notes.get(HOOKED, ()), self._weights.in_pass)
             state = self._run_blocks(carried(with_layouts(entered, self._mesh)), step, microbatch, number)
             if self._loss is not None:
                 self._show(state, number, keep=keep_outputs)
             if self._loss is not None and not keep_outputs:
                 outputs = {"": self._compute_loss(state, microbatch, number)}
             else:
-                outputs = detached_names(named(state, f"block {self.blocks[-1][1]}"))
+                outputs = named(state, f"block {self.blocks[-1][1]}")
+                outputs = outputs if self._mesh is None else detached_names(outputs)
                 notes = {SHARED: self._shared.names_in(outputs), HOOKED: hooked_states.hooked(outputs)}
                 outputs = with_notes(outputs, notes, self._device)
         self._shared.check()
-        roots = {name: root_of(tensor) for name, tensor in outputs.items() if tensor.requires_grad}
-        kept = bool(roots) or any(leaf.requires_grad for leaf in leaves.values())
-        if kept:
-            self._graphs[number] = _Graph({name: leaf for name, leaf in leaves.items() if leaf.requires_grad}, roots,
-                                          outputs[""].dtype if self._loss is not None else None)
-        return Outcome(tensors={name: tensor.detach() for name, tensor in outputs.items()},
-                       requires_grad=frozenset(roots), expects_backward=kept,
-                       deferrable_bytes=self._weights.forward_bytes)
+        sent, roots = dict[str, Tensor](), dict[str, GradientEdge]()
+        for name, tensor in outputs.items():
+            sent[name] = tensor.detach()
+            if tensor.requires_grad:
+                roots[name] = root_of(tensor)
+        if kept := bool(roots or leaves):
+            self._graphs[number] = _Graph(leaves, roots, outputs[""].dtype if self._loss is not None else None)
+        return Outcome(sent, frozenset(roots), kept, self._weights.forward_bytes)
+
+    def _surroundings(self) -> AbstractContextManager[object]:
+        """What forwards run in, beside a mode of autograd."""
+        if self._mesh is None:
+            return _AS_THEY_ARE if self._autocast is None else casting(self._autocast, self._device)
+        return self._on_mesh(self._mesh)
+
+    @contextmanager
+    def _on_mesh(self, mesh: TensorMesh) -> Iterator[None]:
+        with mesh.one_pass(self._uses["forward"]), casting(self._autocast, self._device):
+            yield
 
     def _show(self, state: State, number: int, *, keep: bool) -> None:
         """Give what the last block has returned, whole on every column, to those who want it: all columns of the stage
@@ -261,7 +275,7 @@ class Stage:
             self.outputs.append(gather_whole(state))
 
     def _run_blocks(self, state: State, step: int, microbatch: Microbatch, number: int) -> State:
-        samples = microbatch.samples if microbatch.samples is not None else torch.zeros(0, dtype=torch.int64)
+        samples = _NO_SAMPLES if microbatch.samples is None else microbatch.samples
         runs = self._runs if self.training or self._cache is None else runs_of(len(self.blocks), ())
         if self._cache is not None and self.training:  # which may end being used in this very call
             state = self._cached(self.cached_blocks, state, step, samples, number)
@@ -272,10 +286,11 @@ class Stage:
             block, name, _ = self.blocks[run[-1]]
             reports = self._progress is not None or number == self._last_number
             if run[-1] != len(self.blocks) - 1 and (reports or not isinstance(state, Tensor)):
-                tensors = plain(named(state, f"block {name}"))
+                tensors = {"": state} if type(state) is Tensor else plain(named(state, f"block {name}"))
                 if reports:
                     self._watch_boundary(tensors, block + 1)
-                self._shared.watch(tensors, sharing(tensors))
+                if not isinstance(state, Tensor):
+                    self._shared.watch(tensors, sharing(tensors))
         return state
 
     def _cached(self, num_blocks: int, state: State, step: int, samples: Tensor, number: int) -> State:
@@ -295,9 +310,16 @@ class Stage:
         return carried(with_layouts(named(state, "the cache"), self._mesh))
 
     def _run_some(self, run: range, step: int, samples: Tensor, number: int, state: State) -> State:
-        """Blocks `run`, one after the other; under recomputation again in the backward, with the same randomness."""
-        for _, name, module in self.blocks[run.start:run.stop]:
-            with keyed_random.Scope(self._seed, step, samples, name) as scope, self._block_modes():
+        """Blocks `run`, one after the other; under recomputation again in the backward, with the same randomness.
+
+        In training autograd is on, since a frozen block may compute gradients inside; layers call their chains.
+        """
+        if torch.is_grad_enabled() != self.training or (self._fused.compiles and not self._fused.is_current):
+            with using(self._fused), torch.set_grad_enabled(self.training):
+                return self._run_some(run, step, samples, number, state)
+        with keyed_random.Scope(self._seed, step, samples) as scope:
+            for _, name, module in self.blocks[run.start:run.stop]:
+                scope.block, scope.keys, scope.calls = name, None, 0
                 try:
                     if self._compiled is None or not self.training:
                         state = module(state)
@@ -317,26 +339,14 @@ class Stage:
                         error.add_note(f"the block was given a {type(state).__name__}, which the block before it has "
                                        f"returned. If that is no block of yours: {hint}")
                     raise
-            is_plain = self._mesh is None and isinstance(state, Tensor) and not state._backward_hooks
-            if name != self.blocks[-1][1] and not is_plain:
-                hooked_states.between_blocks(plain(state), self._in_pass)
-            if self._progress is not None:
-                self._progress()
+                is_plain = self._mesh is None and isinstance(state, Tensor) and not state._backward_hooks
+                if name == self.blocks[-1][1]:
+                    break  # messages move before the next action
+                if not is_plain:
+                    hooked_states.between_blocks(plain(state), self._weights.in_pass)
+                if self._progress is not None:
+                    self._progress()
         return state
-
-    def _in_pass(self) -> bool:
-        """Whether the stage's own backward runs, and no autograd call of a block or the loss."""
-        return self._weights.in_pass
-
-    def _block_modes(self) -> AbstractContextManager[None]:
-        """In training autograd is on, since a frozen block may compute gradients inside; layers call their chains."""
-        as_they_are = torch.is_grad_enabled() == self.training and not self._fused.compiles
-        return _AS_THEY_ARE if as_they_are else self._with_block_modes()
-
-    @contextmanager
-    def _with_block_modes(self) -> Iterator[None]:
-        with using(self._fused), torch.set_grad_enabled(self.training):
-            yield
 
     def _watch_boundary(self, state: Mapping[str, Tensor], block: int) -> None:
         """Have the backward pass report that it has left `block`: all gradients of the state before it are known."""
@@ -345,7 +355,7 @@ class Stage:
 
         def hook(gradient: Tensor) -> None:
             nonlocal missing
-            if not self._weights.in_pass:
+            if not self._weights.in_pass():
                 return  # a block or the loss calls autograd for purposes of its own
             missing -= 1
             if self._progress is not None:
@@ -367,12 +377,11 @@ class Stage:
             for layer in self._open.pop()[1]:
                 layer.close()
 
-    def _one_pass(self, direction: Literal["forward", "backward"]) -> AbstractContextManager[None]:
-        return nullcontext() if self._mesh is None else self._mesh.one_pass(self._uses[direction])
-
     def _compute_loss(self, state: State, microbatch: Microbatch, number: int) -> Tensor:
         assert self._loss is not None, "only the last stage has a loss"
-        targets = mapped(lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, microbatch.targets)
+        targets = microbatch.targets
+        targets = targets.to(self._device) if isinstance(targets, Tensor) else mapped(
+            lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, targets)
         try:
             total, weight = loss_parts(self._loss(state, targets))
         except SystemExit as error:
@@ -401,14 +410,14 @@ class Stage:
         if self._loss is not None:
             gradients = {"": torch.full((), self.loss_factor, dtype=graph.loss_dtype, device=self._device)}
         names = [name for name in graph.roots if name in gradients]
-        roots = tuple(graph.roots[name] for name in names)
+        roots = [graph.roots[name] for name in names]
         self._last_backward = last
         if last:
             self._open = list(self._layers_of_blocks)
             self._block_passed(self.blocks[-1][0] + 1)
-        arrived = tuple(gradients[name] for name in names)
+        arrived = [gradients[name] for name in names]
         try:
-            with self._one_pass("backward"):
+            with _AS_THEY_ARE if self._mesh is None else self._mesh.one_pass(self._uses["backward"]):
                 products = self._weights.backward_pass(number, roots, arrived, defer, last=last)
                 if last:
                     self._close(self.blocks[0][0])

@@ -19,6 +19,8 @@ _NOTE = "\0"
 
 def with_notes(state: dict[str, Tensor], notes: Mapping[str, Sequence[str]], device: torch.device) -> dict[str, Tensor]:
     """What leaves a stage, with what is said of which tensors of it."""
+    if not any(notes.values()):
+        return state
     return state | {_NOTE + _NOTE.join((what, *names)): torch.empty(0, dtype=torch.uint8, device=device)
                     for what, names in notes.items() if names}
 

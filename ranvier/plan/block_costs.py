@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -259,4 +259,5 @@ def loss_parts(result: object) -> tuple[Tensor, Tensor | float | int]:
                          value=shown,
                          remedy="Use reduction='sum' and return the count beside it, so that microbatches of different "
                                 "sizes add up to the same gradients.")
-    return cast(tuple[Tensor, Tensor | float | int], result)
+    parts: Any = result
+    return parts  # type: ignore[no-any-return]

@@ -20,6 +20,7 @@ from ranvier.errors import ConfigError, ModelError
 from ranvier.layout import Box, Layout, Parameter
 from ranvier.mesh import Mesh, Position, StagePlacement
 from ranvier.plan.block_costs import block_costs, build_on_meta
+from ranvier.plan.known_costs import known_or_counted
 from ranvier.plan.partition import partition_for, uniform
 from ranvier.plan.shared_buffers import buffers_of_several_stages
 from ranvier.system.terminal import TextTable
@@ -137,10 +138,12 @@ def cut(model: Model, mesh: Mesh, *, boundaries: Sequence[int] | None, how: Lite
     the costs of one rank are counted and the chain of blocks is checked; without it a block costs its number of
     parameters.
     """
-    parts = Parts(model, mesh, tensor or TensorParallel(), device)
+    tensor = tensor or TensorParallel()
+    parts = Parts(model, mesh, tensor, device)
     costs = None
     if sample is not None:
-        costs = tuple(block_costs(parts.model, *sample, dtype))
+        costs = known_or_counted(model, sample, (mesh.row, mesh.col, tensor, dtype, device),
+                                 partial(block_costs, parts.model, *sample, dtype))
     stages, layout = parts.cut(mesh, costs, boundaries=boundaries, how=how, placement=placement)
     layout.check()
     _check_quantized(layout)

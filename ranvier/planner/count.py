@@ -39,6 +39,7 @@ from ranvier.optim.rules import rules_of, skips_by_itself
 from ranvier.pipeline.ties import gradient_specs
 from ranvier.plan.block_costs import FusedAttention, KeptBytes
 from ranvier.plan.cut import StageTable, meta_mesh, split_model
+from ranvier.plan.known_costs import Known
 from ranvier.plan.limits import MemoryChoice, memory_choices, run_limits, stages_at_peak
 from ranvier.plan.make import make_for_run, whole_parameters
 from ranvier.plan.plan import Plan
@@ -71,9 +72,15 @@ def laid_out(run: ResolvedRun, frozen: int = 0, frozen_above: Sequence[int] = ()
              ) -> tuple[StageTable, tuple[RankMemory, ...]]:
     """The cut of the run's model with its first `frozen` layers frozen, and the weights of those `frozen_above`, and
     what each stage's ranks need. cluster: as for `run_limits`. ConfigError when the settings allow no cut."""
-    model, plan = _planned(run, frozen, frozen_above)
-    return plan.stages, predict(run, model, plan.stages, plan.layout, cluster=cluster,
-                                limits=plan.limits if cluster is None else None)
+    def found() -> tuple[StageTable, tuple[RankMemory, ...]]:
+        model, plan = _planned(run, frozen, frozen_above)
+        return plan.stages, predict(run, model, plan.stages, plan.layout, cluster=cluster,
+                                    limits=plan.limits if cluster is None else None)
+
+    return _laid_out.get((run, frozen, tuple(frozen_above), cluster), found)
+
+
+_laid_out = Known[tuple[StageTable, tuple[RankMemory, ...]]](16)
 
 
 def _planned(run: ResolvedRun, frozen: int, frozen_above: Sequence[int]) -> tuple[Model, Plan]:
@@ -290,7 +297,10 @@ def _gradient_dtype(run: ResolvedRun) -> torch.dtype:
 class _AtOnce:
     """A stage's weight gradients, none of which waits."""
 
-    in_pass, defers, last, forward_bytes = True, False, True, 0
+    defers, last, forward_bytes = False, True, 0
+
+    def in_pass(self) -> bool:
+        return True
 
 
 def _tensor_mesh(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, known: Needs

@@ -181,12 +181,6 @@ def _check(request: Request, clusters: Sequence[Cluster]) -> None:
     if request.launcher is not None and request.out is None:
         raise ConfigError("needs a run file to start", code="launcher-without-out", where="--launcher",
                           value=request.launcher, remedy="Give `--out FILE.toml`, too.")
-    if request.goal is not None and request.goal.budget is not None:
-        for cluster in clusters:
-            if cluster.price_per_hour is None:
-                raise ConfigError(f"needs to know what a device of {cluster.name} costs", code="budget-without-price",
-                                  where="--budget", value=request.goal.budget,
-                                  remedy="Write price_per_hour = DOLLARS (of a device) into the cluster's file.")
 
 
 def _search(run: Run, cluster: Cluster, ranks: int, request: Request) -> SearchResult:
@@ -208,6 +202,10 @@ def _search(run: Run, cluster: Cluster, ranks: int, request: Request) -> SearchR
 def _searched(run: Run, cluster: Cluster, request: Request) -> list[SearchResult]:
     """The plan; where a deadline or a budget leaves the number of devices open, those for fewer devices before it."""
     goal = request.goal
+    if goal is not None and goal.budget is not None and cluster.price_per_hour is None:
+        raise ConfigError(f"needs to know what a device of {cluster.name} costs", code="budget-without-price",
+                          where="--budget", value=goal.budget,
+                          remedy="Write price_per_hour = DOLLARS (of a device) into the cluster's file.")
     if goal is None or request.ranks is not None or (goal.deadline_days is None and goal.budget is None):
         found = _search(run, cluster, ranks_for(run, cluster, request.ranks), request)
         if goal is not None:
@@ -218,22 +216,33 @@ def _searched(run: Run, cluster: Cluster, request: Request) -> list[SearchResult
 
 
 def _compare(name: str, run: Run, clusters: Sequence[Cluster], request: Request) -> SearchResult:
-    """Plans for several clusters, and for what they would be with other numbers, side by side."""
+    """Plans for several clusters, and for what they would be with other numbers, side by side; the first one is
+    returned. A cluster without a plan says why. RanvierError, the first cluster's, where none has one."""
     changed = [changed_cluster(cluster, text) for cluster in clusters for text in request.what_if]
-    results = [_searched(run, cluster, request)[-1] for cluster in (*clusters, *changed)]
+    results: list[SearchResult] = []
+    without: list[tuple[Cluster, RanvierError]] = []
+    for cluster in (*clusters, *changed):
+        try:
+            results.append(_searched(run, cluster, request)[-1])
+        except RanvierError as problem:
+            without.append((cluster, problem))
+    if not results:
+        raise without[0][1]
     if request.as_json:
-        print(json.dumps({"recipe": name, "plans": [report.document(each, name, request.goal) for each in results]},
-                         indent=1))
+        print(json.dumps({"recipe": name, "plans": [report.document(each, name, request.goal) for each in results],
+                          "without": [{"cluster": cluster.name, "code": problem.code, "reason": str(problem)}
+                                      for cluster, problem in without]}, indent=1))
     else:
         screen = Screen(sys.stdout)
         screen.print(f"{name}, {report.numbers(results[0])}")
         screen.print()
-        screen.print(comparison(results, request.goal))
+        screen.print(comparison(results, request.goal, without))
     return results[0]
 
 
-def comparison(results: Sequence[SearchResult], goal: Goal | None) -> TextTable:
-    """The best plan of each search, one a line."""
+def comparison(results: Sequence[SearchResult], goal: Goal | None,
+               without: Sequence[tuple[Cluster, RanvierError]] = ()) -> TextTable:
+    """The best plan of each search, one a line. without: clusters that have none, and why."""
     best = [each.best[0] for each in results]
     longer = [one.expected_seconds(each.measured_over_predicted) / one.cost.seconds
               for one, each in zip(best, results, strict=True)]
@@ -246,7 +255,10 @@ def comparison(results: Sequence[SearchResult], goal: Goal | None) -> TextTable:
     if goal is not None:
         columns |= training_columns([training(one, each.cluster, goal, each.measured_over_predicted)
                                      for one, each in zip(best, results, strict=True)])
-    return TextTable(header=list(columns), rows=list(zip(*columns.values(), strict=True)), words=(0, 2), keys=1)
+    rows = [*zip(*columns.values(), strict=True), *(
+        (cluster.name, "none", f"{problem.where}: {problem.what}", *[""] * (len(columns) - 3))
+        for cluster, problem in without)]
+    return TextTable(header=list(columns), rows=rows, words=(0, 2), keys=1)
 
 
 def _write(run: Run, path: Path) -> None:

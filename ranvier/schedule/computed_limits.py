@@ -373,6 +373,8 @@ def _one_simulation(case: _Case, limits: Limits, draw: int) -> _Outcome:
 
 def _varied(variation: float, draw: int, rank: int, action: Action) -> float:
     """The factor on the time of an action: evenly spread, of mean 1, and the same whenever it is asked for."""
+    if not variation:
+        return 1.0
     mixed = (7919 * rank + 104729 * action.microbatch + 1299709 * action.product + 15485863 * "FBWC".index(action.kind)
              + 32452843 * action.turn + 49979687 * draw) * 2654435761 % (1 << 32)
     mixed = (mixed ^ mixed >> 15) * 2246822519 % (1 << 32)

@@ -20,13 +20,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 ActionKind = Literal["F", "B", "W", "C"]
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One unit of work on a stage.
 
     defer: for B, whether its weight-gradient products are queued (True) or computed inside it.
@@ -44,8 +43,7 @@ class Action:
         return f"{self.kind}{self.microbatch}" + (f".{self.turn}" if self.turn else "")
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """Nothing can run until one of these microbatches (None: not awaited) arrives for `stage`, or one for another."""
 
     forward: int | None
@@ -58,8 +56,7 @@ class Done:
     """The stage has done everything for every microbatch of this batch."""
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
+class Product(NamedTuple):
     """A queued weight-gradient product: the bytes it keeps alive and the chunk of gradients that it belongs to."""
 
     alive_bytes: int
@@ -83,8 +80,7 @@ def stored_in_even_flow(*, stage: int, num_stages: int, in_flight: int) -> int:
     return 1 if stage == num_stages - 1 else max(1, -(-in_flight * (num_stages - stage) // num_stages))
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(NamedTuple):
     """What a policy sees: the next action of each kind that could run now, and how far the stage is."""
 
     forward: Action | None
@@ -150,6 +146,8 @@ class Schedule:
         assert 0 <= stage < num_stages and in_flight >= 1 and num_microbatches >= 0
         self.stage, self.num_stages, self.num_microbatches = stage, num_stages, num_microbatches
         self.policy, self.training, self.turn = policy, training, turn
+        self.is_first, self.is_last = stage == 0, stage == num_stages - 1
+        """Whether the stage has the model's inputs, and whether it has the loss."""
         self.budget = DeferBudget(defer_bytes) if isinstance(defer_bytes, int) else defer_bytes
         self.in_flight, self.alternating = policy.in_flight(in_flight, num_microbatches), alternating
         self._most_stored = stored_in_even_flow(stage=stage, num_stages=num_stages, in_flight=self.in_flight) \
@@ -177,16 +175,6 @@ class Schedule:
     def held(self) -> int:
         """Microbatches that it stores, or that have queued products."""
         return len(self._expects_backward) + len({microbatch for microbatch, _ in self._queue})
-
-    @property
-    def is_first(self) -> bool:
-        """Whether the stage has the model's inputs."""
-        return self.stage == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the stage has the loss."""
-        return self.stage == self.num_stages - 1
 
     # ------------------------------------------------------------------ what happened
 

@@ -100,6 +100,8 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
                        for rank in ranks]
     budgets = [defer_bytes] * len(ranks) if isinstance(defer_bytes, int) else defer_bytes
     held = [placement.stages_of(rank) for rank in ranks]
+    rank_of = [placement.rank_of(stage) for stage in range(depth)]
+    queued = [[Product(times.alive_bytes // times.products, 0)] * times.products for times in stages]
     schedules = [RankSchedule(stages=held[rank], num_stages=depth, num_microbatches=num_microbatches, policy=policy,
                               in_flight=in_flight, training=training, defer_bytes=budgets[rank],
                               defer_last=defer_last, max_stored=max_stored, alternating=alternating)
@@ -110,6 +112,7 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
     busy: list[Action | None] = [None for _ in ranks]
     log: list[list[tuple[Action, float, float]]] = [[] for _ in ranks]
     most_stored, most_queued = [0] * depth, [0 for _ in ranks]
+    stored, kept_now = [0] * depth, [0.0 for _ in ranks]
     most_kept, most_alive = [0.0 for _ in ranks], [0.0 for _ in ranks]
     at_most_alive = [(0, 0.0)] * depth
     edge_free: dict[tuple[int, int], float] = {}
@@ -123,7 +126,7 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
     def send(now: float, stage: int, to: int, what: Literal["forward", "return"], microbatch: int) -> None:
         if not 0 <= to < depth:
             return
-        edge = source, destination = placement.rank_of(stage), placement.rank_of(to)
+        edge = source, destination = rank_of[stage], rank_of[to]
         if source == destination:
             schedules[source].on_message(what, microbatch, to)
             return
@@ -143,30 +146,38 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
             return
         stage = held[rank][action.turn]
         times = stages[stage]
-        seconds = {"F": times.forward, "C": 0.0,
-                   "B": times.backward + (times.weight if times.trains and not action.defer else 0.0),
-                   "W": times.deferred_factor * times.weight / times.products}[action.kind] * jitter(rank, action)
+        match action.kind:
+            case "F":
+                seconds = times.forward
+            case "B":
+                seconds = times.backward + (times.weight if times.trains and not action.defer else 0.0)
+            case "W":
+                seconds = times.deferred_factor * times.weight / times.products
+            case "C":
+                seconds = 0.0
+        seconds *= jitter(rank, action)
         busy[rank] = action
         log[rank].append((action, now, now + seconds))
         post(now + seconds, stage, "done", action)
 
     def finish(now: float, rank: int, stage: int, action: Action) -> None:
         times, schedule = stages[stage], schedules[rank]
-        products = [Product(times.alive_bytes // times.products, 0)] * times.products if action.defer else ()
         schedule.on_done(action, expects_backward=training and trained_below[stage],
-                         deferrable_bytes=times.alive_bytes if times.trains else 0, products=products)
+                         deferrable_bytes=times.alive_bytes if times.trains else 0,
+                         products=queued[stage] if action.defer else ())
         if action.kind == "F":
             send(now, stage, stage + 1, "forward", action.microbatch)
         elif action.kind in "BC":
             send(now, stage, stage - 1, "return", action.microbatch)
         busy[rank] = None
-        stored = {each: one.forwards_done - one.returns_done for each, one in schedule.stages.items()}
-        most_stored[stage] = max(most_stored[stage], stored[stage])
+        if action.kind != "W":
+            stored[stage] += 1 if action.kind == "F" else -1
+            kept_now[rank] = kept = sum(stages[each].kept_bytes * stored[each] for each in held[rank])
+            most_stored[stage], most_kept[rank] = max(most_stored[stage], stored[stage]), max(most_kept[rank], kept)
         most_queued[rank] = max(most_queued[rank], schedule.budget.used)
-        kept = sum(stages[each].kept_bytes * count for each, count in stored.items())
-        most_kept[rank] = max(most_kept[rank], kept)
-        if kept + schedule.budget.used > most_alive[rank]:
-            most_alive[rank] = kept + schedule.budget.used
+        alive = kept_now[rank] + schedule.budget.used
+        if alive > most_alive[rank]:
+            most_alive[rank] = alive
             for each, one in schedule.stages.items():
                 at_most_alive[each] = stored[each], one.num_queued / stages[each].products
 
@@ -175,7 +186,7 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
         start(now, rank)
     while events:
         now, _, stage, what, payload = heapq.heappop(events)
-        rank = placement.rank_of(stage)
+        rank = rank_of[stage]
         if what == "done":
             assert isinstance(payload, Action)
             finish(now, rank, stage, payload)

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Category = Literal["forward", "backward", "weight", "wait", "reduce", "optimizer", "data", "report", "checkpoint",
                    "overhead"]
@@ -20,8 +20,7 @@ MOST_SPANS = 100_000
 """That are kept where no program takes them; older ones are forgotten."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """`start_ns` and `stop_ns` are time.monotonic_ns() of the rank's machine."""
 
     category: Category

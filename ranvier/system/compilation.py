@@ -22,33 +22,34 @@ class Compilations:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._began: float | None = None
-        self._ended: float | None = None
-        self._seconds = 0.0
+        self._state: tuple[float, float | None, float | None] = 0.0, None, None
+        """Seconds of compilations that have ended; when that under way began; when the last one ended. Replaced as a
+        whole, so that readers need no lock."""
 
     def begin(self, *_: object) -> None:
         """One begins; others that run at the same time are part of it."""
         with self._lock:
-            self._began = time.monotonic()
+            seconds, _began, ended = self._state
+            self._state = seconds, time.monotonic(), ended
 
     def end(self, *_: object) -> None:
         """All have ended."""
         with self._lock:
-            if self._began is not None:
-                self._seconds += time.monotonic() - self._began
-            self._began, self._ended = None, time.monotonic()
+            seconds, began, _ended = self._state
+            now = time.monotonic()
+            self._state = seconds if began is None else seconds + now - began, None, now
 
     def seconds(self) -> float:
         """Seconds of this process in compilations so far."""
-        with self._lock:
-            return self._seconds + (0.0 if self._began is None else time.monotonic() - self._began)
+        seconds, began, _ = self._state
+        return seconds if began is None else seconds + time.monotonic() - began
 
     def idle_seconds(self) -> float | None:
         """Seconds since the last compilation ended, 0 during one; None where nothing was compiled."""
-        with self._lock:
-            if self._began is not None:
-                return max(0.0, time.monotonic() - self._began - _LONGEST_SECONDS)
-            return None if self._ended is None else time.monotonic() - self._ended
+        _, began, ended = self._state
+        if began is not None:
+            return max(0.0, time.monotonic() - began - _LONGEST_SECONDS)
+        return None if ended is None else time.monotonic() - ended
 
 
 COMPILATIONS = Compilations()

@@ -5,7 +5,8 @@ Every function of this room returns one tensor. Its `ctx` is `Any`, because torc
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -19,3 +20,9 @@ if TYPE_CHECKING:
             """The output of `forward(ctx, *args)`, with `backward` in the autograd graph."""
 else:
     Function = torch.autograd.Function
+
+
+def apply_outside_transforms(function: type[Function]) -> Callable[..., Tensor]:
+    """`function.apply` for callers that know that no transform of torch.func is active, no argument is a tensor of one
+    that has ended, and torch.compile does not trace: one call into torch, where `apply` asks all that in Python."""
+    return cast(Callable[..., Tensor], getattr(super(torch.autograd.Function, function), "apply"))  # noqa: B009

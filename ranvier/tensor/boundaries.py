@@ -375,11 +375,12 @@ def is_replicated_name(name: str) -> bool:
 
 def with_layouts(state: dict[str, Tensor], mesh: TensorMesh | None) -> dict[str, Tensor]:
     """The inverse of `detached_names`."""
+    if mesh is None:
+        return state
     found = {}
     for full, x in state.items():
         name, separator, text = full.partition(_SEPARATOR)
         if separator:
-            assert mesh is not None  # only a mesh of several columns gives such names
             x = mark(x, ColumnLayout(mesh, *map(int, text.split(" of "))))
         found[name] = x
     return found

@@ -86,7 +86,7 @@ class _Tap(Function):
         x, ctx.operand.x = ctx.operand.x, None  # freed now, and not with the graph
         if x is None:
             raise RuntimeError("a compiled block cannot run its backward twice: set --model.compile false")
-        if ctx.gradients.in_pass:
+        if ctx.gradients.in_pass():
             grown = [ctx.weight] if ctx.bias is None or not ctx.bias.requires_grad else [ctx.weight, ctx.bias]
             ctx.gradients.add(grown, (x, dy), partial(add_gradients, ctx.weight, ctx.bias,
                                                            in_float8=ctx.in_float8))

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from ranvier.tensor import float8
-from ranvier.tensor.autograd import Function
+from ranvier.tensor.autograd import Function, apply_outside_transforms
 from ranvier.tensor.split.linear import SplitLinear
 from ranvier.tensor.splittable import Layer
 from ranvier.tensor.weight_gradients import WeightGradients
@@ -30,18 +30,19 @@ def add_gradients(weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor, dy
     """weight.grad += dy^T x and bias.grad += sum dy, over all leading dims. x: [..., in], dy: [..., out]."""
     dy = dy.reshape(-1, dy.shape[-1])
     x = x.reshape(-1, x.shape[-1])
-    wide = (weight.grad_dtype or weight.dtype) if weight.grad is None else weight.grad.dtype
+    sums = weight.grad
+    wide = (weight.grad_dtype or weight.dtype) if sums is None else sums.dtype
     if in_float8:
         gradient = float8.weight_gradient(x, dy, wide)
-        weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+        weight.grad = gradient if sums is None else sums.add_(gradient)
+    elif sums is not None and wide is x.dtype:
+        sums.addmm_(dy.t(), x)
     elif x.is_cuda and wide is torch.float32 and x.dtype in (torch.bfloat16, torch.float16):
         _add_wide_product(weight, dy.t(), x)
-    elif weight.grad is None:
+    elif sums is None:
         weight.grad = dy.t().mm(x).to(weight.grad_dtype)
-    elif weight.grad.dtype is x.dtype:
-        weight.grad.addmm_(dy.t(), x)
     else:  # fp32 sums of half-precision products
-        weight.grad.add_(dy.t().mm(x))
+        sums.add_(dy.t().mm(x))
     if bias is not None and bias.requires_grad:
         if bias.grad is None:
             bias.grad = dy.sum(0).to(bias.grad_dtype)
@@ -124,17 +125,26 @@ class _DeferrableLinear(Function):
         (x, weight), layer = ctx.saved_tensors, ctx.layer
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = float8.input_gradient(dy, weight) if layer.in_float8 else dy.matmul(weight.to(dy.dtype))
-        if layer.gradients.in_pass:
-            grown = [ctx.weight] if ctx.bias is None or not ctx.bias.requires_grad else [ctx.weight, ctx.bias]
-            layer.gradients.add(grown, (x, dy), partial(add_gradients, ctx.weight, ctx.bias, in_float8=layer.in_float8),
-                                at_once=layer.steps_aside)
+            if layer.in_float8:
+                dx = float8.input_gradient(dy, weight)
+            else:
+                dx = dy.matmul(weight if weight.dtype is dy.dtype else weight.to(dy.dtype))
+        gradients = layer.gradients
+        if gradients.in_pass():
+            if gradients.defers and not layer.steps_aside:
+                grown = [ctx.weight] if ctx.bias is None or not ctx.bias.requires_grad else [ctx.weight, ctx.bias]
+                gradients.add(grown, (x, dy), partial(add_gradients, ctx.weight, ctx.bias, in_float8=layer.in_float8))
+            else:
+                add_gradients(ctx.weight, ctx.bias, x, dy, in_float8=layer.in_float8)
             return dx, None, None, None, None
         layer.steps_aside = True
         rows, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         db = rows.sum(0) if ctx.needs_input_grad[2] else None
         dw = float8.weight_gradient(x, rows, weight.dtype) if layer.in_float8 else rows.t().mm(x)
         return dx, dw, db, None, None
+
+
+_apply = apply_outside_transforms(_DeferrableLinear)
 
 
 def autocast_dtype(*operands: Tensor | None) -> torch.dtype | None:
@@ -148,13 +158,17 @@ def autocast_dtype(*operands: Tensor | None) -> torch.dtype | None:
 
 def is_deferrable(module: nn.Linear) -> bool:
     """Whether weight and bias are plain parameters without hooks on their gradients, and the weight trains."""
-    return (is_plain(module.weight) and module.weight.requires_grad and (module.bias is None or is_plain(module.bias)))
+    weight, bias = module._parameters["weight"], module._parameters["bias"]
+    return weight is not None and weight.requires_grad and are_plain(weight, bias)
 
 
-def is_plain(parameter: Tensor) -> bool:
-    """Whether it is a parameter without hooks on its gradient."""
-    return (isinstance(parameter, nn.Parameter) and not parameter._backward_hooks
-            and not parameter._post_accumulate_grad_hooks)
+def are_plain(*parameters: Tensor | None) -> bool:
+    """Whether all that are not None are parameters without hooks on their gradients."""
+    for one in parameters:
+        if one is not None and (not isinstance(one, nn.Parameter) or one._backward_hooks
+                                or one._post_accumulate_grad_hooks):
+            return False
+    return True
 
 
 class _DeferrableForward:
@@ -174,20 +188,25 @@ class _DeferrableForward:
         self.steps_aside = False
 
     def __call__(self, input: Tensor) -> Tensor:
-        module, x = self._module, input
-        if not isinstance(x, Tensor) or not is_deferrable(module):
-            return functional.linear(x, module.weight, module.bias)
+        x, held = input, self._module._parameters
+        weight: Any = held["weight"]
+        bias = held["bias"]
+        if not isinstance(x, Tensor) or not is_deferrable(self._module):
+            return functional.linear(x, weight, bias)
         if is_transformed() or not torch.is_grad_enabled():
             self.steps_aside = True
-            return functional.linear(x, module.weight, module.bias)
-        dtype = autocast_dtype(x, module.weight, module.bias) if torch.is_autocast_enabled(x.device.type) else None
+            return functional.linear(x, weight, bias)
+        dtype = autocast_dtype(x, weight, bias) if torch.is_autocast_enabled(x.device.type) else None
         if dtype is not None:
             if self.in_float8:
-                return functional.linear(x, module.weight, module.bias)
+                return functional.linear(x, weight, bias)
             x = x.to(dtype)
-        y = _DeferrableLinear.apply(x, module.weight, module.bias, self, dtype)
+        if torch.compiler.is_dynamo_compiling():
+            y = _DeferrableLinear.apply(x, weight, bias, self, dtype)
+        else:
+            y = _apply(torch._C._functorch.unwrap_if_dead(x), weight, bias, self, dtype)
         if not self.steps_aside:
-            self.gradients.forward_bytes += x.numel() * x.element_size() + y.numel() * y.element_size()
+            self.gradients.forward_bytes += x.nbytes + y.nbytes
         return y
 
     def __reduce__(self) -> tuple[type[partial[Any]], tuple[object, ...]]:

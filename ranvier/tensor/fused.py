@@ -43,6 +43,11 @@ class Fused:
 
             watch()
 
+    @property
+    def is_current(self) -> bool:
+        """Whether it calls the chains of the block that runs now."""
+        return _current.calls is self
+
     def __call__(self, function: Callable[..., _Result], *args: Any) -> _Result:
         """`function(*args)`; it may change its arguments in place. A row without tokens has nothing to compile for."""
         if not self.compiles or not all(one.numel() for one in args if isinstance(one, Tensor)):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ranvier.tensor.autograd import Function
-from ranvier.tensor.deferred_linear import is_plain, is_transformed
+from ranvier.tensor.deferred_linear import are_plain, is_transformed
 from ranvier.tensor.weight_gradients import WeightGradients
 
 LEAST_ROWS = 1024
@@ -38,7 +38,7 @@ class _RowLookup(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, None]:
         (ids,), weight = ctx.saved_tensors, ctx.weight
-        if not ctx.gradients.in_pass or weight.grad is None:
+        if not ctx.gradients.in_pass() or weight.grad is None:
             return torch.ops.aten.embedding_dense_backward(dy, ids, len(weight), ctx.padding, False), None, None, None
         ids, dy = ids.reshape(-1), dy.reshape(-1, dy.shape[-1])
         if ctx.padding >= 0:
@@ -77,7 +77,7 @@ class _LookupForward:
 
     def __call__(self, input: Tensor) -> Tensor:
         module, weight = self._module, self._module.weight
-        if (torch.is_grad_enabled() and weight.requires_grad and is_plain(weight) and not is_transformed()
+        if (torch.is_grad_enabled() and weight.requires_grad and are_plain(weight) and not is_transformed()
                 and 2 * input.numel() <= len(weight)):
             padding = -1 if module.padding_idx is None else module.padding_idx
             return _RowLookup.apply(weight, input, padding, self._gradients)

@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from ranvier.schedule.schedule import Product
 
@@ -51,9 +51,11 @@ class WeightGradients:
         self.added_rows, self._after = added_rows, after
         self._chunk_of, self._on_queued, self._on_added = chunk_of, on_queued, on_added
         self._waiting: dict[tuple[int, int], _Operands] = {}
-        self._fresh: list[_Operands] | None = None
+        self._fresh: list[_Operands] = []
         self._task: int | None = None
         """Autograd's number of the backward that runs."""
+        self.defers = False
+        """Whether products of the backward that runs are deferred."""
         self.last = False
         """Whether no backward of the batch follows the one that runs."""
         self.forward_bytes = 0
@@ -63,16 +65,16 @@ class WeightGradients:
                       last: bool = False) -> list[Product]:
         """Run autograd from `roots` (of `root_of`) with their gradients. With `defer` products wait under (microbatch,
         number); returns their descriptions. last: no other backward of the batch follows."""
-        fresh: list[_Operands] = []
-        self._fresh, self.last = fresh if defer else None, last
-        begin = [root.node.register_prehook(self._begin_pass) for root in roots]
+        self._fresh, self.defers, self.last = [], defer, last
+        for root in roots:
+            root.node.register_prehook(self._begin_pass)  # which goes with the graph: the node is the stage's own
         try:
             if roots:
                 torch.autograd.backward(roots, gradients)
         finally:
-            self._fresh, self._task = None, None
-            for handle in begin:
-                handle.remove()
+            fresh, self._fresh, self.defers, self._task = self._fresh, [], False, None
+        if not fresh:
+            return []
         for number, operands in enumerate(fresh):
             self._waiting[microbatch, number] = operands
         return [Product(size, min(map(self._chunk_of, operands.parameters)))
@@ -81,7 +83,6 @@ class WeightGradients:
     def _begin_pass(self, gradients: Sequence[Tensor]) -> None:
         self._task = torch._C._current_graph_task_id()
 
-    @property
     def in_pass(self) -> bool:
         """Whether the stage's own backward runs this code.
 
@@ -91,18 +92,13 @@ class WeightGradients:
         """
         return self._task is not None and torch._C._current_graph_task_id() == self._task
 
-    @property
-    def defers(self) -> bool:
-        """Whether products of this backward pass are deferred."""
-        return self._fresh is not None
-
     def add(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor],
-            add_gradients: Callable[..., None], *, at_once: bool = False) -> None:
-        """Defer `add_gradients(*tensors)`, which adds to the gradients of `parameters`, or (at_once) call it now.
+            add_gradients: Callable[..., None]) -> None:
+        """Call `add_gradients(*tensors)`, which adds to the gradients of `parameters`: later, where the pass defers.
 
         A layer's backward calls this.
         """
-        if self._fresh is None or at_once:
+        if not self.defers:
             add_gradients(*tensors)
         else:
             self._fresh.append(_Operands(parameters, [_alone(tensor) for tensor in tensors], add_gradients))
@@ -127,12 +123,13 @@ class WeightGradients:
     def clear(self) -> None:
         """Drop all products: the batch has failed."""
         self._waiting.clear()
-        self._fresh = None
 
 
 def root_of(tensor: Tensor) -> GradientEdge:
     """Where the backward of a stage's output begins: a node of its own, so that no hook of a block runs before it."""
-    return get_gradient_edge(tensor.view_as(tensor))
+    node = tensor.view_as(tensor).grad_fn
+    assert node is not None, "only an output that requires a gradient has a root"
+    return GradientEdge(node, 0)
 
 
 def _alone(tensor: Tensor) -> Tensor:

@@ -3,8 +3,9 @@
 import tomllib
 
 import pytest
+import tomli_w
 
-from benchmarks.planner.standing import Row, _simulated, settings_of, sources, spearman, summary
+from benchmarks.planner.standing import Row, _tree, settings_of, simulated, sources, spearman, summary
 from ranvier.cost.cluster_files import cluster_names, load_cluster, write_cluster
 
 
@@ -39,6 +40,8 @@ def test_the_command_waits_for_messages_where_the_source_did(tmp_path):
                 "batch.global-size": 8, "batch.microbatch-size": 2}
     cluster = tmp_path / "cluster.toml"
     write_cluster(load_cluster("h100"), cluster)
-    beside, waiting = (_simulated(settings, tmp_path / "run.toml", cluster, flag) for flag in (False, True))
-    assert beside["fits"] and waiting["step_seconds"] > 1.05 * beside["step_seconds"]
-    assert _simulated({**settings, "model.float8": True}, tmp_path / "run.toml", cluster, False) is None
+    for float8 in (False, True):
+        (tmp_path / f"{float8}.toml").write_text(tomli_w.dumps(_tree({**settings, "model.float8": float8})))
+    beside, waiting = (simulated(tmp_path / "False.toml", cluster, flag) for flag in (False, True))
+    assert not beside["excess"] and waiting["step_seconds"] > 1.05 * beside["step_seconds"]
+    assert simulated(tmp_path / "True.toml", cluster, False) is None

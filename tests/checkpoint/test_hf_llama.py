@@ -26,7 +26,7 @@ from tests.errors import raises
 from tests.hf_peers import peer, relative
 from tests.models.test_llama import MODELS, SIZES
 
-FEW = ("llama3", "mistral", "phi3", "qwen3", "olmo3", "gemma3")
+FEW = ("llama3", "mistral", "phi3", "qwen3-first", "olmo3", "gemma3", "smollm3", "granite")
 TEXT = "The arrow flies\nover 12 green fields. " * 20
 
 
@@ -227,6 +227,15 @@ DOCUMENT = dict(model_type="llama", vocab_size=61, hidden_size=24, intermediate_
     (dict(partial_rotary_factor=0.5), ("config-json-value",)),
     (dict(model_type="mistral", layer_types=["full_attention", "sliding_attention"] * 2),
      ("llama-layer-types",)),
+    (dict(model_type="mistral", layer_types=["sliding_attention", "full_attention"] * 2), ("llama-layer-types",)),
+    (dict(model_type="qwen2", use_sliding_window=True, layer_types=["sliding_attention"] * 3), ("llama-layer-types",)),
+    (dict(model_type="smollm3", sliding_window=4, layer_types=["sliding_attention"] * 4), ("llama-layer-types",)),
+    (dict(model_type="gemma2", layer_types=["chunked_attention"] * 4), ("llama-layer-types",)),
+    (dict(model_type="qwen3", use_sliding_window=True, max_window_layers="2"), ("llama-layer-types", "2")),
+    (dict(model_type="smollm3", no_rope_layers=[1, 0, 2, 1]), ("llama-rope-layers",)),
+    (dict(model_type="smollm3", no_rope_layer_interval=0), ("llama-rope-layers",)),
+    (dict(model_type="granite", residual_multiplier="0.2"), ("granite-multiplier", "residual_multiplier", "0.2")),
+    (dict(model_type="granite", logits_scaling=0), ("granite-multiplier", "logits_scaling")),
     (dict(num_attention_heads=5), ("config-json-heads", 24)),
 ])
 def test_configurations_that_are_refused(change, error):

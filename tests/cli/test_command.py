@@ -134,7 +134,7 @@ def test_check_for_people(capsys):
                  r"stage  blocks  parameters  ranks +MiB",
                  r"^no problems found\nwarning: train\.warmup-steps", "settings have their defaults"):
         assert re.search(text, out), text
-    assert "comm.transport" not in out
+    assert "comm.transport" not in out and "train.epochs" not in out  # steps overrule no epochs that are set
     assert run_command(["check", "gpt-tiny", "--ranks", "4", "--all"]) == 0
     assert re.search(r"comm\.transport +auto +default", capsys.readouterr().out)
     assert run_command(["check", "gpt-tiny", "--ranks", "5"]) == 2

@@ -81,9 +81,9 @@ def test_the_board_judges_and_says_for_how_long():
     board = Board(store, 0, Mesh(pipe=2), interval_seconds=0.05, hang=judge)
     try:
         board.action = "backward 1"
-        board.action = "a wait for the forward of microbatch 2 from pipe 0"
-        time.sleep(0.5)
-        assert told == []
+        assert board.wait("the forward of microbatch 2", 1, lambda seconds: time.sleep(0.5) or board.action, 9.0) == (
+            "a wait for the forward of microbatch 2 from pipe 1")
+        assert told == [] and board.action == "backward 1"
         board.action = "forward 2"
         board._since -= 1000.0
         time.sleep(0.2)
@@ -140,16 +140,17 @@ def test_a_wait_lasts_until_others_have_compiled(compilations, monkeypatch):
         return "message" if len(calls) == 4 else None
 
     try:
-        assert boards[0].wait(receive, 0.3) is None and calls == [0.3]
+        assert boards[0].wait("it", 1, receive, 0.3) is None and calls == [0.3]
         compilations.begin()
-        assert boards[0].wait(receive, 0.3) == "message" and len(calls) == 4
+        assert boards[0].wait("it", 1, receive, 0.3) == "message" and len(calls) == 4
         compilations.end()
         time.sleep(0.5)
-        assert boards[0].wait(receive, 0.3) is None and len(calls) == 5
+        assert boards[0].wait("it", 1, receive, 0.3) is None and len(calls) == 5
         compilations.begin()
         time.sleep(0.2)
         boards[1].close()
-        assert boards[0].wait(receive, 0.3) is None and len(calls) == 7, "one that publishes no more is not waited for"
+        assert boards[0].wait("it", 1, receive, 0.3) is None
+        assert len(calls) == 7, "one that publishes no more is not waited for"
     finally:
         for board in boards:
             board.close()
@@ -158,5 +159,5 @@ def test_a_wait_lasts_until_others_have_compiled(compilations, monkeypatch):
 def test_a_compilation_that_never_ends_does_hang(compilations):
     compilations.begin()
     assert compilations.idle_seconds() == 0
-    compilations._began -= 3700
+    compilations._state = 0.0, time.monotonic() - 3700, None
     assert 99 < compilations.idle_seconds() < 200

@@ -75,7 +75,9 @@ OTHER = {
     "model.max_positions": 99, "model.kv_heads": 1, "model.head_dim": 6, "model.activation": "gelu",
     "model.bias": "all", "model.untied": True, "model.tied": True, "model.norms": "both", "model.norm_offset": 1,
     "model.qk_norm": "head",
-    "model.query_pre_attn_scalar": 5.0, "model.window": 3, "model.full_every": 2, "model.rope_base": 500.0,
+    "model.query_pre_attn_scalar": 5.0, "model.window": 3, "model.full_every": 2,
+    "model.full_layers": (0,), "model.nope_layers": (0,), "model.residual_multiplier": 0.5, "model.logits_scaling": 2.0,
+    "model.rope_base": 500.0,
     "model.window_rope_base": 77.0,
     "model.rope_scaling": "linear", "model.rope_factor": 2.0, "model.rope_positions": 9,
     "model.rope_limits": (2.0, 3.0),
@@ -212,7 +214,7 @@ def test_steps_that_are_asked_for_overrule_a_recipes_epochs(capsys):
     recipe = read.load("bert-sentiment")[1]
     found = read.merge([recipe, flags(train__steps="8")])
     assert (found.run.train.steps, found.run.train.epochs) == (8, None)
-    assert found.origins["train.epochs"] == "flag: train.steps"
+    assert found.origins["train.epochs"] == "flag through train.steps"
     assert read.merge([recipe, flags(train__steps="8", train__epochs="2")]).run.train.epochs == 2
     assert warned(recipe, flags(train__steps="8", train__epochs="2")) == ["train.steps"]
     for given, shown in ((["--train.steps", "8"], ("8", "none")), ([], ("by train.epochs", "3"))):

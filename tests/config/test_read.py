@@ -199,7 +199,7 @@ def test_pretrained_weights_overrule_the_sizes_of_a_recipe():
     merged = read.merge([recipe, read.Layer(origin="flag", values={"model.pretrained": "mine"}, is_text=True)])
     assert merged.run.model.num_layers == Transformer.num_layers and merged.run.model.hidden == Transformer.hidden
     assert merged.run.model.sequence == 64 and merged.run.model.dropout == 0.1  # of the run, not of the weights
-    assert merged.origins["model.hidden"] == "flag: model.pretrained"
+    assert merged.origins["model.hidden"] == "flag through model.pretrained"
     same = read.merge([recipe, read.Layer(origin="flag", values={"model.pretrained": "minilm"}, is_text=True)])
     assert same.run.model.hidden == 384
     both = read.merge([recipe, read.Layer(origin="flag", is_text=True,

@@ -29,8 +29,8 @@ from ranvier.data.corpus import (
     articles,
     missing_path,
     open_corpus,
+    plain_bytes,
     row_texts,
-    size_bytes,
     split,
 )
 from ranvier.data.prepare import prepare
@@ -324,7 +324,7 @@ def test_what_is_cut_is_known(tmp_path, texts, limit, cut):
     cuts = []
     found = list(opened(tmp_path / "texts", tmp_path).documents(limit, lambda: cuts.append(1)))
     assert bool(cuts) == cut and sum(len(document.text.encode()) for document in found) <= limit
-    assert size_bytes(str(tmp_path / "texts")) == 6 and size_bytes("python-stdlib") is None
+    assert plain_bytes(str(tmp_path / "texts"), None) == 6 and plain_bytes("python-stdlib", None) == 0
 
 
 def test_all_of_a_users_text_is_read_and_a_limit_is_told(tmp_path, monkeypatch):
@@ -342,6 +342,12 @@ def test_all_of_a_users_text_is_read_and_a_limit_is_told(tmp_path, monkeypatch):
         assert "the first 5,000 bytes" in prepare(limited).about
     (warning,) = warnings(resolve(limited))
     errors.check(warning, "corpus-cut-short", f"{tmp_path}/mine.txt", "33,000", where="data.max-bytes", value=5000)
+    rows = "".join(json.dumps({"text": f"{1000 + 97 * number} " * 20, "from": "elsewhere" * 9}) + "\n"
+                   for number in range(70))
+    (tmp_path / "mine.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
+    for limit, is_cut in ((6999, True), (7000, False)):  # of text: neither the file's bytes nor those of its rows
+        one = replace(limited, data=replace(limited.data, corpus=str(tmp_path / "mine.jsonl.gz"), max_bytes=limit))
+        assert ("bytes are read" in prepare(one).about) == is_cut and list(warnings(resolve(one))) == []
     named = replace(run, data=replace(run.data, corpus="python-stdlib"))
     assert "the first 10,000 bytes" in prepare(named).about
 

@@ -55,7 +55,7 @@ def hub(tmp_path, monkeypatch):
     published("llama3", there)
     (there / "original.pth").write_bytes(b"another program's")
 
-    def snapshot_download(repo_id, *, revision=None, allow_patterns):
+    def snapshot_download(repo_id, *, revision=None, allow_patterns, local_files_only):
         if repo_id != HUB:
             raise ConnectionError("the hub cannot be reached\nand more")
         folder = snapshots / (revision or "main")

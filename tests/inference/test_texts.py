@@ -22,7 +22,8 @@ MODELS = {
                          intermediate=30, qk_norm="head"),
     "windows and caps": Transformer(family="llama", num_layers=3, hidden=24, heads=6, vocab=36, sequence=24,
                                     window=4, full_every=3, attention_softcap=5.0, logit_softcap=3.0,
-                                    norms="both"),
+                                    norms="both", nope_layers=(1,), embedding_scale=3.0, residual_multiplier=0.5,
+                                    logits_scaling=0.5, query_pre_attn_scalar=7.0),
 }
 GREEDY = Sampling(temperature=0)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from ranvier.comm.board import Board, find_waiting_rank, read_collective_calls
+from ranvier.comm.board import Board, find_waiting_rank, read_engine_calls
 from ranvier.mesh import Mesh
 from tests.covering import quick
 
@@ -42,12 +42,12 @@ def test_ranks_that_have_made_the_same_calls_may_leave_one_by_one():
 
 
 def test_who_needs_whom():
-    """Ranks beyond an engine's mesh are needed by nobody; without an engine nobody needs anybody."""
+    """Nobody needs a rank of another engine, such as one that the run has lost, or one without an engine."""
     store = dist.HashStore()
-    assert read_collective_calls(store, 0) == (0, 0) and find_waiting_rank(store, 1, range(3)) is None
-    boards = [Board(store, rank, Mesh(pipe=2)) for rank in range(2)]
-    for board, calls in zip(boards, (4, 3), strict=True):
-        board.calls = calls
+    assert read_engine_calls(store, 0) == ("", 0) and find_waiting_rank(store, 1, range(4)) is None
+    boards = [Board(store, rank, Mesh(pipe=2)) for rank in range(3)]
+    for board, calls, engine in zip(boards, (4, 3, 9), ("after", "after", "before"), strict=True):
+        board.calls, board.engine = calls, engine
         board.close()
-    assert read_collective_calls(store, 0) == (4, 2)
-    assert [find_waiting_rank(store, rank, range(3)) for rank in range(3)] == [None, 0, None]
+    assert read_engine_calls(store, 2) == ("before", 9)
+    assert [find_waiting_rank(store, rank, range(4)) for rank in range(4)] == [None, 0, None, None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -23,6 +24,7 @@ from ranvier.mesh import Mesh
 from ranvier.models.lora import is_adapter
 from ranvier.testing.ranks import run_ranks
 from ranvier.train.loop import train
+from tests.checkpoint.hf_folders import edit_manifest
 from tests.errors import raises
 
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from the brown bear "
@@ -149,6 +151,21 @@ def test_what_cannot_be_resumed_or_exported(base, first, tmp_path):
     with raises("differs-from-adapters", "lora.rank"):
         export_adapters(first, tmp_path / "adapters", tell=lambda line: None)
         run_of(base, tmp_path / "other", lora=Lora(adapters=tmp_path / "adapters", rank=5))
+
+
+def test_adapters_on_a_base_with_other_names_are_not_exported(first, tmp_path):
+    """Phi-3's projections are one tensor there."""
+    phi, run = tmp_path / "phi", tmp_path / "run"
+    phi.mkdir()
+    (phi / "config.json").write_text(json.dumps(dict(
+        model_type="phi3", vocab_size=280, hidden_size=24, intermediate_size=40, num_hidden_layers=2,
+        num_attention_heads=6, max_position_embeddings=32)))
+    shutil.copytree(first, run)
+    edit_manifest(max((run / "checkpoint").glob("step-*")),
+                  lambda document: document["about"]["run"]["model"].update(pretrained=str(phi)))
+    with raises("adapters-of-import-only-base", "Phi-3", str(phi)):
+        export_adapters(run, tmp_path / "adapters")
+    assert not (tmp_path / "adapters").exists()
 
 
 @pytest.mark.slow

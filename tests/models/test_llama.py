@@ -38,7 +38,16 @@ MODELS = {
     "qwen2": ("Qwen2ForCausalLM", dict(rope_parameters=dict(
         rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=8))),
     "qwen2-window": ("Qwen2ForCausalLM", dict(use_sliding_window=True, sliding_window=4, max_window_layers=0)),
+    "qwen2-first": ("Qwen2ForCausalLM", dict(use_sliding_window=True, sliding_window=4, max_window_layers=2)),
     "qwen3": ("Qwen3ForCausalLM", dict(head_dim=6, tie_word_embeddings=True)),
+    "qwen3-first": ("Qwen3ForCausalLM", dict(head_dim=6, use_sliding_window=True, sliding_window=4,
+                                             max_window_layers=1)),
+    "smollm3": ("SmolLM3ForCausalLM", dict(no_rope_layers=[1, 0, 1], pad_token_id=0, eos_token_id=1, bos_token_id=2)),
+    "smollm3-window": ("SmolLM3ForCausalLM", dict(
+        no_rope_layer_interval=2, use_sliding_window=True, sliding_window=4, pad_token_id=0, eos_token_id=1,
+        bos_token_id=2)),
+    "granite": ("GraniteForCausalLM", dict(embedding_multiplier=12.0, attention_multiplier=0.07, logits_scaling=7.0,
+                                           residual_multiplier=0.22, tie_word_embeddings=True)),
     "olmo2": ("Olmo2ForCausalLM", dict(rope_parameters=dict(rope_theta=500.0, rope_type="default"))),
     "gemma": ("GemmaForCausalLM", dict(head_dim=6)),
     "gemma2": ("Gemma2ForCausalLM", dict(head_dim=6, sliding_window=5, query_pre_attn_scalar=9,
@@ -145,9 +154,10 @@ def test_flops(changed):
     assert flops_per_sequence(config, recomputed=True) == 3 * sum(counts.values()) + layers
 
 
-@pytest.mark.parametrize("changed", [VARIANTS[2], VARIANTS[4]], ids=str)
-def test_keeps_the_protocol(changed):
-    check_family(LLAMA, Transformer(**SMALL | changed), "tokens")
+@pytest.mark.parametrize(("changed", "head"), [
+    (VARIANTS[2], "tokens"), (VARIANTS[4], "tokens"), (VARIANTS[4], "score")], ids=str)
+def test_keeps_the_protocol(changed, head):
+    check_family(LLAMA, Transformer(**SMALL | changed), head)
 
 
 def test_starts_and_first_loss():

@@ -59,15 +59,17 @@ def test_the_last_training_batch_of_all_ranks(tmp_path):
 
 def test_what_cannot_be_drawn(tmp_path):
     def rank(world):
-        engine = engine_on(world)
+        engine = engine_on(world, data=2)
         with raises("no-batch-to-draw", "Engine.timeline.draw"):
             engine.timeline.draw(tmp_path / "step.png")
         engine.train_batch(BATCH)
         with raises("picture-not-writable", tmp_path / "none" / "page.html"):
             engine.report(tmp_path / "none" / "page.html")
+        with raises("picture-not-writable", tmp_path / "none" / "step.png"):
+            engine.timeline.draw(tmp_path / "none" / "step.png")
         engine.close()
 
-    run_ranks(rank, 1)
+    run_ranks(rank, 2)
 
 
 def test_spans_that_nobody_takes_are_bounded():

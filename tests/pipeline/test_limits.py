@@ -75,7 +75,7 @@ def case_of(stages, placement, num_microbatches):
                  count=simulated_microbatches(placement.num_ranks, num_microbatches))
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(st.lists(TRAINED, min_size=2, max_size=5), st.sampled_from(MEMORIES), st.none() | st.integers(1, 40))
 def test_limits_are_no_slower_than_1f1b_and_within_the_memory(stages, memory, num_microbatches):
     """As simulated, of rounded loads. Of the loads themselves no bound holds, since a schedule that follows arrivals
@@ -159,7 +159,7 @@ def test_more_memory_is_never_slower(pipe, per_rank, num_microbatches):
     assert_more_memory_is_never_slower(stages, StagePlacement(num_ranks=pipe, per_rank=per_rank), num_microbatches)
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(st.lists(LOADS, min_size=2, max_size=4), st.integers(1, 12),
        st.lists(st.floats(1.0, 4.0), min_size=2, max_size=4))
 def test_nor_with_any_memory_and_any_stages(stages, num_microbatches, memories):

@@ -146,7 +146,7 @@ def test_a_backward_that_breaks_leaves_nothing_behind():
     loss = block[1](Breaks.apply(block[0](x), switch)).sum()
     with pytest.raises(ValueError, match="broken"):
         log.backward(loss, 0)
-    assert not log.queue.in_pass
+    assert not log.queue.in_pass()
     log.queue.clear()
     assert len(log.queue) == 0
     switch.clear()

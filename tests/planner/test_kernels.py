@@ -23,6 +23,7 @@ from ranvier.cost.kernels import (
     weight_gradients_of,
     whole_waves_flops,
     with_scores,
+    without_fused_loss,
     without_panels,
 )
 from ranvier.mesh import Mesh
@@ -49,6 +50,19 @@ def test_a_product_of_a_weight_has_two_in_its_backward():
     assert of_w.moved_bytes == 70 + 42 + 2 * 4 * 3 * 5  # x and dy; the gradient is read and written
     assert of_bias.moved_bytes == 42
     assert weight_gradients_of([replace(PRODUCT, weight="frozen")], 4) == ()
+
+
+def test_a_gradient_that_another_kernel_adds_is_written_and_read_once_more():
+    of_w, adds, of_bias = weight_gradients_of([PRODUCT], 4, 2)
+    assert (of_w.shape, of_w.moved_bytes) == ((1, 3, 5, 7), 70 + 42 + 2 * 3 * 5)
+    assert (adds.kind, adds.moved_bytes) == ("copy", (2 + 2 * 4) * 3 * 5) and of_bias.moved_bytes == 42
+
+
+def test_a_loss_that_is_not_fused_is_a_cast_and_a_softmax_in_fp32():
+    fused = Kernel(kind="pointwise", reads=(X,))
+    kept, cast, softmax = without_fused_loss([PRODUCT, fused])
+    assert kept is PRODUCT and (cast.kind, cast.moved_bytes, softmax.moved_bytes) == ("copy", 3 * 70, 4 * 70)
+    assert [moved(kernels) for kernels in (backward_of([cast]), backward_of([softmax]))] == [3 * 70, 6 * 70]
 
 
 def test_a_product_of_activations_has_both_in_its_backward():

@@ -5,7 +5,7 @@ from statistics import median
 
 import pytest
 
-from benchmarks.planner.papers import AXONN, BILLIONS, Papers, growth
+from benchmarks.planner.papers import AXONN, BILLIONS, ByCommand, Papers, growth
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -18,6 +18,13 @@ def papers():
 @pytest.fixture(scope="module")
 def axonn(papers):
     return {row.what: row for row in papers.axonn_rows()}
+
+
+def test_the_command_says_of_a_step_what_the_law_does(papers):
+    run = papers.axonn(12, 1, 6, 8, 2048, bucket_size=16_000_000)
+    law, command = papers.on_summit(run), ByCommand(work=papers.work).on_summit(run)
+    assert command.pipeline_seconds == pytest.approx(law.pipeline_seconds)
+    assert command.seconds == pytest.approx(law.seconds) and command.days() == pytest.approx(law.days())
 
 
 @pytest.mark.slow

@@ -95,6 +95,18 @@ def test_clusters_and_other_numbers_side_by_side(here, capsys):
     assert changed_cluster(priced(), "nodes=2").nodes == 8
 
 
+def test_a_cluster_without_a_plan_says_why_beside_the_others(here, capsys):
+    goal = Goal(tokens=1e9, budget=1e6)
+    text = planned(capsys, "a100", here, ranks=8, nodes=4, goal=goal)
+    assert [each["cluster"] for each in text["plans"]] == ["H100"]
+    assert [(each["cluster"], each["code"]) for each in text["without"]] == [("A100", "budget-without-price")]
+    plan("small", RUN, ["a100", here], Request(searched="mesh", ranks=8, nodes=4, goal=goal))
+    out = capsys.readouterr().out
+    assert "--budget: needs to know" in " ".join(out.split()) and max(map(len, out.splitlines())) <= 80
+    with raises("budget-without-price"):
+        planned(capsys, "a100", "h100", ranks=8, nodes=4, goal=goal)
+
+
 @pytest.mark.parametrize(("asked", "code"), [
     ({"what_if": ["between.speed=2"]}, "malformed-what-if"), ({"what_if": ["between.bandwidth"]}, "malformed-what-if"),
     ({"what_if": ["name=2"]}, "malformed-what-if"), ({"what_if": ["nodes=2"], "measure": 1}, "comparison-with-output"),

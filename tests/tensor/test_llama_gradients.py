@@ -29,6 +29,9 @@ KINDS = {
                    embedding_scale="sqrt-hidden", window=3, full_every=2, window_rope_base=77.0,
                    rope_scaling="linear", rope_factor=8.0, head_dim=4),
     "olmo3": dict(kv_heads=12, qk_norm="all", norms="after", window=3, full_every=2, window_rope_base=77.0, head_dim=2),
+    "granite": dict(kv_heads=4, head_dim=4, tied=True, embedding_scale=12.0, residual_multiplier=0.22,
+                    logits_scaling=7.0, query_pre_attn_scalar=9.0),
+    "smollm3": dict(kv_heads=4, head_dim=4, nope_layers=(0,), window=3, full_layers=(1,)),
     "biased": dict(kv_heads=1, bias="all", activation="gelu", head_dim=2, rope_scaling="linear", rope_factor=2.0),
 }
 
@@ -49,7 +52,9 @@ def assert_as_one_process(kind, mesh, *, count=2, change=lambda model: model, **
     (1, 4, "stationary", 1, 1, "llama"),  # two columns share each head of keys
     (1, 4, "megatron", 1, 1, "mistral"),  # columns have uneven numbers of heads of keys
     (2, 2, "summa", 1, 1, "olmo3"), (2, 4, "summa", 1, 1, "gemma2"),
-    (1, 2, "sequence", 2, 2, "mistral"), (1, 4, "sequence", 1, 1, "biased"), (1, 1, "stationary", 3, 2, "gemma2")])
+    (1, 2, "sequence", 2, 2, "mistral"), (1, 4, "sequence", 1, 1, "biased"), (1, 1, "stationary", 3, 2, "gemma2"),
+    (1, 2, "megatron", 2, 1, "granite"), (2, 2, "summa", 1, 1, "granite"), (1, 2, "sequence", 1, 1, "granite"),
+    (2, 2, "stationary", 1, 1, "granite"), (1, 2, "stationary", 2, 1, "smollm3")])
 def test_on_meshes(rows, cols, scheme, pipe, data, kind):
     assert_as_one_process(kind, Mesh(row=rows, col=cols, pipe=pipe, data=data), scheme=scheme)
 

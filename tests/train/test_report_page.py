@@ -62,10 +62,12 @@ def test_it_is_rewritten_now_and_then_with_curves_and_events(tmp_path):
 def test_long_curves_keep_their_rare_points():
     steps = 10 * MAX_POINTS
     curves = {"step": [float(step) for step in range(steps)], "loss": [1.0] * steps,
-              "eval_loss": [2.0 if step == 12_345 else None for step in range(steps)]}
+              "eval_loss": [2.0 if step == 12_345 else None for step in range(steps)],
+              "bubble_fraction": [0.0 if step else None for step in range(steps)]}
     text = Page(title="x", subtitle="", curves=curves).html()
     found = json.loads(re.findall(r'id="data">(.*?)</script>', text, re.DOTALL)[0])["curves"]
     assert len(found["step"]) <= MAX_POINTS + 2 and 2.0 in found["eval_loss"] and found["step"][-1] == steps - 1
+    assert "bubble_fraction" not in found, "zeros alone are no curve"
 
 
 def test_settings_and_memory():

@@ -21,10 +21,12 @@ from ranvier.checkpoint.hf import logits
 from ranvier.checkpoint.hf.forms import form_of
 from ranvier.checkpoint.hf.peft import AdapterFolder, Adapters, modules_of
 from ranvier.checkpoint.hf.peft import write as write_adapters
+from ranvier.checkpoint.hf.pretrained import PretrainedConfig
 from ranvier.checkpoint.hf.tokenizer_files import (
     TOKENIZER,
     export_files_beside,
     export_tokenizer,
+    padding_of,
     tokenizer_beside,
 )
 from ranvier.checkpoint.manifest import SavedTensor
@@ -33,8 +35,11 @@ from ranvier.checkpoint.saved import Saved, find
 from ranvier.checkpoint.tensor_file import STORED, Slot, shards, write_tensors
 from ranvier.config.named_object import is_object_name
 from ranvier.config.run import Lora, Run, Transformer
-from ranvier.data.publish import Progress
-from ranvier.errors import CheckpointError
+from ranvier.data.cache_folder import user_cache_folder
+from ranvier.data.offline import hub_model
+from ranvier.data.offline.pretrained_models import folder_of
+from ranvier.data.publish import CacheOnly, NotInCache, Progress
+from ranvier.errors import CheckpointError, RanvierError
 from ranvier.models import families
 from ranvier.models.lora import is_adapter
 from ranvier.optim.average import EMA
@@ -71,7 +76,8 @@ def export(run: Path, out: Path, *, dtype: str | None = None, shard_bytes: int =
             named = {} if found is None else export_tokenizer(folder, found, source.config)
             ends = {"bos_token_id": None, "eos_token_id": None, **named} if source.head == "tokens" else {}
             if source.config.family == "llama" and found is not None:
-                ends |= export_files_beside(folder, found, tell)
+                ends |= export_files_beside(folder, found, tell) | (
+                    padding_of(folder) if source.head == "score" else {})
             _write_config(folder, source, ends)
             files = _write_weights(folder, source, shards(slots, shard_bytes))
             comparison = logits.compare(source.config, source.value, folder, head=source.head)
@@ -97,6 +103,7 @@ def export_adapters(run: Path, out: Path, *, dtype: str | None = None, tell: Pro
             raise CheckpointError("has no adapters", code="checkpoint-without-adapters",
                                   where=f"checkpoint {saved.folder}",
                                   remedy="Leave `--adapters` out to export the model.")
+        _check_base(source.run.model.pretrained)
         frozen = set(saved.manifest.frozen)
         trained = [name for name in source.places if name.startswith("head.") and name not in frozen]
         size = sum(prod(saved.tensor("parameter", name).shape) for name in (*trained, *(
@@ -109,6 +116,23 @@ def export_adapters(run: Path, out: Path, *, dtype: str | None = None, tell: Pro
              + (f", and {', '.join(trained)}" if trained else ""))
     finally:
         saved.close()
+
+
+def _check_base(base: str | None) -> None:
+    """CheckpointError where the modules of the base model of adapters have names there that we do not write. Nothing
+    is fetched for that: a checkpoint may name any model."""
+    if base is None:
+        return
+    is_on_hub = hub_model.is_name(base) and not Path(base).expanduser().is_dir()
+    try:
+        form = PretrainedConfig(hub_model.fetch_config(base, from_cache=True) if is_on_hub else
+                                folder_of(base, user_cache_folder(), CacheOnly())).form
+    except (NotInCache, RanvierError):
+        return
+    if form.write is None:
+        raise CheckpointError(f"is a {form.title}, whose linear layers have other names than the adapters would get",
+                              code="adapters-of-import-only-base", where="base model of the adapters", value=base,
+                              remedy="Leave `--adapters` out: the export then has the adapters merged.")
 
 
 def tokenizer_of(run: Path, source: TrainedSource) -> Path | None:

@@ -5,8 +5,8 @@
     BERT         bert          bert.py
     ViT          vit           vit.py
     DINOv2       dinov2        vit.py; import only: a trained model is exported as ViT, which computes the same
-    Llama        llama, mistral, phi3, qwen2, qwen3, gemma, gemma2, gemma3_text, olmo2, olmo3; llama.py:
-                 one block with settings
+    Llama        llama, mistral, phi3, qwen2, qwen3, gemma, gemma2, gemma3_text, olmo2, olmo3, smollm3,
+                 granite; llama.py: one block with settings
 
 "Here" and "ours" are Ranvier's names and layout, "there" are Hugging Face's. A form gives, for every parameter of ours,
 the tensors there that hold it (`TensorMapping`). All of this is linear, so the same functions

@@ -142,7 +142,7 @@ def _recipe(source: Pretrained, precision: str, tokenizer: Path, *, has_tokenize
     elif source.config.family == "vit":
         data = {"task": "images"}
     else:
-        data["task"] = "qa" if source.head == "span" else "classification"
+        data["task"] = {"span": "qa", "score": "reward"}.get(source.head, "classification")
     return {"precision": precision, "model": model, "data": data, "train": {"learning_rate": LEARNING_RATE}}
 
 

@@ -1,4 +1,5 @@
-"""The family llama in Hugging Face's format: Llama, Mistral, Phi-3 and 4, Qwen 2 and 3, Gemma 1 to 3, OLMo 2 and 3.
+"""The family llama in Hugging Face's format: Llama, Mistral, Phi-3 and 4, Qwen 2 and 3, Gemma 1 to 3, OLMo 2 and
+3, SmolLM 3 and Granite.
 
     model_type     what it adds to Llama's block
     mistral        a sliding window
@@ -10,6 +11,8 @@
     gemma2         norms on both sides, caps of scores and logits, a window in every other layer
     gemma3_text    the same with a norm of each head, and another rotary base in layers with a window
     olmo3          OLMo 2's with a window in three of four layers, whose rotary embeddings are not scaled
+    smollm3        layers without rotary embeddings
+    granite        multipliers of embeddings, scores and residuals, and a divisor of logits
 
 Weights have the same layout here and there. A model is exported under the type that its settings need: one without a
 window that came as Mistral or Phi-3 leaves as Llama, which computes the same.
@@ -23,11 +26,20 @@ from functools import partial
 
 from torch import Tensor
 
-from ranvier.checkpoint.hf.form import Form, TensorMapping, left_out, read_settings, same
+from ranvier.checkpoint.hf.form import (
+    Form,
+    TensorMapping,
+    left_out,
+    num_labels,
+    numbered_labels,
+    read_settings,
+    same,
+)
 from ranvier.config.run import Transformer
 from ranvier.errors import ModelError
 from ranvier.models.llama import NORM_EPSILON, head_dim, inner_width, kv_heads, window_of
 
+MOST_LAYERS = 10_000
 LONGEST_SEQUENCE = 2048
 """Of the settings that are read: models have positions for far more than a training sequence usually has."""
 
@@ -77,9 +89,25 @@ _KINDS = {kind.model_type: kind for kind in (
           activation_key="hidden_activation"),
     _Kind(model_type="olmo3", title="OLMo 3's language model", model_class="Olmo3ForCausalLM",
           defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 5e5},
-          fixed={"norms": "after", "qk_norm": "all"}))}
+          fixed={"norms": "after", "qk_norm": "all"}),
+    _Kind(model_type="smollm3", title="SmolLM 3's language model", model_class="SmolLM3ForCausalLM",
+          defaults={"rms_norm_eps": 1e-6, "tie_word_embeddings": True, "sliding_window": None, "rope_theta": 2e6,
+                    "num_key_value_heads": 4}),
+    _Kind(model_type="granite", title="Granite's language model", model_class="GraniteForCausalLM",
+          defaults={"rms_norm_eps": 1e-6, "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
+                    "attention_multiplier": 1.0, "logits_scaling": 1.0}))}
+
+
+def _class_of(kind: _Kind) -> Mapping[str, str]:
+    """Head -> class of transformers."""
+    stem = kind.model_class.removesuffix("ForCausalLM") + ("Text" if kind.model_type == "gemma3_text" else "")
+    return {"tokens": kind.model_class, "score": f"{stem}ForSequenceClassification"}
+
+
 _FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "olmo3": 4}
 """Of the layers without layer_types, where not all have the window."""
+_SWITCHED = ("qwen2", "qwen3", "smollm3")
+"""Types whose window counts with use_sliding_window alone."""
 _TWO_ROTARY = ("gemma3_text", "olmo3")
 """Types whose layers with a window have rotary embeddings of their own."""
 
@@ -94,7 +122,9 @@ def places(config: Transformer, head: str = "tokens") -> dict[str, TensorMapping
     for layer in range(config.num_layers):
         found |= {f"layer{layer}.{name}": place for name, place in _of_layer(config, f"model.layers.{layer}").items()}
     found["head.norm.weight"] = same("model.norm.weight", hidden)
-    if not config.tied:
+    if head == "score":
+        found["head.score.weight"] = same("score.weight", 1, hidden)
+    elif not config.tied:
         found["head.projection.weight"] = same("lm_head.weight", config.vocab, hidden)
     return found
 
@@ -197,10 +227,14 @@ def _read(kind: _Kind, document: Mapping[str, object]) -> tuple[Transformer, lis
         activation = "gelu_pytorch_tanh"  # as transformers reads Gemma's first files
     functions: dict[str, tuple[object, tuple[object, ...]]] = {**_FUNCTION, kind.activation_key: (
         "silu", tuple(_ACTIVATIONS))}
+    named = document.get("architectures")
+    if isinstance(named, list) and _class_of(kind)["score"] in named and num_labels(document) != 1:
+        raise _wrong("llama-num-labels", "num_labels", num_labels(document), "must be 1, the score of a reward model")
     optional = {key: ours for key, ours in _OPTIONAL.items() if document.get(key) is not None}
     config = read_settings(document, _SIZES | optional, functions, {
         "family": "llama", "bias": _bias(document), "activation": _ACTIVATIONS.get(str(activation), "silu"),
-        **_rotary(kind, document), **_window(kind, document), **_caps(kind, document), **kind.fixed})
+        **_rotary(kind, document), **_nope(kind, document), **_window(kind, document), **_factors(kind, document),
+        **kind.fixed})
     return replace(config, sequence=min(config.max_positions or LONGEST_SEQUENCE, LONGEST_SEQUENCE)), left_out(
         document, config, _DROPS)
 
@@ -212,7 +246,16 @@ def _bias(document: Mapping[str, object]) -> str:
     return "all" if mlp else "attention" if attention else "none"
 
 
-def _caps(kind: _Kind, document: Mapping[str, object]) -> dict[str, object]:
+def _factors(kind: _Kind, document: Mapping[str, object]) -> dict[str, object]:
+    """Factors and caps."""
+    if kind.model_type == "granite":
+        for key in ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"):
+            value = document[key]
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e9:
+                raise _wrong("granite-multiplier", key, value, "must be a positive number")
+        attention, embedding = float(f"{document['attention_multiplier']}"), document["embedding_multiplier"]
+        return {"query_pre_attn_scalar": attention ** -2, "embedding_scale": "one" if embedding == 1 else embedding,
+                "residual_multiplier": document["residual_multiplier"], "logits_scaling": document["logits_scaling"]}
     if "query_pre_attn_scalar" not in kind.defaults:
         return {}
     return {"attention_softcap": document.get("attn_logit_softcapping") or 0.0,
@@ -223,30 +266,46 @@ def _caps(kind: _Kind, document: Mapping[str, object]) -> dict[str, object]:
 def _window(kind: _Kind, document: Mapping[str, object]) -> dict[str, object]:
     """The sliding window, and which layers have none."""
     window, layers = document.get("sliding_window"), document.get("num_hidden_layers")
-    has_switch = kind.model_type in ("qwen2", "qwen3")
-    if window is None or "sliding_window" not in kind.defaults or (has_switch and not document.get(
-            "use_sliding_window")):
-        return {}
-    if not isinstance(layers, int) or isinstance(layers, bool) or not 0 < layers < 10_000:
-        return {"window": window}  # refused with the other sizes
+    if "sliding_window" not in kind.defaults or not isinstance(layers, int) or not 0 < layers < MOST_LAYERS:
+        return {}  # such a number of layers is refused with the other sizes
+    is_on = window is not None and (kind.model_type not in _SWITCHED or bool(document.get("use_sliding_window")))
     kinds = document.get("layer_types")
-    if kinds is None and has_switch:
+    if kinds is None:
+        if not is_on:
+            return {}
+        if kind.model_type not in _SWITCHED:
+            return {"window": window, "full_every": document.get(
+                "sliding_window_pattern", _FULL_EVERY.get(kind.model_type, 0))}
         first = document.get("max_window_layers", 28)
-        kinds = ["sliding_attention" if isinstance(first, int) and layer >= first else "full_attention"
-                 for layer in range(layers)]
-    elif kinds is None:
-        return {"window": window, "full_every": document.get(
-            "sliding_window_pattern", _FULL_EVERY.get(kind.model_type, 0))}
-    full = [layer for layer in range(layers) if isinstance(kinds, list) and layer < len(kinds)
-            and kinds[layer] == "full_attention"]
+        if not isinstance(first, int):
+            raise _wrong("llama-layer-types", "max_window_layers", first, "must be a number of layers")
+        nope = _nope(kind, document).get("nope_layers", ())
+        windows = nope if kind.model_type == "smollm3" else range(first, layers)
+        kinds = ["sliding_attention" if layer in windows else "full_attention" for layer in range(layers)]
+    has_both = kind.model_type in (*_SWITCHED, *_FULL_EVERY)  # others read layer_types nowhere
+    allowed = (["full_attention"] if has_both or not is_on else []) + (["sliding_attention"] if is_on else [])
+    if not isinstance(kinds, list) or len(kinds) != layers or any(one not in allowed for one in kinds):
+        raise _wrong("llama-layer-types", "layer_types", kinds, f"must be {' or '.join(allowed)} for each of the "
+                     f"{layers} layers, as other keys say")
+    full = [layer for layer, one in enumerate(kinds) if one == "full_attention"]
     if len(full) == layers:
         return {}
     every = full[0] + 1 if full else 0
-    wanted = ["full_attention" if layer in full else "sliding_attention" for layer in range(layers)]
-    if kinds != wanted or full != (list(range(every - 1, layers, every)) if every else []):
-        raise _wrong("llama-layer-types", "layer_types", kinds,
-                     "must have one full_attention in every so many layers, at their end")
-    return {"window": window, "full_every": every}
+    is_regular = not full or full == list(range(every - 1, layers, every))
+    return {"window": window} | ({"full_every": every} if is_regular else {"full_layers": full})
+
+
+def _nope(kind: _Kind, document: Mapping[str, object]) -> dict[str, list[int]]:
+    """The layers without rotary embeddings."""
+    layers = document.get("num_hidden_layers")
+    if kind.model_type != "smollm3" or not isinstance(layers, int) or not 0 < layers < MOST_LAYERS:
+        return {}
+    turned, every = document.get("no_rope_layers"), document.get("no_rope_layer_interval", 4)
+    if turned is None and isinstance(every, int) and every > 0:
+        turned = [int((layer + 1) % every != 0) for layer in range(layers)]
+    if not isinstance(turned, list) or len(turned) < layers or any(one not in (0, 1) for one in turned):
+        raise _wrong("llama-rope-layers", "no_rope_layers", turned, f"must be 0 or 1 for each of the {layers} layers")
+    return {"nope_layers": [layer for layer in range(layers) if not turned[layer]]}
 
 
 _ROPE_TYPES = {"default": "none", "linear": "linear", "dynamic": "dynamic", "llama3": "llama3", "yarn": "yarn"}
@@ -319,28 +378,38 @@ def _wrong(code: str, key: str, value: object, what: str) -> ModelError:
 
 def model_type(config: Transformer) -> str:
     """The type under which a model is exported: the first whose block has what the settings need."""
+    windows = [window_of(config, layer) for layer in range(config.num_layers)]
     needs = {"gemma3_text": config.norms == "both" and config.qk_norm == "head", "gemma2": config.norms == "both",
              "gemma": bool(config.norm_offset), "olmo3": config.norms == "after" and config.window is not None,
              "olmo2": config.norms == "after",
-             "qwen3": config.qk_norm == "head", "qwen2": config.bias == "qkv", "mistral": config.window is not None}
+             "qwen3": config.qk_norm == "head", "qwen2": config.bias == "qkv",
+             "smollm3": bool(config.nope_layers) or len(set(windows)) > 1, "mistral": config.window is not None,
+             "granite": config.embedding_scale != "one" or config.residual_multiplier != 1
+             or config.logits_scaling != 1 or config.query_pre_attn_scalar is not None}
     return next((name for name, needed in needs.items() if needed), "llama")
 
 
 def _write(kind: _Kind, config: Transformer, head: str = "tokens") -> dict[str, object]:
     """The content of config.json for the same function as `config`'s. ModelError where no architecture there has it."""
     document: dict[str, object] = {
-        "model_type": kind.model_type, "architectures": [kind.model_class], "vocab_size": config.vocab,
+        "model_type": kind.model_type, "architectures": [_class_of(kind)[head]], "vocab_size": config.vocab,
         "hidden_size": config.hidden, "num_hidden_layers": config.num_layers, "num_attention_heads": config.heads,
         "num_key_value_heads": kv_heads(config), "head_dim": head_dim(config),
         "intermediate_size": inner_width(config), "max_position_embeddings": config.max_positions or config.sequence,
         "rms_norm_eps": config.norm_epsilon or NORM_EPSILON, "tie_word_embeddings": config.tied,
         kind.activation_key: next(there for there, ours in _ACTIVATIONS.items() if ours == config.activation),
         "attention_bias": config.bias in ("attention", "all"), "mlp_bias": config.bias == "all",
-        "attention_dropout": 0.0, **_written_rope(config), **_written_window(kind, config)}
+        "attention_dropout": 0.0, **_written_rope(config), **_written_window(kind, config),
+        **(numbered_labels(1) if head == "score" else {})}
     if "query_pre_attn_scalar" in kind.defaults:
         document |= {"query_pre_attn_scalar": _whole(config.query_pre_attn_scalar or head_dim(config)),
                      "attn_logit_softcapping": config.attention_softcap or None,
                      "final_logit_softcapping": config.logit_softcap or None}
+    if kind.model_type == "granite":
+        scale = (config.query_pre_attn_scalar or head_dim(config)) ** -0.5
+        document |= {"attention_multiplier": float(f"{scale:.12g}"),
+                     "embedding_multiplier": 1.0 if config.embedding_scale == "one" else config.embedding_scale,
+                     "residual_multiplier": config.residual_multiplier, "logits_scaling": config.logits_scaling}
     if kind.model_type in _TWO_ROTARY:
         scaling = document.pop("rope_scaling")
         rope = scaling if isinstance(scaling, dict) else {}
@@ -364,8 +433,9 @@ def _whole(value: float) -> float:
 
 COMPUTED = ("vocab", "hidden", "num_layers", "heads", "kv_heads", "head_dim", "intermediate", "norm_epsilon",
              "activation", "bias", "tied", "norms", "norm_offset", "qk_norm", "query_pre_attn_scalar", "window",
-             "full_every", "rope_base", "window_rope_base", "rope_scaling", "rope_factor", "rope_positions",
-             "rope_limits", "rope_magnitude", "embedding_scale", "attention_softcap", "logit_softcap")
+             "full_every", "nope_layers", "rope_base", "window_rope_base", "rope_scaling", "rope_factor",
+             "rope_positions", "rope_limits", "rope_magnitude", "embedding_scale", "residual_multiplier",
+             "logits_scaling", "attention_softcap", "logit_softcap")
 """Settings that decide what is computed."""
 
 
@@ -381,7 +451,9 @@ def _with_defaults(config: Transformer, name: str) -> object:
         case "norm_epsilon":
             return config.norm_epsilon or NORM_EPSILON
         case "query_pre_attn_scalar":
-            return config.query_pre_attn_scalar or float(head_dim(config))
+            return float(f"{config.query_pre_attn_scalar or head_dim(config):.9g}")  # Granite has its inverse root
+        case "nope_layers":
+            return [layer for layer in range(config.num_layers) if layer in config.nope_layers]
         case "full_every":  # without a window, or with one in all layers
             return [window_of(config, layer) for layer in range(config.num_layers)]
         case "rope_limits":
@@ -418,9 +490,13 @@ def _written_window(kind: _Kind, config: Transformer) -> dict[str, object]:
     kinds = ["full_attention" if window_of(config, layer) is None else "sliding_attention"
              for layer in range(config.num_layers)]
     found["layer_types"] = kinds
-    if kind.model_type not in _FULL_EVERY:
-        found |= {"use_sliding_window": config.window is not None,
-                  "max_window_layers": 0 if config.window is not None else config.num_layers}
+    if kind.model_type in _SWITCHED:
+        found |= {"use_sliding_window": config.window is not None, "max_window_layers": next(
+            (layer for layer, one in enumerate(kinds) if one == "sliding_attention"), config.num_layers)}
+    if kind.model_type == "smollm3":
+        del found["max_window_layers"]
+        found["pad_token_id"] = None  # its default is beyond a smaller vocabulary
+        found["no_rope_layers"] = [int(layer not in config.nope_layers) for layer in range(config.num_layers)]
     return found
 
 
@@ -428,6 +504,6 @@ LLAMA_FORMS: Mapping[str, Form] = {name: Form(
     title=kind.title, family="llama", prefix="model.", places=_fused_places if kind.is_fused else places,
     read=partial(_read, kind), write=None if kind.is_fused else partial(_write, kind),
     per_layer=6 if kind.is_fused else 9,
-    class_of={"tokens": kind.model_class}, tied=tied,
+    class_of=_class_of(kind), tied=tied,
     aside=r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq", any_head=False) for name, kind in _KINDS.items()}
 """model_type -> form. aside: frequencies, which old files have among the parameters."""

@@ -40,7 +40,7 @@ _CONFIG_BYTES = 1 << 20
 _PREFIX = "base_model.model."
 _KINDS = {"lora_A.weight": "A", "lora_B.weight": "B", "lora_magnitude_vector": "magnitude_change",
           "lora_magnitude_vector.weight": "magnitude_change"}
-_TASKS = {"tokens": "CAUSAL_LM", "classes": "SEQ_CLS", "span": "QUESTION_ANS"}
+_TASKS = {"tokens": "CAUSAL_LM", "score": "SEQ_CLS", "classes": "SEQ_CLS", "span": "QUESTION_ANS"}
 _ANY = None
 READ = ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")
 """Keys of adapter_config.json that are read."""

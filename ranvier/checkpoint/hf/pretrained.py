@@ -102,7 +102,8 @@ class Pretrained(PretrainedConfig):
         found.config = replace(self.config, num_layers=layers, vocab=vocab)
         found.document = {**self.document, self.form.layers_key: layers} | (
             {"vocab_size": vocab} if "vocab_size" in self.document else {}) | {
-            key: kinds[:layers] for key in ("layer_types",) if isinstance(kinds := self.document.get(key), list)}
+            key: kinds[:layers] for key in ("layer_types", "no_rope_layers")
+            if isinstance(kinds := self.document.get(key), list)}
         found.places = {ours: place for ours, place in self.form.places(found.config, self.head).items()
                         if ours in self.places}
         found._rows = {name: shape[0] for ours, place in found.places.items()

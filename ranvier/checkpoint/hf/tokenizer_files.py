@@ -97,6 +97,16 @@ def export_files_beside(folder: Path, tokenizer: Path, tell: Callable[[str], Non
                         remedy="Take it from where the model comes from, or delete it.") from error
 
 
+def padding_of(folder: Path) -> dict[str, object]:
+    """The token that fills up texts in an exported folder, for config.json: transformers takes the score of the token
+    before it. None for tokenizers without one, with which it scores one text at a time."""
+    settings: Any = read_json(folder / "tokenizer_config.json", _MOST_BYTES)
+    token = settings.get("pad_token") if isinstance(settings, dict) else None
+    token = token.get("content") if isinstance(token, dict) else token
+    number = Tokenizer.from_file(str(folder / TOKENIZER)).token_to_id(token) if isinstance(token, str) else None
+    return {} if number is None else {"pad_token_id": number}
+
+
 def _copy_files_beside(source: Path, folder: Path, tell: Callable[[str], None]) -> None:
     for name in _BESIDE:
         if (source / name).exists():

@@ -35,18 +35,19 @@ def fetch(name: str, progress: Progress) -> Path:
     return folder
 
 
-def fetch_config(name: str) -> Path:
-    """A folder with config.json of the model. DataError as of `fetch`."""
-    return _snapshot(name, [_CONFIG])
+def fetch_config(name: str, *, from_cache: bool = False) -> Path:
+    """A folder with config.json of the model. from_cache: of the hub's cache alone. DataError as of `fetch`."""
+    return _snapshot(name, [_CONFIG], from_cache=from_cache)
 
 
-def _snapshot(name: str, patterns: list[str]) -> Path:
+def _snapshot(name: str, patterns: list[str], *, from_cache: bool = False) -> Path:
     from huggingface_hub import snapshot_download
 
     found = _NAME.fullmatch(name)
     assert found is not None, "is_name has been asked"
     try:
-        folder = Path(snapshot_download(found[1], revision=found[2], allow_patterns=patterns))
+        folder = Path(snapshot_download(found[1], revision=found[2], allow_patterns=patterns,
+                                        local_files_only=from_cache))
     except Exception as error:  # whatever the package, the hub or the network raise
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise DataError("is no folder that exists, and could not be read from the Hugging Face hub",

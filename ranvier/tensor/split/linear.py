@@ -241,7 +241,7 @@ class SplitLinear(SplitLayer):
         """
         self.begins(_PASSES[wants_input, wants_weight])
         product, gradients = self._product, self.weight_gradients
-        if gradients is not None and not gradients.in_pass:
+        if gradients is not None and not gradients.in_pass():
             gradients, self.may_wait = None, False
         elif gradients is not None and any(one._backward_hooks for one in self.weights):
             gradients = None  # a hook sees gradients that go through autograd only

@@ -15,6 +15,8 @@ Both answers of a pair are one row of the batch, so that no microbatch separates
 attention stays within each (`ranvier.models.segments`). The loss needs log p alone, so it works on logits whose
 vocabulary is sharded over columns.
 
+A reward model gives a score to each token, of which that of an answer's last token is its reward (`RewardLoss`).
+
 B pairs, S positions, V vocabulary; of the size 2: chosen, rejected.
 """
 
@@ -48,6 +50,32 @@ class PreferenceLoss(nn.Module):
         rewards_B2, counted_B = rewards(log_p_B2, found, self.settings)
         losses_B = pair_losses(rewards_B2, self.settings)
         return losses_B.where(counted_B, 0).sum(), counted_B.sum()
+
+
+class RewardLoss(nn.Module):
+    """Sum over pairs of -log sigmoid of the chosen answer's score minus the rejected one's, and the number of pairs
+    (Bradley and Terry, 1952; Ouyang et al., 2022, equation 1).
+
+    targets: {"last": [B, 2] int64}, the position of each answer's last token, or `IGNORED` where there is no pair.
+    Number formats as for `PreferenceLoss`; on a mesh every column has all scores. ModelError where targets lack that.
+    """
+
+    def forward(self, scores_BS1: Tensor, targets: object) -> tuple[Tensor, Tensor]:
+        """scores [B, S, 1], targets as above."""
+        rewards_B2, counted_B = last_scores(scores_BS1, targets)
+        losses_B = -functional.logsigmoid(rewards_B2[:, 0] - rewards_B2[:, 1])
+        return losses_B.where(counted_B, 0).sum(), counted_B.sum()
+
+
+def last_scores(scores_BS1: Tensor, targets: object) -> tuple[Tensor, Tensor]:
+    """[B, 2], the score of each answer's last token, and [B], whether there is a pair."""
+    if not isinstance(targets, dict) or "last" not in targets:
+        raise ModelError("lack the position of each answer's last token, `last`", code="targets-of-scores",
+                         where="targets of the reward loss", value=type(targets).__name__,
+                         remedy="Give {'last': [batch, 2] int64}.")
+    last_B2 = targets["last"]
+    wide_BS = scores_BS1[..., 0].to(torch.promote_types(scores_BS1.dtype, torch.float32))
+    return wide_BS.gather(1, last_B2.clamp(min=0)), (last_B2 != IGNORED).all(1)
 
 
 def checked_targets(targets: object, settings: Preference) -> dict[str, Tensor]:
