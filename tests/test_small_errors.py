@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ranvier.block import as_model
-from ranvier.checkpoint import checkpoints, new_folder
+from ranvier.checkpoint import checkpoints, new_folder, state
 from ranvier.checkpoint.hf import tokenizer_files
 from ranvier.checkpoint.hf.from_pretrained import with_sizes
 from ranvier.checkpoint.hf.logits import Comparison
@@ -27,12 +27,15 @@ from ranvier.comm.message import Message, MessageKind
 from ranvier.config import other_mesh, read
 from ranvier.config.resolve import resolve
 from ranvier.config.run import Batch, Data, Launch, Lora, MeshSettings, Optim, Run, Transformer
-from ranvier.data import corpus, tables
+from ranvier.data import corpus, run_tokenizer, tables
 from ranvier.data.tables import Row, open_file, text_of
+from ranvier.elastic import transition
 from ranvier.errors import RanvierError
+from ranvier.inference import model_evaluation
 from ranvier.launch import launchers, mpi_start_watch, run_function, start
 from ranvier.mesh import Mesh
 from ranvier.models import families, vit
+from ranvier.models.blocks_of import blocks_of
 from ranvier.models.from_transformers import from_transformers
 from ranvier.models.lora import with_adapters
 from ranvier.pipeline import hooked_states, inbox
@@ -316,7 +319,33 @@ def test_decoders_that_cannot_be_cut(kind, code, sample, inputs):
         next(iter(cut.blocks.values()))()(inputs)
 
 
+class Doubles(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.b(self.a(x))
+        return 2 * x if self.training else x
+
+
+def test_a_part_in_another_mode_than_the_code_around_it():
+    whole = nn.Sequential(Doubles(), nn.Linear(4, 4))
+    blocks = blocks_of(whole, cut=["0.b"])
+    whole[0].eval()
+    with raises("submodule-in-other-mode", where="submodule 0", value="training=False"):
+        x = torch.ones(2, 4)
+        for block in blocks.values():
+            block.stand_in_modes.follow()
+            x = block(x)
+
+
 # --- data -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_tokenizer_that_is_not_there():
+    with raises("tokenizer-file-missing", where="data.tokenizer", value="gone.json"):
+        run_tokenizer._load(Run(data=Data(tokenizer="gone.json")))
 
 
 def test_texts_and_tables(tmp_path, monkeypatch):
@@ -340,6 +369,16 @@ def test_texts_and_tables(tmp_path, monkeypatch):
 
 def squares(output, targets):
     return output.square().sum(), 1
+
+
+def test_states_that_do_not_fit(tmp_path, monkeypatch):
+    saved = types.SimpleNamespace(folder=tmp_path, tensor=lambda kind, name: types.SimpleNamespace(shape=(3,)))
+    piece = types.SimpleNamespace(kind="master", name="a.b", shape=(2,), tensor=torch.zeros(2, dtype=torch.complex64))
+    with raises("saved-state-shape", "master a.b", "(2,)", value=(3,)):
+        state._check_shape(saved, piece)
+    monkeypatch.setattr(transition.state, "pieces_held", lambda engine: [piece])
+    with raises("number-format-not-sent", "float32", where="master a.b", value="complex64"):
+        transition.take(None)
 
 
 def test_a_store_that_has_gone():
@@ -373,7 +412,7 @@ def test_folders_that_cannot_be(tmp_path):
 # --- planner, train, cli ----------------------------------------------------------------------------------------------
 
 
-def test_plans_that_cannot_be(tmp_path):
+def test_plans_that_cannot_be(tmp_path, monkeypatch):
     run = Run(mesh=MeshSettings(data="auto"), model=Transformer(hidden=7, heads=2))
     _, (problem,) = auto.with_plan(run, 4)
     check(problem, "not-planned-yet", where="mesh.data", value="auto")
@@ -381,6 +420,9 @@ def test_plans_that_cannot_be(tmp_path):
     check(found[0], "resume-checkpoint-missing", value=str(tmp_path / "none"))
     with raises("plan-not-writable", where="--out"):
         plan._write(Run(), tmp_path / "none" / "x.toml")
+    monkeypatch.setattr(plan, "page_of", lambda found, name: types.SimpleNamespace(html=str))
+    with raises("plan-page-not-writable", where="--out-html", value=str(tmp_path / "none" / "x.html")):
+        plan._write_page(None, "x", tmp_path / "none" / "x.html")
     with raises("not-finite-option", where="--jitter", value=math.inf):
         plan.simulate("x", Run(), "laptop", jitter=math.inf)
     with raises("cluster-too-small-for-mesh", 512, "Laptop"):
@@ -410,6 +452,21 @@ def test_the_reference_of_other_pairs(tmp_path):
     (tmp_path / "reference.json").write_text(json.dumps({"data": "before", "sets": {}}))
     with raises("reference-of-other-pairs", where=str(tmp_path / "reference.json")):
         reference._read(tmp_path / "reference.json", data)
+
+
+def test_a_reference_without_two_numbers_a_pair(tmp_path, monkeypatch):
+    path = tmp_path / "reference.json"
+    path.write_text(json.dumps({"data": "same", "sets": {"": [[-1.0, -2.0]]}}))
+    monkeypatch.setattr(reference, "fingerprint", lambda data: "same")
+    monkeypatch.setattr(reference, "_sets", lambda data: {"": range(3)})
+    with raises("damaged-reference", where=str(path), value="(1, 2)"):
+        reference._read(path, None)
+
+
+def test_pairs_are_not_evaluated_without_their_reference():
+    run = resolve(Run(data=Data(task="preference", train="x")))
+    with raises("evaluation-of-reference", where="preference.loss", value="dpo"):
+        model_evaluation.evaluate(None, run, {"x": run}, {}, None, alone(), print)
 
 
 def test_ranks_of_other_meshes(monkeypatch):
