@@ -32,7 +32,7 @@ from ranvier.data.tables import Row, open_file, text_of
 from ranvier.elastic import transition
 from ranvier.errors import RanvierError
 from ranvier.inference import model_evaluation
-from ranvier.launch import launchers, mpi_start_watch, run_function, start
+from ranvier.launch import failures, launchers, mpi_start_watch, run_function, start
 from ranvier.mesh import Mesh
 from ranvier.models import families, vit
 from ranvier.models.blocks_of import blocks_of
@@ -40,6 +40,7 @@ from ranvier.models.from_transformers import from_transformers
 from ranvier.models.lora import with_adapters
 from ranvier.pipeline import hooked_states, inbox
 from ranvier.pipeline.engine import Engine
+from ranvier.pipeline.sequencer import Sequencer
 from ranvier.pipeline.shared_memory import SharedMemory
 from ranvier.planner import auto, plan
 from ranvier.planner.problems import problems
@@ -48,7 +49,7 @@ from ranvier.tensor import float8, layers
 from ranvier.tensor.columns import ColumnLayout, ColumnTensor
 from ranvier.tensor.layer_order import LayerOrder
 from ranvier.testing.ranks import run_ranks
-from ranvier.train import caching, reference, resize, setup
+from ranvier.train import caching, reference, resize, saving, setup
 from ranvier.world import World
 from tests.errors import check, raises, reports
 
@@ -84,6 +85,20 @@ def test_an_mpi4py_that_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with raises("mpi4py-not-loadable", where="comm.transport mpi: mpi4py"):
         mpi_backend.MPIBackend(torch.device("cpu"), 1.0)
+
+
+def test_what_other_ranks_do_not_begin_with_mpi():
+    request = types.SimpleNamespace(Test=lambda: False)
+    world = types.SimpleNamespace(Ibarrier=lambda: request, Iallreduce=lambda *args: request)
+    backend = mpi_backend.MPIBackend.__new__(mpi_backend.MPIBackend)
+    vars(backend).update(rank=3, _timeout=2.0, _world=world, _mpi=types.SimpleNamespace(IN_PLACE=0, MIN=1),
+                         _until=lambda test, seconds: False, _closed=False, _transports=[], _groups=[])
+    with raises("mpi-backend-start-late", where="MPI backend of rank 3", value="2 s"):
+        backend._all_are(True)
+    with raises("mpi-request-late", where="subset of 2 on rank 3", value="2 s"):
+        backend._await_all("subset of 2")
+    with raises("mpi-close-late", where="MPI backend of rank 3"):
+        backend.close()
 
 
 def test_calls_of_a_world():
@@ -154,6 +169,11 @@ def test_a_start_of_mpi_that_does_not_come():
     assert mpi_start_watch._error({}, False, 4.0) is None
 
 
+def test_a_rank_that_ends_while_another_needs_it(monkeypatch):
+    monkeypatch.setattr(failures, "read_actions", lambda store, ranks: {1: (0, "a wait for step 7")})
+    check(failures._ended_early(alone(), Mesh(data=2), 1), "rank-ended-early", "rank 1", "step 7", where="rank 0")
+
+
 def test_how_ranks_of_a_function_failed(tmp_path):
     check(run_function._failure(tmp_path, -9), "function-ranks-ended", "SIGKILL")
     check(run_function._failure(tmp_path, 3), "function-ranks-ended", 3)
@@ -202,6 +222,14 @@ def test_messages_of_another_batch():
         arrives(4, 0)
     with raises("microbatch-counts-differ", "rank 3", "number 2", where="train_batch"):
         arrives(5, 2)
+
+
+def test_an_announcement_that_does_not_come():
+    board = types.SimpleNamespace(name=lambda rank: f"rank {rank}", wait=lambda *call: None,
+                                  report=lambda what, rank, seconds: f"rank {rank} computes")
+    peer = types.SimpleNamespace(_board=board, _leader=4, _transport=types.SimpleNamespace(wait=None), _timeout=2.0)
+    with raises("announcement-late", "rank 4 computes", value=2.0):
+        Sequencer.next(peer, 0)
 
 
 def test_tensors_that_share_memory():
@@ -377,8 +405,20 @@ def test_states_that_do_not_fit(tmp_path, monkeypatch):
     with raises("saved-state-shape", "master a.b", "(2,)", value=(3,)):
         state._check_shape(saved, piece)
     monkeypatch.setattr(transition.state, "pieces_held", lambda engine: [piece])
+    with raises("state-on-no-rank", "master", "a.b", where="transition"):
+        transition._Ranks.tensor(types.SimpleNamespace(manifest=types.SimpleNamespace(tensors={})), "master", "a.b")
     with raises("number-format-not-sent", "float32", where="master a.b", value="complex64"):
         transition.take(None)
+
+
+def test_a_model_with_more_than_a_checkpoint():
+    def work(world):
+        engine = Engine([nn.Linear(2, 2)], world, loss=squares, optim=Optim())
+        there = types.SimpleNamespace(folder="x", manifest=types.SimpleNamespace(tensors={"parameter": {}}, about={}))
+        with raises("parameter-not-in-checkpoint", where="checkpoint x", value="0.weight"):
+            state.check_fits(engine, there)
+
+    run_ranks(work, 1)
 
 
 def test_a_store_that_has_gone():
@@ -467,6 +507,23 @@ def test_pairs_are_not_evaluated_without_their_reference():
     run = resolve(Run(data=Data(task="preference", train="x")))
     with raises("evaluation-of-reference", where="preference.loss", value="dpo"):
         model_evaluation.evaluate(None, run, {"x": run}, {}, None, alone(), print)
+
+
+def test_a_run_that_begins_with_adapters_has_no_reference(tmp_path):
+    run = resolve(Run(data=Data(task="preference", train="x"), lora=Lora(rank=2), run_dir=tmp_path))
+    data = types.SimpleNamespace(train=None, eval=None, eval_sets={})
+    resumed = types.SimpleNamespace(continues=False, step=3, loaded=types.SimpleNamespace(folder="before"))
+    with raises("reference-with-adapters", where="resume", value="before"):
+        reference.fill_reference(types.SimpleNamespace(run=run), data, None, resumed)
+
+
+def test_a_checkpoint_of_other_classes(tmp_path):
+    run = resolve(Run())
+    loaded = types.SimpleNamespace(folder=tmp_path / "step-1")
+    metadata = types.SimpleNamespace(values=read.flatten(run), tokenizer=None, labels=("cat", "dog"))
+    started = types.SimpleNamespace(_run=run, _tokenizer=None, _labels=("cat", "emu"))
+    with raises("checkpoint-of-other-classes", "'dog'", where=f"checkpoint {loaded.folder}", value=("cat", "emu")):
+        saving.Saving._check_same(started, loaded, metadata)
 
 
 def test_ranks_of_other_meshes(monkeypatch):
