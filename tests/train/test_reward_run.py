@@ -149,6 +149,13 @@ def test_adapters_of_a_reward_model_are_those_of_peft(folder, base, tmp_path):
     assert abs(model(**one).logits.item() - rewards[2, 1]) < 1e-5
 
 
+def test_models_without_a_classifier_in_transformers_are_refused(folder, tmp_path):
+    run = reward_run(folder, tmp_path, model=Transformer(
+        num_layers=2, hidden=16, heads=2, vocab=300, sequence=96, residual_multiplier=0.5))
+    with raises("no-form-in-hugging-face", where="data.task"):
+        settled(run)
+
+
 def test_a_classifier_of_several_labels_is_refused(tmp_path):
     transformers.LlamaForSequenceClassification(transformers.LlamaConfig(
         **SIZES, num_labels=3)).save_pretrained(tmp_path)

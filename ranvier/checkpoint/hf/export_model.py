@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ranvier.checkpoint.hf import form as hf
 from ranvier.checkpoint.hf import logits
-from ranvier.checkpoint.hf.forms import form_of
+from ranvier.checkpoint.hf.forms import check_head, form_of
 from ranvier.checkpoint.hf.peft import AdapterFolder, Adapters, modules_of
 from ranvier.checkpoint.hf.peft import write as write_adapters
 from ranvier.checkpoint.hf.pretrained import PretrainedConfig
@@ -185,6 +185,7 @@ class TrainedSource:
         self.saved = saved
         self.run = run_of(saved)
         self.config, self.head, self.named_tokenizer = model_of(saved)
+        check_head(self.config, self.head)
         self.form = form_of(self.config)
         kinds = saved.manifest.tensors
         parameters, masters = kinds.get("parameter", {}), kinds.get("master", {})

@@ -26,6 +26,15 @@ def form_of_type(model_type: object) -> Form:
     return _FORMS[model_type]
 
 
+def check_head(config: Transformer, head: str) -> None:
+    """ModelError for a reward model of an architecture that has no such class in transformers."""
+    form = form_of(config)
+    if head == "score" and head not in form.class_of:
+        raise ModelError(f"has no form in transformers, whose {form.title} has no classifier",
+                         code="no-form-in-hugging-face", where="data.task", value="reward",
+                         remedy="Take a model of another architecture, such as Llama, Qwen or Gemma.")
+
+
 def form_of(config: Transformer) -> Form:
     """The form in which models of a family are exported."""
     if config.family == "llama":

@@ -19,6 +19,7 @@ from torch.nn import functional
 from ranvier import keyed_random
 from ranvier.checkpoint import state
 from ranvier.checkpoint.hf import form as hf
+from ranvier.checkpoint.hf.forms import check_head
 from ranvier.checkpoint.hf.llama import COMPUTED
 from ranvier.checkpoint.hf.peft import with_adapter_settings
 from ranvier.checkpoint.hf.pretrained import Pretrained, PretrainedConfig
@@ -27,6 +28,7 @@ from ranvier.config.run import Run, Transformer
 from ranvier.data.cache_folder import cache_folder
 from ranvier.data.offline.pretrained_models import described_by, sizes_of
 from ranvier.errors import ConfigError, ModelError
+from ranvier.models import families
 from ranvier.models.lora import is_adapter
 
 if TYPE_CHECKING:
@@ -82,7 +84,10 @@ def settled(run: Run) -> Run:
     """The run with the sizes of its pretrained model, and the settings of its adapters. Of a model on the hub
     config.json is fetched, of a known model nothing. RanvierError if there is no such model, or a setting of the run
     differs."""
-    return with_adapter_settings(_with_known_sizes(run))
+    found = _with_known_sizes(run)
+    if run.data.task == "reward" and (config := families.config_of(found)).family == "llama":
+        check_head(config, "score")
+    return with_adapter_settings(found)
 
 
 def _with_known_sizes(run: Run) -> Run:

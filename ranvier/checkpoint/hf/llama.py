@@ -99,9 +99,10 @@ _KINDS = {kind.model_type: kind for kind in (
 
 
 def _class_of(kind: _Kind) -> Mapping[str, str]:
-    """Head -> class of transformers."""
+    """Head -> class of transformers, which has no classifiers of Granite."""
     stem = kind.model_class.removesuffix("ForCausalLM") + ("Text" if kind.model_type == "gemma3_text" else "")
-    return {"tokens": kind.model_class, "score": f"{stem}ForSequenceClassification"}
+    scores = {} if kind.model_type == "granite" else {"score": f"{stem}ForSequenceClassification"}
+    return {"tokens": kind.model_class, **scores}
 
 
 _FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "olmo3": 4}
@@ -228,7 +229,7 @@ def _read(kind: _Kind, document: Mapping[str, object]) -> tuple[Transformer, lis
     functions: dict[str, tuple[object, tuple[object, ...]]] = {**_FUNCTION, kind.activation_key: (
         "silu", tuple(_ACTIVATIONS))}
     named = document.get("architectures")
-    if isinstance(named, list) and _class_of(kind)["score"] in named and num_labels(document) != 1:
+    if isinstance(named, list) and _class_of(kind).get("score") in named and num_labels(document) != 1:
         raise _wrong("llama-num-labels", "num_labels", num_labels(document), "must be 1, the score of a reward model")
     optional = {key: ours for key, ours in _OPTIONAL.items() if document.get(key) is not None}
     config = read_settings(document, _SIZES | optional, functions, {
