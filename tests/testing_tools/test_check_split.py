@@ -168,3 +168,17 @@ def test_the_example(capsys, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     code, out, err = command(capsys, "--split", "own_layers:sample")
     assert (code, err) == (0, "") and out.count("agrees") == 10, out + err
+
+
+class Cuts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = layers.Linear(12, 24, stationary="output")
+
+    def forward(self, x):
+        return layers.local_map(lambda own: own[..., 5:], self.up(x))
+
+
+def test_a_result_that_is_not_one_columns_shard_is_named():
+    with reports("split-parameter-shape"), raises("split-refused", "local_map"):
+        check_split([bare(), Cuts()], IDS, meshes=[(1, 2)], schemes=["stationary"])
