@@ -2,6 +2,7 @@
 
 import re
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 
@@ -15,6 +16,20 @@ def raises(code, *facts, **fields):
     with pytest.raises(RanvierError) as caught:
         yield caught
     check(caught.value, code, *facts, **fields)
+
+
+@contextmanager
+def reports(code):
+    """The block makes an error of this code in this process: a warning, or what a command prints."""
+    codes, init = [], RanvierError.__init__
+
+    def noted(self, *args, **fields):
+        init(self, *args, **fields)
+        codes.append(self.code)
+
+    with mock.patch.object(RanvierError, "__init__", noted):
+        yield
+    assert code in codes, codes
 
 
 def check(error, code, *facts, **fields):

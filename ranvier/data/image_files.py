@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ from PIL import Image
 from ranvier.data.fingerprint import fingerprint
 from ranvier.data.publish import Progress
 from ranvier.data.subset import held_out
-from ranvier.data.tables import known_rows, load_known
+from ranvier.data.tables import read_known
 from ranvier.errors import DataError
 
 ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -92,7 +93,8 @@ def open_images(train: str, held: str | None, progress: Progress) -> tuple[Image
     out, by the hash of its name.
     """
     if train == "imagenet":
-        parts = [_hub(split, progress) for split in ("train", "validation")]
+        parts = read_known(_HUB, ("train", "validation"), progress,
+                           "a folder with one folder of images for each class", _hub)
         return (parts[0], parts[1] if held is None else _held(Path(held).expanduser(), parts[0], progress))
     path = Path(train).expanduser()
     own = None
@@ -103,10 +105,6 @@ def open_images(train: str, held: str | None, progress: Progress) -> tuple[Image
     if evaluated is not None:
         return images, _held(evaluated, images, progress)
     chosen = held_out(images.names)
-    if not chosen.any() or chosen.all():
-        raise DataError("has too few images to train on some and hold out others", code="too-few-images",
-                        where=f"data.train {train}", value=len(chosen),
-                        remedy="Give at least two, or more in `--data.eval`.")
     return images.some(np.flatnonzero(~chosen)), images.some(np.flatnonzero(chosen))
 
 
@@ -188,11 +186,9 @@ def _opened(path: Path) -> Image.Image:
         return image
 
 
-def _hub(split: str, progress: Progress) -> Images:
-    rows = load_known(_HUB, split, progress, "a folder with one folder of images for each class")
-    with known_rows(_HUB):
-        classes = tuple(rows.features["label"].names)
-        labels = np.asarray(list(rows["label"]), dtype=np.int64)
+def _hub(split: str, rows: Any) -> Images:
+    labels = np.asarray(list(rows["label"]), dtype=np.int64)
     same = fingerprint("hub", _HUB, split, len(labels))
-    return Images(classes=classes, names=tuple(f"{_HUB} {split} row {number}" for number in range(len(labels))),
-                  labels=labels, fingerprint=same, state=same, load=lambda number: rows[number]["image"])
+    names = tuple(f"{_HUB} {split} row {number}" for number in range(len(labels)))
+    return Images(classes=tuple(rows.features["label"].names), names=names, labels=labels, fingerprint=same,
+                  state=same, load=lambda number: rows[number]["image"])

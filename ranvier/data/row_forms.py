@@ -85,12 +85,9 @@ def form_of_table(table: Table, data: Data) -> RowForm:
         case "alpaca":
             found = RowForm(words="Alpaca form", columns=("instruction", "output"), fingerprint=name,
                             more=("input", "system", "history", *OTHER_COLUMNS), read=_alpaca)
-        case "prompt-completion":
+        case _:
             found = RowForm(words="the form of prompts and completions", columns=("prompt", "completion"),
                             more=OTHER_COLUMNS, read=_prompt_completion, fingerprint=name)
-        case _:
-            raise DataError("is not a form of conversations", code="form-of-pairs", where=SETTING, value=name,
-                            remedy="Set `--data.form auto`, or `--data.task preference`.")
     missing = next((one for one in found.columns if one not in columns), None)
     if missing is not None:
         raise DataError(f"has no column `{missing}`, which the form {name} needs", code="form-column-missing",

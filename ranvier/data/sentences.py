@@ -16,7 +16,7 @@ from ranvier.data.publish import Progress
 from ranvier.data.sentence_tables import GLUE, Columns, table_sentences
 from ranvier.data.sentence_tables import Sentence as Sentence
 from ranvier.data.subset import Part, held_out, read_parts
-from ranvier.data.tables import Table, is_saved, known_rows, load_known, open_dataset, open_file
+from ranvier.data.tables import Table, is_saved, open_dataset, open_file, read_known
 from ranvier.errors import DataError
 
 NAMES = (*GLUE, "sentiment")
@@ -159,15 +159,13 @@ def _member(archive: tarfile.TarFile, name: str) -> bytes:
 
 
 def _glue(name: str, progress: Progress) -> tuple[list[Sentence], list[Sentence]]:
-    task, hub_name = GLUE[name], f"{_HUB}:{name}"
-    parts = []
-    for split in ("train", task.eval_split):
-        rows = load_known(hub_name, split, progress, "a TSV file with the columns label and sentence")
-        with known_rows(hub_name):
-            parts.append([Sentence(row[task.text].strip(), task.classes[row["label"]], f"{split} row {number}",
-                                   row[task.pair].strip() if task.pair else None)
-                          for number, row in enumerate(rows)])
-    return parts[0], parts[1]
+    task = GLUE[name]
+    train, held = read_known(
+        f"{_HUB}:{name}", ("train", task.eval_split), progress, "a TSV file with the columns label and sentence",
+        lambda split, rows: [Sentence(row[task.text].strip(), task.classes[row["label"]], f"{split} row {number}",
+                                      row[task.pair].strip() if task.pair else None)
+                             for number, row in enumerate(rows)])
+    return train, held
 
 
 def _listed(classes: Sequence[str]) -> str:

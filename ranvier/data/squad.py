@@ -18,7 +18,7 @@ from ranvier.data.fingerprint import fingerprint
 from ranvier.data.named_files import read_bytes
 from ranvier.data.publish import Progress
 from ranvier.data.subset import Part, held_out, read_parts
-from ranvier.data.tables import known_rows, load_known
+from ranvier.data.tables import read_known
 from ranvier.errors import DataError
 from ranvier.system.untrusted_file import parse_json
 
@@ -129,12 +129,10 @@ def _checked(question: Question) -> Question:
 
 
 def _hub(progress: Progress) -> tuple[list[Question], list[Question]]:
-    parts = []
-    for split in ("train", "validation"):
-        rows = load_known(_HUB, split, progress, "a JSON file in the format of SQuAD 1.1")
-        with known_rows(_HUB):
-            parts.append([_checked(Question(
-                row["question"], row["context"],
-                tuple(zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True)),
-                f"{_HUB} {split} row {number}")) for number, row in enumerate(rows)])
-    return parts[0], parts[1]
+    train, held = read_known(
+        _HUB, ("train", "validation"), progress, "a JSON file in the format of SQuAD 1.1",
+        lambda split, rows: [_checked(Question(
+            row["question"], row["context"],
+            tuple(zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True)),
+            f"{_HUB} {split} row {number}")) for number, row in enumerate(rows)])
+    return train, held

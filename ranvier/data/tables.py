@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, TypeVar, cast
 
 from ranvier.data.fingerprint import fingerprint
 from ranvier.data.publish import Progress
@@ -43,6 +43,7 @@ _MOST_JSON_BYTES = 4 << 30
 INSTALL = "Run pip install 'ranvier[hub]'"
 """How the packages `datasets` and `pyarrow` are installed."""
 
+_Read = TypeVar("_Read")
 _BATCH_ROWS = 1024
 _SAVED = ("dataset_info.json", "dataset_dict.json")
 """Files of a folder that `Dataset.save_to_disk` has written."""
@@ -318,21 +319,21 @@ def readable_rows(name: str, setting: str, instead: str) -> Iterator[None]:
                         value=reason, remedy=f"Check the name and the connection, or give {instead}.") from error
 
 
-def load_known(name: str, split: str, progress: Progress, instead: str) -> Any:
-    """A split of a data set on the hub that is known by a name of ours."""
-    progress(f"reading {name} ({split}) from the Hugging Face hub")
-    return load_split(name, split, "data.train", instead)
-
-
-@contextmanager
-def known_rows(name: str) -> Iterator[None]:
-    """A context in which rows of a data set on the hub that is known by name are not as expected: a DataError."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise DataError("has rows that are not as expected", code="hub-rows", where=f"data.train {name}",
-                        value=f"{type(error).__name__}: {error}",
-                        remedy="The dataset on the hub has changed: give a file in its format.") from error
+def read_known(name: str, splits: Sequence[str], progress: Progress, instead: str, read: Callable[[str, Any], _Read]
+               ) -> list[_Read]:
+    """What `read` makes of each split, by its name and its rows, of a data set on the hub that is known by a name of
+    ours. DataError where its rows are not as expected."""
+    found = []
+    for split in splits:
+        progress(f"reading {name} ({split}) from the Hugging Face hub")
+        rows = load_split(name, split, "data.train", instead)
+        try:
+            found.append(read(split, rows))
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise DataError("has rows that are not as expected", code="hub-rows", where=f"data.train {name}",
+                            value=f"{type(error).__name__}: {error}",
+                            remedy="The dataset on the hub has changed: give a file in its format.") from error
+    return found
 
 
 def open_dataset(name: str, split: str, setting: str, instead: str, *, streaming: bool = True) -> Table:

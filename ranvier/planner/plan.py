@@ -369,10 +369,10 @@ def simulation(run: ResolvedRun, cluster: Cluster, noise: Noise = STEADY, work: 
 
 def _slow(text: str, run: ResolvedRun) -> tuple[tuple[int, int], float]:
     """"3:1:2.5" is stage 1 of replica 3 at 2.5 times its time."""
+    replicas, stages = run.mesh.num_replicas, run.mesh.pipeline_size
     try:
         replica, stage, factor = text.split(":")
         found = (int(replica), int(stage)), float(factor)
-        replicas, stages = run.mesh.num_replicas, run.mesh.pipeline_size
         if not (0 <= found[0][0] < replicas and 0 <= found[0][1] < stages and 0 < found[1] < 1e6):
             raise ValueError
     except ValueError:

@@ -358,7 +358,9 @@ def _own(whole: Tensor, mine: Tensor, mesh: TensorMesh | None) -> Tensor:
     if mine.dim():
         sizes = mesh.over_rows.gather_number(size)
         whole = whole.narrow(0, sum(sizes[:mesh.row]), size)
-    return whole if layout is None or layout.dim is None else _shard(whole, layout)
+    if layout is None or layout.dim is None or whole.shape[layout.sharded_dim] != layout.size:
+        return whole  # what local_map has returned is no shard of it: its shape or its values will differ
+    return _shard(whole, layout)
 
 
 def _shard(whole: Tensor, layout: ColumnLayout) -> Tensor:

@@ -3,14 +3,15 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ranvier.checkpoint.checkpoints import Checkpoints
+from ranvier.checkpoint.files import publish
 from ranvier.checkpoint.manifest import MANIFEST, read_manifest
 from ranvier.checkpoint.saved import Saved, find
-from ranvier.errors import CheckpointError
 from ranvier.mesh import Mesh
 from tests.checkpoint.anywhere import on, train, write_manifest
 from tests.errors import raises
@@ -51,13 +52,15 @@ def a_scale_of_nothing(document):
     return "loss_scale.scale: Input should be greater than 0"
 
 
-@pytest.mark.parametrize("change", [a_piece_twice, many_dims, strides_behind_a_zero, a_scale_of_nothing])
-def test_a_manifest_that_hides_something(tmp_path, one_checkpoint, change):
+@pytest.mark.parametrize(("change", "code"), [
+    (a_piece_twice, "manifest-contradicts-itself"), (many_dims, "manifest-contradicts-itself"),
+    (strides_behind_a_zero, "manifest-contradicts-itself"), (a_scale_of_nothing, "manifest-malformed")])
+def test_a_manifest_that_hides_something(tmp_path, one_checkpoint, change, code):
     folder = shutil.copytree(one_checkpoint, tmp_path / "step-1")
     document = json.loads((folder / MANIFEST).read_text())
     message = change(document)
     write_manifest(folder, document)
-    with pytest.raises(CheckpointError) as caught:
+    with raises(code) as caught:
         read_manifest(folder)
     assert message in caught.value.what
 
@@ -108,3 +111,16 @@ def test_a_size_that_no_file_has_is_not_allocated(tmp_path, one_checkpoint):
 @pytest.mark.parametrize("path", ["a\0b", "x" * 300])
 def test_names_that_no_checkpoint_can_have(path):
     assert find(Path(path)) == []
+
+
+def test_what_is_not_published(tmp_path, one_checkpoint):
+    folder = shutil.copytree(one_checkpoint, tmp_path / "unfinished")
+    manifest = read_manifest(one_checkpoint)
+    with raises("checkpoint-would-be-damaged", where=str(tmp_path / "step-1")):
+        publish(folder, tmp_path / "step-1", replace(manifest, files=()))
+    (folder / manifest.files[0].name).write_bytes(b"short")
+    problem = next(Saved(folder).damage())
+    assert (problem.code, problem.value) == ("checkpoint-file-cut-off", 5)
+    with raises("file-not-seen", where=str(folder / manifest.files[0].name)):
+        publish(folder, tmp_path / "step-1", manifest)
+    assert not (tmp_path / "step-1").exists()

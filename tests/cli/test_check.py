@@ -53,6 +53,7 @@ def test_problems(flags, where, message):
     assert [problem.where for problem in report.problems] == [where]
     assert message in report.problems[0].what
     assert report.problems[0].remedy
+    assert (report.problems[0].code == "model-not-laid-out") == (where == "model")
     assert report.stages is None or where.startswith(("mesh.", "batch."))
 
 
@@ -209,7 +210,7 @@ def test_a_machine_that_is_too_small_is_a_warning(monkeypatch):
     report = check.check(run_with(mesh__data="2", mesh__pipe="2"))
     assert report.problems == ()
     (warning,) = report.warnings
-    assert str(warning).startswith("memory of this machine: would not suffice for all 4 ranks: they need 1,4")
+    check_error(warning, "machine-memory-too-small", "4 ranks", where="memory of this machine")
     assert "In this order: lower --batch.microbatch-size (it is 4); set --memory.recompute auto;" in str(warning)
     monkeypatch.setattr(check, "available_memory_bytes", lambda: 2000 << 20)
     assert check.check(run_with(mesh__data="2", mesh__pipe="2")).warnings == ()
@@ -229,14 +230,15 @@ def test_auto_takes_the_shape_that_receives_least(flags, ranks, shape):
     assert not report.problems and report.document()["tensor_mesh"]["row"] == shape[0]
 
 
-@pytest.mark.parametrize(("flags", "ranks", "text"), [
-    ({"mesh__row": "auto"}, None, "needs to know how many ranks there are"),
-    ({"mesh__row": "auto", "mesh__pipe": "2"}, 5, "5 ranks are no multiple of 2"),
-    ({"mesh__row": "auto", "mesh__col": "3"}, 4, "4 ranks are no multiple of 3"),
-    ({"mesh__row": "auto", "mesh__col": "auto"}, 7, "does not divide the hidden size 128")])
-def test_auto_that_cannot_be(flags, ranks, text):
+@pytest.mark.parametrize(("flags", "ranks", "code", "facts"), [
+    ({"mesh__row": "auto"}, None, "number-of-ranks-unknown", ()),
+    ({"mesh__row": "auto", "mesh__pipe": "2"}, 5, "mesh-axis-not-possible", (5, 2)),
+    ({"mesh__row": "auto", "mesh__col": "3"}, 4, "mesh-axis-not-possible", (4, 3)),
+    ({"mesh__row": "auto", "mesh__col": "auto"}, 7, "no-tensor-mesh", (128,))])
+def test_auto_that_cannot_be(flags, ranks, code, facts):
     run, found = with_plan(run_with(**flags), ranks)
-    assert len(found) == 1 and text in str(found[0]) and found[0].remedy
+    assert len(found) == 1 and found[0].remedy
+    check_error(found[0], code, *facts)
     assert isinstance(run, ResolvedRun)
     report = check.check(run_with(**flags), ranks)
     assert found[0].what in {problem.what for problem in report.problems}

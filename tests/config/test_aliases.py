@@ -7,6 +7,7 @@ import pytest
 from ranvier.cli.main import run_command
 from ranvier.config import aliases, read
 from ranvier.config.run import Memory
+from tests.errors import check
 
 
 def merged(**values):
@@ -32,8 +33,7 @@ def test_both_names_of_one_setting():
     found = merged(memory__checkpoint="auto", memory__recompute=2)
     (problem,) = found.problems
     assert found.run.memory.recompute == 2
-    assert (problem.where, problem.value) == ("memory.checkpoint", "auto")
-    assert "memory.recompute" in problem.what and "file x.toml" in problem.what
+    check(problem, "setting-given-twice", "memory.recompute", "file x.toml", where="memory.checkpoint", value="auto")
     with pytest.raises(TypeError, match=r"Memory\(\) got checkpoint and recompute, which are two names of one field"):
         Memory(checkpoint=1, recompute="none")
 

@@ -185,6 +185,7 @@ def test_gemmas_tokens_begin_without_a_space(tmp_path):
     ({"tokenizer.ggml.model": "llama"}, ("gguf-sentencepiece-of-other-model",)),
     ({"tokenizer.ggml.merges": ["a nothing"]}, ("gguf-tokenizer-unreadable",)),
     ({"tokenizer.ggml.tokens": ["a", "a"]}, ("gguf-without-tokenizer",)),
+    ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.unknown_token_id": 0}, ("gguf-tokenizer-without-scores",)),
 ])
 def test_what_is_not_supported_is_named(tmp_path, settings, error, monkeypatch):
     path = write_gguf(tmp_path / "model.gguf", model_of())
@@ -300,3 +301,32 @@ def test_numbers_are_those_that_were_meant(tmp_path):
     config = json.loads((converted(tmp_path, model_of()) / "config.json").read_text())
     assert config["rms_norm_eps"] == 1e-5 and config["rope_theta"] == 10000.0
     assert float(np.float32(1e-5)) != 1e-5
+
+
+@pytest.mark.parametrize(("name", "settings", "tensors", "error"), [
+    ("qwen2", {"qwen2.attention.sliding_window": 5}, {}, ("gguf-sliding-window", 5)),
+    ("llama-3.2", {"llama.rope.scaling.type": "linear"}, {}, ("gguf-two-rope-scalings", "linear")),
+    ("llama", {}, {"blk.0.attn_more.weight": "output_norm.weight"}, ("gguf-unknown-tensor", "blk.0.attn_more.weight"))])
+def test_settings_and_tensors_that_a_model_does_not_have(tmp_path, monkeypatch, name, settings, tensors, error):
+    path = write_gguf(tmp_path / "model.gguf", model_of(name))
+    opened = gguf_file._File
+
+    def other(*, path, values, tensors):
+        more = {new: tensors[old] for new, old in added.items()}
+        return opened(path=path, values={**values, **settings}, tensors={**tensors, **more})
+
+    added = tensors
+    monkeypatch.setattr(gguf_file, "_File", other)
+    with raises(*error):
+        write_folder(path, tmp_path)
+
+
+def test_a_tensor_that_is_damaged(tmp_path, monkeypatch):
+    path = write_gguf(tmp_path / "model.gguf", model_of())
+
+    def fails(data, kind):
+        raise ValueError("shape of 3 bytes")
+
+    monkeypatch.setattr("gguf.quants.dequantize", fails)
+    with raises("gguf-tensor-damaged", "shape of 3 bytes"):
+        write_folder(path, tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 import types
@@ -156,6 +157,18 @@ def test_rows_without_text_or_label_are_refused_by_line(tmp_path):
         run = classified(written(tmp_path, ".jsonl", [{"sentence": "a", "label": 0}, row]), tmp_path)
         with raises(*error, "line 2"):
             prepare(run)
+
+
+@pytest.mark.parametrize("ending", [".json", ".jsonl.gz", ".csv.gz"])
+def test_arrays_and_compressed_rows_are_classified(tmp_path, ending):
+    rows = [{"sentence": "a day", "label": "up"}, {"sentence": "a night", "label": "down"}]
+    path = tmp_path / f"rows{ending}"
+    if ending == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_bytes(gzip.compress(written(tmp_path, ending.removesuffix(".gz"), rows).read_bytes()))
+    run = classified(path, tmp_path)
+    assert not problems(run) and prepare(run).train.targets(np.arange(1)).numel() == 1
 
 
 def test_columns_of_tab_separated_files_have_names_too(tmp_path):

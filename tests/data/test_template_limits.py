@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ranvier.data import template_process, template_renderer
+from ranvier.data import chat_template, template_process, template_renderer
 from ranvier.data.chat_template import ChatTokenizer, Conversation
 from ranvier.data.template_renderer import TemplateError, TemplateLimitError, render
-from ranvier.errors import DataError
 from tests.data.test_chat import MARKED, tokenizer_in
+from tests.errors import raises
 
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 ASKED = Conversation(messages=[{"role": "user", "content": "assistant"}], place="rows.jsonl, line 7")
@@ -33,9 +33,8 @@ def test_a_template_that_loops_is_ended_and_its_file_named(tmp_path, file):
     tokenizer = ChatTokenizer(folder, place if file.startswith("--") else None)
     ends = file == "chat_template.jinja"  # a template of other conversations would be passed over there
     for use in (tokenizer.prompt, *([lambda _: tokenizer.ends_of_turns()] if ends else [])):
-        with pytest.raises(DataError) as found:
+        with raises("chat-template-fails", "0.3 s", where=str(place)) as found:
             use(ASKED)
-        assert found.value.where == str(place) and "0.3 s of processor time" in found.value.what
     assert "--data.chat-template" in found.value.remedy
 
 
@@ -50,6 +49,13 @@ def test_a_template_that_builds_giants_is_ended(monkeypatch, template, says):
     with pytest.raises(TemplateLimitError, match=says):
         render(messages=[], template=template)
     assert render(messages=[], template="{{ 1 + 1 }}").text == "2", "another process takes its place"
+
+
+def test_a_template_that_is_longer_than_any(tmp_path, monkeypatch):
+    monkeypatch.setattr(chat_template, "_MOST_TEMPLATE", 9)
+    folder = tokenizer_in(tmp_path / "model", "{{ messages }}")
+    with raises("chat-template-too-long", 9, "14 characters", where=str(folder)):
+        ChatTokenizer(folder)
 
 
 def test_threads_take_turns_and_an_ended_process_is_replaced():

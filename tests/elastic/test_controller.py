@@ -21,6 +21,7 @@ from ranvier.elastic.state import ElasticState, StepFigures
 from ranvier.errors import CheckpointError, ConfigError
 from ranvier.mesh import Mesh
 from ranvier.train.saving import read_metadata
+from tests.errors import raises
 
 LAYERS, EPOCH, FIRST = 6, 40, 8
 NAMES = (*(f"layer{number}" for number in range(LAYERS)), "head")
@@ -202,3 +203,10 @@ def test_a_state_from_before_a_field_was_added_is_read():
     assert (state.evaluations, state.kept, state.unmeasured, state.refused) == (2, 1, False, frozenset())
     assert ElasticState.read({name: value for name, value in older.items() if name not in ("progress", "kept")}
                              ).inputs.targets == 0.0
+
+
+def test_frozen_layers_that_the_model_does_not_have():
+    run = ResolvedRun(elastic=Elastic(freeze="manual", manual=("0:1",)))
+    controller = Controller(run, Manual(((0, 1),)), epoch_samples=EPOCH)
+    with raises("checkpoint-frozen-layers", 5, 3, where="checkpoint"):
+        controller.restored({"frozen": 5}, num_ranks=1, num_layers=3, step_samples=8, boundaries=None)

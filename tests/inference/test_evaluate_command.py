@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import types
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 from ranvier.cli.main import run_command
 from ranvier.data.tokenizer import train as train_tokenizer
 from ranvier.inference.lm_eval_tasks import HarnessTasks
-from tests.errors import raises
+from tests.errors import check, raises, reports
 
 WORDS = ["good", "fine", "great", "bad", "poor", "awful", "day", "film", "book", "meal"]
 HARNESS = pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is not installed")
@@ -169,21 +170,23 @@ def test_the_harness_that_is_missing(monkeypatch):
         HarnessTasks(names=("x",))
 
 
-@pytest.mark.parametrize(("args", "says"), [
-    (["FOLDER"], "data: is missing: a folder in Hugging Face's format names none"),
-    (["LM", "--data", "a=x.txt", "--data", "a=y.txt"], "data: is no NAME=DATA with a name of its own"),
-    (["CLASSIFICATION", "--choices", "x.jsonl"], "choices: is of language models only"),
-    (["LM", "--choices", "gone.jsonl"], "choices: cannot be read"),
-    (["LM", "--data.tokenizer", "OTHER"], "data.tokenizer: is not the tokenizer that the model was trained with"),
-    (["CLASSIFICATION", "--data.train", "THIRD", "--data", "THIRD"], "has other classes than the model was trained on"),
-    (["LM", "--mesh.pipe", "99"], "mesh.pipe"), (["LM", "--ema"], "has no moving average of the parameters"),
-    (["FOLDER", "--ema"], "has no moving average of the parameters: it is a folder"),
-    (["LM", "--data", "TINY"], "data.eval: has too little text for one sequence of 16 + 1 tokens"),
-    (["BARE", "--choices", "QUESTIONS"], "data.tokenizer: is missing"),
-    (["HEADLESS", "--data", "THIRD"], "has no trained head: it lacks head."),
-    pytest.param(["FOLDER", "--lm-eval", "gone"], "lm-eval: is no task of lm-evaluation-harness", marks=HARNESS),
-    (["gone"], "has no checkpoint")])
-def test_refusals(runs, folder, capsys, args, says, tmp_path):
+@pytest.mark.parametrize(("args", "code", "says"), [
+    (["FOLDER"], "evaluation-data-missing", "data: "),
+    (["LM", "--data", "a=x.txt", "--data", "a=y.txt"], "malformed-evaluation-data", "a=y.txt"),
+    (["CLASSIFICATION", "--choices", "x.jsonl"], "evaluation-of-language-models", "choices: "),
+    (["LM", "--choices", "gone.jsonl"], "choices-unreadable", "gone.jsonl"),
+    (["LM", "--data.tokenizer", "OTHER"], "other-tokenizer-than-trained", "data.tokenizer: "),
+    (["CLASSIFICATION", "--data.train", "THIRD", "--data", "THIRD"], "other-classes-than-trained", "'left', 'right'"),
+    (["LM", "--mesh.pipe", "99"], None, "mesh.pipe"),
+    (["LM", "--ema"], "checkpoint-without-ema", "--optim.ema"),
+    (["FOLDER", "--ema"], "folder-without-ema", "model"),
+    (["LM", "--data", "TINY"], "too-little-eval-text", "16 + 1 tokens"),
+    (["BARE", "--choices", "QUESTIONS"], "evaluation-tokenizer-missing", "data.tokenizer: "),
+    (["BARE", "--data", "TINY"], "tokenizer-missing", "data.tokenizer: "),
+    (["HEADLESS", "--data", "THIRD"], "untrained-head", "head."),
+    pytest.param(["FOLDER", "--lm-eval", "gone"], "unknown-lm-eval-task", "lm-eval: ", marks=HARNESS),
+    (["gone"], "folder-without-checkpoint", "gone")])
+def test_refusals(runs, folder, capsys, args, code, says, tmp_path):
     (tmp_path / "third.tsv").write_text("sentence\tlabel\n" + "a good day\tleft\na bad film\tright\n" * 20)
     places = {"FOLDER": folder, "LM": runs / "lm", "CLASSIFICATION": runs / "classification",
               "OTHER": folder / "tokenizer.json", "THIRD": tmp_path / "third.tsv", "TINY": tmp_path / "tiny.txt",
@@ -196,7 +199,8 @@ def test_refusals(runs, folder, capsys, args, says, tmp_path):
         transformers.BertModel(transformers.BertConfig(
             vocab_size=30, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
             max_position_embeddings=16)).save_pretrained(tmp_path / "headless")
-    assert run_command(["evaluate", *(str(places.get(arg, arg)) for arg in args)]) in (1, 2)
+    with reports(code) if code else nullcontext():
+        assert run_command(["evaluate", *(str(places.get(arg, arg)) for arg in args)]) in (1, 2)
     assert says in capsys.readouterr().err
 
 
@@ -215,8 +219,9 @@ def test_a_checkpoint_of_another_loop(runs, capsys, monkeypatch):
     saved = Saved(next(Path(runs / "lm" / "checkpoint").glob("step-*")))
     saved.manifest.about.clear()
     monkeypatch.setattr("ranvier.inference.trained.newest_whole", lambda path, tell: saved)
-    assert run_command(["evaluate", str(runs / "lm")]) == 2
-    assert "does not say which model it is of" in capsys.readouterr().err
+    with reports("checkpoint-without-run"):
+        assert run_command(["evaluate", str(runs / "lm")]) == 2
+    assert str(saved.folder) in capsys.readouterr().err
 
 
 def test_code_that_a_checkpoint_names_is_not_imported(runs, capsys, monkeypatch):
@@ -241,7 +246,7 @@ def test_a_checkpoint_chooses_no_folder_that_is_read(runs, monkeypatch, capsys, 
     assert trained.unnamed == {"data.corpus": str(tmp_path)}
     assert not {"data.corpus", "data.cache_dir"} & set(trained.settings)
     problem, = trained.check_places(())
-    assert (problem.where, problem.value) == ("data.corpus", str(tmp_path))
+    check(problem, "path-named-by-checkpoint", where="data.corpus", value=str(tmp_path))
     assert not trained.check_places(["data.corpus"])
     assert run_command(["evaluate", str(runs / "lm")]) == 2
     assert "data.corpus: is a path that the checkpoint names" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import types
+from contextlib import nullcontext
 
 import pytest
 
@@ -13,6 +14,7 @@ from ranvier.cli.generate import _complete
 from ranvier.cli.main import run_command
 from ranvier.data.tokenizer import load, train
 from ranvier.inference.generate import Text
+from tests.errors import reports
 
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from the brown bear "
 
@@ -122,18 +124,30 @@ def test_what_may_begin_a_stop_word_is_not_streamed_yet():
     assert seen == ["a", "a", "aex", "aex", "aex", "aex"]
 
 
-@pytest.mark.parametrize(("args", "says"), [
-    ([], "prompt: is missing. Give --prompt TEXT, or --prompts FILE."),
-    (["--prompts", "lines.jsonl"], "lines.jsonl, line 2: is no JSON object with a field prompt or messages"),
-    (["--prompts", "messages.jsonl"], "prompts: are messages, which need a chat template"),
-    (["--prompt", "x", "--tokenizer", "gone.json"], "gone.json"),
-    (["--prompt", "x", "--top-p", "0"], "top-p: cannot be sampled with (got 0.0)"),
-    (["--prompt", "x " * 90], "prompt 1: leaves no room for an answer")])
-def test_refusals(folder, capsys, tmp_path, monkeypatch, args, says):
+@pytest.mark.parametrize(("args", "code", "says"), [
+    ([], "prompt-missing", "--prompts FILE"),
+    (["--prompts", "lines.jsonl"], "prompt-not-json", "lines.jsonl, line 2: "),
+    (["--prompts", "messages.jsonl"], "prompts-are-messages", "--chat"),
+    (["--prompts", "latin.txt"], "prompts-unreadable", "latin.txt"),
+    (["BARE", "--prompt", "x"], "model-without-tokenizer", "--tokenizer"),
+    (["BERT", "--prompt", "x"], "not-a-language-model", "span"),
+    (["--prompt", "x", "--tokenizer", "gone.json"], None, "gone.json"),
+    (["--prompt", "x", "--top-p", "0"], None, "top-p: cannot be sampled with (got 0.0)"),
+    (["--prompt", "x " * 90], None, "prompt 1: leaves no room for an answer")])
+def test_refusals(folder, capsys, tmp_path, monkeypatch, args, code, says):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lines.jsonl").write_text('{"prompt": "x"}\n{"text": "y"}\n')
+    (tmp_path / "latin.txt").write_bytes(b"\xff")
     (tmp_path / "messages.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
-    assert run_command(["generate", str(folder), *args]) == 2
+    if "BARE" in args:
+        shutil.copytree(folder, tmp_path / "BARE", ignore=shutil.ignore_patterns("tokenizer.json"))
+    if "BERT" in args:
+        transformers = pytest.importorskip("transformers")
+        transformers.BertForQuestionAnswering(transformers.BertConfig(
+            vocab_size=30, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
+            max_position_embeddings=16)).save_pretrained(tmp_path / "BERT")
+    with reports(code) if code else nullcontext():
+        assert run_command(["generate", *([] if args[:1] in (["BARE"], ["BERT"]) else [str(folder)]), *args]) == 2
     assert says in capsys.readouterr().err
 
 

@@ -6,7 +6,6 @@ from types import ModuleType
 import pytest
 import torch
 
-from ranvier.errors import LaunchError
 from ranvier.launch import start as launch
 from ranvier.launch.launchers import Started
 from ranvier.mesh import Mesh
@@ -83,14 +82,14 @@ def test_rerun_command(monkeypatch, arguments, main, expected):
     assert launch.rerun_command() == [sys.executable, *expected]
 
 
-@pytest.mark.parametrize(("arguments", "main", "prompt"), [
-    (["python"], None, False), (["python", "x.py"], "x.py", True), (["python", "-"], "<stdin>", False)],
-    ids=["no script", "prompt", "standard input"])
-def test_nothing_to_run_again(monkeypatch, arguments, main, prompt):
+@pytest.mark.parametrize(("arguments", "main", "prompt", "code"), [
+    (["python"], None, False, "start-from-prompt"), (["python", "x.py"], "x.py", True, "start-from-prompt"),
+    (["python", "-"], "<stdin>", False, "start-from-standard-input")], ids=["no script", "prompt", "standard input"])
+def test_nothing_to_run_again(monkeypatch, arguments, main, prompt, code):
     _pretend(monkeypatch, arguments, main)
     if prompt:
         monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    with pytest.raises(LaunchError, match="cannot start ranks from") as error:
+    with raises(code) as error:
         launch.rerun_command()
     assert ("python file.py" if "-" in arguments else "ranvier.run(") in error.value.remedy
 

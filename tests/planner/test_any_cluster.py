@@ -103,6 +103,7 @@ def test_any_measured_numbers(values, crowded):
              "collective": values[8]}
     try:
         cluster = measure.formed(compute, links, 2, "cpu")
-    except RanvierError:
+    except RanvierError as error:
+        assert error.code in ("measurement-not-a-cluster", "cluster-malformed"), error
         return
     assert math.isfinite(predict(RUNS[0], cluster, WORK, exact=False).cost.seconds)

@@ -12,7 +12,7 @@ from ranvier.layout import Split
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.tensor import layers
 from ranvier.testing import check_split
-from tests.errors import raises
+from tests.errors import raises, reports
 
 IDS = torch.randint(0, 20, (3, 6), generator=torch.Generator().manual_seed(0))
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -109,7 +109,7 @@ class Forgetful(Wrong):
 
 
 def test_a_parameter_that_is_lost_is_named():
-    with raises("split-refused", "1.weight"):
+    with reports("split-parameter-missing"), raises("split-refused", "1.weight"):
         check_split([bare(), Forgetful()], IDS, meshes=[(1, 2)])
 
 
@@ -148,12 +148,13 @@ def test_command(capsys):
     assert {one["status"] for one in json.loads(out)["split"]} == {"agrees", "differs"}
 
 
-@pytest.mark.parametrize(("target", "text"), [
-    (f"{__name__}:number", "must return (model, sample) or (model, sample, loss) (got 'int')"),
-    (f"{__name__}:missing", "cannot be called: AttributeError"),
-    ("nowhere:f", "cannot be called: ModuleNotFoundError")])
-def test_functions_that_give_no_model(capsys, target, text):
-    code, out, err = command(capsys, "--split", target)
+@pytest.mark.parametrize(("target", "error", "text"), [
+    (f"{__name__}:number", "split-function-result", "'int'"),
+    (f"{__name__}:missing", "split-function-raised", "AttributeError"),
+    ("nowhere:f", "split-function-raised", "ModuleNotFoundError")])
+def test_functions_that_give_no_model(capsys, target, error, text):
+    with reports(error):
+        code, out, err = command(capsys, "--split", target)
     assert (code, out) == (2, "") and text in err
 
 
@@ -167,3 +168,17 @@ def test_the_example(capsys, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     code, out, err = command(capsys, "--split", "own_layers:sample")
     assert (code, err) == (0, "") and out.count("agrees") == 10, out + err
+
+
+class Cuts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = layers.Linear(12, 24, stationary="output")
+
+    def forward(self, x):
+        return layers.local_map(lambda own: own[..., 5:], self.up(x))
+
+
+def test_a_result_that_is_not_one_columns_shard_is_named():
+    with reports("split-parameter-shape"), raises("split-refused", "local_map"):
+        check_split([bare(), Cuts()], IDS, meshes=[(1, 2)], schemes=["stationary"])

@@ -69,7 +69,7 @@ def test_what_is_no_fault_is_refused(text, what):
 
 
 def test_a_fault_of_a_rank_that_is_not_there():
-    with pytest.raises(ConfigError, match=r"^fault: there are only ranks 0 to 1 \(got 'drop:rank=2,message=1'\)"):
+    with raises("malformed-fault", 0, 1, where="fault", value="drop:rank=2,message=1"):
         run_ranks(lambda world: faulty(world, [parse("drop:rank=2,message=1")]), 2)
 
 
