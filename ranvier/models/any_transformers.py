@@ -25,10 +25,14 @@ from ranvier.errors import ConfigError, ModelError, RanvierError
 from ranvier.models.family import ModelFacts, text_transformer_in_words, wrong_head
 from ranvier.models.from_transformers import from_transformers
 from ranvier.models.stand_ins import Elsewhere
+from ranvier.system.untrusted_file import member, read_json
 from ranvier.tensor.split.loss import NextTokenLoss
 
 _BUILDING = threading.RLock()
 """transformers builds models under settings of the whole process."""
+_CONFIG_BYTES = 4 * 2**20
+_OWN_KERNELS = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "grouped_mm",
+                "batched_mm")
 _SIZES = {"num_hidden_layers": "num_layers", "hidden_size": "hidden", "num_attention_heads": "heads",
           "vocab_size": "vocab"}
 
@@ -54,6 +58,7 @@ def cut_model(folder: str, dtype: torch.dtype) -> CutModel:
 @lru_cache(maxsize=1)
 def _cut_model(folder: str, dtype: torch.dtype) -> CutModel:
     transformers = _transformers()
+    _check_files(_path(folder))
     with quiet(transformers), torch.device("cpu"), torch.random.fork_rng(devices=()):
         try:
             model, found = transformers.AutoModelForCausalLM.from_pretrained(
@@ -126,6 +131,7 @@ def _num_parameters(folder: str) -> int:
 
 
 def _config(folder: str) -> Any:
+    _check_files(_path(folder))
     try:
         config = _transformers().AutoConfig.from_pretrained(_path(folder), local_files_only=True,
                                                             trust_remote_code=False)
@@ -135,6 +141,30 @@ def _config(folder: str) -> Any:
         raise ModelError("has quantized weights, which do not train", code="transformers-model-quantized",
                          where=f"config.json in {folder}", remedy="Name a folder of its weights in bf16 or fp32.")
     return config.get_text_config()
+
+
+def _check_files(folder: Path) -> None:
+    """ModelError for files that lead out of the folder, and where config.json names kernels, which may be code of the
+    hub."""
+    try:
+        for path in (*folder.glob("*.json"), *folder.glob("*.safetensors")):
+            member(folder, path.name)
+        document = read_json(folder / "config.json", _CONFIG_BYTES)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot be read: {error}", code="transformers-folder-unreadable", where=f"model in {folder}",
+                         remedy="Name a folder that `save_pretrained` has written whole.") from error
+    for key, value in _items(document):
+        if key.lstrip("_") in ("attn_implementation", "experts_implementation") and value not in _OWN_KERNELS:
+            raise ModelError("names kernels that are not transformers' own", code="transformers-kernels",
+                             where=f"{key} in {folder / 'config.json'}", value=value, remedy="Remove the key.")
+
+
+def _items(document: object) -> Iterator[tuple[str, object]]:
+    """Of a JSON document and all that it holds."""
+    if isinstance(document, dict):
+        yield from document.items()
+    for one in document.values() if isinstance(document, dict) else document if isinstance(document, list) else ():
+        yield from _items(one)
 
 
 @contextmanager

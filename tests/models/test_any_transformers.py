@@ -7,6 +7,7 @@ import json
 import shutil
 import weakref
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -190,6 +191,8 @@ def changed(folder, tmp_path, *, without=(), more=(), **keys):
     (dict(vocab_size=300), ("transformers-tensors-differ", "mismatched")),
     (dict(model_type="no-such-type"), ("transformers-model-not-built", "no-such-type")),
     (dict(quantization_config={"quant_method": "fp8"}), ("transformers-model-quantized",)),
+    (dict(attn_implementation="someone/kernels"), ("transformers-kernels", "someone/kernels")),
+    (dict(text_config={"_attn_implementation": {"": "someone/kernels"}}), ("transformers-kernels", "someone/kernels")),
     (dict(model_type="t5"), ("transformers-model-not-built", "t5")),
 ])
 def test_folders_that_are_not_taken(folder_of, tmp_path, change, error):
@@ -197,6 +200,14 @@ def test_folders_that_are_not_taken(folder_of, tmp_path, change, error):
     with raises(*error):
         cut_model(folder, torch.float32)
         sizes_of(folder)
+
+
+def test_links_out_of_a_folder_are_not_followed(folder_of, tmp_path):
+    folder = Path(changed(folder_of("Cohere"), tmp_path))
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to(folder_of("Cohere") / "model.safetensors")
+    with raises("transformers-folder-unreadable", "leads out of its folder"):
+        cut_model(str(folder), torch.float32)
 
 
 def test_settings_of_the_folder(folder_of, tmp_path):
