@@ -277,9 +277,9 @@ def test_only_module_and_name_are_an_object():
 @pytest.mark.parametrize("name", ["gptt", "a b:c", "a:b:c", ":x"])
 def test_other_texts_are_refused(name):
     found = read.merge([read.Layer(origin="flag", values={"model.family": name, "data.task": name}, is_text=True)])
-    assert [problem.what for problem in found.problems] == [
-        "must be auto, gpt, llama, bert or vit, or module:function",
-        "must be lm, chat, preference, classification, qa or images, or module:function"]
+    family, task = (problem.what for problem in found.problems)
+    assert "transformers" in family and "reward" in task
+    assert all(what.endswith(", or module:function") for what in (family, task))
 
 
 @pytest.mark.parametrize("section", [{"model": {"family": "own:raises"}}, {"data": {"task": "own:raises"}}])
