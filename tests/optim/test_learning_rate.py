@@ -60,4 +60,5 @@ def test_a_schedule_in_words():
     train = Train(steps=100, learning_rate=1e-3, warmup_steps=10, schedule="wsd")
     assert describe(train) == "wsd, 0.001 after 10 steps of warmup, 1-sqrt decay from step 80 to 0 at step 100"
     assert describe(Train()) == "constant, 0.001"
+    assert describe(Train(schedule="cosine", steps=5, warmup_steps=30)).endswith("warmup, of which the run has 5")
     assert describe(Train(schedule="cosine", steps=5)) == "cosine, 0.001, decay from step 0 to 0 at step 5"
