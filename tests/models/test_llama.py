@@ -12,8 +12,9 @@ from torch.overrides import TorchFunctionMode
 
 from ranvier.block import initialise
 from ranvier.checkpoint.hf.forms import form_of
+from ranvier.checkpoint.hf.from_pretrained import with_model
 from ranvier.checkpoint.hf.pretrained import Pretrained
-from ranvier.config.run import Transformer
+from ranvier.config.run import Run, Transformer
 from ranvier.models.llama import LLAMA, flops_per_sequence, head_dim, llama, problems
 from ranvier.plan.block_costs import block_costs
 from ranvier.testing.families import check_family
@@ -135,6 +136,13 @@ def test_settings_are_read_back(models):
         wanted, found = (replace(one, max_positions=None, sequence=8, head_dim=head_dim(one))
                          for one in (pretrained.config, again))
         assert found == wanted
+
+
+def test_a_run_takes_all_that_its_folder_says(models):
+    for name in MODELS:
+        pretrained = Pretrained(models(name)[1])
+        run = with_model(Run(model=Transformer(family="llama", sequence=8)), pretrained)
+        assert run.model == replace(pretrained.config, sequence=8), name
 
 
 # ---------------------------------------------------------------------- counts

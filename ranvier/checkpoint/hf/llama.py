@@ -434,9 +434,9 @@ def _whole(value: float) -> float:
 
 COMPUTED = ("vocab", "hidden", "num_layers", "heads", "kv_heads", "head_dim", "intermediate", "norm_epsilon",
              "activation", "bias", "tied", "norms", "norm_offset", "qk_norm", "query_pre_attn_scalar", "window",
-             "full_every", "nope_layers", "rope_base", "window_rope_base", "rope_scaling", "rope_factor",
-             "rope_positions", "rope_limits", "rope_magnitude", "embedding_scale", "residual_multiplier",
-             "logits_scaling", "attention_softcap", "logit_softcap")
+             "full_every", "full_layers", "nope_layers", "rope_base", "window_rope_base", "rope_scaling",
+             "rope_factor", "rope_positions", "rope_limits", "rope_magnitude", "embedding_scale",
+             "residual_multiplier", "logits_scaling", "attention_softcap", "logit_softcap")
 """Settings that decide what is computed."""
 
 
@@ -455,7 +455,7 @@ def _with_defaults(config: Transformer, name: str) -> object:
             return float(f"{config.query_pre_attn_scalar or head_dim(config):.9g}")  # Granite has its inverse root
         case "nope_layers":
             return [layer for layer in range(config.num_layers) if layer in config.nope_layers]
-        case "full_every":  # without a window, or with one in all layers
+        case "full_every" | "full_layers":  # without a window, or with one in all layers
             return [window_of(config, layer) for layer in range(config.num_layers)]
         case "rope_limits":
             return config.rope_limits or {"llama3": (1.0, 4.0), "yarn": (1.0, 32.0)}.get(config.rope_scaling)
