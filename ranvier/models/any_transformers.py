@@ -30,7 +30,7 @@ from ranvier.tensor.split.loss import NextTokenLoss
 
 _BUILDING = threading.RLock()
 """transformers builds models under settings of the whole process."""
-_CONFIG_BYTES = 4 * 2**20
+CONFIG_BYTES = 1 << 20
 _OWN_KERNELS = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "grouped_mm",
                 "batched_mm")
 _SIZES = {"num_hidden_layers": "num_layers", "hidden_size": "hidden", "num_attention_heads": "heads",
@@ -58,7 +58,7 @@ def cut_model(folder: str, dtype: torch.dtype) -> CutModel:
 @lru_cache(maxsize=1)
 def _cut_model(folder: str, dtype: torch.dtype) -> CutModel:
     transformers = _transformers()
-    _check_files(_path(folder))
+    _config(folder)  # and what is refused by it
     with quiet(transformers), torch.device("cpu"), torch.random.fork_rng(devices=()):
         try:
             model, found = transformers.AutoModelForCausalLM.from_pretrained(
@@ -120,14 +120,16 @@ def sizes_of(folder: str) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=8)
 def _num_parameters(folder: str) -> int:
-    """Without embeddings."""
+    """Without embeddings, unless the head shares them."""
     with _BUILDING, torch.device("meta"), torch.random.fork_rng(devices=()):
         try:
             model = _transformers().AutoModelForCausalLM.from_config(_config(folder), trust_remote_code=False)
         except Exception as error:  # whatever transformers raises
             raise _not_built(folder, error) from error
+    head = getattr(model.get_output_embeddings(), "weight", None)
     return sum(int(parameter.numel()) for parameter in model.parameters()) - sum(
-        module.weight.numel() for module in model.modules() if isinstance(module, nn.Embedding))
+        module.weight.numel() for module in model.modules()
+        if isinstance(module, nn.Embedding) and module.weight is not head)
 
 
 def _config(folder: str) -> Any:
@@ -149,7 +151,7 @@ def _check_files(folder: Path) -> None:
     try:
         for path in (*folder.glob("*.json"), *folder.glob("*.safetensors")):
             member(folder, path.name)
-        document = read_json(folder / "config.json", _CONFIG_BYTES)
+        document = read_json(folder / "config.json", CONFIG_BYTES)
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot be read: {error}", code="transformers-folder-unreadable", where=f"model in {folder}",
                          remedy="Name a folder that `save_pretrained` has written whole.") from error

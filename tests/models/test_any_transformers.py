@@ -185,6 +185,15 @@ def changed(folder, tmp_path, *, without=(), more=(), **keys):
     return str(tmp_path / "changed")
 
 
+@pytest.mark.parametrize("kind", ["Cohere", "GPTNeoX"])  # with a head that is the embedding, and with one of its own
+def test_flops_are_those_counted(folder_of, kind):
+    config = settings(folder_of(kind))
+    with torch.device("meta"):
+        inputs, targets = TRANSFORMERS.sample(config, "tokens", 1)
+    costs = block_costs(TRANSFORMERS.model(config, "tokens"), inputs, targets)
+    assert TRANSFORMERS.flops_per_sample(config) == pytest.approx(3 * sum(cost.flops for cost in costs), rel=0.05)
+
+
 @pytest.mark.parametrize(("change", "error"), [
     (dict(without=["model.norm.weight"]), ("transformers-tensors-differ", "model.norm.weight")),
     (dict(more=["model.extra"]), ("transformers-tensors-differ", "model.extra")),

@@ -13,10 +13,8 @@ import torch
 from ranvier.checkpoint.hf.form import Form, TensorMapping, same
 from ranvier.config.run import Transformer
 from ranvier.errors import ModelError
-from ranvier.models.any_transformers import CutModel, cut_model
+from ranvier.models.any_transformers import CONFIG_BYTES, CutModel, cut_model
 from ranvier.system.untrusted_file import member, read_json
-
-_CONFIG_BYTES = 1 << 20
 
 
 def _cut(config: Transformer) -> CutModel:
@@ -42,7 +40,7 @@ def _read(document: Mapping[str, object]) -> tuple[Transformer, list[str]]:
 def _write(config: Transformer, head: str) -> dict[str, object]:
     assert config.pretrained is not None, "a problem of the family"
     try:
-        found = read_json(member(Path(config.pretrained).expanduser(), "config.json"), _CONFIG_BYTES)
+        found = read_json(member(Path(config.pretrained).expanduser(), "config.json"), CONFIG_BYTES)
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot be read: {error}", code="config-json-unreadable",
                          where=f"config.json in {config.pretrained}",
