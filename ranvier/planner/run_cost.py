@@ -34,7 +34,7 @@ from ranvier.optim.average import averages_of
 from ranvier.optim.rules import rules_of, states_per_element, update_flops
 from ranvier.plan.block_costs import build_on_meta
 from ranvier.plan.cut import global_parameters
-from ranvier.plan.limits import run_limits
+from ranvier.plan.limits import Segments, run_limits
 from ranvier.planner.count import device_kind, recomputed_runs
 from ranvier.precision import DTYPES, is_half, reduce_dtype, sum_dtype, wide
 from ranvier.schedule.limits import Limits
@@ -86,6 +86,9 @@ def step_of(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], cluster: Cl
     recomputed = recomputed_runs(run, stages)
     limits = limits or run_limits(run, stages, recomputed, cluster)
     own, more = (families.flops_per_sample(run, recomputed=again) for again in (False, True))
+    if run.memory.recompute == "alternate":
+        each = recomputed_runs(replace(run, memory=replace(run.memory, recompute=1)), stages)
+        more = own + (more - own) * _forward_flops(stages, recomputed) / max(1, _forward_flops(stages, each))
     return Step(
         run=run, policy=policy_named(run.pipeline.policy), limits=limits, bytes=element_bytes(run),
         stages=tuple(StageWork(blocks=tuple(blocks), recomputed=tuple(place for places in again for place in places))
@@ -93,8 +96,14 @@ def step_of(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], cluster: Cl
         num_states=states_per_parameter(run), tokens=families.tokens_of(run),
         whole_tensors=rules_of(run.optim).tensors is not None, update_flops=_update_of(run)[1],
         flops_per_sample=own,
-        recomputed_flops_per_sample=(own + more) / 2 if run.memory.recompute == "alternate" else more,
+        recomputed_flops_per_sample=more,
         split_layers=split_layers(run) if run.mesh.stage_size > 1 else {})
+
+
+def _forward_flops(stages: Sequence[Sequence[BlockCost]], segments: Segments) -> int:
+    """Of the blocks in these segments."""
+    return sum(blocks[place].flops for blocks, again in zip(stages, segments, strict=True)
+               for places in again for place in places)
 
 
 def element_bytes(run: ResolvedRun) -> ElementBytes:

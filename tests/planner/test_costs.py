@@ -49,6 +49,19 @@ def test_tied_parameters_are_reduced_and_updated_once():
     assert last[-1].num_trainable - last[-1].num_owned == first[0].num_trainable - 32 * 64 == 512 * 64
 
 
+def test_what_every_second_layer_recomputes_is_counted_as_it_is():
+    """Of 3 layers two, of 4 two; of two stages with one layer each both."""
+    def extra(layers, recompute, pipe):
+        run = replace(TINY, mesh=Mesh(pipe=pipe), model=replace(TINY.model, num_layers=layers),
+                      pipeline=Pipeline(boundaries=(3,) if pipe == 2 else None),
+                      memory=replace(TINY.memory, recompute=recompute))
+        cost = found(run, exact=False)
+        return cost.hardware_flops - cost.model_flops
+
+    for layers, pipe, share in ((3, 1, 2 / 3), (4, 1, 1 / 2), (2, 2, 1)):
+        assert extra(layers, "alternate", pipe) == pytest.approx(share * extra(layers, 1, pipe))
+
+
 def test_frozen_layers_in_front_have_no_backward():
     """Of four equal layers, the head and the embedding; nothing of what freezes is computed backwards."""
     whole = found(TINY, exact=False).stages[0]
