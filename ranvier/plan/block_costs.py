@@ -249,7 +249,7 @@ def check_loss(model: Model, state: State, targets: object, dtype: torch.dtype) 
     loss_parts(result)
 
 
-def loss_parts(result: object) -> tuple[Tensor, Tensor | float | int]:
+def loss_parts(result: Any) -> tuple[Tensor, Tensor | float | int]:
     """A loss's (sum, weight). ModelError when it returned something else."""
     fits = (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor) and result[0].numel() == 1
             and (isinstance(result[1], (int, float)) or (isinstance(result[1], Tensor) and result[1].numel() == 1)))
@@ -259,5 +259,5 @@ def loss_parts(result: object) -> tuple[Tensor, Tensor | float | int]:
                          value=shown,
                          remedy="Use reduction='sum' and return the count beside it, so that microbatches of different "
                                 "sizes add up to the same gradients.")
-    parts: Any = result
-    return parts  # type: ignore[no-any-return]
+    total, weight = result
+    return total, weight
