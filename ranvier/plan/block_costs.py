@@ -27,6 +27,7 @@ from ranvier.plan.kernel_count import (
     Counting,
     KernelCount,
     float8_kernels,
+    kept_bytes,
     loss_kernels,
     run_kernels,
     tensor_bytes,
@@ -87,18 +88,23 @@ class _Float8Products(TorchFunctionMode):
 
 
 class KeptBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the bytes that autograd saves, each storage once, without those of `parameters`."""
+    """The storages that autograd saves, each once, without those of `parameters`."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self.count = 0
+        self.saved: list[torch.UntypedStorage] = []
         self._seen = {parameter.untyped_storage()._cdata: parameter.untyped_storage() for parameter in parameters}
         super().__init__(self._pack, lambda tensor: tensor)
+
+    @property
+    def count(self) -> int:
+        """Bytes of them."""
+        return sum(storage.nbytes() for storage in self.saved)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = plain(tensor).untyped_storage()
         if storage._cdata not in self._seen:
             self._seen[storage._cdata] = storage
-            self.count += storage.nbytes()
+            self.saved.append(storage)
         return tensor
 
 
@@ -153,6 +159,11 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
                 entered_state = _as_leaves(arrived, arrived_trains)  # which the block may change
                 with torch.enable_grad(), kept, count, FusedAttention(), products, count.chains(counting):
                     state = functional_call(module, tensors, (entered_state,), tie_weights=False)
+                memory = count
+                if counting.has_scores:
+                    memory, kept = _count_of(module, tensors), KeptBytes(tensors.values())
+                    with torch.enable_grad(), kept, memory:
+                        functional_call(module, tensors, (_as_leaves(arrived, arrived_trains),), tie_weights=False)
         except ModelError:
             raise
         except Exception as error:
@@ -163,8 +174,9 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
         outputs = named(state, f"block {name}")
         share, defers = _weights_of(module, count)
         costs.append(BlockCost(
-            name=name, flops=count.flops, written_bytes=count.written, allocated_bytes=count.allocated,
-            kernels=run_kernels(count, state, counting, dtype.itemsize), kept_bytes=kept.count,
+            name=name, flops=count.flops, written_bytes=count.written, allocated_bytes=memory.allocated,
+            kernels=run_kernels(count, state, counting, dtype.itemsize),
+            kept_bytes=kept_bytes(memory, kept.saved, counting),
             input_bytes=entered, output_bytes=_state_bytes(outputs), weight_share=share, defers=defers,
             float8_products=tuple(products.found),
             num_parameters=sum(p.numel() for p in module.parameters()),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import starmap
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ranvier import keyed_random, precision
+from ranvier import precision
 from ranvier.block import Model, State, freeze, meta_device, named
 from ranvier.comm.fp32_sums import Fp32Sums
 from ranvier.comm.meta import MetaGroup
@@ -39,6 +40,7 @@ from ranvier.optim.rules import rules_of, skips_by_itself
 from ranvier.pipeline.ties import gradient_specs
 from ranvier.plan.block_costs import FusedAttention, KeptBytes
 from ranvier.plan.cut import StageTable, meta_mesh, split_model
+from ranvier.plan.kernel_count import counting_of
 from ranvier.plan.known_costs import Known
 from ranvier.plan.limits import MemoryChoice, memory_choices, run_limits, stages_at_peak
 from ranvier.plan.make import make_for_run, whole_parameters
@@ -109,7 +111,7 @@ def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, 
                 for stage in layout.stages.stages_of(pipe)]
         runs = tuple(each for *_, own in held for each in own)
         first = layout.blocks_on(pipe)[0]
-        alike = ("states", run.mesh, run.optim, run.guard, run.precision, run.launch.device, layout.boundaries,
+        alike = ("states", run.mesh, run.optim, run.guard, run.precision, run.checkpoint, run.launch, layout.boundaries,
                  tuple(range(each.start - first, each.stop - first) for each in runs), _likeness(layout, pipe))
         if alike not in known:
             known[alike] = _states(run, layout, pipe, runs)
@@ -387,7 +389,8 @@ def _block_needs(run: ResolvedRun, part: Model, mesh: TensorMesh, name: str, sta
             uses += layer.uses
             unreduced += layer.unreduced_bytes
     kept = KeptBytes(block.parameters())
-    with keyed_random.scope(0, 0, torch.zeros(1, dtype=torch.int64), name), kept, FusedAttention():
+    has_scores = counting_of(run, device=device_kind(run), stage_size=run.mesh.stage_size).has_scores
+    with kept, nullcontext() if has_scores else FusedAttention():
         state = block(state)
         kept_bytes = kept.count
         ends = plain(named(state, name)).values() if targets is None else [part.loss(state, targets)[0]]
