@@ -5,11 +5,13 @@ Where a test needs a moment of the run, its ranks are stopped (SIGSTOP) until th
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import threading
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -25,9 +27,11 @@ from ranvier.elastic.change import MeshRequest
 from ranvier.launch import contact, devices, joining, start, supervision
 from ranvier.launch.contact import Contact, connect, read_contact
 from ranvier.launch.joining import Call, Newcomer
+from ranvier.launch.launchers import Started
 from ranvier.launch.stores import create_store
 from ranvier.mesh import Mesh
 from ranvier.planner.problems import problems
+from ranvier.train import newcomer
 from ranvier.train.joining import RUN, read_run, wanted_mesh, why_not
 from ranvier.train.newcomer import _said
 from ranvier.train.resize import leave, take_oldest
@@ -291,6 +295,17 @@ def test_newcomers_with_other_data(start_run, sentences):
         path.write_text(before)
     assert code == 2 and text.count("ranvier: ") == 1 and "error: data: differs from the run's" in text, text
     assert run.process.poll() is None
+
+
+def test_data_that_is_not_the_runs(tmp_path):
+    started = Started(launcher="local", rank=0, size=1, local_rank=0, local_size=1, master=("127.0.0.1", 1), secret="s")
+    run = resolve(Run(launch=Launch(threads=torch.get_num_threads())))
+    with mock.patch.multiple(
+            newcomer, exit_with_launcher=mock.DEFAULT, install_start_error_handlers=mock.DEFAULT, connect=mock.DEFAULT,
+            use_interface_towards=mock.DEFAULT, signed=lambda *_: (None, None), _said=lambda *_: {"data": "theirs"},
+            read_run=lambda *_: run, prepare_run=lambda *_: (None, None, None), fingerprint=lambda _: "ours"):
+        with raises("join-other-data", "theirs", where="data", value="ours"):
+            newcomer.join_run(tmp_path, started, {}, seconds=1.0, stream=io.StringIO())
 
 
 def test_newcomers_that_no_run_answers():
