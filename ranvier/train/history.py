@@ -28,6 +28,8 @@ class History:
         self.meshes: dict[int, tuple[int, int]] = {}
         """Step -> (stages, replicas) from the next step on."""
         self.transitions: list[TransitionEvent] = []
+        self.past_events: Sequence[Mapping[str, Any]] = ()
+        """Lines of events.jsonl of before the run resumed, with those after the step from which it did."""
         self.unit = "tokens"
 
     @property

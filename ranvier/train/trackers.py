@@ -67,6 +67,7 @@ def open_outputs(run_dir: Path, history: History, trackers: Sequence[Tracker], a
         with writing(run_dir / "summary.json"), suppress(FileNotFoundError):
             (run_dir / "summary.json").unlink()  # of a run that had ended, and is resumed now
         history.remember(steps.lines, [line for line in events.lines if line["step"] <= after])
+        history.past_events = events.lines
     outputs = Trackers([history, MetricsFile(run_dir, steps.lines), EventsFile(run_dir, events.lines),
                         TensorBoard(run_dir, after or 0), *trackers])
     return outputs, [NoteEvent(step=after or 0, event="log-damaged", text=text) for log in (steps, events)
