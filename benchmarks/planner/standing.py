@@ -214,7 +214,8 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
         f"{one['source']}: {one['rows']} row{'s' * (one['rows'] > 1)}, {100 * one['median_error']:.0f} %"
         for one in results["sources"]])
     axes.invert_yaxis()
-    axes.set_xlabel("predicted against published step, % (grey: within 15 %)\nhollow: the source ran what no setting says")
+    axes.set_xlabel("predicted against published step, % (grey: within 15 %)\n"
+                    "hollow: the source ran what no setting says")
     axes.set_title(f"Median error {100 * results['median_error']:.1f} %; {100 * results['pairs_in_order']:.0f} % of "
                    "pairs in the published order", fontsize=10, color=INK)
     clean(axes)
