@@ -15,6 +15,7 @@ import click
 from ranvier.cli.options import (
     SettingsCommand,
     allow_code_option,
+    for_this_machine,
     json_option,
     quiet_option,
     read_recipe,
@@ -54,6 +55,7 @@ def train(context: click.Context, /, recipe: str, allow_code: bool, quiet: bool,
     from ranvier.train.restart import Restarts
 
     name, resolved = read_recipe(recipe, flags, allow_code=allow_code)
+    resolved = for_this_machine(resolved)
     started = detect(os.environ, resolved.run.launch.launcher)
     # open for as long as the process lives: what ends it may still print
     stream = open(os.devnull, "w", encoding="utf-8") if quiet else sys.stderr if as_json else sys.stdout  # noqa: SIM115
