@@ -30,6 +30,7 @@ from ranvier.elastic import transition
 from ranvier.inference import model_evaluation
 from ranvier.launch.launchers import Started
 from ranvier.mesh import Mesh
+from ranvier.pictures.report_page import Page
 from ranvier.pipeline.engine import Engine
 from ranvier.planner import auto, plan
 from ranvier.planner.problems import problems
@@ -155,7 +156,7 @@ def test_folders_that_cannot_be(tmp_path):
 # --- planner, train, cli ----------------------------------------------------------------------------------------------
 
 
-def test_plans_that_cannot_be(tmp_path, monkeypatch):
+def test_plans_that_cannot_be(tmp_path):
     run = Run(mesh=MeshSettings(data="auto"), model=Transformer(hidden=7, heads=2))
     _, (problem,) = auto.with_plan(run, 4)
     check(problem, "not-planned-yet", where="mesh.data", value="auto")
@@ -163,9 +164,8 @@ def test_plans_that_cannot_be(tmp_path, monkeypatch):
     check(found[0], "resume-checkpoint-missing", value=str(tmp_path / "none"))
     with raises("plan-not-writable", where="--out"):
         plan._write(Run(), tmp_path / "none" / "x.toml")
-    monkeypatch.setattr(plan, "page_of", lambda found, name: types.SimpleNamespace(html=str))
     with raises("plan-page-not-writable", where="--out-html", value=str(tmp_path / "none" / "x.html")):
-        plan._write_page(None, "x", tmp_path / "none" / "x.html")
+        plan._write_page(Page(title="x", subtitle=""), tmp_path / "none" / "x.html")
     with raises("not-finite-option", where="--jitter", value=math.inf):
         plan.simulate("x", Run(), "laptop", jitter=math.inf)
     with raises("cluster-too-small-for-mesh", 512, "Laptop"):

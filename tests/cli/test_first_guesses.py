@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from ranvier.cli.main import run_command
 from ranvier.config import presets, read
@@ -40,6 +41,18 @@ def test_a_preset_is_a_model_and_no_data(tmp_path, capsys):
     assert errors[:2] == [("recipe", "llama-3.1-8b")] * 2 and not (tmp_path / "run").exists()
     run_command(["check", "smollm2-135m", "--ranks", "1", "--cluster", "h100", "--mesh.data", "1", "--json"])
     assert "recipe" not in [problem["where"] for problem in json.loads(capsys.readouterr().out)["problems"]]
+
+
+def test_a_presets_bf16_is_for_devices(capsys, monkeypatch):
+    def checked(*flags):
+        run_command(["check", "smollm2-135m", "--json", *flags])
+        return next((value["value"], value["origin"]) for value in json.loads(capsys.readouterr().out)["values"]
+                    if value["name"] == "precision")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert checked() == ("fp32", "preset smollm2-135m, on a CPU")
+    assert checked("--precision", "bf16") == ("bf16", "flag")
+    assert checked("--cluster", "h100") == ("bf16", "preset smollm2-135m"), "which is not this machine"
 
 
 def test_a_folder_in_hugging_face_format_is_a_recipe(tmp_path, capsys):
