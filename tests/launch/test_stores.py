@@ -15,9 +15,10 @@ import ranvier
 from ranvier.comm.signed_store import SignedStore
 from ranvier.errors import ConfigError, LaunchError, RanvierError
 from ranvier.launch import contact, devices, stores
-from ranvier.launch.contact import Contact, connect, read_contact
+from ranvier.launch.contact import connect, read_contact
 from ranvier.launch.launchers import detect
 from ranvier.launch.stores import connect_store, create_store
+from ranvier.world import JoinPoint
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def test_a_port_that_says_nothing(silent, monkeypatch):
         connect_store("127.0.0.1", silent, timedelta(seconds=0.2))
     monkeypatch.setattr(contact, "_CONNECT_SECONDS", 0.2)
     with pytest.raises(LaunchError) as refused:
-        connect(Contact(address="127.0.0.1", port=silent, secret="s"))
+        connect(JoinPoint(address="127.0.0.1", port=silent, secret="s"))
     assert f"127.0.0.1:{silent}" in refused.value.where
     assert time.monotonic() - began < 30
 
