@@ -60,6 +60,8 @@ class Kernel:
     """Of attention: its backward, which devices compute at another rate."""
     float8: bool = False
     """Whether a product is computed in float8."""
+    is_kept: bool = False
+    """Whether selective recomputation keeps what it writes, or what it is a part of."""
 
     @cached_property
     def moved_bytes(self) -> int:
@@ -159,12 +161,12 @@ def with_scores(kernels: Iterable[Kernel], element_bytes: int) -> Kernels:
         batch, queries, keys, width = kernel.shape
         scores = Access(-2, size := batch * queries * keys * element_bytes, size)
         flops = 2 * batch * queries * keys * width
-        first, last = kernel.reads[:2], kernel.reads[2:]
+        first, last = kernel.reads[:2], kernel.reads[2:]  # scores are computed again, and their product with values not
         found.append(Kernel(kind="product", flops=flops, shape=(batch, queries, keys, width), reads=first,
                             writes=(scores,)))
         found += [Kernel(kind="pointwise", reads=(scores,), writes=(scores,))] * _SCORE_PASSES
         found.append(Kernel(kind="product", flops=flops, shape=(batch, queries, width, keys), reads=(scores, *last),
-                            writes=kernel.writes))
+                            writes=kernel.writes, is_kept=kernel.is_kept))
     return tuple(found)
 
 

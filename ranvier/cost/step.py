@@ -313,6 +313,15 @@ def _block_seconds(kernels: Same[tuple[Kernel, ...]], device: Same[Device], prec
                       for some in (forward, (*backward, *weights))))
 
 
+@lru_cache(maxsize=1024)
+def _repeated_seconds(kernels: Same[tuple[Kernel, ...]], device: Same[Device], precision: Precision, threads: float
+                      ) -> _Seconds:
+    """Of one microbatch in a second run with these kernels."""
+    products = [kernel for kernel in kernels.it if kernel.kind in ("product", "attention")]
+    return _NO_SECONDS._replace(forward=device.it.seconds(kernels.it, precision, threads),
+                                forward_products=device.it.seconds(products, precision, threads))
+
+
 class _StepCost:
     """Everything that the parts of a cost need."""
 
@@ -409,7 +418,7 @@ class _StepCost:
         """One rank of it."""
         costs, first, again = self.stages[stage], self._first(stage), self._again(stage)
         forward = sum(self._seconds(cost).forward for cost in costs)
-        recomputed = sum(self._seconds(costs[place]).forward for place in again)
+        recomputed = sum(self._repeated(costs[place]).forward for place in again)
         weight = sum(self._seconds(cost).weight for cost in self._deferring(stage))
         both = sum(each.backward + each.weight for each in map(self._seconds, costs[first:]))
         backward = both - weight + recomputed
@@ -450,6 +459,13 @@ class _StepCost:
                 found = _Seconds(*(self.part * seconds for seconds in found))
             self._of_kernels[key] = found if cost.num_trainable else found._replace(weight=0.0)
         return self._of_kernels[key]
+
+    def _repeated(self, cost: BlockCost) -> _Seconds:
+        """Of the second run of a block that is recomputed."""
+        if not cost.is_selective:
+            return self._seconds(cost)
+        return _repeated_seconds(Same(cost.repeated.kernels), Same(self.cluster.device), self.run.precision,
+                                 self._threads())
 
     def _threads(self) -> float:
         return rank_threads(self.cluster, self.mesh)
@@ -505,9 +521,10 @@ class _StepCost:
         """The same of one block."""
         key = self.step.split_layers[block.name], id(block.kernels), block.num_trainable > 0, recomputed, has_backward
         if key not in self._sent_seconds:
-            volume, layers = self._block_volume(block.name, recomputed), self._share_of_layer(block.name)
-            alone, own = self._exposed(block.name, recomputed), self._seconds(block)
-            again = own if recomputed else _NO_SECONDS
+            sends_again = recomputed and not block.is_selective
+            volume, layers = self._block_volume(block.name, sends_again), self._share_of_layer(block.name)
+            alone, own = self._exposed(block.name, sends_again), self._seconds(block)
+            again = self._repeated(block) if recomputed else _NO_SECONDS
             self._sent_seconds[key] = (
                 self._held_up(volume.forward, layers, 0, alone.forward, own.forward_products, own.forward),
                 self._held_up(volume.backward, layers, 1, alone.backward,
@@ -690,7 +707,8 @@ class _StepCost:
         if sent := sent_bytes(self.placement, self.stages):
             found["pipe"] = self.count * max(sum(size for edge, size in sent if rank in edge)
                                              for rank in range(mesh.pipeline_size))
-        volumes = [[self._block_volume(block.name, self.run.memory.recompute != "none") for block in blocks]
+        volumes = [[self._block_volume(block.name, self.run.memory.recompute not in ("none", "selective"))
+                    for block in blocks]
                    for blocks in self.stages] if self.size > 1 else []
         if mesh.col > 1:
             found["col"] = self.count * max(sum(volume.forward.activations + volume.backward.activations

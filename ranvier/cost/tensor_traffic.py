@@ -54,7 +54,7 @@ def first_panels(run: ResolvedRun) -> int | None:
     return round(sum(exposed_panels(
         _LAYER, scheme, row=mesh.row, col=mesh.col, itemsize=DTYPES[run.precision].itemsize,
         elements=run.batch.microbatch_size * model.sequence * model.hidden, sum_itemsize=_sum_itemsize(run),
-        panel_bytes=run.tensor.panel_bytes, recomputed=run.memory.recompute != "none")))
+        panel_bytes=run.tensor.panel_bytes, recomputed=run.memory.recompute not in ("none", "selective"))))
 
 
 def _sum_itemsize(run: ResolvedRun) -> int:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from ranvier.block import Loss, LossBlock, Model, Modules, State, as_model, freeze, frozen_prefix, ready_made
 from ranvier.comm.protocol import Group
 from ranvier.config.python_names import of_engine
-from ranvier.config.rules import float8_problems, guard_problems, looks_before_update
+from ranvier.config.rules import float8_problems, guard_problems, looks_before_update, recompute_problems
 from ranvier.config.run import Guard, Memory, Optim, Pipeline, TensorParallel
 from ranvier.errors import ConfigError, ModelError, RanvierError
 from ranvier.mesh import Mesh
@@ -185,7 +185,8 @@ class Engine:
             plan.check(model, world.size, dtype, has_optimizer=optimizer is not None)
         self.plan, self.mesh, self.layout, self.stages = plan, plan.mesh, plan.layout, plan.stages
         self.coordinates = plan.mesh.coordinates(world.rank)
-        for problem in (*(float8_problems(plan.mesh, is_fp64=dtype is torch.float64) if float8 else ()),
+        for problem in (*recompute_problems(plan.memory, plan.mesh, compile=compile, float8=float8),
+                        *(float8_problems(plan.mesh, is_fp64=dtype is torch.float64) if float8 else ()),
                         *guard_problems(guard or Guard(bad_step="none"), plan.optim)):
             raise problem
         self.layers, self.frozen, self.frozen_above = model.layers, frozen, tuple(frozen_above)
@@ -287,7 +288,7 @@ class Engine:
             loss=self._loss(model, blocks) if stage == placement.num_stages - 1 else None,
             seed=seed, device=self.world.device,
             progress=self._updater.progress if self._connections.needs_progress else None,
-            segments=self.plan.recomputed[stage],
+            segments=self.plan.recomputed[stage], selective=self.plan.memory.recompute == "selective",
             block_passed=partial(_block_passed, self._updater, mesh), mesh=mesh, compile=self._compiles(compile),
             tables=tables, may_wait=self.mesh.pipeline_size > 1 or sets_deferral,  # under any policy: all agree
             autocast=autocast,

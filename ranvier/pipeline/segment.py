@@ -6,13 +6,14 @@
 Blocks may put other tensors into their state, change buffers as BatchNorm and spectral norm do, and assign to their
 attributes: the second run gets a copy of the state, and buffers (in memory of their own) and attributes as they were,
 so that nothing is changed twice. What cannot be given back is refused: tensors of the state that are changed in place,
-and hooks, which would be called twice.
+and hooks, which would be called twice. Under selective recomputation the second run finds outputs of expensive
+operations in place of computing them (`ranvier.tensor.kept_outputs`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -24,10 +25,12 @@ from torch.utils.checkpoint import checkpoint
 from ranvier.block import State, carried, named
 from ranvier.errors import ModelError
 from ranvier.tensor.columns import plain
+from ranvier.tensor.kept_outputs import KeptOutputs
 
 _KNOWN_HOOKS = "ranvier.", "torch.nn.utils."
 """Modules whose hooks may run twice: they compute weights or outputs, and change at most buffers."""
 
+_COMPUTED = nullcontext()
 _Place = tuple[nn.Module, str]
 """A module and the name of its buffer, or of its attribute."""
 
@@ -36,10 +39,10 @@ _ABSENT = object()
 
 
 class Segment:
-    """blocks: (name, module), in order."""
+    """blocks: (name, module), in order. selective: whether outputs of expensive operations are kept."""
 
-    def __init__(self, blocks: Sequence[tuple[str, nn.Module]]) -> None:
-        self._blocks = blocks
+    def __init__(self, blocks: Sequence[tuple[str, nn.Module]], *, selective: bool = False) -> None:
+        self._blocks, self._selective = blocks, selective
         first, last = blocks[0][0], blocks[-1][0]
         self._where = f"block {first}" if first == last else f"blocks {first} to {last}"
         self._changing: set[_Place] | None = None
@@ -53,6 +56,8 @@ class Segment:
         self._others = [module for module in self._modules if not any(
             kind.__module__.startswith("ranvier.") for kind in type(module).__mro__)]
         """Modules whose attributes are theirs alone: split layers keep what is under way in theirs."""
+        self._weights = {parameter.untyped_storage()._cdata for module in self._modules
+                         for parameter in module._parameters.values() if parameter is not None}
 
     def check(self) -> None:
         """ModelError for hooks of others, which recomputation would call twice."""
@@ -73,6 +78,7 @@ class Segment:
         versions = {name: plain(tensor)._version for name, tensor in tensors.items()}
         before: dict[_Place, Tensor | None] = {}
         attributes: dict[_Place, object] = {}
+        kept = KeptOutputs(self._weights) if self._selective else None
         ran = False
 
         def once_or_again(state: State) -> State:
@@ -80,10 +86,12 @@ class Segment:
             inside = carried(named(state, self._where))
             if ran:
                 self._check(tensors, versions, "after these blocks, which recomputation runs again")
-                with self._buffers_of(before), self._attributes_of(attributes):
+                with self._buffers_of(before), self._attributes_of(attributes), (
+                        _COMPUTED if kept is None else kept.replayed()):
                     return compute(inside)
             ran = True
-            with self._noted(before), self._noted_attributes(attributes):
+            with self._noted(before), self._noted_attributes(attributes), (
+                    _COMPUTED if kept is None else kept.recorded()):
                 result = compute(inside)
             self._check(tensors, versions, "by these blocks, which recomputation runs again")
             return result

@@ -324,7 +324,8 @@ def _tensor_mesh(run: ResolvedRun, model: Model, stages: StageTable, layout: Lay
     for row in stages.rows:
         blocks, pipe = layout.blocks(row.stage), row.pipeline_rank
         segments = _segments(run, model, row.blocks, costs[blocks.start:blocks.stop], row.stage, limit)
-        recomputed = {place for segment in segments for place in segment}
+        recomputed = {place for segment in segments for place in segment} if (
+            run.memory.recompute != "selective") else set[int]()
         here = [p for p in layout.parameters if p.block in blocks]
         times = Counter(layout.key(p) for p in here)
         for place, name in enumerate(row.blocks):
@@ -337,7 +338,9 @@ def _tensor_mesh(run: ResolvedRun, model: Model, stages: StageTable, layout: Lay
                 known[alike] = _block_needs(run, part, mesh, name, state, targets if last else None,
                                             recomputed=place in recomputed, shares=shares)
             needs = known[alike]
-            state, kept_again[name] = needs.state, needs.kept_bytes
+            state = needs.state
+            if place in recomputed:
+                kept_again[name] = needs.kept_bytes
             gathered[pipe] += needs.gathered_bytes
             unreduced[pipe] += needs.unreduced_bytes if run.num_microbatches > 1 else 0
             passing[pipe] = max(passing[pipe], needs.arriving_bytes)

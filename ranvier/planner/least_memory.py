@@ -11,6 +11,7 @@ from itertools import chain
 
 from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.blocks import BlockCost
+from ranvier.cost.memory import segment_bytes
 from ranvier.planner.count import recomputed_runs
 from ranvier.planner.run_cost import element_bytes, states_per_parameter
 
@@ -33,7 +34,7 @@ def least_device_bytes(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]]) 
         for stage in held:
             inside = set(chain.from_iterable(again[stage]))
             kept = sum(block.kept_bytes for place, block in enumerate(stages[stage]) if place not in inside)
-            activations.append(kept + sum(stages[stage][places.start].input_bytes for places in again[stage] if places))
+            activations.append(kept + sum(segment_bytes(stages[stage], places) for places in again[stage] if places))
         stored = min(most, pipe - rank) if run.placement.per_rank == 1 else 1
         of_states = states * sum(block.num_owned for block in blocks)
         found.append((sum(block.num_owned * of_each + (block.num_parameters - block.num_trainable) * frozen

@@ -86,9 +86,10 @@ def step_of(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], cluster: Cl
     recomputed = recomputed_runs(run, stages)
     limits = limits or run_limits(run, stages, recomputed, cluster)
     own, more = (families.flops_per_sample(run, recomputed=again) for again in (False, True))
-    if run.memory.recompute == "alternate":
+    if run.memory.recompute in ("alternate", "selective"):
         each = recomputed_runs(replace(run, memory=replace(run.memory, recompute=1)), stages)
-        more = own + (more - own) * _forward_flops(stages, recomputed) / max(1, _forward_flops(stages, each))
+        more = own + (more - own) * sum(block.repeated_flops for block in _blocks_of(stages, recomputed)) / max(
+            1, sum(block.flops for block in _blocks_of(stages, each)))
     return Step(
         run=run, policy=policy_named(run.pipeline.policy), limits=limits, bytes=element_bytes(run),
         stages=tuple(StageWork(blocks=tuple(blocks), recomputed=tuple(place for places in again for place in places))
@@ -100,10 +101,10 @@ def step_of(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], cluster: Cl
         split_layers=split_layers(run) if run.mesh.stage_size > 1 else {})
 
 
-def _forward_flops(stages: Sequence[Sequence[BlockCost]], segments: Segments) -> int:
-    """Of the blocks in these segments."""
-    return sum(blocks[place].flops for blocks, again in zip(stages, segments, strict=True)
-               for places in again for place in places)
+def _blocks_of(stages: Sequence[Sequence[BlockCost]], segments: Segments) -> list[BlockCost]:
+    """The blocks in these segments."""
+    return [blocks[place] for blocks, again in zip(stages, segments, strict=True) for places in again
+            for place in places]
 
 
 def element_bytes(run: ResolvedRun) -> ElementBytes:

@@ -168,6 +168,17 @@ def test_adapters_on_a_base_with_other_names_are_not_exported(first, tmp_path):
     assert not (tmp_path / "adapters").exists()
 
 
+@pytest.mark.parametrize(("lora", "code"), [
+    ({"method": "lora"}, "export-adapters-undescribed"), ({"rank": 3}, "export-adapter-rank")])
+def test_adapters_that_the_settings_of_the_run_do_not_describe(first, lora, code, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(first, run)
+    edit_manifest(max((run / "checkpoint").glob("step-*")),
+                  lambda document: document["about"]["run"]["lora"].update(lora))
+    with raises(code):
+        export(run, tmp_path / "merged")
+
+
 @pytest.mark.slow
 def test_freezing_and_resharding(base, tmp_path):
     """With the first layer frozen after step 2 its adapters stay, and the run continues on fewer stages."""
