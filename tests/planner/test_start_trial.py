@@ -12,7 +12,8 @@ from ranvier.errors import LaunchError
 from ranvier.mesh import Mesh, mesh_text
 from ranvier.planner import start_trial
 from ranvier.planner.auto import with_plan
-from ranvier.planner.start_trial import StartTrial, known_steps
+from ranvier.planner.elastic_plan import known_steps
+from ranvier.planner.start_trial import StartTrial
 
 OPEN = Run(mesh=MeshSettings(data="auto", pipe="auto"), batch=Batch(global_size=16, microbatch_size="auto"),
            model=Transformer(num_layers=4, hidden=64, heads=4, vocab=512, sequence=32),
