@@ -55,6 +55,7 @@ from ranvier.pipeline.rank_stages import RankStages
 from ranvier.pipeline.replica_randomness import ReplicaRandomness
 from ranvier.pipeline.replicas import Replicas
 from ranvier.pipeline.result import BatchResult, KeptOutputs
+from ranvier.pipeline.same_targets import SameTargets
 from ranvier.pipeline.shared_buffers import BufferSync, SharedBuffers, unused_buffer_sync
 from ranvier.pipeline.shared_objects import SharedBufferChanges, StageCopies
 from ranvier.pipeline.stage import Blocks, Stage
@@ -213,7 +214,8 @@ class Engine:
         self._buffers = self._share_buffers(blocks, buffers)
         self._buffer_changes = SharedBufferChanges(self.stages.shared_buffers, blocks)
         self._connections.open_splits(self.layout)
-        self._statistics = BatchStatistics(self._connections.all, on_device=world.device.type == "cuda")
+        self._statistics = BatchStatistics(self._connections.all, SameTargets(self.coordinates, self.layout.stages),
+                                           on_device=world.device.type == "cuda")
         tables = lookup_tables(module for _, _, module in blocks)
         self._updater = self._build_updater(optimizer, dtype, nominal_weight, guard, tables)
         self.optimizer_name = self._optimizer_name()
