@@ -119,6 +119,9 @@ class Page:
         """The page in a frame, as notebooks show it."""
         return f'<iframe srcdoc="{html.escape(self.html())}" style="width: 100%; height: 80vh; border: 0"></iframe>'
 
+    def __repr__(self) -> str:
+        return f"Page(title={self.title!r})"
+
 
 def _file(name: str) -> str:
     return (resources.files("ranvier") / "pictures" / "report_page_files" / name).read_text(encoding="utf-8")

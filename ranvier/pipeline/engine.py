@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from ranvier.optim.loss_scale import LossScale
     from ranvier.optim.optimizer import FlatOptimizer
     from ranvier.pictures.report_page import Page
+    from ranvier.pipeline.engine_timeline import Curve
 
 Batch = Sequence[Microbatch | tuple[Any, ...]]
 """Microbatches, or (inputs, targets) pairs."""
@@ -449,13 +450,13 @@ class Engine:
                 "bytes_received_by_axis": self._connections.bytes_received_by_axis(),
                 "longest_gap_seconds": self._connections.transport.longest_gap_seconds}
 
-    def report(self, path: str | PathLike[str], **curves: Sequence[float | None]) -> Page:
+    def report(self, path: str | PathLike[str], **curves: Curve) -> Page:
         """Write a page at `path`, on rank 0, with the timeline of the last training batch, by rank, and the largest
         memory. Takes the spans of `timeline`. Collective; on every rank the page, which notebooks show.
 
-        curves: by name a value of each step, None for steps without one, for example loss=losses. `step`: their
-        numbers, where they are not 1, 2, 3, ... ConfigError before the first batch, RanvierError when the file cannot
-        be written.
+        curves: by name a value of each step, None for steps without one, for example loss=losses; or a dict from steps
+        to values. `step`: the numbers of the former, where they are not 1, 2, 3, ... ConfigError before the first
+        batch and for other curves, RanvierError when the file cannot be written.
         """
         return self.timeline.report(path, curves)
 
