@@ -116,7 +116,7 @@ def plan(name: str, run: Run, cluster_names: Sequence[str], request: Request) ->
             best.run.train, epochs=None, steps=training(best, found.cluster, goal).steps)
         _write(replace(best.run, train=length, launch=run.launch, run_dir=None), request.out)
         if request.launcher is not None:
-            job = write_job(request.launcher, best.run, found.cluster, request.out)
+            job = write_job(request.launcher, best.run, found.cluster, request.out, best.cost.seconds)
     if request.out_html is not None:
         _write_page(page_of(found, name, run, request.origins, simulation(best.run, found.cluster), goal),
                     request.out_html)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from ranvier.config import read
-from ranvier.config.resolve import resolve
+from ranvier.config.resolve import Facts, resolve
 from ranvier.config.run import Batch, MeshSettings, Run, Transformer
 from ranvier.cost.cluster_files import load_cluster, write_cluster
 from ranvier.mesh import Mesh
@@ -162,10 +162,18 @@ def test_a_job_file_beside_the_run(here, tmp_path, capsys):
     settings, _, job = yaml.safe_load_all((tmp_path / "kubernetes.yaml").read_text())
     assert job["spec"]["completions"] == 4 and "[mesh]" in settings["data"]["run.toml"]
     assert job["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "2"}
+    assert job["spec"]["template"]["spec"]["containers"][0]["env"][0]["value"] == "180"
+    assert "--signal=USR1@180\n" in batch and "--exclusive\n" in batch
+    slow = resolve(replace(RUN, mesh=Mesh(data=8)))
+    batch = write_job("slurm", slow, load_cluster("h100"), tmp_path / "slurm.toml", 52.7).read_text()
+    assert "--signal=USR1@240\n" in batch  # two steps, and two minutes to save
+    batch = write_job("slurm", resolve(RUN, Facts(mesh=Mesh(data=4))), load_cluster("h100"), tmp_path / "slurm.toml",
+                      1.0).read_text()
+    assert "--ntasks-per-node=4\n" in batch and "--exclusive" not in batch
     three = resolve(replace(RUN, mesh=Mesh(data=3)))
     with raises("job-of-partial-nodes", 2, value=3):
-        write_job("slurm", three, priced(), tmp_path / "slurm.toml")
+        write_job("slurm", three, priced(), tmp_path / "slurm.toml", 1.0)
     (tmp_path / "torchrun.sh").unlink()
     (tmp_path / "torchrun.sh").mkdir()
     with raises("job-not-writable"):
-        write_job("torchrun", three, load_cluster("h100"), tmp_path / "torchrun.toml")
+        write_job("torchrun", three, load_cluster("h100"), tmp_path / "torchrun.toml", 1.0)
