@@ -8,7 +8,14 @@ import sys
 
 import click
 
-from ranvier.cli.options import SettingsCommand, allow_code_option, complete_recipe, json_option, read_recipe
+from ranvier.cli.options import (
+    SettingsCommand,
+    allow_code_option,
+    complete_recipe,
+    for_this_machine,
+    json_option,
+    read_recipe,
+)
 from ranvier.cli.problems import print_problems
 from ranvier.config import named_code, read
 
@@ -53,6 +60,8 @@ def check(recipe: str | None, allow_code: bool, split: str | None, ranks: int | 
     from ranvier.planner.auto import open_axes_of
 
     name, resolved = read_recipe(recipe, flags, allow_code=allow_code)
+    if cluster is None and ranks is None:
+        resolved = for_this_machine(resolved)
     values = read.flatten(resolved.run)
     for setting, code in named_code.objects_of(values):  # before the import, which may do anything
         print(f"imports {code} for {read.flag(setting)}, from {resolved.origins[setting]}", flush=True,

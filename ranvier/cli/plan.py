@@ -58,5 +58,5 @@ def plan(recipe: str, clusters: Sequence[str], tokens: str | None, deadline: flo
 
     planner.plan(name, resolved.run, clusters, planner.Request(
         goal=goal_of(tokens, deadline, budget, mtbf_hours), measure=measure, as_json=as_json,
-        takes_bf16=resolved.origins["precision"] == "default", **asked))
+        takes_bf16=resolved.origins["precision"] == "default", origins=resolved.origins, **asked))
     return 0

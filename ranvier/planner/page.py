@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from ranvier.pictures.report_page import Page, Table
+from collections.abc import Mapping
+
+from ranvier.config.run import Run
+from ranvier.pictures.report_page import Page, StepTimeline, Table, changed_settings
 from ranvier.planner import report
 from ranvier.planner.candidates import Candidate
 from ranvier.planner.search import SearchResult
+from ranvier.planner.simulation import Simulation
+from ranvier.schedule.schedule import Action
+from ranvier.schedule.simulator import Simulated
+from ranvier.schedule.spans import Category, Span
 
 _MAX_ROWS = 60
+_CATEGORIES: dict[str, Category] = {"F": "forward", "B": "backward", "W": "weight"}
 
 
-def page_of(plan: SearchResult, recipe: str) -> Page:
-    """Figures of the best configuration, its explanation, and the candidates, those that do not fit last."""
+def page_of(plan: SearchResult, recipe: str, asked: Run, origins: Mapping[str, str], step: Simulation) -> Page:
+    """Figures of the best configuration, its explanation, the candidates, those that do not fit last, and a step of it.
+    asked, origins: the settings before the search, and where each comes from. step: of the best configuration."""
     best = plan.best[0]
     dropped = sorted(plan.dropped, key=lambda one: one.cost.seconds)
     rows = [_row(plan, number, found, _lost(best, found)) for number, found in enumerate(plan.best, 1)]
@@ -28,10 +37,23 @@ def page_of(plan: SearchResult, recipe: str) -> Page:
         text=report.explanation(plan),
         candidates=Table(header=("", "configuration", "s a step", "tokens/s", "MFU", "bubble", "GiB a device",
                                  "why not"), rows=rows[:_MAX_ROWS], numbers=(2, 3, 4, 5, 6)),
-        memory=[{"place": f"stage {entry.pipeline_rank}" if first else "", "category": category, "predicted": size,
+        timeline=_timeline(step.step.shown),
+        memory=[{"place": f"stage {entry.pipeline_rank}", "category": prefix + category, "predicted": size,
                  "measured": None, "whole": False}
-                for entry in best.memory for first, (category, size) in zip(
-                    [True] + [False] * len(entry.device), entry.device.items(), strict=False) if size])
+                for entry in best.memory for prefix, sizes in (("", entry.device), ("host ", entry.host))
+                for category, size in sizes.items() if size],
+        settings=changed_settings(best.run, asked, origins))
+
+
+def _timeline(shown: Simulated) -> StepTimeline:
+    """The actions of one replica; what follows its pipeline is not in it."""
+    def span(action: Action, start: float, stop: float) -> Span:
+        return Span(_CATEGORIES[action.kind], str(action), 1, round(start * 1e9), round(stop * 1e9))
+
+    return StepTimeline(
+        title=f"The pipeline of a step, simulated: {shown.seconds * 1e3:,.4g} ms", start_ns=0,
+        stop_ns=round(shown.seconds * 1e9),
+        rows=[(f"pipe {rank}", [span(*each) for each in actions]) for rank, actions in enumerate(shown.actions)])
 
 
 def _row(plan: SearchResult, number: int, found: Candidate, reason: str) -> tuple[str, ...]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from typing import cast, get_args
@@ -17,6 +17,7 @@ from ranvier.config.task_form import form_of
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.hardware import Cluster
 from ranvier.errors import ConfigError, RanvierError
+from ranvier.pictures.report_page import Page
 from ranvier.planner import report
 from ranvier.planner.auto import closed, open_axes_of, with_plan, with_pretrained
 from ranvier.planner.candidates import SEARCHED, Setting, predict
@@ -74,7 +75,7 @@ class Request:
     or the cluster has. nodes: of each cluster instead of its file's. searched: what may change. takes_bf16: whether the
     plan is in bf16 where a device computes faster so, because nobody chose the number format. measure: how many are run
     here. goal: a whole training. what_if: factors on numbers of the cluster. out: the run file, beside which
-    `launcher` has a job's file."""
+    `launcher` has a job's file. out_html: the page; origins: where each setting comes from, for it."""
 
     ranks: int | None = None
     nodes: int | None = None
@@ -85,6 +86,7 @@ class Request:
     what_if: Sequence[str] = ()
     out: Path | None = None
     out_html: Path | None = None
+    origins: Mapping[str, str] = field(default_factory=dict)
     launcher: Launcher | None = None
     explain: bool = False
     as_json: bool = False
@@ -112,7 +114,7 @@ def plan(name: str, run: Run, cluster_names: Sequence[str], request: Request) ->
         if request.launcher is not None:
             job = write_job(request.launcher, best.run, found.cluster, request.out)
     if request.out_html is not None:
-        _write_page(found, name, request.out_html)
+        _write_page(page_of(found, name, run, request.origins, simulation(best.run, found.cluster)), request.out_html)
     if request.as_json:
         print(json.dumps(report.document(found, name, goal), indent=1))
         return found
@@ -269,9 +271,9 @@ def _write(run: Run, path: Path) -> None:
                           value=str(path), remedy="Name a .toml file in a folder you own.") from error
 
 
-def _write_page(found: SearchResult, name: str, path: Path) -> None:
+def _write_page(page: Page, path: Path) -> None:
     try:
-        write_atomically(path, page_of(found, name).html())
+        write_atomically(path, page.html())
     except OSError as error:
         raise ConfigError(f"cannot be written: {error.strerror or error}", code="plan-page-not-writable",
                           where="--out-html", value=str(path), remedy="Name a file in a folder you own.") from error

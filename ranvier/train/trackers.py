@@ -25,7 +25,7 @@ from tensorboardX import SummaryWriter
 
 from ranvier.config.run import Run
 from ranvier.mesh import REQUIRED_AXES, mesh_text
-from ranvier.system.terminal import fields, fitted, prose, terminal_width
+from ranvier.system.terminal import fields, fitted, prose
 from ranvier.train.events import (
     EndEvent,
     EvalEvent,
@@ -67,6 +67,7 @@ def open_outputs(run_dir: Path, history: History, trackers: Sequence[Tracker], a
         with writing(run_dir / "summary.json"), suppress(FileNotFoundError):
             (run_dir / "summary.json").unlink()  # of a run that had ended, and is resumed now
         history.remember(steps.lines, [line for line in events.lines if line["step"] <= after])
+        history.past_events = events.lines
     outputs = Trackers([history, MetricsFile(run_dir, steps.lines), EventsFile(run_dir, events.lines),
                         TensorBoard(run_dir, after or 0), *trackers])
     return outputs, [NoteEvent(step=after or 0, event="log-damaged", text=text) for log in (steps, events)
@@ -115,16 +116,18 @@ def _rate(per_second: float) -> str:
     return f"{per_second:,.1f}" if per_second < 100 else f"{per_second:,.0f}"
 
 
-def start_text(event: StartEvent, verbose: bool = False) -> str:
-    """The run's heading: mesh and settings, several lines. verbose: all settings, and the table of stages."""
+def start_text(event: StartEvent, stream: TextIO, verbose: bool = False) -> str:
+    """The run's heading: mesh and settings, a line each as `prose` fits it to `stream`. verbose: all settings, and the
+    table of stages."""
     lines = [f"{event.recipe}: {event.steps} steps on mesh {mesh_text(event.mesh)}"]
-    lines += [fitted(f"  {name:<14} {value}", terminal_width(), indent=17)
+    lines += [prose(f"  {name:<14} {value}", stream, indent=17)
               for name, value in event.settings.items() if verbose or name not in _VERBOSE_SETTINGS]
     return "\n".join([*lines, event.stages] if verbose else lines)
 
 
-def end_text(event: EndEvent, unit: str = "tokens") -> str:
-    """The run's result, sample text, memory report and pictures, several lines. unit: of targets, in the plural."""
+def end_text(event: EndEvent, stream: TextIO, unit: str = "tokens") -> str:
+    """The run's result, sample text, memory report and pictures, several lines, for `stream`. unit: of targets, in the
+    plural."""
     summary = event.summary
     losses = f"loss {summary['final_loss']:.4f}" if summary.get("final_loss") is not None else "no loss"
     if summary.get("eval_loss") is not None:
@@ -132,7 +135,7 @@ def end_text(event: EndEvent, unit: str = "tokens") -> str:
     lines = [f"done in {duration(summary['seconds'])}: {losses}, {_rate(summary['tokens_per_second'])} {unit}/s,"
              f" bubble {summary['bubble_fraction']:.1%}"]
     if event.sample:
-        note = [fitted(event.sample_note, terminal_width(), indent=2)] if event.sample_note else []
+        note = [prose(event.sample_note, stream, indent=2)] if event.sample_note else []
         lines += ["", *note, event.sample, ""]
     if event.report:
         lines += [event.report, ""]
@@ -167,7 +170,7 @@ class _Console(ABC):
         match event:
             case StartEvent():
                 self._steps, self._unit = event.steps, event.unit
-                self._print(start_text(event, self._verbose))
+                self._print(start_text(event, self._stream, self._verbose))
             case StepEvent():
                 # the time to the end, by the durations of steps, in which recent ones weigh more
                 self._num_seen += 1
@@ -185,7 +188,7 @@ class _Console(ABC):
             case NoteEvent() if self._verbose or not event.verbose:
                 self._note(event)
             case EndEvent():
-                self._print(end_text(event, self._unit))
+                self._print(end_text(event, self._stream, self._unit))
 
     def _note(self, event: NoteEvent) -> None:
         """Print a few notes of each name, so that one that comes every step does not flood the screen."""

@@ -301,6 +301,16 @@ def test_bars_show_the_microbatch_and_the_turn(category, label, text):
     assert _bar_text(Span(category, label, 1, 0, 1)) == text
 
 
+def test_a_run_that_resumes_unchanged_leaves_no_mark_on_its_course():
+    """Its frozen layers are those of the last transition, however far before the step from which it resumes."""
+    mesh = {"mesh": {"data": 1, "pipe": 2, "row": 1, "col": 1}}
+    history = History()
+    history.remember([], [{"step": 0, "event": "start", **mesh},
+                          {"step": 20, "event": "transition", "frozen_layers": 1, **mesh},
+                          {"step": 30, "event": "checkpoint"}, {"step": 0, "event": "start", **mesh}])
+    assert history.frozen == {0: 0, 20: 1} and history.meshes == {0: (2, 1), 20: (2, 1)}
+
+
 def test_the_bubble_is_that_of_the_last_mesh(tmp_path):
     """A run that has resumed on another mesh, and goes on there a second time; speeds are those of all steps."""
     def step(number, bubble):

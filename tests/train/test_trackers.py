@@ -1,6 +1,7 @@
 """Every output of the stream of events, alone: files, TensorBoard, console; and what they say when a disk is full."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import math
@@ -112,6 +113,19 @@ def test_plain_console_has_one_whole_line_every_few_steps(tmp_path):
                  "bubble 10%"):
         assert part in lines[0], part
     assert "MFU 40%" in step_lines(tmp_path, [example_step(1, against_published_peak=True)])[0]
+
+
+def test_the_heading_has_a_line_for_each_setting_in_a_file(tmp_path, monkeypatch):
+    start = dataclasses.replace(example_run(tmp_path)[0], settings={"model": "a long model " * 9, "data": "tokens"})
+    heights = []
+    for width in (None, "40"):
+        stream = io.StringIO()
+        monkeypatch.delenv("COLUMNS", raising=False)
+        if width is not None:
+            monkeypatch.setenv("COLUMNS", width)
+        feed(PlainConsole(stream), [start])
+        heights.append(len(stream.getvalue().splitlines()))
+    assert heights[0] == 3 < heights[1]
 
 
 def test_plain_console_prints_slow_steps_and_evaluations_too(tmp_path):
