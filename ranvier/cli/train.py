@@ -130,11 +130,12 @@ def _missing_data(resolved: read.Merged) -> list[ConfigError]:
     if not is_preset and not origins["model.pretrained"].startswith("folder "):
         return []
     problems = []
-    if all(origins[name] == "default" for name in ("data.corpus", "data.train", "data.mixture", "data.task")):
+    if run.data.task == "lm" and origins["data.corpus"] == origins["data.mixture"] == "default":
         problems.append(ConfigError(
             "has no data of its own", code="preset-without-data", where="recipe",
             value=run.model.preset or run.model.pretrained,
-            remedy="Give text with `--data.corpus PATH`, or samples with `--data.task TASK` `--data.train FILE`."))
+            remedy="Give text with `--data.corpus PATH`, or samples with `--data.train FILE` and their task: "
+                   "`--data.task chat`, `preference`, `reward` or another one."))
     if is_preset and origins["data.tokenizer"] == "default" and run.data.task == "lm":
         problems.append(ConfigError(
             "has no tokenizer of its own", code="preset-without-tokenizer", where="recipe", value=run.model.preset,

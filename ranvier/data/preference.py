@@ -196,7 +196,7 @@ def _stored(run: Run, folder: Path, tokenizer: ChatTokenizer, progress: Progress
               for setting, each in (("train", name), ("eval", run.data.eval)) if each is not None]
     place = cache_folder(run) / "preference" / fingerprint(
         tables, tokenizer.fingerprint, sequence, function_fingerprint(form) if is_object_name(form) else form,
-        *(("scores", tokenizer.padding) if scores else ()))
+        "texts of parts", *(("scores", tokenizer.padding) if scores else ()))
 
     def make() -> None:
         progress(f"tokenising {name}")

@@ -161,7 +161,7 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
                 count, products = _count_of(module, tensors), _Float8Products()
                 kept, found = KeptBytes(tensors.values(), count.saved), count.kept_outputs
                 entered_state = _as_leaves(arrived, arrived_trains)  # which the block may change
-                with (torch.enable_grad(), kept, found.recorded(), count, FusedAttention(), products,
+                with (torch.enable_grad(), kept, found.recorded(by_caller=True), count, FusedAttention(), products,
                       count.chains(counting)):
                     state = functional_call(module, tensors, (entered_state,), tie_weights=False)
         except ModelError:

@@ -100,7 +100,7 @@ class KernelCount(TorchDispatchMode):
                            kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         before = len(self.kept_outputs)
-        result = func(*args, **kwargs)
+        result = self.kept_outputs.first_run(func, args, kwargs)
         if func.is_view:
             return result
         is_kept = self.kept_outputs.is_inside or len(self.kept_outputs) > before

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -62,10 +62,11 @@ class KeptOutputs:
         return [leaf for one in self._found if one is not None for leaf in _tensors(one.output)]
 
     @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """The first run. Of an output behind which nothing is saved the second run never comes to the operation."""
+    def recorded(self, *, by_caller: bool = False) -> Iterator[None]:
+        """The first run. Of an output behind which nothing is saved the second run never comes to the operation.
+        by_caller: a mode of the caller's gives all operations to `first_run`."""
         self._records = True
-        with _using(self), _Mode(self._first_run):
+        with _using(self), nullcontext() if by_caller else _Mode(self.first_run):
             yield
         self._records = False
         if self._is_last:
@@ -99,7 +100,8 @@ class KeptOutputs:
         """Something else than an operation was called, which may save tensors."""
         self._is_last = False
 
-    def _first_run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def first_run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`func(*args, **kwargs)`, kept where it is expensive."""
         out = func(*args, **kwargs)
         if self.is_inside or not self._records:
             return out

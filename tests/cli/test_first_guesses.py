@@ -65,3 +65,19 @@ def test_a_folder_in_hugging_face_format_is_a_recipe(tmp_path, capsys):
     assert run_command(["train", str(folder), "--run-dir", str(tmp_path / "run"), "--json"]) == 2
     error = json.loads(capsys.readouterr().out)["errors"][0]
     assert (error["where"], error["value"]) == ("recipe", str(folder)) and "--data." in error["remedy"]
+
+
+@pytest.mark.parametrize(("positions", "sequence"), [
+    ({"max_position_embeddings": 131072}, 2048), ({"max_position_embeddings": 256}, 256), ({"n_positions": 512}, 512),
+    ({}, 2048)])
+def test_a_folder_trains_on_sequences_as_long_as_a_presets(tmp_path, positions, sequence):
+    (tmp_path / "config.json").write_text(json.dumps(positions))
+    assert read.merge([read.load(str(tmp_path))[1]]).run.model.sequence == sequence
+
+
+@pytest.mark.parametrize("more", [[], ["--data.task", "lm"], ["--data.train", "chat.jsonl"]])
+def test_a_folder_never_trains_on_text_that_nobody_named(tmp_path, capsys, more):
+    (tmp_path / "config.json").write_text("{}")
+    assert run_command(["train", str(tmp_path), "--json", *more]) == 2
+    error = json.loads(capsys.readouterr().out)["errors"][0]
+    assert error["code"] == "preset-without-data" and "--data.task chat" in error["remedy"]

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 
 from ranvier.config.run import Data, Run, Transformer
 from ranvier.data import squad
-from ranvier.data.answers import BEST, LONGEST, best_spans, exact_match, f1_score, normalised
 from ranvier.data.loader import Loader
 from ranvier.data.prepare import prepare, problems
+from ranvier.data.qa import BEST, LONGEST, best_spans, exact_match, f1_score, normalised, step_of, windows
 from ranvier.data.sampler import Sampler
 from ranvier.data.squad import Question, parse
-from ranvier.data.windows import step_of, windows
 from ranvier.data.wordpiece import SPECIAL, WordPiece
 from ranvier.tensor.split.loss import IGNORED
 from tests.errors import check, raises

@@ -16,8 +16,7 @@ from ranvier.config.run import Data, Run, Transformer
 from ranvier.data import named_files, tables
 from ranvier.data.corpus import open_corpus
 from ranvier.data.prepare import prepare, problems
-from ranvier.data.sentence_tables import Columns
-from ranvier.data.sentences import open_part
+from ranvier.data.sentences import Columns, open_part
 from ranvier.data.tables import open_file
 from tests.errors import raises
 

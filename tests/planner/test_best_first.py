@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranvier.config.resolve import Facts, ResolvedRun, resolve
-from ranvier.config.run import Batch, TensorParallel, Transformer
+from ranvier.config.run import Batch, Memory, TensorParallel, Transformer
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
@@ -62,6 +62,13 @@ def test_the_search_finds_what_brute_force_finds(name, kilobytes, latency, flops
         assert least == inf
         return
     assert found.cost.seconds <= least * (1 + 1e-3)
+
+
+def test_selective_recomputation_is_searched():
+    """Faster than recomputing layers, where no recomputation does not fit."""
+    best = search(SMALL, cluster_of("h100", free_bytes=2_500_000), 2, SEARCHED, work=WORK).best[0]
+    assert best.run.memory.recompute == "selective"
+    assert not predict(replace(best.run, memory=Memory()), cluster_of("h100", free_bytes=2_500_000), WORK).fits
 
 
 @settings(deadline=None, max_examples=20, derandomize=True)
