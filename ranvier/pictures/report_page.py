@@ -130,7 +130,11 @@ def changed_settings(run: Run, asked: Run, origins: Mapping[str, str]) -> list[t
     the page's own. asked: the settings before `auto` was resolved. origins: as `ranvier.config.read.merge` has them."""
     values, before = read.flatten(run), read.flatten(asked)
     chosen = {name: origin for name, origin in origins.items() if origin != "default" and values[name] == before[name]}
-    return [(setting.flag, read.as_text(values[name]), read.as_text(setting.default), chosen.get(name, "auto"))
+
+    def other(name: str) -> str:
+        return "model.pretrained" if run.model.pretrained is not None and name.startswith("model.") else "auto"
+
+    return [(setting.flag, read.as_text(values[name]), read.as_text(setting.default), chosen.get(name, other(name)))
             for name, setting in read.settings().items() if values[name] != setting.default and name != "run_dir"]
 
 

@@ -65,6 +65,9 @@ def test_a_folder_in_hugging_face_format_is_a_recipe(tmp_path, capsys):
     assert run_command(["train", str(folder), "--run-dir", str(tmp_path / "run"), "--json"]) == 2
     error = json.loads(capsys.readouterr().out)["errors"][0]
     assert (error["where"], error["value"]) == ("recipe", str(folder)) and "--data." in error["remedy"]
+    run_command(["check", str(folder), "--json"])
+    found = {one["name"]: (one["value"], one["origin"]) for one in json.loads(capsys.readouterr().out)["values"]}
+    assert found["model.num-layers"] == ("1", "model.pretrained") and found["model.hidden"][0] == "16"
 
 
 @pytest.mark.parametrize(("positions", "sequence"), [
