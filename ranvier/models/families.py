@@ -213,7 +213,8 @@ def sample_of(run: Run, count: int) -> tuple[State, Targets]:
     with blamed(family_name(run), _SETTING, "`sample`"):
         inputs, targets = family_of(run).sample(run.model, head_of(run), count)
     if run.data.task != "preference":
-        return inputs, targets
+        packs = run.data.packing and "data.packing" not in form_of(run.data).unused
+        return in_halves(inputs) if packs and isinstance(inputs, Tensor) else inputs, targets
     assert isinstance(inputs, Tensor) and isinstance(targets, Tensor)  # of the head "tokens"
     return in_halves(inputs), {
         "tokens": targets, "rejected_from": torch.full_like(targets[:, 0], inputs.shape[1] // 2),
