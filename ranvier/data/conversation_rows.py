@@ -96,13 +96,14 @@ def _text_of_parts(message: Message, row: Row) -> Any:
     """The text of a content in parts. DataError where a part is none: most templates would write the list as Python
     prints it. What a tool returns may be any list."""
     parts = message["content"]
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
-    if all(isinstance(text, str) for text in texts):
-        return "".join(texts)
+    others = [part for part in parts if not (isinstance(part, dict) and part.get("type") == "text"
+                                             and isinstance(part.get("text"), str))]
+    if not others:
+        return "".join(part["text"] for part in parts)
     if message["role"] == "tool":
         return parts
     raise DataError("has a message whose content has other parts than text", code="content-not-text", where=row.place,
-                    value=repr(next(part for part, text in zip(parts, texts, strict=True) if text is None))[:80],
+                    value=repr(others[0])[:80],
                     remedy='Give a text, or parts of the form {"type": "text", "text": "..."}.')
 
 
