@@ -620,12 +620,16 @@ class Engine:
         them as they are now.
         """
         self.check_usable("step")
-        self._held.adopt()
-        self._connections.board.action = "the optimizer"
-        self._updater.learning_rate = self.learning_rate
         if result.status is None:
             raise ConfigError("is of an evaluation, which has no gradients", code="step-after-evaluation",
                               where="Engine.step(result)", remedy="Give the result of forward_backward.")
+        if not self._updater.has_averaged:
+            raise ConfigError("has no gradients that have not been applied", code="step-without-gradients",
+                              where="Engine.step(result)",
+                              remedy="Call forward_backward before each step; train_batch updates by itself.")
+        self._held.adopt()
+        self._connections.board.action = "the optimizer"
+        self._updater.learning_rate = self.learning_rate
         with self._working():
             self._updater.apply(result.status)
         self._statistics.forget()
