@@ -46,6 +46,9 @@ def test_help_and_version_do_not_import_torch():
 
 @pytest.mark.parametrize(("args", "text"), [
     (["train", "gpt-tiny", "--batch.global-siz", "3"], "No such option '?--batch.global-siz'?.*--batch.global-size"),
+    (["train", "gpt-tiny", "--lr", "3"], "No such option '--lr'. Did you mean '--train.learning-rate'"),
+    (["train", "gpt-tiny", "--max-iters", "3"], "Did you mean '--train.steps'"),
+    (["train", "gpt-tiny", "--data", "text"], "Did you mean '--data.corpus'"),
     (["trian"], "No such command 'trian'"), (["train"], "Missing argument 'RECIPE'"),
     (["check", "gpt-tiny", "--ranks", "0"], "Invalid value for '--ranks'"),
     (["train", "gpt-tyni"], "recipe: is neither .*Did you mean gpt-tiny"),
