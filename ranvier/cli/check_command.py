@@ -16,7 +16,7 @@ from ranvier.cli.options import (
     json_option,
     read_recipe,
 )
-from ranvier.cli.problems import print_problems
+from ranvier.cli.problems import missing_data, print_problems
 from ranvier.config import named_code, read
 
 
@@ -70,7 +70,8 @@ def check(recipe: str | None, allow_code: bool, split: str | None, ranks: int | 
         ranks = local_devices(resolved.run.launch.device)  # which `train` would start
     report = check_run(resolved.run, ranks, ranks_per_node, chosen=resolved.chosen,
                        cluster=cluster)
-    report = dataclasses.replace(report, problems=(*resolved.problems, *report.problems))
+    report = dataclasses.replace(report, problems=(*resolved.problems, *report.problems),
+                                 warnings=(*report.warnings, *missing_data(resolved)))  # a problem when it starts
     if resolved.run.train.epochs is not None:
         values["train.steps"] = "by train.epochs"
     rows = [(setting.flag, read.as_text(values[setting.name]), resolved.origins[setting.name])

@@ -21,7 +21,7 @@ from ranvier.cli.options import (
     read_recipe,
     recipe_argument,
 )
-from ranvier.cli.problems import ConfigProblems, print_warnings
+from ranvier.cli.problems import ConfigProblems, missing_data, print_warnings
 from ranvier.cli.ranks import work_as_rank
 from ranvier.config import read
 from ranvier.config.resolve import Facts, resolve
@@ -108,7 +108,7 @@ def _close(resolved: read.Merged, started: Started | None, tell: Callable[[str],
         asked, ranks if open_axes_of(asked) or started is not None else None,
         None if started is None else started.local_size, trial=trial)
     warnings: list[RanvierError] = []
-    problems = [*resolved.problems, *_missing_data(resolved), *problems, *find_problems(run),
+    problems = [*resolved.problems, *missing_data(resolved), *problems, *find_problems(run),
                 *tracker_problems(run.log)]
     if started is not None and started.size != run.mesh.size and run.resume == "auto" and not problems:
         run, warning = refit(run, started.size, started.launcher, find_problems)
@@ -121,27 +121,6 @@ def _close(resolved: read.Merged, started: Started | None, tell: Callable[[str],
                                     where="max-restarts", value=run.max_restarts,
                                     remedy="Let the launcher restart the run (docs/faults.md), with `--resume auto`."))
     return asked, dataclasses.replace(run, launch=dataclasses.replace(run.launch, trial=0)), warnings
-
-
-def _missing_data(resolved: read.Merged) -> list[ConfigError]:
-    """What a model without a recipe needs beside it: data, and a preset the tokenizer of its vocabulary."""
-    run, origins = resolved.run, resolved.origins
-    is_preset = run.model.preset is not None and run.model.pretrained is None
-    if not is_preset and not origins["model.pretrained"].startswith("folder "):
-        return []
-    problems = []
-    if run.data.task == "lm" and origins["data.corpus"] == origins["data.mixture"] == "default":
-        problems.append(ConfigError(
-            "has no data of its own", code="preset-without-data", where="recipe",
-            value=run.model.preset or run.model.pretrained,
-            remedy="Give text with `--data.corpus PATH`, or samples with `--data.train FILE` and their task: "
-                   "`--data.task chat`, `preference`, `reward` or another one."))
-    if is_preset and origins["data.tokenizer"] == "default" and run.data.task == "lm":
-        problems.append(ConfigError(
-            "has no tokenizer of its own", code="preset-without-tokenizer", where="recipe", value=run.model.preset,
-            remedy="Give the model's own with `--data.tokenizer PATH/tokenizer.json`, or train one on the corpus with "
-                   "`--data.tokenizer bpe`."))
-    return problems
 
 
 def _plan_before(asked: Run, ranks: int) -> ResolvedRun | None:

@@ -81,3 +81,15 @@ def test_a_folder_never_trains_on_text_that_nobody_named(tmp_path, capsys, more)
     assert run_command(["train", str(tmp_path), "--json", *more]) == 2
     error = json.loads(capsys.readouterr().out)["errors"][0]
     assert error["code"] == "preset-without-data" and "--data.task chat" in error["remedy"]
+
+
+def test_what_a_preset_lacks_is_told_before_it_is_started(tmp_path, capsys):
+    """`check` finds no problems in it, and a plan writes it as a run file: neither needs data, as the run does."""
+    tiny = ["llama-3.2-1b", "--model.num-layers", "1", "--model.sequence", "64", "--batch.global-size", "8"]
+    out = str(tmp_path / "run.toml")
+    for command in (["check", *tiny, "--ranks", "1", "--cluster", "h100"],
+                    ["plan", *tiny, "--ranks", "1", "--cluster", "h100", "--search", "microbatch", "--out", out],
+                    ["check", out, "--cluster", "h100"]):
+        assert run_command(command) == 0
+        said = "".join(capsys.readouterr())
+        assert "recipe: has no data of its own" in said and "recipe: has no tokenizer of its own" in said
