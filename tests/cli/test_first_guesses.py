@@ -65,6 +65,9 @@ def test_a_folder_in_hugging_face_format_is_a_recipe(tmp_path, capsys):
     assert run_command(["train", str(folder), "--run-dir", str(tmp_path / "run"), "--json"]) == 2
     error = json.loads(capsys.readouterr().out)["errors"][0]
     assert (error["where"], error["value"]) == ("recipe", str(folder)) and "--data." in error["remedy"]
+    run_command(["check", str(folder), "--json"])
+    found = {one["name"]: (one["value"], one["origin"]) for one in json.loads(capsys.readouterr().out)["values"]}
+    assert found["model.num-layers"] == ("1", "model.pretrained") and found["model.hidden"][0] == "16"
 
 
 @pytest.mark.parametrize(("positions", "sequence"), [
@@ -93,3 +96,10 @@ def test_what_a_preset_lacks_is_told_before_it_is_started(tmp_path, capsys):
         assert run_command(command) == 0
         said = "".join(capsys.readouterr())
         assert "recipe: has no data of its own" in said and "recipe: has no tokenizer of its own" in said
+
+
+def test_a_folder_of_no_family_has_no_table_of_another_models_memory(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_neox"}))
+    assert run_command(["check", str(tmp_path), "--json"]) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert "model_type" in found["problems"][0]["where"] and not found["stages"] and not found["memory"]
