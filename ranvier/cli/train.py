@@ -72,7 +72,7 @@ def train(context: click.Context, /, recipe: str, allow_code: bool, quiet: bool,
     world = launch.start(run.mesh, transport=run.comm.transport, collectives=run.comm.collectives,
                          launcher=run.launch.launcher, threads=run.launch.threads, device=run.launch.device,
                          timeout_seconds=run.comm.timeout_seconds, rerun=rerun,
-                         explain_kill=lambda: _memory_text(run), saves_on_stop=True,
+                         explain_kill=lambda: _after_a_kill(run), saves_on_stop=True,
                          stopped_seconds=run.launch.stopped_seconds, hang_seconds=run.launch.hang_seconds,
                          restart=Restarts(run, rerun) if rerun and run.max_restarts else None,
                          join_address=run.launch.join_address,
@@ -162,10 +162,16 @@ def _planned_flags(before: Run, after: ResolvedRun) -> list[str]:
             for word in (f"--{read.settings()[name].flag}", read.as_text(values[name]))]
 
 
-def _memory_text(run: ResolvedRun) -> str:
+def _after_a_kill(run: ResolvedRun) -> str:
+    """The predicted memory, since the kernel may have killed for lack of it, and how to go on."""
+    from ranvier.checkpoint.manifest import checkpoints
     from ranvier.train.memory import prediction_text
+    from ranvier.train.saving import checkpoint_folder
 
-    return prediction_text(run)
+    newest = next(iter(checkpoints(checkpoint_folder(run))), None)
+    return prediction_text(run) + ("\nThere is no checkpoint yet." if newest is None else
+                                   f"\nThe newest checkpoint is {newest}; the same command with --resume auto "
+                                   f"--run-dir {run.run_dir} resumes from it.")
 
 
 def _train_as_rank(run: ResolvedRun, run_dir: Path, name: str, world: World,

@@ -19,6 +19,8 @@ from ranvier.planner.training import columns as columns_of
 from ranvier.system.terminal import TextTable
 
 _GIB = 2**30
+_ALIKE = 0.01
+"""Of a step: a difference that is far less than the errors of predictions."""
 
 
 def table(plan: SearchResult, rows: int = 8, goal: Goal | None = None) -> TextTable:
@@ -149,7 +151,8 @@ def explanation(plan: SearchResult) -> list[str]:
         longer = second.ranked_seconds(factor) / best.ranked_seconds(factor) - 1
         why = "it was not measured" if best.measured_seconds else "more of its ranks wait for each other"
         lines.append(f"Next is {describe(second.run)}, " + (
-            f"{longer:.1%} slower." if longer >= 0 else f"{-longer:.1%} faster by the prediction, but {why}."))
+            f"{longer:.1%} slower" + (": no prediction tells these apart." if longer < _ALIKE else ".")
+            if longer >= 0 else f"{-longer:.1%} faster by the prediction, but {why}."))
     if plan.dropped:
         tempting = min(plan.dropped, key=lambda found: found.cost.seconds)
         more = sum(found.cost.seconds < cost.seconds for found in plan.dropped) - 1
