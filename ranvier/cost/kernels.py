@@ -26,9 +26,6 @@ _SMALLEST_TILE = 16
 Kind = Literal["product", "attention", "pointwise", "copy"]
 ATTENTION_BACKWARD = 2.5
 """Operations of the backward of attention over those of its forward: five products to two (Dao, 2023)."""
-_SCORE_PASSES = 3
-"""Kernels between the two products of attention with scores, each of which reads and writes all scores: scale and mask,
-softmax, and dropout or a cast."""
 
 
 class Access(NamedTuple):
@@ -145,26 +142,6 @@ def weight_gradients_of(kernels: Iterable[Kernel], gradient_bytes: int, product_
                       Kernel(kind="copy", reads=(written, gradient), writes=(gradient,))]
         if kernel.has_bias:
             found.append(Kernel(kind="pointwise", reads=dy))
-    return tuple(found)
-
-
-def with_scores(kernels: Iterable[Kernel], element_bytes: int) -> Kernels:
-    """The same with attention taken apart: scores of all queries by all keys are written and read again, and products
-    do not leave out what a mask hides."""
-    found: list[Kernel] = []
-    for kernel in kernels:
-        if kernel.kind != "attention":
-            found.append(kernel)
-            continue
-        batch, queries, keys, width = kernel.shape
-        scores = Access(-2, size := batch * queries * keys * element_bytes, size)
-        flops = 2 * batch * queries * keys * width
-        first, last = kernel.reads[:2], kernel.reads[2:]  # scores are computed again, and their product with values not
-        found.append(Kernel(kind="product", flops=flops, shape=(batch, queries, keys, width), reads=first,
-                            writes=(scores,)))
-        found += [Kernel(kind="pointwise", reads=(scores,), writes=(scores,))] * _SCORE_PASSES
-        found.append(Kernel(kind="product", flops=flops, shape=(batch, queries, width, keys), reads=(scores, *last),
-                            writes=kernel.writes, is_kept=kernel.is_kept))
     return tuple(found)
 
 

@@ -6,7 +6,8 @@ that its operations write, weighed by the machine's balance of the two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+from ranvier import keyed_random
 from ranvier.block import Model, State, meta_device, named, wrapping_hint
 from ranvier.cost.blocks import BlockCost
 from ranvier.errors import ModelError
@@ -51,6 +53,13 @@ class FusedAttention(TorchFunctionMode):
             if fused is not None:
                 return fused
         return func(*args, **kwargs)
+
+
+@contextmanager
+def counted_as(counting: Counting) -> Iterator[None]:
+    """Has attention and dropout counted as the device runs them."""
+    with nullcontext() if counting.has_scores else FusedAttention(), keyed_random.counting_masks(counting.keeps_masks):
+        yield
 
 
 _ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -161,8 +170,8 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
                 count, products = _count_of(module, tensors), _Float8Products()
                 kept, found = KeptBytes(tensors.values(), count.saved), count.kept_outputs
                 entered_state = _as_leaves(arrived, arrived_trains)  # which the block may change
-                with (torch.enable_grad(), kept, found.recorded(by_caller=True), count, FusedAttention(), products,
-                      count.chains(counting)):
+                with (torch.enable_grad(), kept, found.recorded(by_caller=True), count, products,
+                      counted_as(counting), count.chains(counting)):
                     state = functional_call(module, tensors, (entered_state,), tie_weights=False)
         except ModelError:
             raise
@@ -175,10 +184,10 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
         share, defers = _weights_of(module, count)
         costs.append(BlockCost(
             name=name, flops=count.flops, written_bytes=count.written, allocated_bytes=count.allocated,
-            kernels=run_kernels(count, state, counting, dtype.itemsize), kept_bytes=kept.count,
+            kernels=run_kernels(count, state, counting), kept_bytes=kept.count,
             input_bytes=entered, output_bytes=_state_bytes(outputs), weight_share=share, defers=defers,
             float8_products=tuple(products.found), repeated=count.repeated(
-                counting, dtype.itemsize, kept_bytes=storage_bytes(found.tensors),
+                kept_bytes=storage_bytes(found.tensors),
                 inside_bytes=kept.count_without([*found.tensors, *_tensors(entered_state)])),
             num_parameters=sum(p.numel() for p in module.parameters()),
             num_trainable=sum(p.numel() for p in module.parameters() if p.requires_grad),

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ranvier.config.run import Run
 from ranvier.cost.blocks import Repeated
-from ranvier.cost.kernels import Access, Kernel, Kernels, Kind, fused, in_float8, with_scores
+from ranvier.cost.kernels import Access, Kernel, Kernels, Kind, fused, in_float8
 from ranvier.tensor import float8
 from ranvier.tensor.columns import plain
 from ranvier.tensor.fused import Fused, using
@@ -47,14 +47,16 @@ class Counting:
     """What a device runs as one kernel.
 
     compiles: whole blocks are compiled; compiles_chains: chains of layers are, on several rows and columns. on_cuda:
-    the loss is one pass. has_scores: attention writes its scores. float8: products of the blocks between the first and
-    the last are in float8.
+    the loss is one pass. has_scores: attention is taken apart, and writes and keeps its scores. keeps_masks: dropout
+    writes its mask, and keeps it for the backward. float8: products of the blocks between the first and the last are in
+    float8.
     """
 
     compiles: bool = False
     compiles_chains: bool = False
     on_cuda: bool = False
     has_scores: bool = False
+    keeps_masks: bool = False
     float8: bool = False
 
 
@@ -68,7 +70,8 @@ def counting_of(run: Run, *, device: str, stage_size: int) -> Counting:
     return Counting(compiles=compiles and stage_size == 1 and run.memory.recompute != "selective",
                     compiles_chains=compiles and stage_size > 1,
                     on_cuda=device == "cuda", float8=run.model.float8,
-                    has_scores=run.model.attention_kernel == "math" and device == "cuda")
+                    has_scores=run.model.attention_kernel == "math" and device == "cuda",
+                    keeps_masks=device != "cuda")
 
 
 class KernelCount(TorchDispatchMode):
@@ -126,13 +129,11 @@ class KernelCount(TorchDispatchMode):
         """Autograd saves a tensor: a second run ends with the last one."""
         self._saved_at, self._written_when_saved = len(self.kernels), self._written_again
 
-    def repeated(self, counting: Counting, element_bytes: int, kept_bytes: int, inside_bytes: int) -> Repeated:
-        """What runs again where the block is recomputed selectively. element_bytes: as for `run_kernels`."""
-        found = tuple(self.kernels[:self._saved_at])
-        if counting.has_scores:
-            found = with_scores(found, element_bytes)
-        return Repeated(kernels=tuple(kernel for kernel in found if not kernel.is_kept), kept_bytes=kept_bytes,
-                        inside_bytes=inside_bytes, written_bytes=self._written_when_saved)
+    def repeated(self, kept_bytes: int, inside_bytes: int) -> Repeated:
+        """What runs again where the block is recomputed selectively."""
+        kernels = tuple(kernel for kernel in self.kernels[:self._saved_at] if not kernel.is_kept)
+        return Repeated(kernels=kernels, kept_bytes=kept_bytes, inside_bytes=inside_bytes,
+                        written_bytes=self._written_when_saved)
 
     def storage_of(self, tensor: Tensor) -> int:
         """The number of a tensor's storage, which stays alive: an address may be used again."""
@@ -229,11 +230,9 @@ class _Chains(Fused):
         return result
 
 
-def run_kernels(count: KernelCount, outputs: object, counting: Counting, element_bytes: int) -> Kernels:
+def run_kernels(count: KernelCount, outputs: object, counting: Counting) -> Kernels:
     """What of a block's counted kernels a device runs. outputs: what leaves the block."""
     found = tuple(count.kernels)
-    if counting.has_scores:
-        found = with_scores(found, element_bytes)
     if counting.compiles:
         found = fused(found, {count.storage_of(leaf) for leaf in _tensors(outputs)})
     return found

@@ -37,8 +37,9 @@ from ranvier.optim.gradients import Gradients
 from ranvier.optim.optimizer import FlatOptimizer, gather_bytes, state_places, storage_bytes, tensors_by_category
 from ranvier.optim.rules import rules_of, skips_by_itself
 from ranvier.pipeline.ties import gradient_specs
-from ranvier.plan.block_costs import FusedAttention, KeptBytes
+from ranvier.plan.block_costs import KeptBytes, counted_as
 from ranvier.plan.cut import StageTable, meta_mesh, split_model
+from ranvier.plan.kernel_count import counting_of
 from ranvier.plan.known_costs import Known
 from ranvier.plan.limits import MemoryChoice, memory_choices, run_limits, stages_at_peak
 from ranvier.plan.make import make_for_run, whole_parameters
@@ -390,7 +391,8 @@ def _block_needs(run: ResolvedRun, part: Model, mesh: TensorMesh, name: str, sta
             uses += layer.uses
             unreduced += layer.unreduced_bytes
     kept = KeptBytes(block.parameters())
-    with keyed_random.scope(0, 0, torch.zeros(1, dtype=torch.int64), name), kept, FusedAttention():
+    counting = counting_of(run, device=device_kind(run), stage_size=run.mesh.stage_size)
+    with keyed_random.scope(0, 0, torch.zeros(1, dtype=torch.int64), name), kept, counted_as(counting):
         state = block(state)
         kept_bytes = kept.count
         ends = plain(named(state, name)).values() if targets is None else [part.loss(state, targets)[0]]
