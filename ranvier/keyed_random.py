@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -117,20 +116,9 @@ class _Current(threading.local):
 
     def __init__(self) -> None:
         self.scope: Scope | None = None
-        self.counts_masks = False
 
 
 _current = _Current()
-
-
-@contextmanager
-def counting_masks(counts: bool) -> Iterator[None]:
-    """Inside, dropout on the meta device makes its mask, as torch's operations do, and one kernel does not."""
-    before, _current.counts_masks = _current.counts_masks, counts
-    try:
-        yield
-    finally:
-        _current.counts_masks = before
 
 
 def scope(seed: int, step: int, samples: Tensor, block: str = "") -> Scope:
@@ -168,10 +156,13 @@ def dropout(x: Tensor, probability: float, training: bool, *, start: Sequence[in
     """Dropout whose mask is keyed by (seed, step, sample, block, call site, index in the sample).
 
     x: [b, ...]. For a sharded x, `start` and `full_shape` are the offset and the unsharded shape of its trailing dims.
-    Errors as of `next_sample_keys`, except on the meta device, which has shapes only.
+    Errors as of `next_sample_keys`, except on the meta device, which has shapes only: there it is one pass that
+    keeps a byte of each element, as compiled code does.
     """
-    if not training or probability == 0.0 or x.is_meta:
-        return x * torch.empty_like(x) if x.is_meta and training and probability and _current.counts_masks else x
+    if not training or probability == 0.0:
+        return x
+    if x.is_meta:
+        return x.masked_fill(torch.empty(x.shape, dtype=torch.bool, device="meta"), 0.0)
     keys = next_sample_keys(x.shape[0], x.device)
     return dropped(x, keys, probability, start or [0] * (x.dim() - 1), full_shape or x.shape[1:])
 

@@ -121,13 +121,20 @@ class Page:
         """The page in a frame, as notebooks show it."""
         return f'<iframe srcdoc="{html.escape(self.html())}" style="width: 100%; height: 80vh; border: 0"></iframe>'
 
+    def __repr__(self) -> str:
+        return f"Page(title={self.title!r})"
+
 
 def changed_settings(run: Run, asked: Run, origins: Mapping[str, str]) -> list[tuple[str, str, str, str]]:
     """Name, value, default, and where the value comes from, of settings that are not at their default; the folder is
     the page's own. asked: the settings before `auto` was resolved. origins: as `ranvier.config.read.merge` has them."""
     values, before = read.flatten(run), read.flatten(asked)
     chosen = {name: origin for name, origin in origins.items() if origin != "default" and values[name] == before[name]}
-    return [(setting.flag, read.as_text(values[name]), read.as_text(setting.default), chosen.get(name, "auto"))
+
+    def other(name: str) -> str:
+        return "model.pretrained" if run.model.pretrained is not None and name.startswith("model.") else "auto"
+
+    return [(setting.flag, read.as_text(values[name]), read.as_text(setting.default), chosen.get(name, other(name)))
             for name, setting in read.settings().items() if values[name] != setting.default and name != "run_dir"]
 
 

@@ -6,7 +6,7 @@ is one pass over the logits. `Counting` says which of these hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -20,7 +20,16 @@ from torch.utils.flop_counter import flop_registry
 
 from ranvier.config.run import Run
 from ranvier.cost.blocks import Repeated
-from ranvier.cost.kernels import Access, Kernel, Kernels, Kind, fused, in_float8
+from ranvier.cost.kernels import (
+    Access,
+    Kernel,
+    Kernels,
+    Kind,
+    fused,
+    in_float8,
+    kept_by_compiler,
+    with_scores,
+)
 from ranvier.tensor import float8
 from ranvier.tensor.columns import plain
 from ranvier.tensor.fused import Fused, using
@@ -47,16 +56,14 @@ class Counting:
     """What a device runs as one kernel.
 
     compiles: whole blocks are compiled; compiles_chains: chains of layers are, on several rows and columns. on_cuda:
-    the loss is one pass. has_scores: attention is taken apart, and writes and keeps its scores. keeps_masks: dropout
-    writes its mask, and keeps it for the backward. float8: products of the blocks between the first and the last are in
-    float8.
+    the loss is one pass. has_scores: attention writes its scores. float8: products of the blocks between the first and
+    the last are in float8.
     """
 
     compiles: bool = False
     compiles_chains: bool = False
     on_cuda: bool = False
     has_scores: bool = False
-    keeps_masks: bool = False
     float8: bool = False
 
 
@@ -70,8 +77,7 @@ def counting_of(run: Run, *, device: str, stage_size: int) -> Counting:
     return Counting(compiles=compiles and stage_size == 1 and run.memory.recompute != "selective",
                     compiles_chains=compiles and stage_size > 1,
                     on_cuda=device == "cuda", float8=run.model.float8,
-                    has_scores=run.model.attention_kernel == "math" and device == "cuda",
-                    keeps_masks=device != "cuda")
+                    has_scores=run.model.attention_kernel == "math" and device == "cuda")
 
 
 class KernelCount(TorchDispatchMode):
@@ -129,16 +135,26 @@ class KernelCount(TorchDispatchMode):
         """Autograd saves a tensor: a second run ends with the last one."""
         self._saved_at, self._written_when_saved = len(self.kernels), self._written_again
 
-    def repeated(self, kept_bytes: int, inside_bytes: int) -> Repeated:
-        """What runs again where the block is recomputed selectively."""
-        kernels = tuple(kernel for kernel in self.kernels[:self._saved_at] if not kernel.is_kept)
-        return Repeated(kernels=kernels, kept_bytes=kept_bytes, inside_bytes=inside_bytes,
-                        written_bytes=self._written_when_saved)
+    def repeated(self, counting: Counting, element_bytes: int, kept_bytes: int, inside_bytes: int) -> Repeated:
+        """What runs again where the block is recomputed selectively. element_bytes: as for `run_kernels`."""
+        found = tuple(self.kernels[:self._saved_at])
+        if counting.has_scores:
+            found = with_scores(found, element_bytes)
+        return Repeated(kernels=tuple(kernel for kernel in found if not kernel.is_kept), kept_bytes=kept_bytes,
+                        inside_bytes=inside_bytes, written_bytes=self._written_when_saved)
 
     def storage_of(self, tensor: Tensor) -> int:
         """The number of a tensor's storage, which stays alive: an address may be used again."""
-        storage = plain(tensor).untyped_storage()
+        return self.number_of(plain(tensor).untyped_storage())
+
+    def number_of(self, storage: torch.UntypedStorage) -> int:
+        """The number of a storage."""
         return self._storages.setdefault(storage._cdata, (len(self._storages), storage))[0]
+
+    @property
+    def weights(self) -> set[int]:
+        """The numbers of the block's parameters."""
+        return {self._storages[address][0] for address in self._weights if address in self._storages}
 
     def _access(self, tensor: Tensor, most: int | None = None) -> Access:
         size = max(1, plain(tensor).untyped_storage().nbytes())
@@ -230,9 +246,23 @@ class _Chains(Fused):
         return result
 
 
-def run_kernels(count: KernelCount, outputs: object, counting: Counting) -> Kernels:
+def kept_bytes(count: KernelCount, saved: Iterable[torch.UntypedStorage], counting: Counting) -> int:
+    """Bytes that a block keeps for its backward. saved: what autograd saves of a forward that is not compiled, without
+    parameters; chains that layers compile save what they save uncompiled."""
+    kept = {count.number_of(storage): storage.nbytes() for storage in saved}
+    if not counting.compiles:
+        return sum(kept.values())
+    chains = [kernel for kernel in count.kernels if kernel.kind in ("pointwise", "copy")]
+    operands = {access.storage for kernel in count.kernels if kernel.kind in ("product", "attention")
+                for access in (*kernel.reads, *(kernel.writes if kernel.kind == "attention" else ()))}
+    return kept_by_compiler(chains, kept, operands & kept.keys() | count.weights)
+
+
+def run_kernels(count: KernelCount, outputs: object, counting: Counting, element_bytes: int) -> Kernels:
     """What of a block's counted kernels a device runs. outputs: what leaves the block."""
     found = tuple(count.kernels)
+    if counting.has_scores:
+        found = with_scores(found, element_bytes)
     if counting.compiles:
         found = fused(found, {count.storage_of(leaf) for leaf in _tensors(outputs)})
     return found

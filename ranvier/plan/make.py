@@ -37,7 +37,7 @@ _AUTO = Pipeline(), TensorParallel(), Memory()
 def make(model: Model, mesh: Mesh, *, sample: Sample | None = None, pipeline: Pipeline = _AUTO[0],
          tensor: TensorParallel = _AUTO[1], memory: Memory = _AUTO[2], optim: Optim | None = None,
          own_optimizer: bool | None = None, policy: Policy | None = None, dtype: torch.dtype = torch.float32,
-         device: str = "cpu", num_microbatches: int | None = None, has_scores: bool = False) -> Plan:
+         device: str = "cpu", num_microbatches: int | None = None) -> Plan:
     """The plan of `model`, of which layers may be frozen, on `mesh`. The same on every rank.
 
     Args:
@@ -45,8 +45,7 @@ def make(model: Model, mesh: Mesh, *, sample: Sample | None = None, pipeline: Pi
             values do not matter. Without it blocks cost their numbers of parameters, and the limits follow a rule.
         own_optimizer: whether Ranvier's optimizer updates; by default where `optim` is given.
         policy: in place of the one that `pipeline.policy` names.
-        device: its type. num_microbatches: of a batch on one replica, where that is known. has_scores: attention keeps
-            its scores for the backward.
+        device: its type. num_microbatches: of a batch on one replica, where that is known.
 
     Raises ConfigError for settings that cannot be together, ModelError for a model that cannot be cut.
     """
@@ -56,7 +55,7 @@ def make(model: Model, mesh: Mesh, *, sample: Sample | None = None, pipeline: Pi
     for problem in (*tensor_problems(mesh, tensor), *schedule_problems(placement, policy.name, pipeline.deferred)):
         raise problem
     stages, layout = cut(model, mesh, boundaries=pipeline.boundaries, how=pipeline.partition, sample=sample,
-                         dtype=dtype, device=device, tensor=tensor, placement=placement, has_scores=has_scores)
+                         dtype=dtype, device=device, tensor=tensor, placement=placement)
     if memory.recompute == "selective" and stages.costs is not None:
         stages = replace(stages, costs=tuple(selectively(stages.costs)))
     rule = rule_limits([bool(row.num_trainable) for row in stages.rows], placement).given(
@@ -81,10 +80,9 @@ def make_for_run(run: ResolvedRun, model: Model, sample: Sample, *, mesh: Mesh |
                  ) -> Plan:
     """The plan of a run for its model, of which layers may be frozen. mesh: another number of replicas, which changes
     neither cut nor limits. device: its type, by default the one that the run names."""
-    device = device or ("cuda" if run.launch.device == "cuda" else "cpu")
     return make(model, mesh or run.mesh, sample=sample, pipeline=run.pipeline, tensor=run.tensor, memory=run.memory,
-                optim=run.optim, dtype=DTYPES[run.precision], num_microbatches=run.num_microbatches, device=device,
-                has_scores=device == "cuda" and run.model.attention_kernel == "math")
+                optim=run.optim, dtype=DTYPES[run.precision], num_microbatches=run.num_microbatches,
+                device=device or ("cuda" if run.launch.device == "cuda" else "cpu"))
 
 
 def _recomputed(recompute: Recompute, stages: StageTable, layers: Sequence[Sequence[str]], policy: Policy, rule: Limits

@@ -18,7 +18,6 @@ from ranvier.plan import cut as cut_module
 from ranvier.plan import known_costs
 from ranvier.plan.block_costs import block_costs
 from ranvier.plan.cut import Parts
-from ranvier.plan.kernel_count import Counting
 from tests.pipeline.parity import chain, squared
 
 CONFIG = Transformer(num_layers=2, hidden=16, heads=2, vocab=48, sequence=8)
@@ -38,8 +37,7 @@ def costs(model, *, rows=2, mesh=None, dtype=torch.float64, device="cpu", tensor
     mesh, tensor = mesh or Mesh(pipe=2), tensor or TensorParallel()
     found = cut_module.cut(model, mesh, boundaries=None, how="cost", sample=sample, dtype=dtype, device=device,
                            tensor=tensor)[0].costs
-    fresh = tuple(block_costs(Parts(model, mesh, tensor, device).model, *sample, dtype,
-                              Counting(keeps_masks=device != "cuda")))
+    fresh = tuple(block_costs(Parts(model, mesh, tensor, device).model, *sample, dtype))
     assert [replace(cost, kernels=()) for cost in found] == [replace(cost, kernels=()) for cost in fresh]
     assert [len(cost.kernels) for cost in found] == [len(cost.kernels) for cost in fresh]
 

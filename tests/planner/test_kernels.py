@@ -22,14 +22,13 @@ from ranvier.cost.kernels import (
     scaled,
     weight_gradients_of,
     whole_waves_flops,
+    with_scores,
     without_fused_loss,
     without_panels,
 )
 from ranvier.mesh import Mesh
-from ranvier.models import families
 from ranvier.plan.block_costs import block_costs
 from ranvier.plan.kernel_count import Counting, KernelCount
-from ranvier.plan.make import make_for_run
 from ranvier.planner import work
 from ranvier.planner.work import Work
 
@@ -113,6 +112,14 @@ def test_pointwise_operations_read_their_inputs_again_and_copies_do_not():
     chain = Kernel(kind="pointwise", reads=(X,), writes=(Y,))
     assert moved(backward_of([chain])) == 2 * 70 + 42
     assert moved(backward_of([replace(chain, kind="copy")])) == 70 + 42
+
+
+def test_attention_with_scores_writes_and_reads_them():
+    first, *passes, last = with_scores([ATTENTION], 2)
+    scores = 2 * 6 * 8 * 8
+    assert first.flops == last.flops == 2 * 6 * 8 * 8 * 4  # in full
+    assert first.moved_bytes == 70 + 30 + scores and last.moved_bytes == scores + 42 + 42
+    assert len(passes) == 3 and moved(passes) == 6 * scores
 
 
 def test_waves_are_whole():
@@ -247,34 +254,9 @@ def test_causal_attention_computes_what_is_below_the_diagonal():
     (kernel,) = cost.kernels
     assert cost.flops == 2 * 2 * 2 * 4 * 8 * 8 * 16 and kernel.flops == cost.flops * (8 + 1) / (2 * 8)
     assert kernel.kind == "attention" and kernel.shape == (8, 8, 8, 16)
-
-
-def test_attention_by_plain_products_writes_and_keeps_its_scores():
-    """With the kernel math: two products in full, passes over the scores between them, and bytes for the backward."""
-    model = Model(blocks={"l": partial(nn.Linear, 6, 3 * 4 * 16), "a": Attention}, loss=None)
-    fused, whole = (block_costs(model, torch.zeros(2, 8, 6), counting=Counting(has_scores=has_scores))[1]
-                    for has_scores in (False, True))
-    scores = 2 * 4 * 8 * 8 * 4
-    products = [kernel for kernel in whole.kernels if kernel.kind == "product"]
-    assert [kernel.flops for kernel in products] == [fused.flops / 2] * 2
-    assert sum(write.bytes == scores for kernel in whole.kernels for write in kernel.writes) >= 3
-    assert whole.kept_bytes == 3 * 4 * 2 * 8 * 64 + scores  # scaled queries and keys, values, softmax
-
-
-@pytest.mark.parametrize(("device", "kernel", "of_scores", "of_masks"), [
-    ("cpu", "auto", 0, 1), ("cuda", "auto", 0, 0), ("cuda", "math", 1, 0)])
-def test_what_a_plan_keeps_for_the_backward(device, kernel, of_scores, of_masks):
-    """On a CPU the masks of dropout, which a kernel on CUDA computes again; and scores where a kernel writes them."""
-    def kept(**model):
-        run = ResolvedRun(model=Transformer(num_layers=1, hidden=8, heads=2, vocab=16, sequence=64, **model))
-        sample = families.sample_of(run, 2)
-        plan = make_for_run(run, families.model_of(run, dtype=torch.float32), sample, device=device)
-        return {cost.name: cost.kept_bytes for cost in plan.stages.costs}
-
-    plain, found = kept(), kept(dropout=0.1, attention_kernel=kernel)
-    mask, scores = 2 * 64 * 8 * 4, 2 * 2 * 64 * (64 - 1) * 4  # in place of one sum for each query
-    assert found["layer0.mlp"] - plain["layer0.mlp"] == of_masks * mask
-    assert found["layer0.attention"] - plain["layer0.attention"] == of_masks * mask + of_scores * scores
+    (whole,) = block_costs(Model(blocks={"a": Attention}, loss=None), torch.zeros(2, 8, 3 * 4 * 16),
+                           counting=Counting(has_scores=True))
+    assert sum(each.flops for each in whole.kernels) == cost.flops and len(whole.kernels) == 5
 
 
 def test_frozen_weights_have_no_gradient():

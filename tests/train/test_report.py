@@ -285,7 +285,7 @@ def test_what_a_rank_is_busy_with_is_no_waiting_for_the_gradients_norm():
         meter = Meter(timeline, world.backend.group("train", [range(1)]), CPU)
         for number in (1, 2, 3):
             now = time.monotonic_ns()
-            timeline.add("optimizer", "weigh", number, now - 10**12)
+            timeline.add("optimizer", "norm", number, now - 10**12)
             timeline.add("optimizer", "update", number, now - 10**11)
             meter.step(number, FixedResult(), 1e-3)
         return meter.busy_steps, meter.busy

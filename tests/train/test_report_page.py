@@ -48,12 +48,14 @@ def test_it_is_rewritten_now_and_then_with_curves_and_events(tmp_path):
         history.event(event)
         page.event(event)
     assert not (tmp_path / NAME).exists()
+    history.unit = "pairs"
     now[0] = SECONDS_BETWEEN + 1
     for event in (NoteEvent(step=4, event="lost", text="rank 3 </script><b>"), example_step(5, loss=math.nan)):
         history.event(event)
         page.event(event)
     found = shown(tmp_path / NAME)
     assert found["live"] and found["curves"]["step"][-1] == 5 and found["curves"]["loss"][-1] is None
+    assert found["unit"] == "pairs" and found["curves"]["pairs_per_second"][-1] == example_step(5).tokens_per_second
     assert found["marks"][-1] == {"step": 4, "kind": "lost", "text": "rank 3 </script><b>", "fault": True}
     before = (tmp_path / NAME).stat().st_mtime_ns
     page.event(example_step(6))
@@ -125,14 +127,17 @@ def test_a_run_is_served_on_this_machine_alone(tmp_path):
         server.shutdown()
 
 
-CONTRASTS = """["--ground", "--panel"].flatMap(ground => ["--ink", "--faint", "--bad"].map(ink => {
-  const [one, other] = [ground, ink].map(name => {
-    const light = css(name).match(/[0-9a-f]{2}/g).map(part => parseInt(part, 16) / 255).map(
+CONTRASTS = """[
+  ...["--ground", "--panel"].flatMap(ground => ["--ink", "--faint", "--bad"].map(ink => [css(ground), css(ink)])),
+  ...Object.entries(timeline.categories).filter(([category]) => !["wait", "overhead"].includes(category)).map(
+    ([category, [, colour]]) => [colour, timeline.dark.includes(category) ? "#ffffff" : "#111111"])].map(colours => {
+  const [one, other] = colours.map(colour => {
+    const light = colour.match(/[0-9a-f]{2}/gi).map(part => parseInt(part, 16) / 255).map(
       part => part <= 0.04 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
     return 0.05 + 0.2126 * light[0] + 0.7152 * light[1] + 0.0722 * light[2];
   });
   return Math.max(one, other) / Math.min(one, other);
-}))"""
+})"""
 """Of texts on their grounds, as WCAG defines it."""
 
 
