@@ -149,8 +149,8 @@ class Engine:
             for fp32. Not beside another `dtype` or float8.
         nominal_weight: expected weight of a global batch. The loss is divided by it before the backward, and gradients
             are corrected to the true weight afterwards. It matters in fp16, where auto takes it from the first batch,
-            and a value that is far below that batch's weight lowers the loss scale; elsewhere it only moves rounding,
-            and auto is 1.
+            and a value that is far below that batch's weight lowers the loss scale. Elsewhere auto is 1, and a value
+            changes rounding and what hooks on gradients see.
         frozen: layers that are not trained, from the first on, with whatever comes before them. A parameter that is
             tied to one of theirs trains on by itself (`ranvier.block.freeze`). frozen_above: layers above the first
             one that trains, whose weights are not trained; gradients pass through them. frozen_dropout: whether the
