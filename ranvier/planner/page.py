@@ -18,14 +18,16 @@ _MAX_ROWS = 60
 _CATEGORIES: dict[str, Category] = {"F": "forward", "B": "backward", "W": "weight"}
 
 
-def page_of(plan: SearchResult, recipe: str, asked: Run, origins: Mapping[str, str], step: Simulation) -> Page:
+def page_of(plan: SearchResult, recipe: str, asked: Run, origins: Mapping[str, str], step: Simulation,
+            schedule: str = "") -> Page:
     """Figures of the best configuration, its explanation, the candidates, those that do not fit last, and a step of it.
-    asked, origins: the settings before the search, and where each comes from. step: of the best configuration."""
+    asked, origins: the settings before the search, and where each comes from. step: of the best configuration.
+    schedule: as `report.schedule_text` has it."""
     best = plan.best[0]
     dropped = sorted(plan.dropped, key=lambda one: one.cost.seconds)
     rows = [_row(plan, number, found, _lost(best, found)) for number, found in enumerate(plan.best, 1)]
     rows += [_row(plan, 0, found, found.reason or "does not fit") for found in dropped]
-    cost = best.cost
+    cost, (sentence, _, choices) = best.cost, schedule.strip().partition("\n")
     axes = [f"{axis} {size}" for axis, size in best.run.mesh.sizes.items() if size > 1] or ["1 rank"]
     return Page(
         title=f"{recipe} on {plan.ranks:,} of {plan.cluster.num_devices:,} devices of {plan.cluster.name}",
@@ -34,7 +36,7 @@ def page_of(plan: SearchResult, recipe: str, asked: Run, origins: Mapping[str, s
                  ("tokens per second", f"{cost.tokens_per_second:,.0f}"),
                  ("MFU", f"{cost.model_utilisation:.1%}"), ("bubble", f"{cost.bubble_fraction:.1%}"),
                  ("GiB a device", f"{report.device_bytes(best) / 2**30:.2f}")],
-        text=report.explanation(plan),
+        text=[*report.explanation(plan), *filter(None, [sentence])], fixed=choices,
         candidates=Table(header=("", "configuration", "s a step", "tokens/s", "MFU", "bubble", "GiB a device",
                                  "why not"), rows=rows[:_MAX_ROWS], numbers=(2, 3, 4, 5, 6)),
         timeline=_timeline(step.step.shown),

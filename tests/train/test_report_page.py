@@ -184,6 +184,15 @@ def test_a_browser_draws_runs_and_plans(tmp_path):
         assert browser.value("at('all').click(), view[1] - view[0]") == 2
 
 
+def test_a_plans_page_has_what_explain_prints(tmp_path, capsys):
+    path = tmp_path / "plan.html"
+    assert run_command(["plan", "gpt-tiny", "--cluster", "laptop", "--ranks", "4", "--search", "microbatch",
+                        "--mesh.data", "1", "--mesh.pipe", "4", "--explain", "--out-html", str(path)]) == 0
+    printed, found = capsys.readouterr().out, shown(path)
+    assert found["fixed"].lstrip().startswith("pipeline.memory") and found["fixed"] in printed
+    assert all(line in printed for line in found["text"])
+
+
 def test_a_plan_says_why_candidates_lost(tmp_path, capsys):
     path = tmp_path / "plan.html"
     assert run_command(["plan", "gpt-tiny", "--cluster", "laptop", "--ranks", "4", "--search", "mesh", "--out-html",
