@@ -15,7 +15,7 @@ from ranvier.data.fingerprint import fingerprint
 from ranvier.data.named_files import is_data_set, read_bytes, readable_file
 from ranvier.data.offline.fetch import check, fetch, python_package
 from ranvier.data.publish import Progress
-from ranvier.data.subset import Part, held_out, read_parts
+from ranvier.data.subset import Part, check_parted, held_out, parted, read_parts
 from ranvier.data.tables import Row, Table, is_saved, no_column, open_dataset, open_file, read_known, text_of
 from ranvier.errors import DataError
 
@@ -184,16 +184,12 @@ def read_sentences(train: Part[Sentence], held: Part[Sentence] | None) -> Senten
     if evaluated is None:
         count = SENTIMENT_HELD_OUT if train.fingerprint == fingerprint("sentiment", SENTIMENT.sha256) else None
         chosen = held_out([sentence.text for sentence in sentences], count)
-        evaluated = [sentence for sentence, here in zip(sentences, chosen, strict=True) if here]
-        sentences = [sentence for sentence, here in zip(sentences, chosen, strict=True) if not here]
+        sentences, evaluated = parted(sentences, chosen)
     unknown = next((sentence for sentence in evaluated if sentence.label not in classes), None)
     if unknown is not None:
         raise DataError("is not a label of the training data", code="unknown-label", where=unknown.place,
                         value=unknown.label, remedy=f"Use its labels: {_listed(classes)}.")
-    if not sentences or not evaluated:
-        raise DataError("has too few sentences to train on some and hold out others", code="too-few-sentences",
-                        where=f"data.train {train.name}", value=len(sentences) + len(evaluated),
-                        remedy="Give at least two, or more in `--data.eval`.")
+    check_parted(sentences, evaluated, "sentences", train.name)
     return Sentences(train=sentences, eval=evaluated, classes=classes)
 
 

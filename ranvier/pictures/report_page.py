@@ -123,6 +123,9 @@ class Page:
         """The page in a frame, as notebooks show it."""
         return f'<iframe srcdoc="{html.escape(self.html())}" style="width: 100%; height: 80vh; border: 0"></iframe>'
 
+    def __repr__(self) -> str:
+        return f"Page(title={self.title!r})"
+
 
 def changed_settings(run: Run, asked: Run, origins: Mapping[str, str]) -> list[tuple[str, str, str, str]]:
     """Name, value, default, and where the value comes from, of settings that are not at their default; the folder is

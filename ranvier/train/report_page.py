@@ -127,11 +127,13 @@ def _number(value: float | None) -> str:
 
 
 def curves(history: History) -> dict[str, list[float | None]]:
-    """The fields of metrics.jsonl by step; of a step that was taken twice, after a rollback, the later."""
+    """The fields of metrics.jsonl by step, that of the speed with the unit of the targets in its name; of a step that
+    was taken twice, after a rollback, the later."""
     lines = {line["step"]: line for line in history.steps}
     steps = sorted(lines)
     found: dict[str, list[float | None]] = {name: [lines[step].get(name) for step in steps] for name in (
-        "loss", "grad_norm", "learning_rate", "tokens_per_second", "bubble_fraction", "frozen_layers")}
+        "loss", "grad_norm", "learning_rate", "bubble_fraction", "frozen_layers")}
+    found[f"{history.unit}_per_second"] = [lines[step].get("tokens_per_second") for step in steps]
     found["eval_loss"] = [history.eval_losses.get(step) for step in steps]
     found["eval_accuracy"] = [history.accuracies.get(step) for step in steps]
     found["memory_gib"] = [None if (size := lines[step].get("memory_bytes")) is None else size / 2**30

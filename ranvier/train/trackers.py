@@ -9,7 +9,6 @@ import math
 import os
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -53,7 +52,10 @@ MAX_SECONDS_BETWEEN_LINES = 30.0
 _VERBOSE_SETTINGS = frozenset({"pipeline", "attention"})
 """Lines of the heading that only --verbose prints, as it does the table of stages."""
 NOTES_OF_A_KIND = 3
-"""Notes with the same name that are shown; events.jsonl has them all."""
+"""Notes with the same name that are shown one after the other; events.jsonl has them all."""
+SECONDS_BETWEEN_NOTES = 60.0
+"""From a shown note to the next one of its name, after these: what recurs, such as a checkpoint that cannot be written,
+must not fall silent."""
 
 
 def open_outputs(run_dir: Path, history: History, trackers: Sequence[Tracker], after: int | None
@@ -163,7 +165,7 @@ class _Console(ABC):
         self._stream, self._every, self._verbose, self._clock = stream, every, verbose, clock
         self._steps, self._unit, self._last_line = 0, "tokens", clock()
         self._num_seen, self._step_seconds = 0, 0.0
-        self._notes: Counter[str] = Counter()
+        self._notes: dict[str, tuple[int, int, float]] = {}  # of each kind: shown, left out since, when it was shown
 
     def event(self, event: Event) -> None:
         """Print a heading, a step, a note, a transition or the end; other events are in the run's files."""
@@ -191,12 +193,17 @@ class _Console(ABC):
                 self._print(end_text(event, self._stream, self._unit))
 
     def _note(self, event: NoteEvent) -> None:
-        """Print a few notes of each name, so that one that comes every step does not flood the screen."""
+        """Print the first notes of each name, and later ones now and then, so that one that comes every step does not
+        flood the screen."""
         kind = f"{event.event} {event.fields.get('setting', '')}"  # each setting that has changed is printed
-        self._notes[kind] += 1
-        if self._notes[kind] <= NOTES_OF_A_KIND:
-            more = " (more of these in events.jsonl)" if self._notes[kind] == NOTES_OF_A_KIND else ""
-            self._print(f"step {event.step}: {event.text}{more}", style="yellow")
+        now = self._clock()
+        shown, left_out, when = self._notes.get(kind, (0, 0, now))
+        if shown >= NOTES_OF_A_KIND and now - when < SECONDS_BETWEEN_NOTES:
+            self._notes[kind] = shown, left_out + 1, when
+            return
+        self._notes[kind] = shown + 1, 0, now
+        more = f" ({left_out:,} before it are in events.jsonl)" if left_out else ""
+        self._print(f"step {event.step}: {event.text}{more}", style="yellow")
 
     @abstractmethod
     def _print(self, text: str, style: str | None = None) -> None:

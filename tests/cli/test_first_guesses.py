@@ -84,3 +84,10 @@ def test_a_folder_never_trains_on_text_that_nobody_named(tmp_path, capsys, more)
     assert run_command(["train", str(tmp_path), "--json", *more]) == 2
     error = json.loads(capsys.readouterr().out)["errors"][0]
     assert error["code"] == "preset-without-data" and "--data.task chat" in error["remedy"]
+
+
+def test_a_folder_of_no_family_has_no_table_of_another_models_memory(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_neox"}))
+    assert run_command(["check", str(tmp_path), "--json"]) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert "model_type" in found["problems"][0]["where"] and not found["stages"] and not found["memory"]

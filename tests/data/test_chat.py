@@ -342,7 +342,7 @@ def test_long_and_silent_conversations(tmp_path):
     assert "beyond" not in roomy.about and "cut" not in roomy.about and max(roomy.train.sample_lengths) == longest
     with raises("nothing-said"):
         prepare(run_of(tmp_path, [TALK[:2]] * 6))
-    with raises("too-few-conversations"):
+    with raises("too-few-samples"):
         prepare(run_of(tmp_path, [TALK]))
 
 

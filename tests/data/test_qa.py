@@ -152,8 +152,8 @@ def test_every_tenth_context_is_held_out(tmp_path):
     assert (len(prepared.train), len(prepared.eval)) == (36, 4)
     one = prepare(made(tmp_path, [asked(f"who w{number}?", "w1 w2", "w1") for number in range(20)], sequence=64))
     assert (len(one.train), len(one.eval)) == (18, 2)
-    refused(made(tmp_path, many(1)), "too-few-questions", "data.train", 1)
-    refused(made(tmp_path, many(2), []), "too-few-questions")
+    refused(made(tmp_path, many(1)), "too-few-samples", "data.train", 1)
+    refused(made(tmp_path, many(2), []), "too-few-samples")
 
 
 def test_subsets_count_questions_and_take_all_their_windows(tmp_path):

@@ -48,12 +48,14 @@ def test_it_is_rewritten_now_and_then_with_curves_and_events(tmp_path):
         history.event(event)
         page.event(event)
     assert not (tmp_path / NAME).exists()
+    history.unit = "pairs"
     now[0] = SECONDS_BETWEEN + 1
     for event in (NoteEvent(step=4, event="lost", text="rank 3 </script><b>"), example_step(5, loss=math.nan)):
         history.event(event)
         page.event(event)
     found = shown(tmp_path / NAME)
     assert found["live"] and found["curves"]["step"][-1] == 5 and found["curves"]["loss"][-1] is None
+    assert found["unit"] == "pairs" and found["curves"]["pairs_per_second"][-1] == example_step(5).tokens_per_second
     assert found["marks"][-1] == {"step": 4, "kind": "lost", "text": "rank 3 </script><b>", "fault": True}
     before = (tmp_path / NAME).stat().st_mtime_ns
     page.event(example_step(6))

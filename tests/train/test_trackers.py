@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import itertools
 import json
 import math
 import os
@@ -148,11 +149,14 @@ def test_what_experts_read_comes_with_verbose(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [PlainConsole, LiveConsole])
-def test_repeated_notes_are_shown_a_few_times(kind):
-    stream = io.StringIO()
-    feed(kind(stream), [NoteEvent(step=step, event="skipped", text="no valid target") for step in range(1, 100)])
-    text = stream.getvalue()
-    assert text.count("no valid target") == 3 and "events.jsonl" in text
+def test_repeated_notes_are_shown_a_few_times_and_then_once_a_minute(kind):
+    """Every step's do not flood the screen, and a checkpoint that fails every ten minutes does not fall silent."""
+    notes = [NoteEvent(step=step, event="skipped", text="no valid target") for step in range(1, 100)]
+    for seconds, times in ((0, 3), (1, 3 + 1), (600, 99)):
+        stream, ticks = io.StringIO(), itertools.count(step=seconds)
+        feed(kind(stream, clock=lambda ticks=ticks: float(next(ticks))), notes)
+        assert stream.getvalue().count("no valid target") == times
+        assert ("59 before it are in events.jsonl" in " ".join(stream.getvalue().split())) is (seconds == 1)
 
 
 def test_live_console_shows_progress_in_place(tmp_path):

@@ -58,7 +58,9 @@ class SplitDropout(SplitLayer):
             place = dim - 2  # of (S, H)
             start[place], full[place] = self.mesh.col * sizes[place], self.mesh.num_cols * sizes[place]
         fused = current()
-        if fused.compiles and not x.is_meta:
+        if x.is_meta:  # without values, one pass, whose backward computes the mask again
+            return fused(_passed, x, onto)
+        if fused.compiles:
             keys = keyed_random.next_sample_keys(x.shape[0], x.device)
             return _Dropped.apply(x, onto, (keys, self._probability, tuple(start), tuple(full)), fused)
         y = keyed_dropout.dropout(x, self._probability, training=True, start=start, full_shape=full)
@@ -84,4 +86,9 @@ class _Dropped(Function):
 def _dropped(x: Tensor, onto: Tensor | None, keys: Tensor, probability: float, start: tuple[int, ...],
              full_shape: tuple[int, ...]) -> Tensor:
     y = keyed_random.dropped(x, keys, probability, start, full_shape)
+    return y if onto is None else onto + y
+
+
+def _passed(x: Tensor, onto: Tensor | None) -> Tensor:
+    y = 2.0 * x
     return y if onto is None else onto + y
