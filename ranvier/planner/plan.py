@@ -185,7 +185,7 @@ def _check(request: Request, clusters: Sequence[Cluster]) -> None:
     several = len(clusters) > 1 or bool(request.what_if)
     for where, value in (("--out", request.out), ("--out-html", request.out_html), ("--measure", request.measure)):
         if several and value:
-            raise ConfigError("is for one plan, and several are compared (--cluster more than once, or --what-if)",
+            raise ConfigError("is for one plan, and several are compared (`--cluster` more than once, or `--what-if`)",
                               code="comparison-with-output", where=where, value=str(value),
                               remedy="Leave it out here, and plan again for the one that you choose.")
     if request.launcher is not None and request.out is None:
