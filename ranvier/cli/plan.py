@@ -46,7 +46,7 @@ from ranvier.cli.problems import missing_data, print_warnings
 @click.option("--out-html", type=click.Path(path_type=Path), metavar="FILE",
               help="Write a page with it, and why the others lost.")
 @click.option("--launcher", type=click.Choice(["slurm", "torchrun", "kubernetes"]), metavar="NAME",
-              help="With --out: also a job's file for slurm, torchrun or kubernetes.")
+              help="With --out: a job's file, slurm, torchrun, kubernetes.")
 @click.option("--explain", is_flag=True, help="More about the bottleneck, and memory against speed.")
 @json_option
 def plan(recipe: str, clusters: Sequence[str], tokens: str | None, deadline: float | None, budget: float | None,

@@ -42,9 +42,10 @@ _PLANNED = (*(f"mesh.{axis}" for axis in AXES), "batch.microbatch_size")
 @allow_code_option
 @quiet_option
 @json_option
+@click.option("--planned", hidden=True, default="", help="Settings whose flags `auto` chose, on ranks started by this.")
 @click.pass_context
-def train(context: click.Context, /, recipe: str, allow_code: bool, quiet: bool, as_json: bool, **flags: str | None
-          ) -> int:
+def train(context: click.Context, /, recipe: str, allow_code: bool, quiet: bool, as_json: bool, planned: str,
+          **flags: str | None) -> int:
     """Train RECIPE: the name of a shipped recipe or preset, a folder in Hugging Face format, a TOML file, or
     module:function.
 
@@ -77,9 +78,7 @@ def train(context: click.Context, /, recipe: str, allow_code: bool, quiet: bool,
                          restart=Restarts(run, rerun) if rerun and run.max_restarts else None,
                          join_address=run.launch.join_address,
                          survive_losses=run.launch.survive_losses, flags=True, stream=stream)
-    # a mesh that `auto` came to before the ranks were started is a flag of theirs
-    origins = {setting: "flag or auto" if setting in _PLANNED and origin == "flag" and world.launcher == "local"
-               else origin for setting, origin in resolved.origins.items()}
+    origins = {**resolved.origins, **dict.fromkeys(filter(None, planned.split(",")), "auto")}
     return _train_as_rank(run, run_dir, name, world, context.obj, stream, as_json, origins)
 
 
@@ -158,8 +157,9 @@ def _print_warnings(run: ResolvedRun, resolved: read.Merged, asked: Run, started
 def _planned_flags(before: Run, after: ResolvedRun) -> list[str]:
     """Flags with the values chosen for `auto`, so that ranks need not plan again."""
     values, old = read.flatten(after), read.flatten(before)
-    return [word for name in _PLANNED if values[name] != old[name]
-            for word in (f"--{read.settings()[name].flag}", read.as_text(values[name]))]
+    names = [name for name in _PLANNED if values[name] != old[name]]
+    flags = [word for name in names for word in (f"--{read.settings()[name].flag}", read.as_text(values[name]))]
+    return [*flags, "--planned", ",".join(names)] if names else []
 
 
 def _after_a_kill(run: ResolvedRun) -> str:

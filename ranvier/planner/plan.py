@@ -118,8 +118,9 @@ def plan(name: str, run: Run, cluster_names: Sequence[str], request: Request) ->
         if request.launcher is not None:
             job = write_job(request.launcher, best.run, found.cluster, request.out, best.cost.seconds)
     if request.out_html is not None:
-        _write_page(page_of(found, name, run, request.origins, simulation(best.run, found.cluster), goal),
-                    request.out_html)
+        choices = report.schedule_of(found) if request.explain else ()
+        _write_page(page_of(found, name, run, request.origins, simulation(best.run, found.cluster), goal,
+                            report.schedule_text(choices) if choices else ""), request.out_html)
     if request.as_json:
         print(json.dumps(report.document(found, name, goal), indent=1))
         return found
