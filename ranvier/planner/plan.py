@@ -291,7 +291,7 @@ def print_plan(found: SearchResult, name: str, explain: bool, goal: Goal | None 
     faster = [one for one in found.dropped if one.cost.seconds < found.best[0].cost.seconds]
     if faster:
         first = min(faster, key=lambda one: one.cost.seconds)
-        screen.print(f"\n{len(faster)} that would be faster do not fit. The fastest: {report.describe(first.run)}, "
+        screen.print(f"\nConfigurations that would be faster do not fit. The fastest: {report.describe(first.run)}, "
                       f"{first.cost.seconds:.4g} s a step: {first.reason}.")
     screen.print()
     for line in report.explanation(found)[:None if explain else 2]:
