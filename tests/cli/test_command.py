@@ -318,7 +318,7 @@ def test_the_short_help_has_what_the_command_needs(capsys, command, has, has_not
     ("qa", "t.json", '{"data": [{"title": 1}]}', r"t.json data\[0\]: has no list 'paragraphs'"),
     ("qa", "t.json", "hello", "t.json: is not JSON"),
     ("images", "t", None, "data.train .*t: has fewer than two folders, one for each class"),
-    ("lm", "t.jsonl", '{"body": 1}', "t.jsonl line 1: has no field `text`")])
+    ("lm", "t.jsonl", '{"body": 1}', "t.jsonl line 1: has no column `text`")])
 def test_check_reads_as_much_of_the_data_as_shows_that_it_is_wrong(capsys, tmp_path, task, name, content, text):
     path = tmp_path / name
     path.mkdir() if content is None else path.write_text(content)
