@@ -56,7 +56,7 @@ def cut_batch(inputs: State, targets: object, samples: Tensor | None, places: Se
 def _batch_size(*trees: object) -> int:
     """The size of dim 0 of all tensors."""
     for leaf in tree_leaves(trees):
-        if not isinstance(leaf, Tensor) and hasattr(leaf, "__array__") and getattr(leaf, "ndim", 0):
+        if not isinstance(leaf, Tensor) and getattr(leaf, "shape", None):
             raise ModelError("is no tensor, and would not be cut", code="batch-of-arrays",
                              where="microbatches(inputs, targets)", value=type(leaf).__name__,
                              remedy="Pass torch.from_numpy(array), or torch.as_tensor(values).")
