@@ -41,7 +41,7 @@ test: lint
 	$(PYTEST)
 
 test-all: lint
-	$(PYTEST) -m "not gpu"
+	$(PYTEST) -rs -m "not gpu"
 	$(MAKE) test-versions
 
 test-versions:
@@ -122,6 +122,7 @@ $(VENV)/train: EXTRAS :=
 $(VENV)/test: EXTRAS := test
 $(VENV)/docs: EXTRAS := docs
 $(VENV)/train $(VENV)/test $(VENV)/docs: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing PyTorch and the other packages of constraints.txt into $(VENV), which takes some minutes"
 	@$(PIP) -e '.[mpi$(if $(EXTRAS),$(comma)$(EXTRAS))]' || { \
 	  echo "The mpi extra could not be installed: going on without it, over torch.distributed alone."; \
 	  $(PIP) -e '.$(if $(EXTRAS),[$(EXTRAS)])'; }

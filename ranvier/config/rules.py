@@ -13,10 +13,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Literal
 
 from ranvier.config import parameter_groups
 from ranvier.config.resolve import ResolvedRun
-from ranvier.config.run import Elastic, Guard, Optim, TensorParallel, Train
+from ranvier.config.run import Elastic, Guard, Memory, Optim, TensorParallel, Train
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh, StagePlacement
 
@@ -33,6 +34,7 @@ def problems(run: ResolvedRun, num_ranks: int | None = None, *, num_blocks: int 
     if run.model.float8:
         yield from float8_problems(run.mesh, is_fp64=run.precision == "fp64")
         yield from _no_float8_layers(run)
+    yield from recompute_problems(run.memory, run.mesh, compile=run.model.compile, float8=run.model.float8)
     yield from parameter_groups.problems(run.optim)
     yield from resume_problems(run)
     if run.comm.transport == "torch" and run.comm.collectives == "mpi":
@@ -148,6 +150,22 @@ def float8_problems(mesh: Mesh, *, is_fp64: bool) -> Iterator[ConfigError]:
         yield ConfigError(f"is for layers that are whole on a rank, and {mesh.stage_size} ranks split them",
                           code="float8-split", where="model.float8", value=True,
                           remedy="Set `--mesh.row 1` `--mesh.col 1`, or `--model.float8 false`.")
+
+
+def recompute_problems(memory: Memory, mesh: Mesh, *, compile: bool | Literal["auto"], float8: bool
+                       ) -> Iterator[ConfigError]:
+    """Selective recomputation beside what it is not understood with."""
+    if memory.recompute != "selective":
+        return
+    if compile is True and mesh.stage_size == 1:
+        yield ConfigError("keeps outputs of operations, and a compiled block is a single one",
+                          code="recompute-selective-compiled", where="memory.recompute", value=memory.recompute,
+                          remedy="Set `--model.compile false`, or `--memory.recompute none`: compiled blocks compute "
+                                 "elementwise operations again by themselves.")
+    if float8:
+        yield ConfigError("does not keep products in float8", code="recompute-selective-float8",
+                          where="memory.recompute", value=memory.recompute,
+                          remedy="Set `--memory.recompute alternate`, or `--model.float8 false`.")
 
 
 def _no_float8_layers(run: ResolvedRun) -> Iterator[ConfigError]:
@@ -277,6 +295,13 @@ def warnings(run: ResolvedRun) -> Iterator[ConfigError]:
         yield ConfigError(f"leaves some of the {run.mesh.pipe} stages idle", code="in-flight-below-stages",
                           where="pipeline.in-flight", value=asked,
                           remedy=f"Set `--pipeline.in-flight {run.mesh.pipe}` or more, or auto.")
+    if run.optim.clip_norm and run.optim.clip_from == "previous-step":
+        scales, judges = run.precision == "fp16", looks_before_update(run.guard, run.optim)
+        if scales or judges:
+            why = "`precision` is fp16" if scales else f"`guard.bad-step` is {run.guard.bad_step}"
+            yield ConfigError(f"clips by another norm and saves no time: updates wait for all gradients, since {why}",
+                              code="clip-from-saves-nothing", where="optim.clip-from", value=run.optim.clip_from,
+                              remedy="Leave it out" + ("." if scales else ", or set `--guard.bad-step none`."))
     if run.train.epochs is None:
         yield from length_warnings(run.train)
 

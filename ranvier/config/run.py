@@ -278,10 +278,11 @@ class Optim:
 class Memory:
     """What is recomputed to save memory."""
 
-    recompute: Literal["none", "auto", "alternate", "axonn"] | Positive = "none"
+    recompute: Literal["none", "auto", "selective", "alternate", "axonn"] | Positive = "none"
     """Activation recomputation (activation checkpointing): layers between stored activations; the others are computed
-    again in the backward. auto: on each stage what needs the least memory; alternate: every second layer keeps its
-    activations, which costs half of the time of 1; axonn: AxoNN's rule."""
+    again in the backward. auto: on each stage what needs the least memory; selective: of every block the outputs of
+    matrix products and attention are kept, and only norms, activations and other elementwise operations run again;
+    alternate: every second layer keeps its activations, which costs half of the time of 1; axonn: AxoNN's rule."""
 
     @model_validator(mode="before")
     @classmethod

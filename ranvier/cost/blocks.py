@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
-from ranvier.cost.kernels import Kernel
+from ranvier.cost.kernels import Kernel, Kernels
 
 FLOPS_PER_BYTE = {"cpu": 4.0, "cuda": 250.0}
 """Operations that a core, or a GPU, does in the time in which it writes one byte: nominal, for the cut only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeated:
+    """What runs again in the backward of a block that is recomputed selectively, and what is kept for it."""
+
+    kept_bytes: int = 0
+    """Bytes of the kept outputs of expensive operations."""
+    inside_bytes: int = 0
+    """Bytes that autograd keeps of the second run beside them."""
+    written_bytes: int = 0
+    """Bytes that operations of the second run write."""
+    kernels: Kernels = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +38,8 @@ class BlockCost:
     """Those of them that are written into new memory."""
     kept_bytes: int
     """Bytes of activations that autograd keeps for the backward, parameters aside."""
+    operand_bytes: int = 0
+    """Those of them that products and attention read or write."""
     input_bytes: int
     """Bytes of the carried state that enters the block."""
     output_bytes: int
@@ -42,12 +58,46 @@ class BlockCost:
     """(tokens, inputs, outputs) of the products of its linear layers that could be computed in float8."""
     kernels: tuple[Kernel, ...] = ()
     """Those of its forward; of the last block those of the loss, too."""
+    repeated: Repeated = Repeated()
+    """Under selective recomputation."""
+    is_selective: bool = False
+    """Whether its recomputation is selective."""
 
     @property
     def weight_flops(self) -> int:
         """Operations of the backward's second half."""
         return self.flops if self.weight_share == 1.0 else round(self.weight_share * self.flops)
 
+    @property
+    def kept_outputs_bytes(self) -> int:
+        """Bytes of its inside that are kept where it is recomputed."""
+        return self.repeated.kept_bytes if self.is_selective else 0
+
+    @property
+    def inside_bytes(self) -> int:
+        """Bytes that its second run keeps beside them."""
+        return self.repeated.inside_bytes if self.is_selective else self.kept_bytes
+
+    @property
+    def repeated_kernels(self) -> Kernels:
+        """Those of its second run."""
+        return self.repeated.kernels if self.is_selective else self.kernels
+
+    @property
+    def repeated_flops(self) -> int:
+        """Operations of products of its second run."""
+        return sum(kernel.flops for kernel in self.repeated.kernels) if self.is_selective else self.flops
+
+    def repeated_weight(self, device: str = "cpu") -> float:
+        """As `weight`, of its second run."""
+        return self.weight(device) if not self.is_selective else self.repeated_flops + FLOPS_PER_BYTE.get(
+            device, FLOPS_PER_BYTE["cpu"]) * self.repeated.written_bytes
+
     def weight(self, device: str = "cpu") -> float:
         """Relative time, in floating-point operations."""
         return self.flops + FLOPS_PER_BYTE.get(device, FLOPS_PER_BYTE["cpu"]) * self.written_bytes
+
+
+def selectively(costs: Iterable[BlockCost]) -> list[BlockCost]:
+    """The same of blocks whose recomputation is selective."""
+    return [replace(cost, is_selective=True) for cost in costs]

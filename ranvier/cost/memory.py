@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from ranvier.config.resolve import ResolvedRun
@@ -115,7 +116,7 @@ def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], micr
     kept = [cost.kept_bytes for cost in costs]
     inside = {place for segment in segments for place in segment}
     outside = sum(kept[place] for place in range(len(kept)) if place not in inside)
-    recomputed = max((sum(kept_again.get(costs[place].name, kept[place]) for place in segment)
+    recomputed = max((sum(kept_again.get(costs[place].name, costs[place].inside_bytes) for place in segment)
                       for segment in segments), default=0)
     waiting = 0
     if microbatches.policy.defers and not microbatches.update_in_backward:
@@ -125,11 +126,15 @@ def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], micr
                    else microbatches.defer_bytes)
     entering = costs[0].input_bytes if stage else 0
     leaving = costs[-1].output_bytes if stage < num_stages - 1 else 0
-    return {"activations": stored * (outside + sum(costs[segment.start].input_bytes for segment in segments))
-            + recomputed,
+    return {"activations": stored * (outside + sum(map(partial(segment_bytes, costs), segments))) + recomputed,
             "deferred": waiting,
             "workspace": max(cost.allocated_bytes for cost in costs),
             "messages": (microbatches.in_flight + 1) * entering + 2 * leaving}
+
+
+def segment_bytes(costs: Sequence[BlockCost], segment: Sequence[int]) -> int:
+    """Bytes that one microbatch keeps of these blocks until they are recomputed: what enters, and kept outputs."""
+    return costs[segment[0]].input_bytes + sum(costs[place].kept_outputs_bytes for place in segment)
 
 
 def operand_bytes(costs: Sequence[BlockCost], *, ends_model: bool) -> int:

@@ -203,10 +203,10 @@ def step_cost(step: Step, cluster: Cluster, *, exact: bool = True, as_published:
     return _StepCost(step, cluster, as_published).cost(exact)
 
 
-def least_seconds(step: Step, cluster: Cluster, *, part: float) -> float:
-    """What a step takes at least, however its blocks are cut into stages: the pipeline alone, with nothing recomputed,
-    and blocks spread evenly. Below `step_cost` if their seconds are. step: all blocks on its first stage. part: of what
-    these compute that one rank computes for one microbatch."""
+def least_seconds(step: Step, cluster: Cluster, *, part: float) -> tuple[float, float]:
+    """What a step takes at least, however its blocks are cut into stages: the pipeline alone, and blocks spread
+    evenly; with nothing recomputed, and with what is. Below `step_cost` if their seconds are. step: all blocks on
+    its first stage. part: of what these compute that one rank computes for one microbatch."""
     return _StepCost(step, cluster, part=part).least()
 
 
@@ -313,6 +313,15 @@ def _block_seconds(kernels: Same[tuple[Kernel, ...]], device: Same[Device], prec
                       for some in (forward, (*backward, *weights))))
 
 
+@lru_cache(maxsize=1024)
+def _repeated_seconds(kernels: Same[tuple[Kernel, ...]], device: Same[Device], precision: Precision, threads: float
+                      ) -> _Seconds:
+    """Of one microbatch in a second run with these kernels."""
+    products = [kernel for kernel in kernels.it if kernel.kind in ("product", "attention")]
+    return _NO_SECONDS._replace(forward=device.it.seconds(kernels.it, precision, threads),
+                                forward_products=device.it.seconds(products, precision, threads))
+
+
 class _StepCost:
     """Everything that the parts of a cost need."""
 
@@ -374,16 +383,23 @@ class _StepCost:
             peak_flops=self._ranks_worth() * rate.peak_flops, cores_seconds=shared, partial_seconds=partial,
             edge_seconds=max(self.way().transfer, default=0.0))
 
-    def least(self) -> float:
+    def least(self) -> tuple[float, float]:
         """As `least_seconds`. Stage i begins after the forwards of those before it, and then has all microbatches: with
         forwards that are at least a part r of what blocks take, m microbatches on p stages take no less than
         r t / (1 - (1 - r / m)^p), in which one takes t. Where a batch's last microbatch is not whole, less counts."""
-        forward, both = list[float](), list[float]()
+        forward, both, again = list[float](), list[float](), dict.fromkeys(self._again(0), 1.0)
         for place, block in enumerate(self.stages[0]):
             own, trains = self._seconds(block), place >= self.begins
             sent = self._sent(block, False, has_backward=trains) if self.size > 1 else (0.0, 0.0)
             forward.append(own.forward + sent[0])
             both.append(forward[-1] + sent[1] + (own.backward + own.weight if trains else 0.0))
+            if place in again:
+                again[place] = own.forward
+        return self._least_of(forward, both), self._least_of(forward, [
+            seconds + again.get(place, 0.0) for place, seconds in enumerate(both)])
+
+    def _least_of(self, forward: Sequence[float], both: Sequence[float]) -> float:
+        """Of blocks of which a microbatch takes this forward, and both ways."""
         pipe, total = self.mesh.pipeline_size, sum(both)
         share = min((before / each for before, each in zip(forward, both, strict=True) if each), default=0.0)
         if pipe == 1 or self.last < 1.0 or self.placement.per_rank > 1 or share < 1e-3:
@@ -409,7 +425,7 @@ class _StepCost:
         """One rank of it."""
         costs, first, again = self.stages[stage], self._first(stage), self._again(stage)
         forward = sum(self._seconds(cost).forward for cost in costs)
-        recomputed = sum(self._seconds(costs[place]).forward for place in again)
+        recomputed = sum(self._repeated(costs[place]).forward for place in again)
         weight = sum(self._seconds(cost).weight for cost in self._deferring(stage))
         both = sum(each.backward + each.weight for each in map(self._seconds, costs[first:]))
         backward = both - weight + recomputed
@@ -450,6 +466,13 @@ class _StepCost:
                 found = _Seconds(*(self.part * seconds for seconds in found))
             self._of_kernels[key] = found if cost.num_trainable else found._replace(weight=0.0)
         return self._of_kernels[key]
+
+    def _repeated(self, cost: BlockCost) -> _Seconds:
+        """Of the second run of a block that is recomputed."""
+        if not cost.is_selective:
+            return self._seconds(cost)
+        return _repeated_seconds(Same(cost.repeated.kernels), Same(self.cluster.device), self.run.precision,
+                                 self._threads())
 
     def _threads(self) -> float:
         return rank_threads(self.cluster, self.mesh)
@@ -505,9 +528,10 @@ class _StepCost:
         """The same of one block."""
         key = self.step.split_layers[block.name], id(block.kernels), block.num_trainable > 0, recomputed, has_backward
         if key not in self._sent_seconds:
-            volume, layers = self._block_volume(block.name, recomputed), self._share_of_layer(block.name)
-            alone, own = self._exposed(block.name, recomputed), self._seconds(block)
-            again = own if recomputed else _NO_SECONDS
+            sends_again = recomputed and not block.is_selective
+            volume, layers = self._block_volume(block.name, sends_again), self._share_of_layer(block.name)
+            alone, own = self._exposed(block.name, sends_again), self._seconds(block)
+            again = self._repeated(block) if recomputed else _NO_SECONDS
             self._sent_seconds[key] = (
                 self._held_up(volume.forward, layers, 0, alone.forward, own.forward_products, own.forward),
                 self._held_up(volume.backward, layers, 1, alone.backward,
@@ -690,7 +714,8 @@ class _StepCost:
         if sent := sent_bytes(self.placement, self.stages):
             found["pipe"] = self.count * max(sum(size for edge, size in sent if rank in edge)
                                              for rank in range(mesh.pipeline_size))
-        volumes = [[self._block_volume(block.name, self.run.memory.recompute != "none") for block in blocks]
+        volumes = [[self._block_volume(block.name, self.run.memory.recompute not in ("none", "selective"))
+                    for block in blocks]
                    for blocks in self.stages] if self.size > 1 else []
         if mesh.col > 1:
             found["col"] = self.count * max(sum(volume.forward.activations + volume.backward.activations

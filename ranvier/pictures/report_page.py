@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import resources
 
+from ranvier.config import read
+from ranvier.config.run import Run
 from ranvier.mesh import Mesh
 from ranvier.pictures.figures import COLOURS, DARK, NAMES
 from ranvier.pictures.timelines import MAX_RANKS, RankTimeline, joined, representative_step, row_name, within
@@ -82,9 +84,10 @@ class Table:
 class Page:
     """What a page shows; sections without content are left out.
 
-    figures: (name, value) above all else. text: paragraphs below. curves: name -> values at each of the steps "step".
+    figures: (name, value) above all else. text: paragraphs below. fixed: lines below them, each
+    letter as wide as the others. curves: name -> values at each of the steps "step".
     memory: rows with place, category, predicted and measured bytes. settings: (name, value, default, chosen by).
-    live: whether the page changes.
+    candidates: the last column is shown below the second. live: whether the page changes.
     """
 
     title: str
@@ -93,6 +96,7 @@ class Page:
     curves: Mapping[str, Sequence[float | None]] = field(default_factory=lambda: {"step": ()})
     unit: str = "tokens"
     text: Sequence[str] = ()
+    fixed: str = ""
     marks: Sequence[Mark] = ()
     timeline: StepTimeline | None = None
     memory: Sequence[Mapping[str, object]] = ()
@@ -104,7 +108,7 @@ class Page:
         """The whole file."""
         timeline = {"rows": ()} if self.timeline is None else self.timeline.document()
         shown = {"subtitle": self.subtitle, "figures": self.figures, "curves": _finite(self.curves), "unit": self.unit,
-                 "text": self.text,
+                 "text": self.text, "fixed": self.fixed,
                  "marks": [asdict(mark) for mark in self.marks], "timeline": timeline, "memory": self.memory,
                  "settings": self.settings, "candidates": asdict(self.candidates), "live": self.live}
         # inside a script element the end of one would end it, whatever the text is
@@ -121,6 +125,19 @@ class Page:
 
     def __repr__(self) -> str:
         return f"Page(title={self.title!r})"
+
+
+def changed_settings(run: Run, asked: Run, origins: Mapping[str, str]) -> list[tuple[str, str, str, str]]:
+    """Name, value, default, and where the value comes from, of settings that are not at their default; the folder is
+    the page's own. asked: the settings before `auto` was resolved. origins: as `ranvier.config.read.merge` has them."""
+    values, before = read.flatten(run), read.flatten(asked)
+    chosen = {name: origin for name, origin in origins.items() if origin != "default" and values[name] == before[name]}
+
+    def other(name: str) -> str:
+        return "model.pretrained" if run.model.pretrained is not None and name.startswith("model.") else "auto"
+
+    return [(setting.flag, read.as_text(values[name]), read.as_text(setting.default), chosen.get(name, other(name)))
+            for name, setting in read.settings().items() if values[name] != setting.default and name != "run_dir"]
 
 
 def _file(name: str) -> str:

@@ -42,7 +42,7 @@ from ranvier.block import (
 )
 from ranvier.comm.protocol import Group
 from ranvier.config.python_names import of_engine
-from ranvier.config.rules import float8_problems, guard_problems, looks_before_update
+from ranvier.config.rules import float8_problems, guard_problems, looks_before_update, recompute_problems
 from ranvier.config.run import Guard, Memory, Optim, Pipeline, TensorParallel
 from ranvier.errors import ConfigError, ModelError, RanvierError
 from ranvier.mesh import Mesh
@@ -149,8 +149,8 @@ class Engine:
             for fp32. Not beside another `dtype` or float8.
         nominal_weight: expected weight of a global batch. The loss is divided by it before the backward, and gradients
             are corrected to the true weight afterwards. It matters in fp16, where auto takes it from the first batch,
-            and a value that is far below that batch's weight lowers the loss scale; elsewhere it only moves rounding,
-            and auto is 1.
+            and a value that is far below that batch's weight lowers the loss scale. Elsewhere auto is 1, and a value
+            changes rounding and what hooks on gradients see.
         frozen: layers that are not trained, from the first on, with whatever comes before them. A parameter that is
             tied to one of theirs trains on by itself (`ranvier.block.freeze`). frozen_above: layers above the first
             one that trains, whose weights are not trained; gradients pass through them. frozen_dropout: whether the
@@ -201,7 +201,8 @@ class Engine:
             plan.check(model, world.size, dtype, has_optimizer=optimizer is not None)
         self.plan, self.mesh, self.layout, self.stages = plan, plan.mesh, plan.layout, plan.stages
         self.coordinates = plan.mesh.coordinates(world.rank)
-        for problem in (*(float8_problems(plan.mesh, is_fp64=dtype is torch.float64) if float8 else ()),
+        for problem in (*recompute_problems(plan.memory, plan.mesh, compile=compile, float8=float8),
+                        *(float8_problems(plan.mesh, is_fp64=dtype is torch.float64) if float8 else ()),
                         *guard_problems(guard or Guard(bad_step="none"), plan.optim)):
             raise problem
         self.layers, self.frozen, self.frozen_above = model.layers, frozen, tuple(frozen_above)
@@ -304,7 +305,7 @@ class Engine:
             loss=self._loss(model, blocks) if stage == placement.num_stages - 1 else None,
             seed=seed, device=self.world.device,
             progress=self._updater.progress if self._connections.needs_progress else None,
-            segments=self.plan.recomputed[stage],
+            segments=self.plan.recomputed[stage], selective=self.plan.memory.recompute == "selective",
             block_passed=partial(_block_passed, self._updater, mesh), mesh=mesh, compile=self._compiles(compile),
             tables=tables, may_wait=self.mesh.pipeline_size > 1 or sets_deferral,  # under any policy: all agree
             autocast=autocast,

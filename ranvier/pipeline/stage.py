@@ -106,12 +106,15 @@ class Stage:
         tables: lookup tables whose gradients are added to row by row.
         segments: runs of blocks (places in `blocks`) that keep only what enters them, and are computed again in their
             backward. Their weight gradients are never deferred: their operands have only just been recomputed.
+        selective: whether outputs of their expensive operations are kept. Then no block is compiled, since a compiled
+            one is a single operation.
     """
 
     def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], *, loss: Loss | None, seed: int,
                  device: torch.device, progress: Callable[[], None] | None,
                  block_passed: Callable[[int], None], weight_gradients: WeightGradients,
                  tables: Collection[nn.Parameter] = (), segments: Sequence[range] = (),
+                 selective: bool = False,
                  mesh: TensorMesh | None = None, compile: bool | Literal["auto"] = False,
                  in_float8: Collection[nn.Module] = (), may_wait: bool = True,
                  autocast: torch.dtype | None = None) -> None:
@@ -142,8 +145,8 @@ class Stage:
         self._split_linears = [layer for _, layers in self._layers_of_blocks for layer in layers]
         for layer in (layer for segment in segments for place in segment for layer in modules[place].modules()):
             if isinstance(layer, SplitLinear):
-                layer.recomputed = True
-        self._segments = segments
+                layer.recomputed = not selective
+        self._segments, self._selective = segments, selective
         self._use_runs(runs_of(len(blocks), segments))
         self._cache: Callable[[Tensor, State, Callable[..., State]], State] | None = None
         self.cached_blocks = 0
@@ -152,7 +155,7 @@ class Stage:
         self._forwards = DeferringForwards([module for place, module in enumerate(modules) if place not in at_once],
                                             [modules[place] for place in sorted(at_once)], weight_gradients, in_float8,
                                             may_wait=may_wait)
-        whole = compile if mesh is None else False
+        whole = compile if mesh is None and not selective else False
         self._lookups = LookupForwards(modules, tables if whole is False else (), weight_gradients)
         self._compiled = _compiled_blocks(whole, weight_gradients, self._forwards,
                                           [modules[place] for place in at_once])
@@ -206,8 +209,8 @@ class Stage:
 
     def _use_runs(self, runs: list[tuple[range, bool]]) -> None:
         self._runs = runs
-        self._recomputed = {run: Segment([(name, module) for _, name, module in self.blocks[run.start:run.stop]])
-                            for run, recomputed in runs if recomputed}
+        self._recomputed = {run: Segment([(name, module) for _, name, module in self.blocks[run.start:run.stop]],
+                                         selective=self._selective) for run, recomputed in runs if recomputed}
 
     @property
     def stored(self) -> int:

@@ -6,7 +6,7 @@ that its operations write, weighed by the machine's balance of the two.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from ranvier.block import Model, State, meta_device, named, wrapping_hint
 from ranvier.cost.blocks import BlockCost
 from ranvier.errors import ModelError
+from ranvier.optim.optimizer import storage_bytes
 from ranvier.plan.formats import BlockFormats
 from ranvier.plan.kernel_count import (
     AS_WRITTEN,
@@ -27,6 +28,7 @@ from ranvier.plan.kernel_count import (
     Counting,
     KernelCount,
     float8_kernels,
+    kept_bytes,
     loss_kernels,
     run_kernels,
     tensor_bytes,
@@ -87,18 +89,35 @@ class _Float8Products(TorchFunctionMode):
 
 
 class KeptBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the bytes that autograd saves, each storage once, without those of `parameters`."""
+    """The storages that autograd saves, each once, without those of `parameters`. saved: called for each tensor that it
+    saves."""
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self.count = 0
+    def __init__(self, parameters: Iterable[Tensor], saved: Callable[[], None] = lambda: None) -> None:
+        self.storages: list[torch.UntypedStorage] = []
+        self._saved = saved
         self._seen = {parameter.untyped_storage()._cdata: parameter.untyped_storage() for parameter in parameters}
         super().__init__(self._pack, lambda tensor: tensor)
 
+    @property
+    def count(self) -> int:
+        """Bytes of them."""
+        return self.count_without(())
+
+    def count_without(self, tensors: Iterable[Tensor]) -> int:
+        """Bytes of those that are not in the memory of one of these."""
+        others = {plain(tensor).untyped_storage()._cdata for tensor in tensors}
+        return sum(storage.nbytes() for storage in self.storages if storage._cdata not in others)
+
+    def count_of(self, storages: Collection[int]) -> int:
+        """Bytes of those that are in one of these storages (`_cdata`)."""
+        return sum(storage.nbytes() for storage in self.storages if storage._cdata in storages)
+
     def _pack(self, tensor: Tensor) -> Tensor:
+        self._saved()
         storage = plain(tensor).untyped_storage()
         if storage._cdata not in self._seen:
             self._seen[storage._cdata] = storage
-            self.count += storage.nbytes()
+            self.storages.append(storage)
         return tensor
 
 
@@ -149,10 +168,17 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
         try:
             while made != tables_made():  # counted again where it has made a table, which later forwards find
                 made = tables_made()
-                count, kept, products = _count_of(module, tensors), KeptBytes(tensors.values()), _Float8Products()
+                count, products = _count_of(module, tensors), _Float8Products()
+                kept, found = KeptBytes(tensors.values(), count.saved), count.kept_outputs
                 entered_state = _as_leaves(arrived, arrived_trains)  # which the block may change
-                with torch.enable_grad(), kept, count, FusedAttention(), products, count.chains(counting):
+                with (torch.enable_grad(), kept, found.recorded(by_caller=True), count, FusedAttention(), products,
+                      count.chains(counting)):
                     state = functional_call(module, tensors, (entered_state,), tie_weights=False)
+                memory = count
+                if counting.has_scores:
+                    memory, kept = _count_of(module, tensors), KeptBytes(tensors.values())
+                    with torch.enable_grad(), kept, memory:
+                        functional_call(module, tensors, (_as_leaves(arrived, arrived_trains),), tie_weights=False)
         except ModelError:
             raise
         except Exception as error:
@@ -163,10 +189,14 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
         outputs = named(state, f"block {name}")
         share, defers = _weights_of(module, count)
         costs.append(BlockCost(
-            name=name, flops=count.flops, written_bytes=count.written, allocated_bytes=count.allocated,
-            kernels=run_kernels(count, state, counting, dtype.itemsize), kept_bytes=kept.count,
+            name=name, flops=count.flops, written_bytes=count.written, allocated_bytes=memory.allocated,
+            kernels=run_kernels(count, state, counting, dtype.itemsize),
+            kept_bytes=(inside := kept_bytes(memory, kept.storages, counting)),
+            operand_bytes=min(inside, kept.count_of(count.operands())),
             input_bytes=entered, output_bytes=_state_bytes(outputs), weight_share=share, defers=defers,
-            float8_products=tuple(products.found),
+            float8_products=tuple(products.found), repeated=count.repeated(
+                counting, dtype.itemsize, kept_bytes=storage_bytes(found.tensors),
+                inside_bytes=kept.count_without([*found.tensors, *_tensors(entered_state)])),
             num_parameters=sum(p.numel() for p in module.parameters()),
             num_trainable=sum(p.numel() for p in module.parameters() if p.requires_grad),
             num_owned=sum(p.numel() for key, p in module.named_parameters()
@@ -215,13 +245,17 @@ def _weights_of(module: nn.Module, count: KernelCount) -> tuple[float, bool]:
     return 1.0 - count.weight_flops / flops * (1.0 - trained / total), defers
 
 
+def _tensors(state: State) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+
+
 def _shapes(state: State) -> tuple[object, ...]:
     leaves, spec = tree_flatten(state)
     return str(spec), tuple((plain(leaf).shape, leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def _state_bytes(state: State) -> int:
-    return sum(tensor_bytes(leaf) for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
+    return sum(map(tensor_bytes, _tensors(state)))
 
 
 def _as_leaves(state: State, trains: bool) -> State:

@@ -6,9 +6,9 @@ is one pass over the logits. `Counting` says which of these hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, TypeVar
 
@@ -19,10 +19,21 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ranvier.config.run import Run
-from ranvier.cost.kernels import Access, Kernel, Kernels, Kind, fused, in_float8, with_scores
+from ranvier.cost.blocks import Repeated
+from ranvier.cost.kernels import (
+    Access,
+    Kernel,
+    Kernels,
+    Kind,
+    fused,
+    in_float8,
+    kept_by_compiler,
+    with_scores,
+)
 from ranvier.tensor import float8
 from ranvier.tensor.columns import plain
 from ranvier.tensor.fused import Fused, using
+from ranvier.tensor.kept_outputs import KeptOutputs
 
 FUSED_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """Stands for the fused kernel of whatever device runs."""
@@ -63,7 +74,8 @@ AS_WRITTEN = Counting()
 def counting_of(run: Run, *, device: str, stage_size: int) -> Counting:
     """As a run's settings have it, on such devices (cuda or cpu)."""
     compiles = run.model.compile is True or (run.model.compile == "auto" and device == "cuda")
-    return Counting(compiles=compiles and stage_size == 1, compiles_chains=compiles and stage_size > 1,
+    return Counting(compiles=compiles and stage_size == 1 and run.memory.recompute != "selective",
+                    compiles_chains=compiles and stage_size > 1,
                     on_cuda=device == "cuda", float8=run.model.float8,
                     has_scores=run.model.attention_kernel == "math" and device == "cuda")
 
@@ -74,15 +86,19 @@ class KernelCount(TorchDispatchMode):
 
     flops: of products and attention, of which a causal one counts in full here; weight_flops: of products of matrices.
     weights: storages of the block's parameters (`_cdata`) -> whether they train. others_train: whether other second
-    operands of 2-D products, such as gathered weights, do.
+    operands of 2-D products, such as gathered weights, do. kept_outputs: those that selective recomputation keeps.
     """
 
-    def __init__(self, weights: Mapping[int, bool] | None = None, *, others_train: bool = True) -> None:
+    def __init__(self, weights: Mapping[int, bool] | None = None, *, others_train: bool = True,
+                 kept_outputs: KeptOutputs | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's stub has no types
         self.kernels: list[Kernel] = []
         self.written = self.allocated = self.flops = self.weight_flops = 0
         self._weights, self._others_train = dict(weights or {}), others_train
         self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
+        self.kept_outputs = KeptOutputs() if kept_outputs is None else kept_outputs
+        self._written_again = self._saved_at = self._written_when_saved = 0
+        """Bytes that operations write whose outputs are not kept; kernels, and such bytes, when a tensor was saved."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -92,27 +108,59 @@ class KernelCount(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        before = len(self.kept_outputs)
+        result = self.kept_outputs.first_run(func, args, kwargs)
         if func.is_view:
             return result
+        is_kept = self.kept_outputs.is_inside or len(self.kept_outputs) > before
         given, returned = _tensors((args, kwargs)), _tensors(result)
         storages = {self.storage_of(leaf) for leaf in given}
         new = [self.storage_of(leaf) not in storages for leaf in returned]
         self.allocated += sum(tensor_bytes(leaf) for leaf, is_new in zip(returned, new, strict=True) if is_new)
-        self.written += sum(map(tensor_bytes, returned))
+        self.written += (written := sum(map(tensor_bytes, returned)))
+        self._written_again += 0 if is_kept else written
         writes_in_place = any(argument.alias_info is not None and argument.alias_info.is_write
                               for argument in func._schema.arguments)
-        # Tensors with values, such as tables of angles, are computed once for all blocks.
-        is_constant = not any(plain(leaf).is_meta for leaf in given or returned)
         name = func.overloadpacket.__name__
-        if returned and name not in _MOVES_NOTHING and (any(new) or writes_in_place) and not is_constant:
-            self.kernels.append(self._kernel(func, args, kwargs, returned))
+        if returned and name not in _MOVES_NOTHING and (any(new) or writes_in_place) and self.counts(given or returned):
+            kernel = self._kernel(func, args, kwargs, returned)
+            self.kernels.append(replace(kernel, is_kept=True) if is_kept else kernel)
         return result
+
+    def counts(self, tensors: Sequence[Tensor]) -> bool:
+        """Tensors with values, such as tables of angles, are computed once for all blocks."""
+        return any(plain(leaf).is_meta for leaf in tensors)
+
+    def saved(self) -> None:
+        """Autograd saves a tensor: a second run ends with the last one."""
+        self._saved_at, self._written_when_saved = len(self.kernels), self._written_again
+
+    def repeated(self, counting: Counting, element_bytes: int, kept_bytes: int, inside_bytes: int) -> Repeated:
+        """What runs again where the block is recomputed selectively. element_bytes: as for `run_kernels`."""
+        found = tuple(self.kernels[:self._saved_at])
+        if counting.has_scores:
+            found = with_scores(found, element_bytes)
+        return Repeated(kernels=tuple(kernel for kernel in found if not kernel.is_kept), kept_bytes=kept_bytes,
+                        inside_bytes=inside_bytes, written_bytes=self._written_when_saved)
 
     def storage_of(self, tensor: Tensor) -> int:
         """The number of a tensor's storage, which stays alive: an address may be used again."""
-        storage = plain(tensor).untyped_storage()
+        return self.number_of(plain(tensor).untyped_storage())
+
+    def number_of(self, storage: torch.UntypedStorage) -> int:
+        """The number of a storage."""
         return self._storages.setdefault(storage._cdata, (len(self._storages), storage))[0]
+
+    @property
+    def weights(self) -> set[int]:
+        """The numbers of the block's parameters."""
+        return {self._storages[address][0] for address in self._weights if address in self._storages}
+
+    def operands(self) -> set[int]:
+        """Storages (`_cdata`) of what products and attention read and write."""
+        found = {access.storage for kernel in self.kernels if kernel.kind in ("product", "attention")
+                 for access in (*kernel.reads, *kernel.writes)}
+        return {key for key, (number, _) in self._storages.items() if number in found}
 
     def _access(self, tensor: Tensor, most: int | None = None) -> Access:
         size = max(1, plain(tensor).untyped_storage().nbytes())
@@ -202,6 +250,18 @@ class _Chains(Fused):
         outputs = {self._count.storage_of(leaf) for leaf in _tensors(result)}
         self._count.kernels[begins:] = fused(self._count.kernels[begins:], outputs)
         return result
+
+
+def kept_bytes(count: KernelCount, saved: Iterable[torch.UntypedStorage], counting: Counting) -> int:
+    """Bytes that a block keeps for its backward. saved: what autograd saves of a forward that is not compiled, without
+    parameters; chains that layers compile save what they save uncompiled."""
+    kept = {count.number_of(storage): storage.nbytes() for storage in saved}
+    if not counting.compiles:
+        return sum(kept.values())
+    chains = [kernel for kernel in count.kernels if kernel.kind in ("pointwise", "copy")]
+    operands = {access.storage for kernel in count.kernels if kernel.kind in ("product", "attention")
+                for access in (*kernel.reads, *(kernel.writes if kernel.kind == "attention" else ()))}
+    return kept_by_compiler(chains, kept, operands & kept.keys() | count.weights)
 
 
 def run_kernels(count: KernelCount, outputs: object, counting: Counting, element_bytes: int) -> Kernels:

@@ -13,7 +13,7 @@ from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Optim, Pipeline
 from ranvier.cost.blocks import BlockCost
 from ranvier.cost.hardware import Cluster
-from ranvier.cost.memory import PROCESS_BYTES, operand_bytes
+from ranvier.cost.memory import PROCESS_BYTES, operand_bytes, segment_bytes
 from ranvier.cost.stage_messages import link_conditions
 from ranvier.mesh import StagePlacement
 from ranvier.schedule.computed_limits import (
@@ -253,7 +253,8 @@ def _block_times(stages: Sequence[Sequence[BlockCost]], device: str, segments: S
             forward = block.weight(device)
             found[-1].append(_BlockTimes(
                 forward=forward, weight=own if waits else 0,
-                backward=(forward * (1 + (place in again)) if trains else 0) + (0 if waits else own)))
+                backward=(forward + (block.repeated_weight(device) if place in again else 0) if trains else 0)
+                + (0 if waits else own)))
     return found
 
 
@@ -299,9 +300,9 @@ def _loads(stages: Sequence[Sequence[BlockCost]], device: str, element_bytes: in
             weight=sum(each.weight for each in times), trains=any(block.num_trainable for block in blocks),
             fixed=sum(block.num_parameters * element_bytes + block.num_trainable * trained_bytes
                       for block in blocks) + (PROCESS_BYTES / per_rank if device == "cpu" else 0)
-            + max((sum(blocks[place].kept_bytes for place in places) for places in runs), default=0),
+            + max((sum(blocks[place].inside_bytes for place in places) for places in runs), default=0),
             graph=sum(blocks[place].kept_bytes for place in behind if place not in inside)
-            + sum(blocks[places[0]].input_bytes for places in runs if places) + loss_bytes,
+            + sum(segment_bytes(blocks, places) for places in runs if places) + loss_bytes,
             operands=operand_bytes(trained, ends_model=is_last) if defers else 0,
             deferred_factor=_DEFERRED_FACTOR if device == "cpu" else 1.0))
     return loads

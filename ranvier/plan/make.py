@@ -17,6 +17,7 @@ from ranvier.config import parameter_groups
 from ranvier.config.resolve import ResolvedRun, bucket_size, chunk_size, stage_placement
 from ranvier.config.rules import schedule_problems, tensor_problems
 from ranvier.config.run import Memory, Optim, Pipeline, TensorParallel
+from ranvier.cost.blocks import selectively
 from ranvier.errors import ConfigError
 from ranvier.layout import Chunking, Layout, box_size
 from ranvier.mesh import Mesh
@@ -55,6 +56,8 @@ def make(model: Model, mesh: Mesh, *, sample: Sample | None = None, pipeline: Pi
         raise problem
     stages, layout = cut(model, mesh, boundaries=pipeline.boundaries, how=pipeline.partition, sample=sample,
                          dtype=dtype, device=device, tensor=tensor, placement=placement)
+    if memory.recompute == "selective" and stages.costs is not None:
+        stages = replace(stages, costs=tuple(selectively(stages.costs)))
     rule = rule_limits([bool(row.num_trainable) for row in stages.rows], placement).given(
         pipeline.in_flight, pipeline.deferred, pipeline.defer_last)
     recomputed = _recomputed(memory.recompute, stages, model.layers, policy, rule)

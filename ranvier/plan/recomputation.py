@@ -6,7 +6,8 @@
 
 A stage of L layers that stores f microbatches keeps f ceil(L / ac) carried states and the insides of ac layers. The
 paper's rule (AxoNN, section V-A) weighs both alike; `auto` counts bytes. Recomputing costs one forward, whatever the
-interval; where every second layer keeps its inside (`alternate`), half of one.
+interval; where every second layer keeps its inside (`alternate`), half of one. `selective` keeps what enters each block
+and the outputs of its expensive operations, and recomputes only what is between them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ranvier.cost.blocks import BlockCost
 from ranvier.schedule.policies import MANY
 from ranvier.schedule.schedule import Policy
 
-Recompute = Literal["none", "auto", "alternate", "axonn", "paper"] | int
+Recompute = Literal["none", "auto", "selective", "alternate", "axonn", "paper"] | int
 
 
 def stored_bytes(kept: Sequence[int], stored: Sequence[int], interval: int, microbatches: int) -> int:
@@ -63,6 +64,8 @@ def stage_segments(recompute: Recompute, blocks: Sequence[str], layers: Sequence
     match recompute:
         case "alternate":
             return own[::2]
+        case "selective":
+            return [range(place, place + 1) for layer in own for place in layer]
         case "none":
             interval = 0
         case "axonn" | "paper":

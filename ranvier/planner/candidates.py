@@ -11,7 +11,8 @@ from typing import Literal, TypeVar
 
 from ranvier.config.resolve import Facts, ResolvedRun, resolve, stage_placement
 from ranvier.config.resolve import bucket_size as resolve_bucket_size
-from ranvier.config.run import MeshSettings, Run, TensorParallel
+from ranvier.config.rules import recompute_problems
+from ranvier.config.run import Memory, MeshSettings, Run, TensorParallel
 from ranvier.cost.device_overhead import with_overhead
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.hybrid import with_offload_share
@@ -125,8 +126,11 @@ def possible(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting]
 
 
 def memory_saving_variants(run: ResolvedRun, cluster: Cluster, searched: Sequence[Setting]) -> Iterator[ResolvedRun]:
-    """The same mesh and microbatch with more that saves memory."""
-    recomputes = ["none", "auto"] if "recompute" in searched else [run.memory.recompute]  # what is first is tried
+    """The same mesh and microbatch with more that saves memory. Of what is recomputed no weight gradient waits."""
+    memories = [run.memory]  # what is first is tried
+    if "recompute" in searched and run.memory.recompute == "none":
+        memories = [memory for memory in (Memory(), Memory(recompute="selective"), Memory(recompute="auto")) if not any(
+            recompute_problems(memory, run.mesh, compile=run.model.compile, float8=run.model.float8))]
     offloads = [run.optim.offload]
     if cluster.device.cores is None and "offload" in searched:
         offloads = ["none", "stream", "host", "hybrid"]
@@ -135,8 +139,10 @@ def memory_saving_variants(run: ResolvedRun, cluster: Cluster, searched: Sequenc
     deferred = [run.pipeline.defer_bytes]
     if "in-flight" in searched and policy_named(run.pipeline.policy).defers and run.mesh.pipeline_size > 1:
         deferred.append(0)
-    for recompute, offload, defer_bytes in list(product(recomputes, offloads, dict.fromkeys(deferred)))[1:]:
-        yield replace(run, memory=replace(run.memory, recompute=recompute),
+    for memory, offload, defer_bytes in list(product(memories, offloads, dict.fromkeys(deferred)))[1:]:
+        if memory.recompute != "none" and defer_bytes != deferred[0]:
+            continue
+        yield replace(run, memory=memory,
                       optim=replace(run.optim, offload=offload,
                                     offload_share=run.optim.offload_share if "offload" not in searched else "auto"),
                       pipeline=replace(run.pipeline, defer_bytes=defer_bytes))

@@ -30,9 +30,10 @@ def predicted_blocks(run: ResolvedRun, cluster: Cluster, work: Work, present: Pr
     threads, local = rank_threads(cluster, mesh), min(cluster.devices_per_node, mesh.size)
     blocks = [block for blocks in stages for block in blocks]
     known = {id(block.kernels): [cluster.device.seconds(kernels, run.precision, threads) / size for kernels in (
-        block.kernels, backward_of(block.kernels), weight_gradients_of(block.kernels, step.bytes.gradient))]
+        block.kernels, backward_of(block.kernels), weight_gradients_of(block.kernels, step.bytes.gradient),
+        block.repeated_kernels)]
         for block in {id(block.kernels): block for block in blocks}.values()}
-    forward, backward, weight = zip(*(known[id(block.kernels)] for block in blocks), strict=True)
+    forward, backward, weight, repeated = zip(*(known[id(block.kernels)] for block in blocks), strict=True)
     again = [place in stage.recomputed for stage in step.stages for place in range(len(stage.blocks))]
     outputs = [block.output_bytes for block in blocks]
     alone = replace(run, mesh=Mesh(), batch=replace(run.batch, microbatch_size=1))
@@ -47,7 +48,7 @@ def predicted_blocks(run: ResolvedRun, cluster: Cluster, work: Work, present: Pr
         forward_seconds=forward,
         backward_seconds=tuple(of_inputs + of_weights * (block.num_trainable > 0) + recomputed * seconds
                                for block, seconds, of_inputs, of_weights, recomputed in zip(
-                                   blocks, forward, backward, weight, again, strict=True)),
+                                   blocks, repeated, backward, weight, again, strict=True)),
         update_seconds=tuple(update * count for count in parameters),
         output_bytes=tuple(-(-sent // max(1, size // mesh.microbatch_parts)) for sent in outputs),
         num_parameters=parameters,

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 
 from ranvier.block import Model, freeze
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.rules import check_boundaries
-from ranvier.cost.blocks import BlockCost
+from ranvier.cost.blocks import BlockCost, Repeated, selectively
 from ranvier.cost.device_overhead import usable_bytes
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.kernels import Kernels, scaled
@@ -21,7 +22,7 @@ from ranvier.mesh import Mesh
 from ranvier.models import families
 from ranvier.plan.block_costs import block_costs
 from ranvier.plan.cut import Parts, meta_mesh, split_model
-from ranvier.plan.kernel_count import counting_of
+from ranvier.plan.kernel_count import Counting, counting_of
 from ranvier.plan.partition import partition_for, uniform
 from ranvier.planner.count import Needs, device_bytes_of_stages, device_kind
 from ranvier.planner.count import predict as predict_memory
@@ -36,6 +37,8 @@ class Work:
 
     def __init__(self) -> None:
         self._counted: dict[object, list[BlockCost]] = {}
+        self._selective: dict[int, list[BlockCost]] = {}
+        """By the identity of those in `_counted`."""
         self._cuts: dict[object, tuple[int, ...]] = {}
         self._parts: dict[object, tuple[Model, Parts]] = {}
         self._needs: dict[object, Needs] = {}
@@ -44,11 +47,16 @@ class Work:
     def blocks(self, run: ResolvedRun, frozen: int = 0) -> list[BlockCost]:
         """Each block's cost on one rank of the run's tensor mesh, for its microbatch."""
         share = -(-run.batch.microbatch_size // run.mesh.microbatch_parts)
-        return self._of_share(run, share, frozen)
+        blocks = self._of_share(run, share, frozen)
+        if run.memory.recompute != "selective":
+            return blocks
+        if id(blocks) not in self._selective:
+            self._selective[id(blocks)] = selectively(blocks)
+        return self._selective[id(blocks)]
 
     def _of_share(self, run: ResolvedRun, share: int, frozen: int) -> list[BlockCost]:
         """For so many samples of a row."""
-        key = _kind(run), frozen, share
+        key = _kind(run), _counting(run), frozen, share
         if key not in self._counted:
             self._counted[key] = _count(run, share, frozen) if share <= _MOST_COUNTED else _all_larger(
                 self._of_share(run, _MOST_COUNTED // 2, frozen), self._of_share(run, _MOST_COUNTED, frozen), share)
@@ -95,7 +103,8 @@ class Work:
 def _kind(run: ResolvedRun) -> object:
     """What one rank's part of each block depends on, the microbatch aside."""
     sizes = tuple(run.mesh[axis] for axis in run.mesh.stage_axes)
-    return sizes, run.tensor, run.precision, run.model, run.lora, run.data.task, run.data.options, device_kind(run)
+    data = run.data.task, run.data.options, run.data.packing
+    return sizes, run.tensor, run.precision, run.model, run.lora, data, device_kind(run)
 
 
 def _cut(run: ResolvedRun, blocks: Sequence[BlockCost], freezes: bool) -> tuple[int, ...]:
@@ -117,11 +126,14 @@ def _count(run: ResolvedRun, share: int, frozen: int) -> list[BlockCost]:
     model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen)
     if run.mesh.stage_size > 1:
         model = split_model(model, meta_mesh(run.mesh, run.tensor, device_kind(run)))
-    return block_costs(model, inputs, targets, DTYPES[run.precision],
-                       counting_of(run, device=device_kind(run), stage_size=run.mesh.stage_size))
+    return block_costs(model, inputs, targets, DTYPES[run.precision], _counting(run))
 
 
-_GROWING = ("flops", "written_bytes", "allocated_bytes", "kept_bytes", "input_bytes", "output_bytes")
+def _counting(run: ResolvedRun) -> Counting:
+    return counting_of(run, device=device_kind(run), stage_size=run.mesh.stage_size)
+
+
+_GROWING = ("flops", "written_bytes", "allocated_bytes", "kept_bytes", "operand_bytes", "input_bytes", "output_bytes")
 
 
 def _all_larger(half: Sequence[BlockCost], most: Sequence[BlockCost], share: int) -> list[BlockCost]:
@@ -131,17 +143,25 @@ def _all_larger(half: Sequence[BlockCost], most: Sequence[BlockCost], share: int
     for block in most:
         if id(block.kernels) not in kernels:
             kernels[id(block.kernels)] = scaled(block.kernels, share / _MOST_COUNTED)
-    return [_larger(less, more, share, kernels[id(more.kernels)]) for less, more in zip(half, most, strict=True)]
+            kernels[id(block.repeated.kernels)] = scaled(block.repeated.kernels, share / _MOST_COUNTED)
+    return [_larger(less, more, share, kernels) for less, more in zip(half, most, strict=True)]
 
 
-def _larger(half: BlockCost, most: BlockCost, share: int, kernels: Kernels) -> BlockCost:
+def _larger(half: BlockCost, most: BlockCost, share: int, kernels: Mapping[int, Kernels]) -> BlockCost:
     """A block's cost for `share` samples of a row, by those for half of `_MOST_COUNTED` and for all of them: its sums
     grow by equal amounts, and its kernels are as many, each larger."""
     further = (share - _MOST_COUNTED) / (_MOST_COUNTED / 2)
     products = tuple((tokens + round(further * (tokens - fewer)), inputs, outputs) for (fewer, *_), (
         tokens, inputs, outputs) in zip(half.float8_products, most.float8_products, strict=True))
-    return replace(most, float8_products=products, kernels=kernels, **{
-        name: getattr(most, name) + round(further * (getattr(most, name) - getattr(half, name))) for name in _GROWING})
+
+    def grown(less: object, more: object, *names: str) -> dict[str, Any]:
+        return {name: getattr(more, name) + round(further * (getattr(more, name) - getattr(less, name)))
+                for name in names}
+
+    repeated = Repeated(kernels=kernels[id(most.repeated.kernels)], **grown(
+        half.repeated, most.repeated, "kept_bytes", "inside_bytes", "written_bytes"))
+    return replace(most, float8_products=products, kernels=kernels[id(most.kernels)], repeated=repeated,
+                   **grown(half, most, *_GROWING))
 
 
 def excess(run: ResolvedRun, cluster: Cluster, memory: Sequence[RankMemory]) -> str:

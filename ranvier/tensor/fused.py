@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ranvier.errors import ModelError
+from ranvier.tensor import kept_outputs
 
 _Result = TypeVar("_Result")
 BACKEND: str | Callable[..., Any] = "inductor"
@@ -50,6 +51,7 @@ class Fused:
 
     def __call__(self, function: Callable[..., _Result], *args: Any) -> _Result:
         """`function(*args)`; it may change its arguments in place. A row without tokens has nothing to compile for."""
+        kept_outputs.current().passed()
         if not self.compiles or not all(one.numel() for one in args if isinstance(one, Tensor)):
             return function(*args)
         if function not in self._compiled:

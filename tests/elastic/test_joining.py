@@ -5,11 +5,13 @@ Where a test needs a moment of the run, its ranks are stopped (SIGSTOP) until th
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import threading
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -23,11 +25,13 @@ from ranvier.config.resolve import resolve
 from ranvier.config.run import Comm, Data, Elastic, Launch, Run
 from ranvier.elastic.change import MeshRequest
 from ranvier.launch import contact, devices, joining, start, supervision
-from ranvier.launch.contact import Contact, connect, read_contact
+from ranvier.launch.contact import connect, read_contact
 from ranvier.launch.joining import Call, Newcomer
+from ranvier.launch.launchers import Started
 from ranvier.launch.stores import create_store
 from ranvier.mesh import Mesh
 from ranvier.planner.problems import problems
+from ranvier.train import newcomer
 from ranvier.train.joining import RUN, read_run, wanted_mesh, why_not
 from ranvier.train.newcomer import _said
 from ranvier.train.resize import leave, take_oldest
@@ -218,7 +222,7 @@ def test_a_folder_that_cannot_be_joined(folder, prepare, code):
 @pytest.mark.parametrize("port", [1, 70_000])
 def test_a_run_that_was_killed(port):
     with raises("run-unreachable", "127.0.0.1"):
-        connect(Contact(address="127.0.0.1", port=port, secret="ab"))
+        connect(JoinPoint(address="127.0.0.1", port=port, secret="ab"))
 
 
 def test_the_command_says_so(folder, capsys):
@@ -293,6 +297,17 @@ def test_newcomers_with_other_data(start_run, sentences):
     assert run.process.poll() is None
 
 
+def test_data_that_is_not_the_runs(tmp_path):
+    started = Started(launcher="local", rank=0, size=1, local_rank=0, local_size=1, master=("127.0.0.1", 1), secret="s")
+    run = resolve(Run(launch=Launch(threads=torch.get_num_threads())))
+    with mock.patch.multiple(
+            newcomer, exit_with_launcher=mock.DEFAULT, install_start_error_handlers=mock.DEFAULT, connect=mock.DEFAULT,
+            use_interface_towards=mock.DEFAULT, signed=lambda *_: (None, None), _said=lambda *_: {"data": "theirs"},
+            read_run=lambda *_: run, prepare_run=lambda *_: (None, None, None), fingerprint=lambda _: "ours"):
+        with raises("join-other-data", "theirs", where="data", value="ours"):
+            newcomer.join_run(tmp_path, started, {}, seconds=1.0, stream=io.StringIO())
+
+
 def test_newcomers_that_no_run_answers():
     store = HashStore()
     world = World(backend=InProcessWorld(1).backend(0), store=store, launcher="local", device=None, local_rank=0,
@@ -325,7 +340,7 @@ def test_the_rank_of_a_newcomer_that_has_died():
 
 def test_newcomers_whose_run_has_gone():
     tcp = create_store("127.0.0.1", 0, SECOND)
-    _, store = signed(connect(Contact(address="127.0.0.1", port=tcp.port, secret="ab")), "ab")
+    _, store = signed(connect(JoinPoint(address="127.0.0.1", port=tcp.port, secret="ab")), "ab")
     world = World(backend=InProcessWorld(1).backend(0), store=store, launcher="local", device=None, local_rank=0,
                   local_size=1)
     del tcp

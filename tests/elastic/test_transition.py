@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ranvier.checkpoint.state import pieces_held
+from ranvier.comm.inprocess import InProcessTransport
 from ranvier.comm.message import MessageKind
 from ranvier.config.run import Optim, Pipeline, TensorParallel
 from ranvier.data.lm import Sequences
@@ -130,6 +131,12 @@ def test_a_transition_that_changes_nothing_changes_no_bit(mesh, optim, dtype):
         return found
 
     assert plain == run_ranks(uninterrupted, 4, timeout_seconds=60.0)[0]
+
+
+def test_what_does_not_leave_a_rank_in_time(monkeypatch):
+    monkeypatch.setattr(InProcessTransport, "flush", lambda self, seconds=None: seconds != HAND_OVER_SECONDS)
+    with raises("transition-send-late", where="transition", value=f"{HAND_OVER_SECONDS:g} s"):
+        trained([Mesh(pipe=2), Mesh(data=2)], steps=1, size=2)
 
 
 def test_nothing_travels_where_nothing_changes():

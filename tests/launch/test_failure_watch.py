@@ -5,14 +5,22 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+from unittest import mock
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
+from ranvier.comm.inprocess import InProcessWorld
 from ranvier.comm.torch_group import WaitRegistry
+from ranvier.launch import failures
 from ranvier.launch.failure_watch import FAILED, FINISHED, LEAVE_CHECKS, FailureWatch
+from ranvier.mesh import Mesh
 from ranvier.system.processes import Process
+from ranvier.world import World
+from tests.errors import raises
 
 
 class Neighbour:
@@ -30,6 +38,27 @@ def until_it_leaves(one, neighbours=None):
         if cause is not None:
             return number, cause
     raise AssertionError("stays")
+
+
+def test_what_a_rank_reports_of_others(monkeypatch):
+    """A rank of its machine that a signal has stopped, and a collective that does not end."""
+    for module, names in ((sys, ("excepthook", "exit")), (threading, ("excepthook",))):
+        for name in names:
+            monkeypatch.setattr(module, name, getattr(module, name))  # which undoes what is installed
+
+    def report(world, mesh, error, **_):
+        raise error
+
+    world = World(backend=InProcessWorld(2).backend(0), store=HashStore(), launcher="local", local_rank=0, local_size=2,
+                  device=torch.device("cpu"))
+    with mock.patch.multiple(failures, Heartbeat=mock.DEFAULT, EXIT_THREAD=mock.DEFAULT, atexit=mock.DEFAULT,
+                             report_failure=report) as patched:
+        failures.install_error_handlers(world, Mesh(pipe=2), stopped_seconds=5.0, hang_seconds=None, timeout_seconds=60)
+        told = patched["Heartbeat"].call_args.kwargs
+        with raises("rank-stopped", "data 0, pipe 1, row 0, col 0", value="process 7"):
+            told["on_stopped"](1, mock.Mock(pid=7))
+        with raises("collective-late", where="group 'data'", value="more than 60 s"):
+            told["on_overdue"]("group 'data'")
 
 
 def test_a_rank_stays_while_nothing_has_failed():

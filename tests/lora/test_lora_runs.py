@@ -166,6 +166,20 @@ def test_adapters_on_a_base_with_other_names_are_not_exported(first, tmp_path):
     with raises("adapters-of-import-only-base", "Phi-3", str(phi)):
         export_adapters(run, tmp_path / "adapters")
     assert not (tmp_path / "adapters").exists()
+    shutil.rmtree(phi)
+    export_adapters(run, tmp_path / "adapters", tell=(lines := []).append)
+    assert lines[0].startswith(str(phi)) and "not checked" in lines[0]
+
+
+@pytest.mark.parametrize(("lora", "code"), [
+    ({"method": "lora"}, "export-adapters-undescribed"), ({"rank": 3}, "export-adapter-rank")])
+def test_adapters_that_the_settings_of_the_run_do_not_describe(first, lora, code, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(first, run)
+    edit_manifest(max((run / "checkpoint").glob("step-*")),
+                  lambda document: document["about"]["run"]["lora"].update(lora))
+    with raises(code):
+        export(run, tmp_path / "merged")
 
 
 @pytest.mark.slow

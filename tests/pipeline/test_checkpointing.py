@@ -79,13 +79,14 @@ def test_layers_and_segments_of_a_stage():
     assert stage_segments("auto", blocks, layers, [9] * 7, [1] * 7, 4) == [range(1, 3), range(3, 5), range(5, 6)]
     assert stage_segments(3, blocks, layers, [], [], 1) == [range(1, 6)]
     assert stage_segments("alternate", blocks, layers, [], [], 1) == [range(1, 3), range(5, 6)]
+    assert stage_segments("selective", blocks, layers, [], [], 1) == [range(at, at + 1) for at in range(1, 6)]
 
 
 # ---------------------------------------------------------------------- the same gradients
 
 @pytest.mark.parametrize("policy", quick(1, POLICIES))
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("checkpoint", [1, 2, "paper", "alternate"])
+@pytest.mark.parametrize("checkpoint", [1, 2, "paper", "alternate", "selective"])
 def test_gpt_with_dropout(checkpoint, mesh, policy):
     """The recomputed forward drops the same elements."""
     assert_parity(partial(small_gpt, dropout=0.2), tokens([[2, 1, 2]] * mesh.data, ignored=0.3), mesh,
@@ -94,17 +95,18 @@ def test_gpt_with_dropout(checkpoint, mesh, policy):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("checkpoint", [1, 3, 100])
+@pytest.mark.parametrize("checkpoint", [1, 3, 100, "selective"])
 def test_own_blocks(checkpoint, mesh):
     assert_parity(residuals, points([[3, 1, 2, 2]] * mesh.data), mesh, memory=Memory(recompute=checkpoint))
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_frozen_and_tied_blocks(mesh):
+@pytest.mark.parametrize("checkpoint", [2, "selective"])
+def test_frozen_and_tied_blocks(mesh, checkpoint):
     assert_parity(lambda: frozen(residuals(), of_blocks(0, 1, 4)), points([[2, 1]] * mesh.data), mesh,
-                  memory=Memory(recompute=2))
+                  memory=Memory(recompute=checkpoint))
     assert_parity(partial(chain, *[Plain] * 6, tied=(("b0.linear.weight", "b4.linear.weight"),)),
-                  points([[2, 1]] * mesh.data), mesh, memory=Memory(recompute=2))
+                  points([[2, 1]] * mesh.data), mesh, memory=Memory(recompute=checkpoint))
 
 
 def test_auto_chooses_by_bytes_and_needs_a_sample():
@@ -128,7 +130,8 @@ class Counted(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-@pytest.mark.parametrize(("checkpoint", "expected"), [("none", 8), (1, 16), (4, 16), ("alternate", 12)])
+@pytest.mark.parametrize(("checkpoint", "expected"), [
+    ("none", 8), (1, 16), (4, 16), ("alternate", 12), ("selective", 16)])
 def test_what_is_computed_again(checkpoint, expected):
     """Four blocks, two microbatches: each forward once more under checkpointing, and never in an evaluation."""
     Counted.forwards = 0

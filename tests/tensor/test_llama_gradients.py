@@ -80,6 +80,10 @@ def test_on_all_axes(mesh, scheme, kind):
 @pytest.mark.parametrize(("rows", "cols", "scheme", "kind", "options"), [
     (2, 2, "stationary", "qwen3", dict(memory=Memory(recompute=1))),
     (1, 4, "megatron", "llama", dict(memory=Memory(recompute=1))),
+    (2, 2, "stationary", "olmo2", dict(memory=Memory(recompute="selective"))),
+    (1, 2, "sequence", "mistral", dict(memory=Memory(recompute="selective"))),
+    pytest.param(1, 4, "megatron", "llama", dict(memory=Memory(recompute="selective")), marks=pytest.mark.slow),
+    pytest.param(2, 2, "summa", "biased", dict(memory=Memory(recompute="selective")), marks=pytest.mark.slow),
     (1, 4, "stationary", "mistral", dict(pipeline=Pipeline(defer_bytes=1 << 40))),
     (2, 2, "summa", "biased", dict(pipeline=Pipeline(defer_bytes=1 << 40))),
     (1, 1, "stationary", "gemma2", dict(memory=Memory(recompute=1), pipeline=Pipeline(defer_bytes=1 << 40))),

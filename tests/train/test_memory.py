@@ -58,6 +58,9 @@ its attention allocates are added up, and do not come together."""
         "precision": "bf16", "mesh": Mesh(data=2),
         "optim": Optim(offload="hybrid", offload_share=0.3, bucket_size=10_000, shard=True)}),
     ("checkpointed", {"memory": Memory(recompute=1), "mesh": Mesh(pipe=2)}),
+    ("checkpointed selectively", {"memory": Memory(recompute="selective"), "mesh": Mesh(pipe=2)}),
+    pytest.param("llama, checkpointed selectively", {
+        "model": LLAMA, "memory": Memory(recompute="selective"), "mesh": Mesh(pipe=2, col=2)}, marks=pytest.mark.slow),
     pytest.param("shared out", {
         "precision": "bf16", "mesh": Mesh(data=3), "batch": Batch(global_size=9, microbatch_size=1),
         "optim": Optim(offload="stream", bucket_size=5000, chunk_buckets=3, shard=True)}, marks=pytest.mark.slow),

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from ranvier.layout import part
 from ranvier.precision import wide
+from ranvier.tensor import kept_outputs
 from ranvier.tensor.autograd import Function
 from ranvier.tensor.layer_order import Pass
 from ranvier.tensor.mesh import TensorMesh
@@ -63,7 +64,7 @@ class SplitLinear(SplitLayer):
         self.may_wait = False
         """Whether weight gradients may be computed after the backward."""
         self.recomputed = False
-        """Whether this layer's forward runs again before its backward: it then keeps what it gathers."""
+        """Whether this layer's product runs again before its backward: it then keeps what it gathers."""
         self.has_own_weights = False
         """Whether no other module holds a weight of this one. Sums of their gradients may then be added late, which
         else would change the order of additions."""
@@ -207,7 +208,7 @@ class SplitLinear(SplitLayer):
             if self.weight_gradients is not None and any(one.requires_grad for one in weights):
                 self.may_wait = False  # a block may call autograd for purposes of its own, which adds by itself
             return compute()
-        y = _Multiply.apply(_Save.apply(x, self, operands, *weights, *biases), compute)
+        y = _Multiply.apply(_Save.apply(x, self, operands, *weights, *biases), self, compute)
         gradients = self.weight_gradients
         if gradients is not None and self.may_wait and any(one.requires_grad for one in weights):
             travelling = self.mesh.num_cols if isinstance(self._product, InputStationary) else 1
@@ -374,13 +375,14 @@ class _Multiply(Function):
     """The second half: computes y; its gradient passes through."""
 
     @staticmethod
-    def forward(ctx: Any, saved: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-        return compute().data  # no view, which autograd would not let a block change in place
+    def forward(ctx: Any, saved: Tensor, layer: SplitLinear, compute: Callable[[], Tensor]) -> Tensor:
+        # `.data`: no view, which autograd would not let a block change in place
+        return kept_outputs.current().product(layer, lambda: compute().data)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return dy, None, None
 
 
 class SplitVocabularyLinear(SplitLinear):
