@@ -283,6 +283,16 @@ def test_commands_that_lack_something(capsys, args, code):
     assert "ranvier: error: " in capsys.readouterr().err
 
 
+def test_what_follows_a_killed_rank(tmp_path):
+    """The memory that was predicted, and the checkpoint from which the same command resumes."""
+    run = resolve(Run(run_dir=tmp_path))
+    assert "predicted memory" in train._after_a_kill(run) and str(tmp_path) not in train._after_a_kill(run)
+    for step in (5, 10):
+        (tmp_path / "checkpoint" / f"step-{step}").mkdir(parents=True)
+    said = train._after_a_kill(run)
+    assert str(tmp_path / "checkpoint" / "step-10") in said and f"--resume auto --run-dir {tmp_path}" in said
+
+
 def test_restarts_are_the_launchers():
     _, resolved = read_recipe("gpt-tiny", {"max_restarts": "2"}, allow_code=False)
     *_, warnings = train._close(resolved, Started(launcher="srun", rank=0, size=4, local_size=4), print)

@@ -38,6 +38,8 @@ class BlockCost:
     """Those of them that are written into new memory."""
     kept_bytes: int
     """Bytes of activations that autograd keeps for the backward, parameters aside."""
+    operand_bytes: int = 0
+    """Those of them that products and attention read or write."""
     input_bytes: int
     """Bytes of the carried state that enters the block."""
     output_bytes: int

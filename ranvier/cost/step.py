@@ -203,10 +203,10 @@ def step_cost(step: Step, cluster: Cluster, *, exact: bool = True, as_published:
     return _StepCost(step, cluster, as_published).cost(exact)
 
 
-def least_seconds(step: Step, cluster: Cluster, *, part: float) -> float:
-    """What a step takes at least, however its blocks are cut into stages: the pipeline alone, with nothing recomputed,
-    and blocks spread evenly. Below `step_cost` if their seconds are. step: all blocks on its first stage. part: of what
-    these compute that one rank computes for one microbatch."""
+def least_seconds(step: Step, cluster: Cluster, *, part: float) -> tuple[float, float]:
+    """What a step takes at least, however its blocks are cut into stages: the pipeline alone, and blocks spread
+    evenly; with nothing recomputed, and with what is. Below `step_cost` if their seconds are. step: all blocks on
+    its first stage. part: of what these compute that one rank computes for one microbatch."""
     return _StepCost(step, cluster, part=part).least()
 
 
@@ -383,16 +383,23 @@ class _StepCost:
             peak_flops=self._ranks_worth() * rate.peak_flops, cores_seconds=shared, partial_seconds=partial,
             edge_seconds=max(self.way().transfer, default=0.0))
 
-    def least(self) -> float:
+    def least(self) -> tuple[float, float]:
         """As `least_seconds`. Stage i begins after the forwards of those before it, and then has all microbatches: with
         forwards that are at least a part r of what blocks take, m microbatches on p stages take no less than
         r t / (1 - (1 - r / m)^p), in which one takes t. Where a batch's last microbatch is not whole, less counts."""
-        forward, both = list[float](), list[float]()
+        forward, both, again = list[float](), list[float](), dict.fromkeys(self._again(0), 1.0)
         for place, block in enumerate(self.stages[0]):
             own, trains = self._seconds(block), place >= self.begins
             sent = self._sent(block, False, has_backward=trains) if self.size > 1 else (0.0, 0.0)
             forward.append(own.forward + sent[0])
             both.append(forward[-1] + sent[1] + (own.backward + own.weight if trains else 0.0))
+            if place in again:
+                again[place] = own.forward
+        return self._least_of(forward, both), self._least_of(forward, [
+            seconds + again.get(place, 0.0) for place, seconds in enumerate(both)])
+
+    def _least_of(self, forward: Sequence[float], both: Sequence[float]) -> float:
+        """Of blocks of which a microbatch takes this forward, and both ways."""
         pipe, total = self.mesh.pipeline_size, sum(both)
         share = min((before / each for before, each in zip(forward, both, strict=True) if each), default=0.0)
         if pipe == 1 or self.last < 1.0 or self.placement.per_rank > 1 or share < 1e-3:

@@ -6,7 +6,7 @@ that its operations write, weighed by the machine's balance of the two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -108,6 +108,10 @@ class KeptBytes(torch.autograd.graph.saved_tensors_hooks):
         others = {plain(tensor).untyped_storage()._cdata for tensor in tensors}
         return sum(storage.nbytes() for storage in self.storages if storage._cdata not in others)
 
+    def count_of(self, storages: Collection[int]) -> int:
+        """Bytes of those that are in one of these storages (`_cdata`)."""
+        return sum(storage.nbytes() for storage in self.storages if storage._cdata in storages)
+
     def _pack(self, tensor: Tensor) -> Tensor:
         self._saved()
         storage = plain(tensor).untyped_storage()
@@ -187,7 +191,8 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
         costs.append(BlockCost(
             name=name, flops=count.flops, written_bytes=count.written, allocated_bytes=memory.allocated,
             kernels=run_kernels(count, state, counting, dtype.itemsize),
-            kept_bytes=kept_bytes(memory, kept.storages, counting),
+            kept_bytes=(inside := kept_bytes(memory, kept.storages, counting)),
+            operand_bytes=min(inside, kept.count_of(count.operands())),
             input_bytes=entered, output_bytes=_state_bytes(outputs), weight_share=share, defers=defers,
             float8_products=tuple(products.found), repeated=count.repeated(
                 counting, dtype.itemsize, kept_bytes=storage_bytes(found.tensors),

@@ -128,7 +128,7 @@ def possible(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting]
 def memory_saving_variants(run: ResolvedRun, cluster: Cluster, searched: Sequence[Setting]) -> Iterator[ResolvedRun]:
     """The same mesh and microbatch with more that saves memory. Of what is recomputed no weight gradient waits."""
     memories = [run.memory]  # what is first is tried
-    if "recompute" in searched:
+    if "recompute" in searched and run.memory.recompute == "none":
         memories = [memory for memory in (Memory(), Memory(recompute="selective"), Memory(recompute="auto")) if not any(
             recompute_problems(memory, run.mesh, compile=run.model.compile, float8=run.model.float8))]
     offloads = [run.optim.offload]

@@ -1,11 +1,14 @@
 """What a rank needs of its device at least, by arithmetic on counted blocks: below `Work.memory`, in no time.
 
-Of the states parameters, gradients and the optimizer's own; of the activations what a stage stores under 1F1B, than
-which no schedule stores less. What else there is (buffers, messages, products under way) is left out.
+`least_device_bytes` has the blocks of each stage as its ranks have them, `least_bytes_of_any_cut` the blocks of the
+whole model on one rank. Of the states parameters, gradients and the optimizer's own; of the activations what a stage
+stores under 1F1B, than which no schedule stores less. What else there is (buffers, messages, products under way) is
+left out.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 
@@ -41,3 +44,26 @@ def least_device_bytes(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]]) 
                           for block in blocks) + of_states
                       + stored * max(activations) + max(block.allocated_bytes for block in blocks), of_states))
     return max(found)
+
+
+def least_bytes_of_any_cut(run: ResolvedRun, sample: Sequence[BlockCost]) -> float:
+    """Of the rank that needs most, however the blocks are cut into stages, and with all states of the optimizer on the
+    host. sample: all blocks, counted for one sample on one rank.
+
+    Of w_r(b), what a block needs on rank r, and any factors f_r that add up to 1, the rank that needs most has at least
+    the sum over blocks of the least f_r w_r(b); here f_r is in proportion to 1 / sum of w_r.
+    """
+    sizes, mesh = element_bytes(run), run.mesh
+    of_each = (sizes.parameter + (0 if run.optim.update_in_backward else sizes.gradient)) / mesh.stage_size
+    share = run.batch.microbatch_size / mesh.stage_size
+    in_flight = mesh.pipeline_size if run.pipeline.in_flight == "auto" else run.pipeline.in_flight
+    most = min(run.num_microbatches, in_flight) if run.placement.per_rank == 1 else 1
+    needs = []
+    for block in sample:
+        kept = {"none": block.operand_bytes, "selective": block.input_bytes + block.repeated.kept_bytes}.get(
+            str(run.memory.recompute), 0)
+        needs.append((of_each * block.num_owned, share * kept))
+    stored = Counter(min(most, mesh.pipeline_size - rank) for rank in range(mesh.pipeline_size))
+    sums = {count: sum(fixed + count * kept for fixed, kept in needs) or 1.0 for count in stored}
+    return sum(min((fixed + count * kept) / sums[count] for count in stored) for fixed, kept in needs) / sum(
+        ranks / sums[count] for count, ranks in stored.items())

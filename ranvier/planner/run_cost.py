@@ -55,17 +55,32 @@ def _unlimited(run: ResolvedRun) -> Limits:
     return Limits(in_flight=run.num_microbatches, deferred=(run.num_microbatches,) * run.mesh.pipeline_size)
 
 
-def least_run_seconds(run: ResolvedRun, cluster: Cluster, sample: Sequence[BlockCost]) -> float:
-    """What a step of the run takes at least, by the operations of its products and the messages of its tensor mesh: as
-    if devices did nothing else, at the full rate of large products, and shared that equally.
+def sample_step(run: ResolvedRun, blocks: Sequence[BlockCost]) -> Step:
+    """A step of which `least_run_seconds` makes those of other meshes and microbatches. run: on one rank, with
+    microbatches of one sample, nothing of which is recomputed. blocks: counted for it.
 
-    sample: all blocks, counted for one sample on one rank.
+    All layers but the largest are marked as recomputed, where what is inside them is large enough for `auto` to do so.
     """
-    stages = [sample, *([],) * (run.placement.num_stages - 1)]
-    run = replace(run, memory=replace(run.memory, recompute="none"))
+    step = step_of(run, [blocks], limits=_unlimited(run))
+    layers = recomputed_runs(replace(run, memory=replace(run.memory, recompute=1)), [blocks])[0]
+    largest = max(layers, key=lambda places: sum(blocks[place].flops for place in places), default=range(0))
+    gains = all(sum(blocks[place].operand_bytes for place in places) > 2 * blocks[places.start].input_bytes
+                for places in layers)
+    again = tuple(place for places in layers if places != largest for place in places) if gains else ()
+    return replace(step, stages=(StageWork(blocks=tuple(blocks), recomputed=again),), split_layers=split_layers(run))
+
+
+def least_run_seconds(run: ResolvedRun, cluster: Cluster, sample: Step) -> tuple[float, float]:
+    """What a step of the run takes at least, by the operations of its products and the messages of its tensor mesh: as
+    if devices did nothing else, at the full rate of large products, and shared that equally; without recomputation, and
+    under `auto`. Of several layers, or of several microbatches under way, `auto` recomputes every layer of a stage, so
+    that one layer of the model at most is computed once. sample: as of `sample_step`."""
+    stages = (sample.stages[0], *(StageWork(blocks=()),) * (run.placement.num_stages - 1))
     ideal = replace(cluster, device=_without_latency(Same(cluster.device)))
-    return least_seconds(step_of(run, stages, cluster, _unlimited(run)), ideal,
-                         part=run.batch.microbatch_size / run.mesh.stage_size)
+    least, recomputing = least_seconds(replace(sample, run=run, stages=stages), ideal,
+                                       part=run.batch.microbatch_size / run.mesh.stage_size)
+    several = run.placement.num_stages == 1 or min(run.num_microbatches, run.mesh.pipeline_size) > 1
+    return least, recomputing if several else least
 
 
 @lru_cache(maxsize=64)

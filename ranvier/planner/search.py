@@ -3,7 +3,8 @@
 A best-first search. Each configuration waits in a queue with the least time that it can take, by what is known of it so
 far, and is looked at more closely when its turn comes:
 
-    bound        the operations of its products and the messages of its tensor mesh, at the device's full rates
+    bound        the operations of its products and the messages of its tensor mesh, at the device's full rates; of
+                 those whose weights, gradients and stored operands need too much, with every layer recomputed
     counted      its blocks' kernels on one rank, as if no stage rested once it has begun
     limited      within the limits of its schedule, which are simulated, by the closed form
     simulated    by the engine's schedule, if its memory fits
@@ -22,14 +23,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from itertools import accumulate, repeat
+from itertools import accumulate
 from typing import Literal
 
 from ranvier.config.resolve import Facts, ResolvedRun, resolve
-from ranvier.config.run import Run
+from ranvier.config.run import Memory, Run
 from ranvier.cost.device_overhead import usable_bytes
 from ranvier.cost.hardware import Cluster
-from ranvier.cost.step import Cost
+from ranvier.cost.step import Cost, Step
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.mesh import Mesh
 from ranvier.planner.candidates import (
@@ -45,10 +46,10 @@ from ranvier.planner.candidates import (
     with_share,
 )
 from ranvier.planner.elastic_plan import course, elastic_variants
-from ranvier.planner.least_memory import least_device_bytes
+from ranvier.planner.least_memory import least_bytes_of_any_cut, least_device_bytes
 from ranvier.planner.nothing_fits import NO_COST, any_fits, does_not_fit, no_mesh
 from ranvier.planner.problems import problems
-from ranvier.planner.run_cost import least_run_seconds, run_cost
+from ranvier.planner.run_cost import least_run_seconds, run_cost, sample_step
 from ranvier.planner.work import Work
 
 _WANTED = 12
@@ -59,6 +60,8 @@ AT_LEAST = 0.9
 """Part of the closed form's time within a schedule's limits that its simulation takes at least, where stages differ."""
 _REPORTED = 50
 """Configurations that are looked at between two lines of progress."""
+_NEAR = 2.0
+"""Times the memory that there is: what needs more at least says nothing of a device's memory, and is not told."""
 _COMPARED = 3
 """Of those that do not fit, how many are simulated as the others are."""
 _TUNED = 4
@@ -104,7 +107,7 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
     if "precision" not in searched:
         check_precision(run, cluster)
     base, work = on_cluster(run, cluster), work or Work()
-    queue = _Queue(cluster, work)
+    queue = _Queue(cluster, work, searched)
     for candidate in possible(base, cluster, ranks, searched):
         queue.add(candidate, _Known.BOUND)
     progress(f"{queue.added:,} meshes and microbatches")
@@ -135,6 +138,7 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
             raise
         progress("interrupted: this is the best so far")
         interrupted, searched = True, ()
+    dropped += queue.least_of_too_large()
     if not fitting:
         raise does_not_fit(run, cluster, ranks, dropped, work) if dropped else no_mesh(base, cluster, ranks, searched)
     best = sorted(fitting, key=lambda found: found.cost.seconds)
@@ -151,6 +155,7 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
     best[0] = _followed(_tuned(best[0], cluster, work, "chunks", searched), cluster, work, ())
     slowest = max(found.cost.seconds for found in best)
     dropped = [found for found in dropped if found.cost.seconds < slowest]
+    dropped = [found for found in dropped if not queue.least_excess(found.run, _NEAR)] or dropped
     dropped.sort(key=lambda found: found.cost.seconds)
     dropped[:_COMPARED] = [with_memory(_simulated(found, cluster, work), cluster, work)
                            for found in dropped[:_COMPARED]]
@@ -182,9 +187,12 @@ _Waiting = tuple[float, int, _Known, Candidate, bool]
 class _Queue:
     """Configurations by the least time that each can take, of equal ones by number. What cannot be is left out."""
 
-    def __init__(self, cluster: Cluster, work: Work) -> None:
-        self.cluster, self.work = cluster, work
+    def __init__(self, cluster: Cluster, work: Work, searched: Sequence[Setting]) -> None:
+        self.cluster, self.work, self._searched = cluster, work, searched
         self.waiting: list[_Waiting] = []
+        self._samples: dict[object, Step] = {}
+        self.too_large: list[tuple[float, int, ResolvedRun]] = []
+        """Those that can only fit if layers are recomputed, by their bounds without."""
         self.added = 0
 
     def add(self, run: ResolvedRun, known: _Known) -> None:
@@ -194,7 +202,7 @@ class _Queue:
         with suppress(RanvierError):
             if known is _Known.BOUND:
                 found, seconds = Candidate(run=run, cost=NO_COST), self._least(run)
-            elif self._least_excess(run):
+            elif self.least_excess(run):
                 return
             else:
                 found = self._counted(run)
@@ -211,12 +219,17 @@ class _Queue:
                 case _Known.BOUND:
                     if problems(run):
                         return known, None, is_first
+                    if self._is_too_large(run):
+                        heapq.heappush(self.too_large, (least, number, run))
+                        if "recompute" in self._searched and run.memory.recompute == "none":
+                            self.add(replace(run, memory=Memory(recompute="auto")), _Known.BOUND)
+                        return known, None, is_first
                     found = self._counted(run)
                 case _Known.COUNTED:
-                    if reason := self._least_excess(run):
+                    if reason := self.least_excess(run):
                         return known, replace(found, reason=reason), is_first
-                    found = Candidate(run=run, cost=run_cost(
-                        self._with_least_share(run), self.cluster, self.work.stages(run), exact=False))
+                    if run.placement.per_rank == 1:  # of several stages no more is known before they are simulated
+                        found = self._counted(run, limited=True)
                 case _Known.LIMITED:
                     run = with_share(run, self.cluster, self.work)
                     if run.optim.offload == "hybrid" and run.optim.offload_share in (0.0, 1.0) and not is_first:
@@ -229,20 +242,44 @@ class _Queue:
                     return known, found, is_first
         except RanvierError:
             return known, None, is_first
-        seconds = {_Known.BOUND: never_resting_seconds(run, found.cost), _Known.COUNTED: AT_LEAST * found.cost.seconds,
-                   _Known.LIMITED: found.cost.seconds}[known]
+        seconds = never_resting_seconds(run, found.cost) if known is _Known.BOUND else found.cost.seconds * (
+            AT_LEAST if known is _Known.COUNTED else 1.0)
         heapq.heappush(self.waiting, (max(least, seconds), number, _Known(known + 1), found, is_first))
         return known, found if settled else None, is_first
 
-    def _least(self, run: ResolvedRun) -> float:
-        alone = resolve(replace(run, pipeline=replace(run.pipeline, boundaries=None, deferred=None, defer_last=None)),
-                        Facts(mesh=Mesh(), microbatch_size=1))
-        return least_run_seconds(run, self.cluster, self.work.blocks(alone))
+    def least_of_too_large(self) -> list[Candidate]:
+        """A few of those that were never counted, with their times: what more memory would be good for."""
+        found = [Candidate(run=run, cost=self._counted(run).cost, reason=self.least_excess(run))
+                 for _, _, run in heapq.nsmallest(_COMPARED, self.too_large)]
+        return [each for each in found if each.reason]
 
-    def _counted(self, run: ResolvedRun) -> Candidate:
-        return Candidate(run=run, cost=run_cost(
-            self._with_least_share(run), self.cluster, self.work.stages(run), exact=False,
-            unlimited=run.placement.per_rank == 1))
+    def _is_too_large(self, run: ResolvedRun) -> bool:
+        """Whether the run does not fit by what is known of it before its blocks are counted; where recomputation is
+        searched, not even if that is selective."""
+        if self.cluster.device.cores is not None:
+            return False
+        memories = [run.memory] if "recompute" not in self._searched or run.memory.recompute != "none" else [
+            run.memory, Memory(recompute="selective")]
+        sample = self._sample(run).stages[0].blocks
+        return all(least_bytes_of_any_cut(replace(run, memory=memory), sample) > usable_bytes(self.cluster.device)
+                   for memory in memories)
+
+    def _sample(self, run: ResolvedRun) -> Step:
+        """One sample on one rank: all runs of a search differ in nothing else on which it depends."""
+        key = run.tensor, run.precision
+        if key not in self._samples:
+            alone = resolve(replace(run, memory=Memory(), pipeline=replace(
+                run.pipeline, boundaries=None, deferred=None, defer_last=None)), Facts(mesh=Mesh(), microbatch_size=1))
+            self._samples[key] = sample_step(alone, self.work.blocks(alone))
+        return self._samples[key]
+
+    def _least(self, run: ResolvedRun) -> float:
+        least, recomputing = least_run_seconds(run, self.cluster, self._sample(run))
+        return recomputing if run.memory.recompute == "auto" else least
+
+    def _counted(self, run: ResolvedRun, *, limited: bool = False) -> Candidate:
+        return Candidate(run=run, cost=run_cost(self._with_least_share(run), self.cluster, self.work.stages(run),
+                                                exact=False, unlimited=not limited))
 
     def _with_least_share(self, run: ResolvedRun) -> ResolvedRun:
         """Where the share of the states in the host's memory is open, with the share without which a rank needs too
@@ -255,25 +292,27 @@ class _Queue:
             share = min(1.0, max(0.0, least - usable_bytes(self.cluster.device)) / max(1.0, states))
         return replace(run, optim=replace(run.optim, offload_share=share))
 
-    def _least_excess(self, run: ResolvedRun) -> str:
-        """What a rank needs at least beyond what its device has, in words; empty where that is not known."""
+    def least_excess(self, run: ResolvedRun, times: float = 1.0) -> str:
+        """What a rank needs at least beyond what its device has, so many times, in words; empty where that is not
+        known."""
         if self.cluster.device.cores is not None:
             return ""
         (least, states), usable = least_device_bytes(run, self.work.stages(run)), usable_bytes(self.cluster.device)
         if run.optim.offload == "hybrid":
             share = run.optim.offload_share
             least -= states * (1.0 if share == "auto" else share)
-        return "" if least <= usable else (
+        return "" if least <= times * usable else (
             f"a rank needs at least {least / 2**20:,.0f} MiB of its device, and there are {usable / 2**20:,.0f}")
 
 
 def never_resting_seconds(run: ResolvedRun, cost: Cost) -> float:
     """What the step of this cost takes at least: each rank begins after the forwards before it, and then has work."""
+    if run.placement.per_rank > 1:
+        return cost.seconds
     count = run.num_microbatches
     each = [sum(cost.stages[stage].microbatch_seconds for stage in run.placement.stages_of(rank))
             for rank in range(run.mesh.pipeline_size)]
-    begins = accumulate((stage.forward_seconds for stage in cost.stages), initial=0.0) if (
-        run.placement.per_rank == 1) else repeat(0.0)
+    begins = accumulate((stage.forward_seconds for stage in cost.stages), initial=0.0)
     least = max(begin + count * seconds for begin, seconds in zip(begins, each, strict=False)) - cost.partial_seconds
     return cost.seconds - cost.pipeline_seconds + max(least, cost.cores_seconds)
 

@@ -133,7 +133,7 @@ def _counting(run: ResolvedRun) -> Counting:
     return counting_of(run, device=device_kind(run), stage_size=run.mesh.stage_size)
 
 
-_GROWING = ("flops", "written_bytes", "allocated_bytes", "kept_bytes", "input_bytes", "output_bytes")
+_GROWING = ("flops", "written_bytes", "allocated_bytes", "kept_bytes", "operand_bytes", "input_bytes", "output_bytes")
 
 
 def _all_larger(half: Sequence[BlockCost], most: Sequence[BlockCost], share: int) -> list[BlockCost]:

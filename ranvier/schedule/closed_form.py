@@ -62,15 +62,17 @@ def passage(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy,
             defer_bytes: int | Sequence[int] | Literal["auto"] = "auto", exact: bool = True,
             cores: int | None = None, placement: StagePlacement | None = None, defer_last: int | None = None,
             max_stored: int | None = None, alternating: bool = False) -> Passage:
-    """One batch of equal microbatches. exact: simulate; otherwise the closed form, which takes microseconds, and holds
-    for one stage on each rank. cores: ranks that may compute at once, in a simulation. placement, defer_last, room,
-    alternating: as of `simulate`."""
+    """One batch of equal microbatches. exact: simulate; otherwise the closed form, which takes microseconds; of several
+    stages on each rank it is a lower bound. cores: ranks that may compute at once, in a simulation. placement,
+    defer_last, room, alternating: as of `simulate`."""
     each = [stage.microbatch_seconds for stage in stages]
     limit = policy.in_flight(in_flight, num_microbatches)
     placement = placement or StagePlacement(num_ranks=len(stages))
-    if (exact or placement.per_rank > 1) and len(stages) > 1:
+    if exact and len(stages) > 1:
         seconds = _simulated(stages, num_microbatches, policy, limit, way, defer_bytes, cores, placement, defer_last,
                              max_stored, alternating)
+    elif placement.per_rank > 1:
+        seconds = never_resting(stages, num_microbatches, placement)
     else:
         seconds = closed_form(each, num_microbatches, limit, way)
         if policy.defers and defer_bytes and len(stages) > 1:
@@ -78,6 +80,20 @@ def passage(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy,
     busy = num_microbatches * sum(each)
     idle = max(0.0, 1.0 - busy / (seconds * placement.num_ranks)) if seconds else 0.0
     return Passage(seconds=seconds, bubble_fraction=idle)
+
+
+def never_resting(stages: Sequence[StageTimes], num_microbatches: int, placement: StagePlacement) -> float:
+    """What a batch takes at least: each rank begins after the forwards of the stages before its first one, has work
+    from then on, and where no weight gradient waits, their backwards follow its own."""
+    begins = list(accumulate((stage.forward for stage in stages), initial=0.0))
+    ends = list(accumulate((stage.backward for stage in stages), initial=0.0))
+    found = []
+    for rank in range(placement.num_ranks):
+        held = placement.stages_of(rank)
+        waits = any(stages[stage].weight and stages[stage].trains for stage in held)
+        found.append(begins[held[0]] + (0.0 if waits else ends[held[0]])
+                     + num_microbatches * sum(stages[stage].microbatch_seconds for stage in held))
+    return max(found)
 
 
 def _deferring(stages: Sequence[StageTimes], each: Sequence[float], num_microbatches: int, in_flight: int, way: Way

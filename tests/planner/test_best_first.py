@@ -12,13 +12,16 @@ from ranvier.config.resolve import Facts, ResolvedRun, resolve
 from ranvier.config.run import Batch, Memory, TensorParallel, Transformer
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.errors import RanvierError
-from ranvier.mesh import Mesh
+from ranvier.mesh import Mesh, StagePlacement
 from ranvier.planner import search as search_module
 from ranvier.planner.candidates import memory_saving_variants, on_cluster, predict, variants
-from ranvier.planner.least_memory import least_device_bytes
-from ranvier.planner.run_cost import least_run_seconds, run_cost
+from ranvier.planner.least_memory import least_bytes_of_any_cut, least_device_bytes
+from ranvier.planner.run_cost import least_run_seconds, run_cost, sample_step
 from ranvier.planner.search import AT_LEAST, never_resting_seconds, search
 from ranvier.planner.work import Work
+from ranvier.schedule.closed_form import passage
+from ranvier.schedule.policies import MessageDriven
+from ranvier.schedule.simulator import StageTimes
 
 SMALL = ResolvedRun(model=Transformer(num_layers=2, hidden=64, heads=4, vocab=300, sequence=32), precision="fp32",
                     batch=Batch(global_size=8, microbatch_size=2))
@@ -81,19 +84,39 @@ def test_bounds_are_no_longer_than_what_they_bound(data):
         ("stationary", False), ("stationary", True), ("summa", False), ("megatron", False), ("megatron", True)]))
     ranks = data.draw(st.sampled_from([1, 4]))
     run = data.draw(st.sampled_from(_variants(name, scheme, by_sequence, ranks)))
-    alone = WORK.blocks(resolve(run, Facts(mesh=Mesh(), microbatch_size=1)))
-    stages = WORK.stages(run)
-    bound = least_run_seconds(run, cluster, alone)
+    alone = resolve(run, Facts(mesh=Mesh(), microbatch_size=1))
+    stages, sample = WORK.stages(run), sample_step(alone, WORK.blocks(alone))
+    bound, recomputing = least_run_seconds(run, cluster, sample)
     counted = never_resting_seconds(run, run_cost(run, cluster, stages, exact=False, unlimited=True))
     limited, simulated = (run_cost(run, cluster, stages, exact=exact) for exact in (False, True))
     assert 0 < bound <= counted * (1 + 1e-9) and counted <= simulated.seconds * 1.01, "of two short ones"
     assert AT_LEAST * limited.seconds <= simulated.seconds
+    again = replace(run, memory=Memory(recompute="auto"))
+    assert recomputing <= run_cost(again, cluster, WORK.stages(again), exact=False).seconds * (1 + 1e-9)
     if name != "laptop":
         for saving in (run, *memory_saving_variants(run, cluster, SEARCHED)):
             saving = replace(saving, optim=replace(saving.optim, offload_share=0.5))
             bytes_, states = least_device_bytes(saving, stages)
             assert bytes_ - states * (saving.optim.offload == "hybrid") / 2 <= max(
                 entry.device_bytes for entry in WORK.memory(saving, cluster=cluster))
+            assert least_bytes_of_any_cut(saving, sample.stages[0].blocks) <= max(
+                entry.device_bytes for entry in WORK.memory(saving, cluster=cluster))
+
+
+@settings(deadline=None, max_examples=20, derandomize=True)
+@given(st.data())
+def test_the_bound_of_several_stages_on_each_rank(data):
+    """Uneven stages, with weight gradients that may wait or not: no limits are faster than ranks that never rest."""
+    placement = StagePlacement(num_ranks=data.draw(st.integers(2, 4)), per_rank=data.draw(st.integers(2, 3)),
+                               how=data.draw(st.sampled_from(["v-shape", "interleaved"])))
+    times = st.floats(0.1, 3.0)
+    waits = data.draw(st.booleans())
+    stages = [StageTimes(forward=data.draw(times), backward=data.draw(times), weight=data.draw(times) if waits else 0.0,
+                         alive_bytes=1 if waits else 0) for _ in range(placement.num_stages)]
+    count = data.draw(st.integers(1, 12))
+    least, found = (passage(stages, count, MessageDriven(), 3 * placement.num_stages, exact=exact, placement=placement)
+                    for exact in (False, True))
+    assert least.seconds <= found.seconds * (1 + 1e-9)
 
 
 @lru_cache
