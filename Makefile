@@ -41,7 +41,7 @@ test: lint
 	$(PYTEST)
 
 test-all: lint
-	$(PYTEST) -m "not gpu"
+	$(PYTEST) -rs -m "not gpu"
 	$(MAKE) test-versions
 
 test-versions:

@@ -156,10 +156,13 @@ def dropout(x: Tensor, probability: float, training: bool, *, start: Sequence[in
     """Dropout whose mask is keyed by (seed, step, sample, block, call site, index in the sample).
 
     x: [b, ...]. For a sharded x, `start` and `full_shape` are the offset and the unsharded shape of its trailing dims.
-    Errors as of `next_sample_keys`, except on the meta device, which has shapes only.
+    Errors as of `next_sample_keys`, except on the meta device, which has shapes only: there it is one pass that
+    keeps a byte of each element, as compiled code does.
     """
-    if not training or probability == 0.0 or x.is_meta:
+    if not training or probability == 0.0:
         return x
+    if x.is_meta:
+        return x.masked_fill(torch.empty(x.shape, dtype=torch.bool, device="meta"), 0.0)
     keys = next_sample_keys(x.shape[0], x.device)
     return dropped(x, keys, probability, start or [0] * (x.dim() - 1), full_shape or x.shape[1:])
 

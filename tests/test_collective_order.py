@@ -55,7 +55,6 @@ OTHER = {
      "group.all_to_all(found, own, [sizes[before] if other == before else 0 for other in range(size)],"):
         "on CPUs only, where the caller waits",
     ("comm/inprocess.py", "self._exchange.condition.wait()"): _TOOL,
-    ("comm/throttle.py", "first._stamp.wait()"): _TOOL, ("comm/throttle.py", "self._work.wait()"): _TOOL,
     ("inference/generate.py", "ranks.broadcast(part, root=root).wait()"):
         "the next token, in host memory: tests/inference/test_generate.py",
     ("train/evaluation.py", "ranks.broadcast(chosen, root=ranks.ranks.index(root)).wait()"):

@@ -75,8 +75,8 @@ OPENS_FILES = {
     "data/offline/pretrained_models.py": "a new folder", "data/offline/gguf_file.py": "a new folder",
     "data/offline/gguf_tokenizer.py": "a new folder",
     # files that the user names
-    "cli/generate.py": "a file of prompts", "data/cifar.py": "images", "data/corpus.py": "a corpus",
-    "data/image_files.py": "images", "data/named_files.py": "tables", "data/sentences.py": "tables",
+    "cli/generate.py": "a file of prompts", "data/corpus.py": "a corpus",
+    "data/images.py": "images", "data/named_files.py": "tables", "data/sentences.py": "tables",
     "data/tables.py": "tables",
     # files that `member` or a size and a checksum have judged
     "checkpoint/hf/peft.py": "tensors of `member`; a new configuration", "checkpoint/saved.py": "parts of a manifest",
@@ -127,7 +127,7 @@ PARSES_JSON = {
     "testing/freezing.py": "its own text",
     "testing/tasks.py": "its own text",
     # texts that a checksum has judged
-    "checkpoint/objects.py": "objects of a checkpoint", "data/cifar.py": "a package",
+    "checkpoint/objects.py": "objects of a checkpoint", "data/images.py": "a package",
     "data/tokenizer.py": "a vocabulary, checked",
 }
 

@@ -278,6 +278,8 @@ def test_families_that_are_none():
         families.family_named("rnn")
     found, = families.problems(Run(model=Transformer(family="bert"), data=Data(task="images", train="x")))
     check(found, "family-without-task", "images", "vit", where="model.family", value="bert")
+    found, = families.problems(Run(model=Transformer(family="llama", pretrained="x"), data=Data(task="qa", train="x")))
+    check(found, "family-without-task", "model.pretrained", where="model.family", value="llama")
     found, = vit.problems(Transformer(image_size=30, patch_size=7))
     check(found, "image-size-not-patches", 7, 28, where="model.image_size", value=30)
 

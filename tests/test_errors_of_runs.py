@@ -30,6 +30,7 @@ from ranvier.elastic import transition
 from ranvier.inference import model_evaluation
 from ranvier.launch.launchers import Started
 from ranvier.mesh import Mesh
+from ranvier.pictures.report_page import Page
 from ranvier.pipeline.engine import Engine
 from ranvier.planner import auto, plan
 from ranvier.planner.problems import problems
@@ -155,7 +156,7 @@ def test_folders_that_cannot_be(tmp_path):
 # --- planner, train, cli ----------------------------------------------------------------------------------------------
 
 
-def test_plans_that_cannot_be(tmp_path, monkeypatch):
+def test_plans_that_cannot_be(tmp_path):
     run = Run(mesh=MeshSettings(data="auto"), model=Transformer(hidden=7, heads=2))
     _, (problem,) = auto.with_plan(run, 4)
     check(problem, "not-planned-yet", where="mesh.data", value="auto")
@@ -163,9 +164,8 @@ def test_plans_that_cannot_be(tmp_path, monkeypatch):
     check(found[0], "resume-checkpoint-missing", value=str(tmp_path / "none"))
     with raises("plan-not-writable", where="--out"):
         plan._write(Run(), tmp_path / "none" / "x.toml")
-    monkeypatch.setattr(plan, "page_of", lambda found, name: types.SimpleNamespace(html=str))
     with raises("plan-page-not-writable", where="--out-html", value=str(tmp_path / "none" / "x.html")):
-        plan._write_page(None, "x", tmp_path / "none" / "x.html")
+        plan._write_page(Page(title="x", subtitle=""), tmp_path / "none" / "x.html")
     with raises("not-finite-option", where="--jitter", value=math.inf):
         plan.simulate("x", Run(), "laptop", jitter=math.inf)
     with raises("cluster-too-small-for-mesh", 512, "Laptop"):
@@ -229,13 +229,29 @@ def test_a_checkpoint_of_other_classes(tmp_path):
         saving.Saving._check_same(started, loaded, metadata)
 
 
-def test_ranks_of_other_meshes(monkeypatch):
+@pytest.mark.parametrize("setting, here, there", [("mesh.data", "2", "1"), ("batch.global-size", "16", "32"),
+                                                  ("model.hidden", "64", "128")])
+def test_ranks_of_other_settings(monkeypatch, setting, here, there):
     run, world = resolve(Run()), types.SimpleNamespace(local_size=1)
-    other = {"folder": "x", "text": "same", "local_size": 1, "plan": "data 2"}
+    own = setup._same_everywhere(run)
+    name = setting.replace("-", "_")
+    assert own[name] == there
+    other = {"folder": "x", "text": "same", "local_size": 1, "settings": {**own, name: here}}
     ranks = types.SimpleNamespace(gather_objects=lambda mine: [mine, other])
     monkeypatch.setattr(setup, "fingerprint", lambda data: "same")
-    with raises("mesh-differs-between-ranks", run.mesh, where="mesh of rank 1", value="data 2"):
+    with raises("settings-differ-between-ranks", f"{setting} {there}", where="settings of rank 1",
+                value=f"{setting} {here}"):
         setup.agree_on_run(run, "x", None, ranks, world)
+
+
+def test_ranks_may_differ_in_paths_and_in_what_is_of_their_machine(monkeypatch, tmp_path):
+    run, world = resolve(Run()), types.SimpleNamespace(local_size=1)
+    here = replace(run, launch=replace(run.launch, threads=3), elastic=replace(run.elastic, cache_dir=tmp_path),
+                   data=replace(run.data, corpus=str(tmp_path)))
+    other = {"folder": "x", "text": "same", "local_size": 1, "settings": setup._same_everywhere(here)}
+    ranks = types.SimpleNamespace(gather_objects=lambda mine: [mine, other])
+    monkeypatch.setattr(setup, "fingerprint", lambda data: "same")
+    assert setup.agree_on_run(run, "x", None, ranks, world).mesh == run.mesh
 
 
 def test_requests_that_have_no_answer(tmp_path, monkeypatch):

@@ -147,6 +147,21 @@ def test_the_picture_of_the_schedule_is_what_the_simulator_gives() -> None:
         assert "prefers-color-scheme:dark" in text and "@keyframes run" in text
 
 
+@pytest.mark.parametrize("colours", [schedule_picture.LIGHT, schedule_picture.DARK], ids=["light", "dark"])
+def test_the_picture_of_the_schedule_can_be_read(colours) -> None:
+    """By WCAG's contrast of texts on their grounds."""
+    def light(name: str) -> float:
+        text = colours[name].removeprefix("#")
+        parts = [int(part, 16) / 255 for part in re.findall("..", text if len(text) == 6 else "".join(
+            2 * digit for digit in text))]
+        red, green, blue = (part / 12.92 if part <= 0.04 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        return 0.05 + 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    for ground, ink in (("page", "ink"), ("page", "faint"), ("F", "on-F"), ("B", "on-B"), ("W", "on-W")):
+        darker, lighter = sorted((light(ground), light(ink)))
+        assert lighter / darker >= 4.5, (ground, ink)
+
+
 def test_every_public_name_is_in_the_python_reference() -> None:
     page = reference.python()
     assert all(re.search(rf"^::: ranvier\S*\.{name}$", page, flags=re.MULTILINE) for name in ranvier.__all__)

@@ -15,7 +15,7 @@ from benchmarks.gpu.programs import Program, batches, engine_of, world_of_one
 from ranvier.checkpoint.files import host_copies
 from ranvier.comm import nccl_transport
 from ranvier.comm.message import Message, MessageKind, encode_head
-from ranvier.comm.mpi_group import MPIGroup
+from ranvier.comm.mpi_backend import MPIGroup
 from ranvier.comm.mpi_transport import MPITransport
 from ranvier.comm.nccl_transport import NcclTransport
 from ranvier.config.run import Optim

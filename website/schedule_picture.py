@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ranvier.pictures.figures import COLOURS, FAINT, INK
+from ranvier.pictures.figures import COLOURS, INK
 from ranvier.schedule.computed_limits import StageLoad, computed_limits
 from ranvier.schedule.limits import Limits
 from ranvier.schedule.policies import POLICIES
@@ -50,10 +50,10 @@ class Form:
 
 FORMS = (Form(name="schedule.svg", width=860, unit=22.0, row=24, top=34, left=64, letters=11, stored=True),
          Form(name="schedule-narrow.svg", width=400, unit=9.9, row=24, top=34, left=26, letters=8, stored=False))
-DARK = {"page": "#0d1117", "ink": "#e6edf3", "faint": "#8b949e", "wait": "#2d333b", "F": "#4a90d9", "B": "#e8912d",
-        "W": "#1f4e79", "on-W": "#e6edf3"}
-LIGHT = {"page": "#fff", "ink": INK, "faint": FAINT, "wait": COLOURS["wait"], "on-W": INK,
-         **{kind: COLOURS[name] for kind, name in _KINDS.items()}}  # type: ignore[index]
+DARK = {"page": "#0d1117", "ink": "#e6edf3", "faint": "#8b949e", "wait": "#2d333b", "F": "#3777bd", "B": "#e8912d",
+        "W": "#1f4e79", "on-F": "#fff", "on-B": INK, "on-W": "#e6edf3"}
+LIGHT = {"page": "#fff", "ink": INK, "faint": "#6b6b6b", "wait": COLOURS["wait"],
+         "on-F": "#fff", "on-B": INK, "on-W": INK, **{kind: COLOURS[name] for kind, name in _KINDS.items()}}  # type: ignore[index]
 
 
 def limits_of(policy: Policy) -> Limits:
@@ -119,7 +119,7 @@ def picture(form: Form) -> str:
         ".stage{text-anchor:end;fill:var(--faint)}.legend{text-anchor:start;fill:var(--ink)}",
         ".page,.cover{fill:var(--page)}",
         *(f"rect.{kind}{{fill:var(--{kind});stroke:var(--page);stroke-width:1}}" for kind in _KINDS),
-        "rect.wait{fill:var(--wait)}.on.F,.on.B{fill:#fff}.on.W{fill:var(--on-W)}",
+        "rect.wait{fill:var(--wait)}" + "".join(f".on.{kind}{{fill:var(--on-{kind})}}" for kind in _KINDS),
         f".cover{{animation:run {SECONDS}s linear infinite}}",
         f"@keyframes run{{0%,15%,90%,to{{transform:translateX({longest:.0f}px)}}15.01%{{transform:translateX(0)}}}}",
         "@media (prefers-reduced-motion:reduce){.cover{display:none}}",

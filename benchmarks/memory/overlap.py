@@ -4,7 +4,7 @@
 
 Gradients are averaged over two replicas in chunks of k buckets, and a chunk is updated while the next ones are still
 under way. Large k starts late, small k pays for many calls; k = all is the sequential variant, first the whole
-reduction, then the whole update. The ranks are threads with a slow link between them (ranvier.comm.throttle), whose
+reduction, then the whole update. The ranks are threads with a slow link between them (benchmarks.slow_links), whose
 bandwidth is set so that the reduction takes as long as the update (`--reduce-share` of it): waiting costs no core, so
 overlap shows on any machine.
 
@@ -29,9 +29,9 @@ from torch import Tensor
 
 from benchmarks.memory.program import build_engine, parser, ratios, replica_batch, table, write
 from benchmarks.pipeline.workload import Workload
+from benchmarks.slow_links import Link, slowed
 from ranvier.comm.protocol import Backend, Group, Reduction, Work
 from ranvier.comm.sum_algorithms import ring_bytes
-from ranvier.comm.throttle import Link
 from ranvier.config.run import Optim
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
@@ -187,8 +187,11 @@ def measure(options: argparse.Namespace) -> dict:
 
     def run(link: Link | None, which: list[tuple[int, bool]]) -> list[list[dict]]:
         together = threading.Barrier(RANKS)
-        return run_ranks(lambda world: measure_rank(world, workload, options, which, phi, together), RANKS,
-                         throttle=link, timeout_seconds=_TIMEOUT_SECONDS)
+
+        def measured(world: World) -> list[dict]:
+            return measure_rank(world, workload, options, which, phi, together)
+
+        return run_ranks(slowed(measured, link), RANKS, timeout_seconds=_TIMEOUT_SECONDS)
 
     unthrottled = run(None, [(0, False)])[0][0]["rounds"]
     update_seconds = median(1e-9 * sum(end - begin for _, begin, end in step["optimizer"])

@@ -11,9 +11,9 @@ import torch
 from benchmarks.pipeline.contender import Contender, Place
 from benchmarks.pipeline.slowed import slow_down, slowness
 from benchmarks.pipeline.workload import Loss, Stepper, Workload
+from benchmarks.slow_links import Link, throttled
 from ranvier.comm.mpi_backend import MPIBackend
 from ranvier.comm.protocol import Backend
-from ranvier.comm.throttle import Link, throttled
 from ranvier.comm.torch_backend import TorchBackend
 from ranvier.config.run import Pipeline
 from ranvier.mesh import Mesh

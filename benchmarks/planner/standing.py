@@ -211,9 +211,11 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
             axes.plot(100 * row["error"], place, "o", color=COLOURS["forward"], markersize=5,
                       fillstyle="none" if row["foreign"] else "full")
     axes.set_yticks(range(len(results["sources"])), [
-        f"{one['source']}: {one['rows']} rows, {100 * one['median_error']:.0f} %" for one in results["sources"]])
+        f"{one['source']}: {one['rows']} row{'s' * (one['rows'] > 1)}, {100 * one['median_error']:.0f} %"
+        for one in results["sources"]])
     axes.invert_yaxis()
-    axes.set_xlabel("predicted against published step, %; hollow: the source ran what no setting says")
+    axes.set_xlabel("predicted against published step, % (grey: within 15 %)\n"
+                    "hollow: the source ran what no setting says")
     axes.set_title(f"Median error {100 * results['median_error']:.1f} %; {100 * results['pairs_in_order']:.0f} % of "
                    "pairs in the published order", fontsize=10, color=INK)
     clean(axes)

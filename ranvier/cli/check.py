@@ -157,14 +157,15 @@ def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = N
     if place is not None and is_open:
         run = replace(run, launch=replace(run.launch, cluster=cluster))
     asked, found = with_pretrained(run)
+    is_stand_in = bool(found)
     run, more = with_plan(asked, num_ranks, ranks_per_node)
     is_planned = is_open and not more
     found += more
-    found += problems(run, None if found else num_ranks)  # a stand-in has another size
+    found += problems(run, None if found else num_ranks)
     stages: StageTable | None = None
     memory: tuple[RankMemory, ...] = ()
     note = ""
-    if not more and not any(problem.where.startswith(PREVENT_A_CUT) for problem in found):
+    if not more and not is_stand_in and not any(problem.where.startswith(PREVENT_A_CUT) for problem in found):
         try:
             planned = run
             run, (stages, memory) = first_that_fits(
@@ -224,9 +225,10 @@ def print_report(report: Report, values: Sequence[tuple[str, str, str]], *, ever
             screen.print(str(fact))
     if report.schedule:
         own = report.schedule[0]
+        some = "" if own.num_microbatches == own.step_microbatches else f" of the step's {own.step_microbatches:,}:"
         screen.print(schedule_text(report.schedule) if everything else
-                     f"schedule: at most {own.limits.in_flight} microbatches in flight; simulated bubble "
-                     f"{own.bubble_fraction:.1%}")
+                     f"schedule: at most {own.limits.in_flight} microbatches in flight; bubble of "
+                     f"{own.num_microbatches} simulated microbatches{some} {own.bubble_fraction:.1%}")
     for name, text in (("learning rate", report.learning_rate), ("padding", report.padding)):
         if text:
             screen.print(f"{name}: {text}")

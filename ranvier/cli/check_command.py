@@ -8,7 +8,14 @@ import sys
 
 import click
 
-from ranvier.cli.options import SettingsCommand, allow_code_option, complete_recipe, json_option, read_recipe
+from ranvier.cli.options import (
+    SettingsCommand,
+    allow_code_option,
+    complete_recipe,
+    for_this_machine,
+    json_option,
+    read_recipe,
+)
 from ranvier.cli.problems import print_problems
 from ranvier.config import named_code, read
 
@@ -50,21 +57,26 @@ def check(recipe: str | None, allow_code: bool, split: str | None, ranks: int | 
     from ranvier.cli.check import check as check_run
     from ranvier.cli.check import print_report
     from ranvier.launch.start import local_devices
-    from ranvier.planner.auto import open_axes_of
+    from ranvier.planner.auto import open_axes_of, with_pretrained
 
     name, resolved = read_recipe(recipe, flags, allow_code=allow_code)
-    values = read.flatten(resolved.run)
+    if cluster is None and ranks is None:
+        resolved = for_this_machine(resolved)
+    values, origins = read.flatten(resolved.run), dict(resolved.origins)
     for setting, code in named_code.objects_of(values):  # before the import, which may do anything
-        print(f"imports {code} for {read.flag(setting)}, from {resolved.origins[setting]}", flush=True,
+        print(f"imports {code} for {read.flag(setting)}, from {origins[setting]}", flush=True,
               file=sys.stderr if as_json else sys.stdout)
     if ranks is None and cluster is None and open_axes_of(resolved.run):
         ranks = local_devices(resolved.run.launch.device)  # which `train` would start
     report = check_run(resolved.run, ranks, ranks_per_node, chosen=resolved.chosen,
                        cluster=cluster)
     report = dataclasses.replace(report, problems=(*resolved.problems, *report.problems))
+    for setting, value in read.flatten(with_pretrained(resolved.run)[0]).items():
+        if value != values[setting]:  # the sizes of the weights
+            values[setting], origins[setting] = value, "model.pretrained"
     if resolved.run.train.epochs is not None:
         values["train.steps"] = "by train.epochs"
-    rows = [(setting.flag, read.as_text(values[setting.name]), resolved.origins[setting.name])
+    rows = [(setting.flag, read.as_text(values[setting.name]), origins[setting.name])
             for setting in read.settings().values()]
     if as_json:
         mesh = {name.removeprefix("mesh."): value for name, value in values.items() if name.startswith("mesh.")}

@@ -30,7 +30,7 @@ def import_model(model: Path, out: Path, precision: str | None, quiet: bool, as_
     from ranvier.checkpoint.hf.import_model import flags
     from ranvier.checkpoint.hf.import_model import import_model as make
     from ranvier.checkpoint.new_folder import check_free
-    from ranvier.data.named_model import local_path
+    from ranvier.data.offline.pretrained_models import local_path
 
     check_free(out)  # before anything is fetched
     with prose(as_json, quiet):

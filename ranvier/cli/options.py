@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -182,6 +183,18 @@ def read_recipe(recipe: str, flags: Mapping[str, str | None], *, allow_code: boo
     given = {name.replace("__", "."): text for name, text in flags.items() if text is not None}
     name, layer = read.load(recipe, keep_folder=given.get("resume") == "auto", allow_code=allow_code)
     return name, read.merge([layer, read.Layer(origin="flag", values=given, is_text=True)])
+
+
+def for_this_machine(resolved: read.Merged) -> read.Merged:
+    """`resolved` in fp32 where a CPU would have the bf16 of a preset or of a folder: there it needs more memory, since
+    master copies come on top, and most CPUs compute slower in it."""
+    import torch
+
+    origin, run = resolved.origins["precision"], resolved.run
+    if not origin.startswith(("preset ", "folder ")) or (run.launch.device != "cpu" and torch.cuda.is_available()):
+        return resolved
+    return replace(resolved, run=replace(run, precision="fp32"),
+                   origins={**resolved.origins, "precision": f"{origin}, on a CPU"})
 
 
 def read_valid_recipe(recipe: str, flags: Mapping[str, str | None], *, allow_code: bool) -> tuple[str, read.Merged]:

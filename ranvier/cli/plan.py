@@ -23,6 +23,8 @@ from ranvier.cli.options import (
 @click.option("--cluster", "clusters", required=True, multiple=True, metavar="NAME",
               help="A shipped cluster, or a TOML file; several are compared.")
 @click.option("--nodes", type=click.IntRange(min=1), metavar="N", help="Its nodes, instead of the file's.")
+@click.option("--price", type=click.FloatRange(min=0, min_open=True), metavar="DOLLARS",
+              help="Of a device and hour, instead of the file's.")
 @click.option("--ranks", type=click.IntRange(min=1), metavar="N",
               help="Devices; by default those of the recipe's mesh, or all.")
 @click.option("--search", "searched", metavar="NAMES",
@@ -30,11 +32,11 @@ from ranvier.cli.options import (
                    "(the default), precision.")
 @click.option("--measure", type=click.IntRange(min=1), default=None, metavar="N",
               help="Run the best N here, and rank them by that.")
-@click.option("--tokens", metavar="N", help="Of a training, such as 300B: its days, hours, cost.")
+@click.option("--tokens", metavar="N", help="Of a training, such as 300B: its steps, days, cost.")
 @click.option("--deadline", type=click.FloatRange(min=0, min_open=True), metavar="DAYS",
               help="Fewest devices that are in time for --tokens.")
 @click.option("--budget", type=click.FloatRange(min=0, min_open=True), metavar="DOLLARS",
-              help="For --tokens, by price_per_hour in the file.")
+              help="For --tokens: the most that it may cost.")
 @click.option("--mtbf-hours", type=click.FloatRange(min=0, min_open=True), metavar="HOURS",
               help="Between failures of a rank: adds their cost.")
 @click.option("--what-if", multiple=True, metavar="KEY=FACTOR",
@@ -50,7 +52,7 @@ def plan(recipe: str, clusters: Sequence[str], tokens: str | None, deadline: flo
          mtbf_hours: float | None, as_json: bool, allow_code: bool, **options: Any) -> int:
     """Find the fastest configuration of RECIPE on a cluster, before anything is started there."""
     asked = {name: options.pop(name) for name in (
-        "ranks", "nodes", "searched", "what_if", "out", "out_html", "launcher", "explain")}
+        "ranks", "nodes", "price", "searched", "what_if", "out", "out_html", "launcher", "explain")}
     measure = options.pop("measure") or 0
     name, resolved = read_valid_recipe(recipe, options, allow_code=allow_code)
     from ranvier.planner import plan as planner
@@ -58,5 +60,5 @@ def plan(recipe: str, clusters: Sequence[str], tokens: str | None, deadline: flo
 
     planner.plan(name, resolved.run, clusters, planner.Request(
         goal=goal_of(tokens, deadline, budget, mtbf_hours), measure=measure, as_json=as_json,
-        takes_bf16=resolved.origins["precision"] == "default", **asked))
+        takes_bf16=resolved.origins["precision"] == "default", origins=resolved.origins, **asked))
     return 0

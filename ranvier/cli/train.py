@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -15,6 +15,7 @@ import click
 from ranvier.cli.options import (
     SettingsCommand,
     allow_code_option,
+    for_this_machine,
     json_option,
     quiet_option,
     read_recipe,
@@ -54,6 +55,7 @@ def train(context: click.Context, /, recipe: str, allow_code: bool, quiet: bool,
     from ranvier.train.restart import Restarts
 
     name, resolved = read_recipe(recipe, flags, allow_code=allow_code)
+    resolved = for_this_machine(resolved)
     started = detect(os.environ, resolved.run.launch.launcher)
     # open for as long as the process lives: what ends it may still print
     stream = open(os.devnull, "w", encoding="utf-8") if quiet else sys.stderr if as_json else sys.stdout  # noqa: SIM115
@@ -75,7 +77,10 @@ def train(context: click.Context, /, recipe: str, allow_code: bool, quiet: bool,
                          restart=Restarts(run, rerun) if rerun and run.max_restarts else None,
                          join_address=run.launch.join_address,
                          survive_losses=run.launch.survive_losses, flags=True, stream=stream)
-    return _train_as_rank(run, run_dir, name, world, context.obj, stream, as_json)
+    # a mesh that `auto` came to before the ranks were started is a flag of theirs
+    origins = {setting: "flag or auto" if setting in _PLANNED and origin == "flag" and world.launcher == "local"
+               else origin for setting, origin in resolved.origins.items()}
+    return _train_as_rank(run, run_dir, name, world, context.obj, stream, as_json, origins)
 
 
 def _close(resolved: read.Merged, started: Started | None, tell: Callable[[str], None]
@@ -125,11 +130,12 @@ def _missing_data(resolved: read.Merged) -> list[ConfigError]:
     if not is_preset and not origins["model.pretrained"].startswith("folder "):
         return []
     problems = []
-    if all(origins[name] == "default" for name in ("data.corpus", "data.train", "data.mixture", "data.task")):
+    if run.data.task == "lm" and origins["data.corpus"] == origins["data.mixture"] == "default":
         problems.append(ConfigError(
             "has no data of its own", code="preset-without-data", where="recipe",
             value=run.model.preset or run.model.pretrained,
-            remedy="Give text with `--data.corpus PATH`, or samples with `--data.task TASK` `--data.train FILE`."))
+            remedy="Give text with `--data.corpus PATH`, or samples with `--data.train FILE` and their task: "
+                   "`--data.task chat`, `preference`, `reward` or another one."))
     if is_preset and origins["data.tokenizer"] == "default" and run.data.task == "lm":
         problems.append(ConfigError(
             "has no tokenizer of its own", code="preset-without-tokenizer", where="recipe", value=run.model.preset,
@@ -184,13 +190,14 @@ def _memory_text(run: ResolvedRun) -> str:
 
 
 def _train_as_rank(run: ResolvedRun, run_dir: Path, name: str, world: World,
-                   change_world: Callable[[World], World] | None, stream: TextIO, as_json: bool) -> int:
+                   change_world: Callable[[World], World] | None, stream: TextIO, as_json: bool,
+                   origins: Mapping[str, str]) -> int:
     from ranvier.train.loop import train as train_loop
 
     def work() -> None:
         if world.rank == 0:  # not before `start`, where the other ranks would wait for a rank 0 that has exited
             check_folder(run_dir, run.resume)
-        summary = train_loop(run, name, world, stream=stream)
+        summary = train_loop(run, name, world, stream=stream, origins=origins)
         if as_json and world.rank == 0:
             print(json.dumps({"run_dir": str(run_dir), **summary}), flush=True)
 

@@ -1,14 +1,17 @@
-"""The two other spellings of settings that papers and scripts use: `memory.checkpoint` for `memory.recompute`, and its
-value `paper` for `axonn`. What is written uses the first spelling. Pure."""
+"""Other spellings that papers, TRL and PEFT use, of settings and of values. What is written has our own. Pure."""
 
 from __future__ import annotations
 
 NAMES = {"memory.checkpoint": "memory.recompute"}
 """Other name of a setting -> its name; dotted, with underscores."""
-_VALUES: dict[tuple[str, object], str] = {("memory.recompute", "paper"): "axonn"}
+_VALUES: dict[tuple[str, object], str] = {
+    ("memory.recompute", "paper"): "axonn", ("data.task", "sft"): "chat", ("data.task", "dpo"): "preference",
+    ("lora.targets", "all-linear"): "layer*"}
 
 
 def canonical(name: str, value: object) -> tuple[str, object]:
     """A setting's own name, and its value's own spelling."""
     name = NAMES.get(name, name)
+    if isinstance(value, (list, tuple)):
+        return name, [_VALUES.get((name, part), part) if isinstance(part, str) else part for part in value]
     return name, _VALUES.get((name, value), value) if isinstance(value, str) else value

@@ -33,6 +33,8 @@ OF_WEIGHTS = (*_NAMES, "norm_epsilon", "head_dim", "activation", "bias", "tied",
 """Settings of [model] that pretrained weights decide, whatever a recipe says."""
 
 
+SEQUENCE = 2048
+"""Tokens in a training sequence of a preset or a folder, where it has positions for so many."""
 PRETRAINING: _Settings = MappingProxyType({
     "precision": "bf16", "train.steps": 1000, "train.learning_rate": 3e-4, "train.warmup_steps": 100,
     "train.schedule": "cosine", "train.final_learning_rate": 3e-5, "optim.betas": (0.9, 0.95),
@@ -47,7 +49,7 @@ FINE_TUNING: _Settings = MappingProxyType({
 def _sizes(*sizes: int, **more: object) -> _Settings:
     """sizes: in the order of `_NAMES`."""
     named = dict(zip(_NAMES, sizes, strict=True))
-    return {"family": "llama", **named, "sequence": min(named["max_positions"], 2048), "norm_epsilon": 1e-5, **more}
+    return {"family": "llama", **named, "sequence": min(named["max_positions"], SEQUENCE), "norm_epsilon": 1e-5, **more}
 
 
 def _llama3(*sizes: int, factor: float = 8.0, tied: bool = False) -> _Settings:

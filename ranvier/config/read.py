@@ -38,7 +38,7 @@ from ranvier.config.urls import has_user_information, without_user_information
 from ranvier.errors import ConfigError
 from ranvier.mesh import AXES, Mesh
 from ranvier.system.atomic_file import write_atomically
-from ranvier.system.untrusted_file import parse_toml, read_bytes, read_toml
+from ranvier.system.untrusted_file import parse_toml, read_bytes, read_json, read_toml
 
 _MAX_INT = 1 << 62  # no count of anything here, and no size of a tensor, is that large
 MOST_BYTES = 1 << 18
@@ -425,7 +425,8 @@ def load(recipe: str, *, keep_folder: bool = False, allow_code: bool = False) ->
     path = Path(recipe)
     if (path / "config.json").is_file():
         return path.absolute().name, Layer(origin=f"folder {recipe}", is_users=False,
-                                           values={"model.pretrained": recipe, **presets.FINE_TUNING})
+                                           values={"model.pretrained": recipe, **presets.FINE_TUNING,
+                                                   "model.sequence": _sequence_of(path)})
     if path.suffix == ".toml":
         try:
             layer = _parse(read_bytes(path, MOST_BYTES), f"file {recipe}")
@@ -445,6 +446,16 @@ def load(recipe: str, *, keep_folder: bool = False, allow_code: bool = False) ->
     raise ConfigError("is neither a recipe, a preset, a folder with config.json, a .toml file nor module:function",
                       code="unknown-recipe", where="recipe", value=recipe,
                       remedy=f"Did you mean {near[0]}?" if near else f"Recipes are: {', '.join(recipe_names())}.")
+
+
+def _sequence_of(folder: Path) -> int:
+    """The training sequence for a folder: a preset's, or all that the folder has positions for."""
+    try:
+        document: Any = read_json(folder / "config.json", MOST_BYTES)
+        positions = document.get("max_position_embeddings", document.get("n_positions"))
+    except (OSError, ValueError, AttributeError):  # who reads the model's sizes says what is wrong with it
+        positions = None
+    return min(positions, presets.SEQUENCE) if type(positions) is int and positions > 0 else presets.SEQUENCE
 
 
 def _without_own_folder(path: Path, layer: Layer) -> tuple[str, Layer]:

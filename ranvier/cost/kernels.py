@@ -16,7 +16,7 @@ kernel takes is `ranvier.cost.hardware`'s. Pure.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -26,6 +26,8 @@ _SMALLEST_TILE = 16
 Kind = Literal["product", "attention", "pointwise", "copy"]
 ATTENTION_BACKWARD = 2.5
 """Operations of the backward of attention over those of its forward: five products to two (Dao, 2023)."""
+_REDUCES = 16
+"""What a kernel writes is a reduction where it reads so many times as many bytes."""
 _SCORE_PASSES = 3
 """Kernels between the two products of attention with scores, each of which reads and writes all scores: scale and mask,
 softmax, and dropout or a cast."""
@@ -270,6 +272,37 @@ def fused(kernels: Sequence[Kernel], outputs: Collection[int]) -> Kernels:
             dropped |= places
     return tuple(merged.get(place, kernel) for place, kernel in enumerate(kernels)
                  if place in merged or place not in dropped)
+
+
+def kept_by_compiler(chains: Iterable[Kernel], kept: Mapping[int, int], free: Collection[int]) -> int:
+    """Bytes that compiled code keeps for the backward, of those that autograd would keep: where that is less, it keeps
+    what enters a chain, and computes the inside again. Reductions are not computed again.
+
+    Args:
+        chains: pointwise operations and copies that are compiled, one by one. kept: storage -> bytes that autograd
+            keeps. free: storages that exist anyway: weights, and what products and attention keep.
+    """
+    made: dict[int, Kernel] = {}
+    sizes = dict(kept)
+    for kernel in chains:
+        sizes |= {access.storage: access.size for access in kernel.reads if access.storage not in sizes}
+        read = {access.storage: access.bytes for access in kernel.reads}
+        made |= {access.storage: kernel for access in kernel.writes
+                 if access.storage not in read and _REDUCES * access.bytes >= max(read.values(), default=0)}
+    found = set(kept)
+    for storage in sorted((found & made.keys()) - set(free), key=sizes.__getitem__, reverse=True):
+        found.remove(storage)
+        needed, seen, inside = set[int](), {storage}, [storage]
+        while inside:
+            for number in {access.storage for access in made[inside.pop()].reads} - seen - found - set(free):
+                seen.add(number)
+                if number in made:
+                    inside.append(number)
+                else:
+                    needed.add(number)
+        is_less = sum(map(sizes.__getitem__, needed)) <= sizes[storage]
+        found |= needed if is_less else {storage}
+    return sum(map(sizes.__getitem__, found))
 
 
 def _connected(members: Sequence[tuple[int, Kernel]]) -> list[list[tuple[int, Kernel]]]:

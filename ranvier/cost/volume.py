@@ -308,6 +308,4 @@ def head_volume(scheme: Scheme, *, row: int, col: int, batch: int, sequence: int
     way = _WAYS[scheme][0](1, out)
     if scheme == "summa":
         way = _Way(gathers=(0, out), sums=(out, 0), gradients=(2 * out, 0), gradient_sums=(0, out))
-    gathers = units.bytes(way.gathers)
-    return Volume(forward=gathers + units.summed(way.sums),
-                  backward=gathers + units.bytes(way.gradients) + units.summed(way.gradient_sums))
+    return _product_volume(units, way, "none")

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ranvier.data.publish import Progress, one_writer, published
+from ranvier.data.publish import Progress, make_once, published
 from ranvier.errors import DataError
 from ranvier.system.untrusted_file import open_regular_file, read_json
 
@@ -55,10 +55,7 @@ class Arrays:
 def made_once(folder: Path, make: Callable[[], None], progress: Progress) -> tuple[Arrays, Arrays]:
     """The arrays in folder/train and folder/eval, which `make` writes unless both are there."""
     names = ("train", "eval")
-    if not all((folder / name / _ABOUT).exists() for name in names):
-        with one_writer(folder / "arrays", progress):
-            if not all((folder / name / _ABOUT).exists() for name in names):
-                make()
+    make_once(folder / "arrays", lambda: all((folder / name / _ABOUT).exists() for name in names), make, progress)
     train, held = (open_arrays(folder / name) for name in names)
     return train, held
 

@@ -31,7 +31,7 @@ from ranvier.data.parallel import map_in_order
 from ranvier.data.publish import Progress, advance, processes_of
 from ranvier.data.row_forms import form_of_table
 from ranvier.data.run_tokenizer import BUILT_IN
-from ranvier.data.subset import chosen, held_out, some
+from ranvier.data.subset import check_parted, chosen, held_out, parted, some
 from ranvier.data.table_sources import FILES, open_source
 from ranvier.data.tables import Table
 from ranvier.data.task import Dataset, Prepared, Task
@@ -200,7 +200,7 @@ def _stored(run: Run, source: Source, folder: Path, tokenizer: ChatTokenizer, pr
     tables = [open_conversations(name, setting)
               for setting, name in (("train", source.name), ("eval", run.data.eval)) if name is not None]
     forms = [(table.fingerprint, form_of_table(table, run.data).fingerprint) for table in tables]
-    place = cache_folder(run) / "chat" / fingerprint(forms, tokenizer.fingerprint, sequence, "with counts")
+    place = cache_folder(run) / "chat" / fingerprint(forms, tokenizer.fingerprint, sequence, "texts of parts")
 
     def make() -> None:
         progress(f"tokenising {source.name}")
@@ -211,14 +211,9 @@ def _stored(run: Run, source: Source, folder: Path, tokenizer: ChatTokenizer, pr
         if run.data.eval is not None:
             held, held_counts = _all(run.data.eval, "eval", run.data, encode, sequence, progress)
         else:
-            out = held_out([one.key for one in train])
-            held = [one for one, here in zip(train, out, strict=True) if here]
-            train = [one for one, here in zip(train, out, strict=True) if not here]
+            train, held = parted(train, held_out([one.key for one in train]))
+        check_parted(train, held, "conversations", source.name)
         for name, part, told in (("eval", held, held_counts), ("train", train, counts)):
-            if not part:
-                raise DataError("has too few conversations to train on some and hold out others",
-                                code="too-few-conversations", where=f"data.train {source.name}",
-                                value=len(train) + len(held), remedy="Give at least two, or more in `--data.eval`.")
             _write(place / name, part, told, tokenizer.vocab)
 
     return made_once(place, make, progress)

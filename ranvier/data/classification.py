@@ -26,8 +26,7 @@ from ranvier.data.named_files import first_looks, table_name_problems, text_only
 from ranvier.data.padding import padding_of
 from ranvier.data.publish import Progress
 from ranvier.data.run_tokenizer import run_tokenizer
-from ranvier.data.sentence_tables import Columns
-from ranvier.data.sentences import NAMES, Sentence, Sentences, look_at_header, open_part, read_sentences
+from ranvier.data.sentences import NAMES, Columns, Sentence, Sentences, look_at_header, open_part, read_sentences
 from ranvier.data.subset import chosen, some
 from ranvier.data.task import Prepared, Task
 from ranvier.data.wordpiece import WordPiece

@@ -87,7 +87,24 @@ def _messages(row: Row, column: str) -> list[Message]:
         # A template may look for `content` without asking whether it is there.
         found.append({key: _parsed_calls(part) if key == "tool_calls" else part for key, part in message.items()
                       if part is not None or key == "content"})
+        if isinstance(message.get("content"), list):
+            found[-1] = {**found[-1], "content": _text_of_parts(message, row)}
     return found
+
+
+def _text_of_parts(message: Message, row: Row) -> Any:
+    """The text of a content in parts. DataError where a part is none: most templates would write the list as Python
+    prints it. What a tool returns may be any list."""
+    parts = message["content"]
+    others = [part for part in parts if not (isinstance(part, dict) and part.get("type") == "text"
+                                             and isinstance(part.get("text"), str))]
+    if not others:
+        return "".join(part["text"] for part in parts)
+    if message["role"] == "tool":
+        return parts
+    raise DataError("has a message whose content has other parts than text", code="content-not-text", where=row.place,
+                    value=repr(others[0])[:80],
+                    remedy='Give a text, or parts of the form {"type": "text", "text": "..."}.')
 
 
 def _parsed_calls(calls: Any) -> Any:

@@ -23,27 +23,83 @@ from typing import Protocol
 
 from ranvier.config.named_code import names_corpus
 from ranvier.config.named_object import blamed, load_object
-from ranvier.data.documents import TEXT_COLUMN, is_rows, row_documents, text_column
-from ranvier.data.documents import Document as Document
 from ranvier.data.fingerprint import fingerprint
 from ranvier.data.offline.fetch import SOTU, check, fetch
 from ranvier.data.publish import Progress
 from ranvier.data.tables import (
+    ENDINGS,
     INSTALL,
     JSON,
     JSON_LINES,
     ROW_ENDINGS,
+    SEPARATED,
     Row,
+    Table,
     ending_of,
     has_package,
     is_saved,
-    load_split,
-    no_column,
+    json_rows,
     open_dataset,
-    readable_rows,
+    open_file,
     text_of,
 )
 from ranvier.errors import DataError
+
+TEXT_COLUMN = "text"
+"""Column of a table's texts, where the run does not name one."""
+TEXT_SETTING = "data.text-column"
+"""The setting that names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text. name: for messages."""
+
+    name: str
+    text: str
+
+
+def is_rows(path: Path, column: str | None) -> bool:
+    """Whether each row of a file is a document. A CSV or TSV file without a column of texts is one plain text, as any
+    other file, and so is a JSON file that is no array of objects, or of objects without texts."""
+    ending = ending_of(path)
+    if ending not in (*SEPARATED, JSON):
+        return ending in ENDINGS
+    try:
+        columns = open_file(path, str(path)).columns if column is None or ending == JSON else (column,)
+        return TEXT_COLUMN in columns if column is None else bool(columns)
+    except (UnicodeDecodeError, DataError):  # whatever it is, it is not a table
+        return False
+
+
+def row_documents(path: Path, column: str | None) -> Iterator[Document]:
+    """The text of each row of a table. column: data.text_column. DataError, with the place of the row, for one that has
+    none; UnicodeDecodeError when the file is not UTF-8."""
+    name = str(path)
+    if ending_of(path) in JSON_LINES:
+        rows, texts = json_rows(path, name), column or TEXT_COLUMN
+    else:
+        table = open_file(path, name)
+        texts = table.column(column, (TEXT_COLUMN,), TEXT_SETTING)
+        rows = table.rows([texts])
+    for row in rows:
+        yield Document(row.place.removeprefix(f"{path.parent}{os.sep}"), text_of(row, texts, TEXT_SETTING))
+
+
+def text_column(table: Table, column: str | None) -> str:
+    """The column of a data set's texts: `column`, else `text`, else its only column of text. DataError where it has
+    none."""
+    named = column is not None or TEXT_COLUMN in table.columns
+    first = {} if named else next(table.rows(table.columns), Row("", {})).values
+    texts = [name for name, value in first.items() if isinstance(value, str)]
+    return table.column(column, (TEXT_COLUMN, *(texts if len(texts) == 1 else ())), TEXT_SETTING)
+
+
+def column_documents(table: Table, column: str) -> Iterator[Document]:
+    """The text of each row in a column. DataError, with the place of the row, for one that has none."""
+    for row in table.rows([column]):
+        yield Document(row.place, text_of(row, column, TEXT_SETTING))
+
 
 HELD_OUT_EVERY = 20
 """One document in so many is held out: about 5 %."""
@@ -146,7 +202,7 @@ def own_corpus(name: str) -> OpenCorpus:
 
 def open_corpus(name: str, cache: Path, progress: Progress, column: str | None = None) -> OpenCorpus:
     """The corpus of this name: python-stdlib, sotu, an existing file or folder, a user's own as module:name, or else a
-    Hugging Face data set. column: of the texts in tables (data.text_column); None as `row_texts` chooses it."""
+    Hugging Face data set. column: of the texts in tables (data.text_column); None as `text_column` chooses it."""
     if names_corpus(name):
         return own_corpus(name)
     if name == "python-stdlib":
@@ -280,12 +336,8 @@ def _saved(name: str, column: str | None) -> OpenCorpus:
     """A folder that `Dataset.save_to_disk` has written."""
     table = open_dataset(name, "train", _SETTING, "a JSONL or Parquet file")
     texts = text_column(table, column)
-
-    def read(max_bytes: int) -> Iterator[Document]:
-        for row in table.rows([texts]):
-            yield Document(row.place, text_of(row, texts, "data.text-column"))
-
-    return OpenCorpus(name=name, fingerprint=fingerprint(table.fingerprint, texts), read=read, is_path=True)
+    return OpenCorpus(name=name, fingerprint=fingerprint(table.fingerprint, texts), is_path=True,
+                      read=lambda max_bytes: column_documents(table, texts))
 
 
 def _text(path: Path, max_bytes: int) -> str:
@@ -333,35 +385,17 @@ def missing_package(name: str) -> DataError | None:
         remedy=f"{INSTALL} to read it from the Hugging Face hub, or give {_INSTEAD}.")
 
 
-def _hugging_face(name: str, progress: Progress, text: str | None = None) -> OpenCorpus:
+def _hugging_face(name: str, progress: Progress, column: str | None = None) -> OpenCorpus:
     """The training split of a Hugging Face data set, streamed: a name in HUB, NAME or NAME:CONFIGURATION."""
     path, _, configuration = HUB.get(name, name).partition(":")
 
     def read(max_bytes: int) -> Iterator[Document]:
         progress(f"reading {name} from the Hugging Face hub")
-        rows = load_split(HUB.get(name, name), "train", _SETTING, _INSTEAD, streaming=True)
-        with readable_rows(name, _SETTING, _INSTEAD):
-            texts = row_texts(name, rows, text)
-            yield from articles(texts) if path.endswith("wikitext") else (
-                Document(str(number), text) for number, text in enumerate(texts))
+        table = open_dataset(HUB.get(name, name), "train", _SETTING, _INSTEAD)
+        found = column_documents(table, text_column(table, column))
+        yield from articles(document.text for document in found) if path.endswith("wikitext") else found
 
     return OpenCorpus(name=name, fingerprint=fingerprint("hub", path, configuration), read=read)
-
-
-def row_texts(name: str, rows: Iterable[dict[str, object]], named: str | None = None) -> Iterator[str]:
-    """The texts of a data set's rows: of the column `named`, else `text`, or of the only column of text that it has."""
-    column = named
-    for row in rows:
-        if column is None:
-            texts = [key for key, value in row.items() if isinstance(value, str)]
-            if TEXT_COLUMN not in texts and len(texts) != 1:
-                raise DataError("has no column `text`", code="corpus-without-text-column", where=f"data.corpus {name}",
-                                value=sorted(row),
-                                remedy="Set `--data.text-column` to a column of text, or give a file of text.")
-            column = TEXT_COLUMN if TEXT_COLUMN in texts else texts[0]
-        if column not in row:
-            raise no_column(f"data.corpus {name}", column, row, "data.text-column")
-        yield text_of(Row(f"data.corpus {name}", row), column, "data.text-column")
 
 
 def articles(lines: Iterable[str]) -> Iterator[Document]:

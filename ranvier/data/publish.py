@@ -107,6 +107,14 @@ def one_writer(path: Path, progress: Progress) -> Iterator[None]:
         yield
 
 
+def make_once(path: Path, is_there: Callable[[], bool], make: Callable[[], None], progress: Progress) -> None:
+    """Have one process (`one_writer`) make what is not there yet."""
+    if not is_there():
+        with one_writer(path, progress):
+            if not is_there():
+                make()
+
+
 def _in_words(holder: Owner | None) -> str:
     """Who holds a lock, and since when."""
     if holder is None:

@@ -2,23 +2,32 @@
 
     inputs    {"ids": [B, L], "mask": [B, L], "types": [B, L]} int64; types are 1 in the context, its [SEP] included
     targets   {"start": [B], "end": [B]} int64, places of the answer's first and last token; 0 where it is elsewhere
+
+A sample is a window of tokens, as in BERT: [CLS] question [SEP] part of the context [SEP]. A context that does not fit
+beside its question gives several windows, each `step_of` tokens after the one before. In a window that does not contain
+the whole answer, the target of both its ends is [CLS] (Devlin et al., 2019, section 4.2).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ranvier.block import State
 from ranvier.config.run import Run
 from ranvier.config.task_form import SHIPPED
 from ranvier.data import run_tokenizer as tokenizers
-from ranvier.data.answers import Answers
 from ranvier.data.arrays import Arrays, made_once, write_arrays
 from ranvier.data.cache_folder import cache_folder
 from ranvier.data.fingerprint import fingerprint
@@ -29,9 +38,9 @@ from ranvier.data.run_tokenizer import run_tokenizer
 from ranvier.data.squad import NAMES, Question, look_at_small, open_part, read_questions
 from ranvier.data.subset import chosen, first_of_order
 from ranvier.data.task import Prepared, Task
-from ranvier.data.windows import step_of, windows
 from ranvier.data.wordpiece import WordPiece
 from ranvier.errors import DataError, RanvierError
+from ranvier.tensor.split.loss import IGNORED
 
 FORM = "squad or a JSON file in SQuAD 1.1's form"
 """What may be given, in words."""
@@ -151,3 +160,166 @@ def _write(folder: Path, train: list[Question], held: list[Question], tokenizer:
             {"context": contexts[question.context], "answers": [text for text, _ in question.answers]}
             for question in held]})
     write_arrays(folder / "train", windows(train, tokenizer, sequence, with_places=False), {})
+
+
+# --- windows ---------------------------------------------------------------------------------------------------------
+
+MOST_QUESTION_TOKENS = 64
+"""Longer questions are cut."""
+_CONTEXTS = 500
+
+
+def step_of(sequence: int) -> int:
+    """Tokens from one window to the next: BERT's 128 for its 384 tokens, and a third of shorter sequences."""
+    return max(1, min(128, sequence // 3))
+
+
+def windows(questions: Sequence[Question], tokenizer: WordPiece, sequence: int, *,
+            with_places: bool) -> dict[str, npt.NDArray[Any]]:
+    """All windows of the questions, in their order. The first dim of each array is the windows, N; S is `sequence`:
+
+        ids [N, S]           tokens, padded with [PAD]
+        lengths [N]          number of tokens
+        firsts [N]           place of the first token of the context
+        starts, ends [N]     places of the first and last token of the answer, 0 if it is elsewhere
+        questions [N]        number of the question
+        places [N, S, 2]     if with_places: first character of each token of the context, and the one after its last
+
+    DataError if a question leaves no space for the context.
+    """
+    found: list[dict[str, npt.NDArray[Any]]] = []
+    encoded = [ids[:MOST_QUESTION_TOKENS] for ids in tokenizer.encode([question.text for question in questions])]
+    for number, context_ids, characters in _contexts(questions, tokenizer):
+        for window in _of_question(number, questions[number], encoded[number], context_ids, characters, tokenizer,
+                                   sequence):
+            if not with_places:
+                del window["places"]
+            found.append(window)
+    return {name: np.stack([window[name] for window in found]) for name in found[0]}
+
+
+def _contexts(questions: Sequence[Question],
+              tokenizer: WordPiece) -> Iterator[tuple[int, npt.NDArray[np.int32], npt.NDArray[np.int32]]]:
+    """Number of each question, its context's tokens, and their characters [tokens, 2]; contexts in a row once."""
+    for start in range(0, len(questions), _CONTEXTS):
+        part = questions[start:start + _CONTEXTS]
+        texts = list(dict.fromkeys(question.context for question in part))
+        tokens = {text: (np.array(ids, dtype=np.int32), np.array(places, dtype=np.int32).reshape(-1, 2))
+                  for text, (ids, places) in zip(texts, tokenizer.encode_with_places(texts), strict=True)}
+        for number, question in enumerate(part, start=start):
+            yield number, *tokens[question.context]
+
+
+def _of_question(number: int, question: Question, asked: list[int], context: npt.NDArray[np.int32],
+                 characters: npt.NDArray[np.int32], tokenizer: WordPiece,
+                 sequence: int) -> Iterator[dict[str, npt.NDArray[Any]]]:
+    room = sequence - len(asked) - 3
+    if room < 1:
+        raise DataError(f"leaves no space for its context in {sequence} tokens", code="question-too-long",
+                        where=question.place, value=f"{len(asked)} tokens",
+                        remedy=f"Set `--model.sequence {len(asked) + 4}` or more, better three times as many.")
+    text, first = question.answers[0]
+    inside = np.flatnonzero((characters[:, 1] > first) & (characters[:, 0] < first + len(text)))
+    answer = (int(inside[0]), int(inside[-1])) if len(inside) else (-1, -1)
+    begin, stop = 0, False
+    while not stop:
+        part = context[begin:begin + room]
+        stop = begin + len(part) >= len(context)
+        row = [tokenizer.cls, *asked, tokenizer.sep, *part.tolist(), tokenizer.sep]
+        ids = np.full(sequence, tokenizer.pad, dtype=np.uint16 if tokenizer.vocab <= 1 << 16 else np.uint32)
+        ids[:len(row)] = row
+        offset = len(asked) + 2
+        places = np.zeros((sequence, 2), dtype=np.int32)
+        places[offset:offset + len(part)] = characters[begin:begin + len(part)]
+        here = begin <= answer[0] and answer[1] < begin + len(part)
+        ends = [end - begin + offset if here else 0 for end in answer]
+        yield {"ids": ids, "places": places, **{name: np.array(value, dtype=np.int32) for name, value in (
+            ("lengths", len(row)), ("firsts", offset), ("starts", ends[0]), ("ends", ends[1]), ("questions", number))}}
+        begin += min(room, step_of(sequence))
+
+
+# --- how answers are judged ------------------------------------------------------------------------------------------
+
+# SQuAD 1.1's exact match and F1 (Rajpurkar et al., 2016), as fractions. In each window the best span is looked for
+# among the 20 best first and 20 best last tokens of its context, at most 30 tokens long; of a question's windows the
+# one with the best span answers.
+BEST = 20
+"""First and last tokens that are tried, the best of each."""
+LONGEST = 30
+"""Tokens of an answer."""
+
+
+class Answers:
+    """F1 and exact match in one evaluation.
+
+    firsts, lengths: of all windows, the place of the context's first token and the number of tokens.
+    text: (window, first token, last token) -> the question's number and what the window's text has there.
+    right: by question, its right answers.
+    """
+
+    def __init__(self, firsts: np.ndarray, lengths: np.ndarray, text: Callable[[int, int, int], tuple[int, str]],
+                 right: Sequence[Sequence[str]]) -> None:
+        self._firsts, self._lengths, self._text, self._right = firsts, lengths, text, right
+        self._found: list[tuple[Tensor, ...]] = []
+
+    def add(self, output: State, targets: dict[str, Tensor], samples: Tensor) -> None:
+        """output: [b, S, 2] scores of being the first and the last token, or a dict of this one tensor."""
+        logits = output if isinstance(output, Tensor) else next(iter(output.values()))
+        numbers = samples.cpu().numpy()
+        context = torch.from_numpy(np.stack([self._firsts[numbers], self._lengths[numbers] - 1])).to(logits.device)
+        score, first, last = best_spans(logits, *context)
+        counts = (targets["start"] != IGNORED) & (targets["end"] != IGNORED)
+        self._found.append((samples, counts, score, first, last))
+
+    def part(self) -> list[list[float | None]]:
+        """[window, score, first token, last token] of each window; without a span the score is null."""
+        return [[window, score if math.isfinite(score) else None, first, last]
+                for batch in self._found
+                for window, counts, score, first, last in zip(*(tensor.tolist() for tensor in batch), strict=True)
+                if counts]
+
+    def total(self, parts: Sequence[list[list[Any]]]) -> dict[str, float]:
+        """Over the questions of which any window was seen."""
+        best: dict[int, tuple[float, int, str]] = {}
+        for window, score, first, last in (entry for part in parts for entry in part):
+            question, text = self._text(window, first, last)
+            found = (-math.inf, -window, "") if score is None else (score, -window, text)
+            best[question] = max(best.get(question, found), found)
+        exact, f1 = (sum(max(metric(text, answer) for answer in self._right[question])
+                         for question, (_, _, text) in best.items()) / len(best) if best else math.nan
+                     for metric in (exact_match, f1_score))
+        return {"eval_accuracy": exact, "eval_exact_match": exact, "eval_f1": f1, "eval_count": len(best)}
+
+
+def best_spans(logits: Tensor, firsts: Tensor, stops: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each window [b] the best span's score (-inf where there is none), first and last token. The context's tokens
+    are from `firsts` up to before `stops`."""
+    place = torch.arange(logits.shape[1], device=logits.device)
+    outside = (place < firsts[:, None]) | (place >= stops[:, None])
+    scores = torch.nan_to_num(logits.float(), nan=-math.inf).masked_fill(outside[..., None], -math.inf)
+    count = min(BEST, logits.shape[1])
+    (first_scores, first), (last_scores, last) = (ends.topk(count, dim=1) for ends in scores.unbind(-1))
+    length = last[:, None, :] - first[:, :, None]
+    both = (first_scores[:, :, None] + last_scores[:, None, :]).masked_fill((length < 0) | (length >= LONGEST),
+                                                                            -math.inf)
+    score, which = both.flatten(1).max(1)
+    take = torch.stack([which // count, which % count])
+    return score, first.gather(1, take[0, :, None])[:, 0], last.gather(1, take[1, :, None])[:, 0]
+
+
+def normalised(answer: str) -> str:
+    """Lower case, without punctuation, articles and blanks that say nothing, in this order."""
+    plain = "".join(character for character in answer.lower() if character not in set(string.punctuation))
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", plain).split())
+
+
+def exact_match(answer: str, right: str) -> float:
+    """1.0 where both are the same once they are normalised, else 0.0."""
+    return float(normalised(answer) == normalised(right))
+
+
+def f1_score(answer: str, right: str) -> float:
+    """Harmonic mean of precision and recall of words."""
+    said, wanted = normalised(answer).split(), normalised(right).split()
+    same = (Counter(said) & Counter(wanted)).total()
+    return 2 * same / (len(said) + len(wanted)) if same else 0.0

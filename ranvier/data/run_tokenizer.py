@@ -10,7 +10,7 @@ from ranvier.data import token_numbers, wordpiece
 from ranvier.data.cache_folder import cache_folder
 from ranvier.data.fingerprint import fingerprint
 from ranvier.data.offline.pretrained_models import folder_of
-from ranvier.data.publish import Progress, one_writer
+from ranvier.data.publish import Progress, make_once
 from ranvier.data.wordpiece import SMALLEST_VOCAB, WordPiece
 from ranvier.errors import DataError
 
@@ -71,9 +71,10 @@ def run_tokenizer(run: Run, texts: Callable[[], Iterable[str]], source: str, pro
     if run.data.tokenizer not in BUILT_IN:
         return _given(run)
     path = cache / "tokenizers" / f"{fingerprint('wordpiece', source, run.model.vocab)}.json"
-    if not path.exists():
-        with one_writer(path, progress):
-            if not path.exists():
-                progress(f"training a tokenizer of {run.model.vocab} entries on {run.data.train}")
-                wordpiece.train(texts(), run.model.vocab).save(path)
+
+    def make() -> None:
+        progress(f"training a tokenizer of {run.model.vocab} entries on {run.data.train}")
+        wordpiece.train(texts(), run.model.vocab).save(path)
+
+    make_once(path, path.exists, make, progress)
     return wordpiece.load(path)

@@ -17,7 +17,7 @@ import numpy as np
 from ranvier.data.fingerprint import fingerprint
 from ranvier.data.named_files import read_bytes
 from ranvier.data.publish import Progress
-from ranvier.data.subset import Part, held_out, read_parts
+from ranvier.data.subset import Part, check_parted, held_out, parted, read_parts
 from ranvier.data.tables import read_known
 from ranvier.errors import DataError
 from ranvier.system.untrusted_file import parse_json
@@ -61,12 +61,8 @@ def read_questions(train: Part[Question], held: Part[Question] | None) -> tuple[
             chosen = np.array([question.context in out for question in questions])
         else:
             chosen = held_out([question.text for question in questions])
-        evaluated = [question for question, here in zip(questions, chosen, strict=True) if here]
-        questions = [question for question, here in zip(questions, chosen, strict=True) if not here]
-    if not questions or not evaluated:
-        raise DataError("has too few questions to train on some and hold out others", code="too-few-questions",
-                        where=f"data.train {train.name}", value=len(questions) + len(evaluated),
-                        remedy="Give at least two, or more in `--data.eval`.")
+        questions, evaluated = parted(questions, chosen)
+    check_parted(questions, evaluated, "questions", train.name)
     return questions, evaluated
 
 

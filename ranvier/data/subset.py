@@ -50,6 +50,21 @@ def held_out(names: Sequence[str], count: int | None = None) -> np.ndarray:
     return chosen
 
 
+def parted(samples: Sequence[_Sample], chosen: Sequence[bool] | np.ndarray) -> tuple[list[_Sample], list[_Sample]]:
+    """(training samples, held-out ones): the latter are those that are chosen."""
+    return ([one for one, here in zip(samples, chosen, strict=True) if not here],
+            [one for one, here in zip(samples, chosen, strict=True) if here])
+
+
+def check_parted(train: Sequence[object], held: Sequence[object], what: str, name: str) -> None:
+    """DataError where there is nothing to train on, or nothing held out. what: the samples, in words; name: of the data
+    set."""
+    if not train or not held:
+        raise DataError(f"has too few {what} to train on some and hold out others", code="too-few-samples",
+                        where=f"data.train {name}", value=len(train) + len(held),
+                        remedy="Give at least two, or more in `--data.eval`.")
+
+
 def first_of_order(total: int, count: int | None, seed: int, setting: str) -> np.ndarray | None:
     """[count] int64: the first of `total` things by the seed's order, ascending; None is all. DataError where there are
     fewer. setting: the one that says `count`."""

@@ -26,7 +26,7 @@ from ranvier.config import read
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
 from ranvier.data.cache_folder import user_cache_folder
-from ranvier.data.named_model import local_path
+from ranvier.data.offline.pretrained_models import local_path
 from ranvier.data.task import Prepared
 from ranvier.errors import CheckpointError, ConfigError, DataError
 from ranvier.inference.weights import no_averages

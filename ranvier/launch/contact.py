@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import socket
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,15 +29,6 @@ _MOST_BYTES = 4096
 _CONNECT_SECONDS = 10.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contact:
-    """Where the store of a run listens, and the secret of its values."""
-
-    address: str
-    port: int
-    secret: str = field(repr=False)
-
-
 def write_contact(run_dir: Path, point: JoinPoint) -> None:
     """Leave it in the run's folder. OSError if that fails."""
     write_atomically(run_dir / NAME, json.dumps({"version": __version__, "address": point.address, "port": point.port,
@@ -51,7 +41,7 @@ def remove_contact(run_dir: Path) -> None:
         (run_dir / NAME).unlink()
 
 
-def read_contact(run_dir: Path) -> Contact:
+def read_contact(run_dir: Path) -> JoinPoint:
     """That of a run under way. RanvierError for a folder without one, and for a run of another version."""
     if not (run_dir / "run.toml").is_file():
         raise RanvierError("is no run's folder: it has no run.toml", code="not-a-run-folder", where="RUN",
@@ -72,7 +62,7 @@ def read_contact(run_dir: Path) -> Contact:
                            where=str(run_dir / NAME), remedy="Join as the user whose run it is.") from error
     try:
         found: Any = parse_json(content)
-        version, contact = found["version"], Contact(address=str(found["address"]), port=int(found["port"]),
+        version, contact = found["version"], JoinPoint(address=str(found["address"]), port=int(found["port"]),
                                                      secret=str(found["secret"]))
         if not contact.secret:
             raise ValueError("no secret")
@@ -85,7 +75,7 @@ def read_contact(run_dir: Path) -> Contact:
     return contact
 
 
-def connect(contact: Contact) -> TCPStore:
+def connect(contact: JoinPoint) -> TCPStore:
     """A connection to the store, whose blocking calls have the same limit as those of the run's own supervisor.
     LaunchError where nobody listens, or it is no store."""
     where = f"store of the run at {contact.address}:{contact.port}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import platform
 import secrets
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,9 +23,11 @@ import torch
 
 from ranvier.comm.signed_store import SharedStore
 from ranvier.errors import ConfigError, LaunchError
+from ranvier.launch.stores import TELL_SECONDS, tell_missing
 
 DEVICES_KEY = "ranvier/devices/"
 """Prefix of the store key under which each rank publishes what it sees."""
+_POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +69,12 @@ def visible_devices(*, rank: int, local_rank: int, local_size: int, setting: str
 def exchange(seen: RankDevices, size: int, store: SharedStore) -> list[RankDevices]:
     """What all ranks see, in rank order. LaunchError if a rank has not published it within the store's time limit."""
     store.set(f"{DEVICES_KEY}{seen.rank}", json.dumps(asdict(seen)))
-    ranks = []
+    ranks, tell = [], time.monotonic() + TELL_SECONDS
+    while seen.rank == 0 and not store.check([f"{DEVICES_KEY}{rank}" for rank in range(size)]):
+        if time.monotonic() > tell:
+            tell_missing([rank for rank in range(size) if not store.check([f"{DEVICES_KEY}{rank}"])], size)
+            break
+        time.sleep(_POLL_SECONDS)
     for rank in range(size):
         try:
             row = json.loads(store.get(f"{DEVICES_KEY}{rank}"))

@@ -62,8 +62,10 @@ def launcher_variable(launcher: str) -> str:
 
 
 def find_launcher_processes(launcher: str) -> list[Process]:
-    """The ancestors of this process, up to the launcher's process on this machine, which is the last."""
-    return ancestors_with(launcher_variable(launcher))
+    """The ancestors of this process, up to the launcher's process on this machine, which is the last; none for ranks
+    that were started by hand."""
+    name = launcher_variable(launcher)
+    return ancestors_with(name) if name in os.environ else []
 
 
 def exit_with_launcher(started: Started) -> None:

@@ -1,13 +1,15 @@
 """Detects the launcher that started this process from its environment variables.
 
     local     our own supervisor (ranvier.launch.supervision), by variables that only it sets
-    torchrun  TORCHELASTIC_RUN_ID, RANK, WORLD_SIZE
+    torchrun  TORCHELASTIC_RUN_ID, RANK, WORLD_SIZE; or the last two alone, if WORLD_SIZE is more than 1: whoever
+              starts ranks by hand, as torch's env:// rendezvous has it
     mpiexec   PMI_RANK, PMI_SIZE (MPICH) or OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE (Open MPI)
     srun      SLURM_STEP_ID, SLURM_PROCID: an sbatch script or a salloc shell has only the latter
 
 Launchers nest, and then several sets of variables are present. They are accepted if they agree (srun with an MPI
-plugin), or if one is known to run the other (one torchrun per task of srun). Anything else is an error that names both:
-a wrong guess would start a run of the wrong size. Pure: the environment is an argument.
+plugin; RANK and WORLD_SIZE that a job script exports), or if one is known to run the other (one torchrun per task of
+srun). Anything else is an error that names both: a wrong guess would start a run of the wrong size. Pure: the
+environment is an argument.
 """
 
 from __future__ import annotations
@@ -88,7 +90,10 @@ def _detect(environ: Mapping[str, str], setting: Setting) -> Started | None:
                               code="launcher-absent", where="launch.launcher", value=setting,
                               remedy=f"Start the command with {setting}, or set `--launch.launcher local`.")
         return started
-    torchrun, mpiexec, srun = (find(environ) for find in found.values())
+    mpiexec, srun = _mpiexec(environ), _srun(environ)
+    known, exported = srun or mpiexec, (environ.get("RANK"), environ.get("WORLD_SIZE"))
+    repeats = known and _AGENT not in environ and exported == (str(known.rank), str(known.size))
+    torchrun = None if repeats else _torchrun(environ)
     if torchrun and srun and _runs_torchrun(environ, srun):
         srun = None
     if srun and mpiexec and (srun.rank, srun.size) == (mpiexec.rank, mpiexec.size):
@@ -102,7 +107,9 @@ def _detect(environ: Mapping[str, str], setting: Setting) -> Started | None:
     return all_found[0] if all_found else None
 
 
-_SIGNS = {"torchrun": "TORCHELASTIC_RUN_ID", "mpiexec": "PMI_RANK or OMPI_COMM_WORLD_RANK", "srun": "SLURM_STEP_ID"}
+_AGENT = "TORCHELASTIC_RUN_ID"
+_SIGNS = {"torchrun": f"{_AGENT}, or RANK with a WORLD_SIZE above 1,",
+          "mpiexec": "PMI_RANK or OMPI_COMM_WORLD_RANK", "srun": "SLURM_STEP_ID"}
 
 
 def local_variables(rank: int | None, size: int, store: tuple[str, int], transport: str, reason: str
@@ -138,7 +145,7 @@ def _local(environ: Mapping[str, str]) -> Started | None:
 
 
 def _torchrun(environ: Mapping[str, str]) -> Started | None:
-    if "TORCHELASTIC_RUN_ID" not in environ:
+    if _AGENT not in environ and (environ.get("RANK", "") == "" or environ.get("WORLD_SIZE", "1") in ("", "0", "1")):
         return None
     rank, size, local_rank, local_size, port = (
         _number(environ, name, "torchrun") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",

@@ -13,6 +13,7 @@ script may export; without that, values are not signed (docs/security.md).
 from __future__ import annotations
 
 import errno
+import math
 import secrets
 import socket
 import time
@@ -25,7 +26,14 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from ranvier.comm.signed_store import SharedStore, signed
 from ranvier.errors import LaunchError
 from ranvier.launch.launchers import Started
-from ranvier.launch.stores import LOOPBACK, connect_store, create_store, create_store_everywhere
+from ranvier.launch.stores import (
+    LOOPBACK,
+    TELL_SECONDS,
+    connect_store,
+    create_store,
+    create_store_everywhere,
+    tell_missing,
+)
 from ranvier.system.machine import address_towards
 
 _REMEDY = "Set MASTER_ADDR and MASTER_PORT, the same for all ranks, to a free port of rank 0's machine."
@@ -53,7 +61,8 @@ def open_store(started: Started, timeout_seconds: float) -> tuple[Store, SharedS
         _await_launchers_store(started, host, port, timeout_seconds)
     remedy = _TORCHRUN_REMEDY if started.agent_store and started.launcher == "torchrun" else _REMEDY
     try:
-        store = _host_store(host, port, started, timeout) if hosts else connect_store(host, port, timeout)
+        store = _host_store(host, port, started, timeout) if hosts else connect_store(
+            host, port, timeout, tells=not started.local_rank)
     except Exception as error:
         what = "cannot listen there" if hosts else "rank 0 cannot be reached there"
         raise LaunchError(f"{what}: {str(error).partition(chr(10))[0]}", code="store-unreachable", where="launch",
@@ -86,7 +95,8 @@ def agree_on_start(rank: int, size: int, store: SharedStore, timeout_seconds: fl
         store.set(f"{answer}/{rank}", "confirmed")
         return answer
     missing, answered = set(range(1, size)), set[str]()
-    end = time.monotonic() + timeout_seconds
+    now = time.monotonic()
+    end, tell = now + timeout_seconds, now + TELL_SECONDS
     while missing:
         for other in sorted(missing):
             if store.check([f"{word}/{other}"]):
@@ -98,6 +108,9 @@ def agree_on_start(rank: int, size: int, store: SharedStore, timeout_seconds: fl
                     answered.add(question)
         if missing and time.monotonic() > end:
             raise _missing(min(missing), f"{timeout_seconds:g} s")
+        if missing and time.monotonic() > tell:
+            tell_missing(missing, size)
+            tell = math.inf
         time.sleep(_POLL_SECONDS if missing else 0)
     return word
 

@@ -1,13 +1,18 @@
 """The only place that makes torch's TCPStore: it hosts one, or connects to one within a limit.
 
 TCPStore's own limits do not bound its constructor: a port that accepts connections and says nothing holds it for
-minutes, on the main thread without regard to signals. So it is made on another thread, and this one waits for it.
+minutes, on the main thread without regard to signals. So it is made on another thread, and this one waits for it. It
+is made where something listens: of a name that is not known, or a port that refuses, TCPStore says nothing but that
+time is up, with C++ stacks on the way there.
 """
 
 from __future__ import annotations
 
 import socket
+import sys
 import threading
+import time
+from collections.abc import Collection
 from datetime import timedelta
 
 from torch.distributed import TCPStore
@@ -15,6 +20,9 @@ from torch.distributed import TCPStore
 LOOPBACK = "127.0.0.1"
 _GRACE_SECONDS = 1.0
 """After the store's own limit, whose error says more."""
+_POLL_SECONDS = 0.2
+TELL_SECONDS = 10.0
+"""Until a wait for other ranks is told."""
 
 
 def create_store(address: str, port: int, timeout: timedelta) -> TCPStore:
@@ -33,12 +41,31 @@ def create_store_everywhere(host: str, port: int, timeout: timedelta) -> TCPStor
     return TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False)
 
 
-def connect_store(host: str, port: int, timeout: timedelta) -> TCPStore:
+def tell_missing(missing: Collection[int], size: int) -> None:
+    """Print on standard error which ranks the start waits for."""
+    names = ", ".join(map(str, sorted(missing)))
+    print(f"ranvier: waits for {len(missing)} of {size} ranks: {names}", file=sys.stderr, flush=True)
+
+
+def connect_store(host: str, port: int, timeout: timedelta, *, tells: bool = False) -> TCPStore:
     """A connection to a store that may not be there yet. Signals are handled while it waits.
 
-    timeout: of the connection, and of the store's blocking calls. TimeoutError if nothing answers for so long; other
-    OSError and RuntimeError as TCPStore raises them.
+    timeout: of the connection, and of the store's blocking calls. tells: print why the wait is long. OSError if after
+    so long the name is unknown, nothing listens, or what listens does not answer; RuntimeError as TCPStore raises it.
     """
+    now = time.monotonic()
+    end, tell = now + timeout.total_seconds(), now + TELL_SECONDS
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(end - time.monotonic(), _POLL_SECONDS)).close()
+            break
+        except OSError as error:
+            if time.monotonic() > end:
+                raise
+            if tells and time.monotonic() > tell:
+                print(f"ranvier: waits for rank 0's store at {host}:{port}: {error}", file=sys.stderr, flush=True)
+                tells = False
+        time.sleep(_POLL_SECONDS)
     found: list[TCPStore | Exception] = []
     done = threading.Event()
 

@@ -36,7 +36,7 @@ from torch.distributed import PrefixStore, TCPStore
 from ranvier.comm.board import call_with_timeout
 from ranvier.comm.signed_store import SignedStore, private_prefix
 from ranvier.errors import LaunchError
-from ranvier.launch.contact import Contact, connect
+from ranvier.launch.contact import connect
 from ranvier.launch.failure_watch import FAILED, FINISHED
 from ranvier.launch.failures import describe_rank, read_mesh
 from ranvier.launch.joining import WISH, member_name, rank_of_newcomer
@@ -51,6 +51,7 @@ from ranvier.mesh import Mesh
 from ranvier.system.child import package_path
 from ranvier.system.child import start as start_child
 from ranvier.system.processes import Process, descendants
+from ranvier.world import JoinPoint
 
 _GRACE_SECONDS = 3.0
 _POLL_SECONDS = 0.03
@@ -118,7 +119,7 @@ class Outcome:
 
 def supervise(mesh: Mesh, transport: str, reason: str, command: Sequence[str], variables: Mapping[str, str],
               explain_kill: Callable[[], str] | None = None, saves_on_stop: bool = False,
-              stopped_seconds: float = 0.0, address: str | None = None, joins: Contact | None = None) -> Outcome:
+              stopped_seconds: float = 0.0, address: str | None = None, joins: JoinPoint | None = None) -> Outcome:
     """Run `command` as each rank of `mesh` on this machine, until all have ended.
 
     Args:
@@ -217,7 +218,7 @@ def _report_newcomer(end: _RankEnd, forwarded: int | None, children: _Children, 
 class _Children:
     """The processes that this one has started, and the store that it hosts for them, or that of the run they join."""
 
-    def __init__(self, num_ranks: int, stopped: StoppedRankDetector, address: str, joins: Contact | None) -> None:
+    def __init__(self, num_ranks: int, stopped: StoppedRankDetector, address: str, joins: JoinPoint | None) -> None:
         self.num_ranks, self._joins = num_ranks, joins
         self.started: list[_Child] = []
         self.lost: list[_RankEnd] = []

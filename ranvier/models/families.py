@@ -87,7 +87,8 @@ def _model_problems(run: Run) -> list[RanvierError]:
     if not is_object_name(name) and not is_object_name(run.data.task) and name not in (form.family, *form.others):
         return [ConfigError(f"does not do the task {run.data.task}, which {form.family} does",
                             code="family-without-task", where=_SETTING, value=name,
-                            remedy="Set `--model.family auto`, or another `--data.task`.")]
+                            remedy="Name a model of that family in `--model.pretrained`, or another `--data.task`."
+                            if run.model.pretrained else "Set `--model.family auto`, or another `--data.task`.")]
     if name == "transformers" and run.data.packing:
         return [ConfigError("packs samples, whose borders transformers' modules do not see",
                             code="packing-without-segments", where="data.packing", value=True,
@@ -212,7 +213,8 @@ def sample_of(run: Run, count: int) -> tuple[State, Targets]:
     with blamed(family_name(run), _SETTING, "`sample`"):
         inputs, targets = family_of(run).sample(run.model, head_of(run), count)
     if run.data.task != "preference":
-        return inputs, targets
+        packs = run.data.packing and "data.packing" not in form_of(run.data).unused
+        return in_halves(inputs) if packs and isinstance(inputs, Tensor) else inputs, targets
     assert isinstance(inputs, Tensor) and isinstance(targets, Tensor)  # of the head "tokens"
     return in_halves(inputs), {
         "tokens": targets, "rejected_from": torch.full_like(targets[:, 0], inputs.shape[1] // 2),

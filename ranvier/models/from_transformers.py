@@ -13,7 +13,7 @@ and the integer inputs, which the end of some models reads.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ranvier.block import HOOKS, KEPT_IN_FP32, Loss, Model, StandInModes, State, as_model, beside_modules
 from ranvier.errors import ModelError
 from ranvier.models.decoding_cache import WholeTexts
-from ranvier.models.stand_ins import REMEDY, Absent, Elsewhere, Injector, Recorder, StandIn
+from ranvier.models.stand_ins import REMEDY, Absent, Elsewhere, Injector, Recorder, StandIn, shapes_of
 from ranvier.tensor.split.loss import NextTokenLoss
 
 TOLERANCE = 1e-4
@@ -99,16 +99,10 @@ class _Plan:
     count: int
     inputs: dict[str, Tensor]
     options: dict[str, object]
+    tuples: list[int]
+    phases: dict[str, str]
+    outputs: dict[str, object]
     calls: list[_Call] = field(default_factory=list)
-    tuples: list[int] = field(default_factory=list)
-    phases: dict[str, str] = field(default_factory=dict)
-    outputs: dict[str, object] = field(default_factory=dict)
-
-    @property
-    def ancestors(self) -> list[str]:
-        """Paths of the modules around the list of layers, from the model itself."""
-        parts = self.path.split(".")[:-1]
-        return [".".join(parts[:length]) for length in range(len(parts) + 1)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -132,19 +126,57 @@ class _Slot:
 
 
 def _plan(model: nn.Module, inputs: dict[str, Tensor]) -> _Plan:
-    """Run the model once, and find its list of layers."""
+    """Run the model once, find its list of layers, and note what runs before and after them."""
     config = getattr(model, "config", None)
     options: dict[str, object] = {"use_cache": False} if hasattr(config, "use_cache") else {}
-    lists = {name: list(module) for name, module in model.named_modules()
+    lists = {name: len(module) for name, module in model.named_modules()
              if isinstance(module, nn.ModuleList) and not beside_modules(module) and len(module)
              and all(any(True for _ in layer.parameters()) for layer in module)}
-    order: list[tuple[str, int]] = []
+    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists if other != name)]
+    names = dict.fromkeys(name for path in outer
+                          for name in (*_beside(model, path), *(f"{path}.{index}" for index in range(lists[path]))))
+    events, outputs = _run_watched(model, inputs, options, names)
+    called = {path: [int(name.rpartition(".")[2]) for name, has_ended in events
+                     if not has_ended and name.rpartition(".")[0] == path] for path in outer}
+    chains = [path for path in outer if called[path]]
+    for path in chains:
+        if called[path] != list(range(lists[path])):
+            raise _refused("layers-not-in-order", model,
+                           f"does not run its layers once each, in order, but {called[path][:8]}", path)
+    if len(chains) != 1:
+        raise _refused("no-list-of-layers", model,
+                       "has no list of layers" if not chains else f"has {len(chains)} lists of layers "
+                       f"({', '.join(chains)}), and a pipeline has one", type(model).__name__)
+    path, = chains
+    for ancestor in _ancestors(path):
+        if any(getattr(model.get_submodule(ancestor), hooks) for hooks in HOOKS):
+            raise _refused("model-with-hooks", model, "has hooks, which would run in two blocks",
+                           ancestor or type(model).__name__,
+                           "Remove them, or register them on modules that are in one block.")
+    returned = [outputs[f"{path}.{index}"] for index in range(lists[path])]
+    return _Plan(path=path, count=lists[path], inputs=inputs, options=options, outputs=outputs,
+                 tuples=[len(one) if isinstance(one, (tuple, list)) else 0 for one in returned],
+                 phases=_phases(model, path, events))
 
-    def note(place: tuple[str, int]) -> Callable[..., None]:
-        return lambda *_: order.append(place)
 
-    handles = [layer.register_forward_pre_hook(note((name, index)))
-               for name, layers in lists.items() for index, layer in enumerate(layers)]
+def _run_watched(model: nn.Module, inputs: Mapping[str, Tensor], options: Mapping[str, object],
+                 names: Iterable[str]) -> tuple[list[tuple[str, bool]], dict[str, object]]:
+    """Run the model, and note of the modules `names` when each begins and ends, in order as (name, has ended), and what
+    it returns first, with shapes in the place of tensors."""
+    events: list[tuple[str, bool]] = []
+    outputs: dict[str, object] = {}
+    handles = []
+
+    def watch(name: str, module: nn.Module) -> None:
+        def ended(_module: nn.Module, _args: object, output: object) -> None:
+            events.append((name, True))
+            outputs.setdefault(name, shapes_of(output))
+
+        handles.append(module.register_forward_pre_hook(lambda *_: events.append((name, False))))
+        handles.append(module.register_forward_hook(ended))
+
+    for name in names:
+        watch(name, model.get_submodule(name))
     try:
         with torch.no_grad():
             model(**inputs, **options)
@@ -154,85 +186,44 @@ def _plan(model: nn.Module, inputs: dict[str, Tensor]) -> _Plan:
     finally:
         for handle in handles:
             handle.remove()
-    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists if other != name)]
-    called = {name: [index for one, index in order if one == name] for name in outer}
-    chains = [name for name in outer if called[name]]
-    for name in chains:
-        if called[name] != list(range(len(lists[name]))):
-            raise _refused("layers-not-in-order", model,
-                           f"does not run its layers once each, in order, but {called[name][:8]}", name)
-    if len(chains) != 1:
-        raise _refused("no-list-of-layers", model,
-                       "has no list of layers" if not chains else f"has {len(chains)} lists of layers "
-f"({', '.join(chains)}), and a pipeline has one", type(model).__name__)
-    plan = _Plan(path=chains[0], count=len(lists[chains[0]]), inputs=inputs, options=options)
-    for path in plan.ancestors:
-        if any(getattr(model.get_submodule(path), hooks) for hooks in HOOKS):
-            raise _refused("model-with-hooks", model, "has hooks, which would run in two blocks",
-                           path or type(model).__name__,
-                           "Remove them, or register them on modules that are in one block.")
-    _watch(model, plan)
-    return plan
+    return events, outputs
 
 
-def _watch(model: nn.Module, plan: _Plan) -> None:
-    """Note which modules run before and after the layers, and what the layers return."""
-    layers = list(model.get_submodule(plan.path).children())
-    phase = ["before"]
-    seen: dict[str, set[str]] = {}
-    handles = []
-
-    def before(name: str) -> Callable[..., None]:
-        def note(*_: object) -> None:
-            seen.setdefault(name, set()).add(phase[0])
-
-        return note
-
-    def after(name: str) -> Callable[..., None]:
-        def note(_module: nn.Module, _args: object, output: object) -> None:
-            if name not in plan.outputs:
-                plan.outputs[name] = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
-
-        return note
-
-    def entered(*_: object) -> None:
-        phase[0] = "layers"
-
-    def left(_module: nn.Module, _args: object, output: object) -> None:
-        plan.tuples.append(len(output) if isinstance(output, (tuple, list)) else 0)
-        if len(plan.tuples) < len(layers):
-            phase[0] = "between"
-        else:
-            phase[0] = "after"
-
-    for name, module in _beside(model, plan):
-        handles += [module.register_forward_pre_hook(before(name)), module.register_forward_hook(after(name))]
-    for layer in layers:
-        handles += [layer.register_forward_pre_hook(entered), layer.register_forward_hook(left)]
-    try:
-        with torch.no_grad():
-            model(**plan.inputs, **plan.options)
-    finally:
-        for handle in handles:
-            handle.remove()
-    for name, module in _beside(model, plan):
-        phases = seen.get(name, {"after"})
-        if not any(True for _ in module.parameters()):
-            plan.phases[name] = "both"
+def _phases(model: nn.Module, path: str, events: Sequence[tuple[str, bool]]) -> dict[str, str]:
+    """Module beside the layers -> "before" or "after" them; "both" for those without parameters."""
+    seen: dict[str, set[str]] = {name: set() for name in _beside(model, path)}
+    phase, last = "before", [name for name, _ in events if name.rpartition(".")[0] == path][-1]
+    for name, has_ended in events:
+        if name.rpartition(".")[0] == path:
+            phase = "layers" if not has_ended else "after" if name == last else "between"
+        elif name in seen and not has_ended:
+            seen[name].add(phase)
+    found = {}
+    for name, phases in seen.items():
+        if not any(True for _ in model.get_submodule(name).parameters()):
+            found[name] = "both"
         elif len(phases) > 1 or "between" in phases:
             raise _refused("module-in-two-blocks", model,
                            f"runs {' and '.join(sorted(phases))} the layers, and a block is in one place", name)
         else:
-            plan.phases[name], = phases
+            found[name], = phases or {"after"}
+    return found
 
 
-def _beside(model: nn.Module, plan: _Plan) -> Iterator[tuple[str, nn.Module]]:
-    """The children of the modules around the list of layers, but for those on the way to it."""
-    for ancestor in plan.ancestors:
-        for name, child in model.get_submodule(ancestor).named_children():
-            path = f"{ancestor}.{name}" if ancestor else name
-            if path != plan.path and path not in plan.ancestors:
-                yield path, child
+def _ancestors(path: str) -> list[str]:
+    """Paths of the modules around the list of layers at `path`, from the model itself."""
+    parts = path.split(".")[:-1]
+    return [".".join(parts[:length]) for length in range(len(parts) + 1)]
+
+
+def _beside(model: nn.Module, path: str) -> Iterator[str]:
+    """The children of the modules around the list of layers at `path`, but for those on the way to it."""
+    ancestors = _ancestors(path)
+    for ancestor in ancestors:
+        for name, _ in model.get_submodule(ancestor).named_children():
+            child = f"{ancestor}.{name}" if ancestor else name
+            if child != path and child not in ancestors:
+                yield child
 
 
 # --- blocks ----------------------------------------------------------------------------------------------------------
@@ -416,12 +407,12 @@ def _shell(model: nn.Module, plan: _Plan, others: Mapping[str, nn.Module], layer
     """A copy of the modules around the layers, with `others` and `layers` in their places. Everything below them is the
     model's own. has_parameters: whether it has the parameters of these modules themselves."""
     copies: dict[str, nn.Module] = {}
-    for ancestor in plan.ancestors:
+    for ancestor in _ancestors(plan.path):
         copied = copies[ancestor] = copy.copy(model.get_submodule(ancestor))
         copied._modules = dict(copied._modules)
         copied._parameters = dict(copied._parameters) if has_parameters else {}
         copied._buffers = dict(copied._buffers)
-    for path in plan.ancestors[1:]:
+    for path in _ancestors(plan.path)[1:]:
         parent, _, name = path.rpartition(".")
         copies[parent]._modules[name] = copies[path]
     for path, other in others.items():
@@ -433,7 +424,7 @@ def _shell(model: nn.Module, plan: _Plan, others: Mapping[str, nn.Module], layer
 
 
 def _shell_modes(model: nn.Module, plan: _Plan, shell: nn.Module) -> StandInModes:
-    return StandInModes((model.get_submodule(path), shell.get_submodule(path)) for path in plan.ancestors)
+    return StandInModes((model.get_submodule(path), shell.get_submodule(path)) for path in _ancestors(plan.path))
 
 
 # --- the sample, the loss, and the comparison ------------------------------------------------------------------------

@@ -83,15 +83,12 @@ class Injector(Elsewhere):
 
 
 class StandIn(Elsewhere):
-    """In the place of a module that runs before the layers: zeros of the shapes that it returned. samples: of the
-    sample."""
+    """In the place of a module that runs before the layers: zeros of the shapes that it returned. output: `shapes_of`
+    that. samples: of the sample."""
 
     def __init__(self, module: nn.Module, name: str, output: object, state: list[Tensor], samples: int) -> None:
         super().__init__(module, name, shares=True)
-        self._state = state
-        self._output = tree_map(lambda leaf: _Shape(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf,
-                                output)
-        self._samples = samples
+        self._output, self._state, self._samples = output, state, samples
 
     def forward(self, *args: object, **kwargs: object) -> object:
         hidden, = self._state
@@ -116,6 +113,11 @@ class StandIn(Elsewhere):
 class _Shape:
     shape: torch.Size
     dtype: torch.dtype
+
+
+def shapes_of(output: object) -> object:
+    """What a module returned, with shapes in the place of tensors."""
+    return tree_map(lambda leaf: _Shape(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf, output)
 
 
 class Absent(Elsewhere):

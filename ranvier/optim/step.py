@@ -379,7 +379,7 @@ class Updater:
         status = self._gradient_status(weight)
         if weight:
             status = self._look(status)
-        self._timeline.add("optimizer", "weigh", self._step, started)
+        self._timeline.add("optimizer", "norm", self._step, started)
         return status
 
     def _look(self, status: GradientStatus) -> GradientStatus:

@@ -18,7 +18,8 @@ COLOURS: dict[Category, str] = {"forward": "#2B6CB0", "backward": "#E8912D", "we
                                 "reduce": "#C0659B", "optimizer": "#3A9A6B", "data": "#E3C94C", "report": "#6E6E6E",
                                 "checkpoint": "#6B4E9B", "overhead": "#B9B2A6"}
 """Apart in lightness as well as in hue, so that they stay apart for colour-blind readers and in grey print."""
-DARK = frozenset({"forward", "reduce", "optimizer", "report", "checkpoint"})
+DARK = frozenset({"forward", "report", "checkpoint"})
+"""On which letters are white."""
 NAMES = {"weight": "weight gradient", "reduce": "gradient averaging", "data": "data loading", "report": "logging",
          "overhead": "engine overhead"}
 INK, FAINT = "#222222", "#8A8A8A"

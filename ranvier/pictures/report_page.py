@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import resources
 
+from ranvier.config import read
+from ranvier.config.run import Run
 from ranvier.mesh import Mesh
 from ranvier.pictures.figures import COLOURS, DARK, NAMES
 from ranvier.pictures.timelines import MAX_RANKS, RankTimeline, joined, representative_step, row_name, within
@@ -84,7 +86,7 @@ class Page:
 
     figures: (name, value) above all else. text: paragraphs below. curves: name -> values at each of the steps "step".
     memory: rows with place, category, predicted and measured bytes. settings: (name, value, default, chosen by).
-    live: whether the page changes.
+    candidates: the last column is shown below the second. live: whether the page changes.
     """
 
     title: str
@@ -118,6 +120,22 @@ class Page:
     def _repr_html_(self) -> str:
         """The page in a frame, as notebooks show it."""
         return f'<iframe srcdoc="{html.escape(self.html())}" style="width: 100%; height: 80vh; border: 0"></iframe>'
+
+    def __repr__(self) -> str:
+        return f"Page(title={self.title!r})"
+
+
+def changed_settings(run: Run, asked: Run, origins: Mapping[str, str]) -> list[tuple[str, str, str, str]]:
+    """Name, value, default, and where the value comes from, of settings that are not at their default; the folder is
+    the page's own. asked: the settings before `auto` was resolved. origins: as `ranvier.config.read.merge` has them."""
+    values, before = read.flatten(run), read.flatten(asked)
+    chosen = {name: origin for name, origin in origins.items() if origin != "default" and values[name] == before[name]}
+
+    def other(name: str) -> str:
+        return "model.pretrained" if run.model.pretrained is not None and name.startswith("model.") else "auto"
+
+    return [(setting.flag, read.as_text(values[name]), read.as_text(setting.default), chosen.get(name, other(name)))
+            for name, setting in read.settings().items() if values[name] != setting.default and name != "run_dir"]
 
 
 def _file(name: str) -> str:

@@ -23,6 +23,9 @@ class Picture(bytes):
     def _repr_png_(self) -> bytes:
         return bytes(self)
 
+    def __repr__(self) -> str:
+        return f"Picture({len(self):,} bytes)"
+
 
 def timeline_picture(timelines: Sequence[RankTimeline], mesh: Mesh, policy: str) -> Picture | None:
     """One step as a row of bars per rank, microbatch numbers on those that are wide enough.

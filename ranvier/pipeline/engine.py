@@ -55,6 +55,7 @@ from ranvier.pipeline.rank_stages import RankStages
 from ranvier.pipeline.replica_randomness import ReplicaRandomness
 from ranvier.pipeline.replicas import Replicas
 from ranvier.pipeline.result import BatchResult, KeptOutputs
+from ranvier.pipeline.same_targets import SameTargets
 from ranvier.pipeline.shared_buffers import BufferSync, SharedBuffers, unused_buffer_sync
 from ranvier.pipeline.shared_objects import SharedBufferChanges, StageCopies
 from ranvier.pipeline.stage import Blocks, Stage
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
     from ranvier.optim.loss_scale import LossScale
     from ranvier.optim.optimizer import FlatOptimizer
     from ranvier.pictures.report_page import Page
+    from ranvier.pipeline.engine_timeline import Curve
 
 Batch = Sequence[Microbatch | tuple[Any, ...]]
 """Microbatches, or (inputs, targets) pairs."""
@@ -126,8 +128,8 @@ class Engine:
         sample: a microbatch of the usual shape; on several rows a row's share of one. Its values do not matter.
         seed: of initial weights and dropout. Dropout of plain modules draws from torch's generator: the first replica
             from the user's, others, and other rows, from one forked within each batch, so that masks differ.
-        dtype: of parameters, buffers and activations. float16 scales the loss, and skips steps whose gradients
-            overflow.
+        dtype: of parameters, buffers and activations; by default fp64 for modules whose parameters all are in fp64,
+            else fp32. float16 scales the loss, and skips steps whose gradients overflow.
         keep_fp32: names of modules, parameters and buffers, or patterns of them ("*.norm"), that stay in fp32 beside a
             `dtype` of half precision. They begin with the block's name. What a model of transformers keeps in fp32
             stays so by itself (`plan/formats`); a warning tells which buffers have been cast.
@@ -174,10 +176,11 @@ class Engine:
                                    sample=sample)
             dtype, optim = dtype or plan.dtype, plan.optim
         own = optimizer is None and (optim is not None if plan is None else plan.own_optimizer)
-        dtype = dtype or torch.float32
+        model = as_model(model, loss)
+        dtype = dtype or _format_of(ready_made(model))
         _check_arguments(policy, optimizer, autocast, dtype=dtype, float8=float8)
-        model, self._came_in_evaluation = _prepared(model, loss, dtype, keep_fp32, frozen, frozen_above, own=own,
-                                                    optim=optim, warns=world.rank == 0)
+        model, self._came_in_evaluation = _prepared(model, dtype, keep_fp32, frozen, frozen_above, own=own, optim=optim,
+                                                    warns=world.rank == 0)
         if plan is None:
             plan = self._make_plan(model, mesh or world.mesh or Mesh.of_replicas(world.size), sample, policy, dtype,
                                    pipeline=pipeline, tensor=tensor, memory=memory, optim=optim, own_optimizer=own)
@@ -214,7 +217,8 @@ class Engine:
         self._buffers = self._share_buffers(blocks, buffers)
         self._buffer_changes = SharedBufferChanges(self.stages.shared_buffers, blocks)
         self._connections.open_splits(self.layout)
-        self._statistics = BatchStatistics(self._connections.all, on_device=world.device.type == "cuda")
+        self._statistics = BatchStatistics(self._connections.all, SameTargets(self.coordinates, self.layout.stages),
+                                           on_device=world.device.type == "cuda")
         tables = lookup_tables(module for _, _, module in blocks)
         self._updater = self._build_updater(optimizer, dtype, nominal_weight, guard, tables)
         self.optimizer_name = self._optimizer_name()
@@ -448,13 +452,13 @@ class Engine:
                 "bytes_received_by_axis": self._connections.bytes_received_by_axis(),
                 "longest_gap_seconds": self._connections.transport.longest_gap_seconds}
 
-    def report(self, path: str | PathLike[str], **curves: Sequence[float | None]) -> Page:
+    def report(self, path: str | PathLike[str], **curves: Curve) -> Page:
         """Write a page at `path`, on rank 0, with the timeline of the last training batch, by rank, and the largest
         memory. Takes the spans of `timeline`. Collective; on every rank the page, which notebooks show.
 
-        curves: by name a value of each step, None for steps without one, for example loss=losses. `step`: their
-        numbers, where they are not 1, 2, 3, ... ConfigError before the first batch, RanvierError when the file cannot
-        be written.
+        curves: by name a value of each step, None for steps without one, for example loss=losses; or a dict from steps
+        to values. `step`: the numbers of the former, where they are not 1, 2, 3, ... ConfigError before the first
+        batch and for other curves, RanvierError when the file cannot be written.
         """
         return self.timeline.report(path, curves)
 
@@ -954,12 +958,16 @@ def _check_arguments(policy: Policy | None, optimizer: OptimizerFactory | None, 
     check_autocast(autocast, dtype=dtype, float8=float8)
 
 
-def _prepared(model: Model | Modules, loss: Loss | None, dtype: torch.dtype, keep_fp32: str | Sequence[str],
-              frozen: int, frozen_above: Sequence[int], *, own: bool, optim: Optim | None, warns: bool
-              ) -> tuple[Model, bool]:
+def _format_of(modules: Sequence[nn.Module]) -> torch.dtype:
+    """fp64 where that is what the parameters of a user's modules have, else fp32."""
+    found = {one.dtype for module in modules for one in module.parameters() if one.is_floating_point()}
+    return torch.float64 if found == {torch.float64} else torch.float32
+
+
+def _prepared(model: Model, dtype: torch.dtype, keep_fp32: str | Sequence[str], frozen: int,
+              frozen_above: Sequence[int], *, own: bool, optim: Optim | None, warns: bool) -> tuple[Model, bool]:
     """The model with its frozen layers and the formats of what stays in fp32, and whether all of it came in evaluation
     mode."""
-    model = as_model(model, loss)
     in_evaluation = bool(given := ready_made(model)) and not some_train(given)
     if keep_fp32:
         keep_fp32 = [keep_fp32] if isinstance(keep_fp32, str) else keep_fp32

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +18,9 @@ from ranvier.pictures.timelines import RankTimeline, gather_timelines
 from ranvier.schedule.spans import StepWindow, Timeline
 from ranvier.system.atomic_file import write_atomically
 from ranvier.system.memory_tracker import peak_memory_bytes
+
+Curve = Sequence[float | None] | Mapping[int, float | None]
+"""A value of each step, or steps and their values."""
 
 
 class EngineTimeline(Timeline):
@@ -39,20 +43,18 @@ class EngineTimeline(Timeline):
         self._write(Path(path), picture)
         return picture
 
-    def report(self, path: str | PathLike[str], curves: Mapping[str, Sequence[float | None]]) -> Page:
+    def report(self, path: str | PathLike[str], curves: Mapping[str, Curve]) -> Page:
         """See `Engine.report`."""
+        shown = _over_steps(curves)
         timelines = self._last_batch("Engine.report")
         steps = [line.steps[0] for line in timelines]
         memory = self.ranks.gather_objects(peak_memory_bytes(self._device))
         waited = sum(min(1.0, step.wait_seconds / step.seconds) for step in steps) / len(steps)
-        longest = max((len(values) for values in curves.values()), default=0)
         page = Page(
             title=f"Step {steps[0].step} on mesh {mesh_text(self._mesh)}", subtitle=f"policy {self._policy}",
             figures=[("seconds per step", f"{max(step.seconds for step in steps):,.4g}"), ("bubble", f"{waited:.1%}"),
                      ("largest memory of a rank", f"{max(memory) / 2**30:.2f} GiB")],
-            curves={"step": [float(step) for step in range(1, longest + 1)],
-                    **{name: [*values, *[None] * (longest - len(values))] for name, values in curves.items()}},
-            timeline=step_timeline(timelines, self._mesh))
+            curves=shown, timeline=step_timeline(timelines, self._mesh))
         self._write(Path(path), page.html())
         return page
 
@@ -83,3 +85,20 @@ class EngineTimeline(Timeline):
             raise ConfigError("needs a training batch", code="no-batch-to-draw", where=call,
                               remedy="Call `train_batch` before.")
         return timelines
+
+
+def _over_steps(curves: Mapping[str, Curve]) -> dict[str, list[float | None]]:
+    """All curves over the steps of all of them, "step". The values of a sequence belong to those that a curve "step"
+    has, else to 1, 2, 3, ..."""
+    try:
+        numbers: Iterable[Any] = curves.get("step", range(1, 1 + max(map(len, curves.values()), default=0)))
+        found = {name: dict(values) if isinstance(values, Mapping) else dict(zip(numbers, values, strict=False))
+                 for name, values in curves.items() if name != "step"}
+        steps = sorted({step for values in found.values() for step in values})
+        return {"step": [float(step) for step in steps],
+                **{name: [None if (value := values.get(step)) is None else float(value) for step in steps]
+                   for name, values in found.items()}}
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"are not numbers of steps: {error}", code="curves-of-no-numbers",
+                          where=f"Engine.report({', '.join(f'{name}=...' for name in curves)})",
+                          remedy="Give each a list with a number for each step, or a dict {step: number}.") from error

@@ -3,10 +3,12 @@
     forward     state, buffers -> outputs     keeps the state, and what the buffers were that the blocks have changed
     backward    state, those buffers -> outputs, and from there the gradients
 
-Blocks may put other tensors into their state, change buffers as BatchNorm and spectral norm do, and assign to their
-attributes: the second run gets a copy of the state, and buffers (in memory of their own) and attributes as they were,
-so that nothing is changed twice. What cannot be given back is refused: tensors of the state that are changed in place,
-and hooks, which would be called twice. Under selective recomputation the second run finds outputs of expensive
+Blocks may put other tensors into their state, change buffers as BatchNorm and spectral norm do, change attributes and
+draw random numbers: the second run gets a copy of the state, and buffers (in memory of their own), attributes and
+generators as they were, so that nothing is changed twice, and other microbatches in between change nothing. A hook
+that a block puts on a tensor of the state is put on an alias the second time, so that it runs once. What cannot be
+given back is refused: tensors of the state and parameters that are changed in place, and hooks of modules, which would
+be called twice. Under selective recomputation the second run finds outputs of expensive
 operations in place of computing them (`ranvier.tensor.kept_outputs`).
 """
 
@@ -24,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ranvier.block import State, carried, named
 from ranvier.errors import ModelError
+from ranvier.pipeline.remembered import Remembered
 from ranvier.tensor.columns import plain
 from ranvier.tensor.kept_outputs import KeptOutputs
 
@@ -32,10 +35,7 @@ _KNOWN_HOOKS = "ranvier.", "torch.nn.utils."
 
 _COMPUTED = nullcontext()
 _Place = tuple[nn.Module, str]
-"""A module and the name of its buffer, or of its attribute."""
-
-_ABSENT = object()
-"""The value of an attribute that a module does not have."""
+"""A module and the name of its buffer, or of an attribute that is a tensor."""
 
 
 class Segment:
@@ -47,6 +47,8 @@ class Segment:
         self._where = f"block {first}" if first == last else f"blocks {first} to {last}"
         self._changing: set[_Place] | None = None
         """Buffers that a forward changes in place; None before the first one, which shows it."""
+        self._draws = True
+        """Whether a forward of this batch may draw from generators of Python and NumPy: its first one shows it."""
         self.begin()
         self.check()
 
@@ -56,8 +58,10 @@ class Segment:
         self._others = [module for module in self._modules if not any(
             kind.__module__.startswith("ranvier.") for kind in type(module).__mro__)]
         """Modules whose attributes are theirs alone: split layers keep what is under way in theirs."""
-        self._weights = {parameter.untyped_storage()._cdata for module in self._modules
-                         for parameter in module._parameters.values() if parameter is not None}
+        self._parameters = [parameter for module in self._modules for parameter in module._parameters.values()
+                            if parameter is not None]
+        self._weights = {parameter.untyped_storage()._cdata for parameter in self._parameters}
+        self._draws = True
 
     def check(self) -> None:
         """ModelError for hooks of others, which recomputation would call twice."""
@@ -72,27 +76,31 @@ class Segment:
                                                 "`--memory.recompute none`.")
 
     def run(self, compute: Callable[[State], State], state: State) -> State:
-        """`compute(state)`, whose insides are not kept but computed again. ModelError where it changes a tensor of the
-        state in place, or a buffer that it did not change at first."""
+        """`compute(state)`, whose insides are not kept but computed again. ModelError where it changes in place a
+        tensor of the state, a parameter, or a buffer that it did not change at first."""
         tensors = named(state, self._where)
         versions = {name: plain(tensor)._version for name, tensor in tensors.items()}
         before: dict[_Place, Tensor | None] = {}
-        attributes: dict[_Place, object] = {}
+        then = Remembered(self._others, common=self._draws)
         kept = KeptOutputs(self._weights) if self._selective else None
         ran = False
 
         def once_or_again(state: State) -> State:
             nonlocal ran
-            inside = carried(named(state, self._where))
+            entering = named(state, self._where)
             if ran:
                 self._check(tensors, versions, "after these blocks, which recomputation runs again")
-                with self._buffers_of(before), self._attributes_of(attributes), (
-                        _COMPUTED if kept is None else kept.replayed()):
-                    return compute(inside)
+                aliases = {name: tensor.view_as(tensor) if type(tensor) is Tensor and tensor.requires_grad else tensor
+                           for name, tensor in entering.items()}
+                with then.given_back(), self._buffers_of(before), _COMPUTED if kept is None else kept.replayed():
+                    return compute(carried(aliases))
             ran = True
-            with self._noted(before), self._noted_attributes(attributes), (
-                    _COMPUTED if kept is None else kept.recorded()):
-                result = compute(inside)
+            weights = [parameter._version for parameter in self._parameters]
+            with self._noted(before), _COMPUTED if kept is None else kept.recorded():
+                result = compute(carried(entering))
+            self._draws = then.forget_unmoved()
+            if weights != [parameter._version for parameter in self._parameters]:
+                raise self._changed_parameter(weights)
             self._check(tensors, versions, "by these blocks, which recomputation runs again")
             return result
 
@@ -107,10 +115,24 @@ class Segment:
                                  remedy="Put a new tensor in its place (x = x + y for x += y, relu(x) for relu_(x)), "
                                         "or set `--memory.recompute none`.")
 
+    def _changed_parameter(self, versions: Sequence[int]) -> ModelError:
+        changed = next(parameter for parameter, version in zip(self._parameters, versions, strict=True)
+                       if parameter._version != version)
+        name = next(f"{block}.{name}" for block, module in self._blocks for name, parameter in module.named_parameters()
+                    if parameter is changed)
+        return ModelError("was changed in place by a forward, which recomputation runs again",
+                          code="recompute-parameter-changed", where=f"parameter {name}",
+                          remedy="Change it between batches, or set `--memory.recompute none`.")
+
     def _buffers(self) -> Iterator[tuple[_Place, Tensor | None]]:
+        """Buffers, and tensors that are attributes."""
         for module in self._modules:
             for name, buffer in module._buffers.items():
                 yield (module, name), buffer
+        for module in self._others:
+            for name, value in module.__dict__.items():
+                if type(value) is Tensor and value.layout == torch.strided and not value.is_inference():
+                    yield (module, name), value
 
     @contextmanager
     def _noted(self, before: dict[_Place, Tensor | None]) -> Iterator[None]:
@@ -129,50 +151,30 @@ class Segment:
                 known.add(place)
             if buffer is not None and place in known and id(buffer) not in copies:
                 raise ModelError("was changed in place, and not by the first forward; recomputation cannot give it "
-                                 "back as it was", code="recompute-buffer-changed",
-                                 where=f"buffer {self._name_of(place)}",
+                                 "back as it was", code="recompute-buffer-changed", where=self._name_of(place),
                                  remedy="Put a new tensor in its place (self.x = self.x + y), or set "
                                         "`--memory.recompute none`.")
-            if place in known or place[0]._buffers.get(place[1]) is not buffer:
+            module, name = place
+            if place in known or (name not in module.__dict__ and module._buffers.get(name) is not buffer):
                 before[place] = copies[id(buffer)] if place in known else buffer
         self._changing = known
 
     @contextmanager
     def _buffers_of(self, before: Mapping[_Place, Tensor | None]) -> Iterator[None]:
         """The buffers as they were, in memory of their own; afterwards as they are now."""
-        now = {(module, name): module._buffers.get(name) for module, name in before}
+        now = {place: _home(place).get(place[1]) for place in before}
         again = {id(buffer): buffer.clone() for buffer in before.values() if buffer is not None}
-        for (module, name), buffer in before.items():
-            module._buffers[name] = None if buffer is None else again[id(buffer)]
+        for place, buffer in before.items():
+            _home(place)[place[1]] = None if buffer is None else again[id(buffer)]
         try:
             yield
         finally:
-            for (module, name), buffer in now.items():
-                module._buffers[name] = buffer
-
-    @contextmanager
-    def _noted_attributes(self, before: dict[_Place, object]) -> Iterator[None]:
-        """Put into `before` what the attributes were to which the forward inside has assigned."""
-        found = [(module, dict(module.__dict__)) for module in self._others]
-        yield
-        for module, attributes in found:
-            for name in attributes.keys() | module.__dict__.keys():
-                value = attributes.get(name, _ABSENT)
-                if module.__dict__.get(name, _ABSENT) is not value:
-                    before[module, name] = value
-
-    @contextmanager
-    def _attributes_of(self, before: Mapping[_Place, object]) -> Iterator[None]:
-        """The attributes as they were; afterwards as they are now."""
-        now = {(module, name): module.__dict__.get(name, _ABSENT) for module, name in before}
-        _assign(before)
-        try:
-            yield
-        finally:
-            _assign(now)
+            for place, buffer in now.items():
+                _home(place)[place[1]] = buffer
 
     def _name_of(self, place: _Place) -> str:
-        return next(f"{name}.{place[1]}" for block, module in self._blocks
+        kind = "buffer" if place[1] in place[0]._buffers else "attribute"
+        return next(f"{kind} {name}.{place[1]}" for block, module in self._blocks
                     for name, part in module.named_modules(prefix=block) if part is place[0])
 
 
@@ -180,12 +182,10 @@ def _is_statistic(module: nn.Module) -> bool:
     return isinstance(module, _NormBase) and module.track_running_stats and module.training
 
 
-def _assign(attributes: Mapping[_Place, object]) -> None:
-    for (module, name), value in attributes.items():
-        if value is _ABSENT:
-            module.__dict__.pop(name, None)
-        else:
-            module.__dict__[name] = value
+def _home(place: _Place) -> dict[str, Any]:
+    """Where a module has it."""
+    module, name = place
+    return module._buffers if name in module._buffers else module.__dict__
 
 
 def _origin(hook: Any) -> str:

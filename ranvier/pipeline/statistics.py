@@ -6,25 +6,27 @@ Only code that divides by the weight waits for these sums, which run asynchronou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from ranvier.comm.collectives import ChainedWork
 from ranvier.comm.protocol import Group, Work
+from ranvier.pipeline.microbatch import Microbatch
+from ranvier.pipeline.same_targets import SameTargets
 from ranvier.system.pinned_memory import HostCopy
 
 
 class _BegunWhenAsked:
     """A `protocol.Work` that begins when somebody waits for it, so at the same place of the program on every rank.
 
-    source: numbers of a CUDA device, which are on their way to `target` meanwhile; None where this rank has none.
+    copies: numbers of a CUDA device, and where on the host they belong; they are on their way meanwhile.
     """
 
-    def __init__(self, source: Tensor | None, target: Tensor, begin: Callable[[], Work]) -> None:
-        self._copy = None if source is None else HostCopy(source)
-        self._target, self._begin = target, begin
+    def __init__(self, copies: Iterable[tuple[Tensor, Tensor]], begin: Callable[[], Work]) -> None:
+        self._copies = [(HostCopy(source), target) for source, target in copies]
+        self._begin = begin
         self._work: Work | None = None
 
     def done(self) -> bool:
@@ -34,23 +36,25 @@ class _BegunWhenAsked:
     def wait(self) -> None:
         """Wait for the numbers, and for the work."""
         if self._work is None:
-            if self._copy is not None:
-                self._target.copy_(self._copy.read())
+            for copy, target in self._copies:
+                target.copy_(copy.read())
             self._work = self._begin()
         self._work.wait()
 
 
 class BatchStatistics:
-    """The sums of one engine. ranks: a group of all ranks; each calls `reduce` once a batch. on_device: whether all
-    ranks compute on CUDA devices."""
+    """The sums of one engine. ranks: a group of all ranks; each calls `begin` and `reduce` once a batch. on_device:
+    whether all ranks compute on CUDA devices."""
 
     sums: Tensor
-    """[3] fp64: sum of losses, weight, and how many ranks have found their gradients set to zero."""
+    """[5] fp64: sum of losses, weight, how many ranks have found their gradients set to zero, and the two numbers of
+    `SameTargets`."""
     work: Work
     """The reduction of `sums`."""
 
-    def __init__(self, ranks: Group, *, on_device: bool = False) -> None:
-        self._ranks, self._on_device = ranks, on_device
+    def __init__(self, ranks: Group, same_targets: SameTargets, *, on_device: bool = False) -> None:
+        self._ranks, self._same_targets, self._on_device = ranks, same_targets, on_device
+        self._targets = torch.zeros(2, dtype=torch.float64)
         self._accumulated: Tensor | None = None  # losses and weights of batches since the last step
         self._earlier: Tensor | None = None  # the same, while another batch of that step runs
         self._zeroed = False
@@ -78,23 +82,32 @@ class BatchStatistics:
 
     # ------------------------------------------------------------------ the batch at hand
 
+    def begin(self, batch: Sequence[Microbatch]) -> None:
+        """A batch begins, in training or not."""
+        self._targets = self._same_targets.numbers(batch)
+
     def reduce(self, mine: Tensor | None, *, at_once: bool = False) -> None:
         """Start the sum over all ranks. mine: [2] fp64 of this rank, None where another rank counts the same.
         at_once: begin it now, also where the host waits for a device; otherwise the step asks for the weight before any
         other collective."""
-        earlier, sums = self._earlier, torch.tensor([0.0, 0.0, self._zeroed], dtype=torch.float64)
-        self.sums = sums
+        earlier, sums = self._earlier, torch.tensor([0.0, 0.0, self._zeroed, 0.0, 0.0], dtype=torch.float64)
+        self.sums, same_targets = sums, self._same_targets
 
         def add_earlier() -> None:
+            same_targets.check(sums[3:])
             if earlier is not None and not sums[2]:  # unless somebody has set gradients to zero, on any rank
                 sums[:2].add_(earlier)
 
-        if self._on_device and not at_once:
-            self.work = _BegunWhenAsked(mine, sums[:2],
-                                        lambda: ChainedWork(self._ranks.all_reduce(sums), add_earlier))
+        parts = [(self._targets, sums[3:])] if mine is None else [(mine, sums[:2]), (self._targets, sums[3:])]
+        waits, late = self._on_device and not at_once, []
+        for source, target in parts:
+            if waits and source.is_cuda:
+                late.append((source, target))
+            else:
+                target.copy_(source)
+        if waits:
+            self.work = _BegunWhenAsked(late, lambda: ChainedWork(self._ranks.all_reduce(sums), add_earlier))
             return
-        if mine is not None:
-            sums[:2] = mine.to("cpu")
         self.work = ChainedWork(self._ranks.all_reduce(sums), add_earlier)
 
     def weight(self) -> float:

@@ -28,6 +28,7 @@ from ranvier.plan.kernel_count import (
     Counting,
     KernelCount,
     float8_kernels,
+    kept_bytes,
     loss_kernels,
     run_kernels,
     tensor_bytes,
@@ -88,30 +89,35 @@ class _Float8Products(TorchFunctionMode):
 
 
 class KeptBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the bytes that autograd saves, each storage once, without those of `parameters`. saved: called for each
-    tensor that it saves."""
+    """The storages that autograd saves, each once, without those of `parameters`. saved: called for each tensor that it
+    saves."""
 
     def __init__(self, parameters: Iterable[Tensor], saved: Callable[[], None] = lambda: None) -> None:
-        self.count, self._saved = 0, saved
-        self._parameters = {parameter.untyped_storage()._cdata for parameter in parameters}
+        self.storages: list[torch.UntypedStorage] = []
+        self._saved = saved
         self._seen = {parameter.untyped_storage()._cdata: parameter.untyped_storage() for parameter in parameters}
         super().__init__(self._pack, lambda tensor: tensor)
+
+    @property
+    def count(self) -> int:
+        """Bytes of them."""
+        return self.count_without(())
 
     def count_without(self, tensors: Iterable[Tensor]) -> int:
         """Bytes of those that are not in the memory of one of these."""
         others = {plain(tensor).untyped_storage()._cdata for tensor in tensors}
-        return sum(storage.nbytes() for key, storage in self._seen.items() if key not in self._parameters | others)
+        return sum(storage.nbytes() for storage in self.storages if storage._cdata not in others)
 
     def count_of(self, storages: Collection[int]) -> int:
         """Bytes of those that are in one of these storages (`_cdata`)."""
-        return sum(self._seen[key].nbytes() for key in (self._seen.keys() - self._parameters) & set(storages))
+        return sum(storage.nbytes() for storage in self.storages if storage._cdata in storages)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self._saved()
         storage = plain(tensor).untyped_storage()
         if storage._cdata not in self._seen:
             self._seen[storage._cdata] = storage
-            self.count += storage.nbytes()
+            self.storages.append(storage)
         return tensor
 
 
@@ -168,6 +174,11 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
                 with (torch.enable_grad(), kept, found.recorded(by_caller=True), count, FusedAttention(), products,
                       count.chains(counting)):
                     state = functional_call(module, tensors, (entered_state,), tie_weights=False)
+                memory = count
+                if counting.has_scores:
+                    memory, kept = _count_of(module, tensors), KeptBytes(tensors.values())
+                    with torch.enable_grad(), kept, memory:
+                        functional_call(module, tensors, (_as_leaves(arrived, arrived_trains),), tie_weights=False)
         except ModelError:
             raise
         except Exception as error:
@@ -178,9 +189,10 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
         outputs = named(state, f"block {name}")
         share, defers = _weights_of(module, count)
         costs.append(BlockCost(
-            name=name, flops=count.flops, written_bytes=count.written, allocated_bytes=count.allocated,
-            kernels=run_kernels(count, state, counting, dtype.itemsize), kept_bytes=kept.count,
-            operand_bytes=kept.count_of(count.operands()),
+            name=name, flops=count.flops, written_bytes=count.written, allocated_bytes=memory.allocated,
+            kernels=run_kernels(count, state, counting, dtype.itemsize),
+            kept_bytes=(stored := kept_bytes(memory, kept.storages, counting)),
+            operand_bytes=min(stored, kept.count_of(memory.operands())),
             input_bytes=entered, output_bytes=_state_bytes(outputs), weight_share=share, defers=defers,
             float8_products=tuple(products.found), repeated=count.repeated(
                 counting, dtype.itemsize, kept_bytes=storage_bytes(found.tensors),

@@ -6,7 +6,7 @@ is one pass over the logits. `Counting` says which of these hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -20,7 +20,16 @@ from torch.utils.flop_counter import flop_registry
 
 from ranvier.config.run import Run
 from ranvier.cost.blocks import Repeated
-from ranvier.cost.kernels import Access, Kernel, Kernels, Kind, fused, in_float8, with_scores
+from ranvier.cost.kernels import (
+    Access,
+    Kernel,
+    Kernels,
+    Kind,
+    fused,
+    in_float8,
+    kept_by_compiler,
+    with_scores,
+)
 from ranvier.tensor import float8
 from ranvier.tensor.columns import plain
 from ranvier.tensor.fused import Fused, using
@@ -136,7 +145,10 @@ class KernelCount(TorchDispatchMode):
 
     def storage_of(self, tensor: Tensor) -> int:
         """The number of a tensor's storage, which stays alive: an address may be used again."""
-        storage = plain(tensor).untyped_storage()
+        return self.number_of(plain(tensor).untyped_storage())
+
+    def number_of(self, storage: torch.UntypedStorage) -> int:
+        """The number of a storage."""
         return self._storages.setdefault(storage._cdata, (len(self._storages), storage))[0]
 
     def operands(self) -> set[int]:
@@ -144,6 +156,11 @@ class KernelCount(TorchDispatchMode):
         found = {access.storage for kernel in self.kernels if kernel.kind in ("product", "attention")
                  for access in (*kernel.reads, *kernel.writes)}
         return {key for key, (number, _) in self._storages.items() if number in found}
+
+    @property
+    def weights(self) -> set[int]:
+        """The numbers of the block's parameters."""
+        return {self._storages[address][0] for address in self._weights if address in self._storages}
 
     def _access(self, tensor: Tensor, most: int | None = None) -> Access:
         size = max(1, plain(tensor).untyped_storage().nbytes())
@@ -233,6 +250,18 @@ class _Chains(Fused):
         outputs = {self._count.storage_of(leaf) for leaf in _tensors(result)}
         self._count.kernels[begins:] = fused(self._count.kernels[begins:], outputs)
         return result
+
+
+def kept_bytes(count: KernelCount, saved: Iterable[torch.UntypedStorage], counting: Counting) -> int:
+    """Bytes that a block keeps for its backward. saved: what autograd saves of a forward that is not compiled, without
+    parameters; chains that layers compile save what they save uncompiled."""
+    kept = {count.number_of(storage): storage.nbytes() for storage in saved}
+    if not counting.compiles:
+        return sum(kept.values())
+    chains = [kernel for kernel in count.kernels if kernel.kind in ("pointwise", "copy")]
+    operands = {access.storage for kernel in count.kernels if kernel.kind in ("product", "attention")
+                for access in (*kernel.reads, *(kernel.writes if kernel.kind == "attention" else ()))}
+    return kept_by_compiler(chains, kept, operands & kept.keys() | count.weights)
 
 
 def run_kernels(count: KernelCount, outputs: object, counting: Counting, element_bytes: int) -> Kernels:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import starmap
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ranvier import keyed_random, precision
+from ranvier import precision
 from ranvier.block import Model, State, freeze, meta_device, named
 from ranvier.comm.fp32_sums import Fp32Sums
 from ranvier.comm.meta import MetaGroup
@@ -39,6 +40,7 @@ from ranvier.optim.rules import rules_of, skips_by_itself
 from ranvier.pipeline.ties import gradient_specs
 from ranvier.plan.block_costs import FusedAttention, KeptBytes
 from ranvier.plan.cut import StageTable, meta_mesh, split_model
+from ranvier.plan.kernel_count import counting_of
 from ranvier.plan.known_costs import Known
 from ranvier.plan.limits import MemoryChoice, memory_choices, run_limits, stages_at_peak
 from ranvier.plan.make import make_for_run, whole_parameters
@@ -99,8 +101,13 @@ def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, 
     the schedule's, where they are known. cluster: as for `run_limits`."""
     found: list[RankMemory] = []
     known = {} if needs is None else needs
-    limits = limits or _limits(run, layout, stages.costs, cluster)
-    peaks = _stages_at_peak(run, layout, stages.costs, limits, cluster)
+    counted, peaks = stages.stage_costs() if stages.costs else None, None
+    if counted is None:
+        limits = limits or _rule(run, layout)
+    else:
+        again = recomputed_runs(run, counted)
+        limits = limits or run_limits(run, counted, again, cluster)
+        peaks = stages_at_peak(run, counted, limits, again, cluster)
     buffers, passing, kept = dict[int, int](), dict[int, int](), dict[str, int]()
     if run.mesh.stage_size > 1 and stages.costs:
         buffers, passing, kept = _tensor_mesh(run, model, stages, layout, known)
@@ -109,7 +116,7 @@ def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, 
                 for stage in layout.stages.stages_of(pipe)]
         runs = tuple(each for *_, own in held for each in own)
         first = layout.blocks_on(pipe)[0]
-        alike = ("states", run.mesh, run.optim, run.guard, run.precision, run.launch.device, layout.boundaries,
+        alike = ("states", run.mesh, run.optim, run.guard, run.precision, run.checkpoint, run.launch, layout.boundaries,
                  tuple(range(each.start - first, each.stop - first) for each in runs), _likeness(layout, pipe))
         if alike not in known:
             known[alike] = _states(run, layout, pipe, runs)
@@ -165,7 +172,7 @@ def device_bytes_of_stages(run: ResolvedRun, frozen: int = 0, frozen_above: Sequ
     def needed(stage: int, start: int, stop: int) -> int:
         there = replace(layout, boundaries=(*range(start - stage + 1, start + 1),
                                             *range(stop, stop + run.mesh.pipeline_size - stage - 1)))
-        limits = _limits(run, there, None)
+        limits = _rule(run, there)
         costs, segments, runs = _computed(run, model, stages, there, stage)
         if (start, stop, runs) not in lasting:  # on whichever stage they are
             states = _states(run, there, stage, runs)["device"]
@@ -184,7 +191,7 @@ def _computed(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout
     blocks = layout.blocks(stage)
     costs = stages.costs[blocks.start:blocks.stop] if stages.costs else ()
     names = tuple(model.blocks)[blocks.start:blocks.stop]
-    segments = _segments(run, model, names, costs, stage, _limits(run, layout, None).in_flight)
+    segments = _segments(run, model, names, costs, stage, _rule(run, layout).in_flight)
     return costs, segments, tuple(range(blocks.start + places.start, blocks.start + places.stop)
                                   for places, _ in runs_of(len(blocks), segments))
 
@@ -314,7 +321,7 @@ def _tensor_mesh(run: ResolvedRun, model: Model, stages: StageTable, layout: Lay
     passing, gathered, unreduced = (dict.fromkeys(range(run.mesh.pipeline_size), 0) for _ in range(3))
     largest: list[dict[tuple[str, torch.dtype], int]] = [{} for _ in range(run.mesh.pipeline_size)]
     uses: list[list[WeightUse]] = [[] for _ in range(run.mesh.pipeline_size)]
-    limit = _limits(run, layout, None).in_flight
+    limit = _rule(run, layout).in_flight
     with torch.device("meta"):
         state, targets = families.sample_of(run, run.row_microbatch_size)
     costs = stages.costs
@@ -390,7 +397,8 @@ def _block_needs(run: ResolvedRun, part: Model, mesh: TensorMesh, name: str, sta
             uses += layer.uses
             unreduced += layer.unreduced_bytes
     kept = KeptBytes(block.parameters())
-    with keyed_random.scope(0, 0, torch.zeros(1, dtype=torch.int64), name), kept, FusedAttention():
+    has_scores = counting_of(run, device=device_kind(run), stage_size=run.mesh.stage_size).has_scores
+    with kept, nullcontext() if has_scores else FusedAttention():
         state = block(state)
         kept_bytes = kept.count
         ends = plain(named(state, name)).values() if targets is None else [part.loss(state, targets)[0]]
@@ -404,25 +412,8 @@ def _block_needs(run: ResolvedRun, part: Model, mesh: TensorMesh, name: str, sta
                        state=tree_map(partial(on_local, lambda x: x.detach().requires_grad_(x.requires_grad)), state))
 
 
-def _stage_costs(layout: Layout, costs: Sequence[BlockCost]) -> list[Sequence[BlockCost]]:
-    return [costs[blocks.start:blocks.stop] for blocks in map(layout.blocks, range(layout.stages.num_stages))]
-
-
-def _stages_at_peak(run: ResolvedRun, layout: Layout, costs: Sequence[BlockCost] | None, limits: Limits,
-                    cluster: Cluster | None) -> tuple[tuple[int, float], ...] | None:
-    """What each stage has at its rank's peak, where that is simulated."""
-    if costs is None:
-        return None
-    counted = _stage_costs(layout, costs)
-    return stages_at_peak(run, counted, limits, recomputed_runs(run, counted), cluster)
-
-
-def _limits(run: ResolvedRun, layout: Layout, costs: Sequence[BlockCost] | None, cluster: Cluster | None = None
-            ) -> Limits:
-    """What the pipeline may have under way. costs: of all blocks; None for the rule without them."""
-    if costs is not None:
-        counted = _stage_costs(layout, costs)
-        return run_limits(run, counted, recomputed_runs(run, counted), cluster)
+def _rule(run: ResolvedRun, layout: Layout) -> Limits:
+    """What the pipeline may have under way by the rule, which needs no counted blocks."""
     stages = [layout.blocks(stage) for stage in range(layout.stages.num_stages)]
     trained = {parameter.block for parameter in layout.parameters if parameter.trainable}
     rule = rule_limits([not trained.isdisjoint(blocks) for blocks in stages], layout.stages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from math import ceil
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -15,12 +16,15 @@ from ranvier.system.untrusted_file import read_bytes
 Launcher = Literal["slurm", "torchrun", "kubernetes"]
 _SUFFIXES: dict[Launcher, str] = {"slurm": ".sbatch", "torchrun": ".sh", "kubernetes": ".yaml"}
 _MOST_BYTES = 1 << 20
+_SAVING_SECONDS = 120
+"""For the checkpoint of a run that is told to stop, after the step in progress and one more."""
 LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
 
 
-def write_job(launcher: Launcher, run: ResolvedRun, cluster: Cluster, run_file: Path) -> Path:
+def write_job(launcher: Launcher, run: ResolvedRun, cluster: Cluster, run_file: Path, step_seconds: float) -> Path:
     """Write the file that starts `run_file` on the run's devices; its path, beside that file. ConfigError where it
-    cannot be written, or where the devices do not fill whole nodes."""
+    cannot be written, or where the devices do not fill whole nodes. step_seconds: what a step takes, of which a run
+    that is told to stop needs two."""
     per_node = min(cluster.devices_per_node, run.mesh.size)
     nodes, rest = divmod(run.mesh.size, per_node)
     if rest:
@@ -29,7 +33,9 @@ def write_job(launcher: Launcher, run: ResolvedRun, cluster: Cluster, run_file: 
                           remedy=f"Plan for a multiple of {per_node} ranks, or start the ranks yourself.")
     path = run_file.with_suffix(_SUFFIXES[launcher])
     text = {"slurm": _slurm, "torchrun": _torchrun, "kubernetes": _kubernetes}[launcher](
-        run_file, nodes, per_node, on_gpus=cluster.device.cores is None)
+        run_file, nodes, per_node, on_gpus=cluster.device.cores is None,
+        stop_seconds=60 * ceil((2 * step_seconds + _SAVING_SECONDS) / 60),
+        whole_nodes=per_node == cluster.devices_per_node)
     try:
         write_atomically(path, text)
     except OSError as error:
@@ -44,44 +50,51 @@ def start_command(launcher: Launcher, path: Path) -> str:
             "kubernetes": f"kubectl apply -f {path}"}[launcher]
 
 
-def _slurm(run_file: Path, nodes: int, per_node: int, *, on_gpus: bool) -> str:
+def _slurm(run_file: Path, nodes: int, per_node: int, *, on_gpus: bool, stop_seconds: int, whole_nodes: bool) -> str:
     gpus = f"#SBATCH --gpus-per-node={per_node}\n" if on_gpus else ""
+    gpus += "#SBATCH --exclusive\n" if whole_nodes else ""  # all cores: a task has one of a shared node
     return f"""#!/bin/bash
 # sbatch {run_file.with_suffix(".sbatch").name} [/shared/folder/of/the/run]
-# Saves before its time is up, is put back into the queue, and resumes.
+# Saves before its time is up, is put back into the queue, and resumes. --signal: two steps and a checkpoint.
 #SBATCH --job-name={run_file.stem}
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node={per_node}
 {gpus}#SBATCH --time=24:00:00
-#SBATCH --signal=USR1@120
+#SBATCH --signal=USR1@{stop_seconds}
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.out
 
 run_dir=${{1:-{shlex.quote(f"runs/{run_file.stem}")}}}
+export RANVIER_SECRET=$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \\n') # signs what ranks tell each other
 newest() {{ find "$run_dir/checkpoint" -maxdepth 1 -name 'step-*' 2>/dev/null | sort -V | tail -n 1; }}
 before=$(newest)
 srun --kill-on-bad-exit=1 ranvier train {shlex.quote(str(run_file))} --resume auto --run-dir "$run_dir"
 code=$?
 if [ -e "$run_dir/summary.json" ]; then exit "$code"; fi # finished
-if [ "$(newest)" = "$before" ]; then exit "$((code == 0 ? 1 : code))"; fi # no step further: not again
+if [ "$(newest)" = "$before" ]; then
+    echo "no checkpoint after ${{before:-the start}}: not put back into the queue" >&2
+    exit "$((code == 0 ? 1 : code))"
+fi
 scontrol requeue "$SLURM_JOB_ID"
 """
 
 
-def _torchrun(run_file: Path, nodes: int, per_node: int, *, on_gpus: bool) -> str:
+def _torchrun(run_file: Path, nodes: int, per_node: int, *, on_gpus: bool, stop_seconds: int, whole_nodes: bool) -> str:
     way = ('--nnodes ' + str(nodes) + ' --rdzv-backend c10d --rdzv-endpoint "${1:?say the first machine}:29400" '
            f'--rdzv-id {shlex.quote(run_file.stem)}') if nodes > 1 else "--standalone"
     where = "on each machine, with the first one's name or address" if nodes > 1 else "on the machine"
     return f"""#!/bin/bash
 # {where}: bash {run_file.with_suffix(".sh").name}{" FIRST_MACHINE" if nodes > 1 else ""}
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={stop_seconds} # until torchrun kills ranks that save
 exec torchrun {way} \\
     --nproc-per-node {per_node} --max-restarts 3 \\
     -m ranvier train {shlex.quote(str(run_file))} --resume auto --run-dir {shlex.quote(f"runs/{run_file.stem}")}
 """
 
 
-def _kubernetes(run_file: Path, nodes: int, per_node: int, *, on_gpus: bool) -> str:
+def _kubernetes(run_file: Path, nodes: int, per_node: int, *, on_gpus: bool, stop_seconds: int, whole_nodes: bool
+                ) -> str:
     name = "".join(char if char.isalnum() else "-" for char in run_file.stem.lower()).strip("-") or "ranvier"
     gpus = f'\n            limits: {{nvidia.com/gpu: "{per_node}"}}' if on_gpus else ""
     settings = "\n".join(f"    {line}" for line in read_bytes(run_file, _MOST_BYTES).decode().splitlines())
@@ -115,7 +128,7 @@ spec:
     spec:
       subdomain: {name}
       restartPolicy: Never
-      terminationGracePeriodSeconds: 120
+      terminationGracePeriodSeconds: {stop_seconds + 30}
       containers:
         - name: train
           image: example.com/ranvier:latest
@@ -124,6 +137,8 @@ spec:
             - exec torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d
               --rdzv-endpoint {name}-0.{name}:29400 --rdzv-id {name} --max-restarts 3
               -m ranvier train /settings/run.toml --resume auto --run-dir /runs/{name}
+          env:
+            - {{name: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, value: "{stop_seconds}"}}
           resources:
             requests: {{cpu: "{4 * per_node}"}}{gpus}
           volumeMounts:

@@ -199,7 +199,7 @@ def _compute() -> dict[str, Any]:
     return {
         "precisions": {name: {"samples": [sample for shape in _SHAPES for sample in _blocks(shape, name)],
                               "product_flops": _product(name, _PRODUCT)} for name in _FORMATS},
-        "update_bandwidth": _update("cpu"), "host_link": _copy("cpu"), "host_bandwidth": _update("cpu"),
+        "update_bandwidth": _update("cpu"), "host_link": _copy("cpu"),
     }
 
 

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from ranvier.pictures.report_page import Page, Table
+from collections.abc import Mapping
+
+from ranvier.config.run import Run
+from ranvier.pictures.report_page import Page, StepTimeline, Table, changed_settings
 from ranvier.planner import report
 from ranvier.planner.candidates import Candidate
 from ranvier.planner.search import SearchResult
+from ranvier.planner.simulation import Simulation
+from ranvier.planner.training import Goal, columns, training
+from ranvier.schedule.schedule import Action
+from ranvier.schedule.simulator import Simulated
+from ranvier.schedule.spans import Category, Span
 
 _MAX_ROWS = 60
+_CATEGORIES: dict[str, Category] = {"F": "forward", "B": "backward", "W": "weight"}
 
 
-def page_of(plan: SearchResult, recipe: str) -> Page:
-    """Figures of the best configuration, its explanation, and the candidates, those that do not fit last."""
+def page_of(plan: SearchResult, recipe: str, asked: Run, origins: Mapping[str, str], step: Simulation,
+            goal: Goal | None = None) -> Page:
+    """Figures of the best configuration, its explanation, the candidates, those that do not fit last, and a step of it.
+    asked, origins: the settings before the search, and where each comes from. step: of the best configuration.
+    goal: a training, of which its days and its cost are figures, too."""
     best = plan.best[0]
     dropped = sorted(plan.dropped, key=lambda one: one.cost.seconds)
     rows = [_row(plan, number, found, _lost(best, found)) for number, found in enumerate(plan.best, 1)]
     rows += [_row(plan, 0, found, found.reason or "does not fit") for found in dropped]
     cost = best.cost
+    whole = {} if goal is None else columns([training(best, plan.cluster, goal, plan.measured_over_predicted)])
     axes = [f"{axis} {size}" for axis, size in best.run.mesh.sizes.items() if size > 1] or ["1 rank"]
     return Page(
         title=f"{recipe} on {plan.ranks:,} of {plan.cluster.num_devices:,} devices of {plan.cluster.name}",
@@ -24,29 +37,43 @@ def page_of(plan: SearchResult, recipe: str) -> Page:
         figures=[("mesh", " x ".join(axes)), ("seconds per step", f"{cost.seconds:.4g}"),
                  ("tokens per second", f"{cost.tokens_per_second:,.0f}"),
                  ("MFU", f"{cost.model_utilisation:.1%}"), ("bubble", f"{cost.bubble_fraction:.1%}"),
-                 ("GiB a device", f"{report.device_bytes(best) / 2**30:.2f}")],
+                 ("GiB a device", f"{report.device_bytes(best) / 2**30:.2f}"),
+                 *((name.replace("\n", " "), cell) for name, (cell,) in whole.items())],
         text=report.explanation(plan),
         candidates=Table(header=("", "configuration", "s a step", "tokens/s", "MFU", "bubble", "GiB a device",
                                  "why not"), rows=rows[:_MAX_ROWS], numbers=(2, 3, 4, 5, 6)),
-        memory=[{"place": f"stage {entry.pipeline_rank}" if first else "", "category": category, "predicted": size,
+        timeline=_timeline(step.step.shown),
+        memory=[{"place": f"stage {entry.pipeline_rank}", "category": prefix + category, "predicted": size,
                  "measured": None, "whole": False}
-                for entry in best.memory for first, (category, size) in zip(
-                    [True] + [False] * len(entry.device), entry.device.items(), strict=False) if size])
+                for entry in best.memory for prefix, sizes in (("", entry.device), ("host ", entry.host))
+                for category, size in sizes.items() if size],
+        settings=changed_settings(best.run, asked, origins))
+
+
+def _timeline(shown: Simulated) -> StepTimeline:
+    """The actions of one replica; what follows its pipeline is not in it."""
+    def span(action: Action, start: float, stop: float) -> Span:
+        return Span(_CATEGORIES[action.kind], str(action), 1, round(start * 1e9), round(stop * 1e9))
+
+    return StepTimeline(
+        title=f"The pipeline of a step, simulated: {shown.seconds * 1e3:,.4g} ms", start_ns=0,
+        stop_ns=round(shown.seconds * 1e9),
+        rows=[(f"pipe {rank}", [span(*each) for each in actions]) for rank, actions in enumerate(shown.actions)])
 
 
 def _row(plan: SearchResult, number: int, found: Candidate, reason: str) -> tuple[str, ...]:
     cost = found.cost
     return (str(number) if number else "", report.describe(found.run), f"{cost.seconds:.4g}",
             f"{cost.tokens_per_second:,.0f}", f"{cost.model_utilisation:.1%}", f"{cost.bubble_fraction:.1%}",
-            f"{report.device_bytes(found) / 2**30:.2f}", reason)
+            f"{report.device_bytes(found) / 2**30:.2f}" if found.memory else "", reason)
 
 
 def _lost(best: Candidate, found: Candidate) -> str:
-    """In what the time of a step is spent that the best one does not need."""
+    """In what a step spends more time than the best one, and in what less: the largest three."""
     if found is best:
         return "the fastest"
     more = {name: share * found.cost.seconds - report.shares(best.cost).get(name, 0.0) * best.cost.seconds
             for name, share in report.shares(found.cost).items()}
-    parts = [f"{name} +{seconds:.3g} s" for name, seconds in sorted(more.items(), key=lambda part: -part[1])[:2]
-             if seconds > 0.001 * best.cost.seconds]
+    parts = [f"{name} {seconds:+.3g} s" for name, seconds in sorted(more.items(), key=lambda part: -abs(part[1]))[:3]
+             if abs(seconds) > 0.0005 * best.cost.seconds]
     return f"{found.cost.seconds / best.cost.seconds - 1:+.1%}" + (f": {', '.join(parts)}" if parts else "")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from typing import cast, get_args
@@ -17,6 +17,7 @@ from ranvier.config.task_form import form_of
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.hardware import Cluster
 from ranvier.errors import ConfigError, RanvierError
+from ranvier.pictures.report_page import Page
 from ranvier.planner import report
 from ranvier.planner.auto import closed, open_axes_of, with_plan, with_pretrained
 from ranvier.planner.candidates import SEARCHED, Setting, predict
@@ -70,14 +71,16 @@ def settings_of(text: str | None) -> tuple[Setting, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What `ranvier plan` is asked beside the recipe and the clusters. ranks: devices; None for what the recipe's mesh
-    or the cluster has. nodes: of each cluster instead of its file's. searched: what may change. takes_bf16: whether the
-    plan is in bf16 where a device computes faster so, because nobody chose the number format. measure: how many are run
-    here. goal: a whole training. what_if: factors on numbers of the cluster. out: the run file, beside which
-    `launcher` has a job's file."""
+    """What `ranvier plan` is asked beside the recipe and the clusters. ranks: devices; None for what the recipe's
+    mesh or the cluster has. nodes, price: of each cluster, and of a device and hour, instead of its file's.
+    searched: what may change. takes_bf16: whether the plan is in bf16 where a device computes faster so, because
+    nobody chose the number format. measure: how many are run here. goal: a whole training. what_if: factors on
+    numbers of the cluster. out: the run file, beside which `launcher` has a job's file. out_html: the page;
+    origins: where each setting comes from, for it."""
 
     ranks: int | None = None
     nodes: int | None = None
+    price: float | None = None
     searched: str | None = None
     takes_bf16: bool = False
     measure: int = 0
@@ -85,6 +88,7 @@ class Request:
     what_if: Sequence[str] = ()
     out: Path | None = None
     out_html: Path | None = None
+    origins: Mapping[str, str] = field(default_factory=dict)
     launcher: Launcher | None = None
     explain: bool = False
     as_json: bool = False
@@ -93,7 +97,7 @@ class Request:
 def plan(name: str, run: Run, cluster_names: Sequence[str], request: Request) -> SearchResult:
     """Search, run the best `measure` for some steps here, print, and write the best as a run file. The result of the
     first cluster is returned."""
-    clusters = [_sized(load_cluster(each), request.nodes) for each in cluster_names]
+    clusters = [_sized(load_cluster(each), request) for each in cluster_names]
     _check(request, clusters)
     if request.out is not None:
         read.check_out(request.out)
@@ -108,11 +112,14 @@ def plan(name: str, run: Run, cluster_names: Sequence[str], request: Request) ->
         found = measured(found, request.measure, _progress)
     best, job = found.best[0], None
     if request.out is not None:
-        _write(replace(best.run, launch=run.launch, run_dir=None), request.out)
+        length = best.run.train if goal is None else replace(
+            best.run.train, epochs=None, steps=training(best, found.cluster, goal).steps)
+        _write(replace(best.run, train=length, launch=run.launch, run_dir=None), request.out)
         if request.launcher is not None:
-            job = write_job(request.launcher, best.run, found.cluster, request.out)
+            job = write_job(request.launcher, best.run, found.cluster, request.out, best.cost.seconds)
     if request.out_html is not None:
-        _write_page(found, name, request.out_html)
+        _write_page(page_of(found, name, run, request.origins, simulation(best.run, found.cluster), goal),
+                    request.out_html)
     if request.as_json:
         print(json.dumps(report.document(found, name, goal), indent=1))
         return found
@@ -166,8 +173,10 @@ class Progress:
             print(file=sys.stderr, flush=True)
 
 
-def _sized(cluster: Cluster, nodes: int | None) -> Cluster:
-    return cluster if nodes is None else replace(cluster, nodes=nodes)
+def _sized(cluster: Cluster, request: Request) -> Cluster:
+    """With the number of nodes and the price that are asked for."""
+    return replace(cluster, nodes=request.nodes or cluster.nodes,
+                   price_per_hour=request.price or cluster.price_per_hour)
 
 
 def _check(request: Request, clusters: Sequence[Cluster]) -> None:
@@ -175,9 +184,9 @@ def _check(request: Request, clusters: Sequence[Cluster]) -> None:
     several = len(clusters) > 1 or bool(request.what_if)
     for where, value in (("--out", request.out), ("--out-html", request.out_html), ("--measure", request.measure)):
         if several and value:
-            raise ConfigError("is for one plan, and several clusters are compared", code="comparison-with-output",
-                              where=where, value=str(value),
-                              remedy="Leave it out here, and plan again for the cluster that you choose.")
+            raise ConfigError("is for one plan, and several are compared (`--cluster` more than once, or `--what-if`)",
+                              code="comparison-with-output", where=where, value=str(value),
+                              remedy="Leave it out here, and plan again for the one that you choose.")
     if request.launcher is not None and request.out is None:
         raise ConfigError("needs a run file to start", code="launcher-without-out", where="--launcher",
                           value=request.launcher, remedy="Give `--out FILE.toml`, too.")
@@ -205,7 +214,8 @@ def _searched(run: Run, cluster: Cluster, request: Request) -> list[SearchResult
     if goal is not None and goal.budget is not None and cluster.price_per_hour is None:
         raise ConfigError(f"needs to know what a device of {cluster.name} costs", code="budget-without-price",
                           where="--budget", value=goal.budget,
-                          remedy="Write price_per_hour = DOLLARS (of a device) into the cluster's file.")
+                          remedy="Give `--price`, the dollars of a device and hour, or write price_per_hour into "
+                                 "the cluster's file.")
     if goal is None or request.ranks is not None or (goal.deadline_days is None and goal.budget is None):
         found = _search(run, cluster, ranks_for(run, cluster, request.ranks), request)
         if goal is not None:
@@ -269,9 +279,9 @@ def _write(run: Run, path: Path) -> None:
                           value=str(path), remedy="Name a .toml file in a folder you own.") from error
 
 
-def _write_page(found: SearchResult, name: str, path: Path) -> None:
+def _write_page(page: Page, path: Path) -> None:
     try:
-        write_atomically(path, page_of(found, name).html())
+        write_atomically(path, page.html())
     except OSError as error:
         raise ConfigError(f"cannot be written: {error.strerror or error}", code="plan-page-not-writable",
                           where="--out-html", value=str(path), remedy="Name a file in a folder you own.") from error
@@ -282,22 +292,22 @@ def print_plan(found: SearchResult, name: str, explain: bool, goal: Goal | None 
     screen = Screen(sys.stdout)
     screen.print(f"{name} on {found.ranks} of the {found.cluster.num_devices:,} devices of {found.cluster.name} "
                   f"({found.cluster.device.name}), {report.numbers(found)}")
+    if goal is not None:
+        steps = training(found.best[0], found.cluster, goal, found.measured_over_predicted).steps
+        screen.print(f"a training on {goal.tokens:,.0f} tokens has {steps:,} steps")
     if same := report.common_settings(found):
         screen.print(same)
     screen.print()
     screen.print(report.table(found, goal=goal))
     if found.measured_over_predicted != 1.0:
         screen.print(f"\nMeasured steps take {found.measured_over_predicted:.2f} times what is predicted (median).")
-    faster = [one for one in found.dropped if one.cost.seconds < found.best[0].cost.seconds]
-    if faster:
-        first = min(faster, key=lambda one: one.cost.seconds)
-        screen.print(f"\nConfigurations that would be faster do not fit. The fastest: {report.describe(first.run)}, "
-                      f"{first.cost.seconds:.4g} s a step: {first.reason}.")
     screen.print()
-    for line in report.explanation(found)[:None if explain else 2]:
+    first, limits, *more, memory = report.explanation(found)
+    faster = any(one.cost.seconds < found.best[0].cost.seconds for one in found.dropped)
+    for line in (first, limits, *(more if explain else ()), *([memory] if explain or faster else ())):
         screen.print(line)
     if explain and (choices := report.schedule_of(found)):
-        screen.print(report.schedule_text(choices))
+        screen.print(report.schedule_text(choices, found.best[0].cost.bubble_fraction))
 
 
 # --- simulate --------------------------------------------------------------------------------------------------------

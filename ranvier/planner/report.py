@@ -72,11 +72,12 @@ _WORDS = ("recompute", "offload", "shard", "deferred", "precision", "scheme")
 
 def numbers(plan: SearchResult) -> str:
     """What all configurations have in common: the batch, and the number format where only one was searched."""
-    run = plan.best[0].run
+    run, tokens = plan.best[0].run, plan.best[0].cost.tokens
     formats = {found.run.precision for found in plan.best}
-    parts = [f"batch {run.batch.global_size}", *(formats if len(formats) == 1 else ())]
+    parts = [f"batch {run.batch.global_size} of {tokens // run.batch.global_size:,} tokens",
+             *(formats if len(formats) == 1 else ())]
     if formats == {"fp32"} and "bf16" in plan.cluster.device.rates:
-        parts[-1] += " (this device computes faster with --precision bf16)"
+        parts[-1] += " (faster here with --precision bf16)"
     return ", ".join(parts)
 
 
@@ -131,7 +132,8 @@ def explanation(plan: SearchResult) -> list[str]:
     lines = [f"{describe(best.run)} takes {seconds:.4g} s a step: {named}."]
     lost = {name: part for name, part in parts.items() if name != "computing"}
     worst = max(lost, key=lambda name: lost[name])
-    lines.append(_bottleneck(worst, lost[worst], best, plan))
+    lines.append(("After computing, the" if 0.05 <= lost[worst] < parts["computing"] else "The")
+                 + _bottleneck(worst, lost[worst], best, plan))
     if second is not None:
         longer = second.ranked_seconds(factor) / best.ranked_seconds(factor) - 1
         why = "it was not measured" if best.measured_seconds else "more of its ranks wait for each other"
@@ -139,8 +141,10 @@ def explanation(plan: SearchResult) -> list[str]:
             f"{longer:.1%} slower." if longer >= 0 else f"{-longer:.1%} faster by the prediction, but {why}."))
     if plan.dropped:
         tempting = min(plan.dropped, key=lambda found: found.cost.seconds)
+        others = sum(found.cost.seconds < cost.seconds for found in plan.dropped) - 1
         lines.append(f"Memory is a bottleneck, too: {describe(tempting.run)} would take {tempting.cost.seconds:.4g} s "
                      f"({1 - tempting.cost.seconds / cost.seconds:.1%} less), but {tempting.reason}."
+                     + (" Others would be faster and do not fit either." if others else "")
                      if tempting.cost.seconds < cost.seconds else
                      "Memory is no bottleneck: no configuration that does not fit would be faster.")
     else:
@@ -151,33 +155,34 @@ def explanation(plan: SearchResult) -> list[str]:
 def _bottleneck(worst: str, share: float, best: Candidate, plan: SearchResult) -> str:
     mesh, cluster = best.run.mesh, plan.cluster
     if share < 0.05:
-        return (f"The bottleneck is computing: nothing else takes more than {share:.0%}. A device that computes faster "
+        return (f" bottleneck is computing: nothing else takes more than {share:.0%}. A device that computes faster "
                 "would help, or larger products.")
     match worst:
         case "the bubble" if waits_for_link(best.cost):
             sent = best.cost.link_bytes.get("pipe", 0) / 1e9
-            return ("The bottleneck is the link between stages: a microbatch's activations take longer on it than a "
+            return (" bottleneck is the link between stages: a microbatch's activations take longer on it than a "
                     f"stage computes, {sent:.2f} GB per rank and step. Fewer stages send less.")
         case "the bubble":
             waiting = f"{mesh.pipeline_size} stages wait {best.cost.bubble_fraction:.0%}"
-            return (f"The bottleneck is the bubble: {waiting} of the time for each other. A larger global "
+            return (f" bottleneck is the bubble: {waiting} of the time for each other. A larger global "
                     "batch has more microbatches to fill it.")
         case "averaging gradients":
             crossing = "between" if placed(mesh, "data", cluster.devices_per_node).crosses else "inside"
-            return (f"The bottleneck is the link {crossing} nodes: averaging the gradients sends "
+            return (f" bottleneck is the link {crossing} nodes: averaging the gradients sends "
                     f"{best.cost.link_bytes.get('data', 0) / 1e9:.2f} GB per rank and step. With a larger global batch "
                     "this happens less often.")
         case "messages of the tensor mesh":
             sizes = [best.cost.link_bytes.get(axis, 0.0) for axis in ("row", "col")]
-            return (f"The bottleneck is the links of the tensor mesh: {sum(sizes) / 1e9:.2f} GB per rank and step. "
+            return (f" bottleneck is the links of the tensor mesh: {sum(sizes) / 1e9:.2f} GB per rank and step. "
                     "Fewer rows and columns send less, and need more memory on each device.")
         case _:
             where = "the host's link" if best.run.optim.offload != "none" else "the device's memory"
-            return f"The bottleneck is the optimizer, at {where}. With a larger global batch it runs less often."
+            return f" bottleneck is the optimizer, at {where}. With a larger global batch it runs less often."
 
 
-def schedule_text(choices: Sequence[MemoryChoice]) -> str:
-    """The schedule of the run, and what more or less memory would make of it."""
+def schedule_text(choices: Sequence[MemoryChoice], step_bubble: float | None = None) -> str:
+    """The schedule of the run, and what more or less memory would make of it. step_bubble: of a whole step, which has
+    less of it than the few microbatches that are simulated for a choice; None where it is not known."""
     own, *others = choices
     max_stored = own.limits.max_stored
     some = "" if own.num_microbatches == own.step_microbatches else f" of the step's {own.step_microbatches:,}"
@@ -195,7 +200,9 @@ def schedule_text(choices: Sequence[MemoryChoice]) -> str:
                       + ("" if max_stored is None else f"the stages of a rank hold at most {max_stored}; ")
                       + ("forwards and backwards run in 1F1B's order; " if own.limits.alternating else "")
                       + f"chosen by a simulation of {own.num_microbatches}{some} microbatches, whose bubble is "
-                      f"{own.bubble_fraction:.1%}",
+                      f"{own.bubble_fraction:.1%}"
+                      + (f" ({step_bubble:.1%} of the whole step)" if some and step_bubble is not None else "")
+                      + (f"\nof these {own.num_microbatches}, relative to a step without a bubble:" if others else ""),
                       *(f"{name:>16}" + "".join(f"{value:>8}" for value in row) for name, *row in rows)])
 
 
@@ -255,7 +262,7 @@ def as_dict(found: Candidate) -> dict[str, object]:
             "shard": run.optim.shard, "chunk_buckets": run.optim.chunk_buckets, "precision": run.precision,
             "scheme": run.tensor.scheme, "reason": found.reason, **cost_dict(cost),
             "measured_seconds": found.measured_seconds,
-            "device_bytes": device_bytes(found),
+            "device_bytes": device_bytes(found) if found.memory else None,
             "memory": [{"pipe": entry.pipeline_rank, "ranks": entry.ranks, "device": dict(entry.device),
                         "host": dict(entry.host)} for entry in found.memory]}
 

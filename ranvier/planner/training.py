@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from math import ceil
 from typing import Any
 
 from ranvier.config.run import Run
@@ -56,9 +57,10 @@ def goal_of(tokens: str | None, deadline: float | None, budget: float | None, mt
 class Training:
     """A whole training by one configuration. goodput: the share of its time in steps that count; 1 without failures.
     best_checkpoint_steps: between checkpoints that lose least; None without failures. dollars, kilowatt_hours: None
-    where the cluster's file has no price or power."""
+    where the cluster's file has no price or power. steps: of the plan's batch."""
 
     devices: int
+    steps: int
     days: float
     device_hours: float
     goodput: float
@@ -85,7 +87,8 @@ def training(found: Candidate, cluster: Cluster, goal: Goal, measured_over_predi
     days = found.cost.days(goal.tokens) * longer / max(share, 1e-9)
     hours = days * 24 * devices
     price, watts = cluster.price_per_hour, cluster.device.watts
-    return Training(devices=devices, days=days, device_hours=hours, goodput=share, best_checkpoint_steps=best_steps,
+    return Training(devices=devices, steps=ceil(goal.tokens / found.cost.tokens), days=days, device_hours=hours,
+                    goodput=share, best_checkpoint_steps=best_steps,
                     dollars=None if price is None else hours * price,
                     kilowatt_hours=None if watts is None else hours * watts / 1000)
 

@@ -103,7 +103,8 @@ class Work:
 def _kind(run: ResolvedRun) -> object:
     """What one rank's part of each block depends on, the microbatch aside."""
     sizes = tuple(run.mesh[axis] for axis in run.mesh.stage_axes)
-    return sizes, run.tensor, run.precision, run.model, run.lora, run.data.task, run.data.options, device_kind(run)
+    data = run.data.task, run.data.options, run.data.packing
+    return sizes, run.tensor, run.precision, run.model, run.lora, data, device_kind(run)
 
 
 def _cut(run: ResolvedRun, blocks: Sequence[BlockCost], freezes: bool) -> tuple[int, ...]:

@@ -44,9 +44,9 @@ def fitted(text: str, width: int, indent: int | None = None) -> str:
     return "\n".join(broken(line) for line in text.split("\n"))
 
 
-def prose(text: str, stream: TextIO) -> str:
-    """Sentences for `stream`: fitted to a terminal, or to COLUMNS; unchanged for files and pipes."""
-    return fitted(text, terminal_width()) if stream.isatty() or os.environ.get("COLUMNS") else text
+def prose(text: str, stream: TextIO, indent: int | None = None) -> str:
+    """Sentences for `stream`: `fitted` to a terminal, or to COLUMNS; unchanged for files and pipes."""
+    return fitted(text, terminal_width(), indent) if stream.isatty() or os.environ.get("COLUMNS") else text
 
 
 def fields(parts: Sequence[str], width: int, indent: int = 2) -> str:

@@ -137,7 +137,8 @@ def parse(text: str) -> Fault:
 
 
 def faulty(world: World, faults: Sequence[Fault]) -> World:
-    """`world` with those of `faults` that are for its rank. Seconds count from this call.
+    """`world` itself, which has those of `faults` that are for its rank from now on. Seconds count from this call. A
+    copy would not learn that ranks are lost or join, and what was started with the first world waits for all of them.
 
     ConfigError for a fault of a rank that does not exist.
     """
@@ -145,7 +146,8 @@ def faulty(world: World, faults: Sequence[Fault]) -> World:
         if fault.rank >= world.size:
             raise _invalid(f"there are only ranks 0 to {world.size - 1}", fault)
     plan = _Plan([fault for fault in faults if fault.rank == world.rank], world.device)
-    return replace(world, backend=_FaultyBackend(world.backend, plan))
+    world.backend = _FaultyBackend(world.backend, plan)
+    return world
 
 
 class _Plan:

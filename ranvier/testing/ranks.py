@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from ranvier.comm.inprocess import InProcessWorld
-from ranvier.comm.throttle import Links, throttled
 from ranvier.launch.rank_processes import RanksFailed, run_processes
 from ranvier.world import World
 
@@ -28,12 +27,8 @@ __all__ = ["RanksFailed", "run_processes", "run_ranks"]
 Result = TypeVar("Result")
 
 
-def run_ranks(fn: Callable[[World], Result], size: int, *, timeout_seconds: float = 60.0,
-              throttle: Links | None = None) -> list[Result]:
+def run_ranks(fn: Callable[[World], Result], size: int, *, timeout_seconds: float = 60.0) -> list[Result]:
     """`fn(world)` on `size` ranks that are threads of this process; their results in rank order.
-
-    Args:
-        throttle: a Link, or (source, destination) -> Link, for messages and collectives alike.
 
     Raises the first failure of any rank, with a note that names the rank; ranks that wait for a message or a collective
     are woken by it and end too. RanksFailed with every thread's stack when some have not ended in `timeout_seconds`.
@@ -44,9 +39,8 @@ def run_ranks(fn: Callable[[World], Result], size: int, *, timeout_seconds: floa
     failures: list[tuple[int, BaseException]] = []
 
     def run(rank: int) -> None:
-        backend = shared.backend(rank)
-        world = World(backend=backend if throttle is None else throttled(backend, throttle), store=store,
-                      launcher="in-process", device=torch.device("cpu"), local_rank=rank, local_size=size)
+        world = World(backend=shared.backend(rank), store=store, launcher="in-process", device=torch.device("cpu"),
+                      local_rank=rank, local_size=size)
         try:
             results[rank] = fn(world)
             world.backend.close()

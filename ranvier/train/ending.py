@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from typing import Any
 
@@ -40,7 +41,9 @@ def leave(session: Session) -> dict[str, object]:
         session.outputs.event(note)
     session.outputs.event(NoteEvent(
         step=step, event="stopped", fields={"reason": reason},
-        text=f"stopped by {reason}; resume with --resume auto --run-dir {session.run_dir}"))
+        text=f"stopped by {reason}; resume with: ranvier train {shlex.quote(str(session.run_dir / 'run.toml'))} "
+             f"--resume auto --run-dir {shlex.quote(str(session.run_dir))}"
+             + ("" if session.world.launcher == "local" else f" (under {session.world.launcher}, as before)")))
     return {"stopped_after": step}
 
 

@@ -28,6 +28,8 @@ class History:
         self.meshes: dict[int, tuple[int, int]] = {}
         """Step -> (stages, replicas) from the next step on."""
         self.transitions: list[TransitionEvent] = []
+        self.past_events: Sequence[Mapping[str, Any]] = ()
+        """Lines of events.jsonl of before the run resumed, with those after the step from which it did."""
         self.unit = "tokens"
 
     @property
@@ -60,7 +62,7 @@ class History:
         for line in events:
             mesh, reached = line.get("mesh"), max(reached, line["step"])
             if line.get("event") in ("start", "transition") and isinstance(mesh, dict):
-                frozen = int(line.get("frozen_layers", self.frozen.get(reached, 0)))
+                frozen = int(line.get("frozen_layers", self.frozen[max(self.frozen)] if self.frozen else 0))
                 self._at(reached, frozen, Mesh(**{axis: mesh[axis] for axis in REQUIRED_AXES}))
 
     def event(self, event: Event) -> None:
@@ -86,7 +88,10 @@ class History:
                 self._at(event.step, len(event.frozen), event.mesh)
 
     def _at(self, step: int, frozen: int, mesh: Mesh) -> None:
-        self.frozen[step], self.meshes[step] = frozen, (mesh.pipeline_size, mesh.num_replicas)
+        """From `step` on. A start that changes neither is no mark."""
+        now, last = (mesh.pipeline_size, mesh.num_replicas), max(self.meshes, default=0)
+        if (self.meshes.get(last), self.frozen.get(last)) != (now, frozen):
+            self.frozen[step], self.meshes[step] = frozen, now
 
     def close(self) -> None:
         """Nothing is open."""

@@ -10,10 +10,11 @@ that was started last: its numbers are read while the next one is under way. Wha
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
+from ranvier.config import read
 from ranvier.config.resolve import ResolvedRun, resolve
 from ranvier.config.run import Run
 from ranvier.elastic.freezing import FreezePolicy
@@ -32,7 +33,7 @@ from ranvier.world import World
 
 
 def train(run: Run, recipe: str, world: World, *, trackers: Sequence[Tracker] = (), stream: TextIO | None = None,
-          freezing: FreezePolicy | None = None) -> dict[str, object]:
+          freezing: FreezePolicy | None = None, origins: Mapping[str, str] | None = None) -> dict[str, object]:
     """Train as `run` says and leave the results in its folder. Returns what summary.json says, on every rank.
 
     Args:
@@ -41,14 +42,17 @@ def train(run: Run, recipe: str, world: World, *, trackers: Sequence[Tracker] = 
         stream: where rank 0 prints; standard output by default.
         freezing: says how many layers are frozen, instead of the policy that elastic.freeze names; asked as often as
             elastic.every says.
+        origins: where each setting comes from, for the report; by default from the call.
 
     A run that is told to stop (ranvier.launch.stop) saves a checkpoint, leaves no summary.json, and returns
     {"stopped_after": its last step}. Raises RanvierError where data, settings or folder do not allow the run, and
     when the loss stops being a number.
     """
     closed = resolve(run)
+    if origins is None:
+        origins = {name: "call" for name, value in read.flatten(run).items() if value != read.settings()[name].default}
     with _part_of(closed, world) as stop:
-        return _run_to_end(start(closed, recipe, world, trackers, stream or sys.stdout, stop, freezing))
+        return _run_to_end(start(closed, recipe, world, trackers, stream or sys.stdout, stop, freezing, origins))
 
 
 def train_as_newcomer(facts: RunFacts, world: World) -> dict[str, object]:

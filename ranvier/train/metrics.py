@@ -143,7 +143,7 @@ class Meter:
         self.busy_steps += 1
         if self.busy_steps:
             for span in window.spans:
-                if span.label != "weigh":
+                if span.label != "norm":
                     self.busy[span.category] = self.busy.get(span.category, 0.0) + span.seconds
         return took
 

@@ -20,7 +20,7 @@ from ranvier.comm.inprocess import InProcessWorld
 from ranvier.comm.signed_store import SharedStore, signed
 from ranvier.config.resolve import ResolvedRun
 from ranvier.errors import ConfigError, DataError, LaunchError, RanvierError
-from ranvier.launch.contact import Contact, connect
+from ranvier.launch.contact import connect
 from ranvier.launch.devices import claim_device, visible_devices
 from ranvier.launch.failures import install_error_handlers, install_start_error_handlers
 from ranvier.launch.heartbeat import exit_with_launcher
@@ -47,17 +47,16 @@ def join_run(run_dir: Path, started: Started, sizes: Mapping[str, int], *, secon
     exit_with_launcher(started)
     install_start_error_handlers(started.local_rank)
     assert started.master is not None and started.secret is not None, "our own supervisor gives them"
-    contact = Contact(address=started.master[0], port=started.master[1], secret=started.secret)
-    torch_store, store = signed(connect(contact), contact.secret)
+    point = JoinPoint(address=started.master[0], port=started.master[1], secret=started.secret)
+    torch_store, store = signed(connect(point), point.secret)
     said = _said(store, run_dir)
     run = read_run(said, run_dir)
-    use_interface_towards(contact.address)
+    use_interface_towards(point.address)
     threads = run.launch.threads
     torch.set_num_threads(threads_per_rank(started.size) if threads == "auto" else threads)
     world = World(backend=InProcessWorld(1).backend(0), store=store, launcher="local", local_rank=started.rank,
                   local_size=started.size, device=_device(run.launch.device, started, store), mesh=run.mesh,
-                  joins=JoinPoint(address=contact.address, port=contact.port, secret=contact.secret),
-                  torch_store=torch_store)
+                  joins=point, torch_store=torch_store)
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         _, data, _ = prepare_run(run, world, nowhere if started.rank else stream)
     if fingerprint(data) != said["data"]:
@@ -76,7 +75,7 @@ def join_run(run_dir: Path, started: Started, sizes: Mapping[str, int], *, secon
                             peak=PeakRate(**said["peak"]))
 
 
-def run_to_join(contact: Contact, run_dir: Path) -> ResolvedRun:
+def run_to_join(contact: JoinPoint, run_dir: Path) -> ResolvedRun:
     """The settings of the run in `run_dir`, for the process that starts those that join it. RanvierError where the run
     cannot be reached, or has another version of torch."""
     return read_run(_said(signed(connect(contact), contact.secret)[1], run_dir), run_dir)

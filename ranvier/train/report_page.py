@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ranvier.config import read
 from ranvier.config.run import Run
 from ranvier.cost.memory import PROCESS_BYTES, RankMemory
 from ranvier.mesh import Mesh, mesh_text
-from ranvier.pictures.report_page import Mark, Page, step_timeline
+from ranvier.pictures.report_page import Mark, Page, changed_settings, step_timeline
 from ranvier.pictures.timelines import RankTimeline
 from ranvier.system.atomic_file import write_atomically
 from ranvier.train.events import EndEvent, Event, NoteEvent, StartEvent, StepEvent, TransitionEvent
@@ -30,16 +29,16 @@ _FAULTS = frozenset({"bad-step", "went-back", "replicas-differ", "lost", "checkp
 
 class ReportPage:
     """A tracker that keeps a run's page. history: another tracker, which has each event first. asked: the settings
-    before `auto` was resolved. RanvierError when the file cannot be written."""
+    before `auto` was resolved. origins: where each of them comes from. RanvierError when the file cannot be written."""
 
-    def __init__(self, asked: Run, recipe: str, folder: Path, history: History,
+    def __init__(self, asked: Run, recipe: str, folder: Path, history: History, origins: Mapping[str, str],
                  clock: Callable[[], float] = time.monotonic) -> None:
         self.run: Run = asked
         """The settings as they are now."""
-        self._asked, self._recipe, self.path = asked, recipe, folder / NAME
+        self._asked, self._origins, self._recipe, self.path = asked, origins, recipe, folder / NAME
         self._history, self._clock = history, clock
         self._marks: list[Mark] = []
-        self._mesh, self._steps, self._left_out = "", 0, 0
+        self._mesh, self._steps, self._left_out, self._ended = "", 0, 0, False
         self._next = clock() + SECONDS_BETWEEN
 
     def event(self, event: Event) -> None:
@@ -47,12 +46,14 @@ class ReportPage:
         match event:
             case StartEvent():
                 self._mesh, self._steps = mesh_text(event.mesh), event.steps
+                self._remember()
             case TransitionEvent():
                 self._mesh = mesh_text(event.mesh)
                 self._mark(Mark(step=event.step, kind="transition", text=str(event)))
             case NoteEvent():
                 self._mark(Mark(step=event.step, kind=event.event, text=event.text, fault=event.event in _FAULTS))
                 if event.event == "stopped":
+                    self._ended = True
                     self._write(self._page("stopped"))
             case StepEvent() if self._clock() >= self._next:
                 began = self._clock()
@@ -64,6 +65,7 @@ class ReportPage:
     def finish(self, summary: Mapping[str, Any], timelines: Sequence[RankTimeline], mesh: Mesh,
                predicted: Sequence[RankMemory], *, on_cpu: bool) -> None:
         """The run has ended well: the page with all that is known of it."""
+        self._ended = True
         figures = [("final loss", _number(summary["final_loss"])), ("held-out loss", _number(summary["eval_loss"])),
                    (f"{self._history.unit} per second", _number(summary["tokens_per_second"])),
                    ("seconds per step", _number(summary["step_seconds"])),
@@ -77,7 +79,27 @@ class ReportPage:
             timeline=step_timeline(timelines, mesh), memory=memory_rows(predicted, summary, mesh, on_cpu=on_cpu)))
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Write what is known of a run that has ended otherwise, by an error."""
+        if self._history.steps and not self._ended:
+            self._write(self._page(f"ended by an error after step {self._history.steps[-1]['step']} of {self._steps}"))
+
+    def _remember(self) -> None:
+        """Mark what happened before the run resumed, as its log has it. A start whose end or stop is not there ended by
+        a fault that nobody could write down."""
+        is_under_way, last = False, 0
+        for line in self._history.past_events:
+            kind, last = str(line["event"]), max(last, line["step"])
+            if kind not in ("start", "eval", "end"):
+                self._mark(Mark(step=line["step"], kind=kind, text=str(line.get("text")), fault=kind in _FAULTS))
+            if kind == "start" and is_under_way:
+                self._interrupted(last)
+            is_under_way = kind not in ("end", "stopped")
+        if is_under_way:
+            self._interrupted(last)
+
+    def _interrupted(self, step: int) -> None:
+        self._mark(Mark(step=step, kind="interrupted", fault=True,
+                        text="the run ended after this step, or later, without writing why"))
 
     def _mark(self, mark: Mark) -> None:
         if len(self._marks) < _MAX_MARKS:
@@ -92,8 +114,8 @@ class ReportPage:
                                   text=f"{self._left_out:,} further events are in events.jsonl")]
         return Page(title=f"{self._recipe} on mesh {self._mesh}", live=live, unit=self._history.unit,
                     subtitle=f"{state}, written {time.strftime('%Y-%m-%d %H:%M:%S')}; {self.path.parent}",
-                    curves=curves(self._history), marks=marks, settings=changed_settings(self.run, self._asked),
-                    **more)
+                    curves=curves(self._history), marks=marks,
+                    settings=changed_settings(self.run, self._asked, self._origins), **more)
 
     def _write(self, page: Page) -> None:
         with writing(self.path):
@@ -101,28 +123,22 @@ class ReportPage:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:,.4g}"
+    return "" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def curves(history: History) -> dict[str, list[float | None]]:
-    """The fields of metrics.jsonl by step; of a step that was taken twice, after a rollback, the later."""
+    """The fields of metrics.jsonl by step, that of the speed with the unit of the targets in its name; of a step that
+    was taken twice, after a rollback, the later."""
     lines = {line["step"]: line for line in history.steps}
     steps = sorted(lines)
     found: dict[str, list[float | None]] = {name: [lines[step].get(name) for step in steps] for name in (
-        "loss", "grad_norm", "learning_rate", "tokens_per_second", "bubble_fraction", "frozen_layers")}
+        "loss", "grad_norm", "learning_rate", "bubble_fraction", "frozen_layers")}
+    found[f"{history.unit}_per_second"] = [lines[step].get("tokens_per_second") for step in steps]
     found["eval_loss"] = [history.eval_losses.get(step) for step in steps]
     found["eval_accuracy"] = [history.accuracies.get(step) for step in steps]
     found["memory_gib"] = [None if (size := lines[step].get("memory_bytes")) is None else size / 2**30
                            for step in steps]
     return {"step": [float(step) for step in steps], **found}
-
-
-def changed_settings(run: Run, asked: Run) -> list[tuple[str, str, str, str]]:
-    """Name, value, default, and who has chosen it, of settings that are not at their default."""
-    values, before = read.flatten(run), read.flatten(asked)
-    return [(setting.flag, read.as_text(values[name]), read.as_text(setting.default),
-             "recipe or flag" if before[name] == values[name] else "auto")
-            for name, setting in read.settings().items() if values[name] != setting.default]
 
 
 def memory_rows(predicted: Sequence[RankMemory], summary: Mapping[str, Any], mesh: Mesh, *, on_cpu: bool
@@ -135,14 +151,13 @@ def memory_rows(predicted: Sequence[RankMemory], summary: Mapping[str, Any], mes
         rank = max(here, key=lambda rank: summary["peak_memory_bytes"][rank])
         measured = summary["memory"][rank] if "memory" in summary else {"device": {}, "host": {}}
         device = folded(entry.device) if "memory" in summary else entry.device
-        stage: list[dict[str, object]] = [
-            {"place": "", "category": prefix + category, "predicted": sizes.get(category),
+        place = f"stage {entry.pipeline_rank}" + (f", {entry.ranks} ranks" if entry.ranks > 1 else "")
+        rows += [
+            {"place": place, "category": prefix + category, "predicted": sizes.get(category),
              "measured": known.get(category), "whole": False}
             for prefix, sizes, known in (("", device, measured["device"]), ("host ", entry.host, measured["host"]))
             for category in {**sizes, **known} if sizes.get(category) or known.get(category)]
-        stage.append({"place": "", "category": "the whole process" if on_cpu else "the whole device", "whole": True,
+        rows.append({"place": place, "category": "the whole process" if on_cpu else "the whole device", "whole": True,
                       "predicted": entry.device_bytes + (entry.host_bytes + PROCESS_BYTES if on_cpu else 0),
                       "measured": summary["peak_memory_bytes"][rank]})
-        stage[0]["place"] = f"stage {entry.pipeline_rank}" + (f", {entry.ranks} ranks" if entry.ranks > 1 else "")
-        rows += stage
     return rows

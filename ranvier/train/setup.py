@@ -4,7 +4,7 @@ once every `auto` is resolved.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
@@ -71,17 +71,19 @@ def prepare_run(run: ResolvedRun, world: World, stream: TextIO) -> tuple[Resolve
 
 def agree_on_run(run: ResolvedRun, recipe: str, data: Prepared, ranks: Group, world: World) -> ResolvedRun:
     """The run with its folder, as rank 0 names it, and the tensor mesh as it lies best on the nodes. DataError when
-    the ranks have different data, ConfigError when they have different meshes."""
+    the ranks have different data, ConfigError when they have different settings."""
     folder = run.run_dir or read.default_folder(recipe)
     everyone = ranks.gather_objects({"folder": str(folder), "text": fingerprint(data),
-                                     "local_size": world.local_size,
-                                     "plan": f"{run.mesh}, microbatches of {run.batch.microbatch_size}"})
+                                     "local_size": world.local_size, "settings": _same_everywhere(run)})
     for rank, other in enumerate(everyone):
-        if other["plan"] != everyone[0]["plan"]:
-            raise ConfigError(f"differs from that of rank 0 ({everyone[0]['plan']})", code="mesh-differs-between-ranks",
-                              where=f"mesh of rank {rank}", value=other["plan"],
-                              remedy="Start all ranks with the same settings; where they are auto and machines differ, "
-                                     "name one cluster with `--launch.cluster`, or give numbers.")
+        first, here = everyone[0]["settings"], other["settings"]
+        if differ := [name for name in first if first[name] != here.get(name, first[name])]:
+            raise ConfigError(f"differ from those of rank 0: {_some(first, differ)} there",
+                              code="settings-differ-between-ranks", where=f"settings of rank {rank}",
+                              value=_some(here, differ),
+                              remedy="Start all ranks with the same settings and the same file; where mesh or "
+                                     "microbatches are auto and machines differ, name one cluster with "
+                                     "`--launch.cluster`, or give numbers.")
         if other["text"] != everyone[0]["text"]:
             raise DataError(f"differs from that of rank 0 ({everyone[0]['text']})", code="data-differs-between-ranks",
                             where=f"data of rank {rank}", value=other["text"],
@@ -89,6 +91,20 @@ def agree_on_run(run: ResolvedRun, recipe: str, data: Prepared, ranks: Group, wo
     nodes = {other["local_size"] for other in everyone}
     facts = tensor_mesh_facts(run, nodes.pop() if len(nodes) == 1 else None)
     return replace(resolve(run, Facts(tile=None if facts is None else facts.tile)), run_dir=Path(everyone[0]["folder"]))
+
+
+def _same_everywhere(run: ResolvedRun) -> dict[str, str]:
+    """Settings in which all ranks must agree, as text: all but those of a rank's own machine and paths, rank 0's logs,
+    and the data, whose fingerprint is compared."""
+    return {name: read.as_text(value) for name, value in read.flatten(run).items()
+            if not isinstance(value, Path) and not name.startswith(("launch.", "log.", "data."))
+            and name not in ("run_dir", "resume", "model.pretrained")}
+
+
+def _some(settings: Mapping[str, str], names: Sequence[str]) -> str:
+    """The first three of `names` with their values."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(f"{read.flag(name)} {settings.get(name)}" for name in names[:3]) + more
 
 
 def initial_weights(engine: Engine, run: ResolvedRun, pretrained: Pretrained | None, *, from_step: int | None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TextIO
@@ -66,7 +66,7 @@ def join(facts: RunFacts, world: World, stop: StopRequest) -> Session:
 
 
 def start(run: ResolvedRun, recipe: str, world: World, trackers: Sequence[Tracker], stream: TextIO, stop: StopRequest,
-          freezing: FreezePolicy | None) -> Session:
+          freezing: FreezePolicy | None, origins: Mapping[str, str]) -> Session:
     """The session of a run that begins, or resumes from a checkpoint. Collective over all ranks. Arguments and errors
     as of `ranvier.train.loop.train`."""
     if world.joins is not None and freezing is not None:
@@ -114,7 +114,7 @@ def start(run: ResolvedRun, recipe: str, world: World, trackers: Sequence[Tracke
     requests, history, page = Requests(world, run.run_dir if is_first else None), History(), None
     if is_first:
         more = experiment_trackers(run.log, run.run_dir, continues=resumed.continues)
-        page = ReportPage(run, recipe, run.run_dir, history)
+        page = ReportPage(run, recipe, run.run_dir, history, origins)
         outputs, damaged = open_outputs(run.run_dir, history, [console(stream, run), page, *more, *trackers],
                                         after=done if resumed.continues else None)
         notes += [*damaged, *requests.refuse_all(done, "it was made before the run began")]

@@ -9,7 +9,6 @@ import math
 import os
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,7 +24,7 @@ from tensorboardX import SummaryWriter
 
 from ranvier.config.run import Run
 from ranvier.mesh import REQUIRED_AXES, mesh_text
-from ranvier.system.terminal import fields, fitted, prose, terminal_width
+from ranvier.system.terminal import fields, fitted, prose
 from ranvier.train.events import (
     EndEvent,
     EvalEvent,
@@ -53,7 +52,10 @@ MAX_SECONDS_BETWEEN_LINES = 30.0
 _VERBOSE_SETTINGS = frozenset({"pipeline", "attention"})
 """Lines of the heading that only --verbose prints, as it does the table of stages."""
 NOTES_OF_A_KIND = 3
-"""Notes with the same name that are shown; events.jsonl has them all."""
+"""Notes with the same name that are shown one after the other; events.jsonl has them all."""
+SECONDS_BETWEEN_NOTES = 60.0
+"""From a shown note to the next one of its name, after these: what recurs, such as a checkpoint that cannot be written,
+must not fall silent."""
 
 
 def open_outputs(run_dir: Path, history: History, trackers: Sequence[Tracker], after: int | None
@@ -67,6 +69,7 @@ def open_outputs(run_dir: Path, history: History, trackers: Sequence[Tracker], a
         with writing(run_dir / "summary.json"), suppress(FileNotFoundError):
             (run_dir / "summary.json").unlink()  # of a run that had ended, and is resumed now
         history.remember(steps.lines, [line for line in events.lines if line["step"] <= after])
+        history.past_events = events.lines
     outputs = Trackers([history, MetricsFile(run_dir, steps.lines), EventsFile(run_dir, events.lines),
                         TensorBoard(run_dir, after or 0), *trackers])
     return outputs, [NoteEvent(step=after or 0, event="log-damaged", text=text) for log in (steps, events)
@@ -115,16 +118,18 @@ def _rate(per_second: float) -> str:
     return f"{per_second:,.1f}" if per_second < 100 else f"{per_second:,.0f}"
 
 
-def start_text(event: StartEvent, verbose: bool = False) -> str:
-    """The run's heading: mesh and settings, several lines. verbose: all settings, and the table of stages."""
+def start_text(event: StartEvent, stream: TextIO, verbose: bool = False) -> str:
+    """The run's heading: mesh and settings, a line each as `prose` fits it to `stream`. verbose: all settings, and the
+    table of stages."""
     lines = [f"{event.recipe}: {event.steps} steps on mesh {mesh_text(event.mesh)}"]
-    lines += [fitted(f"  {name:<14} {value}", terminal_width(), indent=17)
+    lines += [prose(f"  {name:<14} {value}", stream, indent=17)
               for name, value in event.settings.items() if verbose or name not in _VERBOSE_SETTINGS]
     return "\n".join([*lines, event.stages] if verbose else lines)
 
 
-def end_text(event: EndEvent, unit: str = "tokens") -> str:
-    """The run's result, sample text, memory report and pictures, several lines. unit: of targets, in the plural."""
+def end_text(event: EndEvent, stream: TextIO, unit: str = "tokens") -> str:
+    """The run's result, sample text, memory report and pictures, several lines, for `stream`. unit: of targets, in the
+    plural."""
     summary = event.summary
     losses = f"loss {summary['final_loss']:.4f}" if summary.get("final_loss") is not None else "no loss"
     if summary.get("eval_loss") is not None:
@@ -132,7 +137,7 @@ def end_text(event: EndEvent, unit: str = "tokens") -> str:
     lines = [f"done in {duration(summary['seconds'])}: {losses}, {_rate(summary['tokens_per_second'])} {unit}/s,"
              f" bubble {summary['bubble_fraction']:.1%}"]
     if event.sample:
-        note = [fitted(event.sample_note, terminal_width(), indent=2)] if event.sample_note else []
+        note = [prose(event.sample_note, stream, indent=2)] if event.sample_note else []
         lines += ["", *note, event.sample, ""]
     if event.report:
         lines += [event.report, ""]
@@ -160,14 +165,14 @@ class _Console(ABC):
         self._stream, self._every, self._verbose, self._clock = stream, every, verbose, clock
         self._steps, self._unit, self._last_line = 0, "tokens", clock()
         self._num_seen, self._step_seconds = 0, 0.0
-        self._notes: Counter[str] = Counter()
+        self._notes: dict[str, tuple[int, int, float]] = {}  # of each kind: shown, left out since, when it was shown
 
     def event(self, event: Event) -> None:
         """Print a heading, a step, a note, a transition or the end; other events are in the run's files."""
         match event:
             case StartEvent():
                 self._steps, self._unit = event.steps, event.unit
-                self._print(start_text(event, self._verbose))
+                self._print(start_text(event, self._stream, self._verbose))
             case StepEvent():
                 # the time to the end, by the durations of steps, in which recent ones weigh more
                 self._num_seen += 1
@@ -185,15 +190,20 @@ class _Console(ABC):
             case NoteEvent() if self._verbose or not event.verbose:
                 self._note(event)
             case EndEvent():
-                self._print(end_text(event, self._unit))
+                self._print(end_text(event, self._stream, self._unit))
 
     def _note(self, event: NoteEvent) -> None:
-        """Print a few notes of each name, so that one that comes every step does not flood the screen."""
+        """Print the first notes of each name, and later ones now and then, so that one that comes every step does not
+        flood the screen."""
         kind = f"{event.event} {event.fields.get('setting', '')}"  # each setting that has changed is printed
-        self._notes[kind] += 1
-        if self._notes[kind] <= NOTES_OF_A_KIND:
-            more = " (more of these in events.jsonl)" if self._notes[kind] == NOTES_OF_A_KIND else ""
-            self._print(f"step {event.step}: {event.text}{more}", style="yellow")
+        now = self._clock()
+        shown, left_out, when = self._notes.get(kind, (0, 0, now))
+        if shown >= NOTES_OF_A_KIND and now - when < SECONDS_BETWEEN_NOTES:
+            self._notes[kind] = shown, left_out + 1, when
+            return
+        self._notes[kind] = shown + 1, 0, now
+        more = f" ({left_out:,} before it are in events.jsonl)" if left_out else ""
+        self._print(f"step {event.step}: {event.text}{more}", style="yellow")
 
     @abstractmethod
     def _print(self, text: str, style: str | None = None) -> None:

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from ranvier.cli.main import run_command
 from ranvier.config import presets, read
@@ -42,6 +43,18 @@ def test_a_preset_is_a_model_and_no_data(tmp_path, capsys):
     assert "recipe" not in [problem["where"] for problem in json.loads(capsys.readouterr().out)["problems"]]
 
 
+def test_a_presets_bf16_is_for_devices(capsys, monkeypatch):
+    def checked(*flags):
+        run_command(["check", "smollm2-135m", "--json", *flags])
+        return next((value["value"], value["origin"]) for value in json.loads(capsys.readouterr().out)["values"]
+                    if value["name"] == "precision")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert checked() == ("fp32", "preset smollm2-135m, on a CPU")
+    assert checked("--precision", "bf16") == ("bf16", "flag")
+    assert checked("--cluster", "h100") == ("bf16", "preset smollm2-135m"), "which is not this machine"
+
+
 def test_a_folder_in_hugging_face_format_is_a_recipe(tmp_path, capsys):
     folder = saved(peer("LlamaForCausalLM", vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
                          num_attention_heads=2), tmp_path / "model")
@@ -52,3 +65,29 @@ def test_a_folder_in_hugging_face_format_is_a_recipe(tmp_path, capsys):
     assert run_command(["train", str(folder), "--run-dir", str(tmp_path / "run"), "--json"]) == 2
     error = json.loads(capsys.readouterr().out)["errors"][0]
     assert (error["where"], error["value"]) == ("recipe", str(folder)) and "--data." in error["remedy"]
+    run_command(["check", str(folder), "--json"])
+    found = {one["name"]: (one["value"], one["origin"]) for one in json.loads(capsys.readouterr().out)["values"]}
+    assert found["model.num-layers"] == ("1", "model.pretrained") and found["model.hidden"][0] == "16"
+
+
+@pytest.mark.parametrize(("positions", "sequence"), [
+    ({"max_position_embeddings": 131072}, 2048), ({"max_position_embeddings": 256}, 256), ({"n_positions": 512}, 512),
+    ({}, 2048)])
+def test_a_folder_trains_on_sequences_as_long_as_a_presets(tmp_path, positions, sequence):
+    (tmp_path / "config.json").write_text(json.dumps(positions))
+    assert read.merge([read.load(str(tmp_path))[1]]).run.model.sequence == sequence
+
+
+@pytest.mark.parametrize("more", [[], ["--data.task", "lm"], ["--data.train", "chat.jsonl"]])
+def test_a_folder_never_trains_on_text_that_nobody_named(tmp_path, capsys, more):
+    (tmp_path / "config.json").write_text("{}")
+    assert run_command(["train", str(tmp_path), "--json", *more]) == 2
+    error = json.loads(capsys.readouterr().out)["errors"][0]
+    assert error["code"] == "preset-without-data" and "--data.task chat" in error["remedy"]
+
+
+def test_a_folder_of_no_family_has_no_table_of_another_models_memory(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_neox"}))
+    assert run_command(["check", str(tmp_path), "--json"]) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert "model_type" in found["problems"][0]["where"] and not found["stages"] and not found["memory"]

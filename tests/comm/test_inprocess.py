@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
+from benchmarks.slow_links import Link, slowed
 from ranvier.comm.inprocess import InProcessWorld
-from ranvier.comm.throttle import Link
 from ranvier.errors import TransportError
 from ranvier.system.memory_tracker import MemoryTracker
 from ranvier.testing.ranks import run_ranks
@@ -25,7 +25,7 @@ def test_conformance(case, size):
 @pytest.mark.parametrize("case", [case for case in CASES if case != "collectives_agree_with_plain_sums"])
 def test_conformance_throttled(case):
     link = Link(latency_seconds=1e-3, bytes_per_second=1e9, jitter_seconds=1e-3, seed=3)
-    run_ranks(lambda world: conformance.run_cases(world, [case]), 3, throttle=link)
+    run_ranks(slowed(lambda world: conformance.run_cases(world, [case]), link), 3)
 
 
 def _wait_for_a_message(world):

@@ -89,7 +89,7 @@ def test_a_failed_rank_ends_all():
 
 
 def late_collective(world: World) -> str:
-    from ranvier.comm.mpi_group import MPIGroup
+    from ranvier.comm.mpi_backend import MPIGroup
     from ranvier.errors import MessageTimeout
 
     group = world.backend.group("data", [range(world.size)])

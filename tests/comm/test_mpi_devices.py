@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ranvier.comm import mpi_backend
 from ranvier.comm.message import Message, MessageKind
-from ranvier.comm.mpi_group import MPIGroup
+from ranvier.comm.mpi_backend import MPIGroup
 from ranvier.comm.mpi_transport import MPITransport
 from tests.fake_cuda import FakeCuda, FakeEvent
 

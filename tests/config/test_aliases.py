@@ -29,6 +29,12 @@ def test_other_spellings(given, value, expected):
     assert found.chosen == {"memory.recompute"} and "checkpoint" not in read.document(found.run)["memory"]
 
 
+@pytest.mark.parametrize(("name", "value", "expected"), [
+    ("data.task", "sft", "chat"), ("data.task", "dpo", "preference"), ("lora.targets", ["all-linear"], ["layer*"])])
+def test_words_of_trl_and_peft(name, value, expected):
+    assert aliases.canonical(name, value) == (name, expected)
+
+
 def test_both_names_of_one_setting():
     found = merged(memory__checkpoint="auto", memory__recompute=2)
     (problem,) = found.problems

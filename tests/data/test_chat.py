@@ -248,6 +248,8 @@ def row(*messages, **more):
     (row({"role": "assistant", "content": "c", "weight": 0.5}), "message-weight", [0.5, 0, 1]),
     (row({"role": "user", "content": None}), "message-without-role", ["content"]),
     (row({"from": "human", "value": "c"}), "message-without-role", ["human"]),
+    (row({"role": "user", "content": [{"type": "text", "text": "c"}, {"type": "image_url"}]}), "content-not-text",
+     ["image_url"]),
     (row(tools=[{"name": "add"}]), "conversation-column-not-read", ["tools", "add", "data.chat-template"]),
     (row(tools="add"), "column-of-other-kind", ["tools", "add"]),
     (row(chat_template_kwargs=[1]), "column-of-other-kind", ["chat_template_kwargs", [1]]),
@@ -340,7 +342,7 @@ def test_long_and_silent_conversations(tmp_path):
     assert "beyond" not in roomy.about and "cut" not in roomy.about and max(roomy.train.sample_lengths) == longest
     with raises("nothing-said"):
         prepare(run_of(tmp_path, [TALK[:2]] * 6))
-    with raises("too-few-conversations"):
+    with raises("too-few-samples"):
         prepare(run_of(tmp_path, [TALK]))
 
 

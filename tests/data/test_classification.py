@@ -193,7 +193,7 @@ def test_sets_that_nobody_can_learn_from(tmp_path):
         parts(tmp_path, "label\tsentence\n1\ta\n1\tb\n")
     with raises("unknown-label", 3, 2, 0, 1):
         parts(tmp_path, "label\tsentence\n1\ta\n0\tb\n", held="label\tsentence\n1\ta\n2\tb\n")
-    with raises("too-few-sentences"):
+    with raises("too-few-samples"):
         parts(tmp_path, "label\tsentence\n1\ta\n0\tb\n", held="label\tsentence\n")
 
 

@@ -30,10 +30,11 @@ from ranvier.data.corpus import (
     missing_path,
     open_corpus,
     plain_bytes,
-    row_texts,
     split,
+    text_column,
 )
 from ranvier.data.prepare import prepare
+from ranvier.data.tables import Row, Table
 from ranvier.data.tokenizer import train
 from ranvier.planner.problems import warnings
 from tests import errors
@@ -185,6 +186,15 @@ def test_without_the_datasets_package_the_remedy_names_it(tmp_path, monkeypatch)
         list(opened("wikitext-103", tmp_path).documents(100))
 
 
+class Streamed(list):
+    """Rows as the package streams them without a description."""
+
+    column_names = None
+
+    def select_columns(self, names):
+        return [{name: row[name] for name in names} for row in self]
+
+
 def fake_datasets(monkeypatch, load_dataset):
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
 
@@ -194,7 +204,8 @@ def test_wikitext_is_asked_for_by_its_name_and_joined_into_articles(tmp_path, mo
 
     def load_dataset(*args, **options):
         asked.append((args, options))
-        return iter({"text": line} for line in ("", " = One = \n", " text\n", " = = Part = = \n", " = Two = \n", "x\n"))
+        return Streamed({"text": line} for line in (
+            "", " = One = \n", " text\n", " = = Part = = \n", " = Two = \n", "x\n"))
 
     fake_datasets(monkeypatch, load_dataset)
     found = list(opened("wikitext-103", tmp_path).documents(1000))
@@ -212,11 +223,15 @@ def test_a_hub_that_cannot_be_reached_is_named_with_the_reason(tmp_path, monkeyp
         list(opened("some/set", tmp_path).documents(100))
 
 
-def test_rows_need_one_column_of_text():
-    assert list(row_texts("n", [{"id": 1, "body": "a"}, {"id": 2, "body": "b"}])) == ["a", "b"]
-    assert list(row_texts("n", [{"title": "t", "text": "a"}])) == ["a"]
-    with raises("corpus-without-text-column", "data.corpus", "b"):
-        list(row_texts("n", [{"a": "x", "b": "y"}]))
+@pytest.mark.parametrize(("row", "column"), [({"id": 1, "body": "a"}, "body"), ({"title": "t", "text": "a"}, "text"),
+                                            ({"a": "x", "b": "y"}, None), ({"text": 3}, "text"), ({}, None)])
+def test_a_data_set_needs_one_column_of_text(row, column):
+    table = Table(name="n", columns=tuple(row), fingerprint="", rows=lambda wanted: iter([Row("n row 0", row)]))
+    if column is None:
+        with raises("column-missing", "--data.text-column"):
+            text_column(table, None)
+    else:
+        assert text_column(table, None) == column
 
 
 @pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="needs the package datasets")
@@ -294,8 +309,8 @@ def test_rows_as_an_array_or_compressed_are_texts(tmp_path):
 
 
 @pytest.mark.parametrize(("line", "error"), [
-    ('{"body": "x", "id": 1}', ("field-missing", "text", ["body", "id"])),
-    ('{"text": 3}', ("field-not-text", "text", 3)), ("[1]", ("row-not-object",)),
+    ('{"body": "x", "id": 1}', ("column-missing", "text", "body, id")),
+    ('{"text": 3}', ("column-not-text", "text", 3)), ("[1]", ("row-not-object",)),
     ("plain text", ("row-not-json", "plain text", ".txt")), ('{"text": "\\ud800"}', ("row-half-surrogate",))])
 def test_lines_that_have_no_text_are_refused_by_number(tmp_path, line, error):
     path = tmp_path / "rows.jsonl"

@@ -18,10 +18,8 @@ import torch
 from PIL import Image
 
 from ranvier.config.run import Data, Run, Transformer
-from ranvier.data import cifar, image_files
 from ranvier.data import images as module
-from ranvier.data.image_files import fitted
-from ranvier.data.images import FlipCrop, pixels
+from ranvier.data.images import FlipCrop, fitted, pixels
 from ranvier.data.prepare import prepare, problems
 from tests.errors import check, raises
 
@@ -83,11 +81,11 @@ def write_package(path, parts):
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     """CIFAR-10 with few images, as its package has it."""
-    parts, path = cifar_parts(10), tmp_path / "hand" / cifar.CIFAR10.filename
+    parts, path = cifar_parts(10), tmp_path / "hand" / module.CIFAR10.filename
     path.parent.mkdir()
     digest = write_package(path, parts)
-    monkeypatch.setattr(cifar, "CIFAR10", replace(cifar.CIFAR10, sha256=digest, command=(
-        "cp", str(path), cifar.CIFAR10.filename)))
+    monkeypatch.setattr(module, "CIFAR10", replace(module.CIFAR10, sha256=digest, command=(
+        "cp", str(path), module.CIFAR10.filename)))
     return parts, path
 
 
@@ -300,7 +298,7 @@ def test_odd_shapes(shape):
 
 def test_an_image_of_more_pixels_than_anybody_means_is_refused(tmp_path, monkeypatch):
     folder = folder_of(tmp_path / "set", size=(20, 10))
-    monkeypatch.setattr(image_files, "_MOST_PIXELS", 199)
+    monkeypatch.setattr(module, "_MOST_PIXELS", 199)
     refused(run_of(tmp_path, folder), "image-unreadable", 20, 10)
     with pytest.raises(ValueError, match="it has 20 x 10 pixels"):
         fitted(Image.fromarray(noise(10, 20, 3)), 8)

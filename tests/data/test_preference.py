@@ -130,7 +130,7 @@ def test_columns_and_names_are_checked_before(tmp_path):
 @pytest.mark.parametrize(("rows", "code", "value"), [
     ([{"prompt": "a", "chosen": "b" * 99, "rejected": "c"}] * 3, "no-pairs", 3),
     ([{"prompt": "a", "chosen": "b", "rejected": "b"}] * 3, "no-pairs", 3),
-    (rows_of(1), "too-few-pairs", 1)])
+    (rows_of(1), "too-few-samples", 1)])
 def test_too_few_pairs_are_refused(tmp_path, rows, code, value):
     with pytest.raises(DataError) as caught:
         prepare(run_of(tmp_path, rows))

@@ -24,8 +24,7 @@ from ranvier.checkpoint.hf.import_model import import_model
 from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.data.offline import pretrained_models
 from ranvier.data.offline.fetch import Package
-from ranvier.data.offline.onnx_file import read_graph
-from ranvier.data.offline.pretrained_models import folder_of, names, write_dinov2
+from ranvier.data.offline.pretrained_models import folder_of, names, read_graph, write_dinov2
 from ranvier.errors import DataError
 from ranvier.models import families
 from tests.errors import raises

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 
 from ranvier.config.run import Data, Run, Transformer
 from ranvier.data import squad
-from ranvier.data.answers import BEST, LONGEST, best_spans, exact_match, f1_score, normalised
 from ranvier.data.loader import Loader
 from ranvier.data.prepare import prepare, problems
+from ranvier.data.qa import BEST, LONGEST, best_spans, exact_match, f1_score, normalised, step_of, windows
 from ranvier.data.sampler import Sampler
 from ranvier.data.squad import Question, parse
-from ranvier.data.windows import step_of, windows
 from ranvier.data.wordpiece import SPECIAL, WordPiece
 from ranvier.tensor.split.loss import IGNORED
 from tests.errors import check, raises
@@ -153,8 +152,8 @@ def test_every_tenth_context_is_held_out(tmp_path):
     assert (len(prepared.train), len(prepared.eval)) == (36, 4)
     one = prepare(made(tmp_path, [asked(f"who w{number}?", "w1 w2", "w1") for number in range(20)], sequence=64))
     assert (len(one.train), len(one.eval)) == (18, 2)
-    refused(made(tmp_path, many(1)), "too-few-questions", "data.train", 1)
-    refused(made(tmp_path, many(2), []), "too-few-questions")
+    refused(made(tmp_path, many(1)), "too-few-samples", "data.train", 1)
+    refused(made(tmp_path, many(2), []), "too-few-samples")
 
 
 def test_subsets_count_questions_and_take_all_their_windows(tmp_path):

@@ -22,6 +22,9 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 CALL = {"name": "weather", "arguments": {"city": "Paris"}}
 ROWS = {
     "messages": ({"messages": [USER, ANSWER]}, [USER, ANSWER], "OpenAI's form"),
+    "messages in parts": ({"messages": [{"role": "user", "content": [
+        {"type": "text", "text": "Hel"}, {"type": "text", "text": "lo?", "image_url": None}]}, ANSWER]},
+        [USER, ANSWER], "OpenAI's form"),
     "sharegpt": ({"conversations": [{"from": "human", "value": "Hello?"}, {"from": "gpt", "value": "Hi."}]},
                  [USER, ANSWER], "ShareGPT form"),
     "sharegpt with a system text": ({"system": "Be brief.", "conversations": [

@@ -16,8 +16,7 @@ from ranvier.config.run import Data, Run, Transformer
 from ranvier.data import named_files, tables
 from ranvier.data.corpus import open_corpus
 from ranvier.data.prepare import prepare, problems
-from ranvier.data.sentence_tables import Columns
-from ranvier.data.sentences import open_part
+from ranvier.data.sentences import Columns, open_part
 from ranvier.data.tables import open_file
 from tests.errors import raises
 
@@ -101,7 +100,8 @@ def test_a_saved_data_set_is_read_by_its_column(tmp_path):
     found = datasets.load_dataset("json", data_files=str(written(tmp_path, ".jsonl")), split="train",
                                   cache_dir=str(tmp_path / "hub"))
     datasets.DatasetDict({"train": found}).save_to_disk(str(folder))
-    assert texts(folder, tmp_path, "body") == [row["body"] for row in ROWS]
+    assert texts(folder, tmp_path) == texts(folder, tmp_path, "body") == [row["body"] for row in ROWS]
+    datasets.DatasetDict({"train": found.add_column("title", ["a", "b"])}).save_to_disk(str(folder))
     with raises("column-missing", "body"):
         texts(folder, tmp_path)
     assert "has no column `text`" in str(check.check(Run(data=Data(corpus=str(folder)))).problems[0])

@@ -25,7 +25,7 @@ from ranvier.config.resolve import resolve
 from ranvier.config.run import Comm, Data, Elastic, Launch, Run
 from ranvier.elastic.change import MeshRequest
 from ranvier.launch import contact, devices, joining, start, supervision
-from ranvier.launch.contact import Contact, connect, read_contact
+from ranvier.launch.contact import connect, read_contact
 from ranvier.launch.joining import Call, Newcomer
 from ranvier.launch.launchers import Started
 from ranvier.launch.stores import create_store
@@ -222,7 +222,7 @@ def test_a_folder_that_cannot_be_joined(folder, prepare, code):
 @pytest.mark.parametrize("port", [1, 70_000])
 def test_a_run_that_was_killed(port):
     with raises("run-unreachable", "127.0.0.1"):
-        connect(Contact(address="127.0.0.1", port=port, secret="ab"))
+        connect(JoinPoint(address="127.0.0.1", port=port, secret="ab"))
 
 
 def test_the_command_says_so(folder, capsys):
@@ -340,7 +340,7 @@ def test_the_rank_of_a_newcomer_that_has_died():
 
 def test_newcomers_whose_run_has_gone():
     tcp = create_store("127.0.0.1", 0, SECOND)
-    _, store = signed(connect(Contact(address="127.0.0.1", port=tcp.port, secret="ab")), "ab")
+    _, store = signed(connect(JoinPoint(address="127.0.0.1", port=tcp.port, secret="ab")), "ab")
     world = World(backend=InProcessWorld(1).backend(0), store=store, launcher="local", device=None, local_rank=0,
                   local_size=1)
     del tcp

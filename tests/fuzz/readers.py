@@ -32,7 +32,7 @@ from ranvier.data import tokenizer as tokenizers
 from ranvier.data.chat import conversations
 from ranvier.data.corpus import open_corpus
 from ranvier.data.named_files import readable_file
-from ranvier.data.sentence_tables import Columns, table_sentences
+from ranvier.data.sentences import Columns, table_sentences
 from ranvier.data.tables import open_file
 from ranvier.data.token_numbers import numbers_in
 from ranvier.errors import RanvierError

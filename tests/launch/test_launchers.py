@@ -29,6 +29,28 @@ def test_torchrun():
                                        master=("node01", 29500), agent_store=True)
 
 
+BY_HAND = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
+                                             "MASTER_PORT")}
+
+
+def test_ranks_that_are_started_by_hand():
+    assert detect(BY_HAND) == Started(launcher="torchrun", rank=3, size=8, local_rank=1, local_size=2,
+                                      master=("node01", 29500))
+    assert detect({**BY_HAND, "RANK": "0", "WORLD_SIZE": "1"}) is None
+    for name in BY_HAND.keys() - {"RANK", "WORLD_SIZE"}:
+        with raises("launcher-variable-missing", name):
+            detect({key: value for key, value in BY_HAND.items() if key != name})
+
+
+@pytest.mark.parametrize(("launcher", "variables"), [("srun", SRUN), ("mpiexec", MPICH)])
+def test_a_job_script_may_export_torchs_variables(launcher, variables):
+    for exported in (BY_HAND, {name: BY_HAND[name] for name in BY_HAND.keys() - {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}}):
+        started = detect({**variables, **exported})
+        assert (started.launcher, started.rank, started.master) == (launcher, 3, ("node01", 29500))
+    with raises("launcher-ambiguous", "torchrun says rank 0 of 8", f"{launcher} says rank 3 of 8"):
+        detect({**variables, **BY_HAND, "RANK": "0"})
+
+
 @pytest.mark.parametrize("variables", [MPICH, OPEN_MPI], ids=["mpich", "open-mpi"])
 def test_mpiexec(variables):
     assert detect(variables) == Started(launcher="mpiexec", rank=3, size=8, local_rank=1, local_size=2, mpi=True)

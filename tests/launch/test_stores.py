@@ -14,10 +14,11 @@ from torch.distributed import HashStore
 import ranvier
 from ranvier.comm.signed_store import SignedStore
 from ranvier.errors import ConfigError, LaunchError, RanvierError
-from ranvier.launch import contact, stores
-from ranvier.launch.contact import Contact, connect, read_contact
+from ranvier.launch import contact, devices, stores
+from ranvier.launch.contact import connect, read_contact
 from ranvier.launch.launchers import detect
 from ranvier.launch.stores import connect_store, create_store
+from ranvier.world import JoinPoint
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def test_a_port_that_says_nothing(silent, monkeypatch):
         connect_store("127.0.0.1", silent, timedelta(seconds=0.2))
     monkeypatch.setattr(contact, "_CONNECT_SECONDS", 0.2)
     with pytest.raises(LaunchError) as refused:
-        connect(Contact(address="127.0.0.1", port=silent, secret="s"))
+        connect(JoinPoint(address="127.0.0.1", port=silent, secret="s"))
     assert f"127.0.0.1:{silent}" in refused.value.where
     assert time.monotonic() - began < 30
 
@@ -61,11 +62,25 @@ def test_a_signal_ends_the_wait(silent, number):
         signal.signal(number, before)
 
 
-def test_a_port_where_nobody_listens():
+@pytest.mark.parametrize(("host", "why"), [("127.0.0.1", "refused"), ("no-such-host.invalid", None)])
+def test_a_place_where_nobody_listens(host, why, monkeypatch, capfd):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    with pytest.raises(RuntimeError):
-        connect_store("127.0.0.1", port, timedelta(seconds=0.2))
+    monkeypatch.setattr(stores, "TELL_SECONDS", 0.1)
+    with pytest.raises(OSError, match=why) as found:
+        connect_store(host, port, timedelta(seconds=0.5), tells=True)
+    assert not isinstance(found.value, TimeoutError)  # it says what is wrong, and not only that time is up
+    lines = [line for line in capfd.readouterr().err.splitlines() if f"{host}:{port}" in line]
+    assert len(lines) == 1  # ours, and no C++ stacks
+
+
+def test_ranks_that_are_missing_are_told(monkeypatch, capfd):
+    monkeypatch.setattr(devices, "TELL_SECONDS", 0.1)
+    store = create_store("127.0.0.1", 0, timedelta(seconds=0.5))
+    seen = devices.visible_devices(rank=0, local_rank=0, local_size=1, setting="cpu", transport="torch")
+    with pytest.raises(LaunchError) as late:
+        devices.exchange(seen, 3, store)
+    assert late.value.code == "devices-not-reported" and "2 of 3 ranks: 1, 2" in capfd.readouterr().err
 
 
 # ---------------------------------------------------------------------- secrets

@@ -166,6 +166,9 @@ def test_adapters_on_a_base_with_other_names_are_not_exported(first, tmp_path):
     with raises("adapters-of-import-only-base", "Phi-3", str(phi)):
         export_adapters(run, tmp_path / "adapters")
     assert not (tmp_path / "adapters").exists()
+    shutil.rmtree(phi)
+    export_adapters(run, tmp_path / "adapters", tell=(lines := []).append)
+    assert lines[0].startswith(str(phi)) and "not checked" in lines[0]
 
 
 @pytest.mark.parametrize(("lora", "code"), [

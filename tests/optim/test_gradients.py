@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ranvier.comm.throttle import Link
+from benchmarks.slow_links import Link, slowed
 from ranvier.config.run import Pipeline
 from ranvier.mesh import Mesh
 from ranvier.optim.chunks import GradientSpec
@@ -276,7 +276,7 @@ def test_adversarial_orders_on_real_groups():
             gradients.wait()
         return gradients.flat.clone()
 
-    for flat in run_ranks(rank, 3, throttle=Link(jitter_seconds=3e-3)):
+    for flat in run_ranks(slowed(rank, Link(jitter_seconds=3e-3)), 3):
         assert (flat == 333.0).all()
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from benchmarks.slow_links import slowed
 from ranvier.block import Initial, Model
 from ranvier.config.run import Optim, Transformer
 from ranvier.mesh import Mesh
@@ -123,7 +124,7 @@ def on_mesh(make: Callable[[], Model], mesh: Mesh, work: Callable[[Engine], obje
         engine.close()
         return result
 
-    return run_ranks(rank, mesh.size, throttle=throttle, timeout_seconds=run_seconds)
+    return run_ranks(slowed(rank, throttle), mesh.size, timeout_seconds=run_seconds)
 
 
 def merge(found: list[dict[str, Tensor]], mesh: Mesh) -> dict[str, Tensor]:

@@ -150,7 +150,7 @@ def test_counters_and_the_timeline():
     # two batches of two microbatches [2, 4] in fp64; two chunks' worth of 40 parameters
     assert [one["bytes_received_by_axis"] for one in counters[:2]] == [{"pipe": 2 * 2 * 64, "data": 2 * 40 * 8}] * 2
     step = [("forward", "F0"), ("forward", "F1"), ("backward", "B0"), ("backward", "B1"), ("reduce", "average"),
-            ("optimizer", "weigh")]
+            ("optimizer", "norm")]
     assert spans[0] == [(category, label, number) for number in (1, 2) for category, label in step]
 
 

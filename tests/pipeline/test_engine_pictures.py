@@ -35,7 +35,14 @@ def test_the_last_training_batch_of_all_ranks(tmp_path):
         losses = [engine.train_batch(BATCH).loss for _ in range(3)]
         engine.evaluate(BATCH)
         picture = engine.timeline.draw(tmp_path / "step.png")
-        page = engine.report(tmp_path / "page.html", loss=losses, temperature=[0.5])
+        page = engine.report(tmp_path / "page.html", loss=losses, temperature=[0.5],
+                             held_out={2: torch.tensor(7.0), 4: 8})
+        resumed = engine.report(tmp_path / "resumed.html", loss=losses, norm=(2, None), step=[8, 9, 10])
+        assert resumed.curves == {"step": [8, 9, 10], "loss": losses, "norm": [2, None, None]}
+        assert all(len(repr(shown)) < 200 for shown in (picture, page))
+        for curve in (losses[0], "falls", [losses], {"first": 1.0}):
+            with raises("curves-of-no-numbers", where="Engine.report(loss=...)"):
+                engine.report(tmp_path / "none.html", loss=curve)
         engine.close()
         return picture, page
 
@@ -48,8 +55,9 @@ def test_the_last_training_batch_of_all_ranks(tmp_path):
     assert page.html() == text and page._repr_html_().startswith("<iframe srcdoc=")
     found = json.loads(re.findall(r'id="data">(.*?)</script>', text, re.DOTALL)[0])
     assert "Step 3 on mesh data 1 x pipe 2" in text
-    assert found["curves"]["step"] == [1, 2, 3] and len(set(found["curves"]["loss"])) == 3
-    assert found["curves"]["temperature"] == [0.5, None, None]
+    assert found["curves"]["step"] == [1, 2, 3, 4] and len(set(found["curves"]["loss"][:3])) == 3
+    assert found["curves"]["temperature"] == [0.5, None, None, None]
+    assert found["curves"]["held_out"] == [None, 7, None, 8]
     assert [row["name"] for row in found["timeline"]["rows"]] == ["data 0   pipe 0", "data 0   pipe 1"]
     for row in found["timeline"]["rows"]:
         labels = [label for category, label, *_ in row["spans"] if category == "forward"]

@@ -225,3 +225,18 @@ def test_blocks_of_code_around_cuts_keep_them_too():
     cut = as_model(blocks, squared)
     assert {f"{name}.{one}" for name, module in blocks.items()
             for one in BlockFormats.of(cut, name, module, HALF).kept} == {"first.inv_freq"}
+
+
+@pytest.mark.parametrize("cuts", [False, True])
+@pytest.mark.parametrize(("given", "asked", "found"), [
+    (torch.float64, None, torch.float64), (torch.float64, torch.float32, torch.float32),
+    (torch.float32, None, torch.float32), (torch.bfloat16, None, torch.float32)], ids=str)
+def test_a_model_in_fp64_trains_so_by_itself(given, asked, found, cuts):
+    def work(world):
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).to(given)
+        engine = Engine(blocks_of(model) if cuts else model, world, mesh=Mesh(pipe=2), loss=squared, optim=Optim(),
+                        dtype=asked)
+        engine.train_batch([(torch.ones(2, 4, dtype=found), torch.zeros(2, 2, dtype=found))])
+        return {parameter.dtype for parameter in engine.parameters()}
+
+    assert run_ranks(work, 2) == [{found}] * 2

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.slow_links import Link
 from ranvier.comm.message import MessageKind
-from ranvier.comm.throttle import Link
 from ranvier.config.run import Pipeline
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine

@@ -1,8 +1,10 @@
 """What blocks do to their state and to themselves, where activations are recomputed: done once, or refused by name."""
 
+import random
 from functools import partial
 from threading import Lock
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 from ranvier.block import Model
-from ranvier.config.run import Memory
+from ranvier.config.run import Memory, Pipeline
 from ranvier.mesh import Mesh
 from ranvier.testing.reference import Reference
 from tests.errors import raises
@@ -84,6 +86,36 @@ class Counts(nn.Module):
         return self.last * self.calls + self.first
 
 
+class Remembers(nn.Module):
+    """Computes by what earlier calls have left: in a list, a dict of lists, a tensor that is no buffer, a set."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.means, self.sums, self.seen = linear(), [0.5], {"all": [0.5]}, set()
+        self.decayed = torch.ones((), dtype=torch.float64)
+
+    def forward(self, x):
+        self.means.append(float(x.detach().mean()))
+        self.sums["all"].append(float(x.detach().sum()))
+        self.seen.add(len(self.means))
+        self.decayed.mul_(0.5).add_(x.detach().mean())
+        factor = self.means[-2] + self.sums["all"][-2] + len(self.seen) + self.decayed.clone()
+        return torch.tanh(self.linear(x)) * factor
+
+
+class Draws(nn.Module):
+    """Computes by numbers of a generator of its own of each kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.own = linear(), torch.Generator().manual_seed(3)
+        self.others = [random.Random(3), numpy.random.RandomState(3), numpy.random.default_rng(3)]
+
+    def forward(self, x):
+        factor = torch.rand((), generator=self.own) + sum(one.uniform(0, 1) for one in self.others)
+        return torch.tanh(self.linear(x)) * (1 + factor)
+
+
 class Shared(nn.Module):
     """The same normalisation twice, and two names for one buffer."""
 
@@ -106,7 +138,7 @@ KEPT = {"batch norm": partial(Tanh, after=partial(nn.BatchNorm1d, 4)),
         "weight norm by a hook": lambda: weight_norm(linear()),
         "pruned": lambda: prune.l1_unstructured(linear(), "weight", 3),
         "shared": Shared,
-        "attributes": Counts,
+        "attributes": Counts, "what is in attributes": Remembers, "own generators": Draws,
         **{f"average {how}": partial(Tanh, before=partial(Averaged, how))
            for how in ("in place", "in data", "replaced")}}
 
@@ -141,7 +173,7 @@ def test_buffers_change_once(block, recompute):
         for name, gradient in gradients.items():  # that of a bias before a normalisation is zero
             torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12)
     found = {name: value for _, kept in ranks for name, value in kept.items()}
-    assert buffers or block in ("weight norm by a hook", "attributes")
+    assert buffers or block in ("weight norm by a hook", "attributes", "what is in attributes", "own generators")
     for name, buffer in buffers.items():
         torch.testing.assert_close(found[name], buffer, rtol=1e-10, atol=1e-12)
 
@@ -168,7 +200,95 @@ def test_a_buffer_that_changes_later_is_refused():
         on_mesh(partial(model, linear, Later), Mesh(), work, memory=Memory(recompute=1))
 
 
+def test_a_parameter_that_a_forward_changes_is_refused():
+    class Clamps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = linear()
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.linear.bias.mul_(0.9)
+            return self.linear(x)
+
+    with raises("recompute-parameter-changed", "recompute", where="parameter b1.linear.bias"):
+        gradients_on(partial(model, linear, Clamps), points([[1, 2]]), Mesh(), memory=Memory(recompute=1))
+
+
+@pytest.mark.parametrize("common", [random, numpy.random])
+def test_python_and_numpy_draw_once(common):
+    """From the generators that a program shares: the second run draws what the first has drawn, and moves nothing."""
+    class LayerDrop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = linear()
+
+        def forward(self, x):
+            return x + torch.tanh(self.linear(x)) * common.uniform(0, 1)
+
+    make, batch = partial(model, linear, LayerDrop, LayerDrop, linear), points([[3, 2, 4]])
+    reference = Reference(make(), seed=SEED, dtype=torch.float64)
+    common.seed(5)
+    reference.forward_backward(batch[0])
+    drawn = common.uniform(0, 1)
+
+    def work(engine):
+        common.seed(5)
+        engine.forward_backward(share(engine, batch))
+        assert common.uniform(0, 1) == drawn
+        return engine.gradients()
+
+    found, = on_mesh(make, Mesh(), work, memory=Memory(recompute=2))
+    for name, gradient in reference.gradients().items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("recompute", [1, "selective"])
+def test_what_blocks_share_beside_the_state(recompute):
+    """A block reads from a dict what an earlier one has left there: in its second run what it was in the first."""
+    def make():
+        shared = {}
+
+        class Leaves(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear, self.shared = linear(), shared
+
+            def forward(self, x):
+                self.shared["mean"] = x.detach().mean()
+                return self.linear(x)
+
+        class Reads(Leaves):
+            def forward(self, x):
+                return torch.tanh(self.linear(x)) * self.shared["mean"]
+
+        return model(Leaves, Reads, linear, linear)
+
+    assert_parity(make, points([[3, 2, 4]]), Mesh(pipe=2), memory=Memory(recompute=recompute),
+                  pipeline=Pipeline(boundaries=(2,)))
+
+
 # ---------------------------------------------------------------------- hooks
+
+class HooksItsInput(nn.Module):
+    """Scales the gradient that leaves it by a hook on what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x):
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient * 0.5)
+        return torch.tanh(self.linear(x))
+
+
+@pytest.mark.parametrize("recompute", [1, 2, "selective"])
+def test_a_hook_on_a_tensor_of_the_state_runs_once(recompute):
+    assert_parity(partial(model, linear, HooksItsInput, HooksItsInput, linear), points([[2, 1, 3]]), Mesh(pipe=2),
+                  memory=Memory(recompute=recompute))
+
+
 
 def test_hooks_of_others_are_refused():
     """When the engine is built, and when a hook is put there afterwards."""

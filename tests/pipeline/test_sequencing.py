@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from benchmarks.slow_links import Link, throttled
 from ranvier.comm.board import Board
 from ranvier.comm.protocol import Group
-from ranvier.comm.throttle import Link, throttled
 from ranvier.config.run import Pipeline
 from ranvier.errors import MessageTimeout
 from ranvier.layout import Split

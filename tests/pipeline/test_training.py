@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.slow_links import Link
 from ranvier.block import Model
-from ranvier.comm.throttle import Link
 from ranvier.config.run import Pipeline
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from ranvier.comm import throttle
-from ranvier.comm.throttle import Link
+from benchmarks import slow_links
+from benchmarks.slow_links import Link
 from ranvier.config.run import Pipeline
 from ranvier.mesh import Mesh
 from ranvier.schedule.policies import POLICIES, policy_named
@@ -62,7 +62,7 @@ def one_step(engine):
 @pytest.fixture
 def delays(monkeypatch):
     """(source, destination) -> seconds of each message, in the order of sending."""
-    found, arrival = {}, throttle._LinkClock.arrival
+    found, arrival = {}, slow_links._LinkClock.arrival
 
     def recorded(lane, sent_ns, num_bytes, *hops):
         arrives = arrival(lane, sent_ns, num_bytes, *hops)
@@ -70,7 +70,7 @@ def delays(monkeypatch):
             found.setdefault((lane.link.seed // 10, lane.link.seed % 10), []).append((arrives - sent_ns) * 1e-9)
         return arrives
 
-    monkeypatch.setattr(throttle._LinkClock, "arrival", recorded)
+    monkeypatch.setattr(slow_links._LinkClock, "arrival", recorded)
     return found
 
 

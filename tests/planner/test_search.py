@@ -144,7 +144,7 @@ def test_what_does_not_fit_is_dropped_with_its_reason():
 
 @pytest.mark.parametrize(("bandwidth", "flops", "says"), [
     (1e6, 989e12, "The bottleneck is the link between stages: a microbatch's activations take longer on it than"),
-    (450e9, 1e9, "The bottleneck is the bubble: 2 stages wait")])
+    (450e9, 1e9, "After computing, the bottleneck is the bubble: 2 stages wait")])
 def test_the_bottleneck_between_stages(bandwidth, flops, says):
     cluster = load_cluster("h100")
     cluster = replace(cluster, inside=replace(cluster.inside, bandwidth=bandwidth), device=replace(
@@ -296,13 +296,13 @@ def test_a_plan_chooses_the_number_format_where_nobody_did(capsys):
     flags = ("plan", "gpt-tiny", "--cluster", "h100", "--ranks", "1")
     said = "It is in bf16, in which this device computes faster"
     out = command(capsys, *flags)[1]
-    assert "batch 32, bf16\n" in out and said in out and "--precision fp32" in out
+    assert "batch 32 of 128 tokens, bf16\n" in out and said in out and "--precision fp32" in out
     for chosen in ("bf16", "fp32"):
         out = command(capsys, *flags, "--precision", chosen)[1]
-        assert f"batch 32, {chosen}" in out and said not in out
-    assert "batch 32, fp32 (this device computes faster with --precision bf16)" in command(
+        assert f"batch 32 of 128 tokens, {chosen}" in out and said not in out
+    assert "batch 32 of 128 tokens, fp32 (faster here with --precision bf16)" in command(
         capsys, *flags, "--search", "mesh")[1]
-    assert "batch 32\n" in command(capsys, *flags, "--search", "mesh,precision")[1]
+    assert "batch 32 of 128 tokens\n" in command(capsys, *flags, "--search", "mesh,precision")[1]
     out = command(capsys, "plan", "gpt-tiny", "--cluster", "laptop", "--ranks", "1", "--json")[1]
     assert json.loads(out)["plans"][0]["precision"] == "fp32", "where bf16 is no faster"
 

@@ -1,79 +1,159 @@
-"""Settings that change how a run computes change its predicted step: a walk over all of them, and what changes
-nothing by name."""
+"""Every setting of a run changes its predicted step or its predicted memory, or is listed here with the reason: a walk
+over all fields, which finds a new setting by itself."""
 
-from dataclasses import fields, replace
+import types
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
+from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
-from ranvier.config.resolve import ResolvedRun
-from ranvier.config.run import Batch, Launch, Optim, Transformer
+from ranvier.config import effects, rules
+from ranvier.config.resolve import ResolvedBatch, ResolvedRun
+from ranvier.config.run import Launch, Optim, Transformer
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.mesh import Mesh
 from ranvier.planner.run_cost import run_cost
 from ranvier.planner.work import Work
 
 CLUSTER, WORK = load_cluster("h100"), Work()
-RUN = ResolvedRun(precision="bf16", mesh=Mesh(data=2, pipe=2, row=2, col=2), launch=Launch(device="cuda"),
-                  batch=Batch(global_size=32, microbatch_size=4), optim=Optim(shard=True),
-                  model=Transformer(family="llama", num_layers=2, hidden=1024, heads=8, vocab=1024, sequence=512))
-ALONE = replace(RUN, mesh=Mesh(), optim=Optim())
-OTHER = {"model.compile": False, "model.float8": True, "model.attention_kernel": "math", "model.dropout": 0.1,
-         "model.num_layers": 3, "model.hidden": 2048, "model.heads": 16, "model.vocab": 2048, "model.sequence": 256,
-         "model.kv_heads": 4, "model.tied": True, "model.qk_norm": "head", "model.attention_softcap": 30.0,
-         "memory.recompute": 1, "optim.shard": False, "optim.offload": "stream", "optim.accumulate": "half",
-         "optim.ema": 0.9, "optim.chunk_buckets": 1, "optim.bucket_size": 4096, "optim.clip_norm": 0.0,
-         "pipeline.policy": "gpipe", "pipeline.in_flight": 1, "pipeline.defer_bytes": 0, "pipeline.boundaries": (2,),
-         "pipeline.stages_per_rank": 2, "tensor.sequence_sharding": True, "tensor.keep_weights": True,
-         "tensor.panel_bytes": 1 << 18, "tensor.reduce_dtype": "fp32", "batch.global_size": 64,
-         "batch.microbatch_size": 8}
-"""Settings whose effect is asked for, with another value than theirs."""
-UNSEEN = {
-    "model.dropout": "masks are drawn where a key is, which counting has not",
-    "optim.clip_norm": "the guard waits for the same norm",
-    **dict.fromkeys(("optim.betas", "optim.epsilon", "optim.momentum", "optim.muon_scale", "optim.weight_decay",
-                     "optim.decay", "optim.groups", "optim.initial_loss_scale", "optim.loss_scale_window"),
-                    "numbers of an update, which takes as long with others"),
-    **dict.fromkeys(("optim.algorithm", "optim.options", "optim.clip_from", "optim.reduce_dtype", "optim.offload_share",
-                     "optim.buckets_in_flight", "optim.update_in_backward", "pipeline.partition", "pipeline.deferred",
-                     "pipeline.defer_last", "pipeline.memory", "pipeline.placement", "tensor.scheme"),
-                    "has its effect beside other settings than these"),
-    "pipeline.look_ahead": "the host's waits are not predicted"}
-"""Settings of which this run's prediction shows nothing, and why."""
-_SECTIONS = ("batch", "memory", "optim", "pipeline", "tensor")
+ALONE = ResolvedRun(precision="bf16", launch=Launch(device="cuda"), batch=ResolvedBatch(global_size=32),
+                    model=Transformer(family="llama", num_layers=2, hidden=256, heads=4, vocab=512, sequence=128))
+MESH = replace(ALONE, mesh=Mesh(data=2, pipe=2, row=2, col=2), optim=Optim(shard=True, bucket_size=1 << 16))
+RUNS = (ALONE, MESH)
+
+VALUES = {
+    "mesh": [Mesh(data=2)], "pipeline.in_flight": [1], "pipeline.boundaries": [(1,)], "pipeline.memory": [2.0],
+    "pipeline.deferred": [(1, 1)], "pipeline.defer_last": [1], "tensor.panel_bytes": [1 << 14],
+    "optim.clip_norm": [1.0], "optim.chunk_buckets": [1], "optim.bucket_size": [1 << 17], "optim.offload_share": [0.25],
+    "optim.groups": [("*.norm*:rate=0.1",)], "model.image_size": [64], "model.full_layers": [(0,)],
+    "model.nope_layers": [(0,)], "model.window": [16], "model.dropout": [0.1], "model.intermediate": [512],
+    "model.head_dim": [32], "model.norm_offset": [1], "model.rope_factor": [2.0], "model.window_rope_base": [5e3],
+    "model.rope_limits": [(2.0, 3.0)], "lora.targets": [("query",)]}
+"""Other values than those that the type gives."""
+LORA, YARN = {"lora.rank": 8}, {"model.rope_scaling": "yarn", "model.rope_positions": 64}
+BERT = {"model.family": "bert", "data.task": "classification", "model.num_classes": 2}
+VIT = {"model.family": "vit", "data.task": "images", "model.num_classes": 10}
+UNGUARDED, WINDOW = {"guard.bad_step": "none"}, {"model.window": 16}
+BESIDE = {
+    "optim.offload_share": {"optim.offload": "hybrid"}, "optim.buckets_in_flight": {"optim.offload": "stream"},
+    "optim.clip_norm": UNGUARDED, "optim.clip_from": UNGUARDED | {"optim.clip_norm": 1.0},
+    "optim.update_in_backward": UNGUARDED | {"batch.global_size": 8}, "pipeline.boundaries": {"mesh": Mesh(pipe=2)},
+    "pipeline.placement": {"pipeline.stages_per_rank": 2}, "pipeline.partition": {"model.vocab": 1 << 16},
+    "launch.survive_losses": {"launch.device": "cpu"}, "model.untied": {"model.family": "gpt"},
+    "model.num_classes": BERT, "lora.train_head": LORA | BERT, "model.image_size": VIT, "model.patch_size": VIT,
+    "model.rope_scaling": {"model.rope_positions": 64},
+    **dict.fromkeys(("model.full_every", "model.full_layers", "model.window_rope_base"), WINDOW),
+    **dict.fromkeys(("model.rope_factor", "model.rope_positions", "model.rope_limits", "model.rope_magnitude"), YARN),
+    **dict.fromkeys(("lora.alpha", "lora.dropout", "lora.targets", "lora.method", "lora.base_format"), LORA)}
+"""Settings without which others do nothing, or not what this model and these meshes would show."""
+
+NUMBERS = "a number of the update, or of the model, with which the same is computed"
+NOT_OF_A_STEP = "beside the steps: how often, how long, where, and what is told"
+DATA = "which data are read, and what becomes of the outputs: of microbatches only the sizes count"
+LISTED = {
+    NUMBERS: ("optim.betas", "optim.epsilon", "optim.momentum", "optim.muon_scale", "optim.weight_decay", "optim.decay",
+              "optim.groups", "optim.initial_loss_scale", "optim.loss_scale_window", "model.norm_epsilon",
+              "model.max_positions", "model.activation", "model.query_pre_attn_scalar", "model.rope_base",
+              "model.window_rope_base", "model.rope_scaling", "model.rope_factor", "model.rope_positions",
+              "model.rope_limits", "model.rope_magnitude", "lora.alpha", "seed"),
+    NOT_OF_A_STEP: ("train.*", "log.*", "comm.*", "checkpoint.dir", "checkpoint.every", "checkpoint.keep",
+                    "checkpoint.keep_every", "checkpoint.best", "checkpoint.on_error", "guard.loss_spike_factor",
+                    "guard.max_bad_steps", "guard.compare_every", "launch.launcher", "launch.cluster", "launch.trial",
+                    "launch.stopped_seconds", "launch.hang_seconds", "launch.join_address", "memory_report", "verbose",
+                    "resume", "max_restarts", "run_dir"),
+    DATA: ("data.options", "data.train", "data.eval", "data.eval_sets", "data.train_samples", "data.eval_samples",
+           "data.text_column", "data.pair_column", "data.label_column", "data.messages_column", "data.form",
+           "data.chat_template", "data.mixture", "data.padding", "data.augment", "data.augment_repeats",
+           "data.corpus", "data.tokenizer", "data.max_bytes", "data.cache_dir", "preference.*"),
+    "of whole trainings, which test_whole_trainings has": ("elastic.*",),
+    "names code of a user's own, files, or sizes that other settings have when they are read": (
+        "model.options", "optim.options", "model.pretrained", "model.preset", "lora.adapters"),
+    "the host's waits and cores are not predicted": ("pipeline.look_ahead", "launch.threads"),
+    "which kernels are not deterministic is not known": ("deterministic",)}
+"""Settings of which a prediction shows nothing, by the reason."""
+WHY = {name: reason for reason, names in LISTED.items() for name in names}
 
 
-def seconds(run):
-    return run_cost(run, CLUSTER, WORK.stages(run)).seconds
+def annotations():
+    """Each setting's name and type, with all sections of a run."""
+    for field, hint in get_type_hints(ResolvedRun, include_extras=True).items():
+        if is_dataclass(section := getattr(ALONE, field)) and field != "mesh":
+            hints = get_type_hints(type(section), include_extras=True)
+            yield from ((f"{field}.{own.name}", hints[own.name]) for own in fields(section))
+        elif field in {own.name for own in fields(ResolvedRun)}:
+            yield field, hint
 
 
-def changed(run, name, value):
-    section, field = name.split(".")
-    return replace(run, **{section: replace(getattr(run, section), **{field: value})})
+SETTINGS = dict(annotations())
 
 
-@pytest.fixture(scope="module")
-def before():
-    return [(run, seconds(run)) for run in (RUN, ALONE)]
+def value_of(run, name):
+    section, _, field = name.rpartition(".")
+    return getattr(getattr(run, section) if section else run, field)
 
 
-def effect(name, before):
-    """The largest relative change of a step, on a mesh or on one rank."""
-    runs = before[:1] if name == "pipeline.boundaries" else before
-    return max(abs(seconds(changed(run, name, OTHER[name])) / expected - 1.0) for run, expected in runs)
+def changed(run, values):
+    for name, value in values.items():
+        section, _, field = name.rpartition(".")
+        run = replace(run, **{field: value} if not section else {
+            section: replace(getattr(run, section), **{field: value})})
+    return run
 
 
-@pytest.mark.parametrize("name", [name for name in OTHER if name not in UNSEEN])
-def test_a_setting_changes_the_step(name, before):
-    assert effect(name, before) > 1e-7
+def others(hint, value):
+    """Values of such a type that differ from `value`."""
+    if get_origin(hint) is Literal:
+        return [one for one in get_args(hint) if one != value]
+    if hint is bool:
+        return [one for one in (True, False) if one is not value]
+    if hint is int:
+        return [2 * value if isinstance(value, int) and value else 2]
+    if hint is float:
+        return [value / 2 if isinstance(value, float) and value else 0.5]
+    if get_origin(hint) in (Union, types.UnionType, Annotated):
+        return [one for each in get_args(hint) for one in others(each, value)]
+    return []
 
 
-@pytest.mark.parametrize("name", [name for name in OTHER if name in UNSEEN])
-def test_what_is_said_to_change_nothing_changes_nothing(name, before):
-    assert effect(name, before) == 0.0
+def is_listed(name):
+    return name in WHY or f"{name.partition('.')[0]}.*" in WHY
 
 
-def test_every_setting_of_how_a_run_computes_is_asked_for():
-    every = {f"{section}.{field.name}" for section in _SECTIONS for field in fields(getattr(RUN, section))}
-    assert every <= {*OTHER, *UNSEEN}
-    known = {f"model.{field.name}" for field in fields(RUN.model)} | every
-    assert {*OTHER, *UNSEEN} <= known
+@cache
+def predicted(run):
+    """Seconds, and bytes by rank, place and category."""
+    cost = run_cost(run, CLUSTER, WORK.stages(run))
+    return (cost.seconds, cost.hardware_flops), {
+        (rank.pipeline_rank, place, category): size for rank in WORK.memory(run, cluster=CLUSTER)
+        for place in ("device", "host") for category, size in getattr(rank, place).items() if size}
+
+
+def comparisons(name, runs=RUNS):
+    """(step, memory) of a run with a value of the setting and with another one, wherever it could matter."""
+    for base in (changed(run, BESIDE.get(name, {})) for run in runs):
+        if name in effects.CONDITIONS and effects.CONDITIONS[name](base):
+            continue
+        for value in VALUES.get(name) or others(SETTINGS[name], value_of(base, name)):
+            other = changed(base, {name: value})
+            if value != value_of(base, name) and not list(rules.problems(other, num_blocks=None)):
+                yield predicted(base), predicted(other)
+
+
+@pytest.mark.parametrize("name", [name for name in SETTINGS if not is_listed(name)])
+def test_a_setting_changes_the_step_or_the_memory(name):
+    assert any(before != after for before, after in comparisons(name))
+
+
+@pytest.mark.parametrize("name", ["model.attention_kernel", "model.float8", "model.compile", "memory.recompute",
+                                  "tensor.sequence_sharding"])
+def test_what_computes_otherwise_changes_both(name):
+    found = list(comparisons(name))
+    assert all(any(before[what] != after[what] for before, after in found) for what in (0, 1))
+
+
+def test_what_is_listed_changes_nothing():
+    sections = {name.partition(".")[0] for name in SETTINGS}
+    assert not {name for name in WHY if name not in SETTINGS and name.removesuffix(".*") not in sections}
+    assert not {name for name in SETTINGS if is_listed(name)
+                and any(before != after for before, after in comparisons(name, RUNS[:1]))}

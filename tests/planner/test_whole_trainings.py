@@ -1,16 +1,19 @@
 """What a plan answers beyond a mesh: days, money, devices, other numbers, other clusters, job files."""
 
 import json
+import re
 import subprocess
 from dataclasses import replace
 
 import pytest
 import yaml
 
-from ranvier.config.resolve import resolve
+from ranvier.config import read
+from ranvier.config.resolve import Facts, resolve
 from ranvier.config.run import Batch, MeshSettings, Run, Transformer
 from ranvier.cost.cluster_files import load_cluster, write_cluster
 from ranvier.mesh import Mesh
+from ranvier.planner import page
 from ranvier.planner.job_files import LAUNCHERS, write_job
 from ranvier.planner.plan import Request, plan
 from ranvier.planner.search import search
@@ -57,6 +60,7 @@ def test_days_money_and_power_follow_from_the_step():
     seconds = 3e11 / found.cost.tokens * found.cost.seconds
     assert whole.days == pytest.approx(seconds / 86400) and whole.device_hours == pytest.approx(seconds / 3600 * 4)
     assert whole.dollars == pytest.approx(2 * whole.device_hours)
+    assert (whole.steps - 1) * found.cost.tokens < 3e11 <= whole.steps * found.cost.tokens
     assert whole.kilowatt_hours == pytest.approx(0.7 * whole.device_hours)
     failing = training(found, cluster, Goal(tokens=3e11, mtbf_hours=100.0))
     assert failing.goodput < 1 and failing.days == pytest.approx(whole.days / failing.goodput)
@@ -116,6 +120,35 @@ def test_what_cannot_be_asked(asked, code):
         plan("small", RUN, ["h100"], Request(searched="mesh", ranks=2, **asked))
 
 
+def test_the_run_file_trains_on_the_tokens_that_were_asked_for(here, tmp_path, capsys):
+    """And the page has its days; at a price that no file has."""
+    out, html = tmp_path / "run.toml", tmp_path / "page.html"
+    plan("small", RUN, [here], Request(searched="mesh", ranks=8, goal=Goal(tokens=1e9), price=3.0, out=out,
+                                       out_html=html))
+    steps = -(-10**9 // (16 * 32))
+    merged = read.merge([read.load(str(out))[1]]).run
+    assert merged.train.steps == steps and merged.train.epochs is None
+    printed = capsys.readouterr().out
+    assert f"{steps:,} steps" in printed and "batch 16 of 32 tokens" in printed
+    found = search(RUN, priced(), 8, ("mesh",)).best[0]
+    dollars = 3 * training(found, priced(), Goal(tokens=1e9)).device_hours
+    assert f"{dollars:,.0f}" in html.read_text() and "dollars" in html.read_text()
+
+
+def test_why_a_candidate_lost_adds_up():
+    """To the difference of two steps, where all parts are named."""
+    plan = search(replace(RUN, mesh=MeshSettings(data="auto", pipe="auto")), priced(), 8, ("mesh",))
+    assert len(plan.best) > 2
+    for found in plan.best[1:]:
+        text = page._lost(plan.best[0], found)
+        named = [float(part) for part in re.findall(r"([+-][\d.e-]+) s", text)]
+        if len(named) < 3:
+            assert sum(named) == pytest.approx(found.cost.seconds - plan.best[0].cost.seconds,
+                                               abs=0.003 * plan.best[0].cost.seconds)
+    row = page._row(plan, 0, replace(plan.best[1], memory=()), "too large")
+    assert row[-2:] == ("", "too large")  # not 0.00 GiB
+
+
 def test_a_job_file_beside_the_run(here, tmp_path, capsys):
     for launcher in LAUNCHERS:
         out = tmp_path / f"{launcher}.toml"
@@ -129,10 +162,18 @@ def test_a_job_file_beside_the_run(here, tmp_path, capsys):
     settings, _, job = yaml.safe_load_all((tmp_path / "kubernetes.yaml").read_text())
     assert job["spec"]["completions"] == 4 and "[mesh]" in settings["data"]["run.toml"]
     assert job["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "2"}
+    assert job["spec"]["template"]["spec"]["containers"][0]["env"][0]["value"] == "180"
+    assert "--signal=USR1@180\n" in batch and "--exclusive\n" in batch
+    slow = resolve(replace(RUN, mesh=Mesh(data=8)))
+    batch = write_job("slurm", slow, load_cluster("h100"), tmp_path / "slurm.toml", 52.7).read_text()
+    assert "--signal=USR1@240\n" in batch  # two steps, and two minutes to save
+    batch = write_job("slurm", resolve(RUN, Facts(mesh=Mesh(data=4))), load_cluster("h100"), tmp_path / "slurm.toml",
+                      1.0).read_text()
+    assert "--ntasks-per-node=4\n" in batch and "--exclusive" not in batch
     three = resolve(replace(RUN, mesh=Mesh(data=3)))
     with raises("job-of-partial-nodes", 2, value=3):
-        write_job("slurm", three, priced(), tmp_path / "slurm.toml")
+        write_job("slurm", three, priced(), tmp_path / "slurm.toml", 1.0)
     (tmp_path / "torchrun.sh").unlink()
     (tmp_path / "torchrun.sh").mkdir()
     with raises("job-not-writable"):
-        write_job("torchrun", three, load_cluster("h100"), tmp_path / "torchrun.toml")
+        write_job("torchrun", three, load_cluster("h100"), tmp_path / "torchrun.toml", 1.0)

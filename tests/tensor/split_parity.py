@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from benchmarks.slow_links import slowed
 from ranvier import keyed_random
 from ranvier.block import Model
 from ranvier.config.run import TensorParallel as Settings
@@ -210,7 +211,7 @@ def on_mesh(make: Callable[[], Model], mesh: Mesh, work: Callable[[Engine], obje
         engine.close()
         return result
 
-    return run_ranks(rank, mesh.size, throttle=throttle, timeout_seconds=run_seconds)
+    return run_ranks(slowed(rank, throttle), mesh.size, timeout_seconds=run_seconds)
 
 
 def assemble(found: Sequence[dict[str, Tensor]], layout: Layout) -> dict[str, Tensor]:

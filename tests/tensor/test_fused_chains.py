@@ -22,11 +22,11 @@ from tests.errors import raises
 from tests.tensor.split_parity import SCHEMES, SEED, assert_parity, random, samples_of, tiny_gpt, token_batches
 from tests.tensor.test_llama_gradients import assert_as_one_process, make
 
-NORM = {"split.norms._statistics", "split.norms._normalized", "split.norms._gradients", "split.norms._input_gradient"}
-DROPOUT = {"split.dropout._dropped"}
+NORM = {f"layers.norms.{name}" for name in ("_statistics", "_normalized", "_gradients", "_input_gradient")}
+DROPOUT = {"layers.dropout._dropped"}
 ROTARY = {"layers.rotary._turned", "layers.rotary._turned_back"}
-CAP = {"layers.softcap._capped", "layers.softcap._gradient"}
-GATE = {"layers.gated._gated", "layers.gated._gradients"}
+CAP = {"layers.elementwise._capped", "layers.elementwise._capped_gradient"}
+GATE = {"layers.elementwise._gated", "layers.elementwise._gated_gradients"}
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from ranvier.comm.throttle import Link
+from benchmarks.slow_links import Link
 from ranvier.config.run import Memory, Optim, Pipeline
 from ranvier.config.run import TensorParallel as Settings
 from ranvier.errors import RanvierError

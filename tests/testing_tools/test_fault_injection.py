@@ -15,6 +15,7 @@ from click.testing import CliRunner
 import ranvier
 from ranvier.cli import faults
 from ranvier.comm import edges
+from ranvier.comm.inprocess import InProcessWorld
 from ranvier.comm.message import Message, MessageKind
 from ranvier.config.run import Pipeline
 from ranvier.errors import ConfigError, TransportError
@@ -71,6 +72,16 @@ def test_what_is_no_fault_is_refused(text, what):
 def test_a_fault_of_a_rank_that_is_not_there():
     with raises("malformed-fault", 0, 1, where="fault", value="drop:rank=2,message=1"):
         run_ranks(lambda world: faulty(world, [parse("drop:rank=2,message=1")]), 2)
+
+
+def test_what_was_started_with_the_world_sees_that_ranks_are_lost():
+    """A rank's end waits for all ranks of the world that it was started with."""
+    def sizes(world):
+        kept = world
+        faulty(world, [parse("kill:rank=0,call=1000000")]).change(InProcessWorld(1).backend(0), ("0",))
+        return kept.size
+
+    assert run_ranks(sizes, 2) == [1, 1]
 
 
 # ---------------------------------------------------------------------- messages

@@ -285,7 +285,7 @@ def test_what_a_rank_is_busy_with_is_no_waiting_for_the_gradients_norm():
         meter = Meter(timeline, world.backend.group("train", [range(1)]), CPU)
         for number in (1, 2, 3):
             now = time.monotonic_ns()
-            timeline.add("optimizer", "weigh", number, now - 10**12)
+            timeline.add("optimizer", "norm", number, now - 10**12)
             timeline.add("optimizer", "update", number, now - 10**11)
             meter.step(number, FixedResult(), 1e-3)
         return meter.busy_steps, meter.busy
@@ -299,6 +299,16 @@ def test_what_a_rank_is_busy_with_is_no_waiting_for_the_gradients_norm():
     ("backward", "B0.2", "0\u2032\u2032"), ("wait", "the forward of microbatch 3", ""), ("optimizer", "update", "")])
 def test_bars_show_the_microbatch_and_the_turn(category, label, text):
     assert _bar_text(Span(category, label, 1, 0, 1)) == text
+
+
+def test_a_run_that_resumes_unchanged_leaves_no_mark_on_its_course():
+    """Its frozen layers are those of the last transition, however far before the step from which it resumes."""
+    mesh = {"mesh": {"data": 1, "pipe": 2, "row": 1, "col": 1}}
+    history = History()
+    history.remember([], [{"step": 0, "event": "start", **mesh},
+                          {"step": 20, "event": "transition", "frozen_layers": 1, **mesh},
+                          {"step": 30, "event": "checkpoint"}, {"step": 0, "event": "start", **mesh}])
+    assert history.frozen == {0: 0, 20: 1} and history.meshes == {0: (2, 1), 20: (2, 1)}
 
 
 def test_the_bubble_is_that_of_the_last_mesh(tmp_path):

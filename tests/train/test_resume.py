@@ -18,6 +18,7 @@ from ranvier.checkpoint import files
 from ranvier.checkpoint.checkpoints import Checkpoints
 from ranvier.checkpoint.saved import Saved
 from ranvier.cli import main as cli
+from ranvier.cli.options import read_recipe
 from ranvier.cli.train import check_folder
 from ranvier.config.run import Batch, Checkpoint, Data, Guard, Optim, Run, Train, Transformer
 from ranvier.errors import CheckpointError, ConfigError
@@ -505,7 +506,11 @@ def test_a_run_that_is_told_to_stop_saves(text, whole, tmp_path, monkeypatch, ra
         patch.setattr(loop, "take_step", told)
         summary, said = run_all(tiny(text, tmp_path, checkpoint=Checkpoint(every=0)))
     assert summary == {"stopped_after": at + 1} and not (tmp_path / "summary.json").exists()
-    assert f"step {at + 1}: stopped by SIGUSR1; resume with --resume auto --run-dir {tmp_path}" in said
+    command = f"ranvier train {tmp_path / 'run.toml'} --resume auto --run-dir {tmp_path}"
+    assert f"step {at + 1}: stopped by SIGUSR1; resume with: {command}" in said
+    flags = {"resume": "auto", "run_dir": str(tmp_path)}
+    pasted = read_recipe(command.split()[2], flags, allow_code=False)[1]
+    assert not pasted.problems and (pasted.run.resume, pasted.run.run_dir) == ("auto", tmp_path)
     assert lines(tmp_path / "events.jsonl")[-1]["event"] == "stopped"
     run_all(tiny(text, tmp_path, resume="auto"))
     assert losses(tmp_path) == losses(whole)

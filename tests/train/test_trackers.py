@@ -1,7 +1,9 @@
 """Every output of the stream of events, alone: files, TensorBoard, console; and what they say when a disk is full."""
 
 import contextlib
+import dataclasses
 import io
+import itertools
 import json
 import math
 import os
@@ -114,6 +116,19 @@ def test_plain_console_has_one_whole_line_every_few_steps(tmp_path):
     assert "MFU 40%" in step_lines(tmp_path, [example_step(1, against_published_peak=True)])[0]
 
 
+def test_the_heading_has_a_line_for_each_setting_in_a_file(tmp_path, monkeypatch):
+    start = dataclasses.replace(example_run(tmp_path)[0], settings={"model": "a long model " * 9, "data": "tokens"})
+    heights = []
+    for width in (None, "40"):
+        stream = io.StringIO()
+        monkeypatch.delenv("COLUMNS", raising=False)
+        if width is not None:
+            monkeypatch.setenv("COLUMNS", width)
+        feed(PlainConsole(stream), [start])
+        heights.append(len(stream.getvalue().splitlines()))
+    assert heights[0] == 3 < heights[1]
+
+
 def test_plain_console_prints_slow_steps_and_evaluations_too(tmp_path):
     seconds = iter(range(0, 10_000, 12))
     lines = step_lines(tmp_path, [example_step(step) for step in range(1, 11)], every=1000, clock=lambda: next(seconds))
@@ -134,11 +149,14 @@ def test_what_experts_read_comes_with_verbose(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [PlainConsole, LiveConsole])
-def test_repeated_notes_are_shown_a_few_times(kind):
-    stream = io.StringIO()
-    feed(kind(stream), [NoteEvent(step=step, event="skipped", text="no valid target") for step in range(1, 100)])
-    text = stream.getvalue()
-    assert text.count("no valid target") == 3 and "events.jsonl" in text
+def test_repeated_notes_are_shown_a_few_times_and_then_once_a_minute(kind):
+    """Every step's do not flood the screen, and a checkpoint that fails every ten minutes does not fall silent."""
+    notes = [NoteEvent(step=step, event="skipped", text="no valid target") for step in range(1, 100)]
+    for seconds, times in ((0, 3), (1, 3 + 1), (600, 99)):
+        stream, ticks = io.StringIO(), itertools.count(step=seconds)
+        feed(kind(stream, clock=lambda ticks=ticks: float(next(ticks))), notes)
+        assert stream.getvalue().count("no valid target") == times
+        assert ("59 before it are in events.jsonl" in " ".join(stream.getvalue().split())) is (seconds == 1)
 
 
 def test_live_console_shows_progress_in_place(tmp_path):

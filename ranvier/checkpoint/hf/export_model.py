@@ -106,7 +106,7 @@ def export_adapters(run: Path, out: Path, *, dtype: str | None = None, tell: Pro
                                   where=f"checkpoint {saved.folder}",
                                   remedy="Leave `--adapters` out to export the model.")
         if source.config.family != "transformers":
-            _check_base(source.run.model.pretrained)
+            _check_base(source.run.model.pretrained, tell)
         frozen = set(saved.manifest.frozen)
         trained = [name for name in source.places if name.startswith("head.") and name not in frozen]
         size = sum(prod(saved.tensor("parameter", name).shape) for name in (*trained, *(
@@ -121,9 +121,9 @@ def export_adapters(run: Path, out: Path, *, dtype: str | None = None, tell: Pro
         saved.close()
 
 
-def _check_base(base: str | None) -> None:
+def _check_base(base: str | None, tell: Progress) -> None:
     """CheckpointError where the modules of the base model of adapters have names there that we do not write. Nothing
-    is fetched for that: a checkpoint may name any model."""
+    is fetched for that, since a checkpoint may name any model: of one that is not here a line says so."""
     if base is None:
         return
     is_on_hub = hub_model.is_name(base) and not Path(base).expanduser().is_dir()
@@ -131,6 +131,8 @@ def _check_base(base: str | None) -> None:
         form = PretrainedConfig(hub_model.fetch_config(base, from_cache=True) if is_on_hub else
                                 folder_of(base, user_cache_folder(), CacheOnly())).form
     except (NotInCache, RanvierError):
+        tell(f"{base} is not on this machine: whether its layers have the names that these adapters give them is not "
+             "checked")
         return
     if form.write is None:
         raise CheckpointError(f"is a {form.title}, whose linear layers have other names than the adapters would get",

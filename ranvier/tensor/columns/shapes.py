@@ -43,15 +43,6 @@ def transposed(num_dims: int, dim: int, first: int, second: int) -> int:
     return {first: second, second: first}.get(dim, dim)
 
 
-def moved(num_dims: int, dim: int, source: int | Sequence[int], destination: int | Sequence[int]) -> int:
-    """`source` dims at `destination`, the others in their order."""
-    sources = [one % num_dims for one in ([source] if isinstance(source, int) else source)]
-    targets = [one % num_dims for one in ([destination] if isinstance(destination, int) else destination)]
-    placed = dict(zip(targets, sources, strict=True))
-    rest = iter(one for one in range(num_dims) if one not in sources)
-    return [placed[place] if place in placed else next(rest) for place in range(num_dims)].index(dim)
-
-
 def without(dim: int, removed: Sequence[int]) -> int:
     """`removed` dims are gone."""
     return dim - sum(one < dim for one in removed)

@@ -14,9 +14,8 @@ from torch import Tensor
 from ranvier.tensor.columns import shapes
 from ranvier.tensor.columns.calls import argument, function_name, refuse_call, sizes_or_dims
 from ranvier.tensor.columns.layout import ColumnLayout
-from ranvier.tensor.columns.pointwise import convert
-from ranvier.tensor.columns.reductions import untouched
 from ranvier.tensor.columns.refusal import refuse
+from ranvier.tensor.columns.rules import convert, untouched
 from ranvier.tensor.columns.tensor import (
     Args,
     Func,
@@ -106,13 +105,6 @@ def expanded(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     return mark(local(x).expand([-1 if at == place else size for at, size in enumerate(sizes)]), layout.moved(place))
 
 
-def repeated(x: Tensor, dim: int, args: Args, kwargs: Kwargs) -> int | None:
-    """repeat(counts), once along the sharded dim."""
-    counts = sizes_or_dims(args, 1, kwargs, "repeats")
-    place = dim + len(counts) - x.dim()
-    return place if counts[place] == 1 else None
-
-
 def repeat_interleaved(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """repeat_interleave(count, dim): copies of an element are neighbours, so shards stay shards."""
     x, layout = _sharded(func, args)
@@ -175,11 +167,6 @@ def matrix_transposed(x: Tensor, dim: int, args: Args, kwargs: Kwargs) -> int:
 def reversed_dims(x: Tensor, dim: int, args: Args, kwargs: Kwargs) -> int:
     """x.t(), x.T."""
     return x.dim() - 1 - dim
-
-
-def moved(x: Tensor, dim: int, args: Args, kwargs: Kwargs) -> int:
-    """movedim, moveaxis."""
-    return shapes.moved(x.dim(), dim, argument(args, kwargs, 1, "source"), argument(args, kwargs, 2, "destination"))
 
 
 def indexed(x: Tensor, dim: int, args: Args, kwargs: Kwargs) -> int | None:

@@ -29,6 +29,7 @@ methods of `Splittable`.
 from ranvier.tensor.columns import local_map
 from ranvier.tensor.layers.convolution import DepthwiseConv1d
 from ranvier.tensor.layers.dropout import Dropout
+from ranvier.tensor.layers.elementwise import gated, gelu, softcap
 from ranvier.tensor.layers.embeddings import (
     BiasTable,
     Embedding,
@@ -36,14 +37,11 @@ from ranvier.tensor.layers.embeddings import (
     PositionEmbedding,
     TokenTypeEmbedding,
 )
-from ranvier.tensor.layers.gated import gated
-from ranvier.tensor.layers.gelu import gelu
+from ranvier.tensor.layers.features import Scalar, Scale
 from ranvier.tensor.layers.linear import ClassifierHead, Linear, ReplicatedLinear, VocabularyLinear
 from ranvier.tensor.layers.linear_group import SharedInputLinear
 from ranvier.tensor.layers.norms import LayerNorm, RMSNorm
 from ranvier.tensor.layers.rotary import Rotary
-from ranvier.tensor.layers.scale import Scalar, Scale
-from ranvier.tensor.layers.softcap import softcap
 from ranvier.tensor.splittable import Splittable, block_splits
 
 __all__ = ["BiasTable", "ClassifierHead", "DepthwiseConv1d", "Dropout", "Embedding", "LayerNorm", "Linear",

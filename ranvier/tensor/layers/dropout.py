@@ -1,13 +1,18 @@
-"""Dropout whose masks do not depend on the mesh."""
+"""Dropout whose masks do not depend on the mesh: as of one rank, and of a rank's part of the residual stream."""
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from typing import Any
 
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ranvier import keyed_random
 from ranvier.tensor import keyed_dropout
+from ranvier.tensor.autograd import Function
+from ranvier.tensor.fused import Fused, current
 from ranvier.tensor.mesh import TensorMesh
-from ranvier.tensor.split.dropout import SplitDropout
-from ranvier.tensor.split.own_part import with_own_parts
+from ranvier.tensor.split.own_part import SplitLayer, with_own_parts
 from ranvier.tensor.splittable import Layer
 
 
@@ -34,3 +39,56 @@ class Dropout(Layer):
         """
         y = keyed_dropout.dropout(x, self.probability, self.training)
         return y if onto is None else onto + y
+
+
+class SplitDropout(SplitLayer):
+    """Drops what the unsplit layer drops: masks are keyed by the sample and the place in it."""
+
+    def __init__(self, layer: Layer, mesh: TensorMesh, probability: float) -> None:
+        super().__init__(layer, mesh)
+        self._probability = probability
+
+    def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
+        """x, this rank's part of x_BSH, and onto as for the unsplit layer."""
+        if not (self.training and self._probability):
+            return x if onto is None else onto + x
+        sizes = list(x.shape[1:])
+        start, full = [0] * len(sizes), list(sizes)
+        for dim in self.mesh.activations.cut_dims:
+            place = dim - 2  # of (S, H)
+            start[place], full[place] = self.mesh.col * sizes[place], self.mesh.num_cols * sizes[place]
+        fused = current()
+        if x.is_meta:  # without values, one pass, whose backward computes the mask again
+            return fused(_passed, x, onto)
+        if fused.compiles:
+            keys = keyed_random.next_sample_keys(x.shape[0], x.device)
+            return _Dropped.apply(x, onto, (keys, self._probability, tuple(start), tuple(full)), fused)
+        y = keyed_dropout.dropout(x, self._probability, training=True, start=start, full_shape=full)
+        return y if onto is None else onto + y
+
+
+class _Dropped(Function):
+    """The backward computes the mask again, from the samples' keys."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, onto: Tensor | None, masked: tuple[Any, ...], fused: Fused) -> Tensor:
+        ctx.masked, ctx.fused = masked, fused
+        return fused(_dropped, x, onto, *masked)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        wants_input, wants_onto = ctx.needs_input_grad[:2]
+        dx = ctx.fused(_dropped, dy, None, *ctx.masked) if wants_input else None
+        return dx, dy if wants_onto else None, None, None
+
+
+def _dropped(x: Tensor, onto: Tensor | None, keys: Tensor, probability: float, start: tuple[int, ...],
+             full_shape: tuple[int, ...]) -> Tensor:
+    y = keyed_random.dropped(x, keys, probability, start, full_shape)
+    return y if onto is None else onto + y
+
+
+def _passed(x: Tensor, onto: Tensor | None) -> Tensor:
+    y = 2.0 * x
+    return y if onto is None else onto + y

@@ -1,4 +1,4 @@
-"""Embeddings: of tokens, positions, token types and patches.
+"""Embeddings: of tokens, positions, token types and patches. Each scheme shards the token table in its own way.
 
 B batch, S sequence, H hidden width, V vocabulary, F features of a patch. All return the residual stream x_BSH, but for
 `BiasTable`.
@@ -7,23 +7,21 @@ B batch, S sequence, H hidden width, V vocabulary, F features of a patch. All re
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ranvier.config.run import TensorParallel
-from ranvier.layout import Split, TensorAxis
+from ranvier.layout import Split, TensorAxis, part
+from ranvier.precision import wide
+from ranvier.tensor.activations import Panel
+from ranvier.tensor.autograd import Function
 from ranvier.tensor.mesh import TensorMesh
-from ranvier.tensor.split.embeddings import (
-    HiddenEmbedding,
-    SplitPatchEmbedding,
-    SplitPositionEmbedding,
-    SplitTokenTypeEmbedding,
-    SummaEmbedding,
-    VocabularyEmbedding,
-)
-from ranvier.tensor.split.own_part import with_own_parts
+from ranvier.tensor.split.own_part import SplitLayer, with_own_parts
+from ranvier.tensor.split.stationary import scatter
 from ranvier.tensor.splittable import Constraint, Layer, feature_split, hidden_constraint, vocabulary_constraints
 
 
@@ -163,3 +161,233 @@ class PatchEmbedding(Layer):
         """[B, S - 1, F] to x_BSH."""
         first = self.first.expand(len(patches), 1, -1)
         return torch.cat([first, functional.linear(patches.detach(), self.weight, self.bias)], dim=1)
+
+
+def _check_ids(ids: Tensor, vocab: int) -> None:
+    """IndexError, as torch's embedding, for ids outside the vocabulary. Not on CUDA, where reading them would wait for
+    the device."""
+    if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+        raise IndexError(f"a token is out of range of the vocabulary of {vocab}: {int(ids.min())} to {int(ids.max())}")
+
+
+class HiddenEmbedding(SplitLayer):
+    """Each rank has a part of every token's features; embeddings travel once, in one all-to-all along the column, and
+    where the sequence is sharded in another one along the row.
+
+    The table is sharded as [V, H / (col, row)]: the shards of a column's ranks together are the column's features.
+    """
+
+    def __init__(self, layer: Layer, mesh: TensorMesh, padding: int | None) -> None:
+        super().__init__(layer, mesh)
+        self._padding = padding
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids_BS to this rank's part of x_BSH. Rows may have different numbers of tokens: an all-to-all needs equal
+        ones, so that ids are padded."""
+        x = self._own_features(ids)
+        by_sequence = self.mesh.activations.name == "sequence" and self.mesh.num_cols > 1
+        return _FeaturesToTokens.apply(x, self.mesh) if by_sequence else x
+
+    def _own_features(self, ids: Tensor) -> Tensor:
+        """[B, S, H/c]."""
+        counts = self.mesh.over_rows.gather_number(ids.numel())
+        if len(set(counts)) == 1:
+            return _AllToAllEmbedding.apply(self.weight, ids, self, self._padding)
+        padded = functional.pad(ids.reshape(-1), (0, max(counts) - ids.numel()))
+        found = _AllToAllEmbedding.apply(self.weight, padded, self, self._padding)
+        return found[:ids.numel()].view(*ids.shape, found.shape[-1])
+
+
+class _AllToAllEmbedding(Function):
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, ids: Tensor, layer: SplitLayer, padding: int | None) -> Tensor:
+        mesh, rows = layer.mesh, layer.mesh.num_rows
+        everyones = ids.reshape(1, -1)
+        if rows > 1:
+            everyones = ids.new_empty(rows, ids.numel())
+            mesh.over_rows.all_gather(everyones, ids.reshape(-1)).wait()
+        ctx.save_for_backward(everyones)
+        ctx.layer, ctx.shape, ctx.padding = layer, table.shape, -1 if padding is None else padding
+        found = functional.embedding(everyones, table)  # [rows, tokens, H / (c r)]
+        if rows > 1:
+            received = torch.empty_like(found)
+            mesh.over_rows.all_to_all(received, found).wait()
+            found = received
+        return found.movedim(0, 1).reshape(*ids.shape, rows * table.shape[1]).data  # as of `_Multiply`
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None, None]:
+        everyones, = ctx.saved_tensors
+        ctx.layer.begins("backward")
+        mesh, width = ctx.layer.mesh, ctx.shape[1]
+        rows = mesh.num_rows
+        parts = dx.reshape(-1, rows, width).movedim(1, 0).contiguous()
+        if rows > 1:
+            received = torch.empty_like(parts)
+            mesh.over_rows.all_to_all(received, parts).wait()
+            parts = received
+        table = torch.ops.aten.embedding_dense_backward(parts, everyones, ctx.shape[0], ctx.padding, False)
+        return table, None, None, None
+
+
+class _FeaturesToTokens(Function):
+    """All tokens of a column's features [B, S, H/c] to all features of its tokens [B, S/c, H], by an all-to-all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: TensorMesh) -> Tensor:
+        ctx.mesh = mesh
+        batch, own = mesh.activations.own_dims(x.shape[:2])
+        parts = x.view(batch, mesh.num_cols, own, x.shape[2]).movedim(1, 0).contiguous()  # [c, B, S/c, H/c]
+        received = torch.empty_like(parts)
+        mesh.over_cols.all_to_all(received, parts).wait()
+        return received.movedim(0, 2).flatten(2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        parts = dx.unflatten(2, (ctx.mesh.num_cols, -1)).movedim(2, 0).contiguous()
+        received = torch.empty_like(parts)
+        ctx.mesh.over_cols.all_to_all(received, parts).wait()
+        return received.movedim(0, 1).flatten(1, 2), None
+
+
+class SummaEmbedding(SplitLayer):
+    """Optimus' embedding (Xu et al., 2021): blocks [V_i, H_j] of the table are broadcast down column j,
+    one after the other."""
+
+    def __init__(self, layer: Layer, mesh: TensorMesh, vocab: int, padding: int | None) -> None:
+        super().__init__(layer, mesh)
+        self._vocab, self._padding = vocab, padding
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids_BS to [B, S, H/c]."""
+        _check_ids(ids, self._vocab)
+        return _BroadcastEmbedding.apply(self.weight, ids, self, self._vocab, self._padding)
+
+
+class _BroadcastEmbedding(Function):
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, ids: Tensor, layer: SplitLayer, vocab: int, padding: int | None) -> Tensor:
+        ctx.save_for_backward(ids)
+        mesh, ctx.layer, ctx.vocab, ctx.padding = layer.mesh, layer, vocab, padding
+        x = table.new_zeros(*ids.shape, table.shape[1])
+        for row in range(mesh.num_rows):
+            start, stop = part(vocab, mesh.num_rows, row)
+            block = table if row == mesh.row else mesh.workspace.take("table", (stop - start, table.shape[1]), table)
+            if mesh.num_rows > 1:
+                mesh.over_rows.broadcast(block, row).wait()
+            x += _rows_of(block, ids, start)
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        ctx.layer.begins("backward")
+        ids, = ctx.saved_tensors
+        mesh, own = ctx.layer.mesh, None
+        for row in range(mesh.num_rows):
+            start, stop = part(ctx.vocab, mesh.num_rows, row)
+            gradient = _table_gradient(dx, ids, start, stop, ctx.padding)
+            if mesh.num_rows > 1:
+                mesh.over_rows.reduce(gradient, row).wait()
+            if row == mesh.row:
+                own = gradient.to(dx.dtype)
+        return own, None, None, None, None
+
+
+def _rows_of(block: Tensor, ids: Tensor, start: int) -> Tensor:
+    """Embeddings of the ids that are in `block`, whose first entry is `start`; zero for others."""
+    inside = (ids >= start) & (ids < start + len(block))
+    return functional.embedding((ids - start).where(inside, 0), block) * inside.unsqueeze(-1)
+
+
+def _table_gradient(dx: Tensor, ids: Tensor, start: int, stop: int, padding: int | None) -> Tensor:
+    """Gradient of the entries start..stop of a table, in fp32 at least; the token `padding` has none."""
+    inside = (ids >= start) & (ids < stop)
+    if padding is not None:
+        inside &= ids != padding
+    dx = dx.to(wide(dx.dtype))
+    gradient = dx.new_zeros(stop - start, dx.shape[-1])
+    return gradient.index_add_(0, (ids - start).where(inside, 0).flatten(),
+                               (dx * inside.unsqueeze(-1)).reshape(-1, dx.shape[-1]))
+
+
+class VocabularyEmbedding(SplitLayer):
+    """Megatron-LM's VocabParallelEmbedding: columns have parts of the vocabulary, and their partial embeddings are
+    summed into the layout of the residual stream."""
+
+    def __init__(self, layer: Layer, mesh: TensorMesh, vocab: int, padding: int | None) -> None:
+        super().__init__(layer, mesh)
+        self._vocab = vocab
+        self._places = (*part(vocab, mesh.num_cols, mesh.col), padding)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids_BS to this rank's part of x_BSH."""
+        _check_ids(ids, self._vocab)
+        return _SumEmbedding.apply(self.weight, ids, self.mesh, self._places)
+
+
+class _SumEmbedding(Function):
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, ids: Tensor, mesh: TensorMesh, places: tuple[int, int, int | None]) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.mesh, ctx.places = mesh, places
+        out = table.new_empty(*mesh.activations.own_dims(ids.shape), table.shape[1])
+        rows = _rows_of(table, ids.flatten(), places[0])
+
+        def fill(panel: Panel, slabs: Tensor) -> None:
+            slabs.copy_(mesh.activations.rows(rows, out, panel).flatten(0, 1))
+
+        return scatter(mesh, out, fill).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None, None]:
+        ids, = ctx.saved_tensors
+        activations, dx = ctx.mesh.activations, dx.contiguous()
+        parts, work = activations.gather(dx, (slice(None),), lambda _, shape: dx.new_empty(shape))
+        work.wait()
+        whole = parts.flatten(0, -2)
+        return _table_gradient(whole, ids.flatten(), *ctx.places).to(dx.dtype), None, None, None
+
+
+class SplitPositionEmbedding(SplitLayer):
+    """Position embeddings of this rank's part of the residual stream."""
+
+    def forward(self, positions: int | Tensor) -> Tensor:
+        """A whole sequence's length to [tokens here, features here]; positions_BS of whole sequences to this rank's
+        part of x_BSH."""
+        if isinstance(positions, int):
+            return self.weight[own_tokens(self.mesh, positions)]
+        return functional.embedding(positions[:, own_tokens(self.mesh, positions.shape[1])], self.weight)
+
+
+class SplitTokenTypeEmbedding(SplitLayer):
+    """Token-type embeddings of this rank's part of the residual stream."""
+
+    def forward(self, types: Tensor) -> Tensor:
+        """types_BS of whole sequences to this rank's part of x_BSH."""
+        return functional.embedding(types[:, own_tokens(self.mesh, types.shape[1])], self.weight)
+
+
+class SplitPatchEmbedding(SplitLayer):
+    """Patches of this rank's part of the residual stream, and the first token where it belongs to that."""
+
+    first: nn.Parameter
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """Patches [B, S - 1, F] of whole sequences to this rank's part of x_BSH."""
+        tokens = own_tokens(self.mesh, patches.shape[1] + 1)
+        # Token t > 0 is patch t - 1.
+        own = patches.detach()[:, max(tokens.start - 1, 0):tokens.stop - 1]
+        x = functional.linear(own, self.weight, self.bias)
+        return torch.cat([self.first.expand(len(x), int(tokens.start == 0), -1), x], dim=1)
+
+
+def own_tokens(mesh: TensorMesh, length: int) -> slice:
+    """The tokens, of a sequence of `length`, in this rank's part of the residual stream."""
+    if mesh.activations.name != "sequence":
+        return slice(0, length)
+    own = mesh.activations.own_dims((1, length))[1]
+    return slice(mesh.col * own, (mesh.col + 1) * own)

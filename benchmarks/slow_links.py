@@ -4,6 +4,8 @@ A message is delivered no earlier than a link of that latency and bandwidth woul
 was sent. A link carries one message at a time, and edges stay FIFO. A collective ends no earlier than on a ring of such
 links, counted from the call of its last member. Delays sleep and do not use the CPU, they depend on seeds alone, and
 each purpose has its own links. The clocks of ranks are compared, so all ranks must run on one machine.
+
+    run_ranks(slowed(function, Link(latency_seconds=0.001)), 4)
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
@@ -24,14 +26,14 @@ from torch import Tensor
 from ranvier.comm.message import Message, encoded_bytes
 from ranvier.comm.protocol import Backend, Group, Transport, Work
 from ranvier.comm.sum_algorithms import Operation, ring_bytes
-from ranvier.errors import ConfigError
+from ranvier.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
     """A directed link between two ranks. The random delay of each message is uniform in [0, jitter_seconds].
 
-    ConfigError for a negative time or a bandwidth that is not positive.
+    ValueError for a negative time or a bandwidth that is not positive.
     """
 
     latency_seconds: float = 0.0
@@ -42,9 +44,7 @@ class Link:
     def __post_init__(self) -> None:
         for name, least in (("latency_seconds", 0.0), ("bytes_per_second", 1e-9), ("jitter_seconds", 0.0)):
             if not getattr(self, name) >= least:
-                raise ConfigError("is too small", code="link-too-small", where=f"Link.{name}",
-                                  value=getattr(self, name),
-                                  remedy="Give times of 0 or more, and a bandwidth greater than 0.")
+                raise ValueError(f"Link.{name} is too small: {getattr(self, name)}")
 
 
 Links = Link | Callable[[int, int], Link]
@@ -62,6 +62,16 @@ def throttled(backend: Backend, links: Links, *, rank_delay_seconds: float = 0.0
         seed: of these sleeps, together with the rank.
     """
     return _ThrottledBackend(backend, links, _Pause(rank_delay_seconds, f"{seed} rank {backend.rank}"))
+
+
+_Result = TypeVar("_Result")
+
+
+def slowed(function: Callable[[World], _Result], links: Links | None) -> Callable[[World], _Result]:
+    """`function` of a world whose messages and collectives are slowed down to `links`; None leaves them as they are."""
+    if links is None:
+        return function
+    return lambda world: function(replace(world, backend=throttled(world.backend, links)))
 
 
 class _Pause:

@@ -1,0 +1,122 @@
+"""What a forward may read and change beside parameters and buffers, as it was at one moment, for a forward that runs
+again: attributes of modules, what is in their lists, dicts and sets, and where random number generators are.
+
+    then = Remembered(modules)          before the first run, which may change all this
+    with then.given_back(): ...         the second run finds it as the first one did; afterwards it is as it is now
+
+Torch's own generators are left out: `torch.utils.checkpoint` gives their states back.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+from collections import deque
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""Attributes in which torch keeps parameters, buffers, submodules and hooks."""
+
+
+class Remembered:
+    """modules: those whose attributes a forward may read or change. common: whether the generators of the modules
+    `random` and `numpy.random` belong to it."""
+
+    def __init__(self, modules: Collection[nn.Module], *, common: bool = True) -> None:
+        self._modules = modules
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """The attributes of each module, and what they were."""
+        self._contents: dict[int, tuple[Any, Any]] = {}
+        """By identity: each list, dict or set that attributes lead to, and a copy of it."""
+        self._generators: dict[int, tuple[Any, Any]] = {}
+        """By identity: each random number generator, and its state."""
+        if common:
+            self._note(random.getstate.__self__)  # type: ignore[attr-defined]
+            if (numpy := sys.modules.get("numpy")) is not None:
+                self._note(numpy.random.get_state.__self__)
+        for module in modules:
+            found = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+            self._attributes.append((vars(module), found))
+            for value in found.values():
+                self._note(value)
+
+    def _note(self, value: Any) -> None:
+        if isinstance(value, list | deque | dict | set):
+            if id(value) not in self._contents:
+                contents = _copied(value)
+                self._contents[id(value)] = value, contents
+                for inner in contents.values() if isinstance(contents, dict) else contents:
+                    self._note(inner)
+        elif isinstance(value, tuple):
+            for inner in value:
+                self._note(inner)
+        elif (state := _state(value)) is not None:
+            self._generators[id(value)] = value, state
+
+    def forget_unmoved(self) -> bool:
+        """After the first run: states of generators from which it has not drawn are not kept. Whether it has drawn."""
+        self._generators = {key: (generator, state) for key, (generator, state) in self._generators.items()
+                            if pickle.dumps(_state(generator)) != pickle.dumps(state)}
+        return bool(self._generators)
+
+    @contextmanager
+    def given_back(self) -> Iterator[None]:
+        now = Remembered(self._modules, common=bool(self._generators))
+        self._give_back()
+        try:
+            yield
+        finally:
+            now._give_back()
+
+    def _give_back(self) -> None:
+        for attributes, found in self._attributes:
+            for name in attributes.keys() - found.keys() - _OF_EVERY_MODULE:
+                del attributes[name]
+            attributes.update(found)
+        for value, contents in self._contents.values():
+            if not _same_contents(value, contents):
+                value.clear()
+                (value.extend if isinstance(value, list | deque) else value.update)(contents)
+        for generator, state in self._generators.values():
+            _set_state(generator, state)
+
+
+def _copied(value: Any) -> Any:
+    return dict(value) if isinstance(value, dict) else set(value) if isinstance(value, set) else list(value)
+
+
+def _same_contents(value: Any, contents: Any) -> bool:
+    if len(value) != len(contents):
+        return False
+    if isinstance(value, dict):
+        return all(key is other and value[key] is contents[other] for key, other in zip(value, contents, strict=True))
+    if isinstance(value, set):
+        return bool(value == contents)
+    return all(one is other for one, other in zip(value, contents, strict=True))
+
+
+def _state(value: Any) -> Any:
+    """The state of a random number generator; None of anything else."""
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        if isinstance(value, numpy.random.RandomState):
+            return value.get_state()
+        if isinstance(value, numpy.random.Generator):
+            return value.bit_generator.state
+    return None
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    else:
+        (generator.setstate if isinstance(generator, random.Random) else generator.set_state)(state)
