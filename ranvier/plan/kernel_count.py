@@ -152,16 +152,16 @@ class KernelCount(TorchDispatchMode):
         """The number of a storage."""
         return self._storages.setdefault(storage._cdata, (len(self._storages), storage))[0]
 
-    @property
-    def weights(self) -> set[int]:
-        """The numbers of the block's parameters."""
-        return {self._storages[address][0] for address in self._weights if address in self._storages}
-
     def operands(self) -> set[int]:
         """Storages (`_cdata`) of what products and attention read and write."""
         found = {access.storage for kernel in self.kernels if kernel.kind in ("product", "attention")
                  for access in (*kernel.reads, *kernel.writes)}
         return {key for key, (number, _) in self._storages.items() if number in found}
+
+    @property
+    def weights(self) -> set[int]:
+        """The numbers of the block's parameters."""
+        return {self._storages[address][0] for address in self._weights if address in self._storages}
 
     def _access(self, tensor: Tensor, most: int | None = None) -> Access:
         size = max(1, plain(tensor).untyped_storage().nbytes())
