@@ -130,7 +130,8 @@ def test_presets(number, name):
     """Each in its width, with four layers, on another mesh with other settings of the optimizer than the one before."""
     run = with_numbers(read.merge([read.load(name)[1]]).run)
     optim = replace(OPTIMS[number % len(OPTIMS)], bucket_size=4_000_000)
-    check(replace(run, model=replace(run.model, num_layers=4, preset=None), mesh=MESHES[number % len(MESHES)],
+    meshes = MESHES if run.model.heads % 2 == 0 else MESHES[:2]  # without columns
+    check(replace(run, model=replace(run.model, num_layers=4, preset=None), mesh=meshes[number % len(meshes)],
                   optim=optim, batch=Batch(global_size=24, microbatch_size=2)))
 
 
