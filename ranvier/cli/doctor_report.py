@@ -120,7 +120,7 @@ def print_table(findings: list[Finding]) -> None:
     rows = []
     for before, finding in zip([None, *findings], findings, strict=False):
         topic = "" if before is not None and before.topic == finding.topic else finding.topic
-        rows.append((topic, finding.name, " ".join(filter(None, [finding.value, finding.remedy]))))
+        rows.append((topic, finding.name, ". ".join(filter(None, [finding.value, finding.remedy]))))
     Screen(sys.stdout).print(TextTable(header=("topic", "what", "found"), rows=rows, words=(0, 1, 2), keys=2,
                                        styles=["red" if finding.remedy else None for finding in findings]))
 

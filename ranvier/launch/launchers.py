@@ -215,7 +215,8 @@ def _text(environ: Mapping[str, str], name: str, launcher: str) -> str:
     if not environ.get(name):
         raise ConfigError(f"{name} is missing, although other variables of {launcher} are set",
                           code="launcher-variable-missing", where="launch.launcher",
-                          remedy=f"Start the command with {launcher} itself, or set `--launch.launcher`.")
+                          remedy=f"Start the command with {launcher} itself, set {name} as well, or ignore the "
+                                 "variables with `--launch.launcher local`.")
     return environ[name]
 
 

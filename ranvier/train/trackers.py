@@ -5,6 +5,7 @@ TensorBoard.
 from __future__ import annotations
 
 import errno
+import logging
 import math
 import os
 import time
@@ -320,6 +321,7 @@ class TensorBoard:
                 for stale in self._folder.glob("events.out.tfevents.*"):  # another run's curve would overlay this one's
                     stale.unlink()
             self._writer = SummaryWriter(str(self._folder), purge_step=after + 1 if after else None)
+        logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)  # of each NaN, which the run itself reports
         self._error: OSError | None = None
         # its thread would end with the first error, and the queue in front of it would block when it is full
         file = self._writer.file_writer.event_writer._ev_writer

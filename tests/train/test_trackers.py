@@ -85,6 +85,12 @@ def test_a_line_is_in_the_file_at_once(tmp_path):
     metrics.close()
 
 
+def test_a_loss_that_is_nan_is_no_line_of_tensorboards(tmp_path, caplog):
+    with caplog.at_level("WARNING"):
+        feed(TensorBoard(tmp_path), [example_step(1, loss=math.nan)])
+    assert "NaN" not in caplog.text
+
+
 def test_tensorboard_holds_the_curves(tmp_path):
     for _ in range(2):  # the second run replaces the first's curves
         feed(TensorBoard(tmp_path), example_run(tmp_path))
