@@ -191,8 +191,8 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
         costs.append(BlockCost(
             name=name, flops=count.flops, written_bytes=count.written, allocated_bytes=memory.allocated,
             kernels=run_kernels(count, state, counting, dtype.itemsize),
-            kept_bytes=(inside := kept_bytes(memory, kept.storages, counting)),
-            operand_bytes=min(inside, kept.count_of(count.operands())),
+            kept_bytes=(stored := kept_bytes(memory, kept.storages, counting)),
+            operand_bytes=min(stored, kept.count_of(memory.operands())),
             input_bytes=entered, output_bytes=_state_bytes(outputs), weight_share=share, defers=defers,
             float8_products=tuple(products.found), repeated=count.repeated(
                 counting, dtype.itemsize, kept_bytes=storage_bytes(found.tensors),
