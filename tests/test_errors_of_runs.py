@@ -209,7 +209,7 @@ def test_a_reference_without_two_numbers_a_pair(tmp_path, monkeypatch):
 def test_pairs_are_not_evaluated_without_their_reference():
     run = resolve(Run(data=Data(task="preference", train="x")))
     with raises("evaluation-of-reference", where="preference.loss", value="dpo"):
-        model_evaluation.evaluate(None, run, {"x": run}, {}, None, alone(), print)
+        model_evaluation.evaluate(None, run, {"x": run}, None, alone(), print)
 
 
 def test_a_run_that_begins_with_adapters_has_no_reference(tmp_path):
