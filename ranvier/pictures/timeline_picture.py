@@ -26,6 +26,8 @@ class Picture(bytes):
     def __repr__(self) -> str:
         return f"Picture({len(self):,} bytes)"
 
+    __str__ = __repr__  # that of bytes does not call this one
+
 
 def timeline_picture(timelines: Sequence[RankTimeline], mesh: Mesh, policy: str) -> Picture | None:
     """One step as a row of bars per rank, microbatch numbers on those that are wide enough.

@@ -39,7 +39,7 @@ def test_the_last_training_batch_of_all_ranks(tmp_path):
                              held_out={2: torch.tensor(7.0), 4: 8})
         resumed = engine.report(tmp_path / "resumed.html", loss=losses, norm=(2, None), step=[8, 9, 10])
         assert resumed.curves == {"step": [8, 9, 10], "loss": losses, "norm": [2, None, None]}
-        assert all(len(repr(shown)) < 200 for shown in (picture, page))
+        assert all(len(text(shown)) < 200 for shown in (picture, page) for text in (repr, str))
         for curve in (losses[0], "falls", [losses], {"first": 1.0}):
             with raises("curves-of-no-numbers", where="Engine.report(loss=...)"):
                 engine.report(tmp_path / "none.html", loss=curve)
