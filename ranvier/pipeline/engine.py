@@ -681,7 +681,8 @@ class Engine:
                 parameter.requires_grad_(owner.requires_grad)
             if parameter.requires_grad and not trainable:
                 raise ModelError("was frozen when the engine was built, and is trainable now",
-                                 code="parameter-unfrozen", where=f"parameter {name}",
+                                 code="parameter-unfrozen",
+                                 where=f"parameter {self.names_in_whole.get(name, (name,))[0]}",
                                  remedy="Build a new engine to train more parameters.")
         self._step += 1
         self._stages.set_loss_factor(self._updater.loss_factor)
@@ -694,7 +695,7 @@ class Engine:
             self._statistics.forget()
             raise
         with self._working():
-            self._held.check_kept()
+            self._held.check_kept(replicas=1 if self._updater.in_backward else self.mesh.data * self.mesh.row)
             self._buffer_changes.check()
             self._updater.gradients.all_passed()
             for tie in self._ties.add_gradients(self._call):
