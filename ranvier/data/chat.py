@@ -83,7 +83,8 @@ class Chat(Task):
         told = [(f"data.train {source.name}", _counts(pair[0])) for source, pair in zip(sources, stored, strict=True)]
         if run.data.eval is not None:
             told.append((f"data.eval {run.data.eval}", _counts(stored[0][1])))
-        left_out = [text for _, one in told if (text := one.text(run.model.sequence))]
+        left_out = [f"{where}: {text}" if len(told) > 1 else text for where, one in told
+                    if (text := one.text(run.model.sequence))]
         train, held = ([_dataset(run, part) for part in parts] for parts in zip(*stored, strict=True))
         lengths = np.concatenate([samples.sample_lengths for samples, _ in train])
         used = [put([dataset for _, dataset in parts]) for put, parts in ((join, train), (spread, held))]

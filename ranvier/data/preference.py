@@ -94,7 +94,8 @@ class PreferenceTask(Task):
             train=train, eval=held, tokenizer=tokenizer, weight=1.0, transform=tokenizer.fingerprint,
             padding=padding_text(whole[0].sample_lengths, run, can_pack=False),
             about=f"{training_name(run.data)}: {len(whole[0]):,} pairs of answers, {len(whole[1]):,} held out"
-                  + "".join(f"; {text}" for _, one in told if (text := one.text(run.model.sequence))),
+                  + "".join(f"; {where}: {text}" if len(told) > 1 else f"; {text}" for where, one in told
+                            if (text := one.text(run.model.sequence))),
             warnings=tuple(warning for setting, one in told
                            if (warning := one.warning(setting, run.model.sequence)) is not None),
             scoring=partial(PreferenceScoring, None if self._scores else run.preference),
@@ -230,7 +231,8 @@ def _all(name: str, setting: str, form: str, encode: Callable[[Sequence[Pair | N
     counts = _Counts(pairs=count, same=count - len(found), silent=len(found) - len(spoken),
                      too_long=len(spoken) - len(kept), longest=max((one.length for one in spoken), default=0))
     if not kept:
-        raise DataError(f"has no pair of answers within `model.sequence {sequence}`", code="no-pairs",
+        within = f"within `model.sequence {sequence}`" if counts.too_long else "that differ"
+        raise DataError(f"has no pair of answers {within}", code="no-pairs",
                         where=f"data.{setting} {name}", value=count,
                         remedy=f"Set `--model.sequence {counts.longest}`." if counts.too_long else
                         "Give pairs whose answers differ.")

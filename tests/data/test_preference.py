@@ -119,6 +119,8 @@ def test_what_is_left_out_is_said(tmp_path):
     warning, few = data.warnings
     check(warning, "pairs-left-out", 127, value=2)
     check(few, "batch-beyond-data", len(data.train), where="batch.global-size", value=32)
+    both = run_of(tmp_path, rows, eval=str(tmp_path / "pairs.jsonl"))
+    assert f"; data.eval {both.data.eval}: 1 of 14 left out" in prepare(both).about
 
 
 def test_columns_and_names_are_checked_before(tmp_path):
