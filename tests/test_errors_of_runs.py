@@ -260,7 +260,7 @@ def test_requests_that_have_no_answer(tmp_path, monkeypatch):
     with raises("resize-unanswered", where=f"run {tmp_path}"):
         resize.ask_and_wait(tmp_path, seconds=0.01, data=2)
     (tmp_path / "summary.json").write_text("{}")
-    with raises("resize-ended-run", where=f"run {tmp_path}"):
+    with raises("run-has-ended", where=f"run {tmp_path}"):
         resize.ask(tmp_path, data=2)
     with raises("resize-not-writable", where=str(resize._path(tmp_path / "none", "w"))):
         resize.leave(tmp_path / "none", "w", {"data": 2})

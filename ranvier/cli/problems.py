@@ -52,7 +52,7 @@ def missing_data(resolved: read.Merged) -> list[ConfigError]:
             "has no data of its own", code="preset-without-data", where="recipe",
             value=run.model.preset or run.model.pretrained,
             remedy="Give text with `--data.corpus PATH`, or samples with `--data.train FILE` and their task: "
-                   "`--data.task chat`, `preference`, `reward` or another one."))
+                   "`--data.task chat`, or preference, reward, ..."))
     if is_preset and origins["data.tokenizer"] == "default" and run.data.task == "lm":
         problems.append(ConfigError(
             "has no tokenizer of its own", code="preset-without-tokenizer", where="recipe", value=run.model.preset,

@@ -681,7 +681,8 @@ class Engine:
                 parameter.requires_grad_(owner.requires_grad)
             if parameter.requires_grad and not trainable:
                 raise ModelError("was frozen when the engine was built, and is trainable now",
-                                 code="parameter-unfrozen", where=f"parameter {name}",
+                                 code="parameter-unfrozen",
+                                 where=f"parameter {self.names_in_whole.get(name, (name,))[0]}",
                                  remedy="Build a new engine to train more parameters.")
         self._step += 1
         self._stages.set_loss_factor(self._updater.loss_factor)

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from ranvier.config.run import Run
 from ranvier.cost.blocks import Repeated
 from ranvier.cost.kernels import (
+    REDUCES,
     Access,
     Kernel,
     Kernels,
@@ -151,16 +152,16 @@ class KernelCount(TorchDispatchMode):
         """The number of a storage."""
         return self._storages.setdefault(storage._cdata, (len(self._storages), storage))[0]
 
-    @property
-    def weights(self) -> set[int]:
-        """The numbers of the block's parameters."""
-        return {self._storages[address][0] for address in self._weights if address in self._storages}
-
     def operands(self) -> set[int]:
         """Storages (`_cdata`) of what products and attention read and write."""
         found = {access.storage for kernel in self.kernels if kernel.kind in ("product", "attention")
                  for access in (*kernel.reads, *kernel.writes)}
         return {key for key, (number, _) in self._storages.items() if number in found}
+
+    @property
+    def weights(self) -> set[int]:
+        """The numbers of the block's parameters."""
+        return {self._storages[address][0] for address in self._weights if address in self._storages}
 
     def _access(self, tensor: Tensor, most: int | None = None) -> Access:
         size = max(1, plain(tensor).untyped_storage().nbytes())
@@ -183,7 +184,10 @@ class KernelCount(TorchDispatchMode):
         scales = name in _NORMS and args[2] is not None and self._trains(args[2])
         trains = [self._weights.get(plain(leaf).untyped_storage()._cdata) for leaf in sources]
         of_weights = kind == "copy" and bool(trains) and None not in trains
-        return Kernel(kind=kind, reads=reads, writes=tuple(self._access(leaf, written) for leaf in returned),
+        writes = tuple(self._access(leaf, written) for leaf in returned)
+        most = max((access.bytes for access in reads), default=0)
+        reduces = kind == "pointwise" and any(REDUCES * access.bytes < most for access in writes)
+        return Kernel(kind=kind, reads=reads, writes=writes, is_reduction=reduces or name in _NORMS,
                       weight="trains" if scales or (of_weights and any(trains)) else "frozen" if of_weights else "none")
 
     def _trains(self, weight: Tensor) -> bool:

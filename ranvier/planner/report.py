@@ -158,7 +158,7 @@ def explanation(plan: SearchResult) -> list[str]:
         more = sum(found.cost.seconds < cost.seconds for found in plan.dropped) - 1
         lines.append(f"Memory is a bottleneck, too: {describe(tempting.run)} would take {tempting.cost.seconds:.4g} s "
                      f"({1 - tempting.cost.seconds / cost.seconds:.1%} less), but {tempting.reason}."
-                     + (f" {more:,} more would be faster and do not fit." if more else "")
+                     + (" Others would be faster and do not fit either." if more else "")
                      if tempting.cost.seconds < cost.seconds else
                      "Memory is no bottleneck: no configuration that does not fit would be faster.")
     else:
