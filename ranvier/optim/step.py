@@ -198,6 +198,11 @@ class Updater:
         if optimizer is not None and owned:
             self.users = optimizer([(spec.name, spec.parameter) for spec in self.gradients.owned()]
                                    if _takes_names(optimizer) else owned)
+            closure = inspect.signature(self.users.step).parameters.get("closure")
+            if closure is not None and closure.default is inspect.Parameter.empty:
+                raise ConfigError("computes the loss several times in a step, by a closure, for which the batch would "
+                                  "run again", code="optimizer-needs-closure", where="optimizer",
+                                  value=type(self.users).__name__, remedy="Use an optimizer that takes one gradient.")
         self.masters = MasterCopies(self.users, owned) if self.users is not None and half else None
         self._scale = LossScale(scale=optim.initial_loss_scale, window=optim.loss_scale_window) \
             if dtype is torch.float16 else None

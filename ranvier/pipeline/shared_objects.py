@@ -7,8 +7,9 @@ Stages exchange the gradients and values of tied parameters, so each needs Param
 different ranks have them, since each rank has a model of its own. Of blocks on two stages of one rank the later stage
 gets copies, until the engine closes.
 
-A buffer that several stages change has no one value: stages run microbatches in an order of their own. Shared batch
-norms are refused before the first step, and other modules that change a shared buffer before the first update.
+A buffer, list, dict or set that several stages change has no one value: stages run microbatches in an order of their
+own. Shared batch norms are refused before the first step, and other modules that change such a thing before the first
+update.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor, nn
 
 from ranvier.errors import ModelError
-from ranvier.plan.shared_buffers import shared_buffer_error
+from ranvier.plan.shared_buffers import containers_of, shared_buffer_error, shared_container_error
 
 
 class StageCopies:
@@ -88,28 +89,43 @@ def copy_of(parameter: nn.Parameter) -> nn.Parameter:
 
 
 class SharedBufferChanges:
-    """Notices buffers of several stages that a training batch changes.
+    """Notices buffers, and lists, dicts and sets, of several stages that a training batch changes.
 
     shared: as `buffers_of_several_stages` returns it. blocks: (number in the model, name, module) of this rank's.
     """
 
     def __init__(self, shared: Mapping[str, str], blocks: Sequence[tuple[int, str, nn.Module]]) -> None:
         self._shared, self._blocks = shared, blocks if shared else ()
-        self._before: dict[str, tuple[Tensor, int]] = {}
+        self._before: dict[str, tuple[object, list[object]]] = {}
 
-    def _now(self) -> Iterable[tuple[str, Tensor]]:
+    def _now(self) -> Iterable[tuple[str, object, list[object]]]:
+        """Name, object, and what tells whether it has changed: a buffer's version, and what is in a container."""
         for _, block, module in self._blocks:
             for name, buffer in module.named_buffers(remove_duplicate=False):
                 if f"{block}.{name}" in self._shared:
-                    yield f"{block}.{name}", buffer
+                    yield f"{block}.{name}", buffer, [buffer._version]
+            for path, part in module.named_modules(prefix=block):
+                for name, value in containers_of(part):
+                    if f"{path}.{name}" in self._shared:
+                        yield f"{path}.{name}", value, list(value.items() if isinstance(value, dict) else value)
 
     def begin(self) -> None:
         """A training batch begins."""
-        self._before = {name: (buffer, buffer._version) for name, buffer in self._now()}
+        self._before = {name: (value, contents) for name, value, contents in self._now()}
 
     def check(self) -> None:
-        """The batch has run. ModelError for a buffer that it has changed."""
-        for name, buffer in self._now():
-            before, version = self._before[name]
-            if buffer is not before or buffer._version != version:
-                raise shared_buffer_error(name, self._shared[name], None)
+        """The batch has run. ModelError for a buffer or a container that it has changed."""
+        for name, value, contents in self._now():
+            before, then = self._before.get(name, (None, []))
+            if value is not before or not _same(contents, then):
+                other = self._shared[name]
+                raise shared_buffer_error(name, other, None) if isinstance(value, Tensor) else (
+                    shared_container_error(name, other))
+
+
+def _same(contents: Sequence[object], then: Sequence[object]) -> bool:
+    """Tensors are compared by identity: by value they give no truth."""
+    if len(contents) != len(then):
+        return False
+    return all(_same(one, other) if isinstance(one, tuple) and isinstance(other, tuple) else one is other or (
+        isinstance(one, int | float | str) and one == other) for one, other in zip(contents, then, strict=True))

@@ -299,3 +299,44 @@ def test_a_shared_buffer_that_training_changes_is_named_before_the_update(in_pla
 @PLACES
 def test_a_shared_buffer_that_stays_is_taken(pipeline):
     assert_training(normed(Constant), Mesh(pipe=2), pipeline)
+
+
+@pytest.mark.parametrize("pipeline", [Pipeline(), V_SHAPE])
+@pytest.mark.parametrize("change", [lambda shared, x: shared["losses"].append(x.mean()),
+                                    lambda shared, x: shared.update(mean=x.detach().mean())], ids=["list", "dict"])
+def test_a_shared_list_that_training_changes_is_named_before_the_update(change, pipeline):
+    """Such as losses that blocks leave beside the carried state: a later stage has none of an earlier one's."""
+    class Leaves(Plain):
+        def __init__(self, shared):
+            super().__init__()
+            self.shared, self.losses = shared, shared["losses"]
+
+        def forward(self, x):
+            change(self.shared, x)
+            return super().forward(x)
+
+    def rank(world):
+        shared = {"losses": []}
+        blocks = [Leaves(shared) for _ in range(4)]
+        engine = Engine(blocks, world, mesh=Mesh(pipe=2), loss=squared, pipeline=pipeline, dtype=torch.float64)
+        engine.forward_backward(share(engine, points([[1, 2]])))
+
+    with raises("shared-container-changes") as caught:
+        run_ranks(rank, 2)
+    assert caught.value.where.startswith("attribute ")
+
+
+def test_a_shared_list_that_stays_is_taken():
+    class Reads(Plain):
+        def __init__(self, sizes):
+            super().__init__()
+            self.sizes = sizes
+
+        def forward(self, x):
+            return super().forward(x) * self.sizes[0]
+
+    def make():
+        sizes = [2, 3]
+        return [Reads(sizes) for _ in range(4)]
+
+    assert_training(make, Mesh(pipe=2), Pipeline())

@@ -351,6 +351,11 @@ def test_an_optimizer_instead_of_a_function_that_makes_one():
         run_ranks(lambda world: Engine(model, world, mesh=Mesh(), optimizer=optimizer), 1)
 
 
+def test_an_optimizer_that_computes_the_loss_itself():
+    with raises("optimizer-needs-closure", "LBFGS"):
+        run_ranks(lambda world: Engine(residuals(), world, mesh=Mesh(), optimizer=torch.optim.LBFGS), 1)
+
+
 @pytest.mark.parametrize("batch", [(torch.zeros(8, 4), torch.zeros(8, 4)), torch.zeros(8, 4), ["text"]])
 def test_a_batch_that_is_no_list_of_microbatches(batch):
     def work(world):
