@@ -285,15 +285,36 @@ def beside_modules(container: nn.Module) -> list[str]:
     return found + [name.strip("_").replace("_", " ") for name in HOOKS if getattr(container, name)]
 
 
-def ready_made(model: Model) -> list[nn.Module]:
+def ready_made(model: Model) -> dict[str, nn.Module]:
     """The blocks that exist already, of a model that was given as modules, without what other builders add."""
-    found: list[nn.Module] = []
-    for build in model.blocks.values():
+    found: dict[str, nn.Module] = {}
+    for block, build in model.blocks.items():
         while isinstance(build, partial) and build.func is not _ready_made and build.args:
             build = build.args[0]
         if isinstance(build, partial) and build.func is _ready_made:
-            found.append(build.args[0])
+            found[block] = build.args[0]
     return found
+
+
+def keep_names(whole: nn.Module, blocks: Iterable[nn.Module]) -> None:
+    """Note in each of the blocks of `whole` what its parameters and buffers are called there, for `names_in_whole`."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in _named_tensors(whole):
+        names.setdefault(id(tensor), []).append(name)
+    for block in blocks:
+        vars(block)["names_in_whole"] = {name: tuple(names.get(id(tensor), ()))
+                                         for name, tensor in _named_tensors(block)}
+
+
+def names_in_whole(model: Model) -> dict[str, tuple[str, ...]]:
+    """"block.parameter", and "block.buffer" -> its names in the module that the blocks were made of (`keep_names`)."""
+    return {f"{block}.{name}": names for block, module in ready_made(model).items()
+            for name, names in getattr(module, "names_in_whole", {}).items() if names}
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
 
 
 class LossBlock(nn.Module):

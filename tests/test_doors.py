@@ -70,7 +70,7 @@ OPENS_FILES = {
     # folders that this process has made, and nobody else can write
     "planner/trial.py": "a temporary folder", "launch/function_rank.py": "a temporary folder",
     "launch/rank_processes.py": "a temporary folder", "launch/run_function.py": "a temporary folder",
-    "checkpoint/tensor_file.py": "a new folder", "checkpoint/hf/export_model.py": "a new folder",
+    "system/tensor_file.py": "a new folder", "checkpoint/hf/export_model.py": "a new folder",
     "checkpoint/hf/import_model.py": "a new folder", "data/offline/pip_file.py": "a new folder",
     "data/offline/pretrained_models.py": "a new folder", "data/offline/gguf_file.py": "a new folder",
     "data/offline/gguf_tokenizer.py": "a new folder",

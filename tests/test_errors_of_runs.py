@@ -260,7 +260,7 @@ def test_requests_that_have_no_answer(tmp_path, monkeypatch):
     with raises("resize-unanswered", where=f"run {tmp_path}"):
         resize.ask_and_wait(tmp_path, seconds=0.01, data=2)
     (tmp_path / "summary.json").write_text("{}")
-    with raises("resize-ended-run", where=f"run {tmp_path}"):
+    with raises("run-has-ended", where=f"run {tmp_path}"):
         resize.ask(tmp_path, data=2)
     with raises("resize-not-writable", where=str(resize._path(tmp_path / "none", "w"))):
         resize.leave(tmp_path / "none", "w", {"data": 2})
@@ -281,6 +281,16 @@ def test_commands_that_lack_something(capsys, args, code):
     with reports(code):
         assert run_command(args) == 2
     assert "ranvier: error: " in capsys.readouterr().err
+
+
+def test_what_follows_a_killed_rank(tmp_path):
+    """The memory that was predicted, and the checkpoint from which the same command resumes."""
+    run = resolve(Run(run_dir=tmp_path))
+    assert "predicted memory" in train._after_a_kill(run) and str(tmp_path) not in train._after_a_kill(run)
+    for step in (5, 10):
+        (tmp_path / "checkpoint" / f"step-{step}").mkdir(parents=True)
+    said = train._after_a_kill(run)
+    assert str(tmp_path / "checkpoint" / "step-10") in said and f"--resume auto --run-dir {tmp_path}" in said
 
 
 def test_restarts_are_the_launchers():

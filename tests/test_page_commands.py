@@ -246,7 +246,6 @@ def own_files(tmp_path_factory):
         (folder / "my-texts" / f"{number}.txt").write_text(text)
     (folder / "wiki.txt").write_text("\n".join(texts))
     (folder / "wiki.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    (folder / "questions.jsonl").write_text(json.dumps({"context": "2 and 2 are", "choices": ["4", "5"], "answer": 0}))
     parquet.write_table(table({"body": texts}), folder / "articles.parquet")
     parquet.write_table(table({"text": texts}), folder / "code.parquet")
     (folder / "pairs.csv").write_text("premise,hypothesis,gold\n" + "".join(

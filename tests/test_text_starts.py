@@ -16,7 +16,7 @@ from ranvier.data.corpus import Document
 from ranvier.data.tokenizer import Tokenizer, load
 from ranvier.data.tokens import open_tokens
 from ranvier.errors import DataError
-from ranvier.inference.multiple_choice import Question, requests_of
+from ranvier.inference.likelihood import encode_pair
 from ranvier.inference.prompts import TextPrompts
 from ranvier.train.setup import held_out_line
 from tests.checkpoint.test_hf_llama import published_tokenizer
@@ -91,9 +91,8 @@ def test_every_entrance_starts_a_text_as_transformers_does(tmp_path, start):
     assert tokenizer.encode_from_start(text) == expected and tokenizer.encode(text) == plain
     # generate
     assert TextPrompts(tmp_path / "tokenizer.json").encode(text) == expected
-    # evaluate --choices, and pairs of lm-evaluation-harness
-    question = Question(context="The sky is", choices=("blue today",), answer=0)
-    (context, continuation), = requests_of([question], tokenizer)
+    # pairs of lm-evaluation-harness
+    context, continuation = encode_pair(tokenizer, "The sky is", " blue today")
     assert [*context, *continuation] == expected
     assert context == theirs("The sky is")["input_ids"]
     # training, in one process and in several; the run's own copy of the tokenizer
@@ -135,7 +134,7 @@ def test_the_context_of_a_text_without_one(tmp_path, start, settings, context):
     tokenizer = folder_with(tmp_path, start=start, **settings)
     number = tokenizer.numbers()[context]
     assert list(tokenizer.nothing) == [number]
-    (first, continuation), = requests_of([Question(context="", choices=("x",), answer=0)], tokenizer)
+    first, continuation = encode_pair(tokenizer, "", " x")
     assert first == [number] and continuation == tokenizer.encode(" x")
     assert TextPrompts(tmp_path / "tokenizer.json").encode("") == [number]
 

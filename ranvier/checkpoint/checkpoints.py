@@ -24,7 +24,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,8 +63,7 @@ class Written:
     write_seconds: float = 0.0
     """From the copy until the checkpoint had its name."""
     error: str | None = None
-    remedy: str = ("Free space there or choose another `--checkpoint.dir`; older checkpoints are whole, and "
-                   "`--resume auto` resumes from the newest.")
+    remedy: str = ""
     """What to do about the error."""
 
 
@@ -319,11 +318,12 @@ class Checkpoints:
                        size_bytes=sum(file.size_bytes for file in manifest.files))
 
     def _failed(self, job: _Job, error: Exception | str) -> Written:
-        written = Written(step=job.step, folder=step_folder(self.folder, job.step), stall_seconds=job.stall_seconds,
-                          error=error if isinstance(error, str) else _said(error))
+        remedy = ("Free space there or choose another `--checkpoint.dir`; older checkpoints are whole, and "
+                  "`--resume auto` resumes from the newest.")
         if isinstance(error, (OwnershipError, TransportError)):
-            return replace(written, remedy=error.texts["remedy"])
-        return written
+            remedy = error.texts["remedy"]
+        return Written(step=job.step, folder=step_folder(self.folder, job.step), stall_seconds=job.stall_seconds,
+                       error=error if isinstance(error, str) else _said(error), remedy=remedy)
 
     def _entries(self, number: int) -> list[dict[str, Any]] | None:
         """What every rank says of its part; None when this is closed first. OSError when a rank is gone: however long

@@ -32,9 +32,9 @@ from ranvier.checkpoint.manifest import (
     step_folder,
     step_of,
 )
-from ranvier.checkpoint.tensor_file import Slot, write_tensors
 from ranvier.errors import CheckpointError
 from ranvier.system.pinned_memory import pinned_together
+from ranvier.system.tensor_file import Slot, write_tensors
 from ranvier.system.untrusted_file import new_file, read_json
 from ranvier.tensor.quantized_weight import dense
 
@@ -61,10 +61,10 @@ def try_to_write(path: Path) -> None:
 
 def write_part(path: Path, tensors: Mapping[str, torch.Tensor]) -> File:
     """Write one file of pieces, and return when it is on the disk. OSError when it cannot be."""
-    written = write_tensors(path, [Slot(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
-                                   for name, tensor in tensors.items()], tensors.values())
+    size_bytes, crc32 = write_tensors(path, [Slot(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
+                                             for name, tensor in tensors.items()], tensors.values())
     to_disk(path)
-    return written
+    return File(name=path.name, size_bytes=size_bytes, crc32=crc32)
 
 
 def publish(temporary: Path, final: Path, manifest: Manifest, verify: Callable[[], None] = lambda: None) -> None:

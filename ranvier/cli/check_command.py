@@ -16,7 +16,7 @@ from ranvier.cli.options import (
     json_option,
     read_recipe,
 )
-from ranvier.cli.problems import print_problems
+from ranvier.cli.problems import missing_data, print_problems
 from ranvier.config import named_code, read
 
 
@@ -70,7 +70,8 @@ def check(recipe: str | None, allow_code: bool, split: str | None, ranks: int | 
         ranks = local_devices(resolved.run.launch.device)  # which `train` would start
     report = check_run(resolved.run, ranks, ranks_per_node, chosen=resolved.chosen,
                        cluster=cluster)
-    report = dataclasses.replace(report, problems=(*resolved.problems, *report.problems))
+    report = dataclasses.replace(report, problems=(*resolved.problems, *report.problems),
+                                 warnings=(*report.warnings, *missing_data(resolved)))  # a problem when it starts
     for setting, value in read.flatten(with_pretrained(resolved.run)[0]).items():
         if value != values[setting]:  # the sizes of the weights
             values[setting], origins[setting] = value, "model.pretrained"

@@ -1,5 +1,4 @@
-"""`ranvier evaluate`: the loss and the scores of a trained model on held-out data, and its accuracy in multiple choice.
-"""
+"""`ranvier evaluate`: the loss and the scores of a trained model on held-out data, and in lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -32,9 +31,6 @@ Table = dict[str, dict[str, float]]
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--data", "sets", multiple=True, metavar="[NAME=]DATA",
               help="Held-out data of the model's task; may be given several times. By default that of the run.")
-@click.option("--choices", multiple=True, metavar="[NAME=]FILE",
-              help="Multiple choice: a JSONL file of objects with context, choices and answer; may be given several "
-                   "times.")
 @click.option("--lm-eval", "harness", help="Tasks of lm-evaluation-harness, separated by commas (the extra lm-eval).")
 @click.option("--lm-eval-path", type=click.Path(path_type=Path, exists=True, file_okay=False),
               help="A folder with further tasks of lm-evaluation-harness.")
@@ -43,8 +39,8 @@ Table = dict[str, dict[str, float]]
 @click.option("--ema", is_flag=True,
               help="Evaluate the moving average of the parameters (optim.ema) instead of the parameters.")
 @json_option
-def evaluate(model: Path, sets: tuple[str, ...], choices: tuple[str, ...], harness: str | None,
-             lm_eval_path: Path | None, lm_eval_limit: int | None, lm_eval_shots: int | None, ema: bool, as_json: bool,
+def evaluate(model: Path, sets: tuple[str, ...], harness: str | None, lm_eval_path: Path | None,
+             lm_eval_limit: int | None, lm_eval_shots: int | None, ema: bool, as_json: bool,
              **flags: str | None) -> int:
     """Evaluate MODEL: a run's folder, a checkpoint, a Hugging Face folder, a GGUF file, OWNER/NAME of the Hugging Face
     hub, or a name that --model.pretrained takes.
@@ -61,12 +57,12 @@ def evaluate(model: Path, sets: tuple[str, ...], choices: tuple[str, ...], harne
     tasks = None if harness is None else HarnessTasks(
         names=tuple(harness.split(",")), path=lm_eval_path, limit=lm_eval_limit, shots=lm_eval_shots)
     named = _named(sets)
-    reads_data = bool(named) or not (choices or tasks)
+    reads_data = bool(named) or tasks is None
     run = _run(trained, {name.replace("__", "."): text for name, text in flags.items() if text is not None}, reads_data)
-    if trained.pretrained is not None and not named and run.data.eval is None and not choices and tasks is None:
+    if trained.pretrained is not None and not named and run.data.eval is None and tasks is None:
         raise ConfigError("is missing: a folder in Hugging Face's format names none", code="evaluation-data-missing",
                           where="data", value=str(model),
-                          remedy="Give `--data DATA`, `--choices FILE` or `--lm-eval TASKS`.")
+                          remedy="Give `--data DATA` or `--lm-eval TASKS`.")
     runs = _runs(run, trained, named) if reads_data else {}
     world = launch.start(run.mesh, transport=run.comm.transport, launcher=run.launch.launcher,
                          threads=run.launch.threads, device=run.launch.device,
@@ -75,7 +71,7 @@ def evaluate(model: Path, sets: tuple[str, ...], choices: tuple[str, ...], harne
     def work() -> None:
         from ranvier.inference.model_evaluation import evaluate as results_of
 
-        results = results_of(trained, run, runs, _named(choices), tasks, world, tell)
+        results = results_of(trained, run, runs, tasks, world, tell)
         if world.rank == 0:
             _print(trained, run, results, as_json)
 

@@ -16,7 +16,7 @@ from ranvier.testing.faults import faulty, parse
 
 @click.command()
 @click.option("--fault", "texts", multiple=True, metavar="FAULT",
-              help="KIND:rank=R,call=N (or message=N, or seconds=T); may be repeated.")
+              help="KIND:rank=R,call=N (or message=N, or seconds=T), for slow with for=SECONDS; may be repeated.")
 @click.argument("args", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_context
 def command(context: click.Context, texts: Sequence[str], args: Sequence[str]) -> None:

@@ -87,7 +87,7 @@ def _usage_text(error: click.exceptions.UsageError) -> str:
 
     if isinstance(error, click.exceptions.NoSuchOption) and (
             setting := name_elsewhere(error.option_name.removeprefix("--"))) is not None:
-        return f"No such option: {error.option_name} Did you mean --{flag(setting)}?"
+        return f"No such option '{error.option_name}'. Did you mean '--{flag(setting)}'?"
     if (isinstance(error, click.exceptions.MissingParameter) and error.param is not None
             and error.param.name == "recipe"):
         return (f"Missing argument 'RECIPE': one of {', '.join(recipe_names())}; a preset (docs/models.md); a folder "

@@ -15,6 +15,7 @@ from ranvier.cli.options import (
     read_valid_recipe,
     recipe_argument,
 )
+from ranvier.cli.problems import missing_data, print_warnings
 
 
 @click.command(cls=SettingsCommand, short_help="Find the fastest configuration on a cluster.")
@@ -45,7 +46,7 @@ from ranvier.cli.options import (
 @click.option("--out-html", type=click.Path(path_type=Path), metavar="FILE",
               help="Write a page with it, and why the others lost.")
 @click.option("--launcher", type=click.Choice(["slurm", "torchrun", "kubernetes"]), metavar="NAME",
-              help="With --out: also a job's file for slurm, torchrun or kubernetes.")
+              help="With --out: a job's file, slurm, torchrun, kubernetes.")
 @click.option("--explain", is_flag=True, help="More about the bottleneck, and memory against speed.")
 @json_option
 def plan(recipe: str, clusters: Sequence[str], tokens: str | None, deadline: float | None, budget: float | None,
@@ -61,4 +62,6 @@ def plan(recipe: str, clusters: Sequence[str], tokens: str | None, deadline: flo
     planner.plan(name, resolved.run, clusters, planner.Request(
         goal=goal_of(tokens, deadline, budget, mtbf_hours), measure=measure, as_json=as_json,
         takes_bf16=resolved.origins["precision"] == "default", origins=resolved.origins, **asked))
+    if asked["out"] is not None:
+        print_warnings(missing_data(resolved))
     return 0

@@ -6,8 +6,12 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from ranvier.errors import ConfigError, RanvierError
+
+if TYPE_CHECKING:
+    from ranvier.config import read
 
 
 class ConfigProblems(Exception):
@@ -34,6 +38,27 @@ def print_problems(problems: Sequence[RanvierError], *, as_json: bool = False) -
             print(json.dumps({"errors": [{"code": problem.code, "where": problem.where, "what": problem.what,
                                           "value": problem.value, "remedy": problem.remedy,
                                           "set": settings_of(problem)} for problem in problems]}, default=str))
+
+
+def missing_data(resolved: read.Merged) -> list[ConfigError]:
+    """What a model without a recipe needs beside it: data, and a preset the tokenizer of its vocabulary."""
+    run, origins = resolved.run, resolved.origins
+    is_preset = run.model.preset is not None and run.model.pretrained is None
+    if not is_preset and not origins["model.pretrained"].startswith("folder "):
+        return []
+    problems = []
+    if run.data.task == "lm" and origins["data.corpus"] == origins["data.mixture"] == "default":
+        problems.append(ConfigError(
+            "has no data of its own", code="preset-without-data", where="recipe",
+            value=run.model.preset or run.model.pretrained,
+            remedy="Give text with `--data.corpus PATH`, or samples with `--data.train FILE` and their task: "
+                   "`--data.task chat`, or preference, reward, ..."))
+    if is_preset and origins["data.tokenizer"] == "default" and run.data.task == "lm":
+        problems.append(ConfigError(
+            "has no tokenizer of its own", code="preset-without-tokenizer", where="recipe", value=run.model.preset,
+            remedy="Give the model's own with `--data.tokenizer PATH/tokenizer.json`, or train one on the corpus with "
+                   "`--data.tokenizer bpe`."))
+    return problems
 
 
 def settings_of(problem: RanvierError) -> dict[str, object]:

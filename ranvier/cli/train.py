@@ -21,7 +21,7 @@ from ranvier.cli.options import (
     read_recipe,
     recipe_argument,
 )
-from ranvier.cli.problems import ConfigProblems, print_warnings
+from ranvier.cli.problems import ConfigProblems, missing_data, print_warnings
 from ranvier.cli.ranks import work_as_rank
 from ranvier.config import read
 from ranvier.config.resolve import Facts, resolve
@@ -42,9 +42,10 @@ _PLANNED = (*(f"mesh.{axis}" for axis in AXES), "batch.microbatch_size")
 @allow_code_option
 @quiet_option
 @json_option
+@click.option("--planned", hidden=True, default="", help="Settings whose flags `auto` chose, on ranks started by this.")
 @click.pass_context
-def train(context: click.Context, /, recipe: str, allow_code: bool, quiet: bool, as_json: bool, **flags: str | None
-          ) -> int:
+def train(context: click.Context, /, recipe: str, allow_code: bool, quiet: bool, as_json: bool, planned: str,
+          **flags: str | None) -> int:
     """Train RECIPE: the name of a shipped recipe or preset, a folder in Hugging Face format, a TOML file, or
     module:function.
 
@@ -72,14 +73,12 @@ def train(context: click.Context, /, recipe: str, allow_code: bool, quiet: bool,
     world = launch.start(run.mesh, transport=run.comm.transport, collectives=run.comm.collectives,
                          launcher=run.launch.launcher, threads=run.launch.threads, device=run.launch.device,
                          timeout_seconds=run.comm.timeout_seconds, rerun=rerun,
-                         explain_kill=lambda: _memory_text(run), saves_on_stop=True,
+                         explain_kill=lambda: _after_a_kill(run), saves_on_stop=True,
                          stopped_seconds=run.launch.stopped_seconds, hang_seconds=run.launch.hang_seconds,
                          restart=Restarts(run, rerun) if rerun and run.max_restarts else None,
                          join_address=run.launch.join_address,
                          survive_losses=run.launch.survive_losses, flags=True, stream=stream)
-    # a mesh that `auto` came to before the ranks were started is a flag of theirs
-    origins = {setting: "flag or auto" if setting in _PLANNED and origin == "flag" and world.launcher == "local"
-               else origin for setting, origin in resolved.origins.items()}
+    origins = {**resolved.origins, **dict.fromkeys(filter(None, planned.split(",")), "auto")}
     return _train_as_rank(run, run_dir, name, world, context.obj, stream, as_json, origins)
 
 
@@ -108,7 +107,7 @@ def _close(resolved: read.Merged, started: Started | None, tell: Callable[[str],
         asked, ranks if open_axes_of(asked) or started is not None else None,
         None if started is None else started.local_size, trial=trial)
     warnings: list[RanvierError] = []
-    problems = [*resolved.problems, *_missing_data(resolved), *problems, *find_problems(run),
+    problems = [*resolved.problems, *missing_data(resolved), *problems, *find_problems(run),
                 *tracker_problems(run.log)]
     if started is not None and started.size != run.mesh.size and run.resume == "auto" and not problems:
         run, warning = refit(run, started.size, started.launcher, find_problems)
@@ -121,27 +120,6 @@ def _close(resolved: read.Merged, started: Started | None, tell: Callable[[str],
                                     where="max-restarts", value=run.max_restarts,
                                     remedy="Let the launcher restart the run (docs/faults.md), with `--resume auto`."))
     return asked, dataclasses.replace(run, launch=dataclasses.replace(run.launch, trial=0)), warnings
-
-
-def _missing_data(resolved: read.Merged) -> list[ConfigError]:
-    """What a model without a recipe needs beside it: data, and a preset the tokenizer of its vocabulary."""
-    run, origins = resolved.run, resolved.origins
-    is_preset = run.model.preset is not None and run.model.pretrained is None
-    if not is_preset and not origins["model.pretrained"].startswith("folder "):
-        return []
-    problems = []
-    if run.data.task == "lm" and origins["data.corpus"] == origins["data.mixture"] == "default":
-        problems.append(ConfigError(
-            "has no data of its own", code="preset-without-data", where="recipe",
-            value=run.model.preset or run.model.pretrained,
-            remedy="Give text with `--data.corpus PATH`, or samples with `--data.train FILE` and their task: "
-                   "`--data.task chat`, `preference`, `reward` or another one."))
-    if is_preset and origins["data.tokenizer"] == "default" and run.data.task == "lm":
-        problems.append(ConfigError(
-            "has no tokenizer of its own", code="preset-without-tokenizer", where="recipe", value=run.model.preset,
-            remedy="Give the model's own with `--data.tokenizer PATH/tokenizer.json`, or train one on the corpus with "
-                   "`--data.tokenizer bpe`."))
-    return problems
 
 
 def _plan_before(asked: Run, ranks: int) -> ResolvedRun | None:
@@ -179,14 +157,21 @@ def _print_warnings(run: ResolvedRun, resolved: read.Merged, asked: Run, started
 def _planned_flags(before: Run, after: ResolvedRun) -> list[str]:
     """Flags with the values chosen for `auto`, so that ranks need not plan again."""
     values, old = read.flatten(after), read.flatten(before)
-    return [word for name in _PLANNED if values[name] != old[name]
-            for word in (f"--{read.settings()[name].flag}", read.as_text(values[name]))]
+    names = [name for name in _PLANNED if values[name] != old[name]]
+    flags = [word for name in names for word in (f"--{read.settings()[name].flag}", read.as_text(values[name]))]
+    return [*flags, "--planned", ",".join(names)] if names else []
 
 
-def _memory_text(run: ResolvedRun) -> str:
+def _after_a_kill(run: ResolvedRun) -> str:
+    """The predicted memory, since the kernel may have killed for lack of it, and how to go on."""
+    from ranvier.checkpoint.manifest import checkpoints
     from ranvier.train.memory import prediction_text
+    from ranvier.train.saving import checkpoint_folder
 
-    return prediction_text(run)
+    newest = next(iter(checkpoints(checkpoint_folder(run))), None)
+    return prediction_text(run) + ("\nThere is no checkpoint yet." if newest is None else
+                                   f"\nThe newest checkpoint is {newest}; the same command with --resume auto "
+                                   f"--run-dir {run.run_dir} resumes from it.")
 
 
 def _train_as_rank(run: ResolvedRun, run_dir: Path, name: str, world: World,

@@ -387,7 +387,15 @@ _ELSEWHERE = types.MappingProxyType({
     "data_parallel": "mesh.data", "pipeline_parallel": "mesh.pipe", "tensor_parallel": "mesh.col",
     "pipeline_model_parallel_size": "mesh.pipe", "tensor_model_parallel_size": "mesh.col",
     "model_name_or_path": "model.pretrained", "from_transformers": "model.family", "load_from": "resume",
-    "save_steps": "checkpoint.every"})
+    "save_steps": "checkpoint.every", "save_every": "checkpoint.every", "save_interval": "checkpoint.every",
+    "max_iters": "train.steps", "iters": "train.steps", "warmup_iters": "train.warmup_steps",
+    "min_lr": "train.final_learning_rate", "eval_interval": "train.eval_every", "eval_steps": "train.eval_every",
+    "log_interval": "log.every", "gradient_accumulation_steps": "batch.microbatch_size", "clip": "optim.clip_norm",
+    "n_layer": "model.num_layers", "layers": "model.num_layers", "num_hidden_layers": "model.num_layers",
+    "n_head": "model.heads", "n_embd": "model.hidden", "d_model": "model.hidden", "hidden_size": "model.hidden",
+    "vocab_size": "model.vocab", "optimizer": "optim.algorithm", "device": "launch.device", "data": "data.corpus",
+    "text": "data.corpus", "out_dir": "run_dir", "output": "run_dir", "wandb": "log.tracker",
+    "report_to": "log.tracker"})
 """Names of settings in other programs -> ours."""
 
 _RECIPES_ELSEWHERE = types.MappingProxyType({"nanogpt": "gpt-tiny", "nanochat": "gpt-tiny", "gpt2": "gpt2-small",

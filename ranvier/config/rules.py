@@ -295,6 +295,13 @@ def warnings(run: ResolvedRun) -> Iterator[ConfigError]:
         yield ConfigError(f"leaves some of the {run.mesh.pipe} stages idle", code="in-flight-below-stages",
                           where="pipeline.in-flight", value=asked,
                           remedy=f"Set `--pipeline.in-flight {run.mesh.pipe}` or more, or auto.")
+    if run.optim.clip_norm and run.optim.clip_from == "previous-step":
+        scales, judges = run.precision == "fp16", looks_before_update(run.guard, run.optim)
+        if scales or judges:
+            why = "`precision` is fp16" if scales else f"`guard.bad-step` is {run.guard.bad_step}"
+            yield ConfigError(f"clips by another norm and saves no time: updates wait for all gradients, since {why}",
+                              code="clip-from-saves-nothing", where="optim.clip-from", value=run.optim.clip_from,
+                              remedy="Leave it out" + ("." if scales else ", or set `--guard.bad-step none`."))
     if run.train.epochs is None:
         yield from length_warnings(run.train)
 

@@ -100,6 +100,8 @@ class Device:
     """Bytes a second between the device and its own memory, as it is sold."""
     memory_share: Share = 0.8
     """Part of that which operations on large tensors reach."""
+    reduction_share: Share | None = None
+    """Part of it that norms and sums over a dim reach; none is memory_share."""
     update_bandwidth: Size | None = None
     """Bytes a second that the optimizer reaches; none is memory_bandwidth x memory_share."""
     operation_seconds: Seconds = 5e-6
@@ -135,7 +137,8 @@ class Device:
     def kernel_seconds(self, kernel: Kernel, precision: Precision, threads: float = 1.0) -> float:
         """Of one kernel. threads: cores that a rank computes with."""
         rate = self.rates[precision]
-        moving = kernel.moved_bytes / (self.memory_bandwidth * self.memory_share * threads)
+        share = self.reduction_share or self.memory_share if kernel.is_reduction else self.memory_share
+        moving = kernel.moved_bytes / (self.memory_bandwidth * share * threads)
         match kernel.kind:
             case "product":
                 if kernel.float8:

@@ -26,7 +26,7 @@ _SMALLEST_TILE = 16
 Kind = Literal["product", "attention", "pointwise", "copy"]
 ATTENTION_BACKWARD = 2.5
 """Operations of the backward of attention over those of its forward: five products to two (Dao, 2023)."""
-_REDUCES = 16
+REDUCES = 16
 """What a kernel writes is a reduction where it reads so many times as many bytes."""
 _SCORE_PASSES = 3
 """Kernels between the two products of attention with scores, each of which reads and writes all scores: scale and mask,
@@ -60,6 +60,8 @@ class Kernel:
     """Of attention: its backward, which devices compute at another rate."""
     float8: bool = False
     """Whether a product is computed in float8."""
+    is_reduction: bool = False
+    """Of pointwise kernels: whether it sums over a dim of what it reads, as norms and the gradients of biases do."""
     is_kept: bool = False
     """Whether selective recomputation keeps what it writes, or what it is a part of."""
 
@@ -131,7 +133,7 @@ def weight_gradients_of(kernels: Iterable[Kernel], gradient_bytes: int, product_
     found: list[Kernel] = []
     for kernel in kernels:
         if kernel.weight == "trains" and kernel.kind == "pointwise":  # sums over all rows are a pass of their own
-            found.append(Kernel(kind="pointwise", reads=(*kernel.reads[:1], *kernel.writes[:1])))
+            found.append(Kernel(kind="pointwise", reads=(*kernel.reads[:1], *kernel.writes[:1]), is_reduction=True))
         if kernel.kind != "product" or kernel.weight != "trains":
             continue
         batch, m, n, k = kernel.shape  # of all rows at once
@@ -146,7 +148,7 @@ def weight_gradients_of(kernels: Iterable[Kernel], gradient_bytes: int, product_
             found += [replace(product, writes=(written,)),
                       Kernel(kind="copy", reads=(written, gradient), writes=(gradient,))]
         if kernel.has_bias:
-            found.append(Kernel(kind="pointwise", reads=dy))
+            found.append(Kernel(kind="pointwise", reads=dy, is_reduction=True))
     return tuple(found)
 
 
@@ -288,7 +290,7 @@ def kept_by_compiler(chains: Iterable[Kernel], kept: Mapping[int, int], free: Co
         sizes |= {access.storage: access.size for access in kernel.reads if access.storage not in sizes}
         read = {access.storage: access.bytes for access in kernel.reads}
         made |= {access.storage: kernel for access in kernel.writes
-                 if access.storage not in read and _REDUCES * access.bytes >= max(read.values(), default=0)}
+                 if access.storage not in read and REDUCES * access.bytes >= max(read.values(), default=0)}
     found = set(kept)
     for storage in sorted((found & made.keys()) - set(free), key=sizes.__getitem__, reverse=True):
         found.remove(storage)
@@ -334,7 +336,8 @@ def _merged(group: Sequence[Kernel], outside: Collection[int]) -> Kernel:
     kept = tuple(access for access in writes.values() if access.storage in outside)
     kind: Kind = "copy" if all(kernel.kind == "copy" for kernel in group) else "pointwise"
     trains = any(kernel.weight == "trains" and kernel.kind == "pointwise" for kernel in group)
-    return Kernel(kind=kind, reads=tuple(reads.values()), writes=kept, weight="trains" if trains else "none")
+    return Kernel(kind=kind, reads=tuple(reads.values()), writes=kept, weight="trains" if trains else "none",
+                  is_reduction=any(kernel.is_reduction for kernel in group))
 
 
 def _together(known: Access | None, access: Access) -> Access:

@@ -36,9 +36,10 @@ class TensorMeshFacts:
             text += f", of which {self.exposed_bytes / 2**20:,.2f} MiB while no product is computed"
         if self.tile is None or self.node_bytes is None or self.node_bytes_row_by_row is None:
             return text
-        return (f"{text}\nplacement: {self.tile[0]} x {self.tile[1]} of it on each node; "
-                f"{self.node_bytes / 2**20:,.2f} MiB of that enter a node (row by row: "
-                f"{self.node_bytes_row_by_row / 2**20:,.2f})")
+        other = "" if self.node_bytes == self.node_bytes_row_by_row else (
+            f" ({self.node_bytes_row_by_row / 2**20:,.2f} with ranks numbered row by row)")
+        return (f"{text}\nplacement: {self.tile[0]} x {self.tile[1]} of the tensor mesh on each node, which "
+                f"{self.node_bytes / 2**20:,.2f} MiB a layer and microbatch enter{other}")
 
 
 _LAYER = (SplitLayer("output", 1, 3), SplitLayer("input", 1, 1), SplitLayer("output", 1, 4),

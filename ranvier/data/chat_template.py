@@ -41,7 +41,8 @@ Message = Mapping[str, Any]
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatbot": "assistant", "model": "assistant"}
 """Roles of other formats -> ours. A template would write them as they stand, or leave them out."""
-_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking"})
+_KEYS = frozenset({"role", "content", "name", "tool_call_id"})
+"""Keys that a template need not read: of all others it would leave out in silence what the turn says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +206,8 @@ class ChatTokenizer:
                 raise DataError(f"has the unknown role of message {number}", code="unknown-role",
                                 where=conversation.place, value=role,
                                 remedy=f"Rename it {ours}." if ours else f"Use one of {', '.join(sorted(_ROLES))}.")
-            unknown = sorted(key for key in message.keys() - _KEYS if key not in self._words)
+            unknown = sorted(key for key in message.keys() - _KEYS
+                             if key not in self._words and message[key] not in (None, "", []))
             if unknown:
                 raise DataError(f"has a key of message {number} that the chat template does not read",
                                 code="message-key-not-read", where=conversation.place, value=unknown[0],

@@ -18,6 +18,7 @@ from ranvier.comm.protocol import Group
 from ranvier.data.loader import Loader
 from ranvier.data.sampler import Sampler
 from ranvier.data.token_samples import TokenSamples
+from ranvier.data.tokenizer import Tokenizer
 from ranvier.errors import DataError
 from ranvier.inference.evaluation import SAMPLES_AT_ONCE, loader_options
 from ranvier.pipeline.engine import Engine
@@ -102,6 +103,17 @@ def _entries(samples: Tensor, total: Tensor, count: Tensor, right: Tensor) -> It
                                             strict=True):
         if wanted:
             yield sample, value, wanted == found
+
+
+def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Request:
+    """The tokens of a context and its continuation, cut where the context's own tokens end. Blanks at the end of the
+    context belong to the continuation, as they do in the tokens of words."""
+    stripped = context.rstrip()
+    if not stripped:
+        return list(tokenizer.nothing), tokenizer.encode(context + continuation)
+    continuation = context[len(stripped):] + continuation
+    first = tokenizer.encode_from_start(stripped)
+    return first, tokenizer.encode_from_start(stripped + continuation)[len(first):]
 
 
 def windows(tokens: Sequence[int], prefix: Sequence[int], longest: int) -> Iterator[Request]:

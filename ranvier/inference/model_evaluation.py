@@ -1,7 +1,6 @@
-"""All that `ranvier evaluate` measures: held-out data of the model's task, multiple choice, lm-evaluation-harness.
+"""All that `ranvier evaluate` measures: held-out data of the model's task, and lm-evaluation-harness.
 
-Each set of held-out data is prepared as the run's own; the model is built once. Multiple choice and the harness take
-language models only.
+Each set of held-out data is prepared as the run's own; the model is built once. The harness takes language models only.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ from ranvier.data.tokenizer import Tokenizer
 from ranvier.errors import ConfigError
 from ranvier.inference.evaluation import SAMPLES_AT_ONCE, Evaluated, evaluation_loader
 from ranvier.inference.evaluation import evaluate as evaluate_samples
-from ranvier.inference.likelihood import loglikelihoods
 from ranvier.inference.lm_eval_tasks import HarnessTasks
-from ranvier.inference.multiple_choice import accuracies, read_questions, requests_of
 from ranvier.inference.trained import Trained, build_engine
 from ranvier.models.families import head_of
 from ranvier.world import World
@@ -31,16 +28,15 @@ Results = dict[str, dict[str, float]]
 """Name of a data set -> metric -> value."""
 
 
-def evaluate(trained: Trained, run: ResolvedRun, runs: Mapping[str, ResolvedRun], choices: Mapping[str, str],
-             tasks: HarnessTasks | None, world: World, tell: Callable[[str], None]) -> Results:
+def evaluate(trained: Trained, run: ResolvedRun, runs: Mapping[str, ResolvedRun], tasks: HarnessTasks | None,
+             world: World, tell: Callable[[str], None]) -> Results:
     """Everything that is asked for; the same on every rank. Collective over the ranks of `world`.
 
-    runs: by name, the run with each set of held-out data. choices: files of questions by name. tell: takes lines about
-    the preparation of data, on rank 0.
+    runs: by name, the run with each set of held-out data. tell: takes lines about the preparation of data, on rank 0.
     """
-    if (choices or tasks) and head_of(run) != "tokens":
-        raise ConfigError("is of language models only", code="evaluation-of-language-models",
-                          where="choices" if choices else "lm-eval", value=f"the task {run.data.task}",
+    if tasks is not None and head_of(run) != "tokens":
+        raise ConfigError("is of language models only", code="evaluation-of-language-models", where="lm-eval",
+                          value=f"the task {run.data.task}",
                           remedy="Name a run of the task lm or chat, or a folder of a GPT-2 or a Llama.")
     if any(one.data.task == "preference" and one.preference.needs_reference for one in runs.values()):
         raise ConfigError("compares with a reference, and the model alone does not tell which: the run's metrics have "
@@ -48,7 +44,6 @@ def evaluate(trained: Trained, run: ResolvedRun, runs: Mapping[str, ResolvedRun]
                           value=run.preference.loss,
                           remedy="Set `--preference.loss simpo` for the rewards without a reference, or name data of "
                                  "the task chat and set `--data.task chat`.")
-    questions = {name: read_questions(Path(path)) for name, path in choices.items()}
     line = tell if world.rank == 0 else (lambda text: None)
     prepared = {name: prepare(one, line) for name, one in runs.items()}
     for data in prepared.values():
@@ -61,16 +56,10 @@ def evaluate(trained: Trained, run: ResolvedRun, runs: Mapping[str, ResolvedRun]
         total = len(data.eval) if data.scoring else min(run.train.eval_sequences, len(data.eval))
         loader = evaluation_loader(run, engine, data.eval, total, at_once=SAMPLES_AT_ONCE * run.mesh.num_replicas)
         results[name] = _scores(run, evaluate_samples(engine, ranks, loader, data.scoring))
-    if questions or tasks:
-        tokenizer = _tokenizer(trained, run, prepared)
-        longest = run.model.max_positions or run.model.sequence
-        for name, asked in questions.items():
-            found = loglikelihoods(engine, ranks, requests_of(asked, tokenizer), longest=longest,
-                                   microbatch_size=run.batch.microbatch_size)
-            results[name] = accuracies(asked, [value for value, _ in found])
-        if tasks is not None:
-            results |= tasks.run(engine, ranks, tokenizer, longest=longest, microbatch_size=run.batch.microbatch_size,
-                                 vocab=run.model.vocab)
+    if tasks is not None:
+        results |= tasks.run(engine, ranks, _tokenizer(trained, run, prepared),
+                             longest=run.model.max_positions or run.model.sequence,
+                             microbatch_size=run.batch.microbatch_size, vocab=run.model.vocab)
     engine.close()
     ranks.close()
     return results

@@ -41,15 +41,20 @@ def remove_contact(run_dir: Path) -> None:
         (run_dir / NAME).unlink()
 
 
-def read_contact(run_dir: Path) -> JoinPoint:
-    """That of a run under way. RanvierError for a folder without one, and for a run of another version."""
+def check_under_way(run_dir: Path) -> None:
+    """RanvierError for a folder that is none of a run, and for a run that has ended."""
     if not (run_dir / "run.toml").is_file():
         raise RanvierError("is no run's folder: it has no run.toml", code="not-a-run-folder", where="RUN",
                            value=str(run_dir),
                            remedy="Name the folder that the run has printed as its own (`--run-dir`).")
     if (run_dir / "summary.json").exists():
-        raise RanvierError("has ended", code="join-ended-run", where=f"run {run_dir}",
-                           remedy="Join runs that are under way.")
+        raise RanvierError("has ended", code="run-has-ended", where=f"run {run_dir}",
+                           remedy="Name a run that is under way.")
+
+
+def read_contact(run_dir: Path) -> JoinPoint:
+    """That of a run under way. RanvierError for a folder without one, and for a run of another version."""
+    check_under_way(run_dir)
     try:
         with open_regular_file(run_dir / NAME, own=True) as file:
             content = file.read(_MOST_BYTES)

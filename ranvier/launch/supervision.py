@@ -163,7 +163,7 @@ def supervise(mesh: Mesh, transport: str, reason: str, command: Sequence[str], v
             if forwarded is not None:
                 _send(signal.SIGKILL, children)
             _stop(children, received[-1], received)
-            return Outcome(code=_report_stop(received[-1]))
+            return Outcome(code=_report_stop(received[-1], could_save=saves_on_stop))
         if end is None:
             return Outcome(code=0 if children.started else 1)
         if saves_on_stop or end.code == -signal.SIGSTOP:
@@ -419,10 +419,11 @@ def _send(number: int, children: _Children) -> bool:
     return len(ranks) == children.num_ranks
 
 
-def _report_stop(number: int) -> int:
-    """Print that signal `number` ended the run; returns the exit code."""
-    print("ranvier: interrupted" if number == signal.SIGINT else f"ranvier: stopped by {signal.Signals(number).name}",
-          file=sys.stderr)
+def _report_stop(number: int, *, could_save: bool = False) -> int:
+    """Print that signal `number` ended the run; returns the exit code. could_save: ranks save at other signals."""
+    lost = "; what was not in a checkpoint is lost, and SIGTERM would have saved it" if could_save else ""
+    print(f"ranvier: interrupted{lost}" if number == signal.SIGINT else
+          f"ranvier: stopped by {signal.Signals(number).name}", file=sys.stderr)
     return 128 + number
 
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from torch import Tensor, fx, nn
 
-from ranvier.block import CONTAINERS, KEPT_IN_FP32, StandInModes, State, beside_modules
+from ranvier.block import CONTAINERS, KEPT_IN_FP32, StandInModes, State, beside_modules, keep_names
 from ranvier.errors import ModelError
 from ranvier.models.forward_trace import Trace, trace_forward, unchanged
 from ranvier.models.from_transformers import transformer_blocks
@@ -275,6 +275,7 @@ def _blocks(module: nn.Module, traces: Mapping[bool, Trace]) -> dict[str, nn.Mod
             _put(module, blocks[starts[-1]], name)
     for block in blocks.values():
         block.stand_for(module)
+    keep_names(module, blocks.values())
     return dict(blocks)
 
 

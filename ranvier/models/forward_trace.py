@@ -191,8 +191,15 @@ def _untraceable(module: nn.Module, error: Exception) -> ModelError:
         where = f"{Path(file).name}:{number}: {linecache.getline(file, number).strip()}"
     reason = str(error) if isinstance(error, fx.proxy.TraceError) else f"{type(error).__name__}: {error}"
     reason = reason.partition("\n")[0].partition(". ")[0]
-    return ModelError(f"cannot be cut into blocks, because this code is traced without values ({reason})",
-                      code="forward-not-traceable", where=where, remedy=REMEDY)
+    names = {id(one): name for name, one in module.named_modules()}
+    traced = [names[id(frame.f_locals["self"])] for frame, _ in traceback.walk_tb(error.__traceback__)
+              if frame.f_code.co_name == "forward" and id(frame.f_locals.get("self")) in names]
+    inner = traced[-1] if traced else ""
+    code = f"the code of {inner}" if inner else "this code"
+    return ModelError(f"cannot be cut into blocks, because {code} is traced without values ({reason})",
+                      code="forward-not-traceable", where=where,
+                      remedy=f'Cut at "{inner}" itself, which is then called as it is. Or m{REMEDY[1:]}' if inner else
+                      REMEDY)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from ranvier.block import HOOKS, KEPT_IN_FP32, Loss, Model, StandInModes, State, as_model, beside_modules
+from ranvier.block import HOOKS, KEPT_IN_FP32, Loss, Model, StandInModes, State, as_model, beside_modules, keep_names
 from ranvier.errors import ModelError
 from ranvier.models.decoding_cache import WholeTexts
 from ranvier.models.stand_ins import REMEDY, Absent, Elsewhere, Injector, Recorder, StandIn, shapes_of
@@ -241,6 +241,7 @@ def _modules(model: nn.Module, plan: _Plan, take: Callable[[Any], State]) -> dic
         later = set().union(*(call.names for call in plan.calls[index + 1:]))
         modules[f"layer{index}"] = _Layer(layer, plan.calls[index], later, kept)
     modules["head"] = _Last(model, plan, take)
+    keep_names(model, modules.values())
     return modules
 
 

@@ -320,11 +320,11 @@ class Updater:
         if self._optim.clip_norm and not self._clips_late:
             status = self._recount(status)
         self._apply(status, 1.0)
-        self._last = status
+        self._averaged, self._last = None, status
 
     @property
     def has_averaged(self) -> bool:
-        """Whether `average` has left gradients."""
+        """Whether `average` has left gradients that `apply` has not taken."""
         return self._averaged is not None
 
     def clip(self, max_norm: float) -> Tensor:

@@ -84,7 +84,8 @@ class Table:
 class Page:
     """What a page shows; sections without content are left out.
 
-    figures: (name, value) above all else. text: paragraphs below. curves: name -> values at each of the steps "step".
+    figures: (name, value) above all else. text: paragraphs below. fixed: lines below them, each
+    letter as wide as the others. curves: name -> values at each of the steps "step".
     memory: rows with place, category, predicted and measured bytes. settings: (name, value, default, chosen by).
     candidates: the last column is shown below the second. live: whether the page changes.
     """
@@ -95,6 +96,7 @@ class Page:
     curves: Mapping[str, Sequence[float | None]] = field(default_factory=lambda: {"step": ()})
     unit: str = "tokens"
     text: Sequence[str] = ()
+    fixed: str = ""
     marks: Sequence[Mark] = ()
     timeline: StepTimeline | None = None
     memory: Sequence[Mapping[str, object]] = ()
@@ -106,7 +108,7 @@ class Page:
         """The whole file."""
         timeline = {"rows": ()} if self.timeline is None else self.timeline.document()
         shown = {"subtitle": self.subtitle, "figures": self.figures, "curves": _finite(self.curves), "unit": self.unit,
-                 "text": self.text,
+                 "text": self.text, "fixed": self.fixed,
                  "marks": [asdict(mark) for mark in self.marks], "timeline": timeline, "memory": self.memory,
                  "settings": self.settings, "candidates": asdict(self.candidates), "live": self.live}
         # inside a script element the end of one would end it, whatever the text is

@@ -28,7 +28,18 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from ranvier.block import Loss, LossBlock, Model, Modules, State, as_model, freeze, frozen_prefix, ready_made
+from ranvier.block import (
+    Loss,
+    LossBlock,
+    Model,
+    Modules,
+    State,
+    as_model,
+    freeze,
+    frozen_prefix,
+    names_in_whole,
+    ready_made,
+)
 from ranvier.comm.protocol import Group
 from ranvier.config.python_names import of_engine
 from ranvier.config.rules import float8_problems, guard_problems, looks_before_update, recompute_problems
@@ -138,8 +149,8 @@ class Engine:
             for fp32. Not beside another `dtype` or float8.
         nominal_weight: expected weight of a global batch. The loss is divided by it before the backward, and gradients
             are corrected to the true weight afterwards. It matters in fp16, where auto takes it from the first batch,
-            and a value that is far below that batch's weight lowers the loss scale; elsewhere it only moves rounding,
-            and auto is 1.
+            and a value that is far below that batch's weight lowers the loss scale. Elsewhere auto is 1, and a value
+            changes rounding and what hooks on gradients see.
         frozen: layers that are not trained, from the first on, with whatever comes before them. A parameter that is
             tied to one of theirs trains on by itself (`ranvier.block.freeze`). frozen_above: layers above the first
             one that trains, whose weights are not trained; gradients pass through them. frozen_dropout: whether the
@@ -177,7 +188,9 @@ class Engine:
             dtype, optim = dtype or plan.dtype, plan.optim
         own = optimizer is None and (optim is not None if plan is None else plan.own_optimizer)
         model = as_model(model, loss)
-        dtype = dtype or _format_of(ready_made(model))
+        dtype = dtype or _format_of(ready_made(model).values())
+        self.names_in_whole = names_in_whole(model)
+        """Global name of a parameter or buffer -> its names in the module that `blocks_of` was given."""
         _check_arguments(policy, optimizer, autocast, dtype=dtype, float8=float8)
         model, self._came_in_evaluation = _prepared(model, dtype, keep_fp32, frozen, frozen_above, own=own, optim=optim,
                                                     warns=world.rank == 0)
@@ -525,8 +538,9 @@ class Engine:
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """The whole model's parameters and buffers on the CPU, on rank 0; None on other ranks. All ranks call it.
 
-        Names are "block.parameter", as in the state_dict of an nn.Sequential of the blocks; tied parameters come under
-        all of their names. For models that fit one machine's memory; `ranvier.Checkpoints` write any.
+        Names are those of the module's own state_dict: the one that `blocks_of` or `from_transformers` was given, or an
+        nn.Sequential of the blocks ("block.parameter"). Tied parameters come under all of their names. For models that
+        fit one machine's memory; `ranvier.Checkpoints` write any.
         """
         self.check_usable("full_state_dict")
         self._finish_update()
@@ -621,12 +635,16 @@ class Engine:
         them as they are now.
         """
         self.check_usable("step")
-        self._held.adopt()
-        self._connections.board.action = "the optimizer"
-        self._updater.learning_rate = self.learning_rate
         if result.status is None:
             raise ConfigError("is of an evaluation, which has no gradients", code="step-after-evaluation",
                               where="Engine.step(result)", remedy="Give the result of forward_backward.")
+        if not self._updater.has_averaged:
+            raise ConfigError("has no gradients that have not been applied", code="step-without-gradients",
+                              where="Engine.step(result)",
+                              remedy="Call forward_backward before each step; train_batch updates by itself.")
+        self._held.adopt()
+        self._connections.board.action = "the optimizer"
+        self._updater.learning_rate = self.learning_rate
         with self._working():
             self._updater.apply(result.status)
         self._statistics.forget()
@@ -663,7 +681,8 @@ class Engine:
                 parameter.requires_grad_(owner.requires_grad)
             if parameter.requires_grad and not trainable:
                 raise ModelError("was frozen when the engine was built, and is trainable now",
-                                 code="parameter-unfrozen", where=f"parameter {name}",
+                                 code="parameter-unfrozen",
+                                 where=f"parameter {self.names_in_whole.get(name, (name,))[0]}",
                                  remedy="Build a new engine to train more parameters.")
         self._step += 1
         self._stages.set_loss_factor(self._updater.loss_factor)
@@ -676,7 +695,7 @@ class Engine:
             self._statistics.forget()
             raise
         with self._working():
-            self._held.check_kept()
+            self._held.check_kept(replicas=1 if self._updater.in_backward else self.mesh.data * self.mesh.row)
             self._buffer_changes.check()
             self._updater.gradients.all_passed()
             for tie in self._ties.add_gradients(self._call):
@@ -958,7 +977,7 @@ def _check_arguments(policy: Policy | None, optimizer: OptimizerFactory | None, 
     check_autocast(autocast, dtype=dtype, float8=float8)
 
 
-def _format_of(modules: Sequence[nn.Module]) -> torch.dtype:
+def _format_of(modules: Iterable[nn.Module]) -> torch.dtype:
     """fp64 where that is what the parameters of a user's modules have, else fp32."""
     found = {one.dtype for module in modules for one in module.parameters() if one.is_floating_point()}
     return torch.float64 if found == {torch.float64} else torch.float32
@@ -968,7 +987,7 @@ def _prepared(model: Model, dtype: torch.dtype, keep_fp32: str | Sequence[str], 
               frozen_above: Sequence[int], *, own: bool, optim: Optim | None, warns: bool) -> tuple[Model, bool]:
     """The model with its frozen layers and the formats of what stays in fp32, and whether all of it came in evaluation
     mode."""
-    in_evaluation = bool(given := ready_made(model)) and not some_train(given)
+    in_evaluation = bool(given := ready_made(model)) and not some_train(given.values())
     if keep_fp32:
         keep_fp32 = [keep_fp32] if isinstance(keep_fp32, str) else keep_fp32
         model = replace(model, keep_fp32=(*model.keep_fp32, *keep_fp32))

@@ -24,8 +24,8 @@ def gather_full_state(engine: Engine, ranks: Group) -> dict[str, Tensor] | None:
     parameters = _gather_parameters(engine, ranks) | _gather_buffers(engine, ranks)
     if engine.world.rank:
         return None
-    ends = {one.name: parameters[one.owner] for one in engine.layout.parameters}
-    return ends | {name: tensor for name, tensor in parameters.items() if name not in ends}
+    found = {one.name: parameters[one.owner] for one in engine.layout.parameters} | parameters
+    return {own: tensor for name, tensor in found.items() for own in engine.names_in_whole.get(name, (name,))}
 
 
 def _gather_parameters(engine: Engine, ranks: Group) -> dict[str, Tensor]:

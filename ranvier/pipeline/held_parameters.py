@@ -25,6 +25,8 @@ class HeldParameters:
         self._blocks = blocks
         self._places: list[tuple[Mapping[str, object], tuple[tuple[str, object], ...]]] | None = None
         self._held = {(block, name): parameter for block, name, parameter, _ in self._in_blocks()}
+        self._versions: list[int] = []
+        """Of the held parameters at the last `adopt`, which change with each write in place."""
         self._formats = [(block, name, held, (held.shape, held.dtype, held.device))
                          for (block, name), held in self._held.items()]
 
@@ -62,6 +64,7 @@ class HeldParameters:
                 raise _error("parameter-form-changed", block, name,
                              f"has become {_described(*now)}; the engine was built with {_described(*known)}",
                              "Write a value of the same shape, number format and device, or build a new engine.")
+        self._versions = [held._version for held in self._held.values()]
 
     def _adopt_replaced(self) -> None:
         replaced: dict[nn.Parameter, tuple[str, nn.Parameter]] = {}
@@ -92,8 +95,16 @@ class HeldParameters:
                 raise _error("parameter-gone", block, name, "is gone from its block since the engine was built",
                              "Build a new engine.")
 
-    def check_kept(self) -> None:
-        """ModelError where a parameter has been replaced since `adopt`: during the batch, in a forward."""
+    def check_kept(self, *, replicas: int) -> None:
+        """ModelError where a parameter has been replaced since `adopt`: during the batch, in a forward. With several
+        replicas also where one has been written to, by a forward or a hook: each has other values then."""
+        if replicas > 1:
+            for ((block, name), held), version in zip(self._held.items(), self._versions, strict=True):
+                if held._version != version:
+                    raise _error("parameter-changed-during-batch", block, name,
+                                 f"was changed in place during the batch, by each of {replicas} replicas for itself",
+                                 "Change parameters between batches, on all replicas alike. What updates them in a "
+                                 "backward hook has the gradients of one replica: leave that to the engine.")
         if self._as_they_were():
             return
         for block, name, parameter, _ in self._in_blocks():

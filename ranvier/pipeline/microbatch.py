@@ -55,6 +55,11 @@ def cut_batch(inputs: State, targets: object, samples: Tensor | None, places: Se
 
 def _batch_size(*trees: object) -> int:
     """The size of dim 0 of all tensors."""
+    for leaf in tree_leaves(trees):
+        if not isinstance(leaf, Tensor) and getattr(leaf, "shape", None):
+            raise ModelError("is no tensor, and would not be cut", code="batch-of-arrays",
+                             where="microbatches(inputs, targets)", value=type(leaf).__name__,
+                             remedy="Pass torch.from_numpy(array), or torch.as_tensor(values).")
     sizes = {leaf.shape[0] if leaf.dim() else None for leaf in tree_leaves(trees) if isinstance(leaf, Tensor)}
     if len(sizes) != 1 or None in sizes:
         raise ModelError("must all have the batch in dim 0", code="batch-not-in-dim-0",

@@ -288,10 +288,14 @@ def loss_parts(result: Any) -> tuple[Tensor, Tensor | float | int]:
     fits = (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor) and result[0].numel() == 1
             and (isinstance(result[1], (int, float)) or (isinstance(result[1], Tensor) and result[1].numel() == 1)))
     if not fits:
-        shown = (f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__)
+        shown = f"({', '.join(map(_kind, result))})" if isinstance(result, tuple) else _kind(result)
         raise ModelError("must return (sum of losses, number of valid targets)", code="loss-result", where="loss",
                          value=shown,
                          remedy="Use reduction='sum' and return the count beside it, so that microbatches of different "
                                 "sizes add up to the same gradients.")
     total, weight = result
     return total, weight
+
+
+def _kind(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

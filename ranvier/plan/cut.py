@@ -20,6 +20,7 @@ from ranvier.errors import ConfigError, ModelError
 from ranvier.layout import Box, Layout, Parameter
 from ranvier.mesh import Mesh, Position, StagePlacement
 from ranvier.plan.block_costs import block_costs, build_on_meta
+from ranvier.plan.kernel_count import AS_WRITTEN, Counting
 from ranvier.plan.known_costs import known_or_counted
 from ranvier.plan.partition import partition_for, uniform
 from ranvier.plan.shared_buffers import buffers_of_several_stages
@@ -131,19 +132,19 @@ def global_parameters(model: Model, modules: dict[str, nn.Module]) -> tuple[Para
 
 def cut(model: Model, mesh: Mesh, *, boundaries: Sequence[int] | None, how: Literal["cost", "uniform"],
         sample: Sample | None, dtype: torch.dtype, device: str, tensor: TensorParallel | None = None,
-        placement: StagePlacement | None = None) -> tuple[StageTable, Layout]:
+        placement: StagePlacement | None = None, counting: Counting = AS_WRITTEN) -> tuple[StageTable, Layout]:
     """Decide the stages, and who holds and owns each parameter; the same on every rank.
 
     With `sample` (inputs and targets of the usual shape, on the tensor mesh a row's share; their values do not matter)
     the costs of one rank are counted and the chain of blocks is checked; without it a block costs its number of
-    parameters.
+    parameters. counting: what the device fuses.
     """
     tensor = tensor or TensorParallel()
     parts = Parts(model, mesh, tensor, device)
     costs = None
     if sample is not None:
-        costs = known_or_counted(model, sample, (mesh.row, mesh.col, tensor, dtype, device),
-                                 partial(block_costs, parts.model, *sample, dtype))
+        costs = known_or_counted(model, sample, (mesh.row, mesh.col, tensor, dtype, device, counting),
+                                 partial(block_costs, parts.model, *sample, dtype, counting))
     stages, layout = parts.cut(mesh, costs, boundaries=boundaries, how=how, placement=placement)
     layout.check()
     _check_quantized(layout)

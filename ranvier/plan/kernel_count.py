@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from ranvier.config.run import Run
 from ranvier.cost.blocks import Repeated
 from ranvier.cost.kernels import (
+    REDUCES,
     Access,
     Kernel,
     Kernels,
@@ -183,7 +184,10 @@ class KernelCount(TorchDispatchMode):
         scales = name in _NORMS and args[2] is not None and self._trains(args[2])
         trains = [self._weights.get(plain(leaf).untyped_storage()._cdata) for leaf in sources]
         of_weights = kind == "copy" and bool(trains) and None not in trains
-        return Kernel(kind=kind, reads=reads, writes=tuple(self._access(leaf, written) for leaf in returned),
+        writes = tuple(self._access(leaf, written) for leaf in returned)
+        most = max((access.bytes for access in reads), default=0)
+        reduces = kind == "pointwise" and any(REDUCES * access.bytes < most for access in writes)
+        return Kernel(kind=kind, reads=reads, writes=writes, is_reduction=reduces or name in _NORMS,
                       weight="trains" if scales or (of_weights and any(trains)) else "frozen" if of_weights else "none")
 
     def _trains(self, weight: Tensor) -> bool:

@@ -23,6 +23,7 @@ from ranvier.layout import Chunking, Layout, box_size
 from ranvier.mesh import Mesh
 from ranvier.optim.rules import rules_of
 from ranvier.plan.cut import Sample, StageTable, cut
+from ranvier.plan.kernel_count import AS_WRITTEN, Counting, counting_of
 from ranvier.plan.limits import may_defer, pipeline_limits, trained_bytes
 from ranvier.plan.plan import Plan
 from ranvier.plan.recomputation import Recompute, recomputed_segments, runs_of
@@ -37,7 +38,7 @@ _AUTO = Pipeline(), TensorParallel(), Memory()
 def make(model: Model, mesh: Mesh, *, sample: Sample | None = None, pipeline: Pipeline = _AUTO[0],
          tensor: TensorParallel = _AUTO[1], memory: Memory = _AUTO[2], optim: Optim | None = None,
          own_optimizer: bool | None = None, policy: Policy | None = None, dtype: torch.dtype = torch.float32,
-         device: str = "cpu", num_microbatches: int | None = None) -> Plan:
+         device: str = "cpu", num_microbatches: int | None = None, counting: Counting = AS_WRITTEN) -> Plan:
     """The plan of `model`, of which layers may be frozen, on `mesh`. The same on every rank.
 
     Args:
@@ -45,7 +46,7 @@ def make(model: Model, mesh: Mesh, *, sample: Sample | None = None, pipeline: Pi
             values do not matter. Without it blocks cost their numbers of parameters, and the limits follow a rule.
         own_optimizer: whether Ranvier's optimizer updates; by default where `optim` is given.
         policy: in place of the one that `pipeline.policy` names.
-        device: its type. num_microbatches: of a batch on one replica, where that is known.
+        device: its type. num_microbatches: of a batch on one replica, where that is known. counting: what it fuses.
 
     Raises ConfigError for settings that cannot be together, ModelError for a model that cannot be cut.
     """
@@ -55,7 +56,7 @@ def make(model: Model, mesh: Mesh, *, sample: Sample | None = None, pipeline: Pi
     for problem in (*tensor_problems(mesh, tensor), *schedule_problems(placement, policy.name, pipeline.deferred)):
         raise problem
     stages, layout = cut(model, mesh, boundaries=pipeline.boundaries, how=pipeline.partition, sample=sample,
-                         dtype=dtype, device=device, tensor=tensor, placement=placement)
+                         dtype=dtype, device=device, tensor=tensor, placement=placement, counting=counting)
     if memory.recompute == "selective" and stages.costs is not None:
         stages = replace(stages, costs=tuple(selectively(stages.costs)))
     rule = rule_limits([bool(row.num_trainable) for row in stages.rows], placement).given(
@@ -80,9 +81,10 @@ def make_for_run(run: ResolvedRun, model: Model, sample: Sample, *, mesh: Mesh |
                  ) -> Plan:
     """The plan of a run for its model, of which layers may be frozen. mesh: another number of replicas, which changes
     neither cut nor limits. device: its type, by default the one that the run names."""
+    device = device or ("cuda" if run.launch.device == "cuda" else "cpu")
     return make(model, mesh or run.mesh, sample=sample, pipeline=run.pipeline, tensor=run.tensor, memory=run.memory,
-                optim=run.optim, dtype=DTYPES[run.precision], num_microbatches=run.num_microbatches,
-                device=device or ("cuda" if run.launch.device == "cuda" else "cpu"))
+                optim=run.optim, dtype=DTYPES[run.precision], num_microbatches=run.num_microbatches, device=device,
+                counting=counting_of(run, device=device, stage_size=run.mesh.stage_size))
 
 
 def _recomputed(recompute: Recompute, stages: StageTable, layers: Sequence[Sequence[str]], policy: Policy, rule: Limits

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from ranvier.config.resolve import ResolvedRun
+from ranvier.config.run import Run
 from ranvier.config.task_form import form_of
 from ranvier.cost.blocks import BlockCost
 from ranvier.cost.device_overhead import usable_bytes
@@ -82,7 +83,7 @@ def course(run: ResolvedRun, cluster: Cluster, work: Work) -> Course | None:
     any other mesh, and it would seem to be best where it is."""
     for problem in problems(run):
         raise problem
-    steps, samples = _steps(run), _epoch_samples(run)
+    steps, samples = known_steps(run), _epoch_samples(run)
     if run.elastic.freeze == "none" or run.elastic.dry_run or steps is None:
         return None
     policy = policy_of(run.elastic)
@@ -108,13 +109,13 @@ def elastic_variants(run: ResolvedRun) -> list[ResolvedRun]:
     return found
 
 
-def _epoch_samples(run: ResolvedRun) -> int | None:
+def _epoch_samples(run: Run) -> int | None:
     """Of texts nobody says how many sequences they have."""
     return None if "data.train_samples" in form_of(run.data).unused else run.data.train_samples
 
 
-def _steps(run: ResolvedRun) -> int | None:
-    """Of the whole run, in batches of the size that it has now."""
+def known_steps(run: Run) -> int | None:
+    """Steps of the run, in batches of the size that it has now; None where only its data says how many there are."""
     samples = _epoch_samples(run)
     if run.train.epochs is None:
         return run.train.steps

@@ -1,6 +1,6 @@
 """What a GPU reaches in each kind of kernel, timed by itself: products by shape, attention forward and backward, passes
-over memory, and launches. Of products the rate and the start of a tile are those that come nearest to all shapes by
-`whole_waves_flops`.
+over memory, sums over rows, and launches. Of products the rate and the start of a tile are those that come nearest to
+all shapes by `whole_waves_flops`.
 """
 
 from __future__ import annotations
@@ -76,6 +76,9 @@ def measured_device(name: str, formats: Sequence[Format], *, memory_bytes: int, 
     few, many = torch.zeros(64), torch.randn(sizes.elements, dtype=DTYPES["bf16"])
     launch = timed(lambda: few.add_(1.0), sizes.seconds, calls=_LAUNCHES)
     bandwidth = 2 * many.nbytes / max(timed(lambda: functional.gelu(many), sizes.seconds) - launch, CLOCK_SECONDS)
+    rows = many.view(-1, min(4096, many.numel()))
+    reducing = 2 * many.nbytes / max(timed(lambda: functional.layer_norm(rows, rows.shape[1:]), sizes.seconds) - launch,
+                                     CLOCK_SECONDS)
     rates, starts = dict[Format, Rate](), list[float]()
     for number_format in formats:
         seconds = {(1, *shape): timed(call, sizes.seconds, calls=_calls(2 * prod(shape))) - launch
@@ -89,6 +92,7 @@ def measured_device(name: str, formats: Sequence[Format], *, memory_bytes: int, 
                                     attention_backward_share=backward)
     return Device(name=name, memory_bytes=memory_bytes, reserved_bytes=1_500_000_000, rates=rates,
                   memory_bandwidth=bandwidth, memory_share=1.0, update_bandwidth=update_bandwidth,
+                  reduction_share=min(1.0, max(LEAST_SHARE, reducing / bandwidth)),
                   operation_seconds=launch, multiprocessors=multiprocessors, tile=tile, tile_start=starts[0],
                   message_multiprocessors=min(_MESSAGE_MULTIPROCESSORS, multiprocessors))
 

@@ -20,15 +20,15 @@ _CATEGORIES: dict[str, Category] = {"F": "forward", "B": "backward", "W": "weigh
 
 
 def page_of(plan: SearchResult, recipe: str, asked: Run, origins: Mapping[str, str], step: Simulation,
-            goal: Goal | None = None) -> Page:
+            goal: Goal | None = None, schedule: str = "") -> Page:
     """Figures of the best configuration, its explanation, the candidates, those that do not fit last, and a step of it.
     asked, origins: the settings before the search, and where each comes from. step: of the best configuration.
-    goal: a training, of which its days and its cost are figures, too."""
+    goal: a training, of which its days and its cost are figures, too. schedule: as `report.schedule_text` has it."""
     best = plan.best[0]
     dropped = sorted(plan.dropped, key=lambda one: one.cost.seconds)
     rows = [_row(plan, number, found, _lost(best, found)) for number, found in enumerate(plan.best, 1)]
     rows += [_row(plan, 0, found, found.reason or "does not fit") for found in dropped]
-    cost = best.cost
+    cost, lines = best.cost, [line for line in schedule.split("\n") if line]
     whole = {} if goal is None else columns([training(best, plan.cluster, goal, plan.measured_over_predicted)])
     axes = [f"{axis} {size}" for axis, size in best.run.mesh.sizes.items() if size > 1] or ["1 rank"]
     return Page(
@@ -39,7 +39,8 @@ def page_of(plan: SearchResult, recipe: str, asked: Run, origins: Mapping[str, s
                  ("MFU", f"{cost.model_utilisation:.1%}"), ("bubble", f"{cost.bubble_fraction:.1%}"),
                  ("GiB a device", f"{report.device_bytes(best) / 2**30:.2f}"),
                  *((name.replace("\n", " "), cell) for name, (cell,) in whole.items())],
-        text=report.explanation(plan),
+        text=[*report.explanation(plan), *(line for line in lines if line[0] != " ")],
+        fixed="\n".join(line for line in lines if line[0] == " "),
         candidates=Table(header=("", "configuration", "s a step", "tokens/s", "MFU", "bubble", "GiB a device",
                                  "why not"), rows=rows[:_MAX_ROWS], numbers=(2, 3, 4, 5, 6)),
         timeline=_timeline(step.step.shown),

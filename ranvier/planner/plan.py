@@ -118,8 +118,9 @@ def plan(name: str, run: Run, cluster_names: Sequence[str], request: Request) ->
         if request.launcher is not None:
             job = write_job(request.launcher, best.run, found.cluster, request.out, best.cost.seconds)
     if request.out_html is not None:
-        _write_page(page_of(found, name, run, request.origins, simulation(best.run, found.cluster), goal),
-                    request.out_html)
+        choices = report.schedule_of(found) if request.explain else ()
+        _write_page(page_of(found, name, run, request.origins, simulation(best.run, found.cluster), goal,
+                            report.schedule_text(choices) if choices else ""), request.out_html)
     if request.as_json:
         print(json.dumps(report.document(found, name, goal), indent=1))
         return found
@@ -422,9 +423,9 @@ def _print(found: Simulation, lost: Goodput | None, name: str) -> None:
         screen.print(f"{step.sampled} of {step.replicas:,} replicas were simulated, {min(step.replica_seconds):.4g} to "
                      f"{max(step.replica_seconds):.4g} s; the step is as long as the slowest of all is expected to be")
     if lost is not None:
-        screen.print(f"{lost.failures_per_day:.2g} failures a day leave {lost.share:.1%} of the time, with a "
-                     f"checkpoint every {run.checkpoint.every or run.train.steps} steps; {lost.best_steps} steps would "
-                     "lose least")
+        screen.print(f"{lost.failures_per_day:.2g} failures a day: with a checkpoint every "
+                     f"{run.checkpoint.every or run.train.steps} steps {lost.share:.1%} of the time is useful work; "
+                     f"the best interval is {lost.best_steps} steps")
     screen.print("\nmilliseconds of a step:")
     screen.print(report.stage_table(found.cost))
     if len(found.cost.stages) > 16:

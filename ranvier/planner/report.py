@@ -19,12 +19,14 @@ from ranvier.planner.training import columns as columns_of
 from ranvier.system.terminal import TextTable
 
 _GIB = 2**30
+_ALIKE = 0.01
+"""Of a step: a difference that is far less than the errors of predictions."""
 
 
 def table(plan: SearchResult, rows: int = 8, goal: Goal | None = None) -> TextTable:
     """The fastest configurations, one a line, with the settings in which they differ (`common_settings` has the
     others). Rates are as measured where anything was. goal: a training, of which each has its days and its cost."""
-    shown = plan.best[:rows]
+    shown = alternatives(plan)[:rows]
     axes = [axis for axis in shown[0].run.mesh.sizes
             if axis in ("data", "pipe") or any(found.run.mesh.sizes[axis] > 1 for found in shown)]
     head = " x ".join(axes[:2]) + "".join(f"\nx {' x '.join(axes[2:])}" if axes[2:] else "")
@@ -52,9 +54,19 @@ def table(plan: SearchResult, rows: int = 8, goal: Goal | None = None) -> TextTa
     return TextTable(header=list(columns), rows=list(zip(*columns.values(), strict=True)), words=words, keys=2)
 
 
+def alternatives(plan: SearchResult) -> list[Candidate]:
+    """The configurations without those that differ from a faster one only in where optimizer states are and in whether
+    weight gradients are deferred; all of them where nothing else differs."""
+    first: dict[object, Candidate] = {}
+    for found in plan.best:
+        run = found.run
+        first.setdefault((run.mesh, run.batch, run.memory, run.tensor, run.precision, run.optim.shard), found)
+    return list(first.values()) if len(first) > 1 else list(plan.best)
+
+
 def common_settings(plan: SearchResult, rows: int = 8) -> str:
     """The settings that are the same in all rows of `table`, in words; empty for one row, which shows all."""
-    shown = plan.best[:rows]
+    shown = alternatives(plan)[:rows]
     same = [f"{name} {cells[0]}" for name, cells in _settings(shown).items() if len({*cells}) == 1]
     return f"the same in all of them: {', '.join(same)}" if same and len(shown) > 1 else ""
 
@@ -123,7 +135,8 @@ def shares(cost: Cost) -> dict[str, float]:
 
 def explanation(plan: SearchResult) -> list[str]:
     """The bottleneck, and what memory excludes, in sentences."""
-    best, second = plan.best[0], plan.best[1] if len(plan.best) > 1 else None
+    best, *others = alternatives(plan)
+    second = others[0] if others else None
     cost = best.cost
     parts = shares(cost)
     named = ", ".join(f"{part:.0%} {name}" for name, part in sorted(parts.items(), key=lambda pair: -pair[1])
@@ -139,13 +152,14 @@ def explanation(plan: SearchResult) -> list[str]:
         longer = second.ranked_seconds(factor) / best.ranked_seconds(factor) - 1
         why = "it was not measured" if best.measured_seconds else "more of its ranks wait for each other"
         lines.append(f"Next is {describe(second.run)}, " + (
-            f"{longer:.1%} slower." if longer >= 0 else f"{-longer:.1%} faster by the prediction, but {why}."))
+            f"{longer:.1%} slower" + (": no prediction tells these apart." if longer < _ALIKE else ".")
+            if longer >= 0 else f"{-longer:.1%} faster by the prediction, but {why}."))
     if plan.dropped:
         tempting = min(plan.dropped, key=lambda found: found.cost.seconds)
-        others = sum(found.cost.seconds < cost.seconds for found in plan.dropped) - 1
+        more = sum(found.cost.seconds < cost.seconds for found in plan.dropped) - 1
         lines.append(f"Memory is a bottleneck, too: {describe(tempting.run)} would take {tempting.cost.seconds:.4g} s "
                      f"({1 - tempting.cost.seconds / cost.seconds:.1%} less), but {tempting.reason}."
-                     + (" Others would be faster and do not fit either." if others else "")
+                     + (" Others would be faster and do not fit either." if more else "")
                      if tempting.cost.seconds < cost.seconds else
                      "Memory is no bottleneck: no configuration that does not fit would be faster.")
     else:

@@ -86,7 +86,8 @@ def least_run_seconds(run: ResolvedRun, cluster: Cluster, sample: Step) -> tuple
 @lru_cache(maxsize=64)
 def _without_latency(device: Same[Device]) -> Device:
     """A device whose kernels take what their operations take at the full rate."""
-    return replace(device.it, multiprocessors=None, memory_bandwidth=1e24, memory_share=1.0, operation_seconds=0.0)
+    return replace(device.it, multiprocessors=None, memory_bandwidth=1e24, memory_share=1.0,
+                   reduction_share=None, operation_seconds=0.0)
 
 
 def run_pipeline(run: ResolvedRun, cluster: Cluster, stages: Sequence[Sequence[BlockCost]], *,

@@ -61,6 +61,8 @@ AT_LEAST = 0.9
 """Part of the closed form's time within a schedule's limits that its simulation takes at least, where stages differ."""
 _REPORTED = 50
 """Configurations that are looked at between two lines of progress."""
+_NEAR = 2.0
+"""Times the memory that there is: what needs more at least says nothing of a device's memory, and is not told."""
 _COMPARED = 3
 """Of those that do not fit, how many are simulated as the others are."""
 _TUNED = 4
@@ -158,6 +160,7 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
     best[0] = _followed(_tuned(best[0], cluster, work, "chunks", searched), cluster, work, ())
     slowest = max(found.cost.seconds for found in best)
     dropped = [found for found in dropped if found.cost.seconds < slowest]
+    dropped = [found for found in dropped if not queue.least_excess(found.run, _NEAR)] or dropped
     dropped.sort(key=lambda found: found.cost.seconds)
     dropped[:_COMPARED] = [with_memory(_simulated(found, cluster, work), cluster, work)
                            for found in dropped[:_COMPARED]]
@@ -204,7 +207,7 @@ class _Queue:
         with suppress(RanvierError):
             if known is _Known.BOUND:
                 found, seconds = Candidate(run=run, cost=NO_COST), self._least(run)
-            elif self._least_excess(run):
+            elif self.least_excess(run):
                 return
             else:
                 found = self._counted(run)
@@ -228,7 +231,7 @@ class _Queue:
                         return known, None, is_first
                     found = self._counted(run)
                 case _Known.COUNTED:
-                    if reason := self._least_excess(run):
+                    if reason := self.least_excess(run):
                         return known, replace(found, reason=reason), is_first
                     if run.placement.per_rank == 1:  # of several stages no more is known before they are simulated
                         found = self._counted(run, limited=True)
@@ -251,7 +254,7 @@ class _Queue:
 
     def least_of_too_large(self) -> list[Candidate]:
         """A few of those that were never counted, with their times: what more memory would be good for."""
-        found = [Candidate(run=run, cost=self._counted(run).cost, reason=self._least_excess(run))
+        found = [Candidate(run=run, cost=self._counted(run).cost, reason=self.least_excess(run))
                  for _, _, run in heapq.nsmallest(_COMPARED, self.too_large)]
         return [each for each in found if each.reason]
 
@@ -294,15 +297,16 @@ class _Queue:
             share = min(1.0, max(0.0, least - usable_bytes(self.cluster.device)) / max(1.0, states))
         return replace(run, optim=replace(run.optim, offload_share=share))
 
-    def _least_excess(self, run: ResolvedRun) -> str:
-        """What a rank needs at least beyond what its device has, in words; empty where that is not known."""
+    def least_excess(self, run: ResolvedRun, times: float = 1.0) -> str:
+        """What a rank needs at least beyond what its device has, so many times, in words; empty where that is not
+        known."""
         if self.cluster.device.cores is not None:
             return ""
         (least, states), usable = least_device_bytes(run, self.work.stages(run)), usable_bytes(self.cluster.device)
         if run.optim.offload == "hybrid":
             share = run.optim.offload_share
             least -= states * (1.0 if share == "auto" else share)
-        return "" if least <= usable else (
+        return "" if least <= times * usable else (
             f"a rank needs at least {least / 2**20:,.0f} MiB of its device, and there are {usable / 2**20:,.0f}")
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import ceil
 from pathlib import Path
 
 from ranvier.config.resolve import ResolvedRun
@@ -19,6 +18,7 @@ from ranvier.data.prepare import prepare
 from ranvier.errors import RanvierError
 from ranvier.mesh import mesh_text
 from ranvier.planner.candidates import Candidate, Setting
+from ranvier.planner.elastic_plan import known_steps
 from ranvier.planner.search import search
 from ranvier.planner.trial import step_seconds
 
@@ -83,14 +83,6 @@ class StartTrial:
         chosen = next(found for seconds, found in times if seconds <= _ALIKE * least)
         self._tell(f"chosen: {_text(chosen)}")
         return chosen
-
-
-def known_steps(run: Run) -> int | None:
-    """Steps of the run; None where only its data says how many there are."""
-    if run.train.epochs is None:
-        return run.train.steps
-    samples = run.data.train_samples
-    return None if samples is None else ceil(run.train.epochs * samples / run.batch.global_size)
 
 
 def _different(best: Sequence[Candidate], count: int) -> list[Candidate]:

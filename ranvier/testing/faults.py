@@ -53,7 +53,7 @@ _TRIGGERS = ("call", "message", "seconds")
 _SCOPES = ("state", "order", "transition")
 _UNAVAILABLE_BYTES = 1 << 60
 _REMEDY = (f"Write KIND:rank=R,call=N (or message=N, or seconds=T), where KIND is one of {', '.join(KINDS)}, for "
-           "example kill:rank=1,call=200.")
+           "example kill:rank=1,call=200 or slow:rank=1,call=200,for=0.1.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from ranvier.launch.stop import StopRequest
 from ranvier.train.changes import begin_survival, execute, survive
 from ranvier.train.determinism import deterministic_algorithms
 from ranvier.train.ending import end, finish, leave
-from ranvier.train.events import Tracker
+from ranvier.train.events import NoteEvent, Tracker
 from ranvier.train.joining import RunFacts
 from ranvier.train.memory import explain_out_of_memory
 from ranvier.train.session import Active, Idle, Session
@@ -83,6 +83,10 @@ def _run_to_end(session: Session) -> dict[str, object]:
                 _advance(session)
             except TransportError as error:
                 survive(session, error)
+    except Exception as error:  # of files that others watch; the console has it from whoever reports the failure
+        session.outputs.event(NoteEvent(step=session.done, event="failed", text=str(error), verbose=True,
+                                        fields={"code": getattr(error, "code", type(error).__name__)}))
+        raise
     finally:
         session.close()
     if isinstance(session.place, Active):  # what its ranks have in common is freed once all have ended well

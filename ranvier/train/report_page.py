@@ -23,7 +23,7 @@ SECONDS_BETWEEN = 20.0
 """From one rewriting to the next while a run goes on; longer where writing takes more than a hundredth of that."""
 _MAX_MARKS = 200
 _FAULTS = frozenset({"bad-step", "went-back", "replicas-differ", "lost", "checkpoint-failed", "log-damaged", "skipped",
-                     "checkpoint-skipped", "stopped"})
+                     "checkpoint-skipped", "stopped", "failed"})
 """Notes that say that something went wrong."""
 
 
@@ -93,7 +93,7 @@ class ReportPage:
                 self._mark(Mark(step=line["step"], kind=kind, text=str(line.get("text")), fault=kind in _FAULTS))
             if kind == "start" and is_under_way:
                 self._interrupted(last)
-            is_under_way = kind not in ("end", "stopped")
+            is_under_way = kind not in ("end", "stopped", "failed")
         if is_under_way:
             self._interrupted(last)
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from ranvier.comm.protocol import Group
 from ranvier.elastic.change import MeshRequest
 from ranvier.errors import RanvierError
+from ranvier.launch.contact import check_under_way
 from ranvier.launch.joining import give_verdict
 from ranvier.mesh import AXES, REQUIRED_AXES
 from ranvier.system.atomic_file import write_atomically
@@ -175,8 +176,7 @@ def ask_and_wait(run_dir: Path, *, seconds: float, **sizes: int | None) -> str:
         raise RanvierError("has taken the request, and has not yet said what came of it", code="resize-unanswered",
                            where=f"run {run_dir}", remedy="Look into its events.jsonl, or wait longer with `--wait`.")
     if ended:
-        raise RanvierError("has ended", code="resize-ended-run", where=f"run {run_dir}",
-                           remedy="Resize runs that are under way.")
+        check_under_way(run_dir)
     raise RanvierError(f"has not answered within {seconds:g} s", code="resize-late", where=f"run {run_dir}",
                        remedy="Is it under way? Wait longer with `--wait`, for runs with long steps.")
 
@@ -188,13 +188,7 @@ def _given(sizes: Mapping[str, int | None]) -> dict[str, int]:
 def ask(run_dir: Path, **sizes: int | None) -> str:
     """Leave a request in the folder of a run; returns its ID. sizes: by axis; None leaves it. RanvierError where
     there is no such run, or it has ended."""
-    if not (run_dir / "run.toml").is_file():
-        raise RanvierError("is no run's folder: it has no run.toml", code="not-a-run-folder", where="RUN",
-                           value=str(run_dir),
-                           remedy="Name the folder that the run has printed as its own (`--run-dir`).")
-    if (run_dir / "summary.json").exists():
-        raise RanvierError("has ended", code="resize-ended-run", where=f"run {run_dir}",
-                           remedy="Resize runs that are under way.")
+    check_under_way(run_dir)
     wish = new_wish()
     leave(run_dir, wish, _given(sizes))
     return wish

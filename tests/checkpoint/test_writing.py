@@ -136,7 +136,7 @@ def test_without_a_background_training_waits_and_nothing_is_copied(tmp_path, mon
         direct = Checkpoints(engine, tmp_path / "direct", background=False)
         train(engine, 1)
         kept.save()
-        assert [one.error for one in kept.wait()] == [None]
+        assert [(one.error, one.remedy) for one in kept.wait()] == [(None, "")]
         assert kept.host_bytes > 0
         threads.clear()
         direct.of_first("")

@@ -11,7 +11,11 @@ import pytest
 
 from ranvier.cli import main, options
 from ranvier.cli.main import run_command
+from ranvier.cli.train import _planned_flags
 from ranvier.config import read
+from ranvier.config.resolve import resolve
+from ranvier.config.run import MeshSettings, Run
+from ranvier.mesh import Mesh
 
 TINY = ["--model.num-layers", "1", "--model.hidden", "16", "--model.heads", "2", "--model.vocab", "260",
         "--model.sequence", "16", "--batch.global-size", "4", "--batch.microbatch-size", "2", "--train.steps", "2",
@@ -46,6 +50,9 @@ def test_help_and_version_do_not_import_torch():
 
 @pytest.mark.parametrize(("args", "text"), [
     (["train", "gpt-tiny", "--batch.global-siz", "3"], "No such option '?--batch.global-siz'?.*--batch.global-size"),
+    (["train", "gpt-tiny", "--lr", "3"], "No such option '--lr'. Did you mean '--train.learning-rate'"),
+    (["train", "gpt-tiny", "--max-iters", "3"], "Did you mean '--train.steps'"),
+    (["train", "gpt-tiny", "--data", "text"], "Did you mean '--data.corpus'"),
     (["trian"], "No such command 'trian'"), (["train"], "Missing argument 'RECIPE'"),
     (["check", "gpt-tiny", "--ranks", "0"], "Invalid value for '--ranks'"),
     (["train", "gpt-tyni"], "recipe: is neither .*Did you mean gpt-tiny"),
@@ -179,7 +186,7 @@ def test_a_run_that_compiles_nothing_does_not_import_the_compiler(tmp_path, corp
 @pytest.mark.slow
 def test_training_leaves_its_results_in_its_folder_only(tmp_path, corpus):
     args = ["train", "gpt-tiny", "--mesh.data", 1, "--mesh.pipe", 2, "--comm.transport", "torch", *TINY, *corpus]
-    done = ranvier(*args, cwd=tmp_path)
+    done = ranvier(*args, "--planned", "mesh.pipe", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"corpus", "cache", "runs"}
     (run_dir,) = (tmp_path / "runs").iterdir()
@@ -191,6 +198,10 @@ def test_training_leaves_its_results_in_its_folder_only(tmp_path, corpus):
     assert found.problems == ()
     assert (found.run.comm.transport, found.run.pipeline.in_flight) == ("torch", 2)
     assert isinstance(found.run.launch.threads, int)
+    (page,) = re.findall(r'id="data">(.*?)</script>', (run_dir / "report.html").read_text(), re.DOTALL)
+    origins = {name: origin for name, _, _, origin in json.loads(page)["settings"]}
+    assert (origins["mesh.pipe"], origins["comm.transport"], origins["train.eval-every"]) == (
+        "auto", "flag", "recipe gpt-tiny"), "as ranks have it whose mesh auto chose before they were started"
 
     again = ranvier("train", run_dir / "run.toml", "--mesh.pipe", 1, "--pipeline.boundaries", "none",
                     "--pipeline.deferred", "none", cwd=tmp_path)
@@ -199,6 +210,12 @@ def test_training_leaves_its_results_in_its_folder_only(tmp_path, corpus):
     assert second.name.startswith(f"{run_dir.name}-")
     repeated = [json.loads(line)["loss"] for line in (second / "metrics.jsonl").read_text().splitlines()]
     assert repeated == pytest.approx(losses, rel=1e-5)
+
+
+def test_the_ranks_command_says_what_auto_chose():
+    before, after = Run(mesh=MeshSettings(data="auto")), resolve(Run(mesh=Mesh(data=2)))
+    assert _planned_flags(before, after) == ["--mesh.data", "2", "--planned", "mesh.data"]
+    assert not _planned_flags(Run(), resolve(Run()))
 
 
 def test_an_error_of_the_ranks_is_one_line(tmp_path):
@@ -301,7 +318,7 @@ def test_the_short_help_has_what_the_command_needs(capsys, command, has, has_not
     ("qa", "t.json", '{"data": [{"title": 1}]}', r"t.json data\[0\]: has no list 'paragraphs'"),
     ("qa", "t.json", "hello", "t.json: is not JSON"),
     ("images", "t", None, "data.train .*t: has fewer than two folders, one for each class"),
-    ("lm", "t.jsonl", '{"body": 1}', "t.jsonl line 1: has no field `text`")])
+    ("lm", "t.jsonl", '{"body": 1}', "t.jsonl line 1: has no column `text`")])
 def test_check_reads_as_much_of_the_data_as_shows_that_it_is_wrong(capsys, tmp_path, task, name, content, text):
     path = tmp_path / name
     path.mkdir() if content is None else path.write_text(content)

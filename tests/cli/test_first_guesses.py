@@ -86,6 +86,18 @@ def test_a_folder_never_trains_on_text_that_nobody_named(tmp_path, capsys, more)
     assert error["code"] == "preset-without-data" and "--data.task chat" in error["remedy"]
 
 
+def test_what_a_preset_lacks_is_told_before_it_is_started(tmp_path, capsys):
+    """`check` finds no problems in it, and a plan writes it as a run file: neither needs data, as the run does."""
+    tiny = ["llama-3.2-1b", "--model.num-layers", "1", "--model.sequence", "64", "--batch.global-size", "8"]
+    out = str(tmp_path / "run.toml")
+    for command in (["check", *tiny, "--ranks", "1", "--cluster", "h100"],
+                    ["plan", *tiny, "--ranks", "1", "--cluster", "h100", "--search", "microbatch", "--out", out],
+                    ["check", out, "--cluster", "h100"]):
+        assert run_command(command) == 0
+        said = "".join(capsys.readouterr())
+        assert "recipe: has no data of its own" in said and "recipe: has no tokenizer of its own" in said
+
+
 def test_a_folder_of_no_family_has_no_table_of_another_models_memory(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_neox"}))
     assert run_command(["check", str(tmp_path), "--json"]) == 2

@@ -111,6 +111,8 @@ def test_meshes_say_which_axes_differ():
                            "elastic.cut=reference"),
     ("ema-with-freezing", "elastic.freeze=cap optim.ema=0.9"),
     ("in-flight-below-stages", "mesh.pipe=4 pipeline.in-flight=2"),
+    ("clip-from-saves-nothing", "optim.clip-norm=1 optim.clip-from=previous-step"),
+    ("clip-from-saves-nothing", "optim.clip-norm=1 optim.clip-from=previous-step guard.bad-step=none precision=fp16"),
     ("warmup-longer-than-run", "train.steps=4 train.warmup-steps=4")])
 def test_settings_that_do_not_go_together(code, flags):
     values = dict(flag.split("=") for flag in flags.split())

@@ -242,6 +242,10 @@ def row(*messages, **more):
 
 @pytest.mark.parametrize(("line", "code", "facts"), [
     (row({"role": "user", "content": "c", "mood": "good"}), "message-key-not-read", ["mood", "data.chat-template"]),
+    (row({"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}), "message-key-not-read",
+     ["tool_calls"]),
+    (row({"role": "assistant", "content": "c", "reasoning_content": "d"}), "message-key-not-read",
+     ["reasoning_content"]),
     (row({"role": "gpt", "content": "c"}), "unknown-role", ["gpt", "assistant"]),
     (row({"role": "narrator", "content": "c"}), "unknown-role", ["narrator", "assistant"]),
     (row({"role": "user", "content": "c", "train": True}), "weight-of-other-role", ["user", "train"]),

@@ -116,8 +116,9 @@ def test_what_is_left_out_is_said(tmp_path):
     data = prepare(run_of(tmp_path, rows))
     assert "1 of 14 left out, whose answers have more than 96 tokens together" in data.about
     assert "1 of 14 left out, whose answers are the same" in data.about
-    warning, = data.warnings
+    warning, few = data.warnings
     check(warning, "pairs-left-out", 127, value=2)
+    check(few, "batch-beyond-data", len(data.train), where="batch.global-size", value=32)
 
 
 def test_columns_and_names_are_checked_before(tmp_path):

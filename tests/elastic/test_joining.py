@@ -204,7 +204,7 @@ def write(folder, **changes):
 
 @pytest.mark.parametrize(("prepare", "code"), [
     (lambda folder: (folder / "run.toml").unlink(), "not-a-run-folder"),
-    (lambda folder: (folder / "summary.json").write_text("{}"), "join-ended-run"),
+    (lambda folder: (folder / "summary.json").write_text("{}"), "run-has-ended"),
     (lambda folder: None, "run-takes-no-ranks"),
     (lambda folder: (folder / contact.NAME).symlink_to("/etc/hostname"), "contact-unreadable"),
     (lambda folder: write(folder, port="x"), "contact-damaged"),

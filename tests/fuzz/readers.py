@@ -37,7 +37,6 @@ from ranvier.data.tables import open_file
 from ranvier.data.token_numbers import numbers_in
 from ranvier.errors import RanvierError
 from ranvier.inference import trained
-from ranvier.inference.multiple_choice import read_questions
 from ranvier.inference.prompts import ChatPrompts
 from ranvier.launch.contact import read_contact
 from ranvier.system.lease import Lease
@@ -273,7 +272,6 @@ def _data(folder: Path) -> None:
     lines("rows.jsonl", ROWS)
     lines("chat.jsonl", [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho",
                                                                           "weight": 1}], "tools": [{"name": "f"}]}] * 3)
-    lines("choices.jsonl", [{"context": "The sky is", "choices": ["green", "blue"], "answer": 1}] * 3)
     lines("prompts.jsonl", [{"prompt": "The sky"}, {"messages": [{"role": "user", "content": "Hi"}], "tools": []}])
     with open(folder / "rows.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, ["text", "label"])
@@ -328,8 +326,6 @@ READERS = (
       for what, read in (("labels", _read_rows), ("documents", _read_documents))),
     Reader(name="conversations", make=_data, file="chat.jsonl", form="lines",
            read=lambda folder: list(conversations(str(folder / "chat.jsonl"), "train", Data()))),
-    Reader(name="choices", make=_data, file="choices.jsonl", form="lines",
-           read=lambda folder: read_questions(folder / "choices.jsonl")),
     Reader(name="prompts", make=_data, file="prompts.jsonl", form="lines",
            read=lambda folder: generate._prompts((), folder / "prompts.jsonl")),
 )

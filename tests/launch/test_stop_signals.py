@@ -104,7 +104,8 @@ def test_interrupting_ranks_that_are_saving(start, transport):
     process.send_signal(signal.SIGUSR1)
     assert re.fullmatch(PASSED_ON.format("SIGUSR1"), process.stderr.readline())
     process.send_signal(signal.SIGINT)
-    assert end(process, pids)[::2] == (130, "ranvier: interrupted\n")
+    code, _, err = end(process, pids)
+    assert code == 130 and "interrupted" in err and "SIGTERM" in err
 
 
 @MOSTLY_TORCH

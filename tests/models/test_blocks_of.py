@@ -297,6 +297,16 @@ def test_code_that_cannot_be_traced_is_named(run, error):
     assert isinstance(module.a(torch.randn(2, 4)), torch.Tensor), "torch is as it was"
 
 
+def test_a_module_whose_own_code_cannot_be_traced_is_named():
+    """The one with a cut inside: it can be called as it is."""
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+    module = Forward(lambda m, x: m.b(m.encoder(m.a(x), src_key_padding_mask=torch.zeros(2, 3))))
+    module.encoder = nn.TransformerEncoder(layer, 2)
+    with raises("forward-not-traceable", "encoder"):
+        blocks_of(module, ["encoder.layers.*"])
+    assert set(blocks_of(module, ["encoder"])) == {"a", "encoder"}
+
+
 @pytest.mark.parametrize(("options", "error"), [
     ({"cut": ["layer"]}, ("cut-unknown-submodule",)),
     ({"cut": "a"}, ("cut-form",)),

@@ -117,6 +117,22 @@ def test_layers_ties_and_modes():
     assert held == {id(parameter) for parameter in model.parameters()}
 
 
+@pytest.mark.parametrize("name", ["Llama", "Bert"])
+def test_the_whole_state_loads_into_the_model(name):
+    models = [built(name) for _ in range(2)]
+
+    def rank(world):
+        engine = Engine(from_transformers(models[world.rank], microbatches(name, 1)[0][0]), world, mesh=Mesh(pipe=2),
+                        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        engine.train_batch(microbatches(name, 2))
+        return engine.full_state_dict(), [one.clone() for one in engine.parameters()]
+
+    (whole, held), _ = run_ranks(rank, 2)
+    fresh = built(name)
+    fresh.load_state_dict(whole)
+    assert all(any(torch.equal(one, other) for other in fresh.parameters()) for one in held)
+
+
 def test_an_output_of_ones_own():
     model = transformers.BertForQuestionAnswering(transformers.BertConfig(**TEXT)).eval()
     cut = from_transformers(model, loss=lambda output, targets: (output["start_logits"].sum(), 1))

@@ -148,6 +148,23 @@ def test_an_overflow_in_one_call_skips_the_step_and_halves_the_scale_once():
     run_ranks(rank, 1)
 
 
+@pytest.mark.parametrize("options", [{"optim": Optim()}, {"optimizer": partial(torch.optim.SGD, lr=0.1)}], ids=str)
+def test_gradients_are_applied_once(options):
+    def work(engine):
+        done = engine.train_batch(share(engine, PARTS[0]))
+        kept = engine.forward_backward(share(engine, PARTS[0]))
+        engine.step(kept)
+        before = [parameter.clone() for parameter in engine.parameters()]
+        for result in (done, kept):
+            with raises("step-without-gradients", "forward_backward", "train_batch"):
+                engine.step(result)
+        with raises("clip-without-gradients"):
+            engine.clip_grad_norm_(1.0)
+        assert all(map(torch.equal, before, engine.parameters()))
+
+    on_mesh(small_gpt, Mesh(data=2), work, **options)
+
+
 def test_a_step_with_the_result_of_an_evaluation_is_refused():
     def work(engine):
         result = engine.evaluate(share(engine, PARTS[0]))

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -176,6 +177,7 @@ def test_microbatches_cut_along_the_batch():
 @pytest.mark.parametrize(("arguments", "error"), [
     ((torch.zeros(4), torch.zeros(5), 2), ("batch-not-in-dim-0", 4, 5)),
     ((torch.zeros(4), torch.zeros(()), 2), ("batch-not-in-dim-0",)),
+    ((torch.zeros(4), {"label": numpy.zeros(4)}, 2), ("batch-of-arrays", "ndarray")),
     ((torch.zeros(4), torch.zeros(4), 0), ("microbatch-size", 0)),
     ((torch.zeros(4), torch.zeros(4), 2, torch.zeros(3)), ("batch-not-in-dim-0",)),
 ])

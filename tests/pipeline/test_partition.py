@@ -160,7 +160,7 @@ def test_blocks_that_do_not_fit(blocks, error):
     (lambda outputs, targets: ((outputs - targets) ** 2).mean(), ("loss-result",)),
     (lambda outputs, targets: (outputs - targets) ** 2, ("loss-result", 4, 3)),
     (lambda outputs, targets: (outputs.sum(), None), ("loss-result",)),
-    (lambda outputs, targets: (1.0, 4), ("loss-result",)),
+    (lambda outputs, targets: (1.0, 4), ("loss-result", "float", "int")),
     (lambda outputs, targets: outputs.sum().item(), ("loss-refuses-output",)),
     (lambda outputs: outputs.sum(), ("loss-refuses-output",)),
 ])

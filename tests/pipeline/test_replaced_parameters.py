@@ -206,3 +206,31 @@ def test_a_forward_that_replaces_its_weight_is_refused(defer_bytes):
 
     with raises("parameter-replaced-during-batch", "b0.weight"):
         run_ranks(rank, 1)
+
+
+@pytest.mark.parametrize("how", ["forward", "hook"])
+def test_a_parameter_that_each_replica_changes_during_a_batch_is_refused(how):
+    """By a forward, or by a hook that updates it from this replica's gradient alone. One replica may."""
+    class Changes(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            if how == "hook":
+                def update(parameter):
+                    with torch.no_grad():
+                        parameter.sub_(0.1 * parameter.grad)
+
+                self.bias.register_post_accumulate_grad_hook(update)
+
+        def forward(self, x):
+            if how == "forward" and self.training:
+                with torch.no_grad():
+                    self.bias.mul_(0.9)
+            return super().forward(x)
+
+    def work(mesh, world):
+        engine = Engine(chain(Changes, Changes), world, mesh=mesh, seed=SEED, dtype=torch.float64)
+        engine.forward_backward(share(engine, points([[2], [2]][:mesh.data])))
+
+    run_ranks(partial(work, Mesh()), 1)
+    with raises("parameter-changed-during-batch", "2 replicas", where="parameter b0.bias"):
+        run_ranks(partial(work, Mesh(data=2)), 2)

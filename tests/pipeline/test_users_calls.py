@@ -9,6 +9,7 @@ from torch import nn
 from ranvier.config.run import Optim, Pipeline
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
+from ranvier.models.blocks_of import blocks_of
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.tensor import layers
@@ -146,6 +147,40 @@ def test_the_whole_state_loads_into_the_module(mesh, optim):
     for number, (_, held) in enumerate(ranks):
         for name, value in held.items():
             assert torch.equal(whole[name], value), (number, name)
+
+
+class Tied(nn.Module):
+    """With a forward of its own, a shared weight, buffers, and a parameter that it does not use."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.into, self.layers = nn.Linear(4, 4), nn.ModuleList([Plain(), nn.BatchNorm1d(4), Plain()])
+        self.out = nn.Linear(4, 4, bias=False)
+        self.out.weight, self.unused = self.into.weight, nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        y = self.into(x)
+        for layer in self.layers:
+            y = layer(y)
+        return self.out(y) + x
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=3)], ids=str)
+def test_the_whole_state_loads_into_the_module_that_was_cut(mesh):
+    batch = points([[2, 3]])
+    models = [Tied().double() for _ in range(mesh.size)]
+
+    def rank(world):
+        engine = Engine(blocks_of(models[world.rank]), world, mesh=mesh, loss=squared, optimizer=SGD)
+        engine.train_batch(share(engine, batch))
+        return engine.full_state_dict(), engine.evaluate(share(engine, batch)).loss
+
+    (whole, loss), *_ = run_ranks(rank, mesh.size)
+    fresh = Tied().double().eval()
+    fresh.load_state_dict(whole)
+    sums = [squared(fresh(one.inputs), one.targets) for one in batch[0]]
+    assert (sum(total for total, _ in sums) / sum(count for _, count in sums)).item() == pytest.approx(loss, rel=1e-12)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(row=2), Mesh(col=2), Mesh(pipe=2, row=2, col=2)], ids=str)

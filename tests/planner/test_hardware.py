@@ -1,5 +1,7 @@
 """Times of links, devices and collectives against values worked out by hand; groups where the mesh puts them."""
 
+from dataclasses import replace
+
 import pytest
 
 from ranvier.cost.collectives import Placed, all_reduce_seconds, placed, received_seconds, tree_seconds
@@ -29,6 +31,16 @@ def test_a_kernel_is_computing_or_moving_and_its_launch():
     product, copy = Kernel(kind="product", flops=1500, reads=moved), Kernel(kind="copy", reads=moved)
     assert device.seconds([product, copy], "fp32") == 1500 / 500 + 100 / 50 + 0.5
     assert device.update_seconds(100.0) == 2.0
+
+
+def test_sums_over_a_dim_reach_a_share_of_their_own():
+    """Where the device's file has one."""
+    device = cluster().device
+    copy = Kernel(kind="pointwise", reads=(Access(0, 100, 100),))
+    total = replace(copy, is_reduction=True)
+    assert device.seconds([total], "fp32") == device.seconds([copy], "fp32") == 100 / 50 + 0.25
+    slower = replace(device, reduction_share=0.25)
+    assert (slower.seconds([total], "fp32"), slower.seconds([copy], "fp32")) == (100 / 25 + 0.25, 100 / 50 + 0.25)
 
 
 @pytest.mark.parametrize(("mesh", "axis", "per_node", "found"), [

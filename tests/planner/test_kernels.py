@@ -102,6 +102,20 @@ def test_a_norms_weight_has_its_gradient_from_a_pass_of_its_own():
     assert moved(weight_gradients_of(fused(counts[0].kernels, outputs), 4)) == 2 * 5 * 8 * 4
 
 
+def test_norms_and_gradients_of_biases_are_sums_over_a_dim():
+    """Also in a chain that is merged, and in backwards."""
+    norm = nn.LayerNorm(64, device="meta")
+    with KernelCount({norm.weight.untyped_storage()._cdata: True}) as count:
+        x = norm(torch.empty(5, 64, device="meta"))
+        functional.gelu(x)
+        x.sum(-1)
+    assert [kernel.is_reduction for kernel in count.kernels] == [True, False, True]
+    assert [kernel.is_reduction for kernel in backward_of(count.kernels)] == [True, False, True]
+    (merged,) = fused(count.kernels, set())
+    assert merged.is_reduction
+    assert [kernel.is_reduction for kernel in weight_gradients_of([*count.kernels, PRODUCT], 4)] == [True, False, True]
+
+
 def test_attention_computes_its_scores_again_in_the_backward():
     (backward,) = backward_of([ATTENTION])
     assert backward.flops == 2500 and backward.is_backward

@@ -71,6 +71,7 @@ def test_a_device_is_measured_kernel_by_kernel(formats):
     device = measured_device("no GPU", formats, memory_bytes=1 << 30, multiprocessors=4, update_bandwidth=1e9,
                              sizes=sizes)
     assert tuple(device.rates) == formats and device.message_multiprocessors == 4 and device.operation_seconds > 0
+    assert 0 < device.reduction_share <= 1
     for rate in device.rates.values():
         assert rate.share == 1.0 and 0 < rate.attention_share <= 1 and 0 < rate.attention_backward_share <= 1
 

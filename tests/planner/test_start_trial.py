@@ -12,7 +12,8 @@ from ranvier.errors import LaunchError
 from ranvier.mesh import Mesh, mesh_text
 from ranvier.planner import start_trial
 from ranvier.planner.auto import with_plan
-from ranvier.planner.start_trial import StartTrial, known_steps
+from ranvier.planner.elastic_plan import known_steps
+from ranvier.planner.start_trial import StartTrial
 
 OPEN = Run(mesh=MeshSettings(data="auto", pipe="auto"), batch=Batch(global_size=16, microbatch_size="auto"),
            model=Transformer(num_layers=4, hidden=64, heads=4, vocab=512, sequence=32),
@@ -80,8 +81,9 @@ def test_short_runs_have_no_trial():
     found, tried, told = chosen(replace(OPEN, train=Train(steps=20)), lambda run: 1.0)
     assert tried == [] and found.mesh == Mesh(data=2)
     assert told[0].startswith("no trial of meshes: 3 would take about ")
-    assert known_steps(replace(OPEN, train=Train(epochs=2), data=Data(train_samples=40))) == 5
-    assert known_steps(replace(OPEN, train=Train(epochs=2))) is None
+    with_samples = replace(OPEN, train=Train(epochs=2), data=Data(task="classification", train_samples=40))
+    assert known_steps(with_samples) == 5
+    assert known_steps(replace(with_samples, data=Data(train_samples=40))) is None  # texts have as many as they have
 
 
 def test_no_trial_where_none_is_asked_for():

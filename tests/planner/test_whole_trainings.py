@@ -13,7 +13,7 @@ from ranvier.config.resolve import Facts, resolve
 from ranvier.config.run import Batch, MeshSettings, Run, Transformer
 from ranvier.cost.cluster_files import load_cluster, write_cluster
 from ranvier.mesh import Mesh
-from ranvier.planner import page
+from ranvier.planner import page, report
 from ranvier.planner.job_files import LAUNCHERS, write_job
 from ranvier.planner.plan import Request, plan
 from ranvier.planner.search import search
@@ -133,6 +133,25 @@ def test_the_run_file_trains_on_the_tokens_that_were_asked_for(here, tmp_path, c
     found = search(RUN, priced(), 8, ("mesh",)).best[0]
     dollars = 3 * training(found, priced(), Goal(tokens=1e9)).device_hours
     assert f"{dollars:,.0f}" in html.read_text() and "dollars" in html.read_text()
+
+
+def test_the_table_has_one_line_for_what_differs_in_where_states_are_alone():
+    """So that a runner-up is another mesh; unless nothing else differs."""
+    plan = search(replace(RUN, mesh=MeshSettings(data="auto", pipe="auto")), priced(), 8, ("mesh",))
+    first, second = plan.best[:2]
+    same = replace(first, run=replace(first.run, optim=replace(first.run.optim, offload="host")))
+    both = replace(plan, best=(first, same, second))
+    assert report.alternatives(both) == [first, second] and len(report.table(both).rows) == 2
+    assert f"Next is {report.describe(second.run)}" in " ".join(report.explanation(both))
+    assert len(report.table(replace(plan, best=(first, same))).rows) == 2
+
+
+def test_what_needs_far_more_memory_than_there_is_is_not_told():
+    small = priced(device=replace(load_cluster("h100").device, memory_bytes=1_520_000_000))
+    run = replace(RUN, batch=Batch(global_size=256, microbatch_size=1))
+    plan = search(run, small, 1, ("mesh", "microbatch", "recompute"))
+    usable = small.device.memory_bytes - small.device.reserved_bytes
+    assert plan.dropped and max(report.device_bytes(found) for found in plan.dropped) < 2 * usable
 
 
 def test_why_a_candidate_lost_adds_up():

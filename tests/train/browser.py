@@ -42,11 +42,19 @@ class Browser:
             {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}])
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=is_phone)
         for each in ("about:blank", uri):
-            self._events.clear()
+            self.forget()
             self._call("Page.navigate", url=each)
-            while not any(event["method"] == "Page.loadEventFired" for event in self._events):
-                self._events.append(self._read())
+            self.await_load()
         self.value("new Promise(drawn => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
+
+    def forget(self):
+        """Forget what has happened so far."""
+        self._events.clear()
+
+    def await_load(self):
+        """Wait for a page that is loaded after `forget`."""
+        while not any(event["method"] == "Page.loadEventFired" for event in self._events):
+            self._events.append(self._read())
 
     def value(self, expression):
         """Of a JavaScript expression."""

@@ -249,7 +249,10 @@ def test_a_run_stops_with_the_block_named(corpus, tmp_path, monkeypatch, mesh):
     with raises("bad-step", 3, WHERE):
         run_all(run_of(corpus, tmp_path, mesh=mesh))
     assert [step["loss"] is None for step in lines(tmp_path / "metrics.jsonl")] == [False, False, True]
-    assert lines(tmp_path / "events.jsonl")[-1]["event"] == "bad-step"
+    *_, told, failed = lines(tmp_path / "events.jsonl")
+    assert told["event"] == "bad-step"
+    assert failed["event"] == "failed" and failed["code"] == "bad-step" and WHERE in failed["text"]  # for who watches
+    assert "failed" in (tmp_path / "report.html").read_text()
 
 
 def test_a_run_skips(corpus, tmp_path, monkeypatch):

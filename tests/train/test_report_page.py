@@ -145,7 +145,8 @@ CONTRASTS = """[
 @pytest.mark.skipif(not shutil.which("chromium"), reason="chromium is not installed: nobody looks at report.html")
 def test_a_browser_draws_runs_and_plans(tmp_path):
     """On a desktop and on a phone, light and dark: no error, nothing wider than the screen, texts that can be read, a
-    canvas for each curve and for the timeline. The timeline zooms, and says what is under the pointer."""
+    canvas for each curve and for the timeline. The timeline zooms, and says what is under the pointer. A page that is
+    served reloads itself when it is rewritten."""
     assert run_command(["train", "gpt-tiny", "--train.steps", "3", "--mesh.data", "1", "--mesh.pipe", "1", "--quiet",
                         "--model.num-layers", "2", "--model.hidden", "32", "--run-dir", str(tmp_path / "run")]) == 0
     spans = [Span("forward", "F0", 1, 0, 10**6), Span("wait", "backward 0", 1, 10**6, 2 * 10**6)]
@@ -184,6 +185,25 @@ def test_a_browser_draws_runs_and_plans(tmp_path):
         assert 0.5 < length < 1.5
         assert browser.value("at('nearer').click(), view[1] - view[0]") == pytest.approx(length / 2)
         assert browser.value("at('all').click(), view[1] - view[0]") == 2
+        (tmp_path / NAME).write_text(Page(title="before", subtitle="", live=True).html())
+        with server_of(tmp_path) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            browser.open(f"http://127.0.0.1:{server.server_address[1]}/", width=800)
+            browser.value("new Promise(asked => setTimeout(asked, 3500))")
+            (tmp_path / NAME).write_text(Page(title="after", subtitle="", live=True).html())
+            browser.forget()
+            browser.await_load()
+            assert browser.value("document.title") == "after"
+            server.shutdown()
+
+
+def test_a_plans_page_has_what_explain_prints(tmp_path, capsys):
+    path = tmp_path / "plan.html"
+    assert run_command(["plan", "gpt-tiny", "--cluster", "laptop", "--ranks", "4", "--search", "microbatch",
+                        "--mesh.data", "1", "--mesh.pipe", "4", "--explain", "--out-html", str(path)]) == 0
+    printed, found = capsys.readouterr().out, shown(path)
+    assert found["fixed"].lstrip().startswith("pipeline.memory") and found["fixed"] in printed
+    assert all(line in printed for line in found["text"])
 
 
 def test_a_plan_says_why_candidates_lost(tmp_path, capsys):

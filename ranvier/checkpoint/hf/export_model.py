@@ -32,7 +32,6 @@ from ranvier.checkpoint.hf.tokenizer_files import (
 from ranvier.checkpoint.manifest import SavedTensor
 from ranvier.checkpoint.new_folder import check_free, new_folder
 from ranvier.checkpoint.saved import Saved, find
-from ranvier.checkpoint.tensor_file import STORED, Slot, shards, write_tensors
 from ranvier.config.named_object import is_object_name
 from ranvier.config.run import Lora, Run, Transformer
 from ranvier.data.cache_folder import user_cache_folder
@@ -44,6 +43,7 @@ from ranvier.models import families
 from ranvier.models.lora import is_adapter
 from ranvier.optim.average import EMA
 from ranvier.precision import DTYPES
+from ranvier.system.tensor_file import STORED, Slot, write_model
 
 SHARD_BYTES = 1_000_000_000
 _PARAMETERS_OF_LAYER = 9
@@ -81,7 +81,7 @@ def export(run: Path, out: Path, *, dtype: str | None = None, shard_bytes: int =
                 ends |= export_files_beside(folder, found, tell) | (
                     padding_of(folder) if source.head == "score" else {})
             _write_config(folder, source, ends)
-            files = _write_weights(folder, source, shards(slots, shard_bytes))
+            files = write_model(folder, slots, source.tensors(), shard_bytes)
             comparison = logits.compare(source.config, source.value, folder, head=source.head)
             logits.check(comparison, out)
             _report(tell, source, files, found, comparison)
@@ -234,6 +234,11 @@ class TrainedSource:
         return [Slot(name=name, dtype=self.dtype, shape=shape) for place in self.places.values()
                 for name, shape in zip(place.names, place.shapes, strict=True)]
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Their values."""
+        for name, place in self.places.items():
+            yield from hf.tensors_there(place, self.value(name))
+
     def _adapters(self, names: set[str], masters: Mapping[str, object], averages: Mapping[str, object]) -> Adapters:
         """CheckpointError for adapters that are of no layer of the model, or that its settings do not describe."""
         lora, targets = self.run.lora, {name.rpartition(".lora.")[0] for name in names}
@@ -312,26 +317,6 @@ def _of_another_model(code: str, saved: Saved, what: str, value: object = None) 
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
-
-
-def _write_weights(folder: Path, source: TrainedSource, parts: list[list[Slot]]) -> list[str]:
-    """Write model.safetensors, or numbered shards and their index. Returns the names of the files."""
-    ours = {there: (name, number) for name, place in source.places.items() for number, there in enumerate(place.names)}
-
-    def tensors(part: list[Slot]) -> Iterator[Tensor]:
-        for slot in part:
-            name, number = ours[slot.name]
-            yield hf.tensors_there(source.places[name], source.value(name))[number]
-
-    files = ["model.safetensors"] if len(parts) == 1 else [
-        f"model-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
-    for file, part in zip(files, parts, strict=True):
-        write_tensors(folder / file, part, tensors(part))
-    if len(parts) > 1:
-        placed = {slot.name: file for file, part in zip(files, parts, strict=True) for slot in part}
-        total = sum(slot.size_bytes for part in parts for slot in part)
-        _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": placed})
-    return files
 
 
 def _write_config(folder: Path, source: TrainedSource, ends: dict[str, object]) -> None:

@@ -32,13 +32,13 @@ from ranvier.checkpoint.hf.tokenizer_files import TOKENIZER, import_files_beside
 from ranvier.checkpoint.manifest import File, Manifest, SavedTensor, step_folder
 from ranvier.checkpoint.new_folder import check_free, new_folder
 from ranvier.checkpoint.saved import Saved
-from ranvier.checkpoint.tensor_file import Slot, shards, write_tensors
 from ranvier.config import read
 from ranvier.config.run import Data
 from ranvier.data.publish import Progress
 from ranvier.data.tokenizer import GPT2_VOCAB
 from ranvier.layout import whole
 from ranvier.precision import DTYPES, is_half, wide
+from ranvier.system.tensor_file import Slot, shards, write_tensors
 
 PART_BYTES = 1_000_000_000
 LEARNING_RATE = 1e-4
@@ -117,8 +117,8 @@ def _write_checkpoint(folder: Path, source: Pretrained, slots: dict[tuple[str, s
         for slot in part:
             yield hf.finite(_value(source, slot, names[slot.name]).to(slot.dtype), names[slot.name], source.folder)
 
-    written: list[File] = [write_tensors(temporary / files.part_name(index), part, tensors(part))
-                           for index, part in enumerate(parts)]
+    written = [File(name, *write_tensors(temporary / name, part, tensors(part)))
+               for index, part in enumerate(parts) for name in [files.part_name(index)]]
     place = {slot.name: index for index, part in enumerate(parts) for slot in part}
     found: dict[str, dict[str, SavedTensor]] = {}
     for (kind, name), slot in slots.items():

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ranvier.checkpoint.hf import form as hf
 from ranvier.checkpoint.hf.forms import form_of, form_of_type
-from ranvier.checkpoint.tensor_file import STORED
 from ranvier.errors import CheckpointError
+from ranvier.system.tensor_file import STORED
 from ranvier.system.untrusted_file import member, read_json
 
 _CONFIG_BYTES = 1 << 20

@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ranvier.data.offline.gguf_tokenizer import write_tokenizer
 from ranvier.errors import DataError
+from ranvier.system.tensor_file import Slot, write_model
 
 SHARD_BYTES = 1_000_000_000
 ENDING = ".gguf"
@@ -94,7 +94,7 @@ def write_folder(path: Path, folder: Path, *, shard_bytes: int = SHARD_BYTES) ->
     ends = write_tokenizer(file.values, folder, str(path), max_length=config["max_position_embeddings"])
     (folder / "config.json").write_text(json.dumps({**config, **ends}, indent=2) + "\n", encoding="utf-8")
     (folder / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n", encoding="utf-8")
-    _write_tensors(file, names, config, folder, shard_bytes)
+    write_model(folder, _slots(file, names), _values(file, names, config), shard_bytes)
 
 
 def _open(path: Path) -> _File:
@@ -247,32 +247,18 @@ def _names(file: _File) -> dict[str, str]:
     return found
 
 
-def _write_tensors(file: _File, names: Mapping[str, str], config: Mapping[str, Any], folder: Path, shard_bytes: int
-                   ) -> None:
-    shards: list[list[str]] = [[]]
-    size = 0
+_AS_THEY_ARE = {"F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def _slots(file: _File, names: Mapping[str, str]) -> list[Slot]:
+    """What is written; sizes are in the other order in GGUF."""
+    return [Slot(name=called, dtype=_AS_THEY_ARE.get(file.tensors[name].tensor_type.name, torch.float32),
+                 shape=tuple(map(int, reversed(file.tensors[name].shape)))) for name, called in names.items()]
+
+
+def _values(file: _File, names: Mapping[str, str], config: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors of these names, as transformers has them."""
     for name in names:
-        tensor = file.tensors[name]
-        size_bytes = int(tensor.n_elements) * (2 if tensor.tensor_type.name in ("F16", "BF16") else 4)
-        if size + size_bytes > shard_bytes and shards[-1]:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += size_bytes
-    place: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        called = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        save_file(dict(_values(file, names, config, shard)), folder / called, metadata={"format": "pt"})
-        place |= {names[name]: called for name in shard}
-    if len(shards) > 1:
-        (folder / "model.safetensors.index.json").write_text(json.dumps(
-            {"metadata": {}, "weight_map": place}, indent=2) + "\n", encoding="utf-8")
-
-
-def _values(file: _File, names: Mapping[str, str], config: Mapping[str, Any], shard: list[str]
-            ) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face's name, value) of tensors."""
-    for name in shard:
         value = _dequantised(file, name)
         if file.architecture == "llama" and (found := re.search(r"attn_([qk])\.", name)):
             heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
@@ -284,7 +270,7 @@ def _values(file: _File, names: Mapping[str, str], config: Mapping[str, Any], sh
             value = value.view(heads, -1, 2, *value.shape[1:]).transpose(1, 2).flatten(0, 2)
         if file.architecture in _GEMMA and "norm" in name:
             value -= 1
-        yield names[name], value
+        yield value
 
 
 def _dequantised(file: _File, name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Writes a safetensors file tensor by tensor: only one tensor is in memory, which the library's own writer cannot do.
+"""Writes safetensors files tensor by tensor: only one tensor is in memory, which the library's own writer cannot do.
 
     8 bytes: length of the header | header: JSON, name -> dtype, shape, data_offsets | the bytes of the tensors
 """
@@ -9,13 +9,12 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
-
-from ranvier.checkpoint.manifest import File
 
 STORED = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Dtypes of parameters and their names in safetensors."""
@@ -51,9 +50,24 @@ def shards(slots: Sequence[Slot], most_bytes: int) -> list[list[Slot]]:
     return found
 
 
-def write_tensors(path: Path, slots: Sequence[Slot], tensors: Iterable[Tensor]) -> File:
-    """Write `tensors`, which are taken one by one, to the places of `slots`. OSError if they cannot be written;
-    ValueError for a tensor of another dtype or shape than its slot."""
+def write_model(folder: Path, slots: Sequence[Slot], tensors: Iterable[Tensor], most_bytes: int) -> list[str]:
+    """Write model.safetensors, or numbered files as of `shards` and their index. Returns the names of the files.
+    tensors: in the order of `slots`, taken one by one. Errors as of `write_tensors`."""
+    parts, left = shards(slots, most_bytes), iter(tensors)
+    names = ["model.safetensors"] if len(parts) == 1 else [
+        f"model-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
+    for name, part in zip(names, parts, strict=True):
+        write_tensors(folder / name, part, islice(left, len(part)))
+    if len(parts) > 1:
+        placed = {slot.name: name for name, part in zip(names, parts, strict=True) for slot in part}
+        index = {"metadata": {"total_size": sum(slot.size_bytes for slot in slots)}, "weight_map": placed}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return names
+
+
+def write_tensors(path: Path, slots: Sequence[Slot], tensors: Iterable[Tensor]) -> tuple[int, int]:
+    """Write `tensors`, which are taken one by one, to the places of `slots`. Returns the size of the file and its
+    CRC-32. OSError if they cannot be written; ValueError for a tensor of another dtype or shape than its slot."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     place = 0
     for slot in slots:
@@ -67,7 +81,7 @@ def write_tensors(path: Path, slots: Sequence[Slot], tensors: Iterable[Tensor]) 
         for block in _bytes([len(text).to_bytes(8, "little") + text], slots, tensors):
             file.write(block)
             checksum = zlib.crc32(block, checksum)
-    return File(name=path.name, size_bytes=8 + len(text) + place, crc32=checksum)
+    return 8 + len(text) + place, checksum
 
 
 def _bytes(first: list[bytes], slots: Sequence[Slot], tensors: Iterable[Tensor]) -> Iterator[bytes | memoryview]:

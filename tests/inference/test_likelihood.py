@@ -1,6 +1,4 @@
-"""Multiple choice and log-likelihoods on any mesh: those of a plain loop over the model of transformers, in fp64."""
-
-import json
+"""Log-likelihoods on any mesh: those of a plain loop over the model of transformers, in fp64."""
 
 import pytest
 import torch
@@ -8,8 +6,7 @@ import torch
 from ranvier.config.run import TensorParallel
 from ranvier.data import tokenizer as tokenizers
 from ranvier.data.tokenizer import train
-from ranvier.inference.likelihood import loglikelihoods, windows
-from ranvier.inference.multiple_choice import Question, accuracies, encode_pair, read_questions, requests_of
+from ranvier.inference.likelihood import encode_pair, loglikelihoods, windows
 from ranvier.inference.weights import build_engine, open_model
 from ranvier.mesh import Mesh
 from ranvier.testing.ranks import run_ranks
@@ -17,11 +14,10 @@ from tests.covering import quick
 from tests.errors import raises
 
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from the brown bear é à ü "
-QUESTIONS = [
-    {"context": "the quick brown", "choices": ["fox", "bear and dog", "é à"], "answer": 1},
-    {"context": "the lazy dog ", "choices": ["runs", "jumps over the fox"], "answer": "runs"},
-    {"context": "", "choices": ["fox jumps", "over ü", "away from the bear", "the"], "answer": 3},
-    {"context": "x" * 80, "choices": ["fox", "dog"], "answer": 0}]
+PAIRS = [(context, f" {continuation}") for context, continuations in (
+    ("the quick brown", ("fox", "bear and dog", "é à")), ("the lazy dog ", ("runs", "jumps over the fox")),
+    ("", ("fox jumps", "over ü", "away from the bear", "the")), ("x" * 80, ("fox", "dog")))
+    for continuation in continuations]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +31,6 @@ def folder(tmp_path_factory):
         vocab_size=tokenizer.vocab, n_embd=24, n_layer=3, n_head=4, n_positions=48, initializer_range=0.3
         )).double().save_pretrained(path)
     tokenizer.save(path / "tokenizer.json")
-    (path / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
     return path
 
 
@@ -46,7 +41,7 @@ def theirs(folder):
 
     model = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float64).eval()
     tokenizer = tokenizers.load(folder / "tokenizer.json")
-    requests = requests_of(read_questions(folder / "questions.jsonl"), tokenizer)
+    requests = [encode_pair(tokenizer, *pair) for pair in PAIRS]
     found = []
     for context, continuation in requests:
         ids = torch.tensor([[*context, *continuation][-49:]])
@@ -76,13 +71,6 @@ def test_likelihoods_are_those_of_a_plain_loop(folder, theirs, mesh, scheme):
         assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
 
 
-def test_accuracies_by_log_likelihood_characters_and_bytes():
-    questions = [Question(context="", choices=("aa", "bbbb"), answer=1), Question(context="", choices=("éé", "ooo"),
-                                                                                 answer=1)]
-    assert accuracies(questions, [-2.0, -3.0, -3.1, -4.5]) == {"acc": 0.0, "acc_norm": 1.0, "acc_bytes": 0.5,
-                                                              "count": 2.0}
-
-
 def test_blanks_belong_to_the_continuation():
     tokenizer = tokenizers.train([], 257)
     encode = tokenizer.encode
@@ -99,21 +87,7 @@ def test_windows_are_disjoint_and_full():
         list(range(10)), prefix_token=99, max_seq_len=4, context_len=1)]
 
 
-@pytest.mark.parametrize(("line", "error"), [
-    ('{"choices": ["a", "b"], "answer": 0}', ["choices-malformed", "line 1", "context"]),
-    ('{"context": "x", "choices": ["a"], "answer": 0}', ["choices-malformed", "choices"]),
-    ('{"context": "x", "choices": ["a", "b"], "answer": 2}', ["choices-malformed", "answer"]),
-    ("", ["choices-empty"])])
-def test_questions_that_are_none(tmp_path, line, error):
-    (tmp_path / "x.jsonl").write_text(line + "\n")
-    with raises(*error):
-        read_questions(tmp_path / "x.jsonl")
-
-
 def test_requests_that_cannot_be_scored():
     for request, value in ((([], [1]), 1), (([1], [1] * 9), 8)):
         with raises("request-length", value):
             loglikelihoods(None, None, [request], longest=8)
-    with raises("choices-unreadable"):
-        from pathlib import Path
-        read_questions(Path("gone.jsonl"))
