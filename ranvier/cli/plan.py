@@ -29,8 +29,8 @@ from ranvier.cli.problems import missing_data, print_warnings
 @click.option("--ranks", type=click.IntRange(min=1), metavar="N",
               help="Devices; by default those of the recipe's mesh, or all.")
 @click.option("--search", "searched", metavar="NAMES",
-              help="What may change: mesh, microbatch, in-flight, recompute, offload, shard, chunks, elastic, scheme "
-                   "(the default), precision.")
+              help="What may change: mesh, microbatch, in-flight, recompute, offload, shard, chunks, elastic, scheme, "
+                   "stages-per-rank (the default), precision.")
 @click.option("--measure", type=click.IntRange(min=1), default=None, metavar="N",
               help="Run the best N here, and rank them by that.")
 @click.option("--tokens", metavar="N", help="Of a training, such as 300B: its steps, days, cost.")

@@ -30,9 +30,9 @@ from ranvier.planner.work import Work, excess
 from ranvier.schedule.policies import policy_named
 
 Setting = Literal["mesh", "microbatch", "in-flight", "recompute", "offload", "shard", "chunks", "elastic", "scheme",
-                  "precision"]
+                  "stages-per-rank", "precision"]
 SEARCHED: tuple[Setting, ...] = ("mesh", "microbatch", "in-flight", "recompute", "offload", "shard", "chunks",
-                                 "elastic", "scheme")
+                                 "elastic", "scheme", "stages-per-rank")
 """What is chosen by default; precision stays as the run has it."""
 AnyRun = TypeVar("AnyRun", bound=Run)
 LARGEST_STAGE = 64
@@ -195,6 +195,15 @@ def in_flight_variants(run: ResolvedRun) -> list[ResolvedRun]:
         return []
     return [replace(run, pipeline=replace(run.pipeline, in_flight=factor * run.mesh.pipeline_size))
             for factor in (2, 3)]
+
+
+def stage_variants(run: ResolvedRun) -> list[ResolvedRun]:
+    """The run with more stages on each rank of its pipeline, where it has one."""
+    pipe = run.mesh.pipeline_size
+    found = [] if pipe == 1 or run.placement.per_rank > 1 else [replace(run, pipeline=replace(
+        run.pipeline, boundaries=None, in_flight="auto", deferred=None, defer_last=None, stages_per_rank=count))
+        for count in (2, 4) if count * pipe <= families.num_blocks(run)]
+    return [one for one in found if not problems(one)]
 
 
 def chunk_variants(run: ResolvedRun) -> list[ResolvedRun]:

@@ -95,7 +95,8 @@ def numbers(plan: SearchResult) -> str:
 
 def _further(plan: SearchResult, shown: Sequence[Candidate]) -> dict[str, list[str]]:
     """Columns that the table has only where its rows differ in them."""
-    return {"deferred": ["no" if found.run.pipeline.defer_bytes == 0 else "yes" for found in shown],
+    return {"stages a rank": [str(found.run.placement.per_rank) for found in shown],
+            "deferred": ["no" if found.run.pipeline.defer_bytes == 0 else "yes" for found in shown],
             "precision": [found.run.precision for found in shown], "scheme": [scheme(found.run) for found in shown],
             "s the run": [f"{found.course.seconds:.4g}" if found.course else "" for found in shown],
             "s measured": [f"{found.measured_seconds:.4g}" if found.measured_seconds else "" for found in shown]}
@@ -241,6 +242,8 @@ def describe(run: ResolvedRun) -> str:
     parts = [f"{axis} {size}" for axis, size in run.mesh.sizes.items()
              if size > 1] or ["one rank"]
     extra = [f"microbatch {run.batch.microbatch_size}"]
+    if run.placement.per_rank > 1:
+        extra.append(f"{run.placement.per_rank} stages a rank")
     if run.memory.recompute != "none":
         extra.append(f"recompute {run.memory.recompute}")
     if run.optim.offload not in ("none", "auto"):

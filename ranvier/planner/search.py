@@ -10,10 +10,10 @@ far, and is looked at more closely when its turn comes:
     simulated    by the engine's schedule, if its memory fits
 
 Each time is no shorter than the one before, so what is first when it is simulated is the fastest of all that fit, and
-most configurations are never counted. Memory is bounded from below, and predicted where that fits; where not, the
-ways to save it (activation recomputation, offload), which take longer, wait for their turn with their own times. What
-is left to choose (the in-flight limit, chunks) is tried on the best. Where layers freeze the best are ranked by the
-whole run, with and without packing and the cache.
+most configurations are never counted. Memory is bounded from below, and predicted where that fits; where not, the ways
+to save it (activation recomputation, offload), which take longer, wait for their turn with their own times. What is
+left to choose (stages of each rank, the in-flight limit, chunks) is tried on the best. Where layers freeze the best are
+ranked by the whole run, with and without packing and the cache.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from ranvier.planner.candidates import (
     memory_saving_variants,
     on_cluster,
     possible,
+    stage_variants,
     with_memory,
     with_share,
 )
@@ -66,6 +67,8 @@ _COMPARED = 3
 """Of those that do not fit, how many are simulated as the others are."""
 _TUNED = 4
 """Of those that fit, for how many other in-flight limits are tried."""
+_WORTH = 0.995
+"""Part of a step's time that other settings of its schedule must take at most."""
 _FOLLOWED = 6
 """Of those that fit, how many are followed through a run whose layers freeze."""
 _ALIKE = 1.03
@@ -141,6 +144,8 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
     dropped += queue.least_of_too_large()
     if not fitting:
         raise does_not_fit(run, cluster, ranks, dropped, work) if dropped else no_mesh(base, cluster, ranks, searched)
+    if "stages-per-rank" in searched:
+        fitting = _with_more_stages(fitting, cluster, work)
     best = sorted(fitting, key=lambda found: found.cost.seconds)
     best[:_TUNED] = [_tuned(found, cluster, work, "in-flight", searched) for found in best[:_TUNED]]
     best.sort(key=lambda found: found.cost.seconds)
@@ -328,11 +333,33 @@ def _followed(found: Candidate, cluster: Cluster, work: Work, searched: Sequence
     return min(followed, key=Candidate.ranked_seconds) if followed[0].course else found
 
 
+def _with_more_stages(fitting: Sequence[Candidate], cluster: Cluster, work: Work) -> list[Candidate]:
+    """With those that have two or four stages on each rank, and are faster than all. A schedule of many stages takes
+    seconds to simulate: the fastest of each mesh and microbatch alone is tried, four where two are faster than one, and
+    none whose ranks would not be fast enough if they never rested."""
+    found, groups = list(fitting), set[object]()
+    for one in sorted(fitting, key=lambda one: one.cost.seconds):
+        key = one.run.mesh, one.run.batch.microbatch_size, one.run.tensor, one.run.precision
+        best = min(each.cost.seconds for each in found)
+        for run in stage_variants(one.run) if key not in groups else ():
+            cost = run_cost(run, cluster, work.stages(run), exact=False, unlimited=True)
+            if never_resting_seconds(run, cost) >= _WORTH * best:
+                continue
+            other = with_memory(_simulated(replace(one, run=run), cluster, work), cluster, work)
+            if not other.fits or other.cost.seconds >= one.cost.seconds:
+                break
+            if other.cost.seconds < _WORTH * best:
+                found.append(other)
+                best = other.cost.seconds
+        groups.add(key)
+    return found
+
+
 def _tuned(found: Candidate, cluster: Cluster, work: Work, name: Literal["in-flight", "chunks"],
            searched: Sequence[Setting]) -> Candidate:
-    """With another in-flight limit, or size of chunks, where that is at least 0.5 % faster."""
+    """With another in-flight limit, or size of chunks, where that is worth it."""
     for run in {"in-flight": in_flight_variants, "chunks": chunk_variants}[name](found.run) if name in searched else ():
         other = replace(found, run=run, cost=run_cost(run, cluster, work.stages(run)))
-        if other.cost.seconds < 0.995 * found.cost.seconds and (other := with_memory(other, cluster, work)).fits:
+        if other.cost.seconds < _WORTH * found.cost.seconds and (other := with_memory(other, cluster, work)).fits:
             found = other
     return found

@@ -14,7 +14,7 @@ from ranvier.cost.cluster_files import load_cluster
 from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh, StagePlacement
 from ranvier.planner import search as search_module
-from ranvier.planner.candidates import memory_saving_variants, on_cluster, predict, variants
+from ranvier.planner.candidates import memory_saving_variants, on_cluster, predict, stage_variants, variants
 from ranvier.planner.least_memory import least_bytes_of_any_cut, least_device_bytes
 from ranvier.planner.run_cost import least_run_seconds, run_cost, sample_step
 from ranvier.planner.search import AT_LEAST, never_resting_seconds, search
@@ -117,6 +117,19 @@ def test_the_bound_of_several_stages_on_each_rank(data):
     least, found = (passage(stages, count, MessageDriven(), 3 * placement.num_stages, exact=exact, placement=placement)
                     for exact in (False, True))
     assert least.seconds <= found.seconds * (1 + 1e-9)
+
+
+@settings(deadline=None, max_examples=4, derandomize=True)
+@given(layers=st.integers(3, 5), size=st.sampled_from([4, 8]), pipe=st.sampled_from([2, 3]),
+       flops=st.sampled_from([1.0, 1e-3]))
+def test_stages_per_rank_are_searched(layers, size, pipe, flops):
+    """Of one mesh the best of all numbers of stages on each rank, to half a percent."""
+    cluster = cluster_of("h100", flops=flops)
+    run = replace(SMALL, mesh=Mesh(pipe=pipe), model=replace(SMALL.model, num_layers=layers),
+                  batch=Batch(global_size=size, microbatch_size=1))
+    found = search(run, cluster, pipe, ("stages-per-rank",), work=WORK).best[0]
+    every = [predict(one, cluster, WORK).cost.seconds for one in (run, *stage_variants(run))]
+    assert min(every) <= found.cost.seconds <= min(every) / 0.995
 
 
 @lru_cache

@@ -439,7 +439,7 @@ def test_the_command_simulates(capsys, tmp_path):
 
 def test_searched_settings_have_names():
     assert set(SEARCHED) == {"mesh", "microbatch", "in-flight", "recompute", "offload", "shard", "chunks",
-                             "elastic", "scheme"}
+                             "elastic", "scheme", "stages-per-rank"}
 
 
 @pytest.mark.slow
