@@ -60,7 +60,7 @@ def check(recipe: str | None, allow_code: bool, split: str | None, ranks: int | 
     from ranvier.planner.auto import open_axes_of, with_pretrained
 
     name, resolved = read_recipe(recipe, flags, allow_code=allow_code)
-    if cluster is None and ranks is None:
+    if cluster is None and ranks is None and resolved.run.launch.cluster is None:
         resolved = for_this_machine(resolved)
     values, origins = read.flatten(resolved.run), dict(resolved.origins)
     for setting, code in named_code.objects_of(values):  # before the import, which may do anything

@@ -34,7 +34,9 @@ def join(run: Path, ranks: int, data: int | None, pipe: int | None, row: int | N
 
     sizes = {axis: size for axis, size in (("data", data), ("pipe", pipe), ("row", row), ("col", col))
              if size is not None}
-    started = detect(os.environ)
+    given = os.environ if "TORCHELASTIC_RUN_ID" in os.environ else {
+        name: value for name, value in os.environ.items() if name != "RANK"}  # which a shell or container may have
+    started = detect(given)
     if started is None:
         return _start(run, ranks)
     if started.launcher != "local":

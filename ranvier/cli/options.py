@@ -190,6 +190,9 @@ def for_this_machine(resolved: read.Merged) -> read.Merged:
     master copies come on top, and most CPUs compute slower in it."""
     import torch
 
+    from ranvier.launch.cuda_environment import cuda_defaults
+
+    os.environ.update(cuda_defaults(os.environ))  # CUDA reads them when it is first used, which is below
     origin, run = resolved.origins["precision"], resolved.run
     if not origin.startswith(("preset ", "folder ")) or (run.launch.device != "cpu" and torch.cuda.is_available()):
         return resolved

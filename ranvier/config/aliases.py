@@ -14,4 +14,6 @@ def canonical(name: str, value: object) -> tuple[str, object]:
     name = NAMES.get(name, name)
     if isinstance(value, (list, tuple)):
         return name, [_VALUES.get((name, part), part) if isinstance(part, str) else part for part in value]
-    return name, _VALUES.get((name, value), value) if isinstance(value, str) else value
+    if isinstance(value, str):  # a flag's text may be a list
+        return name, ",".join(_VALUES.get((name, part), part) for part in value.split(","))
+    return name, value

@@ -570,11 +570,13 @@ def check_out(path: Path) -> None:
                           where="--out", value=str(path), remedy=f"Name it {path.with_suffix('.toml')}.")
 
 
-def write_changes(run: Run, path: Path) -> None:
-    """Write the mesh, the batch and the values of `run` that differ from the defaults, as a recipe. OSError."""
+def write_changes(run: Run, path: Path, origins: Mapping[str, str]) -> None:
+    """Write the mesh, the batch, what was said of the data, and the values of `run` that differ from the defaults, as a
+    recipe. origins: as of `Merged`. OSError."""
     values = flatten(run)
     names = {name for name, setting in settings().items()
-             if name.startswith(("mesh.", "batch.")) or values[name] != setting.default}
+             if name.startswith(("mesh.", "batch.")) or values[name] != setting.default
+             or (name.startswith("data.") and origins.get(name, "default") != "default")}
     read_back = flatten(merge([Layer(origin="", code="allowed", values={
         name: values[name] for name in names})]).run)
     names |= {name for name, value in values.items() if read_back[name] != value}  # a preset says another value

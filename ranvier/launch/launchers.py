@@ -92,7 +92,9 @@ def _detect(environ: Mapping[str, str], setting: Setting) -> Started | None:
         return started
     mpiexec, srun = _mpiexec(environ), _srun(environ)
     known, exported = srun or mpiexec, (environ.get("RANK"), environ.get("WORLD_SIZE"))
-    repeats = known and _AGENT not in environ and exported == (str(known.rank), str(known.size))
+    # A job script may export them for each task, or once for all of them, which says nothing of this one.
+    repeats = known and _AGENT not in environ and (
+        "LOCAL_RANK" not in environ or exported == (str(known.rank), str(known.size)))
     torchrun = None if repeats else _torchrun(environ)
     if torchrun and srun and _runs_torchrun(environ, srun):
         srun = None

@@ -114,7 +114,7 @@ def plan(name: str, run: Run, cluster_names: Sequence[str], request: Request) ->
     if request.out is not None:
         length = best.run.train if goal is None else replace(
             best.run.train, epochs=None, steps=training(best, found.cluster, goal).steps)
-        _write(replace(best.run, train=length, launch=run.launch, run_dir=None), request.out)
+        _write(replace(best.run, train=length, launch=run.launch, run_dir=None), request.out, request.origins)
         if request.launcher is not None:
             job = write_job(request.launcher, best.run, found.cluster, request.out, best.cost.seconds)
     if request.out_html is not None:
@@ -272,9 +272,9 @@ def comparison(results: Sequence[SearchResult], goal: Goal | None,
     return TextTable(header=list(columns), rows=rows, words=(0, 2), keys=1)
 
 
-def _write(run: Run, path: Path) -> None:
+def _write(run: Run, path: Path, origins: Mapping[str, str]) -> None:
     try:
-        read.write_changes(run, path)
+        read.write_changes(run, path, origins)
     except OSError as error:
         raise ConfigError(f"cannot be written: {error.strerror or error}", code="plan-not-writable", where="--out",
                           value=str(path), remedy="Name a .toml file in a folder you own.") from error

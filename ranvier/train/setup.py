@@ -94,11 +94,11 @@ def agree_on_run(run: ResolvedRun, recipe: str, data: Prepared, ranks: Group, wo
 
 
 def _same_everywhere(run: ResolvedRun) -> dict[str, str]:
-    """Settings in which all ranks must agree, as text: all but those of a rank's own machine and paths, rank 0's logs,
-    and the data, whose fingerprint is compared."""
+    """Settings in which all ranks must agree, as text: all but those of a rank's own machine and paths, logs and
+    restarts, and the data, whose fingerprint is compared."""
     return {name: read.as_text(value) for name, value in read.flatten(run).items()
             if not isinstance(value, Path) and not name.startswith(("launch.", "log.", "data."))
-            and name not in ("run_dir", "resume", "model.pretrained")}
+            and name not in ("run_dir", "resume", "model.pretrained", "verbose", "max_restarts")}
 
 
 def _some(settings: Mapping[str, str], names: Sequence[str]) -> str:

@@ -44,7 +44,8 @@ def test_ranks_that_are_started_by_hand():
 
 @pytest.mark.parametrize(("launcher", "variables"), [("srun", SRUN), ("mpiexec", MPICH)])
 def test_a_job_script_may_export_torchs_variables(launcher, variables):
-    for exported in (BY_HAND, {name: BY_HAND[name] for name in BY_HAND.keys() - {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}}):
+    of_all = {name: BY_HAND[name] for name in BY_HAND.keys() - {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}}
+    for exported in (BY_HAND, of_all, {**of_all, "RANK": "0"}):
         started = detect({**variables, **exported})
         assert (started.launcher, started.rank, started.master) == (launcher, 3, ("node01", 29500))
     with raises("launcher-ambiguous", "torchrun says rank 0 of 8", f"{launcher} says rank 3 of 8"):
