@@ -163,7 +163,7 @@ def test_plans_that_cannot_be(tmp_path):
     found = [one for one in problems(resolve(Run(resume=str(tmp_path / "none")))) if one.where == "resume"]
     check(found[0], "resume-checkpoint-missing", value=str(tmp_path / "none"))
     with raises("plan-not-writable", where="--out"):
-        plan._write(Run(), tmp_path / "none" / "x.toml")
+        plan._write(Run(), tmp_path / "none" / "x.toml", {})
     with raises("plan-page-not-writable", where="--out-html", value=str(tmp_path / "none" / "x.html")):
         plan._write_page(Page(title="x", subtitle=""), tmp_path / "none" / "x.html")
     with raises("not-finite-option", where="--jitter", value=math.inf):

@@ -33,13 +33,16 @@ _ATTENTION = frozenset(getattr(_aten, name).default for name in (
 _SAVES_NOTHING = frozenset({_aten.add.Tensor, _aten.add_.Tensor, _aten.sub.Tensor, _aten._to_copy.default,
                             _aten.clone.default, _aten.copy_.default, _aten.cat.default, _aten._unsafe_view.default})
 """Operations of which autograd saves no tensor, beside views."""
+_ALIASES = frozenset({_aten._unsafe_view.default})
+"""Of these autograd knows no view, so that a change in place is not seen in the tensor whose memory they share."""
 
 
 class _Kept(NamedTuple):
-    """The output of one operation. versions: of its tensors, when it was kept. key: what names the operation."""
+    """The output of one operation. watched: (tensor, version when it was kept) of its memory. key: what names the
+    operation."""
 
     output: Any
-    versions: list[int]
+    watched: list[tuple[Tensor, int]]
     key: Hashable
 
 
@@ -107,6 +110,10 @@ class KeptOutputs:
             return out
         if _is_expensive(func, args, kwargs):
             self._keep(tree_map(_detached, out), self._key(func, args))
+        elif func in _ALIASES:  # the same memory with a version of its own
+            for one in self._found:
+                if one is not None and _memory(out) in map(_memory, _tensors(one.output)):
+                    one.watched.append(_watched(_detached(out)))
         elif not func.is_view and func not in _SAVES_NOTHING:
             self._is_last = False
         return out
@@ -118,7 +125,7 @@ class KeptOutputs:
         return self._next(self._key(func, args), compute)
 
     def _keep(self, output: Any, key: Hashable) -> None:
-        self._found.append(_Kept(output, [each._version for each in _tensors(output)], key))
+        self._found.append(_Kept(output, [_watched(each) for each in _tensors(output)], key))
         self._is_last = True
 
     def _next(self, key: Hashable, compute: Callable[[], Any]) -> Any:
@@ -196,8 +203,16 @@ def _tensors(output: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
+def _memory(tensor: Tensor) -> int:
+    return plain(tensor).untyped_storage()._cdata
+
+
+def _watched(tensor: Tensor) -> tuple[Tensor, int]:
+    return tensor, tensor._version
+
+
 def _is_as_it_was(one: _Kept) -> bool:
-    return [each._version for each in _tensors(one.output)] == one.versions
+    return all(tensor._version == version for tensor, version in one.watched)
 
 
 class _Current(threading.local):

@@ -129,6 +129,28 @@ def test_gradients_whatever_is_found(block, found, computed, second_runs):
         assert (second_runs["computed"], second_runs["all"]) == (6 * computed, 6 * found)
 
 
+@pytest.mark.parametrize("change", [
+    lambda y, x: y.mul_(2), lambda y, x: y.add_(x), lambda y, x: y[:, :1].mul_(3), lambda y, x: y.view(-1, 4).mul_(2)])
+@pytest.mark.parametrize("product", [
+    lambda x, w: functional.linear(x, w), lambda x, w: x @ w, lambda x, w: torch.softmax(x @ w[:, :3], -1) @ x])
+def test_products_of_three_dims_that_are_changed_in_place(product, change):
+    """Without a bias they are what `_unsafe_view` returns, whose version is its own."""
+    weight, x = torch.randn(4, 4, requires_grad=True), torch.randn(2, 3, 4, requires_grad=True)
+
+    def compute(state):
+        y = product(state, weight)
+        change(y, state)
+        return torch.sin(y)
+
+    block, found = nn.Identity(), []
+    block.weight = nn.Parameter(weight)
+    for run in (Segment([("b", block)], selective=True).run, lambda compute, state: compute(state)):
+        run(compute, x).sum().backward()
+        found.append((x.grad, weight.grad))
+        x.grad = weight.grad = None
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
 def test_an_output_that_others_change_later(second_runs):
     block, x = ReturnsBoth(), torch.randn(3, 4, requires_grad=True)
     gradients = []
