@@ -695,7 +695,8 @@ class Engine:
             self._statistics.forget()
             raise
         with self._working():
-            self._held.check_kept(replicas=1 if self._updater.in_backward else self.mesh.data * self.mesh.row)
+            self._held.check_kept(replicas=1 if self._updater.in_backward else self.mesh.count(
+                self.mesh.over(splits_samples=True)))
             self._buffer_changes.check()
             self._updater.gradients.all_passed()
             for tie in self._ties.add_gradients(self._call):

@@ -106,8 +106,8 @@ class HeldParameters:
                     self._warned = True
                     warnings.warn(
                         f"parameter {block}.{name} was changed in place during the batch, by each of {replicas} "
-                        "replicas for itself: they diverge unless the change depends on nothing else than the parameter, as a "
-                        "clamp does. The guard's compare_every compares them", stacklevel=5)
+                        "replicas for itself: they diverge unless the change depends on nothing else than the "
+                        "parameter, as a clamp does. The guard's compare_every compares them", stacklevel=5)
                     break
         if self._as_they_were():
             return

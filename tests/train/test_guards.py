@@ -333,7 +333,7 @@ def test_replicas_that_differ_end_the_run(corpus, tmp_path, monkeypatch):
     with raises("replicas-differ", "layer0.attention.qkv.weight", 2):
         run_all(run_of(corpus, tmp_path, mesh=Mesh(data=3), guard=Guard(compare_every=2)))
     assert [step["step"] for step in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
-    assert lines(tmp_path / "events.jsonl")[-1]["event"] == "replicas-differ"
+    assert [event["event"] for event in lines(tmp_path / "events.jsonl")[-2:]] == ["replicas-differ", "failed"]
 
 
 def test_check_tells_what_cannot_be_guarded():
