@@ -204,7 +204,8 @@ def _tensors(output: Any) -> list[Tensor]:
 
 
 def _memory(tensor: Tensor) -> int:
-    return plain(tensor).untyped_storage()._cdata
+    address: int = plain(tensor).untyped_storage()._cdata
+    return address
 
 
 def _watched(tensor: Tensor) -> tuple[Tensor, int]:
