@@ -47,8 +47,6 @@ class Segment:
         self._where = f"block {first}" if first == last else f"blocks {first} to {last}"
         self._changing: set[_Place] | None = None
         """Buffers that a forward changes in place; None before the first one, which shows it."""
-        self._draws = True
-        """Whether a forward of this batch may draw from generators of Python and NumPy: its first one shows it."""
         self.begin()
         self.check()
 
@@ -61,7 +59,6 @@ class Segment:
         self._parameters = [parameter for module in self._modules for parameter in module._parameters.values()
                             if parameter is not None]
         self._weights = {parameter.untyped_storage()._cdata for parameter in self._parameters}
-        self._draws = True
 
     def check(self) -> None:
         """ModelError for hooks of others, which recomputation would call twice."""
@@ -81,7 +78,7 @@ class Segment:
         tensors = named(state, self._where)
         versions = {name: plain(tensor)._version for name, tensor in tensors.items()}
         before: dict[_Place, Tensor | None] = {}
-        then = Remembered(self._others, common=self._draws)
+        then = Remembered(self._others)
         kept = KeptOutputs(self._weights) if self._selective else None
         ran = False
 
@@ -98,7 +95,7 @@ class Segment:
             weights = [parameter._version for parameter in self._parameters]
             with self._noted(before), _COMPUTED if kept is None else kept.recorded():
                 result = compute(carried(entering))
-            self._draws = then.forget_unmoved()
+            then.forget_unmoved()
             if weights != [parameter._version for parameter in self._parameters]:
                 raise self._changed_parameter(weights)
             self._check(tensors, versions, "by these blocks, which recomputation runs again")

@@ -215,16 +215,18 @@ def test_a_parameter_that_a_forward_changes_is_refused():
         gradients_on(partial(model, linear, Clamps), points([[1, 2]]), Mesh(), memory=Memory(recompute=1))
 
 
+@pytest.mark.parametrize("least", [0, 3])
 @pytest.mark.parametrize("common", [random, numpy.random])
-def test_python_and_numpy_draw_once(common):
-    """From the generators that a program shares: the second run draws what the first has drawn, and moves nothing."""
+def test_python_and_numpy_draw_once(common, least):
+    """From the generators that a program shares: the second run draws what the first has drawn, and moves nothing,
+    where each microbatch draws and where only the last one does."""
     class LayerDrop(nn.Module):
         def __init__(self):
             super().__init__()
             self.linear = linear()
 
         def forward(self, x):
-            return x + torch.tanh(self.linear(x)) * common.uniform(0, 1)
+            return x + torch.tanh(self.linear(x)) * (common.uniform(0, 1) if len(x) > least else 1.0)
 
     make, batch = partial(model, linear, LayerDrop, LayerDrop, linear), points([[3, 2, 4]])
     reference = Reference(make(), seed=SEED, dtype=torch.float64)
