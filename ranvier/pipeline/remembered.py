@@ -103,7 +103,7 @@ def _state(value: Any) -> Any:
     """The state of a random number generator; None of anything else."""
     if isinstance(value, torch.Generator):
         return value.get_state()
-    if isinstance(value, random.Random):
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # which has none
         return value.getstate()
     if (numpy := sys.modules.get("numpy")) is not None:
         if isinstance(value, numpy.random.RandomState):

@@ -104,10 +104,11 @@ class Remembers(nn.Module):
 
 
 class Draws(nn.Module):
-    """Computes by numbers of a generator of its own of each kind."""
+    """Computes by numbers of a generator of its own of each kind; one of the system's, without a state, it just has."""
 
     def __init__(self):
         super().__init__()
+        self.unused = random.SystemRandom()
         self.linear, self.own = linear(), torch.Generator().manual_seed(3)
         self.others = [random.Random(3), numpy.random.RandomState(3), numpy.random.default_rng(3)]
 
