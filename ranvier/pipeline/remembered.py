@@ -9,7 +9,6 @@ Torch's own generators are left out: `torch.utils.checkpoint` gives their states
 
 from __future__ import annotations
 
-import pickle
 import random
 import sys
 from collections import deque
@@ -59,11 +58,10 @@ class Remembered:
         elif (state := _state(value)) is not None:
             self._generators[id(value)] = value, state
 
-    def forget_unmoved(self) -> bool:
-        """After the first run: states of generators from which it has not drawn are not kept. Whether it has drawn."""
+    def forget_unmoved(self) -> None:
+        """After the first run: states of generators from which it has not drawn are not kept."""
         self._generators = {key: (generator, state) for key, (generator, state) in self._generators.items()
-                            if pickle.dumps(_state(generator)) != pickle.dumps(state)}
-        return bool(self._generators)
+                            if not _same_state(_state(generator), state)}
 
     @contextmanager
     def given_back(self) -> Iterator[None]:
@@ -105,14 +103,20 @@ def _state(value: Any) -> Any:
     """The state of a random number generator; None of anything else."""
     if isinstance(value, torch.Generator):
         return value.get_state()
-    if isinstance(value, random.Random):
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # which has none
         return value.getstate()
     if (numpy := sys.modules.get("numpy")) is not None:
         if isinstance(value, numpy.random.RandomState):
-            return value.get_state()
+            return value.get_state(legacy=False)
         if isinstance(value, numpy.random.Generator):
             return value.bit_generator.state
     return None
+
+
+def _same_state(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same_state(value, other[key]) for key, value in one.items())
+    return bool((one == other).all() if hasattr(one, "all") else one == other)
 
 
 def _set_state(generator: Any, state: Any) -> None:

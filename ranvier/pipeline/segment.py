@@ -7,9 +7,9 @@ Blocks may put other tensors into their state, change buffers as BatchNorm and s
 draw random numbers: the second run gets a copy of the state, and buffers (in memory of their own), attributes and
 generators as they were, so that nothing is changed twice, and other microbatches in between change nothing. A hook
 that a block puts on a tensor of the state is put on an alias the second time, so that it runs once. What cannot be
-given back is refused: tensors of the state and parameters that are changed in place, and hooks of modules, which would
-be called twice. Under selective recomputation the second run finds outputs of expensive
-operations in place of computing them (`ranvier.tensor.kept_outputs`).
+given back is refused: tensors of the state that are changed in place, parameters that the second run would change
+again or find otherwise, and hooks of modules, which would be called twice. Under selective recomputation the second run
+finds outputs of expensive operations in place of computing them (`ranvier.tensor.kept_outputs`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from ranvier.block import State, carried, named
@@ -38,6 +40,33 @@ _Place = tuple[nn.Module, str]
 """A module and the name of its buffer, or of an attribute that is a tensor."""
 
 
+class _Moved(NamedTuple):
+    """A parameter that a first run has changed. changes: how often. value: a copy of what it was afterwards."""
+
+    parameter: nn.Parameter
+    changes: int
+    value: Tensor
+
+
+class _Reads(TorchDispatchMode):
+    """Watches a second run. early: the parameters that it reads before it has changed them as often as the first."""
+
+    def __init__(self, moved: Sequence[_Moved]) -> None:
+        TorchDispatchMode.__init__(self)
+        self._ready = [(one.parameter, one.parameter._version + one.changes) for one in moved]
+        self.early: set[nn.Parameter] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            read = [value for value, argument in zip(args, func._schema.arguments, strict=False)
+                    if argument.alias_info is None or not argument.alias_info.is_write]
+            for tensor in tree_leaves((read, kwargs)):
+                if isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta:
+                    self.early.update(parameter for parameter, version in self._ready if parameter._version != version
+                                      and 0 <= tensor.data_ptr() - parameter.data_ptr() < parameter.nbytes)
+        return func(*args, **(kwargs or {}))
+
+
 class Segment:
     """blocks: (name, module), in order. selective: whether outputs of expensive operations are kept."""
 
@@ -47,8 +76,6 @@ class Segment:
         self._where = f"block {first}" if first == last else f"blocks {first} to {last}"
         self._changing: set[_Place] | None = None
         """Buffers that a forward changes in place; None before the first one, which shows it."""
-        self._draws = True
-        """Whether a forward of this batch may draw from generators of Python and NumPy: its first one shows it."""
         self.begin()
         self.check()
 
@@ -60,8 +87,9 @@ class Segment:
         """Modules whose attributes are theirs alone: split layers keep what is under way in theirs."""
         self._parameters = [parameter for module in self._modules for parameter in module._parameters.values()
                             if parameter is not None]
+        self._values: dict[int, Tensor] = {}
+        """By identity: what parameters were after the last forward that has changed them."""
         self._weights = {parameter.untyped_storage()._cdata for parameter in self._parameters}
-        self._draws = True
 
     def check(self) -> None:
         """ModelError for hooks of others, which recomputation would call twice."""
@@ -77,12 +105,13 @@ class Segment:
 
     def run(self, compute: Callable[[State], State], state: State) -> State:
         """`compute(state)`, whose insides are not kept but computed again. ModelError where it changes in place a
-        tensor of the state, a parameter, or a buffer that it did not change at first."""
+        tensor of the state, or a buffer that it did not change at first."""
         tensors = named(state, self._where)
         versions = {name: plain(tensor)._version for name, tensor in tensors.items()}
         before: dict[_Place, Tensor | None] = {}
-        then = Remembered(self._others, common=self._draws)
+        then = Remembered(self._others)
         kept = KeptOutputs(self._weights) if self._selective else None
+        moved: list[_Moved] = []
         ran = False
 
         def once_or_again(state: State) -> State:
@@ -92,15 +121,17 @@ class Segment:
                 self._check(tensors, versions, "after these blocks, which recomputation runs again")
                 aliases = {name: tensor.view_as(tensor) if type(tensor) is Tensor and tensor.requires_grad else tensor
                            for name, tensor in entering.items()}
-                with then.given_back(), self._buffers_of(before), _COMPUTED if kept is None else kept.replayed():
+                with then.given_back(), self._buffers_of(before), \
+                        _COMPUTED if kept is None else kept.replayed(), self._moved_again(moved):
                     return compute(carried(aliases))
             ran = True
             weights = [parameter._version for parameter in self._parameters]
             with self._noted(before), _COMPUTED if kept is None else kept.recorded():
                 result = compute(carried(entering))
-            self._draws = then.forget_unmoved()
-            if weights != [parameter._version for parameter in self._parameters]:
-                raise self._changed_parameter(weights)
+            then.forget_unmoved()
+            for parameter, version in zip(self._parameters, weights, strict=True):
+                if parameter._version != version and not parameter.is_meta:
+                    moved.append(_Moved(parameter, parameter._version - version, self._value_of(parameter)))
             self._check(tensors, versions, "by these blocks, which recomputation runs again")
             return result
 
@@ -115,13 +146,31 @@ class Segment:
                                  remedy="Put a new tensor in its place (x = x + y for x += y, relu(x) for relu_(x)), "
                                         "or set `--memory.recompute none`.")
 
-    def _changed_parameter(self, versions: Sequence[int]) -> ModelError:
-        changed = next(parameter for parameter, version in zip(self._parameters, versions, strict=True)
-                       if parameter._version != version)
+    def _value_of(self, parameter: nn.Parameter) -> Tensor:
+        """A copy, which runs that leave the same value share."""
+        value = self._values.get(id(parameter))
+        if value is None or not torch.equal(value, parameter):
+            value = self._values[id(parameter)] = parameter.detach().clone()
+        return value
+
+    @contextmanager
+    def _moved_again(self, moved: Sequence[_Moved]) -> Iterator[None]:
+        """Around the second run: ModelError unless it finds in all parameters that the first run has changed what the
+        first one found there. It does where it changes them to the same values, before it reads them."""
+        reads = _Reads(moved) if moved else None
+        try:
+            with _COMPUTED if reads is None else reads:
+                yield
+        finally:
+            for one in moved:
+                if (reads is not None and one.parameter in reads.early) or not torch.equal(one.parameter, one.value):
+                    raise self._changed_parameter(one.parameter)
+
+    def _changed_parameter(self, changed: nn.Parameter) -> ModelError:
         name = next(f"{block}.{name}" for block, module in self._blocks for name, parameter in module.named_parameters()
                     if parameter is changed)
-        return ModelError("was changed in place by a forward, which recomputation runs again",
-                          code="recompute-parameter-changed", where=f"parameter {name}",
+        return ModelError("was changed in place by a forward, which recomputation runs again and which would then "
+                          "find another value", code="recompute-parameter-changed", where=f"parameter {name}",
                           remedy="Change it between batches, or set `--memory.recompute none`.")
 
     def _buffers(self) -> Iterator[tuple[_Place, Tensor | None]]:

@@ -104,10 +104,11 @@ class Remembers(nn.Module):
 
 
 class Draws(nn.Module):
-    """Computes by numbers of a generator of its own of each kind."""
+    """Computes by numbers of a generator of its own of each kind; one of the system's, without a state, it just has."""
 
     def __init__(self):
         super().__init__()
+        self.unused = random.SystemRandom()
         self.linear, self.own = linear(), torch.Generator().manual_seed(3)
         self.others = [random.Random(3), numpy.random.RandomState(3), numpy.random.default_rng(3)]
 
@@ -200,31 +201,60 @@ def test_a_buffer_that_changes_later_is_refused():
         on_mesh(partial(model, linear, Later), Mesh(), work, memory=Memory(recompute=1))
 
 
-def test_a_parameter_that_a_forward_changes_is_refused():
-    class Clamps(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = linear()
+class Changes(nn.Module):
+    """Changes its parameter in place, before or after it reads it."""
 
-        def forward(self, x):
-            with torch.no_grad():
-                self.linear.bias.mul_(0.9)
-            return self.linear(x)
+    def __init__(self, change, *, late=False):
+        super().__init__()
+        self.linear, self.scale, self.change, self.late = linear(), nn.Parameter(torch.full((4,), 2.0)), change, late
 
-    with raises("recompute-parameter-changed", "recompute", where="parameter b1.linear.bias"):
-        gradients_on(partial(model, linear, Clamps), points([[1, 2]]), Mesh(), memory=Memory(recompute=1))
+    def forward(self, x):
+        y = torch.tanh(self.linear(x) + self.scale) if self.late else None
+        with torch.no_grad():
+            self.change(self.scale)
+        return torch.tanh(self.linear(x) + self.scale) if y is None else y
 
 
+class Looks(nn.Module):
+    """Looks up rows, whose norms the forward bounds."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.rows = linear(), nn.Embedding(2, 4, max_norm=0.5)
+
+    def forward(self, x):
+        both = torch.tensor([0, 1], device=x.device)
+        return torch.tanh(self.linear(x) * self.rows(both).sum(0))
+
+
+@pytest.mark.parametrize("recompute", [1, "selective"])
+@pytest.mark.parametrize("block", [partial(Changes, lambda scale: scale.clamp_(0, 1.5)), Looks],
+                         ids=["clamps", "norms"])
+def test_a_parameter_that_a_second_forward_leaves_alone(block, recompute):
+    assert_parity(partial(model, linear, block, linear), points([[3, 2, 4]]), Mesh(pipe=2),
+                  memory=Memory(recompute=recompute))
+
+
+@pytest.mark.parametrize(("change", "late"), [(lambda scale: scale.mul_(0.9), False),
+                                              (lambda scale: scale.clamp_(0, 1.5), True)], ids=["again", "late"])
+def test_a_parameter_that_a_forward_changes_is_refused(change, late):
+    with raises("recompute-parameter-changed", "recompute", where="parameter b1.scale"):
+        gradients_on(partial(model, linear, partial(Changes, change, late=late)), points([[1, 2]]), Mesh(),
+                     memory=Memory(recompute=1))
+
+
+@pytest.mark.parametrize("least", [0, 3])
 @pytest.mark.parametrize("common", [random, numpy.random])
-def test_python_and_numpy_draw_once(common):
-    """From the generators that a program shares: the second run draws what the first has drawn, and moves nothing."""
+def test_python_and_numpy_draw_once(common, least):
+    """From the generators that a program shares: the second run draws what the first has drawn, and moves nothing,
+    where each microbatch draws and where only the last one does."""
     class LayerDrop(nn.Module):
         def __init__(self):
             super().__init__()
             self.linear = linear()
 
         def forward(self, x):
-            return x + torch.tanh(self.linear(x)) * common.uniform(0, 1)
+            return x + torch.tanh(self.linear(x)) * (common.uniform(0, 1) if len(x) > least else 1.0)
 
     make, batch = partial(model, linear, LayerDrop, LayerDrop, linear), points([[3, 2, 4]])
     reference = Reference(make(), seed=SEED, dtype=torch.float64)
