@@ -105,7 +105,7 @@ class BatchRunner:
         running: Action | None = None
         try:
             self._stages.begin(training, len(batch))
-            self._statistics.begin(batch)
+            self._statistics.begin(batch if training else ())
             self._connections.inbox.begin(call, step, len(batch), schedule.on_message if leads else _unheard)
             if training and self.nominal_weight is not None and not (self._has_loss and batch):
                 self.nominal_weight.start(0.0)

@@ -140,7 +140,7 @@ class Engine:
         seed: of initial weights and dropout. Dropout of plain modules draws from torch's generator: the first replica
             from the user's, others, and other rows, from one forked within each batch, so that masks differ.
         dtype: of parameters, buffers and activations; by default fp64 for modules whose parameters all are in fp64,
-            else fp32. float16 scales the loss, and skips steps whose gradients overflow.
+            without autocast and float8, else fp32. float16 scales the loss, and skips steps whose gradients overflow.
         keep_fp32: names of modules, parameters and buffers, or patterns of them ("*.norm"), that stay in fp32 beside a
             `dtype` of half precision. They begin with the block's name. What a model of transformers keeps in fp32
             stays so by itself (`plan/formats`); a warning tells which buffers have been cast.
@@ -188,7 +188,7 @@ class Engine:
             dtype, optim = dtype or plan.dtype, plan.optim
         own = optimizer is None and (optim is not None if plan is None else plan.own_optimizer)
         model = as_model(model, loss)
-        dtype = dtype or _format_of(ready_made(model).values())
+        dtype = dtype or (torch.float32 if autocast or float8 else _format_of(ready_made(model).values()))
         self.names_in_whole = names_in_whole(model)
         """Global name of a parameter or buffer -> its names in the module that `blocks_of` was given."""
         _check_arguments(policy, optimizer, autocast, dtype=dtype, float8=float8)

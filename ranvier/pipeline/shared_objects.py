@@ -7,15 +7,19 @@ Stages exchange the gradients and values of tied parameters, so each needs Param
 different ranks have them, since each rank has a model of its own. Of blocks on two stages of one rank the later stage
 gets copies, until the engine closes.
 
-A buffer, list, dict or set that several stages change has no one value: stages run microbatches in an order of their
-own. Shared batch norms are refused before the first step, and other modules that change such a thing before the first
-update.
+A buffer that several stages change has no one value: stages run microbatches in an order of their own. Shared batch
+norms are refused before the first step, and other modules that change a buffer before the first update. So are lists,
+dicts and sets to which a forward adds tensors with gradients, which would not travel; what is only memoized or logged
+(masks, tables, numbers) each stage has for itself.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import is_dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -89,43 +93,65 @@ def copy_of(parameter: nn.Parameter) -> nn.Parameter:
 
 
 class SharedBufferChanges:
-    """Notices buffers, and lists, dicts and sets, of several stages that a training batch changes.
+    """Notices buffers of several stages that a training batch changes, and lists, dicts and sets of several stages to
+    which it adds tensors with gradients.
 
     shared: as `buffers_of_several_stages` returns it. blocks: (number in the model, name, module) of this rank's.
     """
 
     def __init__(self, shared: Mapping[str, str], blocks: Sequence[tuple[int, str, nn.Module]]) -> None:
         self._shared, self._blocks = shared, blocks if shared else ()
-        self._before: dict[str, tuple[object, list[object]]] = {}
+        self._containers = dict(self._containers_now())
+        self._buffers: dict[str, tuple[Tensor, int]] = {}
+        self._before: dict[str, list[Tensor]] = {}
 
-    def _now(self) -> Iterable[tuple[str, object, list[object]]]:
-        """Name, object, and what tells whether it has changed: a buffer's version, and what is in a container."""
+    def _containers_now(self) -> Iterable[tuple[str, Collection[object]]]:
         for _, block, module in self._blocks:
-            for name, buffer in module.named_buffers(remove_duplicate=False):
-                if f"{block}.{name}" in self._shared:
-                    yield f"{block}.{name}", buffer, [buffer._version]
             for path, part in module.named_modules(prefix=block):
                 for name, value in containers_of(part):
                     if f"{path}.{name}" in self._shared:
-                        yield f"{path}.{name}", value, list(value.items() if isinstance(value, dict) else value)
+                        yield f"{path}.{name}", value
+
+    def _buffers_now(self) -> Iterable[tuple[str, Tensor]]:
+        for _, block, module in self._blocks:
+            for name, buffer in module.named_buffers(remove_duplicate=False):
+                if f"{block}.{name}" in self._shared:
+                    yield f"{block}.{name}", buffer
 
     def begin(self) -> None:
         """A training batch begins."""
-        self._before = {name: (value, contents) for name, value, contents in self._now()}
+        self._buffers = {name: (buffer, buffer._version) for name, buffer in self._buffers_now()}
+        self._before = {name: _with_gradients(value) for name, value in self._containers_now()}
 
     def check(self) -> None:
-        """The batch has run. ModelError for a buffer or a container that it has changed."""
-        for name, value, contents in self._now():
-            before, then = self._before.get(name, (None, []))
-            if value is not before or not _same(contents, then):
-                other = self._shared[name]
-                raise shared_buffer_error(name, other, None) if isinstance(value, Tensor) else (
-                    shared_container_error(name, other))
+        """The batch has run. ModelError for a buffer that it has changed, or a container with a new tensor."""
+        for name, buffer in self._buffers_now():
+            before, version = self._buffers.get(name, (None, 0))
+            if buffer is not before or buffer._version != version:
+                raise shared_buffer_error(name, self._shared[name], None)
+        for name, value in self._containers_now():
+            if value is self._containers.get(name):  # no other stage has one that a forward has put in its place
+                known = set(map(id, self._before.get(name, ())))
+                if any(id(tensor) not in known for tensor in _with_gradients(value)):
+                    raise shared_container_error(name, self._shared[name])
 
 
-def _same(contents: Sequence[object], then: Sequence[object]) -> bool:
-    """Tensors are compared by identity: by value they give no truth."""
-    if len(contents) != len(then):
-        return False
-    return all(_same(one, other) if isinstance(one, tuple) and isinstance(other, tuple) else one is other or (
-        isinstance(one, int | float | str) and one == other) for one, other in zip(contents, then, strict=True))
+def _with_gradients(value: Collection[object]) -> list[Tensor]:
+    """The tensors that gradients flow through in a list, dict, tuple, set or dataclass, at any depth."""
+    found: list[Tensor] = []
+    containers: list[Any] = [value]
+    seen: dict[int, object] = {}
+    while containers:
+        container = containers.pop()
+        if id(container) in seen:
+            continue
+        seen[id(container)] = container
+        if is_dataclass(container):
+            container = getattr(container, "__dict__", {})
+        for one in container.values() if isinstance(container, dict) else container:
+            if isinstance(one, Tensor):
+                found += [one] if one.requires_grad else []
+            elif isinstance(one, list | tuple | dict | set | deque) or (
+                    is_dataclass(one) and not isinstance(one, type)):
+                containers.append(one)
+    return found

@@ -83,7 +83,7 @@ class BatchStatistics:
     # ------------------------------------------------------------------ the batch at hand
 
     def begin(self, batch: Sequence[Microbatch]) -> None:
-        """A batch begins, in training or not."""
+        """A batch begins. batch: what ranks compare the targets of."""
         self._targets = self._same_targets.numbers(batch)
 
     def reduce(self, mine: Tensor | None, *, at_once: bool = False) -> None:

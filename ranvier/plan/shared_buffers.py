@@ -45,9 +45,10 @@ def containers_of(module: nn.Module) -> Iterator[tuple[str, Collection[object]]]
 
 
 def shared_container_error(name: str, other: str) -> ModelError:
-    return ModelError(f"is also {other}, of a block on another stage, and training changes it: each stage has contents "
-                      "of its own", code="shared-container-changes", where=f"attribute {name}",
-                      remedy="Pass what later blocks need in the carried state, or put the blocks on one stage.")
+    return ModelError(f"is also {other}, of a block on another stage, and a forward adds tensors with gradients, which "
+                      "the other stage does not see", code="shared-container-changes", where=f"attribute {name}",
+                      remedy="Pass what later blocks need in the carried state, detach what is only logged, or put the "
+                             "blocks on one stage.")
 
 
 def shared_buffer_error(name: str, other: str, module: str | None) -> ModelError:

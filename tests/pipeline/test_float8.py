@@ -172,6 +172,15 @@ def test_an_engine_refuses_it_in_its_own_words():
     run_ranks(on_rank, 1)
 
 
+@on_a_cpu
+def test_modules_in_fp64_are_in_fp32_beside_it():
+    def on_rank(world):
+        engine = Engine([block.double() for block in chain()], world, loss=loss, optim=Optim(), float8=True)
+        return {parameter.dtype for parameter in engine.parameters()}
+
+    assert run_ranks(on_rank, 1) == [{torch.float32}]
+
+
 def test_a_torch_without_these_products_on_a_cpu_is_named(monkeypatch):
     def lacking(*operands, **named):
         raise NotImplementedError("Could not run 'aten::_scaled_mm_v2' with arguments from the 'CPU' backend")

@@ -229,13 +229,14 @@ def test_blocks_of_code_around_cuts_keep_them_too():
 
 @pytest.mark.parametrize("cuts", [False, True])
 @pytest.mark.parametrize(("given", "asked", "found"), [
-    (torch.float64, None, torch.float64), (torch.float64, torch.float32, torch.float32),
-    (torch.float32, None, torch.float32), (torch.bfloat16, None, torch.float32)], ids=str)
+    (torch.float64, {}, torch.float64), (torch.float64, {"dtype": torch.float32}, torch.float32),
+    (torch.float64, {"autocast": HALF}, torch.float32), (torch.float32, {}, torch.float32),
+    (torch.bfloat16, {}, torch.float32)], ids=str)
 def test_a_model_in_fp64_trains_so_by_itself(given, asked, found, cuts):
     def work(world):
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).to(given)
         engine = Engine(blocks_of(model) if cuts else model, world, mesh=Mesh(pipe=2), loss=squared, optim=Optim(),
-                        dtype=asked)
+                        **asked)
         engine.train_batch([(torch.ones(2, 4, dtype=found), torch.zeros(2, 2, dtype=found))])
         return {parameter.dtype for parameter in engine.parameters()}
 

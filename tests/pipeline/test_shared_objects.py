@@ -2,6 +2,7 @@
 
 import random
 import threading
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -301,10 +302,17 @@ def test_a_shared_buffer_that_stays_is_taken(pipeline):
     assert_training(normed(Constant), Mesh(pipe=2), pipeline)
 
 
+@dataclass
+class Found:
+    loss: torch.Tensor
+
+
 @pytest.mark.parametrize("pipeline", [Pipeline(), V_SHAPE])
+@pytest.mark.parametrize("memory", [Memory(), Memory(recompute=1)], ids=["stored", "recomputed"])
 @pytest.mark.parametrize("change", [lambda shared, x: shared["losses"].append(x.mean()),
-                                    lambda shared, x: shared.update(mean=x.detach().mean())], ids=["list", "dict"])
-def test_a_shared_list_that_training_changes_is_named_before_the_update(change, pipeline):
+                                    lambda shared, x: shared.update(mean={"of": (3, Found(x.mean()))})],
+                         ids=["list", "dict"])
+def test_a_shared_list_with_new_gradients_is_named_before_the_update(change, memory, pipeline):
     """Such as losses that blocks leave beside the carried state: a later stage has none of an earlier one's."""
     class Leaves(Plain):
         def __init__(self, shared):
@@ -318,12 +326,35 @@ def test_a_shared_list_that_training_changes_is_named_before_the_update(change, 
     def rank(world):
         shared = {"losses": []}
         blocks = [Leaves(shared) for _ in range(4)]
-        engine = Engine(blocks, world, mesh=Mesh(pipe=2), loss=squared, pipeline=pipeline, dtype=torch.float64)
+        engine = Engine(blocks, world, mesh=Mesh(pipe=2), loss=squared, pipeline=pipeline, memory=memory,
+                        dtype=torch.float64)
         engine.forward_backward(share(engine, points([[1, 2]])))
 
     with raises("shared-container-changes") as caught:
         run_ranks(rank, 2)
     assert caught.value.where.startswith("attribute ")
+
+
+@pytest.mark.parametrize("pipeline", [Pipeline(), V_SHAPE])
+def test_what_blocks_memoize_log_or_replace_is_taken(pipeline):
+    class Memoizes(Plain):
+        def __init__(self, masks, losses):
+            super().__init__()
+            self.masks, self.seen, self.losses = masks, masks.setdefault("seen", []), losses
+
+        def forward(self, x):
+            mask = self.masks.setdefault(tuple(x.shape), torch.linspace(0, 1, x.shape[-1], dtype=x.dtype))
+            self.seen.append(float(x.detach().mean()))
+            self.losses = [*self.losses[-1:], x.mean()]
+            self.losses.append(x.sum())
+            return super().forward(x) * mask
+
+    def make():
+        masks, losses = {}, []
+        masks["itself"] = masks
+        return [Memoizes(masks, losses) for _ in range(4)]
+
+    assert_training(make, Mesh(pipe=2), pipeline)
 
 
 def test_a_shared_list_that_stays_is_taken():
