@@ -46,8 +46,8 @@ class SameTargets:
         whose elements are all equal in the whole batch may stand in for targets that the rank has not: it cannot say.
         """
         leaves = [(place, leaf) for one in batch for place, leaf in enumerate(tree_leaves(one.targets))
-                  if isinstance(leaf, Tensor) and leaf.dtype in _INTEGERS]
-        if not self._takes_part or not leaves or any(
+                  if isinstance(leaf, Tensor) and leaf.dtype in _INTEGERS] if self._takes_part else []
+        if not leaves or any(
                 type(leaf) is not Tensor or leaf.layout is not torch.strided or leaf.device != leaves[0][1].device
                 for _, leaf in leaves):
             return torch.zeros(2, dtype=torch.float64)
