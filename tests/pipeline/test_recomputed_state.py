@@ -103,6 +103,24 @@ class Remembers(nn.Module):
         return torch.tanh(self.linear(x)) * factor
 
 
+class MakesLater(nn.Module):
+    """Changes in place from the third forward on what the second has made: a tensor that is no buffer, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls, self.mean = linear(), 0, None
+        self.register_buffer("sum", None)
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 2:
+            self.mean, self.sum = x.detach().mean(0), x.detach().sum(0)
+        elif self.calls > 2:
+            self.mean.mul_(0.5).add_(x.detach().mean(0))
+            self.sum.add_(x.detach().sum(0))
+        return torch.tanh(self.linear(x)) * (1 if self.mean is None else self.mean + self.sum)
+
+
 class Draws(nn.Module):
     """Computes by numbers of a generator of its own of each kind; one of the system's, without a state, it just has."""
 
@@ -139,7 +157,7 @@ KEPT = {"batch norm": partial(Tanh, after=partial(nn.BatchNorm1d, 4)),
         "weight norm by a hook": lambda: weight_norm(linear()),
         "pruned": lambda: prune.l1_unstructured(linear(), "weight", 3),
         "shared": Shared,
-        "attributes": Counts, "what is in attributes": Remembers, "own generators": Draws,
+        "attributes": Counts, "made later": MakesLater, "what is in attributes": Remembers, "own generators": Draws,
         **{f"average {how}": partial(Tanh, before=partial(Averaged, how))
            for how in ("in place", "in data", "replaced")}}
 
