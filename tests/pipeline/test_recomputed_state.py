@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 from ranvier.block import Model
 from ranvier.config.run import Memory, Pipeline
 from ranvier.mesh import Mesh
+from ranvier.pipeline.remembered import Remembered
 from ranvier.testing.reference import Reference
 from tests.errors import raises
 from tests.pipeline.parity import SEED, assert_parity, gradients_on, on_mesh, points, share, squared
@@ -314,6 +315,26 @@ def test_what_blocks_share_beside_the_state(recompute):
 
     assert_parity(make, points([[3, 2, 4]]), Mesh(pipe=2), memory=Memory(recompute=recompute),
                   pipeline=Pipeline(boundaries=(2,)))
+
+
+def test_elements_that_hold_nothing_are_not_visited(monkeypatch):
+    """What they were is given back all the same, and what lists among them held."""
+    visited, note = [], Remembered._note
+    monkeypatch.setattr(Remembered, "_note", lambda self, value: (visited.append(value), note(self, value)))
+    block = nn.Module()
+    block.words, block.mixed = {str(number): number for number in range(100)}, [1, "a", ([2], torch.ones(()))]
+    then = Remembered([block])
+    assert len(visited) == 2 + 2 + 2  # Python's and NumPy's generators, the attributes, the tuple and its list
+    block.words["1"], block.words["new"] = -1, -1
+    block.mixed[2][0].append(3)
+    block.mixed.pop(0)
+    with then.given_back():
+        assert block.words == {str(number): number for number in range(100)}
+        assert len(block.mixed) == 3
+        assert block.mixed[2][0] == [2]
+    assert block.words["1"] == block.words["new"] == -1
+    assert len(block.mixed) == 2
+    assert block.mixed[1][0] == [2, 3]
 
 
 # ---------------------------------------------------------------------- hooks
