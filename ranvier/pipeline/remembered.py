@@ -12,8 +12,9 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from torch import nn
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Attributes in which torch keeps parameters, buffers, submodules and hooks."""
+
+_HOLD_NOTHING = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Tensor, nn.Parameter})
+"""Types of values that lead to no list, dict, set or generator."""
 
 
 class Remembered:
@@ -50,13 +54,18 @@ class Remembered:
             if id(value) not in self._contents:
                 contents = _copied(value)
                 self._contents[id(value)] = value, contents
-                for inner in contents.values() if isinstance(contents, dict) else contents:
-                    self._note(inner)
+                self._note_all(contents.values() if isinstance(contents, dict) else contents)
         elif isinstance(value, tuple):
-            for inner in value:
-                self._note(inner)
+            self._note_all(value)
         elif (state := _state(value)) is not None:
             self._generators[id(value)] = value, state
+
+    def _note_all(self, values: Iterable[Any]) -> None:
+        """No Python runs for each of many words or numbers."""
+        if not _HOLD_NOTHING.issuperset(map(type, values)):
+            for value in values:
+                if type(value) not in _HOLD_NOTHING:
+                    self._note(value)
 
     def forget_unmoved(self) -> None:
         """After the first run: states of generators from which it has not drawn are not kept."""
@@ -93,10 +102,10 @@ def _same_contents(value: Any, contents: Any) -> bool:
     if len(value) != len(contents):
         return False
     if isinstance(value, dict):
-        return all(key is other and value[key] is contents[other] for key, other in zip(value, contents, strict=True))
+        return all(map(is_, value, contents)) and all(map(is_, value.values(), contents.values()))
     if isinstance(value, set):
         return bool(value == contents)
-    return all(one is other for one, other in zip(value, contents, strict=True))
+    return all(map(is_, value, contents))
 
 
 def _state(value: Any) -> Any:

@@ -74,8 +74,10 @@ class Segment:
         self._blocks, self._selective = blocks, selective
         first, last = blocks[0][0], blocks[-1][0]
         self._where = f"block {first}" if first == last else f"blocks {first} to {last}"
-        self._changing: set[_Place] | None = None
-        """Buffers that a forward changes in place; None before the first one, which shows it."""
+        self._changing: set[_Place] = set()
+        """Buffers that a forward changes in place."""
+        self._seen: set[_Place] = set()
+        """Buffers that a forward has found: the first one shows whether forwards change them."""
         self.begin()
         self.check()
 
@@ -186,27 +188,29 @@ class Segment:
     @contextmanager
     def _noted(self, before: dict[_Place, Tensor | None]) -> Iterator[None]:
         """Put into `before` what the buffers were that the forward inside has changed. One that was replaced is still
-        there; of one that is changed in place a copy is made beforehand: of all the first time, then of those that have
+        there; of one that is changed in place a copy is made beforehand: of each the first time, then if it has
         changed, and of running statistics, whose kernels leave no trace of a change."""
-        found, learns = list(self._buffers()), self._changing is None
-        known = {place for place, _ in found if place in (self._changing or ()) or _is_statistic(place[0])}
+        found = list(self._buffers())
+        new = {place for place, buffer in found if buffer is not None and place not in self._seen}
+        known = {place for place, _ in found if place in self._changing or _is_statistic(place[0])}
         copies = {id(buffer): buffer.clone() for place, buffer in found
-                  if buffer is not None and (learns or place in known)}
+                  if buffer is not None and (place in new or place in known)}
         versions = [buffer._version if buffer is not None else 0 for _, buffer in found]
         yield
         for (place, buffer), version in zip(found, versions, strict=True):
             if buffer is not None and place not in known and (
-                    buffer._version != version or (learns and not torch.equal(buffer, copies[id(buffer)]))):
+                    buffer._version != version or (place in new and not torch.equal(buffer, copies[id(buffer)]))):
                 known.add(place)
             if buffer is not None and place in known and id(buffer) not in copies:
-                raise ModelError("was changed in place, and not by the first forward; recomputation cannot give it "
-                                 "back as it was", code="recompute-buffer-changed", where=self._name_of(place),
-                                 remedy="Put a new tensor in its place (self.x = self.x + y), or set "
-                                        "`--memory.recompute none`.")
+                raise ModelError("was changed in place, and not by the first forward that found it; recomputation "
+                                 "cannot give it back as it was", code="recompute-buffer-changed",
+                                 where=self._name_of(place), remedy="Put a new tensor in its place "
+                                 "(self.x = self.x + y), or set `--memory.recompute none`.")
             module, name = place
             if place in known or (name not in module.__dict__ and module._buffers.get(name) is not buffer):
                 before[place] = copies[id(buffer)] if place in known else buffer
         self._changing = known
+        self._seen |= new
 
     @contextmanager
     def _buffers_of(self, before: Mapping[_Place, Tensor | None]) -> Iterator[None]:

@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 from ranvier.block import Model
 from ranvier.config.run import Memory, Pipeline
 from ranvier.mesh import Mesh
+from ranvier.pipeline.remembered import Remembered
 from ranvier.testing.reference import Reference
 from tests.errors import raises
 from tests.pipeline.parity import SEED, assert_parity, gradients_on, on_mesh, points, share, squared
@@ -103,6 +104,24 @@ class Remembers(nn.Module):
         return torch.tanh(self.linear(x)) * factor
 
 
+class MakesLater(nn.Module):
+    """Changes in place from the third forward on what the second has made: a tensor that is no buffer, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls, self.mean = linear(), 0, None
+        self.register_buffer("sum", None)
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 2:
+            self.mean, self.sum = x.detach().mean(0), x.detach().sum(0)
+        elif self.calls > 2:
+            self.mean.mul_(0.5).add_(x.detach().mean(0))
+            self.sum.add_(x.detach().sum(0))
+        return torch.tanh(self.linear(x)) * (1 if self.mean is None else self.mean + self.sum)
+
+
 class Draws(nn.Module):
     """Computes by numbers of a generator of its own of each kind; one of the system's, without a state, it just has."""
 
@@ -139,7 +158,7 @@ KEPT = {"batch norm": partial(Tanh, after=partial(nn.BatchNorm1d, 4)),
         "weight norm by a hook": lambda: weight_norm(linear()),
         "pruned": lambda: prune.l1_unstructured(linear(), "weight", 3),
         "shared": Shared,
-        "attributes": Counts, "what is in attributes": Remembers, "own generators": Draws,
+        "attributes": Counts, "made later": MakesLater, "what is in attributes": Remembers, "own generators": Draws,
         **{f"average {how}": partial(Tanh, before=partial(Averaged, how))
            for how in ("in place", "in data", "replaced")}}
 
@@ -296,6 +315,26 @@ def test_what_blocks_share_beside_the_state(recompute):
 
     assert_parity(make, points([[3, 2, 4]]), Mesh(pipe=2), memory=Memory(recompute=recompute),
                   pipeline=Pipeline(boundaries=(2,)))
+
+
+def test_elements_that_hold_nothing_are_not_visited(monkeypatch):
+    """What they were is given back all the same, and what lists among them held."""
+    visited, note = [], Remembered._note
+    monkeypatch.setattr(Remembered, "_note", lambda self, value: (visited.append(value), note(self, value)))
+    block = nn.Module()
+    block.words, block.mixed = {str(number): number for number in range(100)}, [1, "a", ([2], torch.ones(()))]
+    then = Remembered([block])
+    assert len(visited) == 2 + 2 + 2  # Python's and NumPy's generators, the attributes, the tuple and its list
+    block.words["1"], block.words["new"] = -1, -1
+    block.mixed[2][0].append(3)
+    block.mixed.pop(0)
+    with then.given_back():
+        assert block.words == {str(number): number for number in range(100)}
+        assert len(block.mixed) == 3
+        assert block.mixed[2][0] == [2]
+    assert block.words["1"] == block.words["new"] == -1
+    assert len(block.mixed) == 2
+    assert block.mixed[1][0] == [2, 3]
 
 
 # ---------------------------------------------------------------------- hooks
