@@ -66,17 +66,26 @@ class Switch(click.Option):
         return record and (f"{record[0]} / --no-{self.opts[0].removeprefix('--')}", record[1])
 
 
+_FROM_TRANSFORMERS = "--model.from-transformers"
+
+
 def _with_values(args: Sequence[str], params: Sequence[click.Parameter]) -> Iterator[str]:
-    """`args` with a value for each switch: --NAME is true unless true or false follows, --no-NAME is false."""
+    """`args` with a value for each switch: --NAME is true unless true or false follows, --no-NAME is false.
+
+    --model.from-transformers FOLDER is the recipe FOLDER in the family that has transformers' own blocks.
+    """
     options = {name: param for param in params if isinstance(param, click.Option) for name in param.opts}
     switches = {name for name, param in options.items() if isinstance(param, Switch)}
-    remaining = list(args)
+    remaining = [part for arg in args for part in (
+        arg.split("=", 1) if arg.startswith(f"{_FROM_TRANSFORMERS}=") else [arg])]
     while remaining:
         arg = remaining.pop(0)
-        if arg == "--":
+        if arg == _FROM_TRANSFORMERS and remaining:
+            yield from (remaining.pop(0), "--model.family", "transformers")
+        elif arg == "--":
             yield from (arg, *remaining)
             return
-        if arg in switches:
+        elif arg in switches:
             yield f"{arg}={remaining.pop(0) if remaining[:1] in (['true'], ['false']) else 'true'}"
         elif arg.startswith("--no-") and f"--{arg.removeprefix('--no-')}" in switches:
             yield f"--{arg.removeprefix('--no-')}=false"

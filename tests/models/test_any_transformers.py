@@ -211,6 +211,15 @@ def test_folders_that_are_not_taken(folder_of, tmp_path, change, error):
         sizes_of(folder)
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_the_flag_that_names_a_folder(folder_of, joined, capsys):
+    folder = str(folder_of("Cohere"))
+    flags = [f"--model.from-transformers={folder}"] if joined else ["--model.from-transformers", folder]
+    run_command(["check", *flags, "--json"])
+    found = {one["name"]: one["value"] for one in json.loads(capsys.readouterr().out)["values"]}
+    assert (found["model.family"], found["model.pretrained"]) == ("transformers", folder)
+
+
 def test_links_out_of_a_folder_are_not_followed(folder_of, tmp_path):
     folder = Path(changed(folder_of("Cohere"), tmp_path))
     (folder / "model.safetensors").unlink()
