@@ -353,7 +353,7 @@ class ByCommand(Papers):
         if not exact:
             return law
         with tempfile.TemporaryDirectory() as folder:
-            read.write_changes(run, path := Path(folder) / "run.toml")
+            read.write_changes(run, path := Path(folder) / "run.toml", {})
             found = simulated(path, "summit", as_published)
         return replace(law, seconds=found["step_seconds"], pipeline_seconds=found["pipeline_seconds"],
                        reduction_seconds=found["predicted"]["reduction_seconds"],
