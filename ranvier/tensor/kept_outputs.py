@@ -33,8 +33,6 @@ _ATTENTION = frozenset(getattr(_aten, name).default for name in (
 _SAVES_NOTHING = frozenset({_aten.add.Tensor, _aten.add_.Tensor, _aten.sub.Tensor, _aten._to_copy.default,
                             _aten.clone.default, _aten.copy_.default, _aten.cat.default, _aten._unsafe_view.default})
 """Operations of which autograd saves no tensor, beside views."""
-_ALIASES = frozenset({_aten._unsafe_view.default})
-"""Of these autograd knows no view, so that a change in place is not seen in the tensor whose memory they share."""
 
 
 class _Kept(NamedTuple):
@@ -52,6 +50,8 @@ class KeptOutputs:
     def __init__(self, weights: Collection[int] = ()) -> None:
         self._weights = weights
         self._found: list[_Kept | None] = []
+        self._of_memory: dict[int, _Kept] = {}
+        """By the memory of its tensors, in the first run."""
         self._place = 0
         self._records = self._is_last = self.is_inside = False
         """While the first run goes on; whether nothing was saved since the last output; while a layer multiplies."""
@@ -72,6 +72,7 @@ class KeptOutputs:
         with _using(self), nullcontext() if by_caller else _Mode(self.first_run):
             yield
         self._records = False
+        self._of_memory.clear()
         if self._is_last:
             self._found.pop()
         self._found = [one if one is not None and _is_as_it_was(one) else None for one in self._found]
@@ -82,6 +83,7 @@ class KeptOutputs:
         if self._records:  # a block calls autograd for purposes of its own, in the midst of its first run
             self._records = self._is_last = False
             self._found.clear()
+            self._of_memory.clear()
         self._place = 0
         with _using(self), _Mode(self._second_run):
             yield
@@ -110,12 +112,11 @@ class KeptOutputs:
             return out
         if _is_expensive(func, args, kwargs):
             self._keep(tree_map(_detached, out), self._key(func, args))
-        elif func in _ALIASES:  # the same memory with a version of its own
-            for one in self._found:
-                if one is not None and _memory(out) in map(_memory, _tensors(one.output)):
-                    one.watched.append(_watched(_detached(out)))
-        elif not func.is_view and func not in _SAVES_NOTHING:
-            self._is_last = False
+        elif not func.is_view:
+            for leaf in _tensors(out):
+                if (one := self._of_memory.get(_memory(leaf))) is not None:  # with a version of its own: `_unsafe_view`
+                    one.watched.append(_watched(_detached(leaf)))
+            self._is_last &= func in _SAVES_NOTHING
         return out
 
     def _second_run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -125,7 +126,9 @@ class KeptOutputs:
         return self._next(self._key(func, args), compute)
 
     def _keep(self, output: Any, key: Hashable) -> None:
-        self._found.append(_Kept(output, [_watched(each) for each in _tensors(output)], key))
+        one = _Kept(output, [_watched(each) for each in _tensors(output)], key)
+        self._found.append(one)
+        self._of_memory |= {_memory(each): one for each in _tensors(output)}
         self._is_last = True
 
     def _next(self, key: Hashable, compute: Callable[[], Any]) -> Any:
