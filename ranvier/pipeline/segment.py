@@ -111,7 +111,7 @@ class Segment:
         tensors = named(state, self._where)
         versions = {name: plain(tensor)._version for name, tensor in tensors.items()}
         before: dict[_Place, Tensor | None] = {}
-        then = Remembered(self._others)
+        then = Remembered(self._others, common=bool(self._others))  # ours draw from neither
         kept = KeptOutputs(self._weights) if self._selective else None
         moved: list[_Moved] = []
         ran = False
