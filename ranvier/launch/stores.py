@@ -57,7 +57,8 @@ def connect_store(host: str, port: int, timeout: timedelta, *, tells: bool = Fal
     end, tell = now + timeout.total_seconds(), now + TELL_SECONDS
     while True:
         try:
-            socket.create_connection((host, port), timeout=max(end - time.monotonic(), _POLL_SECONDS)).close()
+            wait = min(max(end - time.monotonic(), _POLL_SECONDS), TELL_SECONDS)  # of an address that answers nothing
+            socket.create_connection((host, port), timeout=wait).close()
             break
         except OSError as error:
             if time.monotonic() > end:
