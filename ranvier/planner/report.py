@@ -60,7 +60,8 @@ def alternatives(plan: SearchResult) -> list[Candidate]:
     first: dict[object, Candidate] = {}
     for found in plan.best:
         run = found.run
-        first.setdefault((run.mesh, run.batch, run.memory, run.tensor, run.precision, run.optim.shard), found)
+        first.setdefault((run.mesh, run.batch, run.memory, run.tensor, run.precision, run.optim.shard,
+                          run.placement.per_rank), found)
     return list(first.values()) if len(first) > 1 else list(plan.best)
 
 
