@@ -11,7 +11,6 @@ import tokenizers
 import torch
 
 from ranvier.checkpoint.hf.from_pretrained import settled
-from ranvier.checkpoint.hf.pretrained import PretrainedConfig
 from ranvier.cli.main import run_command
 from ranvier.config.run import Data, Lora, Train, Transformer
 from ranvier.data.preference import REWARD
@@ -154,10 +153,3 @@ def test_models_without_a_classifier_in_transformers_are_refused(folder, tmp_pat
         num_layers=2, hidden=16, heads=2, vocab=300, sequence=96, residual_multiplier=0.5))
     with raises("no-classifier-in-hugging-face", where="data.task"):
         settled(run)
-
-
-def test_a_classifier_of_several_labels_is_refused(tmp_path):
-    transformers.LlamaForSequenceClassification(transformers.LlamaConfig(
-        **SIZES, num_labels=3)).save_pretrained(tmp_path)
-    with raises("llama-num-labels", value=3):
-        PretrainedConfig(tmp_path)

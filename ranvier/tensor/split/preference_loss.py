@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from ranvier.config.run import Preference
 from ranvier.errors import ModelError
-from ranvier.tensor.split.loss import IGNORED, TokenLosses
+from ranvier.tensor.split.loss import IGNORED, TokenLosses, last_logits
 
 
 class PreferenceLoss(nn.Module):
@@ -69,13 +69,8 @@ class RewardLoss(nn.Module):
 
 def last_scores(scores_BS1: Tensor, targets: object) -> tuple[Tensor, Tensor]:
     """[B, 2], the score of each answer's last token, and [B], whether there is a pair."""
-    if not isinstance(targets, dict) or "last" not in targets:
-        raise ModelError("lack the position of each answer's last token, `last`", code="targets-of-scores",
-                         where="targets of the reward loss", value=type(targets).__name__,
-                         remedy="Give {'last': [batch, 2] int64}.")
-    last_B2 = targets["last"]
-    wide_BS = scores_BS1[..., 0].to(torch.promote_types(scores_BS1.dtype, torch.float32))
-    return wide_BS.gather(1, last_B2.clamp(min=0)), (last_B2 != IGNORED).all(1)
+    rewards_B21, found = last_logits(scores_BS1, targets)
+    return rewards_B21.squeeze(-1), (found["last"] != IGNORED).all(1)
 
 
 def checked_targets(targets: object, settings: Preference) -> dict[str, Tensor]:
