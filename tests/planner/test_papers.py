@@ -1,4 +1,4 @@
-"""The planner against the papers' numbers, with the tolerances that docs/planner.md states."""
+"""The planner against the papers' numbers, with the tolerances that docs/experiments states for them."""
 
 from itertools import islice
 
