@@ -43,10 +43,13 @@ def answers():
             for size in (2 + pair % 4, 7 - pair % 3)]
 
 
-def pairs():
+MARGINS = np.linspace(-0.5, 3, PAIRS)
+
+
+def pairs(margins):
     stops = np.cumsum([len(ids) for ids in answers()])
     return ScoredPairs(TokenSamples(torch.cat(answers()).numpy(), stops - [len(ids) for ids in answers()], stops + 1,
-                                    16))
+                                    16), margins)
 
 
 def model(config, head="score"):
@@ -76,15 +79,16 @@ def padded(texts):
 
 
 @cache
-def plain(kind):
-    """Loss, gradients and margins of transformers' model, which has all answers padded."""
+def plain(kind, has_margins):
+    """Loss (TRL's formula), gradients and differences of rewards of transformers' model, which has all answers
+    padded."""
     theirs, gradients = theirs_of(KINDS[kind], "score", 1)
     with in_fp64():
         rewards = theirs(**padded(answers())).logits.view(-1, 2)
-    margins = rewards[:, 0] - rewards[:, 1]
-    loss = -logsigmoid(margins).mean()
+    differences = rewards[:, 0] - rewards[:, 1]
+    loss = -logsigmoid(differences - torch.from_numpy(MARGINS) if has_margins else differences).mean()
     loss.backward()
-    return loss.item(), gradients(), margins.detach()
+    return loss.item(), gradients(), differences.detach()
 
 
 TEXTS, CLASSES = 8, 3
@@ -151,11 +155,11 @@ def test_classes_of_a_decoder_are_those_of_transformers(kind, mesh):
     assert 0 < scores["eval_accuracy"] < 1
 
 
-@pytest.mark.parametrize(("kind", "mesh"), [*(("llama", mesh) for mesh in MESHES), ("qwen2", Mesh(row=2, col=2))],
-                         ids=str)
-def test_loss_gradients_and_scores_are_those_of_transformers(kind, mesh):
-    data, config = pairs(), KINDS[kind]
-    loss, expected, margins = plain(kind)
+@pytest.mark.parametrize(("kind", "mesh", "has_margins"), [
+    *(("llama", mesh, True) for mesh in MESHES), ("qwen2", Mesh(row=2, col=2), False)], ids=str)
+def test_loss_gradients_and_scores_are_those_of_transformers(kind, mesh, has_margins):
+    data, config = pairs(MARGINS if has_margins else None), KINDS[kind]
+    loss, expected, margins = plain(kind, has_margins)
 
     def work(engine):
         mine, scoring = share(engine, batches(data, mesh.data, PAIRS // mesh.data // (2 if mesh.row == 1 else 1))), \

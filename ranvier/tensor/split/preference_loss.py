@@ -54,16 +54,21 @@ class PreferenceLoss(nn.Module):
 
 class RewardLoss(nn.Module):
     """Sum over pairs of -log sigmoid of the chosen answer's score minus the rejected one's, and the number of pairs
-    (Bradley and Terry, 1952; Ouyang et al., 2022, equation 1).
+    (Bradley and Terry, 1952; Ouyang et al., 2022, equation 1). A pair's margin is subtracted from that difference
+    (Touvron et al., Llama 2, 2023, equation 2).
 
-    targets: {"last": [B, 2] int64}, the position of each answer's last token, or `IGNORED` where there is no pair.
-    Number formats as for `PreferenceLoss`; on a mesh every column has all scores. ModelError where targets lack that.
+    targets: {"last": [B, 2] int64}, the position of each answer's last token, or `IGNORED` where there is no pair;
+    "margin": [B] float64, where pairs have one. Number formats as for `PreferenceLoss`; on a mesh every column has all
+    scores. ModelError where targets lack "last".
     """
 
     def forward(self, scores_BS1: Tensor, targets: object) -> tuple[Tensor, Tensor]:
         """scores [B, S, 1], targets as above."""
         rewards_B2, counted_B = last_scores(scores_BS1, targets)
-        losses_B = -functional.logsigmoid(rewards_B2[:, 0] - rewards_B2[:, 1])
+        difference_B = rewards_B2[:, 0] - rewards_B2[:, 1]
+        if isinstance(targets, dict) and "margin" in targets:
+            difference_B = difference_B - targets["margin"].to(difference_B.dtype)
+        losses_B = -functional.logsigmoid(difference_B)
         return losses_B.where(counted_B, 0).sum(), counted_B.sum()
 
 
