@@ -11,7 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ranvier.config.run import Run
+from ranvier.data.cache_folder import cache_folder
 from ranvier.data.fingerprint import fingerprint
+from ranvier.data.offline.pretrained_models import folder_of
+from ranvier.data.publish import Progress
 from ranvier.data.subset import Subset
 from ranvier.data.task import Dataset, Prepared, Targets
 from ranvier.system.untrusted_file import member, read_json
@@ -53,6 +57,13 @@ def with_labels(data: Prepared, labels: tuple[str, ...]) -> Prepared | None:
     train, held = (Renumbered(part, numbers) for part in (data.train, data.eval))
     return replace(data, train=train, eval=held, num_classes=len(labels), class_names=labels,
                    fingerprint=fingerprint(data.fingerprint, *labels))
+
+
+def with_labels_of_model(data: Prepared, run: Run, progress: Progress) -> Prepared:
+    """`with_labels` of the model that training starts from, where it has the data's classes."""
+    if run.model.pretrained is None:
+        return data
+    return with_labels(data, labels_in(folder_of(run.model.pretrained, cache_folder(run), progress))) or data
 
 
 class Renumbered(Subset):

@@ -27,10 +27,9 @@ from ranvier.data import run_tokenizer as tokenizers
 from ranvier.data.accuracy import Accuracy
 from ranvier.data.arrays import Arrays, made_once, write_arrays
 from ranvier.data.cache_folder import cache_folder
-from ranvier.data.class_numbers import labels_in, with_labels
+from ranvier.data.class_numbers import with_labels_of_model
 from ranvier.data.fingerprint import fingerprint
 from ranvier.data.named_files import first_looks, table_name_problems, text_only, training_name
-from ranvier.data.offline.pretrained_models import folder_of
 from ranvier.data.padding import padding_of
 from ranvier.data.publish import Progress
 from ranvier.data.run_tokenizer import run_tokenizer, sentence_tokenizer
@@ -126,14 +125,13 @@ class Classification(Task):
             arrays, (data.train_samples, data.eval_samples), ("train", "eval"), strict=True)]
         classes = tuple(arrays[0].names("classes"))
         about = f"{data.train}: {len(used[0]):,} sentences, {len(used[1]):,} held out, {len(classes)} classes"
-        labels = () if run.model.pretrained is None else labels_in(folder_of(run.model.pretrained, cache, progress))
         found = Prepared(
             train=used[0], eval=used[1], tokenizer=tokenizer, weight=1.0, num_classes=len(classes), class_names=classes,
             scoring=Accuracy, about=about, padding=padding_of(used[0], run),
             transform=fingerprint(tokenizer.fingerprint, run.model.sequence),
             fingerprint=fingerprint("classification", tokenizer.fingerprint, [part.digest for part in arrays],
                                     chosen(run)))
-        return with_labels(found, labels) or found
+        return with_labels_of_model(found, run, progress)
 
 
 def _is_decoder(run: Run) -> bool:
