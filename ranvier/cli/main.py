@@ -89,7 +89,8 @@ def _usage_text(error: click.exceptions.UsageError) -> str:
     if isinstance(error, click.exceptions.NoSuchOption):
         if (setting := name_elsewhere(error.option_name.removeprefix("--"))) is not None:
             return f"No such option '{error.option_name}'. Did you mean '--{flag(setting)}'?"
-        error.possibilities = [name for name in error.possibilities or () if name.removeprefix("--") not in NAMES]
+        known = [name for name in error.possibilities or () if name.removeprefix("--") not in NAMES]
+        return click.exceptions.NoSuchOption(error.option_name, possibilities=known, ctx=error.ctx).format_message()
     if (isinstance(error, click.exceptions.MissingParameter) and error.param is not None
             and error.param.name == "recipe"):
         return (f"Missing argument 'RECIPE': one of {', '.join(recipe_names())}; a preset (docs/models.md); a folder "
