@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -33,8 +34,9 @@ def write_job(launcher: Launcher, run: ResolvedRun, cluster: Cluster, run_file: 
                           where="--launcher", value=run.mesh.size,
                           remedy=f"Plan for a multiple of {per_node} ranks, or start the ranks yourself.")
     path = run_file.with_suffix(_SUFFIXES[launcher])
-    slurm = partial(_slurm, checkpoints=run.checkpoint.dir)
-    text = {"slurm": slurm, "torchrun": _torchrun, "kubernetes": _kubernetes}[launcher](
+    makes: dict[Launcher, Callable[..., str]] = {
+        "slurm": partial(_slurm, checkpoints=run.checkpoint.dir), "torchrun": _torchrun, "kubernetes": _kubernetes}
+    text = makes[launcher](
         run_file, nodes, per_node, on_gpus=cluster.device.cores is None,
         stop_seconds=60 * ceil((2 * step_seconds + _SAVING_SECONDS) / 60),
         whole_nodes=per_node == cluster.devices_per_node)
