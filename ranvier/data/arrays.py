@@ -26,7 +26,7 @@ _MOST_ABOUT_BYTES = 1 << 30
 MOST_READ_BYTES = 256 << 20
 """Of a larger file only the size is checked when it is opened: to read terabytes would hold up every start."""
 _PIECE_BYTES = 16 << 20
-_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
+_TYPES = ("uint8", "uint16", "uint32", "int32", "int64", "float64")
 
 
 @dataclass(frozen=True, kw_only=True)
