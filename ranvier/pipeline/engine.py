@@ -87,6 +87,7 @@ from ranvier.system.machine import has_triton
 from ranvier.tensor.float8 import float8_layers
 from ranvier.tensor.lookups import lookup_tables
 from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.split.loss import NextTokenLoss
 from ranvier.tensor.weight_gradients import WeightGradients
 from ranvier.world import World
 
@@ -239,6 +240,7 @@ class Engine:
         self._stages = self._build_stages(model, blocks, seed=seed, compile=compile, autocast=autocast, float8=float8,
                                           frozen_dropout=frozen_dropout, tables=tables)
         self._runner = self._build_runner(dtype, nominal_weight)
+        self._looks_at_shift = isinstance(model.loss, NextTokenLoss)
 
     # ------------------------------------------------------------------ start
 
@@ -915,6 +917,10 @@ class Engine:
                     raise ModelError(f"has no {what} on the {stage} stage", code="microbatch-lacks-data",
                                      where=f"microbatch {number}",
                                      remedy=f"Give the ranks of the {stage} stage the {what} of every microbatch.")
+        if has_loss and self._looks_at_shift:
+            for one in batch:
+                NextTokenLoss.check_shifted(one.inputs, one.targets)
+            self._looks_at_shift = False
         if training:
             self._stages.check()
         return batch
