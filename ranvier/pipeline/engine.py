@@ -74,6 +74,7 @@ from ranvier.pipeline.start_values import share_start_values
 from ranvier.pipeline.state_dict import StateDict, load_state, take_state
 from ranvier.pipeline.statistics import BatchStatistics
 from ranvier.pipeline.ties import TiedParameters, TieMessages, gradient_specs, ties_of
+from ranvier.pipeline.trained_elsewhere import TrainedElsewhere
 from ranvier.plan.block_costs import build_on_meta
 from ranvier.plan.cut import split_model
 from ranvier.plan.formats import check_formats, told
@@ -217,7 +218,7 @@ class Engine:
         self._randomness = ReplicaRandomness(self._replica(), seed, world.device)
 
         self._connections = Connections(world, self.layout, plan.tensor, check_order=check_order)
-        model = self._split(model, autocast)
+        given, model = ready_made(model), self._split(model, autocast)
         self._copies = StageCopies()
         blocks, self.cast_buffers = build_stage(model, self.layout, self.coordinates, seed=seed, dtype=dtype,
                                                 device=world.device, copies=self._copies)
@@ -225,6 +226,7 @@ class Engine:
         if self.cast_buffers and self.coordinates.is_first_on_pipeline_rank:
             warnings.warn(told(self.cast_buffers, dtype), stacklevel=3)
         self._parameters, self._held = stage_parameters(self.layout, blocks), HeldParameters(blocks)
+        self._elsewhere = TrainedElsewhere(given, (name for _, name, _ in blocks), self._parameters.values())
         self._training_of = [(name, one, self._parameters[self.layout[name].owner], self.layout[name].trainable)
                              for name, one in self._parameters.items()]
         self._connect(blocks, timeout_seconds)
@@ -509,6 +511,7 @@ class Engine:
         missed_updates: parameter -> updates that left it alone, where there are any.
         """
         self._step = steps
+        self._elsewhere.loaded()
         self._stages.forget_weights()
         self._updater.restore_counters(optimizer_steps, loss_scale, last_norm, missed_updates or {})
 
@@ -740,6 +743,7 @@ class Engine:
             if self._ties.owns:
                 self._updater.wait()
             self._ties.send_values(self._call, trained=True)
+            self._elsewhere.updated()
         elif not status.overflow and status.refused is None:
             warnings.warn(f"step {self._step} is skipped: no valid target in the global batch", stacklevel=4)
         self._buffers.finish()
@@ -908,6 +912,7 @@ class Engine:
     def _checked(self, microbatches: Batch, *, training: bool = True, has_loss: bool = True) -> list[Microbatch]:
         """The batch, which this rank can begin: what is refused here has changed nothing, and may be called again."""
         refuse_outer_autocast(self.world.device)
+        self._elsewhere.check_start()
         batch = _as_microbatches(microbatches)
         needs_inputs, needs_targets = self.is_first_stage, self.is_last_stage and has_loss
         for number, one in enumerate(batch):

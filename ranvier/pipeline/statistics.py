@@ -14,7 +14,7 @@ from torch import Tensor
 from ranvier.comm.collectives import ChainedWork
 from ranvier.comm.protocol import Group, Work
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.pipeline.same_targets import SameTargets
+from ranvier.pipeline.same_targets import SAME_TARGETS, SameTargets
 from ranvier.system.pinned_memory import HostCopy
 
 
@@ -47,14 +47,14 @@ class BatchStatistics:
     whether all ranks compute on CUDA devices."""
 
     sums: Tensor
-    """[5] fp64: sum of losses, weight, how many ranks have found their gradients set to zero, and the two numbers of
+    """[8] fp64: sum of losses, weight, how many ranks have found their gradients set to zero, and the numbers of
     `SameTargets`."""
     work: Work
     """The reduction of `sums`."""
 
     def __init__(self, ranks: Group, same_targets: SameTargets, *, on_device: bool = False) -> None:
         self._ranks, self._same_targets, self._on_device = ranks, same_targets, on_device
-        self._targets = torch.zeros(2, dtype=torch.float64)
+        self._targets = torch.zeros(SAME_TARGETS, dtype=torch.float64)
         self._accumulated: Tensor | None = None  # losses and weights of batches since the last step
         self._earlier: Tensor | None = None  # the same, while another batch of that step runs
         self._zeroed = False
@@ -90,7 +90,8 @@ class BatchStatistics:
         """Start the sum over all ranks. mine: [2] fp64 of this rank, None where another rank counts the same.
         at_once: begin it now, also where the host waits for a device; otherwise the step asks for the weight before any
         other collective."""
-        earlier, sums = self._earlier, torch.tensor([0.0, 0.0, self._zeroed, 0.0, 0.0], dtype=torch.float64)
+        earlier, sums = self._earlier, torch.zeros(3 + SAME_TARGETS, dtype=torch.float64)
+        sums[2] = self._zeroed
         self.sums, same_targets = sums, self._same_targets
 
         def add_earlier() -> None:
