@@ -162,7 +162,8 @@ def _frozen_dropout(run: ResolvedRun) -> str | None:
 
 def _tokenizer(run: ResolvedRun) -> str | None:
     form = form_of(run.data)
-    if "data.tokenizer" in form.unused or form.writes_text or run.data.task in ("chat", "preference", "reward"):
+    is_decoders = form.writes_text or run.data.task in ("chat", "preference", "reward") or run.model.family == "llama"
+    if "data.tokenizer" in form.unused or is_decoders:
         return form.unused.get("data.tokenizer")
     if run.model.pretrained is not None:
         return "the tokenizer of model.pretrained is taken"

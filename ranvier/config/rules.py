@@ -115,7 +115,8 @@ def schedule_problems(placement: StagePlacement, policy: str, deferred: tuple[in
 def _rotary_problems(run: ResolvedRun) -> Iterator[ConfigError]:
     """Dynamic rotary scaling chooses its base by the length of a sequence, which with packing or padding is not that of
     the sample."""
-    model, packing, pads = run.model, run.data.packing, run.data.task == "chat" and run.data.padding == "longest"
+    model, packing, pads = run.model, run.data.packing, (
+        run.data.task in ("chat", "classification") and run.data.padding == "longest")
     if run.data.task in ("preference", "reward") and model.rope_scaling == "dynamic" and (
             model.sequence > (model.rope_positions or model.sequence)):
         yield ConfigError("puts two answers into one sequence, and the rotary scaling dynamic depends on the "

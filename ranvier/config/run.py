@@ -398,10 +398,10 @@ class Transformer:
     """Architecture and sizes of the model."""
 
     family: Literal["auto", "gpt", "llama", "bert", "vit", "transformers"] | ObjectName = "auto"
-    """Architecture; auto is what `data.task` takes: gpt for lm, bert for classification and qa, vit for images. llama,
-    for lm, stands for Llama, Mistral, Phi, Qwen, Gemma, OLMo, SmolLM and Granite (docs/models.md); transformers for any
-    other language model in the folder `pretrained`, on data and pipe axes. Or a model family of your own, as
-    module:function (docs/extending.md)."""
+    """Architecture; auto is what `data.task` takes: gpt for lm, bert for classification and qa, vit for images. llama
+    stands for Llama, Mistral, Phi, Qwen, Gemma, OLMo, SmolLM and Granite, for lm and classification (docs/models.md);
+    transformers for any other language model in the folder `pretrained`, on data and pipe axes. Or a model family of
+    your own, as module:function (docs/extending.md)."""
     preset: str | None = None
     """Sizes of a published model, by name, for example llama-3.2-1b (docs/models.md). Other settings of the model
     override it."""
@@ -443,7 +443,7 @@ class Transformer:
     norm_epsilon: Annotated[float, Gt(0)] | None = None
     """Epsilon of layer norms; none is the value that the family was published with."""
     num_classes: Positive | Literal["auto"] = "auto"
-    """bert and vit: number of classes; auto takes it from the data."""
+    """bert, llama and vit: number of classes; auto takes it from the data."""
     image_size: Positive = 32
     """vit: pixels of an image's height and width, as the model sees it."""
     patch_size: Positive = 4
@@ -606,8 +606,8 @@ class Data:
     is a document, whose column `text_column` is its text."""
     tokenizer: str = "bpe"
     """Tokenizer. bpe: a byte-level BPE with model.vocab entries, trained on the first 4 MB of the corpus; gpt2: GPT-2's
-    own; or the path of a tokenizer.json (a byte-level BPE for the task lm, a WordPiece for classification and qa). chat
-    takes a folder with tokenizer.json, tokenizer_config.json and a chat template."""
+    own; or the path of a tokenizer.json (of decoders a byte-level BPE, of bert a WordPiece). chat takes a folder
+    with tokenizer.json, tokenizer_config.json and a chat template."""
     max_bytes: Positive | Literal["auto"] = "auto"
     """Bytes of text to read from the corpus; a warning says when the rest is left out. auto: all of a file or folder,
     16 MB of a corpus that is given by name."""

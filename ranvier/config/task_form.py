@@ -5,7 +5,7 @@
     chat             gpt       tokens     tokens of the assistant in conversations (llama too)
     preference       gpt       tokens     pairs of answers (llama too)
     reward           llama     score      pairs of answers
-    classification   bert      classes    sentences
+    classification   bert      classes    sentences (llama too)
     qa               bert      span       questions
     images           vit       classes    images
 """
@@ -30,8 +30,8 @@ class TaskForm:
     (logits of a sample's class), "span" (scores of each token as an answer's first and last), or any other name
     that the run's own family understands. targets: what the loss is averaged over, in the plural: "tokens".
     samples: what a batch consists of, in the plural: "sequences". writes_text: whether the model can write sample
-    text at the end of a run. takes_wordpiece: whether the tokenizer must be a WordPiece. unused: settings without
-    effect in this task, by dotted name with underscores -> the reason, for warnings.
+    text at the end of a run. takes_wordpiece: whether the family's tokenizer must be a WordPiece. unused: settings
+    without effect in this task, by dotted name with underscores -> the reason, for warnings.
     """
 
     family: str
@@ -100,6 +100,7 @@ SHIPPED: Mapping[str, TaskForm] = MappingProxyType({
     "reward": TaskForm(family="llama", head="score", targets="pairs", samples="pairs", unused=_of_pairs("reward")),
     "classification": TaskForm(
         family="bert", head="classes", targets="sentences", samples="sentences", takes_wordpiece=True,
+        others=("llama",),
         unused=_labelled("classification") | _no_messages("classification") | _no_packing("classification")
         | _no_images("classification")),
     "qa": TaskForm(

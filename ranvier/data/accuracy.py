@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ranvier.block import State
-from ranvier.tensor.split.loss import IGNORED
+from ranvier.tensor.split.loss import IGNORED, last_logits
 
 
 class Accuracy:
@@ -18,9 +18,12 @@ class Accuracy:
         self._right: list[Tensor] = []
         self._count: list[Tensor] = []
 
-    def add(self, output: State, targets: Tensor, samples: Tensor) -> None:
-        """output: [b, classes], or a dict of this one tensor; targets: [b]."""
+    def add(self, output: State, targets: Tensor | dict[str, Tensor], samples: Tensor) -> None:
+        """output: [b, classes], or a dict of this one tensor; targets: [b]. Or [b, S, classes] with the targets of
+        `LastTokenLoss`."""
         logits = output if isinstance(output, Tensor) else next(iter(output.values()))
+        if isinstance(targets, dict):
+            logits, targets = last_logits(logits, targets)[0], targets["class"]
         self._right.append((logits.argmax(-1) == targets).sum())
         self._count.append((targets != IGNORED).sum())
 

@@ -25,7 +25,7 @@ _ABOUT = "about.json"
 _MOST_ABOUT_BYTES = 1 << 30
 _MOST_READ_BYTES = 256 << 20
 _PIECE_BYTES = 16 << 20
-_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
+_TYPES = ("uint8", "uint16", "uint32", "int32", "int64", "float64")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,11 @@
     inputs    {"ids": [B, L], "mask": [B, L], "types": [B, L]} int64; mask is 1 where there is a token, types are 1 in
               the second text, its [SEP] included
     targets   [B] int64, numbers of classes
+
+A decoder (the family llama) has its own special tokens, and gives the scores of a text at its last token:
+
+    inputs    ids [B, L] int64
+    targets   {"last": [B], "class": [B]} int64: the place of that token, the number of the class
 """
 
 from __future__ import annotations
@@ -15,20 +20,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ranvier.block import State
 from ranvier.config.run import Run
 from ranvier.config.task_form import SHIPPED
 from ranvier.data import run_tokenizer as tokenizers
 from ranvier.data.accuracy import Accuracy
 from ranvier.data.arrays import Arrays, made_once, write_arrays
 from ranvier.data.cache_folder import cache_folder
+from ranvier.data.class_numbers import with_labels_of_model
 from ranvier.data.fingerprint import fingerprint
 from ranvier.data.named_files import first_looks, table_name_problems, text_only, training_name
 from ranvier.data.padding import padding_of
 from ranvier.data.publish import Progress
-from ranvier.data.run_tokenizer import run_tokenizer
+from ranvier.data.run_tokenizer import run_tokenizer, sentence_tokenizer
 from ranvier.data.sentences import NAMES, Columns, Sentence, Sentences, look_at_header, open_part, read_sentences
 from ranvier.data.subset import chosen, some
-from ranvier.data.task import Prepared, Task
+from ranvier.data.task import Prepared, Targets, Task
+from ranvier.data.tokenizer import Tokenizer
 from ranvier.data.wordpiece import WordPiece
 from ranvier.errors import DataError, RanvierError
 
@@ -49,8 +57,7 @@ class Labelled:
     def __len__(self) -> int:
         return len(self._labels)
 
-    def inputs(self, samples: np.ndarray, epochs: np.ndarray | None = None, length: int | None = None
-               ) -> dict[str, Tensor]:
+    def inputs(self, samples: np.ndarray, epochs: np.ndarray | None = None, length: int | None = None) -> State:
         """length: tokens to which samples are padded, at least as many as each has; None is the sequence."""
         ids = self._ids[samples, :length].astype(np.int64)
         place = np.arange(ids.shape[1])
@@ -59,9 +66,22 @@ class Labelled:
         return {"ids": torch.from_numpy(ids), "mask": torch.from_numpy(mask).long(),
                 "types": torch.from_numpy(types).long()}
 
-    def targets(self, samples: np.ndarray, length: int | None = None) -> Tensor:
+    def targets(self, samples: np.ndarray, length: int | None = None) -> Targets:
         """length: has no effect, since a text has one target."""
         return torch.from_numpy(self._labels[samples].astype(np.int64))
+
+
+class LabelledAtEnd(Labelled):
+    """The same for a decoder."""
+
+    def inputs(self, samples: np.ndarray, epochs: np.ndarray | None = None, length: int | None = None) -> Tensor:
+        """length: as of `Labelled`. No token attends to the padding behind it."""
+        return torch.from_numpy(self._ids[samples, :length].astype(np.int64))
+
+    def targets(self, samples: np.ndarray, length: int | None = None) -> dict[str, Tensor]:
+        """length: has no effect."""
+        return {"last": torch.from_numpy(self.sample_lengths[samples] - 1),
+                "class": torch.from_numpy(self._labels[samples].astype(np.int64))}
 
 
 class Classification(Task):
@@ -74,10 +94,10 @@ class Classification(Task):
         found: list[RanvierError] = [
             *table_name_problems(run.data, NAMES, FORM),
             *first_looks(run.data, NAMES, partial(look_at_header, columns=Columns.of(run.data))), *text_only(run.data),
-            *tokenizers.problems(run)]
+            *(tokenizers.text_tokenizer_problems if _is_decoder(run) else tokenizers.problems)(run)]
         if run.model.sequence < SHORTEST_SEQUENCE + 2 * (run.data.pair_column is not None):
             found.append(DataError(
-                "is too short for [CLS], a token and [SEP]", code="sequence-too-short-for-class",
+                "is too short for a token between the special ones", code="sequence-too-short-for-class",
                 where="model.sequence", value=run.model.sequence,
                 remedy=f"Set `--model.sequence {SHORTEST_SEQUENCE}` or more."))
         return found
@@ -89,33 +109,41 @@ class Classification(Task):
         train = open_part(training_name(data), "train", cache, progress, columns)
         held = None if data.eval is None else open_part(data.eval, "eval", cache, progress, columns)
         source = fingerprint(train.fingerprint, held and held.fingerprint)
-        tokenizer = run_tokenizer(run, lambda: _texts(read_sentences(train, held).train),
-                                  source, progress)
+        is_decoder = _is_decoder(run)
+        tokenizer = (sentence_tokenizer if is_decoder else run_tokenizer)(
+            run, lambda: _texts(read_sentences(train, held).train), source, progress)
         folder = cache / "classification" / fingerprint(
-            source, tokenizer.fingerprint, run.model.sequence, "pairs")
+            source, tokenizer.fingerprint, tokenizer.pad, run.model.sequence, "special tokens")
 
         def make() -> None:
             progress(f"tokenising {data.train}")
             _write(folder, read_sentences(train, held), tokenizer, run.model.sequence, progress)
 
         arrays = made_once(folder, make, progress)
-        used = [some(Labelled(part), count, run.seed, f"data.{name}-samples") for part, count, name in zip(
+        kind = LabelledAtEnd if is_decoder else Labelled
+        used = [some(kind(part), count, run.seed, f"data.{name}-samples") for part, count, name in zip(
             arrays, (data.train_samples, data.eval_samples), ("train", "eval"), strict=True)]
         classes = tuple(arrays[0].names("classes"))
         about = f"{data.train}: {len(used[0]):,} sentences, {len(used[1]):,} held out, {len(classes)} classes"
-        return Prepared(
+        found = Prepared(
             train=used[0], eval=used[1], tokenizer=tokenizer, weight=1.0, num_classes=len(classes), class_names=classes,
             scoring=Accuracy, about=about, padding=padding_of(used[0], run),
             transform=fingerprint(tokenizer.fingerprint, run.model.sequence),
             fingerprint=fingerprint("classification", tokenizer.fingerprint, [part.digest for part in arrays],
                                     chosen(run)))
+        return with_labels_of_model(found, run, progress)
+
+
+def _is_decoder(run: Run) -> bool:
+    return run.model.family == "llama"
 
 
 CLASSIFICATION = Classification()
 """The task; it has no state."""
 
 
-def _write(folder: Path, sentences: Sentences, tokenizer: WordPiece, sequence: int, progress: Progress) -> None:
+def _write(folder: Path, sentences: Sentences, tokenizer: WordPiece | Tokenizer, sequence: int, progress: Progress
+           ) -> None:
     number = {name: place for place, name in enumerate(sentences.classes)}
     for name, part in (("eval", sentences.eval), ("train", sentences.train)):
         arrays, cut = encoded(part, tokenizer, sequence)
@@ -125,26 +153,25 @@ def _write(folder: Path, sentences: Sentences, tokenizer: WordPiece, sequence: i
         write_arrays(folder / name, {**arrays, "labels": labels}, {"classes": list(sentences.classes)})
 
 
-def encoded(part: Sequence[Sentence], tokenizer: WordPiece, sequence: int) -> tuple[dict[str, np.ndarray], int]:
-    """ids [N, S] filled up with [PAD], lengths [N], firsts [N], and how many samples were cut. Of a pair the longer
-    text is cut."""
+def encoded(part: Sequence[Sentence], tokenizer: WordPiece | Tokenizer, sequence: int
+            ) -> tuple[dict[str, np.ndarray], int]:
+    """ids [N, S] filled up with padding, lengths [N], firsts [N], and how many samples were cut. A token for padding at
+    the end of a text is left out: transformers takes the scores of the token before. DataError for a text without
+    tokens."""
     dtype = np.uint16 if tokenizer.vocab <= 1 << 16 else np.uint32
-    ids = np.full((len(part), sequence), tokenizer.pad, dtype=dtype)
+    ids = np.full((len(part), sequence), tokenizer.pad or 0, dtype=dtype)
     lengths, firsts = np.empty(len(part), dtype=np.int32), np.empty(len(part), dtype=np.int32)
-    cut = 0
-    seconds = tokenizer.encode([sentence.pair or "" for sentence in part])
-    for row, (first, second) in enumerate(zip(tokenizer.encode([one.text for one in part]), seconds, strict=True)):
-        is_pair = part[row].pair is not None
-        room = sequence - 2 - is_pair
-        kept = (min(len(first), max(room - len(second), -(-room // 2))), len(second))
-        kept = (kept[0], min(len(second), room - kept[0]))
-        cut += kept != (len(first), len(second))
-        tokens = [tokenizer.cls, *first[:kept[0]], tokenizer.sep]
-        firsts[row] = len(tokens) if is_pair else sequence
-        tokens += [*second[:kept[1]], tokenizer.sep] if is_pair else []
-        lengths[row] = len(tokens)
-        ids[row, :len(tokens)] = tokens
-    return {"ids": ids, "lengths": lengths, "firsts": firsts}, cut
+    samples = tokenizer.encode_samples([(one.text, one.pair) for one in part], sequence)
+    for row, sample in enumerate(samples):
+        if not sample.ids:
+            raise DataError("has no token of the tokenizer", code="sentence-without-tokens", where=part[row].place,
+                            value=part[row].text[:80], remedy="Leave such rows out.")
+        length = len(sample.ids)
+        while sample.ids[length - 1] == tokenizer.pad and length > 1:
+            length -= 1
+        ids[row, :length], lengths[row] = sample.ids[:length], length
+        firsts[row] = sequence if sample.second_from is None else sample.second_from
+    return {"ids": ids, "lengths": lengths, "firsts": firsts}, sum(sample.is_cut for sample in samples)
 
 
 def _texts(sentences: Sequence[Sentence]) -> Iterator[str]:

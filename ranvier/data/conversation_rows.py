@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -127,16 +128,19 @@ def _parsed_calls(calls: Any) -> Any:
 
 PAIR_COLUMNS = ("prompt", "chosen", "rejected")
 """Columns of pairs. Without the first, the prompt is what both conversations begin with."""
+MARGIN = "margin"
+"""Column of a pair's margin: by how much the chosen answer's reward is to exceed the rejected one's, as in TRL."""
 _PAIR_FORM = ('Give {"prompt": "...", "chosen": "...", "rejected": "..."}; each may be a list of messages, and without '
               "a prompt both answers are whole conversations.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two conversations that differ in the answer, which alone is learnt."""
+    """Two conversations that differ in the answer, which alone is learnt. margin: of a reward model; None without."""
 
     chosen: Conversation
     rejected: Conversation
+    margin: float | None = None
 
 
 def pair_of(row: Row) -> Pair | None:
@@ -161,7 +165,19 @@ def pair_of(row: Row) -> Pair | None:
         if not answer or {answer[0]["role"], answer[-1]["role"]} != {"assistant"}:
             raise _unfit(row, f"has no answer of the assistant in `{name}`", row.values[name])
     chosen, rejected = (answered(row, context, answer) for answer in answers)
-    return Pair(chosen=chosen, rejected=rejected)
+    return Pair(chosen=chosen, rejected=rejected, margin=_margin_in(row))
+
+
+def _margin_in(row: Row) -> float | None:
+    """The margin of a pair; in files of text a number is text."""
+    value: Any = row.values.get(MARGIN)
+    if value in (None, ""):
+        return None
+    with suppress(TypeError, ValueError):
+        if not isinstance(value, bool) and math.isfinite(found := float(value)):
+            return found
+    raise DataError("has a margin that is no finite number", code="margin-not-number", where=row.place,
+                    value=repr(value)[:80], remedy="Give a number, or leave the column out of the data set.")
 
 
 def turns_in(row: Row, column: str, role: str) -> list[Message]:

@@ -31,6 +31,7 @@ from ranvier.config.task_form import SHIPPED
 from ranvier.data.accuracy import Accuracy
 from ranvier.data.arrays import Arrays, Form, made_once, write_arrays, write_in_pieces
 from ranvier.data.cache_folder import cache_folder
+from ranvier.data.class_numbers import with_labels_of_model
 from ranvier.data.fingerprint import fingerprint
 from ranvier.data.named_files import first_looks, name_problems, training_name
 from ranvier.data.offline.fetch import Package, check, fetch
@@ -375,10 +376,11 @@ class ImageClassification(Task):
         augment, repeats = run.data.augment, run.data.augment == "none" or run.data.augment_repeats
         transform = fingerprint("pixels", run.model.image_size, "bicubic", _MEAN, _STD, augment,
                                 None if augment == "none" else (run.seed, repeats))
-        return Prepared(
+        found = Prepared(
             train=train, eval=held, weight=1.0, num_classes=len(classes), class_names=classes, scoring=Accuracy,
             transform=transform, repeats=repeats, fingerprint=fingerprint("images", same, transform, chosen(run)),
             about=f"{run.data.train}: {len(train):,} images, {len(held):,} held out, {len(classes)} classes")
+        return with_labels_of_model(found, run, progress)
 
 
 IMAGES = ImageClassification()

@@ -14,7 +14,6 @@ from torch import Tensor
 from ranvier.config.named_code import names_corpus
 from ranvier.config.run import Run
 from ranvier.config.task_form import SHIPPED
-from ranvier.data import token_numbers
 from ranvier.data import tokenizer as tokenizers
 from ranvier.data.cache_folder import cache_folder
 from ranvier.data.corpus import (
@@ -30,13 +29,13 @@ from ranvier.data.corpus import (
 )
 from ranvier.data.fingerprint import fingerprint
 from ranvier.data.mixture import join, shares, sources_of, spread
-from ranvier.data.offline.pretrained_models import folder_of
 from ranvier.data.padding import padding_text
 from ranvier.data.parallel import map_in_order
 from ranvier.data.publish import Progress, advance, make_once, processes_of
+from ranvier.data.run_tokenizer import text_tokenizer, text_tokenizer_problems
 from ranvier.data.task import Prepared, Task
 from ranvier.data.token_samples import PackedSamples, TokenSamples, best_fit, runs
-from ranvier.data.tokenizer import GPT2_VOCAB, SMALLEST_VOCAB, Tokenizer
+from ranvier.data.tokenizer import Tokenizer
 from ranvier.data.tokens import Ids, Tokens, exists, open_tokens, write_tokens
 from ranvier.errors import DataError, RanvierError
 
@@ -82,7 +81,7 @@ class LanguageModelling(Task):
             sources = sources_of(run.data, run.data.corpus)
         except DataError as problem:
             return [problem]
-        found: list[RanvierError] = _tokenizer_problems(run)
+        found = text_tokenizer_problems(run)
         for source in sources:
             found = [*_missing(source.name, run.data.text_column, elsewhere), *found]
         if run.data.eval is not None:
@@ -106,7 +105,7 @@ class LanguageModelling(Task):
         one sequence."""
         cache, sources = cache_folder(run), sources_of(run.data, run.data.corpus)
         corpora = [open_corpus(source.name, cache, progress, run.data.text_column) for source in sources]
-        tokenizer = _tokenizer(run, corpora, cache, progress)
+        tokenizer = text_tokenizer(run, lambda: _trained(run, corpora, cache, progress), progress)
         folders = [_token_folder(run, corpus, tokenizer, progress) for corpus in corpora]
         files = [(open_tokens(folder / "train"), open_tokens(folder / "eval")) for folder in folders]
         parts = [[_samples(tokens, run, tokenizer.end) for tokens in pair] for pair in files]
@@ -145,24 +144,6 @@ class LanguageModelling(Task):
 
 LM = LanguageModelling()
 """The task; it has no state."""
-
-
-def _tokenizer_problems(run: Run) -> list[RanvierError]:
-    """What is wrong with the tokenizer, as far as it is on this machine."""
-    name, folder = run.data.tokenizer, token_numbers.local_folder(run)
-    try:
-        if folder is not None and name != "gpt2":
-            _of_pretrained(run, folder, None)
-        if run.model.pretrained is not None:
-            return []
-        smallest = {"bpe": SMALLEST_VOCAB, "gpt2": GPT2_VOCAB}.get(name) or tokenizers.from_path(name).vocab
-        kind = {"bpe": "a byte-level tokenizer", "gpt2": "GPT-2's tokenizer"}.get(name, f"the tokenizer {name}")
-        if run.model.vocab < smallest:
-            return [DataError(f"is less than {kind} has: {smallest}", code="vocab-too-small", where="model.vocab",
-                              value=run.model.vocab, remedy=f"Set `--model.vocab {smallest}` or more.")]
-    except DataError as problem:
-        return [problem]
-    return []
 
 
 def _with_held_out(run: Run, prepared: Prepared, tokenizer: Tokenizer, progress: Progress) -> Prepared:
@@ -228,34 +209,6 @@ def _limit(run: Run, corpus: OpenCorpus) -> int:
     if run.data.max_bytes != "auto":
         return run.data.max_bytes
     return NO_LIMIT if corpus.is_path else NAMED_BYTES
-
-
-def _of_pretrained(run: Run, folder: Path, gpt2: Tokenizer | None) -> Tokenizer:
-    """The tokenizer of the model that training starts from, in `folder`, or the one that data.tokenizer names; gpt2:
-    GPT-2's, where that is named. DataError where there is none, or its numbers are not those of the model's tokens."""
-    path = folder / token_numbers.TOKENIZER
-    own = tokenizers.load(path, remedy="Put the tokenizer.json that belongs to the model into its folder.") \
-        if path.is_file() else None
-    found = own if run.data.tokenizer == "bpe" else gpt2 or tokenizers.from_path(run.data.tokenizer)
-    if found is None:
-        raise DataError(f"is missing: `model.pretrained` {run.model.pretrained} has no tokenizer.json, and to a new "
-                        "one its numbers would be other tokens", code="tokenizer-missing", where="data.tokenizer",
-                        value=run.data.tokenizer,
-                        remedy="Name the tokenizer.json of the model: `--data.tokenizer FILE`.")
-    token_numbers.check(found.numbers(), run, folder, None if own is None else own.numbers())
-    return found
-
-
-def _tokenizer(run: Run, corpora: Sequence[OpenCorpus], cache: Path, progress: Progress) -> Tokenizer:
-    """The run's tokenizer; bpe is trained on its corpora, of each of which it reads equally much. DataError where its
-    numbers are not those of the model's tokens."""
-    gpt2 = tokenizers.gpt2(cache, progress) if run.data.tokenizer == "gpt2" else None
-    if run.model.pretrained is not None:
-        return _of_pretrained(run, folder_of(run.model.pretrained, cache, progress), gpt2)
-    found = gpt2 or (_trained(run, corpora, cache, progress) if run.data.tokenizer == "bpe"
-                     else tokenizers.from_path(run.data.tokenizer))
-    token_numbers.check(found.numbers(), run, None, None)
-    return found
 
 
 def _trained(run: Run, corpora: Sequence[OpenCorpus], cache: Path, progress: Progress) -> Tokenizer:

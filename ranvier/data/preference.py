@@ -27,7 +27,7 @@ from ranvier.data.arrays import Arrays, made_once, write_arrays
 from ranvier.data.cache_folder import cache_folder
 from ranvier.data.chat import open_tokenizer, tokenizer_problems
 from ranvier.data.chat_template import ChatTokenizer, Conversation, chat_tokenizer
-from ranvier.data.conversation_rows import OTHER_COLUMNS, PAIR_COLUMNS, Pair, pair_of
+from ranvier.data.conversation_rows import MARGIN, OTHER_COLUMNS, PAIR_COLUMNS, Pair, pair_of
 from ranvier.data.fingerprint import fingerprint
 from ranvier.data.named_files import is_data_set, readable_file, table_name_problems, text_only, training_name
 from ranvier.data.padding import padding_text
@@ -96,8 +96,9 @@ class PreferenceTask(Task):
             about=f"{training_name(run.data)}: {len(whole[0]):,} pairs of answers, {len(whole[1]):,} held out"
                   + "".join(f"; {where}: {text}" if len(told) > 1 else f"; {text}" for where, one in told
                             if (text := one.text(run.model.sequence))),
-            warnings=tuple(warning for setting, one in told
-                           if (warning := one.warning(setting, run.model.sequence)) is not None),
+            warnings=tuple(warning for setting, one in told for warning in (
+                one.warning(setting, run.model.sequence), None if self._scores else one.unread(setting))
+                if warning is not None),
             scoring=partial(PreferenceScoring, None if self._scores else run.preference),
             fingerprint=fingerprint("preference", tokenizer.fingerprint, [part.digest for part in parts], chosen(run)))
 
@@ -119,12 +120,20 @@ def open_pairs(name: str, setting: str, form: str) -> Table:
 
 def pairs(name: str, setting: str, form: str) -> Iterator[Pair | None]:
     """The pairs of a data set; None for one whose answers are the same. DataError, with the place, for a row that has
-    none."""
+    none, and where pairs with a margin and without one are in one set."""
     table = open_pairs(name, setting, form)
-    wanted = [column for column in (*PAIR_COLUMNS, *OTHER_COLUMNS) if column in table.columns]
+    wanted = [column for column in (*PAIR_COLUMNS, MARGIN, *OTHER_COLUMNS) if column in table.columns]
+    first: Pair | None = None
     with readable_file(Path(name).expanduser(), setting, FORM):
         for row in table.rows(table.columns if is_object_name(form) else wanted):
-            yield pair_of(row) if form == "auto" else _made(form, row)
+            pair = pair_of(row) if form == "auto" else _made(form, row)
+            first = first or pair
+            if pair is not None and first is not None and (pair.margin is None) != (first.margin is None):
+                raise DataError("has a margin, and pairs before have none" if first.margin is None else
+                                "has no margin, and pairs before have one", code="margin-of-some-pairs",
+                                where=row.place, value=pair.margin,
+                                remedy="Give all pairs of a data set a margin, which may be 0, or none of them.")
+            yield pair
 
 
 def _made(form: str, row: Row) -> Pair | None:
@@ -146,6 +155,7 @@ class _Encoded:
     answers: tuple[_Answer, _Answer]
     key: str
     length: int
+    margin: float | None
 
     @property
     def is_silent(self) -> bool:
@@ -156,19 +166,27 @@ class _Encoded:
 @dataclass(frozen=True, kw_only=True)
 class _Counts:
     """What has become of a data set's pairs: of all, those that are left out since their answers are the same, since
-    nothing is learnt in one, and since they are too long. longest: positions of the longest."""
+    nothing is learnt in one, and since they are too long. longest: positions of the longest.
+    margins: pairs with one."""
 
     pairs: int
     same: int
     silent: int
     too_long: int
     longest: int
+    margins: int
 
     def text(self, sequence: int) -> str:
         """In words; empty where no pair is left out."""
         return "; ".join(f"{count:,} of {self.pairs:,} left out, {what}" for count, what in (
             (self.too_long, f"whose answers have more than {sequence} tokens together"),
             (self.silent, "with an empty answer"), (self.same, "whose answers are the same")) if count)
+
+    def unread(self, setting: str) -> DataError | None:
+        """Where pairs have a margin, for a task that reads none."""
+        return DataError("has margins, which the task reward alone reads", code="margin-without-effect", where=setting,
+                         value=self.margins, remedy="Leave the column out, or set `--data.task reward`."
+                         ) if self.margins else None
 
     def warning(self, setting: str, sequence: int) -> DataError | None:
         """Where more than 1 % of the pairs are left out."""
@@ -184,8 +202,8 @@ class _Counts:
 def _pairs_in(part: Arrays, sequence: int, *, scores: bool) -> PreferencePairs:
     offsets = np.asarray(part.arrays["offsets"], dtype=np.int64)
     stops = offsets[1:] + scores  # a position for the last token, too, which has no next one
-    return (ScoredPairs if scores else PreferencePairs)(TokenSamples(
-        part.arrays["tokens"], offsets[:-1], stops, sequence, part.arrays["is_target"]))
+    answers = TokenSamples(part.arrays["tokens"], offsets[:-1], stops, sequence, part.arrays["is_target"])
+    return ScoredPairs(answers, part.arrays.get("margins")) if scores else PreferencePairs(answers)
 
 
 def _stored(run: Run, folder: Path, tokenizer: ChatTokenizer, progress: Progress, *, scores: bool
@@ -197,7 +215,7 @@ def _stored(run: Run, folder: Path, tokenizer: ChatTokenizer, progress: Progress
               for setting, each in (("train", name), ("eval", run.data.eval)) if each is not None]
     place = cache_folder(run) / "preference" / fingerprint(
         tables, tokenizer.fingerprint, sequence, function_fingerprint(form) if is_object_name(form) else form,
-        "texts of parts", *(("scores", tokenizer.padding) if scores else ()))
+        "margins", *(("scores", tokenizer.padding) if scores else ()))
 
     def make() -> None:
         progress(f"tokenising {name}")
@@ -229,7 +247,8 @@ def _all(name: str, setting: str, form: str, encode: Callable[[Sequence[Pair | N
     spoken = [one for one in found if not one.is_silent]
     kept = [one for one in spoken if one.length <= sequence]
     counts = _Counts(pairs=count, same=count - len(found), silent=len(found) - len(spoken),
-                     too_long=len(spoken) - len(kept), longest=max((one.length for one in spoken), default=0))
+                     too_long=len(spoken) - len(kept), longest=max((one.length for one in spoken), default=0),
+                     margins=sum(one.margin is not None for one in kept))
     if not kept:
         within = f"within `model.sequence {sequence}`" if counts.too_long else "that differ"
         raise DataError(f"has no pair of answers {within}", code="no-pairs",
@@ -250,7 +269,8 @@ def _encoded(folder: str, template: str | None, scores: bool, piece: Sequence[Pa
                                               zip(pair.chosen.messages, pair.rejected.messages, strict=False))]
         key = json.dumps([prompt, pair.chosen.tools], sort_keys=True, default=str)
         answers = _answer(tokenizer, pair.chosen, scores), _answer(tokenizer, pair.rejected, scores)
-        found.append(_Encoded(answers=answers, key=key, length=sum(len(ids) - (not scores) for ids, _ in answers)))
+        found.append(_Encoded(answers=answers, key=key, margin=pair.margin,
+                              length=sum(len(ids) - (not scores) for ids, _ in answers)))
     return found
 
 
@@ -270,7 +290,8 @@ def _answer(tokenizer: ChatTokenizer, conversation: Conversation, scores: bool) 
 
 def _write(folder: Path, part: Sequence[_Encoded], counts: _Counts, vocab: int) -> None:
     answers = [answer for one in part for answer in one.answers]
-    write_arrays(folder, {
+    margins = {} if part[0].margin is None else {"margins": np.array([one.margin for one in part], dtype=np.float64)}
+    write_arrays(folder, margins | {
         "tokens": np.concatenate([ids for ids, _ in answers]).astype(np.uint16 if vocab <= 1 << 16 else np.uint32),
         "is_target": np.concatenate([is_target for _, is_target in answers]).astype(np.uint8),
         "offsets": np.cumsum([0, *(len(ids) for ids, _ in answers)]).astype(np.int64)}, asdict(counts))

@@ -50,13 +50,18 @@ class PreferencePairs:
 class ScoredPairs(PreferencePairs):
     """Pairs whose answers have a position for each token, also for the last one, whose score is the answer's reward.
 
-    targets: {"last": [b, 2] int64}: the position of each answer's last token.
+    margins: [len(self)], of each pair; None without. targets: those of `RewardLoss`.
     """
+
+    def __init__(self, answers: TokenSamples, margins: np.ndarray | None = None) -> None:
+        super().__init__(answers)
+        self._margins = margins
 
     def targets(self, samples: np.ndarray, length: int | None = None) -> Targets:
         """length: has no effect."""
         ends = np.stack([self._chosen_lengths[samples], self.sample_lengths[samples]], 1)
-        return {"last": torch.from_numpy(ends - 1)}
+        found = {"last": torch.from_numpy(ends - 1)}
+        return found if self._margins is None else found | {"margin": torch.from_numpy(self._margins[samples])}
 
 
 class WithReference:

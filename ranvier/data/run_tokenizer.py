@@ -1,4 +1,8 @@
-"""The WordPiece tokenizer of a run: that of its pretrained model, or one trained on its training text."""
+"""The tokenizer of a run: that of its pretrained model, one that it names, or one trained on its training text.
+
+    text_tokenizer    of decoders, as its tokenizer.json says (`ranvier.data.tokenizer`)
+    run_tokenizer     of encoders: WordPiece
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,82 @@ from pathlib import Path
 
 from ranvier.config.run import Run
 from ranvier.data import token_numbers, wordpiece
+from ranvier.data import tokenizer as byte_level
 from ranvier.data.cache_folder import cache_folder
 from ranvier.data.fingerprint import fingerprint
 from ranvier.data.offline.pretrained_models import folder_of
 from ranvier.data.publish import Progress, make_once
-from ranvier.data.wordpiece import SMALLEST_VOCAB, WordPiece
-from ranvier.errors import DataError
+from ranvier.data.tokenizer import GPT2_VOCAB, SMALLEST_VOCAB, Tokenizer
+from ranvier.data.wordpiece import WordPiece
+from ranvier.errors import DataError, RanvierError
 
 BUILT_IN = ("bpe", "gpt2")
-"""Names of data.tokenizer that are no paths. They are the task lm's; other tasks train a WordPiece."""
+"""Names of data.tokenizer that are no paths. They are of decoders; encoders train a WordPiece."""
 
 
-def problems(run: Run) -> list[DataError]:
-    """What is wrong with the settings of a tokenizer."""
+# --- decoders --------------------------------------------------------------------------------------------------------
+
+
+def text_tokenizer_problems(run: Run) -> list[RanvierError]:
+    """What is wrong with the tokenizer of a decoder, as far as it is on this machine."""
+    name, folder = run.data.tokenizer, token_numbers.local_folder(run)
+    try:
+        if folder is not None and name != "gpt2":
+            _text_tokenizer_of_model(run, folder, None)
+        if run.model.pretrained is not None:
+            return []
+        smallest = {"bpe": SMALLEST_VOCAB, "gpt2": GPT2_VOCAB}.get(name) or byte_level.from_path(name).vocab
+        kind = {"bpe": "a byte-level tokenizer", "gpt2": "GPT-2's tokenizer"}.get(name, f"the tokenizer {name}")
+        if run.model.vocab < smallest:
+            return [DataError(f"is less than {kind} has: {smallest}", code="vocab-too-small", where="model.vocab",
+                              value=run.model.vocab, remedy=f"Set `--model.vocab {smallest}` or more.")]
+    except DataError as problem:
+        return [problem]
+    return []
+
+
+def sentence_tokenizer(run: Run, texts: Callable[[], Iterable[str]], source: str, progress: Progress) -> Tokenizer:
+    """`text_tokenizer` with a new one of sentences. texts, source: as of `run_tokenizer`."""
+    def trained() -> Tokenizer:
+        return byte_level.load(_made("bpe of sentences", run, lambda: byte_level.train(
+            texts(), run.model.vocab, progress), source, progress))
+
+    return text_tokenizer(run, trained, progress)
+
+
+def text_tokenizer(run: Run, trained: Callable[[], Tokenizer], progress: Progress) -> Tokenizer:
+    """The tokenizer of a decoder. trained: gives a new one of its training text, for bpe. DataError where its numbers
+    are not those of the model's tokens."""
+    cache = cache_folder(run)
+    gpt2 = byte_level.gpt2(cache, progress) if run.data.tokenizer == "gpt2" else None
+    if run.model.pretrained is not None:
+        return _text_tokenizer_of_model(run, folder_of(run.model.pretrained, cache, progress), gpt2)
+    found = gpt2 or (trained() if run.data.tokenizer == "bpe" else byte_level.from_path(run.data.tokenizer))
+    token_numbers.check(found.numbers(), run, None, None)
+    return found
+
+
+def _text_tokenizer_of_model(run: Run, folder: Path, gpt2: Tokenizer | None) -> Tokenizer:
+    """The tokenizer of the model that training starts from, in `folder`, or the one that data.tokenizer names; gpt2:
+    GPT-2's, where that is named. DataError where there is none, or its numbers are not those of the model's tokens."""
+    path = folder / token_numbers.TOKENIZER
+    own = byte_level.load(path, remedy="Put the tokenizer.json that belongs to the model into its folder.") \
+        if path.is_file() else None
+    found = own if run.data.tokenizer == "bpe" else gpt2 or byte_level.from_path(run.data.tokenizer)
+    if found is None:
+        raise DataError(f"is missing: `model.pretrained` {run.model.pretrained} has no tokenizer.json, and to a new "
+                        "one its numbers would be other tokens", code="tokenizer-missing", where="data.tokenizer",
+                        value=run.data.tokenizer,
+                        remedy="Name the tokenizer.json of the model: `--data.tokenizer FILE`.")
+    token_numbers.check(found.numbers(), run, folder, None if own is None else own.numbers())
+    return found
+
+
+# --- encoders --------------------------------------------------------------------------------------------------------
+
+
+def problems(run: Run) -> list[RanvierError]:
+    """What is wrong with the tokenizer of an encoder, as far as it is on this machine."""
     if run.model.pretrained is not None:
         folder = token_numbers.local_folder(run)
         try:
@@ -29,7 +96,7 @@ def problems(run: Run) -> list[DataError]:
             return [problem]
         return []
     if run.data.tokenizer in BUILT_IN:
-        return [wordpiece.too_small(run.model.vocab)] if run.model.vocab < SMALLEST_VOCAB else []
+        return [wordpiece.too_small(run.model.vocab)] if run.model.vocab < wordpiece.SMALLEST_VOCAB else []
     try:
         _given(run)
     except DataError as problem:
@@ -65,16 +132,20 @@ def _load(run: Run) -> WordPiece:
 def run_tokenizer(run: Run, texts: Callable[[], Iterable[str]], source: str, progress: Progress) -> WordPiece:
     """texts: gives the training text, where the run has no pretrained model; source: its fingerprint. DataError when
     the model has a smaller vocabulary than the tokenizer."""
-    cache = cache_folder(run)
     if run.model.pretrained is not None:
-        return _of_model(run, folder_of(run.model.pretrained, cache, progress))
+        return _of_model(run, folder_of(run.model.pretrained, cache_folder(run), progress))
     if run.data.tokenizer not in BUILT_IN:
         return _given(run)
-    path = cache / "tokenizers" / f"{fingerprint('wordpiece', source, run.model.vocab)}.json"
+    return wordpiece.load(_made("wordpiece", run, lambda: wordpiece.train(texts(), run.model.vocab), source, progress))
+
+
+def _made(kind: str, run: Run, train: Callable[[], Tokenizer | WordPiece], source: str, progress: Progress) -> Path:
+    """The file of a new tokenizer, in the cache. source: the fingerprint of its text."""
+    path = cache_folder(run) / "tokenizers" / f"{fingerprint(kind, source, run.model.vocab)}.json"
 
     def make() -> None:
         progress(f"training a tokenizer of {run.model.vocab} entries on {run.data.train}")
-        wordpiece.train(texts(), run.model.vocab).save(path)
+        train().save(path)
 
     make_once(path, path.exists, make, progress)
-    return wordpiece.load(path)
+    return path

@@ -17,20 +17,25 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
+from ranvier.data import text_samples
 from ranvier.data.offline.fetch import GPT2_TOKENIZER, Command, fetch, run_command
 from ranvier.data.publish import Progress, published
+from ranvier.data.text_samples import Sample
 from ranvier.errors import DataError
-from ranvier.system.untrusted_file import read_json
+from ranvier.system.untrusted_file import read_bytes, read_json
 
 END_OF_TEXT = "<|endoftext|>"
 """The separator between documents."""
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>")
 """Tokens that separate documents, of those that pretrained models have, in the order of preference."""
+FILES_BESIDE = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+"""Files that belong to a language model and its tokenizer, beside tokenizer.json."""
 SMALLEST_VOCAB = 257
 """256 bytes and the separator."""
 GPT2_VOCAB = 50257
@@ -49,16 +54,19 @@ class Tokenizer:
     separator; end_text: its text. ends: numbers of the tokens that end a text that the model writes: the separator, and
     those that the files beside the tokenizer name. start: tokens that its post-processor puts before each text, such as
     Llama's BOS. nothing: the context of a text that has none: `start`, else the BOS, else the separator, as
-    lm-evaluation-harness takes them. fingerprint: hash of its content.
+    lm-evaluation-harness takes them. pad: number of the token that fills up texts, where it has one. fingerprint: hash
+    of its content.
 
-    begin: text of the BOS, where it has one. cuts: whether a long text may be cut at its line ends. ValueError for a
+    begin: text of the BOS, where it has one. beside: content of the files that belong beside its tokenizer.json, by
+    their names. cuts: whether a long text may be cut at its line ends. ValueError for a
     post-processor that puts other tokens than those of the vocabulary before a text.
     """
 
     def __init__(self, inner: tokenizers.Tokenizer, *, end: str = END_OF_TEXT, begin: str | None = None,
-                 cuts: bool = True, ends: Collection[int] = ()) -> None:
+                 cuts: bool = True, ends: Collection[int] = (), pad: int | None = None,
+                 beside: Mapping[str, str] = MappingProxyType({})) -> None:
         inner.encode_special_tokens = True
-        self._inner, self._cuts, self._begin = inner, cuts, begin
+        self._inner, self._cuts, self._begin, self._beside, self.pad = inner, cuts, begin, beside, pad
         numbers = inner.get_vocab()
         self.vocab: int = max(numbers.values()) + 1
         self.end: int = numbers[end]
@@ -69,7 +77,7 @@ class Tokenizer:
         self.fingerprint: str = hashlib.blake2b(inner.to_str().encode(), digest_size=8).hexdigest()
 
     def __reduce__(self) -> tuple[Callable[..., Tokenizer], tuple[object, ...]]:
-        return _rebuild, (self._inner.to_str(), self.end_text, self._begin, self._cuts, self.ends)
+        return _rebuild, (self._inner.to_str(), self.end_text, self._begin, self._cuts, self.ends, self.pad)
 
     def encode_from_start(self, text: str) -> list[int]:
         """Token numbers of a text that nothing precedes, as transformers gives them to the model: at least one."""
@@ -91,6 +99,10 @@ class Tokenizer:
         """The text of these tokens, with separators; bytes that are not UTF-8 become the replacement character."""
         return self._inner.decode([int(token) for token in ids], skip_special_tokens=False)
 
+    def encode_samples(self, texts: Sequence[tuple[str, str | None]], longest: int) -> list[Sample]:
+        """See `ranvier.data.text_samples.encode`."""
+        return text_samples.encode(self._inner, texts, longest)
+
     def numbers(self) -> dict[str, int]:
         """Token -> number, special ones included."""
         found: dict[str, int] = self._inner.get_vocab()
@@ -104,6 +116,10 @@ class Tokenizer:
         """The content of a tokenizer.json, as `load` and Hugging Face's `tokenizers` read it."""
         return self._inner.to_str(pretty=True)
 
+    def files_beside(self) -> Mapping[str, str]:
+        """Name -> text of the files that belong beside its tokenizer.json."""
+        return self._beside
+
     def save(self, path: Path) -> None:
         """Write `text` to a file. DataError if it cannot be written."""
         with published(path) as file:
@@ -111,9 +127,9 @@ class Tokenizer:
 
 
 @lru_cache(maxsize=1)
-def _rebuild(text: str, end: str, begin: str | None, cuts: bool, ends: frozenset[int]) -> Tokenizer:
-    """In another process."""
-    return Tokenizer(tokenizers.Tokenizer.from_str(text), end=end, begin=begin, cuts=cuts, ends=ends)
+def _rebuild(text: str, end: str, begin: str | None, cuts: bool, ends: frozenset[int], pad: int | None) -> Tokenizer:
+    """In another process, where nobody writes its files."""
+    return Tokenizer(tokenizers.Tokenizer.from_str(text), end=end, begin=begin, cuts=cuts, ends=ends, pad=pad)
 
 
 def _start_of(inner: tokenizers.Tokenizer, vocab: int) -> tuple[int, ...]:
@@ -210,7 +226,8 @@ def load(path: Path, remedy: str = "Delete it; it is then made or fetched again.
             raise ValueError("gaps in its numbers")
         if missing := {*pre_tokenizers.ByteLevel.alphabet(), END_OF_TEXT} - ids.keys():
             raise ValueError(f"no token {', '.join(sorted(missing))}")
-        return Tokenizer(_byte_level(models.BPE(ids, merges)), ends=_ends_beside(path, ids))
+        return Tokenizer(_byte_level(models.BPE(ids, merges)), ends=_ends_beside(path, ids),
+                         pad=_pad_beside(path, ids), beside=_texts_beside(path))
     except Exception as error:  # the library raises plain Exception
         raise _damaged(path, error, remedy) from error
 
@@ -232,8 +249,8 @@ def _is_plain(document: Any) -> bool:
 
 
 def _named_beside(path: Path, name: str) -> str | None:
-    """`bos_token` or `eos_token` of the tokenizer_config.json beside a tokenizer.json: a text, or an object with its
-    content."""
+    """`bos_token`, `eos_token` or `pad_token` of the tokenizer_config.json beside a tokenizer.json: a text, or an
+    object with its content."""
     end = _beside(path, "tokenizer_config.json").get(name)
     found = end.get("content") if isinstance(end, dict) else end
     return found if isinstance(found, str) else None
@@ -249,6 +266,20 @@ def _ends_beside(path: Path, numbers: Mapping[str, int]) -> frozenset[int]:
     return frozenset(found | ({numbers[text]} if text is not None and text in numbers else set()))
 
 
+def _pad_beside(path: Path, numbers: Mapping[str, int]) -> int | None:
+    text = _named_beside(path, "pad_token")
+    return None if text is None else numbers.get(text)
+
+
+def _texts_beside(path: Path) -> dict[str, str]:
+    """The `FILES_BESIDE` that there are; one that cannot be read is left out."""
+    found = {}
+    for name in FILES_BESIDE:
+        with suppress(OSError, ValueError):
+            found[name] = read_bytes(path.parent / name, _MOST_BESIDE_BYTES).decode()
+    return found
+
+
 def _beside(path: Path, name: str) -> dict[str, Any]:
     """The content of a JSON file beside a tokenizer.json; empty where there is none that is an object."""
     with suppress(OSError, ValueError, RecursionError):
@@ -258,7 +289,7 @@ def _beside(path: Path, name: str) -> dict[str, Any]:
 
 
 _MOST_TOKENS = 1 << 24
-_MOST_BYTES, _MOST_CONFIG_BYTES = 1 << 30, 1 << 24
+_MOST_BYTES, _MOST_CONFIG_BYTES, _MOST_BESIDE_BYTES = 1 << 30, 1 << 24, 1 << 22
 
 
 def _as_published(document: dict[str, Any], path: Path) -> Tokenizer:
@@ -284,6 +315,7 @@ def _as_published(document: dict[str, Any], path: Path) -> Tokenizer:
     if end is None:
         raise ValueError(f"no token that ends a text: {', '.join(_ENDS)}")
     return Tokenizer(inner, end=end, begin=_named_beside(path, "bos_token"), ends=_ends_beside(path, vocab),
+                     pad=_pad_beside(path, vocab), beside=_texts_beside(path),
                      cuts=_has_bytes(document.get("pre_tokenizer")))
 
 

@@ -14,7 +14,9 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from ranvier.data import text_samples
 from ranvier.data.publish import published
+from ranvier.data.text_samples import Sample
 from ranvier.errors import DataError
 from ranvier.system.untrusted_file import parse_json, read_bytes
 
@@ -63,6 +65,10 @@ class WordPiece:
         """As `encode`, with the (start, stop) of every token among the characters of the text."""
         return [(encoding.ids, encoding.offsets)
                 for encoding in self._inner.encode_batch(list(texts), add_special_tokens=False)]
+
+    def encode_samples(self, texts: Sequence[tuple[str, str | None]], longest: int) -> list[Sample]:
+        """See `ranvier.data.text_samples.encode`."""
+        return text_samples.encode(self._inner, texts, longest)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The words of these tokens; case and white space may differ from those of the text."""

@@ -45,9 +45,8 @@ def evaluate(trained: Trained, run: ResolvedRun, runs: Mapping[str, ResolvedRun]
                           remedy="Set `--preference.loss simpo` for the rewards without a reference, or name data of "
                                  "the task chat and set `--data.task chat`.")
     line = tell if world.rank == 0 else (lambda text: None)
-    prepared = {name: prepare(one, line) for name, one in runs.items()}
+    prepared = {name: trained.fitted(prepare(one, line)) for name, one in runs.items()}
     for data in prepared.values():
-        trained.check(data)
         run = resolve(run, Facts(num_classes=data.num_classes))
     engine = build_engine(run, trained, world)
     ranks = world.backend.group("evaluate", [tuple(range(world.size))])

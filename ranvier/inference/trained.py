@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,6 +25,7 @@ from ranvier.config import read
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
 from ranvier.data.cache_folder import user_cache_folder
+from ranvier.data.class_numbers import named_labels_in, with_labels
 from ranvier.data.offline.pretrained_models import local_path
 from ranvier.data.task import Prepared
 from ranvier.errors import CheckpointError, ConfigError, DataError
@@ -35,7 +35,7 @@ from ranvier.optim.average import EMA
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.precision import DTYPES
-from ranvier.system.untrusted_file import member, read_json, read_toml
+from ranvier.system.untrusted_file import read_toml
 from ranvier.world import World
 
 KEPT = ("model.", "lora.", "preference.", "batch.", "seed", "precision", "train.eval_sequences", "data.task",
@@ -48,7 +48,6 @@ PLACES = ("data.corpus", "data.mixture", "data.train", "data.eval", "data.eval_s
 """Settings that name data. A path is read if the run.toml of the run, a file of this user's, names it as well."""
 _LONGEST = 1024
 """Tokens of a sequence of a folder's model, if it has positions for as many."""
-_CONFIG_BYTES = 16 << 20
 _TASK_OF = {"tokens": "lm", "score": "reward", "span": "qa", "classes": "classification"}
 
 
@@ -83,18 +82,19 @@ class Trained:
         """The run with the sizes of the folder's model."""
         return run if self.pretrained is None else with_model(run, self.pretrained)
 
-    def check(self, data: Prepared) -> None:
-        """DataError where numbers of tokens or classes mean something else in `data` than in the training."""
+    def fitted(self, data: Prepared) -> Prepared:
+        """The data with the numbers of classes that the model has. DataError where it has other classes or tokens."""
         fingerprint = None if data.tokenizer is None else data.tokenizer.fingerprint
         if self.tokenizer is not None and fingerprint not in (None, self.tokenizer):
             raise DataError("is not the tokenizer that the model was trained with: the same numbers would be other "
                             "tokens", code="other-tokenizer-than-trained", where="data.tokenizer",
                             remedy="Set `--data.tokenizer` to the run's tokenizer.json.")
-        if self.labels and data.class_names and data.class_names != self.labels:
+        found = with_labels(data, self.labels) if self.labels and data.class_names else data
+        if found is None:
             raise DataError("has other classes than the model was trained on", code="other-classes-than-trained",
                             where="data.eval", value=list(data.class_names[:20]),
-                            remedy=f"Give data with its classes: {list(self.labels[:20])}; `--data.train` names the "
-                                   "training data, which has all of them.")
+                            remedy=f"Give data with its classes: {list(self.labels[:20])}.")
+        return found
 
 
 def open_trained(path: Path, tell: Callable[[str], None], *, ema: bool = False) -> Trained:
@@ -173,18 +173,7 @@ def _of_folder(path: Path, tell: Callable[[str], None]) -> Trained:
     def fill(engine: Engine) -> None:
         load_pretrained(engine, found)
 
-    return Trained(settings=values, fill=fill, origin=path, pretrained=found, labels=_labels(path))
-
-
-def _labels(path: Path) -> tuple[str, ...]:
-    """Names of classes that config.json gives; none where it has only those that transformers makes up."""
-    try:
-        document: Any = read_json(member(path, "config.json"), _CONFIG_BYTES)
-        names = document.get("id2label")
-        found = tuple(str(names[str(number)]) for number in range(len(names)))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return ()
-    return () if any(name == f"LABEL_{number}" for number, name in enumerate(found)) else found
+    return Trained(settings=values, fill=fill, origin=path, pretrained=found, labels=named_labels_in(path))
 
 
 def _fill(engine: Engine, saved: Saved, averages: Collection[str]) -> None:

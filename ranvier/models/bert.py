@@ -28,7 +28,7 @@ from torch.nn import functional
 from ranvier.block import Initial, Model, repeated
 from ranvier.config.run import Transformer
 from ranvier.errors import ConfigError, ModelError, RanvierError
-from ranvier.models.family import ModelFacts, text_transformer_in_words, wrong_head
+from ranvier.models.family import ModelFacts, num_classes, text_transformer_in_words, wrong_head
 from ranvier.tensor import layers as tensor
 from ranvier.tensor.split.loss import ClassLoss, SpanLoss
 
@@ -137,11 +137,6 @@ class SpanHead(nn.Module):
     def forward(self, state: State) -> Tensor:
         logits_BS2: Tensor = self.span(state["hidden"])
         return logits_BS2.masked_fill(~state["mask"][..., None], torch.finfo(logits_BS2.dtype).min)
-
-
-def num_classes(config: Transformer) -> int:
-    """What the head tells apart; 2 where nobody has looked at the data."""
-    return 2 if config.num_classes == "auto" else config.num_classes
 
 
 def bert(config: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:

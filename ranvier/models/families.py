@@ -204,7 +204,8 @@ def _facts(run: Run) -> ModelFacts:
 def flops_per_sample(run: Run, *, recomputed: bool = False) -> float:
     """FLOPs of training on one sample, forward and backward."""
     with blamed(family_name(run), _SETTING, "`flops_per_sample`"):
-        model = replace(run.model, vocab=2) if run.data.task == "reward" else run.model  # a head of next to nothing
+        scores = family_name(run) == "llama" and head_of(run) != "tokens"
+        model = replace(run.model, vocab=2) if scores else run.model  # a head of next to nothing
         return family_of(run).flops_per_sample(model, recomputed=recomputed)
 
 

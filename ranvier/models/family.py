@@ -86,3 +86,8 @@ def transformer_in_words(family: str, settings: Transformer) -> str:
 def text_transformer_in_words(family: str, settings: Transformer) -> str:
     """The sizes of a transformer that reads tokens."""
     return f"{transformer_in_words(family, settings)}, vocabulary {settings.vocab}, sequence {settings.sequence}"
+
+
+def num_classes(config: Transformer) -> int:
+    """What the head tells apart; 2 where nobody has looked at the data."""
+    return 2 if config.num_classes == "auto" else config.num_classes

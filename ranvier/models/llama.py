@@ -2,8 +2,8 @@
 SmolLM 2 and 3 and Granite are settings of it (docs/models.md).
 
 Shapes are in the names: B batch, S sequence, H hidden, N heads, K heads of keys and values, D width of a head, F inner
-width of an MLP, V vocabulary. The carried state is one tensor: token ids_BS (int64) into the embedding, x_BSH between
-blocks, logits_BSV or scores_BS1 out of the head. Inputs with several packed samples are a dict, as GPT's are.
+width of an MLP, V vocabulary, C scores. The carried state is one tensor: token ids_BS (int64) into the embedding, x_BSH
+between blocks, logits_BSV or scores_BSC out of the head. Inputs with several packed samples are a dict, as GPT's are.
 
     embedding -> layer0.attention -> layer0.mlp -> layer1.attention -> ... -> head
 
@@ -24,7 +24,7 @@ from ranvier.block import Initial, Model, State
 from ranvier.config.run import Transformer
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.models.decoding_cache import DecodingCache
-from ranvier.models.family import ModelFacts, text_transformer_in_words, wrong_head
+from ranvier.models.family import ModelFacts, num_classes, text_transformer_in_words, wrong_head
 from ranvier.models.segments import (
     attention_mask,
     hidden_and_segments,
@@ -34,7 +34,7 @@ from ranvier.models.segments import (
     with_hidden,
 )
 from ranvier.tensor import layers as tensor
-from ranvier.tensor.split.loss import NextTokenLoss
+from ranvier.tensor.split.loss import LastTokenLoss, NextTokenLoss
 from ranvier.tensor.split.preference_loss import RewardLoss
 
 NORM_EPSILON = 1e-5
@@ -250,17 +250,22 @@ class Head(nn.Module):
 
 
 class ScoreHead(nn.Module):
-    """Final norm and one score for each token, without bias: [B, S, 1]."""
+    """Final norm and scores of each token, without bias: [B, S, C]."""
 
-    def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
+    def __init__(self, config: Transformer, num_scores: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.norm = _norm(config, dtype)
-        self.score = tensor.ClassifierHead(config.hidden, 1, bias=False, token=None, dtype=dtype)
+        self.score = tensor.ClassifierHead(config.hidden, num_scores, bias=False, token=None, dtype=dtype)
 
     def forward(self, state: State) -> Tensor:
         x_BSH, _ = hidden_and_segments(state)
-        scores_BS1: Tensor = self.score(self.norm(x_BSH))
-        return scores_BS1
+        scores_BSC: Tensor = self.score(self.norm(x_BSH))
+        return scores_BSC
+
+
+def num_scores(config: Transformer, head: str) -> int:
+    """C of a `ScoreHead`: one for the head "score", and one of each class for "classes"."""
+    return 1 if head == "score" else num_classes(config)
 
 
 def llama(config: Transformer, *, dtype: torch.dtype = torch.float32) -> Model:
@@ -283,11 +288,14 @@ def _model(config: Transformer, head: str, dtype: torch.dtype) -> Model:
         for name, earlier in ((attention, first.setdefault(kind, attention)), (mlp, layers[0][1])):
             if name != earlier:
                 alike[name] = earlier
-    scores = head == "score"
-    blocks["head"] = partial(ScoreHead if scores else Head, config, dtype)
-    tied = (("embedding.token.weight", "head.projection.weight"),) if config.tied and not scores else ()
-    return Model(blocks=blocks, loss=RewardLoss() if scores else NextTokenLoss(config.vocab), layers=layers,
-                 initial=partial(initial, config), alike=alike, tied=tied)
+    loss: nn.Module
+    if head == "tokens":
+        blocks["head"], loss = partial(Head, config, dtype), NextTokenLoss(config.vocab)
+    else:
+        blocks["head"] = partial(ScoreHead, config, num_scores(config, head), dtype)
+        loss = RewardLoss() if head == "score" else LastTokenLoss()
+    tied = (("embedding.token.weight", "head.projection.weight"),) if config.tied and head == "tokens" else ()
+    return Model(blocks=blocks, loss=loss, layers=layers, initial=partial(initial, config), alike=alike, tied=tied)
 
 
 def problems(config: Transformer) -> list[ConfigError]:
@@ -339,11 +347,11 @@ def flops_per_sequence(config: Transformer, *, recomputed: bool = False) -> floa
 
 
 class _Llama:
-    """The family `llama`: the head "tokens", inputs ids_BS and targets_BS int64, and "score", of pairs of answers, with
-    the targets of `RewardLoss`."""
+    """The family `llama`: the head "tokens", inputs ids_BS and targets_BS int64; "classes", with the targets of
+    `LastTokenLoss`; and "score", of pairs of answers, with those of `RewardLoss`."""
 
     def problems(self, settings: Transformer, head: str) -> list[RanvierError]:
-        return [*wrong_head("llama", head, ("tokens", "score")), *problems(settings)]
+        return [*wrong_head("llama", head, ("tokens", "classes", "score")), *problems(settings)]
 
     def model(self, settings: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
         return _model(settings, head, dtype)
@@ -352,6 +360,9 @@ class _Llama:
         ids_BS = torch.zeros(count, length := settings.sequence, dtype=torch.int64)
         if head == "score":
             return in_halves(ids_BS), {"last": torch.tensor([length // 2, length]).repeat(count, 1) - 1}
+        if head == "classes":
+            zeros_B = torch.zeros_like(ids_BS[:, 0])
+            return ids_BS, {"last": zeros_B + length - 1, "class": zeros_B}
         return ids_BS, ids_BS
 
     def flops_per_sample(self, settings: Transformer, *, recomputed: bool = False) -> float:

@@ -24,7 +24,7 @@ from torch.nn import functional
 from ranvier.block import Initial, Model, repeated
 from ranvier.config.run import Transformer
 from ranvier.errors import ConfigError, ModelError, RanvierError
-from ranvier.models.family import ModelFacts, transformer_in_words, wrong_head
+from ranvier.models.family import ModelFacts, num_classes, transformer_in_words, wrong_head
 from ranvier.tensor import layers as tensor
 from ranvier.tensor.split.loss import ClassLoss
 
@@ -127,11 +127,6 @@ class Head(nn.Module):
     def forward(self, x_BSH: Tensor) -> Tensor:
         logits_BC: Tensor = self.classifier(self.norm(x_BSH))
         return logits_BC
-
-
-def num_classes(config: Transformer) -> int:
-    """What the head tells apart; 2 where nobody has looked at the data."""
-    return 2 if config.num_classes == "auto" else config.num_classes
 
 
 def vit(config: Transformer, *, dtype: torch.dtype = torch.float32) -> Model:

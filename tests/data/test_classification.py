@@ -94,6 +94,21 @@ def test_samples_are_tokens_between_cls_and_sep_padded_to_the_sequence(tmp_path)
     assert prepared.repeats and prepared.about.endswith(": 2 sentences, 2 held out, 2 classes")
 
 
+@pytest.mark.parametrize(("labels", "names", "targets"), [
+    (("good", "bad"), ("good", "bad"), [0, 1]), (("bad", "good"), ("bad", "good"), [1, 0]),
+    (("x", "good", "bad"), ("x", "good", "bad"), [1, 2]), (("x", "y"), ("bad", "good"), [1, 0])])
+def test_classes_have_the_numbers_of_the_models_labels(tmp_path, labels, names, targets):
+    """id2label of a trained classifier decides them, where it has the data's classes."""
+    folder = model_folder(tmp_path / "model", config={
+        "vocab_size": 10, "architectures": ["BertForSequenceClassification"],
+        "id2label": {str(number): name for number, name in enumerate(labels)}})
+    prepared = prepare(made(tmp_path, [("a", "good"), ("joy", "bad")], pretrained=str(folder),
+                            eval_rows=[("a", "good")]))
+    assert prepared.class_names == names and prepared.num_classes == len(names)
+    assert prepared.train.targets(np.array([0, 1])).tolist() == targets
+    assert prepared.eval.targets(np.array([0])).tolist() == targets[:1]
+
+
 def test_the_cache_is_used_and_any_thread_may_read(tmp_path):
     run, lines = made(tmp_path), []
     first = prepare(run, lines.append)

@@ -180,6 +180,17 @@ def test_a_folder_for_each_class_with_every_tenth_held_out(tmp_path):
     assert again.fingerprint == prepared.fingerprint and torch.equal(all_of(again.eval), all_of(prepared.eval))
 
 
+def test_classes_have_the_numbers_of_the_models_labels(tmp_path):
+    run = run_of(tmp_path, folder_of(tmp_path / "set"))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({
+        "architectures": ["ViTForImageClassification"], "id2label": {"0": "dog", "1": "cat"}}))
+    own, theirs = prepare(run), prepare(replace(run, model=replace(run.model, pretrained=str(tmp_path / "model"))))
+    assert own.class_names == ("cat", "dog") and theirs.class_names == ("dog", "cat")
+    assert theirs.train.targets(np.arange(21)).equal(1 - own.train.targets(np.arange(21)))
+    assert torch.equal(all_of(theirs.train), all_of(own.train)) and theirs.fingerprint != own.fingerprint
+
+
 def test_folders_of_train_and_val_and_eval_of_ones_own(tmp_path):
     folder_of(tmp_path / "set" / "train")
     folder_of(tmp_path / "set" / "val", {"dog": 3})

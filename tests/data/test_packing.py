@@ -159,6 +159,7 @@ def test_shares_of_padding():
 
 @pytest.mark.parametrize(("sequence", "data", "where"), [
     (64, {"packing": True}, "data.packing"), (64, {"task": "chat", "train": "quiz"}, "data.padding"),
+    (64, {"task": "classification", "train": "sst2"}, "data.padding"),
     (64, {"task": "chat", "train": "quiz", "padding": "maximum"}, None), (64, {}, None), (32, {"packing": True}, None)])
 def test_dynamic_rotary_scaling_needs_samples_of_their_own_length(sequence, data, where):
     """Its base depends on the length of the sequence above `rope_positions`."""

@@ -39,8 +39,9 @@ def written(path, rows):
 
 def run_of(tmp_path, rows, *, sequence=96, **data):
     return Run(model=Transformer(num_layers=1, hidden=16, heads=2, vocab=300, sequence=sequence),
-               data=Data(task="preference", train=str(written(tmp_path / "pairs.jsonl", rows)),
-                         tokenizer=str(tokenizer_in(tmp_path / "tokenizer")), cache_dir=tmp_path / "cache", **data))
+               data=Data(**{"task": "preference", "train": str(written(tmp_path / "pairs.jsonl", rows)),
+                            "tokenizer": str(tokenizer_in(tmp_path / "tokenizer")), "cache_dir": tmp_path / "cache"}
+                         | data))
 
 
 def rows_of(count):
@@ -79,6 +80,35 @@ def test_turns_of_the_assistant_before_the_answer_are_not_learnt():
 def test_rows_that_are_no_pairs_are_refused(row, code, value):
     with raises(code, where="line 7", value=value[:80]):
         pair_of(Row("line 7", row))
+
+
+@pytest.mark.parametrize(("value", "margin"), [(0, 0.0), (-0.5, -0.5), ("1.5", 1.5), ("", None), (None, None)])
+def test_margins_of_pairs(value, margin):
+    assert pair_of(Row("here", rows_of(1)[0] | {"margin": value})).margin == margin
+
+
+@pytest.mark.parametrize("value", [True, "much", [1], float("nan")])
+def test_margins_that_are_no_numbers_are_refused(value):
+    with raises("margin-not-number", where="line 7", value=repr(value)):
+        pair_of(Row("line 7", rows_of(1)[0] | {"margin": value}))
+
+
+@pytest.mark.parametrize("task", ["preference", "reward"])
+def test_margins_are_of_the_task_reward(tmp_path, task):
+    """As TRL: its DPOTrainer does not read them."""
+    rows = [row | {"margin": number / 4} for number, row in enumerate(rows_of(12))]
+    run = run_of(tmp_path, rows, eval=str(tmp_path / "pairs.jsonl"), task=task)
+    data = prepare(run)
+    targets = data.train.targets(np.arange(12))
+    if task == "preference":
+        check(data.warnings[0], "margin-without-effect", where=f"data.train {run.data.train}", value=12)
+        assert "margin" not in targets
+    else:
+        assert targets["margin"].tolist() == [number / 4 for number in range(12)]
+    for place, code in ((5, rows_of(1)), (0, rows_of(1))):
+        mixed = [*rows[:place], *code, *rows[place:]]
+        with raises("margin-of-some-pairs", where=f"{tmp_path / 'pairs.jsonl'} line {max(place + 1, 2)}"):
+            prepare(run_of(tmp_path, mixed, task=task))
 
 
 def test_a_sample_is_a_pair(tmp_path):

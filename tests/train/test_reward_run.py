@@ -11,7 +11,6 @@ import tokenizers
 import torch
 
 from ranvier.checkpoint.hf.from_pretrained import settled
-from ranvier.checkpoint.hf.pretrained import PretrainedConfig
 from ranvier.cli.main import run_command
 from ranvier.config.run import Data, Lora, Train, Transformer
 from ranvier.data.preference import REWARD
@@ -44,6 +43,7 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("reward")
     whole_tokenizer_in(path / "tokenizer")
     written(path / "pairs.jsonl", rows_of(40))
+    written(path / "margins.jsonl", [row | {"margin": 0.25 * number} for number, row in enumerate(rows_of(40))])
     return path
 
 
@@ -126,7 +126,11 @@ def test_a_reward_model_from_a_language_model_to_transformers_and_back(folder, b
 
     again = settled(reward_run(folder, tmp_path / "again", mesh=Mesh(col=2), model=Transformer(
         pretrained=str(out), sequence=96), train=Train(steps=1, learning_rate=1e-30, sample_tokens=0)))
-    assert_scores(trained(again)[0], rewards)
+    rows = str(folder / "margins.jsonl")
+    summary, _ = trained(replace(again, data=replace(again.data, train=rows, eval=rows)))
+    assert_scores(summary, rewards)
+    differences = torch.from_numpy(rewards[:, 0] - rewards[:, 1]) - 0.25 * torch.arange(40)
+    assert abs(summary["eval_loss"] + float(torch.nn.functional.logsigmoid(differences).mean())) < 1e-5
     assert run_command(["import", str(out), str(imported)]) == 0
     assert 'task = "reward"' in (imported / "run.toml").read_text()
     assert run_command(["generate", str(out)]) == 2, "it is no language model"
@@ -154,10 +158,3 @@ def test_models_without_a_classifier_in_transformers_are_refused(folder, tmp_pat
         num_layers=2, hidden=16, heads=2, vocab=300, sequence=96, residual_multiplier=0.5))
     with raises("no-classifier-in-hugging-face", where="data.task"):
         settled(run)
-
-
-def test_a_classifier_of_several_labels_is_refused(tmp_path):
-    transformers.LlamaForSequenceClassification(transformers.LlamaConfig(
-        **SIZES, num_labels=3)).save_pretrained(tmp_path)
-    with raises("llama-num-labels", value=3):
-        PretrainedConfig(tmp_path)

@@ -19,7 +19,8 @@ from ranvier.checkpoint.hf.form import (
     same,
 )
 from ranvier.config.run import Transformer
-from ranvier.models.bert import NORM_EPSILON, NUM_TYPES, num_classes
+from ranvier.models.bert import NORM_EPSILON, NUM_TYPES
+from ranvier.models.family import num_classes
 
 
 def places(config: Transformer, head: str) -> dict[str, TensorMapping]:

@@ -79,7 +79,7 @@ def export(run: Path, out: Path, *, dtype: str | None = None, shard_bytes: int =
                 ends = {}  # config.json has them
             if source.config.family in ("llama", "transformers") and found is not None:
                 ends |= export_files_beside(folder, found, tell) | (
-                    padding_of(folder) if source.head == "score" else {})
+                    padding_of(folder) if source.head != "tokens" else {})
             _write_config(folder, source, ends)
             files = write_model(folder, slots, source.tensors(), shard_bytes)
             comparison = logits.compare(source.config, source.value, folder, head=source.head)
@@ -302,10 +302,11 @@ def model_of(saved: Saved) -> tuple[Transformer, str, str]:
         raise _of_another_model("export-model-impossible", saved,
                                 f"is of no possible model: {problem.where} {problem.what}", problem.value)
     config = replace(found.model, family=families.family_name(found))
-    classifier = saved.manifest.tensors.get("parameter", {}).get("head.classifier.bias")
-    if config.num_classes == "auto" and classifier is not None and len(classifier.shape) == 1 and classifier.shape[0]:
-        config = replace(config, num_classes=classifier.shape[0])
-    if saved.manifest.tensors.get("parameter", {}).keys() & form_of(config).tied(config).keys():
+    parameters = saved.manifest.tensors.get("parameter", {})
+    shape = next((parameters[name].shape for name in hf.CLASSIFIERS if name in parameters), ())
+    if config.num_classes == "auto" and len(shape) == 2 and shape[0]:
+        config = replace(config, num_classes=shape[0])
+    if parameters.keys() & form_of(config).tied(config).keys():
         config = families.with_own_head(config)  # freezing has ended the tie
     return config, families.head_of(found), found.data.tokenizer
 

@@ -29,6 +29,8 @@ from ranvier.config.run import Transformer
 from ranvier.errors import CheckpointError, ModelError
 
 _adapter = TypeAdapter(Transformer)
+CLASSIFIERS = frozenset({"head.classifier.weight", "head.score.weight"})
+"""Our parameters with a row for each class."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,9 +219,14 @@ def numbered_labels(count: int) -> dict[str, object]:
 
 
 def num_labels(document: Mapping[str, object]) -> object:
-    """The number of classes of a classifier."""
-    labels = document.get("id2label")
-    return len(labels) if isinstance(labels, dict) and labels else document.get("num_labels", 2)
+    """The number of classes of a classifier. ModelError for one whose scores are no logits of classes."""
+    labels, kind = document.get("id2label"), document.get("problem_type")
+    found = len(labels) if isinstance(labels, dict) and labels else document.get("num_labels", 2)
+    if kind not in (None, "single_label_classification") and (kind != "regression" or found != 1):
+        raise ModelError("must be single_label_classification, or regression of a single score",
+                         code="problem-type", where="problem_type in config.json", value=kind,
+                         remedy="Take a model that gives each text one class.")
+    return found
 
 
 def left_out(document: Mapping[str, object], config: Transformer, defaults: Mapping[str, float | None]) -> list[str]:

@@ -29,11 +29,12 @@ def form_of_type(model_type: object) -> Form:
 
 
 def check_head(config: Transformer, head: str) -> None:
-    """ModelError for a reward model of an architecture that has no such class in transformers."""
+    """ModelError for scores of an architecture that has no such class in transformers."""
     form = form_of(config)
-    if head == "score" and head not in form.class_of:
+    if head in ("classes", "score") and head not in form.class_of:
         raise ModelError(f"has no form in transformers, whose {form.title} has no classifier",
-                         code="no-classifier-in-hugging-face", where="data.task", value="reward",
+                         code="no-classifier-in-hugging-face", where="data.task",
+                         value="reward" if head == "score" else "classification",
                          remedy="Take a model of another architecture, such as Llama, Qwen or Gemma.")
 
 

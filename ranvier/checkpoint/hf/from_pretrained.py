@@ -85,8 +85,8 @@ def settled(run: Run) -> Run:
     config.json is fetched, of a known model nothing. RanvierError if there is no such model, or a setting of the run
     differs."""
     found = _with_known_sizes(run)
-    if run.data.task == "reward" and (config := families.config_of(found)).family == "llama":
-        check_head(config, "score")
+    if run.data.task in ("reward", "classification") and (config := families.config_of(found)).family == "llama":
+        check_head(config, families.head_of(found))
     return with_adapter_settings(found)
 
 
@@ -185,7 +185,7 @@ def _fits(pretrained: Pretrained, name: str, shape: tuple[int, ...], notes: list
     if name in _VOCABULARY and shape[0] > there[0] and shape[1:] == there[1:]:
         notes.append(f"{shape[0] - there[0]} rows of {name} are new: they begin at the mean of the {there[0]} others")
         return True
-    if name.startswith("head.classifier."):
+    if name.startswith(("head.classifier.", "head.score.")):
         notes.append(f"{name} has the shape {there} in {pretrained.folder} and {shape} here: it is initialised "
                      "from the seed")
         return False

@@ -34,6 +34,7 @@ from ranvier.checkpoint.new_folder import check_free, new_folder
 from ranvier.checkpoint.saved import Saved
 from ranvier.config import read
 from ranvier.config.run import Data
+from ranvier.data.class_numbers import named_labels_in
 from ranvier.data.publish import Progress
 from ranvier.data.tokenizer import GPT2_VOCAB
 from ranvier.layout import whole
@@ -68,7 +69,9 @@ def import_model(model: Path, out: Path, *, precision: str | None = None, part_b
             import_files_beside(model, folder, tell)
         recipe = _recipe(source, precision, out.absolute() / TOKENIZER, has_tokenizer=(folder / TOKENIZER).exists())
         (folder / "run.toml").write_text(tomli_w.dumps(recipe), encoding="utf-8")
-        about = {"run": recipe, "samples": 0, **({} if tokenizer is None else {"tokenizer": tokenizer})}
+        labels = named_labels_in(model) if source.head == "classes" and not source.missing else ()
+        about = {"run": recipe, "samples": 0, **({} if tokenizer is None else {"tokenizer": tokenizer}),
+                 **({"labels": list(labels)} if labels else {})}
         _write_checkpoint(folder, source, slots, shards(list(slots.values()), part_bytes), about)
         saved = Saved(step_folder(folder / "checkpoint", 0))
         kind = "master" if is_half(DTYPES[precision]) else "parameter"

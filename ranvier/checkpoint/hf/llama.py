@@ -37,7 +37,7 @@ from ranvier.checkpoint.hf.form import (
 )
 from ranvier.config.run import Transformer
 from ranvier.errors import ModelError
-from ranvier.models.llama import NORM_EPSILON, head_dim, inner_width, kv_heads, window_of
+from ranvier.models.llama import NORM_EPSILON, head_dim, inner_width, kv_heads, num_scores, window_of
 
 MOST_LAYERS = 10_000
 LONGEST_SEQUENCE = 2048
@@ -101,8 +101,8 @@ _KINDS = {kind.model_type: kind for kind in (
 def _class_of(kind: _Kind) -> Mapping[str, str]:
     """Head -> class of transformers, which has no classifiers of Granite."""
     stem = kind.model_class.removesuffix("ForCausalLM") + ("Text" if kind.model_type == "gemma3_text" else "")
-    scores = {} if kind.model_type == "granite" else {"score": f"{stem}ForSequenceClassification"}
-    return {"tokens": kind.model_class, **scores}
+    scores = () if kind.model_type == "granite" else ("classes", "score")
+    return {"tokens": kind.model_class, **dict.fromkeys(scores, f"{stem}ForSequenceClassification")}
 
 
 _FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "olmo3": 4}
@@ -123,8 +123,8 @@ def places(config: Transformer, head: str = "tokens") -> dict[str, TensorMapping
     for layer in range(config.num_layers):
         found |= {f"layer{layer}.{name}": place for name, place in _of_layer(config, f"model.layers.{layer}").items()}
     found["head.norm.weight"] = same("model.norm.weight", hidden)
-    if head == "score":
-        found["head.score.weight"] = same("score.weight", 1, hidden)
+    if head != "tokens":
+        found["head.score.weight"] = same("score.weight", num_scores(config, head), hidden)
     elif not config.tied:
         found["head.projection.weight"] = same("lm_head.weight", config.vocab, hidden)
     return found
@@ -229,11 +229,11 @@ def _read(kind: _Kind, document: Mapping[str, object]) -> tuple[Transformer, lis
     functions: dict[str, tuple[object, tuple[object, ...]]] = {**_FUNCTION, kind.activation_key: (
         "silu", tuple(_ACTIVATIONS))}
     named = document.get("architectures")
-    if isinstance(named, list) and _class_of(kind).get("score") in named and num_labels(document) != 1:
-        raise _wrong("llama-num-labels", "num_labels", num_labels(document), "must be 1, the score of a reward model")
+    has_classes = isinstance(named, list) and _class_of(kind).get("classes") in named
     optional = {key: ours for key, ours in _OPTIONAL.items() if document.get(key) is not None}
     config = read_settings(document, _SIZES | optional, functions, {
-        "family": "llama", "bias": _bias(document), "activation": _ACTIVATIONS.get(str(activation), "silu"),
+        "family": "llama", "num_classes": num_labels(document) if has_classes else "auto", "bias": _bias(document),
+        "activation": _ACTIVATIONS.get(str(activation), "silu"),
         **_rotary(kind, document), **_nope(kind, document), **_window(kind, document), **_factors(kind, document),
         **kind.fixed})
     return replace(config, sequence=min(config.max_positions or LONGEST_SEQUENCE, LONGEST_SEQUENCE)), left_out(
@@ -401,7 +401,7 @@ def _write(kind: _Kind, config: Transformer, head: str = "tokens") -> dict[str, 
         kind.activation_key: next(there for there, ours in _ACTIVATIONS.items() if ours == config.activation),
         "attention_bias": config.bias in ("attention", "all"), "mlp_bias": config.bias == "all",
         "attention_dropout": 0.0, **_written_rope(config), **_written_window(kind, config),
-        **(numbered_labels(1) if head == "score" else {})}
+        **_written_scores(config, head)}
     if "query_pre_attn_scalar" in kind.defaults:
         document |= {"query_pre_attn_scalar": _whole(config.query_pre_attn_scalar or head_dim(config)),
                      "attn_logit_softcapping": config.attention_softcap or None,
@@ -425,6 +425,12 @@ def _write(kind: _Kind, config: Transformer, head: str = "tokens") -> dict[str, 
                              where=f"model.{name.replace('_', '-')}", value=wanted,
                              remedy="Only what an architecture of transformers computes can be exported.")
     return document
+
+
+def _written_scores(config: Transformer, head: str) -> dict[str, object]:
+    """Labels; and no padding, unless the tokenizer has some: defaults of transformers name any token, before which it
+    would take the scores of a text that ends in it."""
+    return {} if head == "tokens" else {**numbered_labels(num_scores(config, head)), "pad_token_id": None}
 
 
 def _whole(value: float) -> float:

@@ -200,7 +200,7 @@ def _built(transformers: Any, source: Pretrained, head: str, read: Read) -> Any:
             tensors |= zip(places[ours].names, hf.tensors_there(places[ours], read(ours).float()), strict=True)
     settings = {key: value for key, value in source.document.items()
                 if key not in _NOT_COMPUTED and not key.startswith("_") and not key.endswith("_token_id")}
-    if head in ("tokens", "score"):  # Phi-3's default is beyond the tokens of a part of a model
+    if source.form.family == "llama" or head == "tokens":  # Phi-3's default is beyond the tokens of a part of a model
         settings["pad_token_id"] = None
     return kind.from_pretrained(None, config=kind.config_class(**settings), state_dict=tensors,
                                 attn_implementation="eager", local_files_only=True)
@@ -209,7 +209,7 @@ def _built(transformers: Any, source: Pretrained, head: str, read: Read) -> Any:
 def _forward(model: Any, inputs: State, head: str) -> Tensor:
     """The logits of a model of transformers, or the scores of each token; of one without a head, the features of the
     first token."""
-    if head == "score":  # its forward gives that of the last token alone
+    if hasattr(model, "score"):  # its forward gives those of the last token alone
         scores: Tensor = model.score(model.base_model(inputs).last_hidden_state)
         return scores
     found = model(inputs) if isinstance(inputs, Tensor) else model(

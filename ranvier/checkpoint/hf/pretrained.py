@@ -87,7 +87,7 @@ class Pretrained(PretrainedConfig):
         self._check(heads)
         self.missing = tuple(ours for ours in form_of(self.config).places(self.config, self.head)
                              if ours not in self.places)
-        if "head.classifier.weight" not in self.places:
+        if not self.places.keys() & hf.CLASSIFIERS:
             self.config = replace(self.config, num_classes="auto")
         self.dtypes = {dtype for name in self._called.values() if isinstance(dtype := heads[name][0], torch.dtype)}
 
@@ -196,7 +196,10 @@ def _head(form: hf.Form, document: Mapping[str, object]) -> str:
     """The head that config.json names, or the form's first."""
     named = document.get("architectures")
     named = named if isinstance(named, list) else []
-    return next((head for head, kind in form.class_of.items() if kind in named), next(iter(form.class_of)))
+    found = [head for head, kind in form.class_of.items() if kind in named] or [next(iter(form.class_of))]
+    if len(found) > 1:  # a decoder's "classes" and "score" are one class there
+        return found[hf.num_labels(document) == 1]
+    return found[0]
 
 
 def _is_needed(ours: str, place: hf.TensorMapping, heads: Mapping[str, object], prefix: str) -> bool:

@@ -20,8 +20,6 @@ from ranvier.system.untrusted_file import read_json
 
 TOKENIZER = "tokenizer.json"
 GENERATION = "generation_config.json"
-_BESIDE = (GENERATION, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-"""Files that belong to a language model and its tokenizer, and that training does not read."""
 _MOST_BYTES = 1 << 22
 _ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -108,7 +106,7 @@ def padding_of(folder: Path) -> dict[str, object]:
 
 
 def _copy_files_beside(source: Path, folder: Path, tell: Callable[[str], None]) -> None:
-    for name in _BESIDE:
+    for name in tokenizers.FILES_BESIDE:
         if (source / name).exists():
             path = own_file(source, name)
             if path.stat().st_size > _MOST_BYTES:

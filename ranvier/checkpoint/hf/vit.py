@@ -22,7 +22,8 @@ from ranvier.checkpoint.hf.form import (
 )
 from ranvier.config.run import Transformer
 from ranvier.errors import ModelError
-from ranvier.models.vit import CHANNELS, NORM_EPSILON, num_classes, num_tokens
+from ranvier.models.family import num_classes
+from ranvier.models.vit import CHANNELS, NORM_EPSILON, num_tokens
 
 _VIT = {"norm1": "layernorm_before", "norm2": "layernorm_after", "fc1": "intermediate.dense", "fc2": "output.dense"}
 _DINOV2 = {"norm1": "norm1", "norm2": "norm2", "fc1": "mlp.fc1", "fc2": "mlp.fc2"}

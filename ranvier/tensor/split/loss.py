@@ -123,6 +123,32 @@ class ClassLoss(nn.Module):
         return _cross_entropies(logits_BC, targets).sum(), _num_counted(targets)
 
 
+class LastTokenLoss(nn.Module):
+    """`ClassLoss` of the logits of each sample's last token, of logits [B, S, C].
+
+    targets: {"last": [B], "class": [B]} int64: the position of that token, and the class. ModelError as `last_logits`.
+    """
+
+    def forward(self, logits_BSC: Tensor, targets: object) -> tuple[Tensor, Tensor]:
+        """logits [B, S, C], targets as above."""
+        logits_BC, found = last_logits(logits_BSC, targets)
+        losses_B = _cross_entropies(logits_BC, found["class"])
+        return losses_B.sum(), _num_counted(found["class"])
+
+
+def last_logits(logits_BSC: Tensor, targets: object) -> tuple[Tensor, dict[str, Tensor]]:
+    """[B, C], or [B, N, C], in fp32 or wider: the logits at the positions targets["last"], [B] or [B, N] int64, or at 0
+    where that is `IGNORED`; and the targets. ModelError where these lack it."""
+    if not isinstance(targets, dict) or "last" not in targets:
+        raise ModelError("lack the position of each text's last token, `last`", code="targets-of-scores",
+                         where="targets of scores", value=type(targets).__name__,
+                         remedy="Give {'last': [batch, ...] int64, ...}.")
+    last = targets["last"]
+    place_BNC = last.clamp(min=0).view(len(last), -1, 1).expand(-1, -1, logits_BSC.shape[-1])
+    found_BNC = logits_BSC.gather(1, place_BNC)
+    return found_BNC.view(*last.shape, -1).to(torch.promote_types(logits_BSC.dtype, torch.float32)), targets
+
+
 class SpanLoss(nn.Module):
     """Loss of extractive question answering: logits [B, S, 2] score each token as an answer's first and last one.
 

@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from ranvier.config.run import Preference
 from ranvier.errors import ModelError
-from ranvier.tensor.split.loss import IGNORED, TokenLosses
+from ranvier.tensor.split.loss import IGNORED, TokenLosses, last_logits
 
 
 class PreferenceLoss(nn.Module):
@@ -54,28 +54,28 @@ class PreferenceLoss(nn.Module):
 
 class RewardLoss(nn.Module):
     """Sum over pairs of -log sigmoid of the chosen answer's score minus the rejected one's, and the number of pairs
-    (Bradley and Terry, 1952; Ouyang et al., 2022, equation 1).
+    (Bradley and Terry, 1952; Ouyang et al., 2022, equation 1). A pair's margin is subtracted from that difference
+    (Touvron et al., Llama 2, 2023, equation 2).
 
-    targets: {"last": [B, 2] int64}, the position of each answer's last token, or `IGNORED` where there is no pair.
-    Number formats as for `PreferenceLoss`; on a mesh every column has all scores. ModelError where targets lack that.
+    targets: {"last": [B, 2] int64}, the position of each answer's last token, or `IGNORED` where there is no pair;
+    "margin": [B] float64, where pairs have one. Number formats as for `PreferenceLoss`; on a mesh every column has all
+    scores. ModelError where targets lack "last".
     """
 
     def forward(self, scores_BS1: Tensor, targets: object) -> tuple[Tensor, Tensor]:
         """scores [B, S, 1], targets as above."""
         rewards_B2, counted_B = last_scores(scores_BS1, targets)
-        losses_B = -functional.logsigmoid(rewards_B2[:, 0] - rewards_B2[:, 1])
+        difference_B = rewards_B2[:, 0] - rewards_B2[:, 1]
+        if isinstance(targets, dict) and "margin" in targets:
+            difference_B = difference_B - targets["margin"].to(difference_B.dtype)
+        losses_B = -functional.logsigmoid(difference_B)
         return losses_B.where(counted_B, 0).sum(), counted_B.sum()
 
 
 def last_scores(scores_BS1: Tensor, targets: object) -> tuple[Tensor, Tensor]:
     """[B, 2], the score of each answer's last token, and [B], whether there is a pair."""
-    if not isinstance(targets, dict) or "last" not in targets:
-        raise ModelError("lack the position of each answer's last token, `last`", code="targets-of-scores",
-                         where="targets of the reward loss", value=type(targets).__name__,
-                         remedy="Give {'last': [batch, 2] int64}.")
-    last_B2 = targets["last"]
-    wide_BS = scores_BS1[..., 0].to(torch.promote_types(scores_BS1.dtype, torch.float32))
-    return wide_BS.gather(1, last_B2.clamp(min=0)), (last_B2 != IGNORED).all(1)
+    rewards_B21, found = last_logits(scores_BS1, targets)
+    return rewards_B21.squeeze(-1), (found["last"] != IGNORED).all(1)
 
 
 def checked_targets(targets: object, settings: Preference) -> dict[str, Tensor]:

@@ -1,0 +1,79 @@
+"""Numbers of classes that a model has given already: data takes them where it has the same classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ranvier.config.run import Run
+from ranvier.data.cache_folder import cache_folder
+from ranvier.data.fingerprint import fingerprint
+from ranvier.data.offline.pretrained_models import folder_of
+from ranvier.data.publish import Progress
+from ranvier.data.subset import Subset
+from ranvier.data.task import Dataset, Prepared, Targets
+from ranvier.system.untrusted_file import member, read_json
+
+_CONFIG_BYTES = 16 << 20
+_CLASSIFIERS = ("ForSequenceClassification", "ForImageClassification")
+
+
+def labels_in(folder: Path) -> tuple[str, ...]:
+    """The names of classes, by number, of a classifier in Hugging Face's format (id2label); none without them."""
+    try:
+        document: Any = read_json(member(folder, "config.json"), _CONFIG_BYTES)
+        names = document["id2label"]
+        is_classifier = any(str(kind).endswith(_CLASSIFIERS) for kind in document["architectures"])
+        return tuple(str(names[str(number)]) for number in range(len(names))) if is_classifier else ()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return ()
+
+
+def named_labels_in(folder: Path) -> tuple[str, ...]:
+    """Likewise; none where it has only the names that transformers makes up."""
+    found = labels_in(folder)
+    return () if any(name == f"LABEL_{number}" for number, name in enumerate(found)) else found
+
+
+def numbers_of(classes: Sequence[str], labels: Sequence[str]) -> list[int] | None:
+    """The number of each of the data's classes among a model's labels: by its name, or where the classes are the
+    numbers of all labels, that number. None where they are others."""
+    if set(classes) <= set(labels):
+        return [labels.index(name) for name in classes]
+    return list(range(len(labels))) if list(classes) == [str(number) for number in range(len(labels))] else None
+
+
+def with_labels(data: Prepared, labels: tuple[str, ...]) -> Prepared | None:
+    """The data with the model's labels as its classes; None where its classes are others."""
+    numbers = numbers_of(data.class_names, labels)
+    if numbers is None or data.class_names == labels:
+        return None if numbers is None else data
+    train, held = (Renumbered(part, numbers) for part in (data.train, data.eval))
+    return replace(data, train=train, eval=held, num_classes=len(labels), class_names=labels,
+                   fingerprint=fingerprint(data.fingerprint, *labels))
+
+
+def with_labels_of_model(data: Prepared, run: Run, progress: Progress) -> Prepared:
+    """`with_labels` of the model that training starts from, where it has the data's classes."""
+    if run.model.pretrained is None:
+        return data
+    return with_labels(data, labels_in(folder_of(run.model.pretrained, cache_folder(run), progress))) or data
+
+
+class Renumbered(Subset):
+    """Samples whose classes have other numbers. numbers: by the number that `whole` gives."""
+
+    def __init__(self, whole: Dataset, numbers: Sequence[int]) -> None:
+        super().__init__(whole, np.arange(len(whole)))
+        self._numbers = torch.tensor(numbers)
+
+    def targets(self, samples: np.ndarray, length: int | None = None) -> Targets:
+        """As `Subset.targets`: a tensor of classes, or a dict with one."""
+        found = super().targets(samples, length)
+        return self._numbers[found] if isinstance(found, Tensor) else found | {"class": self._numbers[found["class"]]}
