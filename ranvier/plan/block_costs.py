@@ -284,7 +284,7 @@ def check_loss(model: Model, state: State, targets: object, dtype: torch.dtype) 
 
 
 def loss_parts(result: Any) -> tuple[Tensor, Tensor | float | int]:
-    """A loss's (sum, weight). ModelError when it returned something else."""
+    """A loss's (sum, weight). ModelError when it returned something else, or a weight with a gradient."""
     fits = (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor) and result[0].numel() == 1
             and (isinstance(result[1], (int, float)) or (isinstance(result[1], Tensor) and result[1].numel() == 1)))
     if not fits:
@@ -294,6 +294,9 @@ def loss_parts(result: Any) -> tuple[Tensor, Tensor | float | int]:
                          remedy="Use reduction='sum' and return the count beside it, so that microbatches of different "
                                 "sizes add up to the same gradients.")
     total, weight = result
+    if isinstance(weight, Tensor) and weight.requires_grad:
+        raise ModelError("depends on what trains, and counts as a constant in the gradient", code="loss-weight-trains",
+                         where="loss", value=_kind(weight), remedy="Return a number of targets, or weight.detach().")
     return total, weight
 
 

@@ -177,6 +177,12 @@ def test_loss_parts(result):
     assert total is result[0] and weight is result[1]
 
 
+def test_a_weight_that_trains_is_refused():
+    """Its gradient would be left out."""
+    with raises("loss-weight-trains", where="loss"):
+        loss_parts((torch.ones(()), torch.ones((), requires_grad=True)))
+
+
 MASK = torch.ones(128, 128, dtype=torch.bool).tril()
 
 
