@@ -49,14 +49,18 @@ def _most_equal(sums: Sequence[float], num_stages: int, most: float) -> tuple[in
     # where the stages behind begin -> their sum of squares, and where each of them begins and the last one ends
     for stage in range(num_stages - 1, -1, -1):
         here: dict[int, tuple[float, tuple[int, ...]]] = {}
-        for first in range(latest[stage], stage - 1, -1):
-            options = [((sums[stop] - sums[first]) ** 2 + rest, -stop, ends) for stop, (rest, ends) in behind.items()
-                       if first < stop and sums[stop] - sums[first] <= most]
-            if options:
-                squares, _, ends = min(options)
-                here[first] = squares, (first, *ends)
-            elif sums[num_blocks] - sums[first] > most * (num_stages - stage):
+        first, end = latest[stage], max(behind)
+        while first >= stage:
+            stops = range(max(first + 1, min(behind)), end + 1)
+            options = [((sums[stop] - sums[first]) ** 2 + behind[stop][0], -stop) for stop in stops
+                       if sums[stop] - sums[first] <= most]
+            if not options and here:  # nor does any place before it
                 break
+            if options:
+                squares, negative = min(options)
+                end = -negative  # of a stage that begins earlier, the best end is no later
+                here[first] = squares, (first, *behind[end][1])
+            first -= 1
         behind = here
     return behind[0][1][1:-1]
 
