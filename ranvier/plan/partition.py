@@ -12,6 +12,10 @@ from ranvier.errors import ConfigError
 from ranvier.mesh import StagePlacement
 
 
+_ROUNDING = 1e-9
+"""Part of a stage's cost by which sums of the same blocks may differ."""
+
+
 def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     """First block of each stage after the first, such that the slowest stage costs as little as any cut allows, and
     the stages are as equal as they can be beside it.
@@ -35,7 +39,7 @@ def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
             longer[first] = min([sums[start] - begun for start in options[crossing:crossing + 1]]
                                 + [slowest[start] for start in options[max(0, crossing - 1):crossing]])
         slowest = longer
-    return _most_equal(sums, num_stages, most=slowest[0])
+    return _most_equal(sums, num_stages, most=slowest[0] * (1 + _ROUNDING))
 
 
 def _most_equal(sums: Sequence[float], num_stages: int, most: float) -> tuple[int, ...]:
