@@ -395,8 +395,25 @@ _ELSEWHERE = types.MappingProxyType({
     "n_head": "model.heads", "n_embd": "model.hidden", "d_model": "model.hidden", "hidden_size": "model.hidden",
     "vocab_size": "model.vocab", "optimizer": "optim.algorithm", "device": "launch.device", "data": "data.corpus",
     "text": "data.corpus", "out_dir": "run_dir", "output": "run_dir", "wandb": "log.tracker",
-    "report_to": "log.tracker"})
-"""Names of settings in other programs -> ours."""
+    "report_to": "log.tracker", "num_processes": "mesh.data", "sequence_parallel": "tensor.sequence_sharding",
+    "num_layers_per_virtual_pipeline_stage": "pipeline.stages_per_rank",
+    "decoder_first_pipeline_num_layers": "pipeline.boundaries", "pipeline_model_parallel_layout": "pipeline.boundaries",
+    "use_distributed_optimizer": "optim.shard", "use_torch_fsdp2": "mesh.row", "use_megatron_fsdp": "mesh.row",
+    "optimizer_cpu_offload": "optim.offload", "recompute_granularity": "memory.recompute",
+    "recompute_method": "memory.recompute", "recompute_num_layers": "memory.recompute",
+    "recompute_activations": "memory.recompute", "lr_decay_style": "train.schedule", "train_samples": "train.steps",
+    "lr_decay_iters": "train.steps", "lr_decay_samples": "train.steps", "lr_warmup_iters": "train.warmup_steps",
+    "lr_warmup_samples": "train.warmup_steps", "lr_warmup_fraction": "train.warmup_steps",
+    "lr_wsd_decay_iters": "train.decay_share", "lr_wsd_decay_style": "train.decay_shape", "adam_beta1": "optim.betas",
+    "adam_beta2": "optim.betas", "adam_eps": "optim.epsilon", "accumulate_allreduce_grads_in_fp32": "optim.accumulate",
+    "num_attention_heads": "model.heads", "num_query_groups": "model.kv_heads", "ffn_hidden_size": "model.intermediate",
+    "max_position_embeddings": "model.max_positions", "rotary_base": "model.rope_base", "swiglu": "model.family",
+    "untie_embeddings_and_output_weights": "model.tied", "hidden_dropout": "model.dropout",
+    "attention_dropout": "model.dropout", "data_path": "data.corpus", "save": "run_dir", "load": "resume",
+    "eval_iters": "train.eval_sequences", "distributed_timeout_minutes": "comm.timeout_seconds",
+    "check_weight_hash_across_dp_replicas_interval": "guard.compare_every",
+    "no_check_for_nan_in_loss_and_grad": "guard.bad_step"})
+"""Names of settings in other programs -> ours; all flags that the pages in docs/coming-from have."""
 
 _RECIPES_ELSEWHERE = types.MappingProxyType({"nanogpt": "gpt-tiny", "nanochat": "gpt-tiny", "gpt2": "gpt2-small",
                                              "gpt-2": "gpt2-small", "llama": "llama-tiny", "bert": "bert-sentiment"})

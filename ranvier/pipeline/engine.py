@@ -49,7 +49,7 @@ from ranvier.mesh import Mesh
 from ranvier.optim.guard import BadSteps
 from ranvier.optim.optimizer import storage_bytes
 from ranvier.optim.step import GradientStatus, OptimizerFactory, Updater
-from ranvier.pipeline.autocast import check_autocast, refuse_outer_autocast
+from ranvier.pipeline.autocast import check_autocast, refuse_outer_modes
 from ranvier.pipeline.batch import BatchRunner
 from ranvier.pipeline.build import build_stage, stage_parameters
 from ranvier.pipeline.connections import Connections
@@ -88,6 +88,7 @@ from ranvier.system.machine import has_triton
 from ranvier.tensor.float8 import float8_layers
 from ranvier.tensor.lookups import lookup_tables
 from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.split.loss import NextTokenLoss
 from ranvier.tensor.weight_gradients import WeightGradients
 from ranvier.world import World
 
@@ -241,6 +242,7 @@ class Engine:
         self._stages = self._build_stages(model, blocks, seed=seed, compile=compile, autocast=autocast, float8=float8,
                                           frozen_dropout=frozen_dropout, tables=tables)
         self._runner = self._build_runner(dtype, nominal_weight)
+        self._looks_at_shift = isinstance(model.loss, NextTokenLoss)
 
     # ------------------------------------------------------------------ start
 
@@ -456,7 +458,8 @@ class Engine:
         return dict(self._parameters)
 
     def gradients(self) -> dict[str, Tensor]:
-        """After `forward_backward`: the gradients that this rank owns, of the mean loss over the global batch."""
+        """After `forward_backward`: the gradients that this rank owns, of the mean loss over the global batch. A
+        parameter that no loss has reached has none, as in a plain loop."""
         return {spec.name: spec.parameter.grad for spec in self._updater.gradients.owned()
                 if spec.parameter.grad is not None}
 
@@ -912,7 +915,7 @@ class Engine:
 
     def _checked(self, microbatches: Batch, *, training: bool = True, has_loss: bool = True) -> list[Microbatch]:
         """The batch, which this rank can begin: what is refused here has changed nothing, and may be called again."""
-        refuse_outer_autocast(self.world.device)
+        refuse_outer_modes(self.world.device, training=training)
         self._elsewhere.check_start()
         batch = _as_microbatches(microbatches)
         needs_inputs, needs_targets = self.is_first_stage, self.is_last_stage and has_loss
@@ -923,6 +926,10 @@ class Engine:
                     raise ModelError(f"has no {what} on the {stage} stage", code="microbatch-lacks-data",
                                      where=f"microbatch {number}",
                                      remedy=f"Give the ranks of the {stage} stage the {what} of every microbatch.")
+        if has_loss and self._looks_at_shift:
+            for one in batch:
+                NextTokenLoss.check_shifted(one.inputs, one.targets)
+            self._looks_at_shift = False
         if training:
             self._stages.check()
         return batch

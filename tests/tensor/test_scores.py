@@ -187,6 +187,17 @@ def test_pairs_that_fill_up_a_row_do_not_count():
         RewardLoss()(scores, last)
 
 
+@pytest.mark.parametrize("settings", [
+    {}, {"norms": "after", "qk_norm": "all"}, {"norm_offset": 1.0, "embedding_scale": "sqrt-hidden"}], ids=[
+        "llama", "olmo2", "gemma"])
+def test_no_token_is_padding_without_a_tokenizer_that_says_so(settings):
+    """OLMo's default in transformers is token 1, Gemma's 0."""
+    transformers = pytest.importorskip("transformers")
+    config = replace(KINDS["llama"], **settings)
+    for head in ("classes", "score"):
+        assert transformers.AutoConfig.for_model(**form_of(config).write(config, head)).pad_token_id is None
+
+
 def test_texts_that_fill_up_a_row_do_not_count():
     logits = torch.randn(2, 5, 3, dtype=torch.float64)
     last, classes = torch.tensor([4, IGNORED]), torch.tensor([2, IGNORED])

@@ -401,7 +401,7 @@ def _write(kind: _Kind, config: Transformer, head: str = "tokens") -> dict[str, 
         kind.activation_key: next(there for there, ours in _ACTIVATIONS.items() if ours == config.activation),
         "attention_bias": config.bias in ("attention", "all"), "mlp_bias": config.bias == "all",
         "attention_dropout": 0.0, **_written_rope(config), **_written_window(kind, config),
-        **(numbered_labels(num_scores(config, head)) if head != "tokens" else {})}
+        **_written_scores(config, head)}
     if "query_pre_attn_scalar" in kind.defaults:
         document |= {"query_pre_attn_scalar": _whole(config.query_pre_attn_scalar or head_dim(config)),
                      "attn_logit_softcapping": config.attention_softcap or None,
@@ -425,6 +425,12 @@ def _write(kind: _Kind, config: Transformer, head: str = "tokens") -> dict[str, 
                              where=f"model.{name.replace('_', '-')}", value=wanted,
                              remedy="Only what an architecture of transformers computes can be exported.")
     return document
+
+
+def _written_scores(config: Transformer, head: str) -> dict[str, object]:
+    """Labels; and no padding, unless the tokenizer has some: defaults of transformers name any token, before which it
+    would take the scores of a text that ends in it."""
+    return {} if head == "tokens" else {**numbered_labels(num_scores(config, head)), "pad_token_id": None}
 
 
 def _whole(value: float) -> float:
