@@ -550,8 +550,11 @@ class Engine:
         """
         self.check_usable("full_state_dict")
         self._finish_update()
+        self._connections.board.action = "full_state_dict"
         with self._working():
-            return gather_full_state(self, self._connections.all)
+            found = gather_full_state(self, self._connections.all)
+        self._connections.board.action = _OUTSIDE
+        return found
 
     @of_engine
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
