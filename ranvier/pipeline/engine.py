@@ -49,7 +49,7 @@ from ranvier.mesh import Mesh
 from ranvier.optim.guard import BadSteps
 from ranvier.optim.optimizer import storage_bytes
 from ranvier.optim.step import GradientStatus, OptimizerFactory, Updater
-from ranvier.pipeline.autocast import check_autocast, refuse_outer_autocast
+from ranvier.pipeline.autocast import check_autocast, refuse_outer_modes
 from ranvier.pipeline.batch import BatchRunner
 from ranvier.pipeline.build import build_stage, stage_parameters
 from ranvier.pipeline.connections import Connections
@@ -458,7 +458,8 @@ class Engine:
         return dict(self._parameters)
 
     def gradients(self) -> dict[str, Tensor]:
-        """After `forward_backward`: the gradients that this rank owns, of the mean loss over the global batch."""
+        """After `forward_backward`: the gradients that this rank owns, of the mean loss over the global batch. A
+        parameter that no loss has reached has none, as in a plain loop."""
         return {spec.name: spec.parameter.grad for spec in self._updater.gradients.owned()
                 if spec.parameter.grad is not None}
 
@@ -549,8 +550,11 @@ class Engine:
         """
         self.check_usable("full_state_dict")
         self._finish_update()
+        self._connections.board.action = "full_state_dict"
         with self._working():
-            return gather_full_state(self, self._connections.all)
+            found = gather_full_state(self, self._connections.all)
+        self._connections.board.action = _OUTSIDE
+        return found
 
     @of_engine
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -911,7 +915,7 @@ class Engine:
 
     def _checked(self, microbatches: Batch, *, training: bool = True, has_loss: bool = True) -> list[Microbatch]:
         """The batch, which this rank can begin: what is refused here has changed nothing, and may be called again."""
-        refuse_outer_autocast(self.world.device)
+        refuse_outer_modes(self.world.device, training=training)
         self._elsewhere.check_start()
         batch = _as_microbatches(microbatches)
         needs_inputs, needs_targets = self.is_first_stage, self.is_last_stage and has_loss
