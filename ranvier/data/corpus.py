@@ -24,6 +24,7 @@ from typing import Protocol
 from ranvier.config.named_code import names_corpus
 from ranvier.config.named_object import blamed, load_object
 from ranvier.data.fingerprint import fingerprint
+from ranvier.data.named_files import readable_file
 from ranvier.data.offline.fetch import SOTU, check, fetch
 from ranvier.data.publish import Progress
 from ranvier.data.tables import (
@@ -298,7 +299,9 @@ def _files(name: str, root: Path, names: list[str], progress: Progress, version:
     """Files as documents, and rows of tables. With a `version` their sizes tell whether they changed, otherwise also
     their dates. column: of the texts in tables.
 
-    Links that lead nowhere, and what only looks like a file, such as a pipe, are left out.
+    Links that lead nowhere, what only looks like a file, such as a pipe, and files that are neither rows nor UTF-8 text
+    are left out. DataError for rows that are no UTF-8, of which a part would be missing, and for a file that cannot be
+    read.
     """
     names = sorted(names, key=lambda name: hashlib.blake2b(name.encode(errors="surrogateescape")).digest())
     stats = {file: found for file in names if (found := _stat(root / file)) and stat.S_ISREG(found.st_mode)}
@@ -307,13 +310,16 @@ def _files(name: str, root: Path, names: list[str], progress: Progress, version:
     def read(max_bytes: int) -> Iterator[Document]:
         unreadable: list[Exception] = [OSError(f"{file} is no file") for file in names if file not in stats]
         for file in stats:
-            try:
+            with readable_file(root / file, "corpus", "rows of UTF-8 text, in files that can be read"):
                 if not version and is_rows(root / file, column):
                     yield from row_documents(root / file, column)
-                else:
-                    yield Document(file, _text(root / file, max_bytes))
-            except (UnicodeDecodeError, OSError) as error:
-                unreadable.append(error)
+                    continue
+                try:
+                    text = _text(root / file, max_bytes)
+                except UnicodeDecodeError as error:
+                    unreadable.append(error)
+                    continue
+                yield Document(file, text)
         if len(unreadable) == len(names):
             reason = f"{type(unreadable[0]).__name__}: {unreadable[0]}" if unreadable else "no files"
             raise DataError("has no file of UTF-8 text", code="corpus-without-text", where="data.corpus",

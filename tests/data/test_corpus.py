@@ -95,6 +95,22 @@ def test_a_folder_leaves_out_what_is_no_text_and_says_so(tmp_path):
     assert lines == [f"left out 2 of 4 files of {folder}, which are not UTF-8 text"]
 
 
+def test_rows_of_which_a_part_cannot_be_read_are_an_error(tmp_path, monkeypatch):
+    """Half of a file of rows must not go missing from the training data."""
+    (tmp_path / "a.jsonl").write_text('{"text": "first"}\n')
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "x"}\n' * 5000 + b'{"text": "\xff"}\n{"text": "y"}\n')
+    with raises("data-not-utf8", "b.jsonl", where="data.corpus"):
+        list(opened(tmp_path, tmp_path).documents(1 << 30))
+
+    def failing(path, most):
+        raise OSError(5, "Input/output error")
+
+    (tmp_path / "b.jsonl").rename(tmp_path / "b.txt")
+    monkeypatch.setattr("ranvier.data.corpus._text", failing)
+    with raises("data-unreadable", "b.txt", "Input/output error", where="data.corpus"):
+        list(opened(tmp_path, tmp_path).documents(1 << 30))
+
+
 def test_pipes_and_links_to_nowhere_are_left_out_and_not_waited_for(tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()
