@@ -88,6 +88,16 @@ def test_other_names_are_in_the_reference() -> None:
     assert len({system for found in names.values() for system, _ in found}) == len(COMING_FROM)
 
 
+def test_an_error_names_the_setting_that_a_page_has_for_a_flag_of_another_system() -> None:
+    for page in COMING_FROM:
+        for theirs, ours, *_ in reference.rows(page.read_text()):
+            settings = reference.flags_in(ours)
+            for name in re.findall(r"`--([\w-]+)", theirs) if settings else ():
+                own = name.replace("-", "_")
+                found = read.name_elsewhere(own) or next((one for one in settings if one.rpartition(".")[2] == own), "")
+                assert found in settings, f"{page.name}: --{name} is {settings} there, and an error says {found!r}"
+
+
 @cache
 def texts_of_the_code() -> list[str]:
     """Every text of the package, with a mark for each value in it; what is in one expression is one text."""

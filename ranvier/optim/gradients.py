@@ -304,13 +304,21 @@ class Gradients:
         offset = self.chunks[self._chunks_of[spec.parameter].start].offset
         return self.flat[start + offset:stop + offset]
 
+    def show_unreached(self) -> None:
+        """Parameters that no loss has reached have no gradient until the next batch, as a plain loop has it."""
+        left_alone = set[nn.Parameter]().union(*(self.left_alone(chunk) for chunk in self.reduced()))
+        for spec in self.owned():
+            if spec.parameter in left_alone:
+                spec.parameter.grad = None
+
     def take_edits(self) -> None:
-        """Gradients that a user has put in the place of the averaged ones are copied to the buffer. Where a user has
-        set one to None, the parameter is left alone until the next batch."""
+        """Gradients that a user has put in the place of the averaged ones are copied to the buffer. Where one is None,
+        the parameter is left alone until the next batch; in a later one, to which this is added, nothing has reached it
+        here."""
         for spec in self.owned():
             place, grad = self._place(spec), spec.parameter.grad
             if grad is None:
-                place.zero_()
+                place.fill_(-0.0)
                 self._removed.add(spec.name)
             elif grad.data_ptr() != place.data_ptr():
                 place.copy_(grad.to_dense().reshape(-1))
@@ -328,7 +336,7 @@ class Gradients:
 
     def were_zeroed(self) -> bool:
         """Whether somebody has set all gradients of this rank to None or zero since `note_values`."""
-        found = [spec.parameter.grad for spec in self.owned()]
+        found = [spec.parameter.grad for spec in self.owned() if spec.name in self._versions]
         given = [grad for grad in found if grad is not None]
         written = [spec.name for spec in self.owned() if spec.parameter.grad is not None
                    and spec.parameter.grad._version != self._versions.get(spec.name)]

@@ -308,6 +308,7 @@ class Updater:
                               remedy="Call train_batch, or set `--optim.accumulate fp32`.")
         status = self._judge()
         self.gradients.scale(status.factor)
+        self.gradients.show_unreached()
         self.gradients.note_values()
         self._kept, self._averaged = None, status
         return status

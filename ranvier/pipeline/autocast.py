@@ -10,7 +10,8 @@ product multiplies the operands that autograd would have (`ranvier.tensor.deferr
 columns split cast the operands of their products themselves, weights before they are gathered (`TensorMesh.autocast`).
 
 Autocast around a call of the engine is refused: backward and update would be inside, and torch would go on using casts
-of weights that the update has changed.
+of weights that the update has changed. So are no_grad and inference_mode around one that trains, in which a plain loop
+fails at its backward.
 """
 
 from __future__ import annotations
@@ -44,8 +45,14 @@ def casting(autocast: torch.dtype | None, device: torch.device) -> AbstractConte
     return nullcontext() if autocast is None else torch.autocast(device.type, autocast)
 
 
-def refuse_outer_autocast(device: torch.device) -> None:
-    """ConfigError where the caller has switched autocast on."""
+def refuse_outer_modes(device: torch.device, *, training: bool) -> None:
+    """ConfigError where the caller has switched autocast on, or gradients off for a call that trains."""
+    if training and (torch.is_inference_mode_enabled() or not torch.is_grad_enabled()):
+        mode = "torch.inference_mode" if torch.is_inference_mode_enabled() else "torch.no_grad"
+        raise ConfigError("is on around a call that trains, and gradients need it off", code="no-grad-around-engine",
+                          where=f"{mode}()", value=True,
+                          remedy="Call train_batch and forward_backward outside of it; evaluate and predict need no "
+                                 "gradients, whatever is around them.")
     if torch.is_autocast_enabled(device.type):
         raise ConfigError("is on around a call of the engine, so that backward and update would be inside",
                           code="autocast-around-engine", where=f"torch.autocast({device.type!r})",

@@ -401,6 +401,11 @@ class Stage:
             if (hint := wrapping_hint(state)) is not None:
                 error.add_note(f"block {self.blocks[-1][1]} returned a {type(state).__name__}. {hint}")
             raise
+        if torch.is_grad_enabled() and not total.requires_grad and bool(weight):  # bool: on a GPU only here a wait
+            raise ModelError("has no gradient, so nothing would learn from it", code="loss-without-gradient",
+                             where="loss", value=f"{total.item():.4g}, of microbatch {number}",
+                             remedy="Compute it from the outputs as they are: without detach(), .data, item(), NumPy, "
+                                    "and no_grad.")
         if self.kept is not None:
             self.kept.sums.append((total.detach().clone(), weight))
         total = total if total.dim() == 0 else total.reshape(())

@@ -1,7 +1,7 @@
 """What each block costs, counted on the meta device, and the check of the model contract on the way.
 
-No weight exists there, so any model fits on a laptop: floating-point operations of the forward pass, plus the bytes
-that its operations write, weighed by the machine's balance of the two.
+No weight exists there, so any model fits on a laptop: floating-point operations of the forward pass, and the bytes
+that its operations move.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
         share, defers = _weights_of(module, count)
         costs.append(BlockCost(
             name=name, flops=count.flops, written_bytes=count.written, allocated_bytes=memory.allocated,
-            kernels=run_kernels(count, state, counting, dtype.itemsize),
+            kernels=run_kernels(count, state, counting, dtype.itemsize), number_bytes=dtype.itemsize,
             kept_bytes=(stored := kept_bytes(memory, kept.storages, counting)),
             operand_bytes=min(stored, kept.count_of(memory.operands())),
             input_bytes=entered, output_bytes=_state_bytes(outputs), weight_share=share, defers=defers,
@@ -284,7 +284,7 @@ def check_loss(model: Model, state: State, targets: object, dtype: torch.dtype) 
 
 
 def loss_parts(result: Any) -> tuple[Tensor, Tensor | float | int]:
-    """A loss's (sum, weight). ModelError when it returned something else."""
+    """A loss's (sum, weight). ModelError when it returned something else, or a weight with a gradient."""
     fits = (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor) and result[0].numel() == 1
             and (isinstance(result[1], (int, float)) or (isinstance(result[1], Tensor) and result[1].numel() == 1)))
     if not fits:
@@ -294,6 +294,9 @@ def loss_parts(result: Any) -> tuple[Tensor, Tensor | float | int]:
                          remedy="Use reduction='sum' and return the count beside it, so that microbatches of different "
                                 "sizes add up to the same gradients.")
     total, weight = result
+    if isinstance(weight, Tensor) and weight.requires_grad:
+        raise ModelError("depends on what trains, and counts as a constant in the gradient", code="loss-weight-trains",
+                         where="loss", value=_kind(weight), remedy="Return a number of targets, or weight.detach().")
     return total, weight
 
 

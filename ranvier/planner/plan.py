@@ -360,10 +360,10 @@ def simulation(run: ResolvedRun, cluster: Cluster, noise: Noise = STEADY, work: 
                as_published: bool = False) -> Simulation:
     """One step. as_published: as for `ranvier.cost.step.step_cost`."""
     work = work or Work()
-    one = predict(run, cluster, work, exact=False)
+    one = predict(run, cluster, work, exact=True)
     run = one.run
     if as_published:
-        one = replace(one, cost=run_cost(run, cluster, work.stages(run), exact=False, as_published=True))
+        one = replace(one, cost=run_cost(run, cluster, work.stages(run), exact=True, as_published=True))
     pipeline = run_pipeline(run, cluster, work.stages(run), as_published=as_published)
     step = simulate_step(pipeline.times, pipeline.num_microbatches, policy_named(run.pipeline.policy),
                          pipeline.in_flight, replicas=run.mesh.num_replicas, stage_size=run.mesh.stage_size,
@@ -426,7 +426,7 @@ def _print(found: Simulation, lost: Goodput | None, name: str) -> None:
         screen.print(f"{lost.failures_per_day:.2g} failures a day: with a checkpoint every "
                      f"{run.checkpoint.every or run.train.steps} steps {lost.share:.1%} of the time is useful work; "
                      f"the best interval is {lost.best_steps} steps")
-    screen.print("\nmilliseconds of a step:")
+    screen.print("\nmilliseconds for a microbatch; averaging and update once a step:")
     screen.print(report.stage_table(found.cost))
     if len(found.cost.stages) > 16:
         screen.print(f"  ... {len(found.cost.stages) - 16} more stages")

@@ -323,7 +323,7 @@ def course_lines(found: Candidate) -> list[str]:
 
 
 def stage_table(cost: Cost, rows: int = 16) -> TextTable:
-    """Milliseconds of the first stages."""
+    """Milliseconds of the first stages: for a microbatch, and of averaging and update for a step."""
     shown = [[str(row.stage), *(f"{1e3 * seconds:.3f}" for seconds in (
         row.forward_seconds, row.backward_seconds, row.weight_seconds, row.exchange_seconds, row.reduction_seconds,
         row.update_seconds))] for row in cost.stages[:rows]]

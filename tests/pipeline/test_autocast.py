@@ -273,6 +273,27 @@ def test_autocast_around_a_call_is_refused_before_it_begins():
     run_ranks(rank, 1)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gradients_switched_off_around_a_call_are_refused_where_it_trains(mode):
+    """An evaluation needs none, and those that follow find nothing of it."""
+    def rank(world):
+        engine = Engine([nn.Linear(4, 4), nn.Linear(4, 4)], world, mesh=Mesh(pipe=2), loss=squared, optim=Optim())
+        batch = [(torch.ones(2, 4), torch.zeros(2, 4))] * 2
+        losses = []
+        for call in (engine.train_batch, engine.forward_backward):
+            with mode(), raises("no-grad-around-engine", where=f"torch.{mode.__name__}()"):
+                call(batch)
+            with mode():
+                losses.append(engine.evaluate(batch).loss)
+                engine.predict(batch)
+            losses.append(call(batch).loss)
+        engine.close()
+        return losses
+
+    (before, first, after, second), _ = run_ranks(rank, 2)
+    assert before == first > after == second
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [Memory(), Memory(recompute=2)], ids=label)
 def test_compiled_blocks_cast_too(memory, monkeypatch):

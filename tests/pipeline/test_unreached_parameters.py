@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from ranvier.config.run import Optim, Pipeline
+from ranvier.config.run import Memory, Optim, Pipeline
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
 from tests.covering import covering
+from tests.errors import raises
 from tests.pipeline.parity import SEED, chain, on_mesh, points, share
 
 EXPERTS = 3
@@ -97,6 +98,40 @@ def test_a_users_optimizer(mesh, apart):
             torch.testing.assert_close(value, theirs[name], rtol=1e-10, atol=1e-13)
 
 
+def add_noise(parameters):
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad + 0.1
+
+
+@pytest.mark.parametrize("options", [{"optimizer": SGD}, {"optim": OWN()}, {"optim": OWN(shard=True)}], ids=str)
+@pytest.mark.parametrize("mesh", [Mesh(data=2), Mesh(data=2, pipe=2)], ids=str)
+def test_a_program_that_changes_the_gradients_that_there_are(mesh, options):
+    """Between forward_backward and step, and between two calls of forward_backward that add up."""
+    groups = [STEPS[:1], STEPS[1:3], STEPS[3:]]
+    reference = Reference(MODEL(), seed=SEED, dtype=torch.float64)
+    optimizer = SGD(reference.parameters.values())
+    for group in groups:
+        reference.forward_backward([one for batch in group for replica in batch for one in replica])
+        reached = {name for name, parameter in reference.parameters.items() if parameter.grad is not None}
+        add_noise(reference.parameters.values())
+        optimizer.step()
+
+    def work(engine):
+        for group in groups:
+            for batch in group:
+                result = engine.forward_backward(share(engine, batch))
+            found = set(engine.gradients())
+            add_noise(engine.parameters())
+            engine.step(result)
+        return found, trained(engine, ())
+
+    for found, mine in on_mesh(MODEL, mesh, work, learning_rate=0.1, **options):
+        assert found == reached & found and "b0.unused" not in found
+        for name, value in mine.items():
+            torch.testing.assert_close(value, reference.parameters[name].detach(), rtol=1e-10, atol=1e-13)
+
+
 def test_updates_in_the_backward():
     batches = routed([[0]], [[1]], [[1]])
     theirs = expected(SGD, batches)
@@ -168,3 +203,24 @@ def test_the_ends_of_a_tie(reached):
                         learning_rate=0.1):
         for name, value in mine.items():
             torch.testing.assert_close(value, theirs[name], rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=2)], ids=str)
+@pytest.mark.parametrize("recompute", ["none", 1])
+def test_a_loss_without_a_gradient_is_refused(mesh, recompute):
+    """A plain loop fails at its backward. Where nothing counts, a loss may be a constant, and an evaluation needs no
+    gradient."""
+    def loss(outputs, targets):
+        if not len(targets):
+            return torch.zeros((), dtype=torch.float64), 0
+        return ((outputs.detach() - targets) ** 2).sum(), targets.numel()
+
+    def work(engine):
+        ones = torch.ones(2, 4, dtype=torch.float64)
+        engine.evaluate([(ones, ones)])
+        engine.forward_backward([(ones, ones[:0])])
+        engine.train_batch([(ones, ones)])
+
+    model = partial(chain, partial(nn.Linear, 4, 4), partial(nn.Linear, 4, 4), loss=loss)
+    with raises("loss-without-gradient", where="loss"):
+        on_mesh(model, mesh, work, optimizer=SGD, memory=Memory(recompute=recompute))

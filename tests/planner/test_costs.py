@@ -379,6 +379,7 @@ def test_plan_and_simulation_agree_where_the_last_microbatch_is_not_whole(cluste
     run = replace(TINY, mesh=mesh, precision="fp32", batch=Batch(global_size=16, microbatch_size=3))
     simulated = simulation(run, cluster)
     assert simulated.seconds == pytest.approx(run_cost(simulated.run, cluster, Work().stages(simulated.run)).seconds)
+    assert simulated.seconds == pytest.approx(simulated.cost.seconds), "what is printed beside it is of the same step"
     whole = replace(run, batch=Batch(global_size=18 * mesh.data, microbatch_size=3))
     assert simulated.pipeline_seconds < simulation(whole, cluster).pipeline_seconds
 
