@@ -38,6 +38,7 @@ from ranvier.data.tables import (
     Table,
     ending_of,
     has_package,
+    holds_lines,
     is_saved,
     json_rows,
     open_dataset,
@@ -62,11 +63,13 @@ class Document:
 
 def is_rows(path: Path, column: str | None) -> bool:
     """Whether each row of a file is a document. A CSV or TSV file without a column of texts is one plain text, as any
-    other file, and so is a JSON file that is no array of objects, or of objects without texts."""
+    other file, and so is a JSON file that has neither an object a line nor an array of objects with texts."""
     ending = ending_of(path)
     if ending not in (*SEPARATED, JSON):
         return ending in ENDINGS
     try:
+        if ending == JSON and holds_lines(path):
+            return True
         columns = open_file(path, str(path)).columns if column is None or ending == JSON else (column,)
         return TEXT_COLUMN in columns if column is None else bool(columns)
     except (UnicodeDecodeError, DataError):  # whatever it is, it is not a table
@@ -328,7 +331,7 @@ def _files(name: str, root: Path, names: list[str], progress: Progress, version:
             progress(f"left out {len(unreadable)} of {len(names)} files of {name}, which are not UTF-8 text")
 
     endings = {ending_of(Path(file)) for file in stats}
-    lines = ("rows",) if endings & {*JSON_LINES, JSON} else ()
+    lines = ("rows", *([JSON] if JSON in endings else ())) if endings & {*JSON_LINES, JSON} else ()
     columns = ("column", column) if endings & {*ROW_ENDINGS} and column else ()
     place = name if version else str(root.resolve())
     return OpenCorpus(name=name, fingerprint=fingerprint("files", place, version, state, *lines, *columns), read=read)
