@@ -311,7 +311,7 @@ def _files(name: str, root: Path, names: list[str], progress: Progress, version:
     state = [(file, found.st_size, None if version else found.st_mtime_ns) for file, found in stats.items()]
 
     def read(max_bytes: int) -> Iterator[Document]:
-        unreadable: list[Exception] = [OSError(f"{file} is no file") for file in names if file not in stats]
+        unreadable: dict[str, Exception] = {file: OSError("is no file") for file in names if file not in stats}
         for file in stats:
             with readable_file(root / file, "corpus", "rows of UTF-8 text, in files that can be read"):
                 if not version and is_rows(root / file, column):
@@ -320,15 +320,16 @@ def _files(name: str, root: Path, names: list[str], progress: Progress, version:
                 try:
                     text = _text(root / file, max_bytes)
                 except UnicodeDecodeError as error:
-                    unreadable.append(error)
+                    unreadable[file] = error
                     continue
                 yield Document(file, text)
         if len(unreadable) == len(names):
-            reason = f"{type(unreadable[0]).__name__}: {unreadable[0]}" if unreadable else "no files"
+            reason = next((f"{type(why).__name__}: {file}: {why}" for file, why in unreadable.items()), "no files")
             raise DataError("has no file of UTF-8 text", code="corpus-without-text", where="data.corpus",
                             value=f"{name}: {reason}", remedy="Give a file or folder of plain text.")
         if unreadable:
-            progress(f"left out {len(unreadable)} of {len(names)} files of {name}, which are not UTF-8 text")
+            some = ", ".join(map(ascii, sorted(unreadable)[:3])) + (", ..." if len(unreadable) > 3 else "")
+            progress(f"left out {len(unreadable)} of {len(names)} files of {name}, which are not UTF-8 text: {some}")
 
     endings = {ending_of(Path(file)) for file in stats}
     lines = ("rows", *([JSON] if JSON in endings else ())) if endings & {*JSON_LINES, JSON} else ()

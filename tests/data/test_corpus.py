@@ -92,7 +92,7 @@ def test_a_folder_leaves_out_what_is_no_text_and_says_so(tmp_path):
     lines = []
     found = list(opened(folder, tmp_path, lines).documents(1000))
     assert {document.name: document.text for document in found} == {"deep/a.txt": "grüße\n", "b.md": "second"}
-    assert lines == [f"left out 2 of 4 files of {folder}, which are not UTF-8 text"]
+    assert lines == [f"left out 2 of 4 files of {folder}, which are not UTF-8 text: 'latin', 'picture'"]
 
 
 def test_rows_of_which_a_part_cannot_be_read_are_an_error(tmp_path, monkeypatch):
@@ -123,7 +123,7 @@ def test_pipes_and_links_to_nowhere_are_left_out_and_not_waited_for(tmp_path):
     lines = []
     assert sorted(document.text for document in opened(folder, tmp_path, lines).documents(1 << 62)) == [
         "its name is no UTF-8", "text"]
-    assert lines == [f"left out 4 of 6 files of {folder}, which are not UTF-8 text"]
+    assert lines == [f"left out 4 of 6 files of {folder}, which are not UTF-8 text: 'gone', 'loop', 'pipe', ..."]
     with raises("corpus-not-file"):
         opened(folder / "pipe", tmp_path)
 
