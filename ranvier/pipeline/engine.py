@@ -190,7 +190,7 @@ class Engine:
             dtype, optim = dtype or plan.dtype, plan.optim
         own = optimizer is None and (optim is not None if plan is None else plan.own_optimizer)
         model = as_model(model, loss)
-        dtype = dtype or (torch.float32 if autocast or float8 else _format_of(ready_made(model).values()))
+        dtype = dtype or (torch.float32 if autocast or float8 else _format_of(ready_made(model).values(), world))
         self.names_in_whole = names_in_whole(model)
         """Global name of a parameter or buffer -> its names in the module that `blocks_of` was given."""
         _check_arguments(policy, optimizer, autocast, dtype=dtype, float8=float8)
@@ -993,9 +993,13 @@ def _check_arguments(policy: Policy | None, optimizer: OptimizerFactory | None, 
     check_autocast(autocast, dtype=dtype, float8=float8)
 
 
-def _format_of(modules: Iterable[nn.Module]) -> torch.dtype:
-    """fp64 where that is what the parameters of a user's modules have, else fp32."""
+def _format_of(modules: Iterable[nn.Module], world: World) -> torch.dtype:
+    """fp64 where that is what the parameters of a user's modules have, else fp32; a warning where all are in half
+    precision, as transformers loads most models."""
     found = {one.dtype for module in modules for one in module.parameters() if one.is_floating_point()}
+    if len(found) == 1 and is_half(half := next(iter(found))) and world.rank == 0:
+        warnings.warn(f"the model is in {half}, and trains in fp32: Engine(dtype={half}) trains it in its own format, "
+                      "with fp32 master copies", stacklevel=4)
     return torch.float64 if found == {torch.float64} else torch.float32
 
 
