@@ -11,7 +11,6 @@ from math import inf
 from ranvier.errors import ConfigError
 from ranvier.mesh import StagePlacement
 
-
 _ROUNDING = 1e-9
 """Part of a stage's cost by which sums of the same blocks may differ."""
 

@@ -75,6 +75,7 @@ def _slurm(run_file: Path, nodes: int, per_node: int, *, checkpoints: Path | Non
 run_dir=${{1:-{shlex.quote(f"runs/{run_file.stem}")}}}
 export RANVIER_SECRET=$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \\n') # signs what ranks tell each other
 newest() {{ find {saved} -maxdepth 1 -name 'step-*' 2>/dev/null | sort -V | tail -n 1; }}
+export TORCH_CPP_LOG_LEVEL=ERROR # otherwise torch prints 20 lines of C++ for each rank that a lost one brings down
 before=$(newest)
 srun --kill-on-bad-exit=1 ranvier train {shlex.quote(str(run_file))} --resume auto --run-dir "$run_dir"
 code=$?

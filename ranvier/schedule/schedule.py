@@ -117,7 +117,8 @@ class Policy(Protocol):
         """The limit that holds for a run with this setting."""
 
     def stored(self, in_flight: int, stage: int, num_stages: int) -> int:
-        """Most microbatches whose activations `stage` keeps at once, under that limit."""
+        """Most microbatches whose activations `stage` keeps at once, under that limit. `choose` keeps it, by
+        `ready.forwards_done - ready.returns_done`, say: memory is predicted by it, and no one else checks."""
 
 
 @dataclass(slots=True)

@@ -284,6 +284,14 @@ def test_refused_on_columns(name):
             check_split([Words(), block], IDS, meshes=[(1, 2)], schemes=[scheme])
 
 
+def test_chosen_tokens_of_a_shared_sequence_name_its_setting():
+    """As a mixture of experts chooses them, of the flat [B x S, H]; whole sequences are chosen without it."""
+    block = MLP(lambda block, x: block.method(x) + x.flatten(0, 1)[torch.arange(3)].mean(0) * 0.1)
+    with pytest.raises(SplitError, match=r"sequence[-_]sharding"):
+        check_split([Words(), block], IDS, meshes=[(1, 2)], schemes=["stationary-sequence"])
+    check_split([Words(), block], IDS, meshes=[(1, 2)], schemes=["stationary"])
+
+
 def hook_of(block):
     block.up.weight.register_hook(lambda gradient: gradient / gradient.norm())
 

@@ -52,9 +52,10 @@ def refuse_call(func: Func, operands: Iterable[Tensor], what: str = "", remedy: 
 
 
 def _shards_tokens(x: Tensor) -> bool:
-    """Whether it is of the residual stream, of which columns have tokens."""
+    """Whether it is of the residual stream, of which columns have tokens: [B, S, H], or [B x S, H] once it is flat."""
     layout = sharded_layout(x)
-    return layout is not None and layout.mesh.activations.name == "sequence" and layout.dim == 1 and x.dim() == 3
+    return (layout is not None and layout.mesh.activations.name == "sequence" and x.dim() in (2, 3)
+            and layout.dim == x.dim() - 2)
 
 
 def function_name(func: Func) -> str:
