@@ -209,7 +209,7 @@ class Engine:
             raise problem
         self.layers, self.frozen, self.frozen_above = model.layers, frozen, tuple(frozen_above)
         self.block_names, self.frozen_blocks = list(model.blocks), frozen_prefix(model, frozen)
-        self.learning_rate, self.timeline = learning_rate, timeline_of(world.device, plan.mesh, plan.policy)
+        self._learning_rate, self.timeline = learning_rate, timeline_of(world.device, plan.mesh, plan.policy)
         self._policy = policy or policy_named(plan.policy)
         self._step, self._closed = 0, False
         self._failure: str | None = None
@@ -416,6 +416,20 @@ class Engine:
     def boundaries(self) -> tuple[int, ...]:
         """First block of each stage after the first."""
         return self.stages.boundaries
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step, with Ranvier's own optimizers."""
+        return self._learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        if value != self._learning_rate and self._updater.flat is None:
+            raise ConfigError("is that of Ranvier's own optimizers, and this engine has none", value=value,
+                              code="learning-rate-of-users-optimizer", where="Engine.learning_rate",
+                              remedy="Set it in engine.optimizer.param_groups, or give engine.optimizer to a scheduler "
+                                     "of torch.optim.lr_scheduler.")
+        self._learning_rate = value
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:

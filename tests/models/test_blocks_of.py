@@ -257,6 +257,10 @@ def counts(m, x):
     return m.b(m.a(x))
 
 
+def measures(m, x):
+    return m.b(m.a(x) * len(x))
+
+
 def no_grad(m, x):
     with torch.no_grad():
         x = x * 2
@@ -282,6 +286,7 @@ def stores(m, x):
     (asks_type, ("forward-not-traceable",)),
     (loops, ("forward-not-traceable",)),
     (counts, ("forward-not-traceable",)),
+    (measures, ("forward-not-traceable", "x.shape[0]")),
     (no_grad, ("forward-not-traceable",)),
     (autocasts, ("forward-not-traceable",)),
     (reads, ("forward-not-traceable",)),
