@@ -1,8 +1,9 @@
-"""Blocks to stages: the cut whose slowest stage is as fast as any cut allows, or equal numbers of blocks."""
+"""Blocks to stages: the cut whose slowest stage is as fast as any cut allows and whose others are equal, or equal
+numbers of blocks."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate, pairwise, product
 from math import inf
@@ -12,10 +13,12 @@ from ranvier.mesh import StagePlacement
 
 
 def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """First block of each stage after the first, such that the slowest stage costs as little as any cut allows.
+    """First block of each stage after the first, such that the slowest stage costs as little as any cut allows, and
+    the stages are as equal as they then can be.
 
     As `ranvier.schedule.partition.cut` where a stage costs what its blocks do together, and not below 0: bisection
-    takes num_stages x num_blocks x log(num_blocks). ConfigError when there are more stages than blocks.
+    finds the slowest in num_stages x num_blocks x log(num_blocks), and no stage has more blocks than fit within it.
+    ConfigError when there are more stages than blocks.
     """
     num_blocks = len(costs)
     if num_stages > num_blocks:
@@ -24,17 +27,35 @@ def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
                           remedy=f"Set `--mesh.pipe {num_blocks}` or less, or use a deeper model.")
     sums = list(accumulate(costs, initial=0.0))
     slowest = [sums[-1] - begun for begun in sums]  # of blocks first.. in the stages considered so far, from the back
-    chosen: list[list[int]] = []
     for behind in range(1, num_stages):
-        longer, starts = [inf] * num_blocks, [0] * num_blocks
+        longer = [inf] * num_blocks
         for first in range(num_blocks - behind):
             options, begun = range(first + 1, num_blocks - behind + 1), sums[first]
             # This stage's cost rises with the next one's first block, and that of the slowest other one falls.
             crossing = bisect_left(options, True, key=lambda start: sums[start] - begun >= slowest[start])
             longer[first] = min([sums[start] - begun for start in options[crossing:crossing + 1]]
                                 + [slowest[start] for start in options[max(0, crossing - 1):crossing]])
-            starts[first] = options[bisect_right(options, longer[first], key=lambda start: sums[start] - begun) - 1]
         slowest = longer
+    return _most_equal(sums, num_stages, slowest[0])
+
+
+def _most_equal(sums: Sequence[float], num_stages: int, slowest: float) -> tuple[int, ...]:
+    """Of the cuts whose stages cost `slowest` at most the one with the least sum of squares. sums: of the costs of the
+    blocks before each."""
+    num_blocks = len(sums) - 1
+    squares = [work * work if (work := sums[-1] - begun) <= slowest else inf for begun in sums]
+    chosen: list[list[int]] = []
+    for behind in range(1, num_stages):
+        longer, starts = [inf] * num_blocks, [0] * num_blocks
+        for first in range(num_stages - 1 - behind, num_blocks - behind):
+            begun, least = sums[first], inf
+            for start in range(first + 1, num_blocks - behind + 1):
+                work = sums[start] - begun
+                if work > slowest:
+                    break
+                if (square := work * work + squares[start]) <= least:
+                    longer[first], starts[first], least = square, start, square
+        squares = longer
         chosen.append(starts)
     edges = [0]
     for starts in reversed(chosen):

@@ -28,14 +28,19 @@ def dearest(costs, boundaries):
     return max(sum(costs[start:stop]) for start, stop in pairwise((0, *boundaries, len(costs))))
 
 
+def squares(costs, boundaries):
+    return sum(sum(costs[start:stop]) ** 2 for start, stop in pairwise((0, *boundaries, len(costs))))
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=9), st.data())
 def test_partition_is_exact(costs, data):
     stages = data.draw(st.integers(1, len(costs)))
     boundaries = partition(costs, stages)
     assert check_boundaries(boundaries, len(costs), stages) == boundaries
-    best = min(dearest(costs, edges) for edges in combinations(range(1, len(costs)), stages - 1))
-    assert dearest(costs, boundaries) == best
+    best = min((dearest(costs, edges), squares(costs, edges))
+               for edges in combinations(range(1, len(costs)), stages - 1))
+    assert (dearest(costs, boundaries), squares(costs, boundaries)) == best
     sums = [0, *accumulate(costs)]  # and of equal cuts the one that any costs get
     assert boundaries == cut(len(costs), stages, lambda stage, start, stop: sums[stop] - sums[start])
 
@@ -43,6 +48,7 @@ def test_partition_is_exact(costs, data):
 def test_partition_prefers_few_blocks_in_later_stages():
     assert partition([1, 1, 1, 1, 1], 2) == (3,)
     assert partition([4, 1, 1, 1, 1], 2) == (1,)
+    assert partition([*[1] * 12, 6], 4) == (4, 8, 12), "the head is slowest; what is left is equal"
     assert partition([5.0], 1) == ()
 
 
