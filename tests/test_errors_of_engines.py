@@ -217,7 +217,7 @@ def test_messages_of_another_batch():
         box._receive(Message(MessageKind.FORWARD, step, microbatch, {"": torch.zeros(1)}, source=3))
 
     with raises("message-of-ended-batch", "rank 3", where="train_batch"):
-        arrives(4, 0)
+        arrives(3, 0)
     with raises("microbatch-counts-differ", "rank 3", "number 2", where="train_batch"):
         arrives(5, 2)
 

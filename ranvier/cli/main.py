@@ -83,11 +83,14 @@ def _check_characters(words: Sequence[str]) -> None:
 def _usage_text(error: click.exceptions.UsageError) -> str:
     """What is wrong with the command line. A setting that is called otherwise in other programs is named, and what a
     missing RECIPE may be."""
+    from ranvier.config.aliases import NAMES
     from ranvier.config.read import flag, name_elsewhere, recipe_names
 
-    if isinstance(error, click.exceptions.NoSuchOption) and (
-            setting := name_elsewhere(error.option_name.removeprefix("--"))) is not None:
-        return f"No such option '{error.option_name}'. Did you mean '--{flag(setting)}'?"
+    if isinstance(error, click.exceptions.NoSuchOption):
+        if (setting := name_elsewhere(error.option_name.removeprefix("--"))) is not None:
+            return f"No such option '{error.option_name}'. Did you mean '--{flag(setting)}'?"
+        known = [name for name in error.possibilities or () if name.removeprefix("--") not in NAMES]
+        return click.exceptions.NoSuchOption(error.option_name, possibilities=known, ctx=error.ctx).format_message()
     if (isinstance(error, click.exceptions.MissingParameter) and error.param is not None
             and error.param.name == "recipe"):
         return (f"Missing argument 'RECIPE': one of {', '.join(recipe_names())}; a preset (docs/models.md); a folder "

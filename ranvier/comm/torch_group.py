@@ -129,7 +129,8 @@ class TorchGroup(CheckedGroup):
                                   remedy="See what the other members do, or raise `--comm.timeout-seconds`.")
         return TransportError("a collective failed: a member is gone, too late, or passed another shape",
                               code="collective-failed", where=where, value=cause,
-                              remedy="The first error is in another rank's output.")
+                              remedy="Another rank's error says why; if there is none, the launcher says which rank "
+                                     "ended. Resume with `--resume auto`.")
 
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
         return self._start(dist.all_reduce, tensor, _OPS[op])

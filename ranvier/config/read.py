@@ -412,7 +412,19 @@ _ELSEWHERE = types.MappingProxyType({
     "attention_dropout": "model.dropout", "data_path": "data.corpus", "save": "run_dir", "load": "resume",
     "eval_iters": "train.eval_sequences", "distributed_timeout_minutes": "comm.timeout_seconds",
     "check_weight_hash_across_dp_replicas_interval": "guard.compare_every",
-    "no_check_for_nan_in_loss_and_grad": "guard.bad_step"})
+    "no_check_for_nan_in_loss_and_grad": "guard.bad_step", "warmup_ratio": "train.warmup_steps",
+    "early_stopping_patience": "train.early_stopping", "max_seq_length": "model.sequence",
+    "max_seq_len": "model.sequence", "model_max_length": "model.sequence", "save_total_limit": "checkpoint.keep",
+    "load_best_model_at_end": "checkpoint.best", "r": "lora.rank", "metric_for_best_model": "checkpoint.best",
+    "save_strategy": "checkpoint.every", "resume_from_checkpoint": "resume", "eval_strategy": "train.eval_every",
+    "evaluation_strategy": "train.eval_every", "torch_dtype": "precision", "dataset_name": "data.train",
+    "train_file": "data.train", "train_dataset": "data.train", "validation_file": "data.eval",
+    "eval_dataset": "data.eval", "max_train_samples": "data.train_samples", "max_eval_samples": "data.eval_samples",
+    "group_by_length": "data.padding", "assistant_only_loss": "data.task", "completion_only_loss": "data.task",
+    "loss_type": "preference.loss", "use_peft": "lora.rank", "lora_r": "lora.rank", "torch_compile": "model.compile",
+    "target_modules": "lora.targets", "lora_target_modules": "lora.targets", "load_in_4bit": "lora.base_format",
+    "load_in_8bit": "lora.base_format", "deepspeed": "optim.shard", "zero_stage": "optim.shard",
+    "attn_implementation": "model.attention_kernel", "run_name": "run_dir", "logging_dir": "run_dir"})
 """Names of settings in other programs -> ours; all flags that the pages in docs/coming-from have."""
 
 _RECIPES_ELSEWHERE = types.MappingProxyType({"nanogpt": "gpt-tiny", "nanochat": "gpt-tiny", "gpt2": "gpt2-small",

@@ -7,8 +7,19 @@ from dataclasses import dataclass, replace
 
 from ranvier.cost.kernels import Kernel, Kernels
 
-FLOPS_PER_BYTE = {"cpu": 4.0, "cuda": 250.0}
-"""Operations that a core, or a GPU, does in the time in which it writes one byte: nominal, for the cut only."""
+_CPU_BALANCE = 4.0
+"""Operations that a core does in the time in which it writes one byte: nominal, for the cut and the order of work."""
+_CUDA_BALANCE, _CUDA_BALANCE_FP32 = 250.0, 20.0
+"""Operations that a GPU does in the time in which it moves one byte, of products in half precision and others: nominal,
+too."""
+
+
+def _weight(device: str, kernels: Kernels, number_bytes: int, flops: int, written_bytes: int) -> float:
+    """Relative time, in floating-point operations: on a GPU each kernel takes as long as it computes or moves bytes."""
+    if device != "cuda":
+        return flops + _CPU_BALANCE * written_bytes
+    balance = _CUDA_BALANCE if number_bytes <= 2 else _CUDA_BALANCE_FP32
+    return sum(max(kernel.flops, balance * kernel.moved_bytes) for kernel in kernels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +69,8 @@ class BlockCost:
     """(tokens, inputs, outputs) of the products of its linear layers that could be computed in float8."""
     kernels: tuple[Kernel, ...] = ()
     """Those of its forward; of the last block those of the loss, too."""
+    number_bytes: int = 4
+    """Of an element of its parameters."""
     repeated: Repeated = Repeated()
     """Under selective recomputation."""
     is_selective: bool = False
@@ -90,12 +103,12 @@ class BlockCost:
 
     def repeated_weight(self, device: str = "cpu") -> float:
         """As `weight`, of its second run."""
-        return self.weight(device) if not self.is_selective else self.repeated_flops + FLOPS_PER_BYTE.get(
-            device, FLOPS_PER_BYTE["cpu"]) * self.repeated.written_bytes
+        return self.weight(device) if not self.is_selective else _weight(
+            device, self.repeated.kernels, self.number_bytes, self.repeated_flops, self.repeated.written_bytes)
 
     def weight(self, device: str = "cpu") -> float:
         """Relative time, in floating-point operations."""
-        return self.flops + FLOPS_PER_BYTE.get(device, FLOPS_PER_BYTE["cpu"]) * self.written_bytes
+        return _weight(device, self.kernels, self.number_bytes, self.flops, self.written_bytes)
 
 
 def selectively(costs: Iterable[BlockCost]) -> list[BlockCost]:

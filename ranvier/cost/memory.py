@@ -181,14 +181,15 @@ def too_large(memory: Sequence[RankMemory], *, place: Literal["device", "host", 
         return None
     who = f"{processes} ranks here need" if processes > 1 else f"a rank of stage {worst.pipeline_rank} needs"
     return ConfigError(f"does not suffice: {who} {total / 2**20:,.0f} MiB, and there are "
-                       f"{available_bytes / 2**20:,.0f}; of stage {worst.pipeline_rank}: {_table_line(worst)}",
+                       f"{available_bytes / 2**20:,.0f}; of stage {worst.pipeline_rank}: {_table_line(worst, place)}",
                        code="memory-too-small", where=f"memory of the {'device' if place == 'device' else 'machine'}",
                        remedy="In this order: " + "; ".join(remedies(
                            run, shared=place == "both", on_host=place == "host")) + ".")
 
 
-def _table_line(entry: RankMemory) -> str:
-    parts = {**entry.device, **{f"host {name}": size for name, size in entry.host.items()}}
+def _table_line(entry: RankMemory, place: Literal["device", "host", "both"]) -> str:
+    parts = {**(entry.device if place != "host" else {}),
+             **{f"host {name}": size for name, size in entry.host.items() if place != "device"}}
     return ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in parts.items() if size)
 
 
@@ -198,7 +199,7 @@ def remedies(run: ResolvedRun, *, shared: bool, on_host: bool = False) -> list[s
     found = []
     if run.batch.microbatch_size > 1:
         found.append(f"lower `--batch.microbatch-size` (it is {run.batch.microbatch_size})")
-    if run.memory.recompute == "none":
+    if run.memory.recompute in ("none", "selective", "alternate"):
         found.append("set `--memory.recompute auto`")
     if run.mesh.num_replicas > 1 and not run.optim.shard:
         found.append("set `--optim.shard true`")

@@ -23,7 +23,8 @@ from ranvier.system.untrusted_file import open_regular_file, read_json
 
 _ABOUT = "about.json"
 _MOST_ABOUT_BYTES = 1 << 30
-_MOST_READ_BYTES = 256 << 20
+MOST_READ_BYTES = 256 << 20
+"""Of a larger file only the size is checked when it is opened: to read terabytes would hold up every start."""
 _PIECE_BYTES = 16 << 20
 _TYPES = ("uint8", "uint16", "uint32", "int32", "int64", "float64")
 
@@ -130,7 +131,7 @@ def _open(path: Path, form: Form) -> np.ndarray:
             raise ValueError(f"{path.name} has {dtype} {shape} instead of {form.dtype} {form.shape}")
         array: np.ndarray = np.empty(shape, wanted) if 0 in shape else np.memmap(
             file, wanted, mode="r", offset=file.tell(), shape=shape)
-    if array.nbytes <= _MOST_READ_BYTES:
+    if array.nbytes <= MOST_READ_BYTES:
         digest, rows = hashlib.blake2b(digest_size=16), max(1, _PIECE_BYTES // max(1, array[:1].nbytes))
         for start in range(0, len(array), rows):
             digest.update(np.ascontiguousarray(array[start:start + rows]).data)

@@ -77,10 +77,11 @@ def row_documents(path: Path, column: str | None) -> Iterator[Document]:
     none; UnicodeDecodeError when the file is not UTF-8."""
     name = str(path)
     if ending_of(path) in JSON_LINES:
-        rows, texts = json_rows(path, name), column or TEXT_COLUMN
+        texts = column or _column_of(next(json_rows(path, name), Row("", {})))
+        rows = json_rows(path, name)
     else:
         table = open_file(path, name)
-        texts = table.column(column, (TEXT_COLUMN,), TEXT_SETTING)
+        texts = text_column(table, column)
         rows = table.rows([texts])
     for row in rows:
         yield Document(row.place.removeprefix(f"{path.parent}{os.sep}"), text_of(row, texts, TEXT_SETTING))
@@ -90,9 +91,14 @@ def text_column(table: Table, column: str | None) -> str:
     """The column of a data set's texts: `column`, else `text`, else its only column of text. DataError where it has
     none."""
     named = column is not None or TEXT_COLUMN in table.columns
-    first = {} if named else next(table.rows(table.columns), Row("", {})).values
-    texts = [name for name, value in first.items() if isinstance(value, str)]
-    return table.column(column, (TEXT_COLUMN, *(texts if len(texts) == 1 else ())), TEXT_SETTING)
+    default = TEXT_COLUMN if named else _column_of(next(table.rows(table.columns), Row("", {})))
+    return table.column(column, (TEXT_COLUMN, default), TEXT_SETTING)
+
+
+def _column_of(first: Row) -> str:
+    """The column of texts, by the first row: its only text, if it has no `text`."""
+    texts = [name for name, value in first.values.items() if isinstance(value, str)]
+    return texts[0] if TEXT_COLUMN not in first.values and len(texts) == 1 else TEXT_COLUMN
 
 
 def column_documents(table: Table, column: str) -> Iterator[Document]:

@@ -98,11 +98,12 @@ def form_of_table(table: Table, data: Data) -> RowForm:
 def _unknown(table: Table) -> DataError:
     columns = set(table.columns)
     remedy = ("Set `--data.task preference` for pairs of answers." if columns >= {"chosen", "rejected"} else
+              "Give texts to the task lm, as `--data.corpus`." if columns == {"text"} else
               "Set `--data.messages-column` to its column of messages, or `--data.form` to a function that makes "
               "messages of a row: module:function.")
     return DataError("has columns of no form of conversations that is known: messages, conversations (ShareGPT), "
                      "instruction and output (Alpaca), or prompt and completion", code="form-unknown",
-                     where=table.name, value=", ".join(sorted(columns)) or "no columns", remedy=remedy)
+                     where=table.name, value=", ".join(sorted(columns)), remedy=remedy)
 
 
 def _is_sharegpt(table: Table, column: str) -> bool:

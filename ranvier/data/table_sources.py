@@ -11,7 +11,16 @@ from pathlib import Path
 
 from ranvier.data.fingerprint import fingerprint
 from ranvier.data.named_files import is_data_set, readable_file
-from ranvier.data.tables import ROW_ENDINGS, Row, Table, ending_of, is_saved, open_dataset, open_file
+from ranvier.data.tables import (
+    ROW_ENDINGS,
+    Row,
+    Table,
+    ending_of,
+    is_saved,
+    open_dataset,
+    open_file,
+    without_rows,
+)
 from ranvier.errors import DataError
 
 FILES = "a file of rows (.jsonl, .json, .csv, .tsv, .parquet; .gz behind it), a folder or a pattern of such files"
@@ -31,6 +40,8 @@ def open_source(name: str, setting: str, form: str) -> Table:
     for path in files:
         with readable_file(path, setting, form):
             tables.append(open_file(path, name if len(files) == 1 else str(path)))
+            if not tables[-1].columns:
+                raise without_rows(str(path))
     return tables[0] if len(tables) == 1 else _joined(name, tables)
 
 

@@ -97,9 +97,16 @@ class Table:
 def no_column(table: str, column: str, columns: Iterable[str], setting: str) -> DataError:
     """The error for a table without a column. columns: those that it has."""
     there = sorted(columns)
+    if not there:
+        return without_rows(table)
     listed = ", ".join(there[:_MOST_COLUMNS]) + (", ..." if len(there) > _MOST_COLUMNS else "")
-    return DataError(f"has no column `{column}`", code="column-missing", where=table, value=listed or "no columns",
+    return DataError(f"has no column `{column}`", code="column-missing", where=table, value=listed,
                      remedy=f"Set --{setting} to one of its columns.")
+
+
+def without_rows(table: str) -> DataError:
+    """The error for an empty table, which has no columns either."""
+    return DataError("has no rows", code="table-without-rows", where=table, remedy="Give a table with samples.")
 
 
 def is_saved(path: Path) -> bool:

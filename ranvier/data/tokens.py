@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ranvier.data.arrays import MOST_READ_BYTES
 from ranvier.data.publish import published
 from ranvier.errors import DataError
 from ranvier.system.untrusted_file import open_regular_file, read_json
@@ -45,10 +47,13 @@ class About:
 
 
 class Tokens:
-    """A checked token file; sequence i of length s covers the tokens [i s, i s + s], the last one only as a target."""
+    """A checked token file; sequence i of length s covers the tokens [i s, i s + s], the last one only as a target.
 
-    def __init__(self, path: Path, about: About, numbers: npt.NDArray[Any]) -> None:
-        self.path, self.about, self._numbers = path, about, numbers
+    mapped: what `numbers` are read from, if it is a file.
+    """
+
+    def __init__(self, path: Path, about: About, numbers: npt.NDArray[Any], mapped: mmap.mmap | None = None) -> None:
+        self.path, self.about, self._numbers, self._mapped = path, about, numbers, mapped
 
     def __len__(self) -> int:
         return self.about.count
@@ -58,9 +63,32 @@ class Tokens:
         return max(0, (len(self) - 1) // length)
 
     def sequences(self, which: npt.NDArray[Any], length: int) -> npt.NDArray[np.int64]:
-        """[len(which), length + 1] int64: the tokens of these sequences and the one after each."""
+        """[len(which), length + 1] int64: the tokens of these sequences and the one after each. DataError if the file
+        was cut since it was opened, or has a number outside the vocabulary."""
         place = which[:, None] * length + np.arange(length + 1)
-        return self._numbers[place].astype(np.int64)
+        self._require_whole()
+        found = self._numbers[place].astype(np.int64)
+        self._require_known(found)
+        return found
+
+    def check_numbers(self) -> Iterator[npt.NDArray[Any]]:
+        """All tokens, part by part. DataError as `sequences`."""
+        self._require_whole()
+        for start in range(0, len(self), _SCAN):
+            part = self._numbers[start:start + _SCAN]
+            self._require_known(part)
+            yield part
+
+    def _require_whole(self) -> None:
+        """A read beyond the end of a mapped file ends the process by SIGBUS."""
+        if self._mapped is not None and self._mapped.size() < self._numbers.nbytes:
+            raise _damaged("token-file-size", self.path.with_suffix(".bin"),
+                           f"should have {self._numbers.nbytes} bytes", self._mapped.size())
+
+    def _require_known(self, numbers: npt.NDArray[Any]) -> None:
+        if numbers.size and int(numbers.max()) >= self.about.vocab:
+            raise _damaged("token-file-beyond-vocabulary", self.path.with_suffix(".bin"),
+                           f"has a token beyond its vocabulary of {self.about.vocab}", int(numbers.max()))
 
     @property
     def numbers(self) -> npt.NDArray[Any]:
@@ -69,8 +97,7 @@ class Tokens:
 
     def documents(self, end: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """First token of each document, and the one after its last, which is the separator `end`."""
-        found = [start + np.flatnonzero(self._numbers[start:start + _SCAN] == end)
-                 for start in range(0, len(self), _SCAN)]
+        found = [number * _SCAN + np.flatnonzero(part == end) for number, part in enumerate(self.check_numbers())]
         stops = np.concatenate([*found, [len(self) - 1]]).astype(np.int64) + 1
         stops = np.unique(stops[stops > 0])
         return np.concatenate([[0], stops[:-1]]).astype(np.int64)[:len(stops)], stops
@@ -104,8 +131,8 @@ def write_tokens(path: Path, *, vocab: int, tokenizer: str, corpus: str,
 
 
 def open_tokens(path: Path) -> Tokens:
-    """The token file path.bin with path.json; all of it is read once to check it. DataError if it is missing, was
-    changed after it was written, or has a number outside the vocabulary."""
+    """The token file path.bin with path.json; up to MOST_READ_BYTES it is read once to check it. DataError if it is
+    missing, was changed after it was written, or has a number outside the vocabulary."""
     binary = path.with_suffix(".bin")
     about = _about(path.with_suffix(".json"))
     dtype = _DTYPES[about.dtype]
@@ -114,20 +141,18 @@ def open_tokens(path: Path) -> Tokens:
             size = os.fstat(file.fileno()).st_size
             if size != about.count * dtype.itemsize:
                 raise _damaged("token-file-size", binary, f"should have {about.count * dtype.itemsize} bytes", size)
-            numbers = np.memmap(file, dtype=dtype, mode="r") if size else np.empty(0, dtype)
+            mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else None
     except OSError as error:
         raise _damaged("token-file-unreadable", binary, "cannot be read", error.strerror or str(error)) from error
-    digest = hashlib.blake2b(digest_size=16)
-    for start in range(0, about.count, _SCAN):
-        part = numbers[start:start + _SCAN]
-        if int(part.max()) >= about.vocab:
-            raise _damaged("token-file-beyond-vocabulary", binary,
-                           f"has a token beyond its vocabulary of {about.vocab}", int(part.max()))
-        digest.update(part.tobytes())
-    if digest.hexdigest() != about.digest:
-        raise _damaged("token-file-changed", binary,
-                       f"has been changed: {path.with_suffix('.json').name} has another digest", digest.hexdigest())
-    return Tokens(path, about, numbers)
+    tokens = Tokens(path, about, np.frombuffer(mapped or b"", dtype), mapped)
+    if size <= MOST_READ_BYTES:
+        digest = hashlib.blake2b(digest_size=16)
+        for part in tokens.check_numbers():
+            digest.update(part.tobytes())
+        if digest.hexdigest() != about.digest:
+            raise _damaged("token-file-changed", binary,
+                           f"has been changed: {path.with_suffix('.json').name} has another digest", digest.hexdigest())
+    return tokens
 
 
 def exists(path: Path) -> bool:

@@ -54,7 +54,7 @@ class FailureWatch:
             self._gone[rank] = self._gone.get(rank, 0) + 1
             if self._gone[rank] == _GONE_CHECKS:  # killed: others, on other machines too, learn of it from the record
                 self._store.compare_set(FAILED, "", json.dumps(
-                    {"rank": rank, "code": 1, "reported": False, "num_lost": 1, "retryable": True}))
+                    {"rank": rank, "code": 1, "reported": False, "num_lost": 1, "retryable": True, "killed": True}))
         if self._cause is None:
             self._cause = self._failure() or self._lost()
         if self._cause is None:
@@ -73,13 +73,16 @@ class FailureWatch:
 
         describe: coordinates of a rank, in words.
         """
-        mine = str(self.rank)
-        first = call_with_timeout(lambda: self._store.compare_set(_REPORTED, "", mine).decode() == mine)
-        if first is False:
+        if call_with_timeout(lambda: may_report_killed(self._store, self.rank)) is False:
             return None
         actions = call_with_timeout(lambda: read_actions(self._store, range(self.size))) or {}
         return "\n".join([f"{cause}, and rank {self.rank} leaves, which waits for it. Ranks were in:",
                           *_lines(actions, range(self.size), describe)])
+
+
+def may_report_killed(store: SharedStore, rank: int) -> bool:
+    """Whether `rank` is the first that asks: it reports the loss of a rank that could not report it itself."""
+    return store.compare_set(_REPORTED, "", str(rank)).decode() == str(rank)
 
 
 def _lines(actions: Mapping[int, tuple[int, str]], ranks: Collection[int], describe: Callable[[int], str]) -> list[str]:

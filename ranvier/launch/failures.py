@@ -1,13 +1,15 @@
 """Reports the failure of a rank once, by the rank that failed first and with its coordinates, and ends all ranks.
 
 A failing rank brings the others down, and each of them then fails too, with errors that only say that a peer is gone.
-Failing ranks therefore compete for one key of the shared store, and only the first one prints its error.
+Failing ranks therefore compete for one key of the shared store, and only the first one prints its error. A rank that
+was killed prints nothing: then the first of the others does.
 """
 
 from __future__ import annotations
 
 import atexit
 import errno
+import faulthandler
 import json
 import os
 import sys
@@ -23,8 +25,9 @@ from ranvier.comm.board import EXIT_THREAD, call_with_timeout, find_silent_ranks
 from ranvier.comm.hang import HangDetector
 from ranvier.comm.signed_store import SharedStore, clone_shared_store
 from ranvier.errors import Hang, LaunchError, MessageTimeout, RanvierError, TransportError, UnsavedError
-from ranvier.launch.failure_watch import FAILED, FINISHED
+from ranvier.launch.failure_watch import FAILED, FINISHED, may_report_killed
 from ranvier.launch.heartbeat import Heartbeat, find_launcher_processes, launcher_variable, store_is_gone
+from ranvier.launch.stop import STOP_SIGNALS, StopRequest
 from ranvier.launch.stopped_ranks import CHECK_SECONDS, kill_stopped_ranks
 from ranvier.mesh import Mesh
 from ranvier.system.processes import Process
@@ -59,7 +62,9 @@ def report_failure(world: World, mesh: Mesh, error: BaseException, *, names_culp
     # The search for silent ranks takes seconds, so a lost peer or its supervisor reports its own error first. Ranks
     # that failed like this one still have a heartbeat, so only the culprits are silent.
     searches = isinstance(error, TransportError) and world.size > 1 and not names_culprit
-    silence = _describe_silence(world, mesh) if searches else ""
+    # A launcher that saw the lost rank end sends SIGTERM to the others meanwhile; our supervisor reports by itself.
+    with StopRequest(STOP_SIGNALS if world.launcher != "local" else ()):
+        silence = _describe_silence(world, mesh) if searches else ""
     name = f"rank {world.rank} ({_describe_now(world, mesh, world.rank)})"
     first = None if silence is None else call_with_timeout(
         lambda: _is_first(world, error, code, is_user_error), 2.0 if names_culprit else None)
@@ -116,6 +121,10 @@ def install_error_handlers(world: World, mesh: Mesh, *, stopped_seconds: float, 
     backend; it fails if a rank sends no heartbeat for `timeout_seconds`. sys.exit with an error code does not wait, but
     ends the other ranks.
     """
+    if not faulthandler.is_enabled():
+        with suppress(OSError, ValueError):  # standard error may be no file
+            faulthandler.enable(all_threads=False)
+
     def fail(error: BaseException, *, names_culprit: bool = False) -> NoReturn:
         abort_all_ranks(world, report_failure(world, mesh, error, names_culprit=names_culprit))
 
@@ -243,15 +252,17 @@ def install_start_error_handlers(local_rank: int | None) -> None:
 
 
 def _is_first(world: World, error: BaseException, code: int, is_user_error: bool) -> bool:
-    """Whether this rank is the first to fail; if so, its record stays in the store.
+    """Whether this rank is the first to fail, or the first of those that a killed rank brings down, which tells nothing
+    itself. The record of the first to fail stays in the store.
 
     Raises an error of the store if the process that hosts it has exited.
     """
     record = json.dumps({"rank": world.rank, "code": code, "reported": is_user_error,
                          "num_lost": int(isinstance(error, Hang)),
                          "retryable": isinstance(error, TransportError) or not is_user_error})
-    # A connection of its own: another thread may be waiting on the shared one.
-    return clone_shared_store(world.store).compare_set(FAILED, "", record).decode() == record
+    store = clone_shared_store(world.store)  # a connection of its own: another thread may be waiting on the shared one
+    found = store.compare_set(FAILED, "", record).decode()
+    return found == record or (json.loads(found).get("killed", False) and may_report_killed(store, world.rank))
 
 
 _STORE_IS_SILENT = ("\nranvier: rank 0's store does not answer: this machine is disconnected from it, or rank 0 has "

@@ -51,8 +51,8 @@ def from_transformers(model: nn.Module, sample: Mapping[str, Tensor] | Tensor | 
         sample: inputs of two or more samples: the main input, or named inputs as the model's forward takes them. By
             default tokens or images of the sizes in `model.config`. Microbatches have the same names.
         loss: by default that of the next token for ...ForCausalLM and ...LMHeadModel, whose targets are the inputs one
-            token on, and cross-entropy for ...ForSequenceClassification and ...ForImageClassification; targets of -100
-            do not count.
+            token on (transformers shifts labels itself: `functional.pad(labels[:, 1:], (0, 1), value=-100)`), and
+            cross-entropy for ...ForSequenceClassification and ...ForImageClassification; targets of -100 do not count.
         output: takes the carried state for the loss out of what the model returns; by default its logits, or the dict
             of its start_logits and end_logits, or its last_hidden_state.
 

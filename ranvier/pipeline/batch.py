@@ -19,6 +19,7 @@ from ranvier.mesh import Coordinates, StagePlacement
 from ranvier.optim.step import Updater
 from ranvier.pipeline.column_parts import whole_names
 from ranvier.pipeline.connections import Connections
+from ranvier.pipeline.inbox import call_number
 from ranvier.pipeline.look_ahead import LookAhead
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.nominal_weight import NominalWeight
@@ -95,7 +96,7 @@ class BatchRunner:
             keep_outputs: bool = False) -> None:
         """Run all actions of one batch. call: the number of batches on this engine, this one included. step: the
         training step that dropout is keyed by. keep_outputs: whether the last stage keeps what its blocks return."""
-        self._call, self._step = call, step
+        self._call, self._step = call_number(call, training=training), step
         leads = self._connections.sequencer.leads
         schedule = RankSchedule(
             stages=self._numbers, num_stages=self._num_stages, num_microbatches=len(batch), policy=self._policy,
@@ -105,8 +106,8 @@ class BatchRunner:
         running: Action | None = None
         try:
             self._stages.begin(training, len(batch))
-            self._statistics.begin(batch if training else ())
-            self._connections.inbox.begin(call, step, len(batch), schedule.on_message if leads else _unheard)
+            self._statistics.begin(batch, training=training)
+            self._connections.inbox.begin(self._call, step, len(batch), schedule.on_message if leads else _unheard)
             if training and self.nominal_weight is not None and not (self._has_loss and batch):
                 self.nominal_weight.start(0.0)
             if not batch:

@@ -74,6 +74,7 @@ from ranvier.pipeline.start_values import share_start_values
 from ranvier.pipeline.state_dict import StateDict, load_state, take_state
 from ranvier.pipeline.statistics import BatchStatistics
 from ranvier.pipeline.ties import TiedParameters, TieMessages, gradient_specs, ties_of
+from ranvier.pipeline.trained_elsewhere import TrainedElsewhere
 from ranvier.plan.block_costs import build_on_meta
 from ranvier.plan.cut import split_model
 from ranvier.plan.formats import check_formats, told
@@ -87,6 +88,7 @@ from ranvier.system.machine import has_triton
 from ranvier.tensor.float8 import float8_layers
 from ranvier.tensor.lookups import lookup_tables
 from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.split.loss import NextTokenLoss
 from ranvier.tensor.weight_gradients import WeightGradients
 from ranvier.world import World
 
@@ -216,7 +218,7 @@ class Engine:
         self._randomness = ReplicaRandomness(self._replica(), seed, world.device)
 
         self._connections = Connections(world, self.layout, plan.tensor, check_order=check_order)
-        model = self._split(model, autocast)
+        given, model = ready_made(model), self._split(model, autocast)
         self._copies = StageCopies()
         blocks, self.cast_buffers = build_stage(model, self.layout, self.coordinates, seed=seed, dtype=dtype,
                                                 device=world.device, copies=self._copies)
@@ -224,6 +226,7 @@ class Engine:
         if self.cast_buffers and self.coordinates.is_first_on_pipeline_rank:
             warnings.warn(told(self.cast_buffers, dtype), stacklevel=3)
         self._parameters, self._held = stage_parameters(self.layout, blocks), HeldParameters(blocks)
+        self._elsewhere = TrainedElsewhere(given, (name for _, name, _ in blocks), self._parameters.values())
         self._training_of = [(name, one, self._parameters[self.layout[name].owner], self.layout[name].trainable)
                              for name, one in self._parameters.items()]
         self._connect(blocks, timeout_seconds)
@@ -239,6 +242,7 @@ class Engine:
         self._stages = self._build_stages(model, blocks, seed=seed, compile=compile, autocast=autocast, float8=float8,
                                           frozen_dropout=frozen_dropout, tables=tables)
         self._runner = self._build_runner(dtype, nominal_weight)
+        self._looks_at_shift = isinstance(model.loss, NextTokenLoss)
 
     # ------------------------------------------------------------------ start
 
@@ -508,6 +512,7 @@ class Engine:
         missed_updates: parameter -> updates that left it alone, where there are any.
         """
         self._step = steps
+        self._elsewhere.loaded()
         self._stages.forget_weights()
         self._updater.restore_counters(optimizer_steps, loss_scale, last_norm, missed_updates or {})
 
@@ -545,8 +550,11 @@ class Engine:
         """
         self.check_usable("full_state_dict")
         self._finish_update()
+        self._connections.board.action = "full_state_dict"
         with self._working():
-            return gather_full_state(self, self._connections.all)
+            found = gather_full_state(self, self._connections.all)
+        self._connections.board.action = _OUTSIDE
+        return found
 
     @of_engine
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -739,6 +747,7 @@ class Engine:
             if self._ties.owns:
                 self._updater.wait()
             self._ties.send_values(self._call, trained=True)
+            self._elsewhere.updated()
         elif not status.overflow and status.refused is None:
             warnings.warn(f"step {self._step} is skipped: no valid target in the global batch", stacklevel=4)
         self._buffers.finish()
@@ -907,6 +916,7 @@ class Engine:
     def _checked(self, microbatches: Batch, *, training: bool = True, has_loss: bool = True) -> list[Microbatch]:
         """The batch, which this rank can begin: what is refused here has changed nothing, and may be called again."""
         refuse_outer_modes(self.world.device, training=training)
+        self._elsewhere.check_start()
         batch = _as_microbatches(microbatches)
         needs_inputs, needs_targets = self.is_first_stage, self.is_last_stage and has_loss
         for number, one in enumerate(batch):
@@ -916,6 +926,10 @@ class Engine:
                     raise ModelError(f"has no {what} on the {stage} stage", code="microbatch-lacks-data",
                                      where=f"microbatch {number}",
                                      remedy=f"Give the ranks of the {stage} stage the {what} of every microbatch.")
+        if has_loss and self._looks_at_shift:
+            for one in batch:
+                NextTokenLoss.check_shifted(one.inputs, one.targets)
+            self._looks_at_shift = False
         if training:
             self._stages.check()
         return batch

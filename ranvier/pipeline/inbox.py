@@ -14,6 +14,7 @@ from ranvier.comm.board import Board
 from ranvier.comm.message import Message, MessageKind
 from ranvier.comm.protocol import Transport
 from ranvier.errors import MessageTimeout, ModelError, TransportError
+from ranvier.pipeline.statistics import calls_differ
 from ranvier.schedule.spans import Timeline
 
 Direction = Literal["forward", "return"]
@@ -24,6 +25,14 @@ OnArrival = Callable[[Direction, int, int], None]
 _DIRECTIONS: dict[MessageKind, Direction] = {
     MessageKind.FORWARD: "forward", MessageKind.BACKWARD: "return", MessageKind.CREDIT: "return"}
 """Which of a microbatch's two crossings of an edge a message is; others are outside the pipeline's flow."""
+
+
+_CALLS = "evaluates or predicts", "trains"
+
+
+def call_number(call: int, *, training: bool) -> int:
+    """The number of batch `call` in its messages, by which a receiver sees whether both ranks do the same with it."""
+    return 2 * call + training
 
 
 class Inbox:
@@ -46,7 +55,8 @@ class Inbox:
         self._on_arrival: OnArrival = lambda direction, microbatch, stage: None
 
     def begin(self, call: int, step: int, num_microbatches: int, on_arrival: OnArrival) -> None:
-        """Batch number `call` begins; `on_arrival` is called for each of its messages on arrival, early ones at once.
+        """The batch begins that has this number (`call_number`); `on_arrival` is called for each of its messages on
+        arrival, early ones at once.
 
         step: the training step that waits are booked under.
         """
@@ -63,6 +73,9 @@ class Inbox:
         way = _DIRECTIONS.get(message.kind)
         if way is None:
             self._other(message)
+        elif message.step != self._call and message.step // 2 == self._call // 2:
+            raise calls_differ(f"{self._board.name(message.source)} {_CALLS[message.step % 2]}, and this rank "
+                               f"{_CALLS[self._call % 2]}")
         elif message.step > self._call:
             self._early.append(message)
         else:

@@ -2,8 +2,9 @@
 
 The first stage takes the inputs that its rank was given, the last one the targets that its own was given. Where each
 rank has drawn its samples with random numbers of its own, the two belong to different samples. So each of these ranks
-adds a number made of its targets to the sums of the batch (`pipeline/statistics`), with factors whose sum is zero over
-ranks that must agree. Evaluation updates nothing, and only ranks that read its loss would notice: it compares none.
+adds numbers made of its targets to the sums of the batch (`pipeline/statistics`), with factors whose sum is zero over
+ranks that must agree: integers to the bit, real numbers up to the rounding of ranks that compute their own. Evaluation
+updates nothing, and only ranks that read its loss would notice: it compares none.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from ranvier.errors import ModelError
 from ranvier.mesh import Coordinates, StagePlacement
 from ranvier.pipeline.microbatch import Microbatch
 
+SAME_TARGETS = 5
+"""How many numbers a rank adds."""
 _MAX_ELEMENTS = 2048
 """So many elements of a tensor are looked at."""
 _INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
@@ -25,6 +28,11 @@ _NUMBER_BITS = 20
 """So short are the numbers of ranks that their sums over thousands of ranks are exact in fp64."""
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 """Its products with 1, 2, ... differ in all of their 64 bits, of which int64 keeps the lowest."""
+_TOLERANCE = 0.05
+"""Of real numbers: far above what a rank's own rounding adds to a projection, as of a teacher's outputs in bf16. Those
+of other samples are below it in 3 % of batches."""
+_LEAST_SPREAD = 1e-3
+"""Real numbers that deviate less from their mean, relative to it, are equal."""
 
 
 class SameTargets:
@@ -40,31 +48,53 @@ class SameTargets:
         self._factor = (1 + at.index(axes)) * (size - 1 if leads else -1)
 
     def numbers(self, batch: Sequence[Microbatch]) -> Tensor:
-        """[2] fp64, what this rank adds: (its number, 1), zeros where it cannot say; on the targets' device.
+        """[5] fp64, what this rank adds, on the targets' device: of integers (number, 1), of real ones (projection,
+        its square's scale, 1), zeros where it cannot say.
 
-        Only integers take part, since ranks may compute real numbers on their own, with rounding of their own. A leaf
-        whose elements are all equal in the whole batch may stand in for targets that the rank has not: it cannot say.
+        A leaf whose elements are all equal in the whole batch, or nearly so for real numbers, may stand in for targets
+        that the rank has not: it cannot say.
         """
+        nothing = torch.zeros(5, dtype=torch.float64)
         leaves = [(place, leaf) for one in batch for place, leaf in enumerate(tree_leaves(one.targets))
-                  if isinstance(leaf, Tensor) and leaf.dtype in _INTEGERS] if self._takes_part else []
+                  if isinstance(leaf, Tensor) and _compared(leaf.dtype)] if self._takes_part else []
         if not leaves or any(
                 type(leaf) is not Tensor or leaf.layout is not torch.strided or leaf.device != leaves[0][1].device
                 for _, leaf in leaves):
-            return torch.zeros(2, dtype=torch.float64)
-        of_place: dict[int, list[Tensor]] = {}
+            return nothing
+        integers: dict[int, list[Tensor]] = {}
+        reals: dict[int, list[Tensor]] = {}
         for place, leaf in leaves:
-            of_place.setdefault(place, []).append(_some(leaf))
-        columns = [torch.cat(parts) for parts in of_place.values()]
+            (reals if leaf.is_floating_point() else integers).setdefault(place, []).append(_some(leaf))
+        device = leaves[0][1].device
+        return torch.cat([self._of_integers([torch.cat(parts) for parts in integers.values()]).to(device)
+                          if integers else nothing[:2].to(device),
+                          self._of_reals([torch.cat(parts) for parts in reals.values()])
+                          if reals else nothing[2:].to(device)])
+
+    def _of_integers(self, columns: list[Tensor]) -> Tensor:
         says = torch.stack([(column != column[:1]).any() for column in columns]).all()  # stays on the device
         values = torch.cat(columns)
-        places = torch.arange(1, len(values) + 1, device=values.device)
-        number = (values * (places * _ODD)).sum() >> 64 - _NUMBER_BITS  # the highest bits, which depend on all others
+        number = (values * _mixed(values)).sum() >> 64 - _NUMBER_BITS  # the highest bits, which depend on all others
         return (torch.stack([number * self._factor, torch.ones_like(number)]) * says).to(torch.float64)
+
+    def _of_reals(self, columns: list[Tensor]) -> Tensor:
+        """Deviations from the mean with signs of chance: those of other samples do not cancel."""
+        deviations, says = [], []
+        for column in columns:
+            values = column.to(torch.float64)
+            deviations.append(values - values.mean())
+            says.append(deviations[-1].norm() > max(_LEAST_SPREAD, 16 * torch.finfo(column.dtype).eps) * values.norm())
+        values = torch.cat(deviations)
+        signs = torch.where(_mixed(values) < 0, -1.0, 1.0).to(torch.float64)
+        found = torch.stack([(values * signs).sum() * self._factor, values.square().sum() * self._factor ** 2,
+                             torch.ones_like(values[0])])
+        return torch.where(torch.stack(says).all(), found, torch.zeros_like(found))
 
     def check(self, sums: Tensor) -> None:
         """ModelError where `sums` over all ranks show different targets; says nothing where some rank could not."""
-        difference, count = sums.tolist()
-        if count == self._all and difference:
+        difference, count, projection, scale, real_count = sums.tolist()
+        differ = count == self._all and difference
+        if differ or (real_count == self._all and abs(projection) > _TOLERANCE * scale ** 0.5):
             raise ModelError("are of other samples on the last stage than on the first one, whose inputs they belong "
                              "to; nothing was updated", code="targets-differ", where="targets of the batch",
                              remedy="Draw each batch alike on all ranks of a replica, from a torch.Generator seeded "
@@ -72,7 +102,17 @@ class SameTargets:
                                     "torch draws without one differs from rank to rank.")
 
 
+def _compared(dtype: torch.dtype) -> bool:
+    return dtype in _INTEGERS or dtype.is_floating_point
+
+
+def _mixed(values: Tensor) -> Tensor:
+    """[n] int64 for [n] values: a number for each place."""
+    return torch.arange(1, len(values) + 1, device=values.device) * _ODD
+
+
 def _some(leaf: Tensor) -> Tensor:
-    """[n] int64: at most about `_MAX_ELEMENTS` of the elements."""
-    flat = leaf.reshape(-1)
-    return flat[::max(1, len(flat) // _MAX_ELEMENTS)].to(torch.int64)
+    """[n], integers in int64: at most about `_MAX_ELEMENTS` of the elements."""
+    flat = leaf.detach().reshape(-1)
+    chosen = flat[::max(1, len(flat) // _MAX_ELEMENTS)]
+    return chosen if leaf.is_floating_point() else chosen.to(torch.int64)

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ranvier.comm.collectives import ChainedWork
 from ranvier.comm.protocol import Group, Work
+from ranvier.errors import ModelError
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.pipeline.same_targets import SameTargets
+from ranvier.pipeline.same_targets import SAME_TARGETS, SameTargets
 from ranvier.system.pinned_memory import HostCopy
 
 
@@ -42,22 +43,30 @@ class _BegunWhenAsked:
         self._work.wait()
 
 
+def calls_differ(what: str) -> ModelError:
+    """Ranks are in different calls of the engine with one batch. what: who does what."""
+    return ModelError(f"are different on different ranks: {what}; nothing was updated", code="calls-differ",
+                      where="calls of the engine",
+                      remedy="Call train_batch, evaluate and predict on all ranks alike. Only printing "
+                             "and saving are rank 0's alone.")
+
+
 class BatchStatistics:
     """The sums of one engine. ranks: a group of all ranks; each calls `begin` and `reduce` once a batch. on_device:
     whether all ranks compute on CUDA devices."""
 
     sums: Tensor
-    """[5] fp64: sum of losses, weight, how many ranks have found their gradients set to zero, and the two numbers of
-    `SameTargets`."""
+    """[9] fp64: sum of losses, weight, how many ranks have found their gradients set to zero, how many train, and the
+    numbers of `SameTargets`."""
     work: Work
     """The reduction of `sums`."""
 
     def __init__(self, ranks: Group, same_targets: SameTargets, *, on_device: bool = False) -> None:
         self._ranks, self._same_targets, self._on_device = ranks, same_targets, on_device
-        self._targets = torch.zeros(2, dtype=torch.float64)
+        self._targets = torch.zeros(SAME_TARGETS, dtype=torch.float64)
         self._accumulated: Tensor | None = None  # losses and weights of batches since the last step
         self._earlier: Tensor | None = None  # the same, while another batch of that step runs
-        self._zeroed = False
+        self._zeroed = self._training = False
 
     # ------------------------------------------------------------------ several batches of one step
 
@@ -82,23 +91,27 @@ class BatchStatistics:
 
     # ------------------------------------------------------------------ the batch at hand
 
-    def begin(self, batch: Sequence[Microbatch]) -> None:
-        """A batch begins. batch: what ranks compare the targets of."""
-        self._targets = self._same_targets.numbers(batch)
+    def begin(self, batch: Sequence[Microbatch], *, training: bool) -> None:
+        """A batch begins, of which ranks compare the targets where it trains."""
+        self._training = training
+        self._targets = self._same_targets.numbers(batch if training else ())
 
     def reduce(self, mine: Tensor | None, *, at_once: bool = False) -> None:
         """Start the sum over all ranks. mine: [2] fp64 of this rank, None where another rank counts the same.
         at_once: begin it now, also where the host waits for a device; otherwise the step asks for the weight before any
         other collective."""
-        earlier, sums = self._earlier, torch.tensor([0.0, 0.0, self._zeroed, 0.0, 0.0], dtype=torch.float64)
-        self.sums, same_targets = sums, self._same_targets
+        earlier, sums = self._earlier, torch.zeros(4 + SAME_TARGETS, dtype=torch.float64)
+        sums[2], sums[3] = self._zeroed, self._training
+        self.sums, same_targets, size = sums, self._same_targets, len(self._ranks.ranks)
 
         def add_earlier() -> None:
-            same_targets.check(sums[3:])
+            if sums[3] not in (0, size):
+                raise calls_differ(f"{int(sums[3])} of {size} ranks train on it, and the others evaluate or predict")
+            same_targets.check(sums[4:])
             if earlier is not None and not sums[2]:  # unless somebody has set gradients to zero, on any rank
                 sums[:2].add_(earlier)
 
-        parts = [(self._targets, sums[3:])] if mine is None else [(mine, sums[:2]), (self._targets, sums[3:])]
+        parts = [(self._targets, sums[4:])] if mine is None else [(mine, sums[:2]), (self._targets, sums[4:])]
         waits, late = self._on_device and not at_once, []
         for source, target in parts:
             if waits and source.is_cuda:

@@ -1,7 +1,7 @@
 """What each block costs, counted on the meta device, and the check of the model contract on the way.
 
-No weight exists there, so any model fits on a laptop: floating-point operations of the forward pass, plus the bytes
-that its operations write, weighed by the machine's balance of the two.
+No weight exists there, so any model fits on a laptop: floating-point operations of the forward pass, and the bytes
+that its operations move.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
         share, defers = _weights_of(module, count)
         costs.append(BlockCost(
             name=name, flops=count.flops, written_bytes=count.written, allocated_bytes=memory.allocated,
-            kernels=run_kernels(count, state, counting, dtype.itemsize),
+            kernels=run_kernels(count, state, counting, dtype.itemsize), number_bytes=dtype.itemsize,
             kept_bytes=(stored := kept_bytes(memory, kept.storages, counting)),
             operand_bytes=min(stored, kept.count_of(memory.operands())),
             input_bytes=entered, output_bytes=_state_bytes(outputs), weight_share=share, defers=defers,

@@ -1,9 +1,9 @@
-"""Blocks to stages: the cut whose slowest stage is as fast as any cut allows and whose others are equal, or equal
-numbers of blocks."""
+"""Blocks to stages: the most equal cut of those whose slowest stage is as fast as any cut allows, or equal numbers of
+blocks."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise, product
 from math import inf
@@ -11,14 +11,16 @@ from math import inf
 from ranvier.errors import ConfigError
 from ranvier.mesh import StagePlacement
 
+_ROUNDING = 1e-9
+"""Part of a stage's cost by which sums of the same blocks may differ."""
+
 
 def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     """First block of each stage after the first, such that the slowest stage costs as little as any cut allows, and
-    the stages are as equal as they then can be.
+    the stages are as equal as they can be beside it.
 
     As `ranvier.schedule.partition.cut` where a stage costs what its blocks do together, and not below 0: bisection
-    finds the slowest in num_stages x num_blocks x log(num_blocks), and no stage has more blocks than fit within it.
-    ConfigError when there are more stages than blocks.
+    takes num_stages x num_blocks x log(num_blocks). ConfigError when there are more stages than blocks.
     """
     num_blocks = len(costs)
     if num_stages > num_blocks:
@@ -36,31 +38,34 @@ def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
             longer[first] = min([sums[start] - begun for start in options[crossing:crossing + 1]]
                                 + [slowest[start] for start in options[max(0, crossing - 1):crossing]])
         slowest = longer
-    return _most_equal(sums, num_stages, slowest[0])
+    return _most_equal(sums, num_stages, most=slowest[0] * (1 + _ROUNDING))
 
 
-def _most_equal(sums: Sequence[float], num_stages: int, slowest: float) -> tuple[int, ...]:
-    """Of the cuts whose stages cost `slowest` at most the one with the least sum of squares. sums: of the costs of the
-    blocks before each."""
-    num_blocks = len(sums) - 1
-    squares = [work * work if (work := sums[-1] - begun) <= slowest else inf for begun in sums]
-    chosen: list[list[int]] = []
-    for behind in range(1, num_stages):
-        longer, starts = [inf] * num_blocks, [0] * num_blocks
-        for first in range(num_stages - 1 - behind, num_blocks - behind):
-            begun, least = sums[first], inf
-            for start in range(first + 1, num_blocks - behind + 1):
-                work = sums[start] - begun
-                if work > slowest:
-                    break
-                if (square := work * work + squares[start]) <= least:
-                    longer[first], starts[first], least = square, start, square
-        squares = longer
-        chosen.append(starts)
-    edges = [0]
-    for starts in reversed(chosen):
-        edges.append(starts[edges[-1]])
-    return tuple(edges[1:])
+def _most_equal(sums: Sequence[float], num_stages: int, most: float) -> tuple[int, ...]:
+    """The cut with the least sum of squares of the stages' costs, of those whose stages cost at most `most`; of equal
+    ones that with more blocks in front. sums: costs of the blocks before each."""
+    num_blocks, latest = len(sums) - 1, [0]
+    for stage in range(1, num_stages):  # the last place where each stage can begin
+        reached = bisect_right(sums, most, latest[-1] + 1, key=lambda cost: cost - sums[latest[-1]]) - 1
+        latest.append(min(reached, num_blocks - num_stages + stage))
+    behind: dict[int, tuple[float, tuple[int, ...]]] = {num_blocks: (0.0, (num_blocks,))}
+    # where the stages behind begin -> their sum of squares, and where each of them begins and the last one ends
+    for stage in range(num_stages - 1, -1, -1):
+        here: dict[int, tuple[float, tuple[int, ...]]] = {}
+        first, end = latest[stage], max(behind)
+        while first >= stage:
+            stops = range(max(first + 1, min(behind)), end + 1)
+            options = [((sums[stop] - sums[first]) ** 2 + behind[stop][0], -stop) for stop in stops
+                       if sums[stop] - sums[first] <= most]
+            if not options and here:  # nor does any place before it
+                break
+            if options:
+                squares, negative = min(options)
+                end = -negative  # of a stage that begins earlier, the best end is no later
+                here[first] = squares, (first, *behind[end][1])
+            first -= 1
+        behind = here
+    return behind[0][1][1:-1]
 
 
 def uniform(num_blocks: int, num_stages: int) -> tuple[int, ...]:

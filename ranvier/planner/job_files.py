@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Literal, get_args
@@ -32,7 +34,9 @@ def write_job(launcher: Launcher, run: ResolvedRun, cluster: Cluster, run_file: 
                           where="--launcher", value=run.mesh.size,
                           remedy=f"Plan for a multiple of {per_node} ranks, or start the ranks yourself.")
     path = run_file.with_suffix(_SUFFIXES[launcher])
-    text = {"slurm": _slurm, "torchrun": _torchrun, "kubernetes": _kubernetes}[launcher](
+    makes: dict[Launcher, Callable[..., str]] = {
+        "slurm": partial(_slurm, checkpoints=run.checkpoint.dir), "torchrun": _torchrun, "kubernetes": _kubernetes}
+    text = makes[launcher](
         run_file, nodes, per_node, on_gpus=cluster.device.cores is None,
         stop_seconds=60 * ceil((2 * step_seconds + _SAVING_SECONDS) / 60),
         whole_nodes=per_node == cluster.devices_per_node)
@@ -46,17 +50,20 @@ def write_job(launcher: Launcher, run: ResolvedRun, cluster: Cluster, run_file: 
 
 def start_command(launcher: Launcher, path: Path) -> str:
     """What a user types."""
-    return {"slurm": f"sbatch {path}", "torchrun": f"bash {path} FIRST_MACHINE (on each machine)",
-            "kubernetes": f"kubectl apply -f {path}"}[launcher]
+    name = shlex.quote(str(path))
+    return {"slurm": f"sbatch {name}", "torchrun": f"bash {name} FIRST_MACHINE (on each machine)",
+            "kubernetes": f"kubectl apply -f {name}"}[launcher]
 
 
-def _slurm(run_file: Path, nodes: int, per_node: int, *, on_gpus: bool, stop_seconds: int, whole_nodes: bool) -> str:
+def _slurm(run_file: Path, nodes: int, per_node: int, *, checkpoints: Path | None, on_gpus: bool, stop_seconds: int,
+           whole_nodes: bool) -> str:
+    saved = '"$run_dir/checkpoint"' if checkpoints is None else shlex.quote(str(checkpoints))
     gpus = f"#SBATCH --gpus-per-node={per_node}\n" if on_gpus else ""
     gpus += "#SBATCH --exclusive\n" if whole_nodes else ""  # all cores: a task has one of a shared node
     return f"""#!/bin/bash
 # sbatch {run_file.with_suffix(".sbatch").name} [/shared/folder/of/the/run]
 # Saves before its time is up, is put back into the queue, and resumes. --signal: two steps and a checkpoint.
-#SBATCH --job-name={run_file.stem}
+#SBATCH --job-name={shlex.quote(run_file.stem)}
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node={per_node}
 {gpus}#SBATCH --time=24:00:00
@@ -67,7 +74,8 @@ def _slurm(run_file: Path, nodes: int, per_node: int, *, on_gpus: bool, stop_sec
 
 run_dir=${{1:-{shlex.quote(f"runs/{run_file.stem}")}}}
 export RANVIER_SECRET=$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \\n') # signs what ranks tell each other
-newest() {{ find "$run_dir/checkpoint" -maxdepth 1 -name 'step-*' 2>/dev/null | sort -V | tail -n 1; }}
+newest() {{ find {saved} -maxdepth 1 -name 'step-*' 2>/dev/null | sort -V | tail -n 1; }}
+export TORCH_CPP_LOG_LEVEL=ERROR # otherwise torch prints 20 lines of C++ for each rank that a lost one brings down
 before=$(newest)
 srun --kill-on-bad-exit=1 ranvier train {shlex.quote(str(run_file))} --resume auto --run-dir "$run_dir"
 code=$?

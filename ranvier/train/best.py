@@ -58,7 +58,8 @@ class BestEvaluation:
         """Why it stops, in words."""
         best = "" if self.value is None else f"; the best is {self.value:.6g}, after step {self.step}"
         count = "1 evaluation" if self._since == 1 else f"{self._since} evaluations"
-        return f"early stopping: {self.metric} has not improved in {count}{best}"
+        least = f" by more than {self._delta:g}" if self._delta else ""
+        return f"early stopping: {self.metric} has not improved{least} in {count}{best}"
 
     def summary(self) -> dict[str, object]:
         """What the run's summary says of it."""

@@ -50,7 +50,8 @@ class StepEvent:
     wait_seconds: float
     """Of those, spent waiting (timeline spans of category wait); mean over ranks."""
     bubble_fraction: float
-    """Waited share of the step: wait over step seconds of each rank, mean over ranks; 0 is a rank always at work."""
+    """Waited share of the step: wait over step seconds of each rank, mean over ranks. Waits for other stages count;
+    those within sums and gathers of replicas, rows and columns do not."""
     grad_norm: float
     """L2 norm of the gradient of the loss, all parameters together."""
     learning_rate: float

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -70,9 +71,9 @@ class LineFile:
             self._file = append_file(path)
 
     def write(self, fields: Mapping[str, object]) -> None:
-        """Append one line."""
+        """Append one line, with the `time` at which it is written, in seconds since 1970."""
         with writing(self.path):
-            self._file.write(json.dumps(plain(fields)) + "\n")
+            self._file.write(json.dumps({**plain(fields), "time": round(time.time(), 3)}) + "\n")
             self._file.flush()
 
     def close(self) -> None:

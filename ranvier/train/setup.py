@@ -113,7 +113,13 @@ def initial_weights(engine: Engine, run: ResolvedRun, pretrained: Pretrained | N
     Collective. from_step: of the checkpoint that the run goes on from, None without one. before_adapters: called while
     adapters, if there are any, change nothing. Returns notes for the user."""
     any_transformers.release()  # the blocks are built
-    notes = [] if pretrained is None or from_step is not None else load_pretrained(engine, pretrained)
+    notes = []
+    if pretrained is not None and from_step is None:
+        notes = load_pretrained(engine, pretrained)
+        theirs = pretrained.config.dropout
+        if theirs != run.model.dropout:
+            notes.append(f"{pretrained.folder} names dropout {theirs:g}, with which transformers trains it; here it is "
+                         f"{run.model.dropout:g}, unless --model.dropout sets another")
     notes += before_adapters()
     if run.lora.adapters is not None and not from_step:
         folder = AdapterFolder(run.lora.adapters.expanduser())

@@ -18,6 +18,7 @@ from ranvier.models import families
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.testing.ranks import run_ranks
+from ranvier.train import setup
 from tests.covering import covering
 from tests.errors import raises
 from tests.hf_peers import BERT, DINOV2, VIT, peer, saved
@@ -117,6 +118,15 @@ def test_notes_are_the_same_on_every_rank(folder_of):
         "head.classifier.weight has the shape (2, 24) in FOLDER and (5, 24) here: it is initialised from the seed",
         "head.classifier.bias has the shape (2,) in FOLDER and (5,) here: it is initialised from the seed",
         "not in FOLDER, so from the seed: head.classifier.weight, head.classifier.bias"]
+
+
+@pytest.mark.parametrize("ours", [0.0, 0.1, 0.2])
+def test_another_dropout_than_the_folders_is_said(folder_of, monkeypatch, ours):
+    """That of GPT-2 is 0.1 in transformers."""
+    monkeypatch.setattr(setup, "load_pretrained", lambda engine, pretrained: [])
+    notes = setup.initial_weights(None, run_of("GPT2LMHeadModel", dropout=ours), Pretrained(
+        folder_of("GPT2LMHeadModel")), from_step=None)
+    assert ["0.1" in note and f"{ours:g}" in note for note in notes] == ([] if ours == 0.1 else [True])
 
 
 def test_a_head_of_another_task_is_left_out(folder_of):

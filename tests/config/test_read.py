@@ -33,6 +33,10 @@ def test_every_setting_has_help_and_a_default_that_fits():
         assert resolved(flags={setting.name: read.as_text(setting.default)}).problems == (), setting.name
 
 
+def test_names_in_other_programs_lead_to_settings():
+    assert {*read._ELSEWHERE.values()} <= {*read.settings()}
+
+
 @pytest.mark.parametrize(("name", "text", "value"), [
     ("optim.betas", "0.8,0.95", (0.8, 0.95)), ("pipeline.boundaries", "3, 6", (3, 6)),
     ("pipeline.boundaries", "none", None), ("pipeline.in_flight", "auto", "auto"), ("pipeline.in_flight", "6", 6),

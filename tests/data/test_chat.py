@@ -351,7 +351,7 @@ def test_long_and_silent_conversations(tmp_path):
 
 
 @pytest.mark.parametrize(("row", "error"), [
-    ('{"talk": []}', ("form-unknown",)),
+    ('{"talk": []}', ("form-unknown",)), ("", ("table-without-rows",)),
     ('{"messages": "hello"}', ("not-a-conversation", 1)), ('{"messages": []}', ("not-a-conversation", 1)),
     ('{"messages": [{"role": "user"}]}', ("message-without-role", 1))])
 def test_rows_that_are_no_conversations_are_problems(tmp_path, row, error):

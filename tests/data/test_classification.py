@@ -178,7 +178,7 @@ def test_forms_of_files(tmp_path, data):
 
 
 @pytest.mark.parametrize(("data", "line", "error"), [
-    (b"", "", ("column-missing", "sentence")),
+    (b"", "", ("table-without-rows",)),
     (b"sentence\tlabels\na\t1", "", ("column-missing", "label", "labels, sentence")),
     (b"label\tbody\n", "", ("column-missing", "sentence")),
     (b"label\tsentence\tlabel\n", "", ("column-twice", "label")),

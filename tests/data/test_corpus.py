@@ -309,7 +309,7 @@ def test_rows_as_an_array_or_compressed_are_texts(tmp_path):
 
 
 @pytest.mark.parametrize(("line", "error"), [
-    ('{"body": "x", "id": 1}', ("column-missing", "text", "body, id")),
+    ('{"body": "x", "title": "y"}', ("column-missing", "text", "body, title")),
     ('{"text": 3}', ("column-not-text", "text", 3)), ("[1]", ("row-not-object",)),
     ("plain text", ("row-not-json", "plain text", ".txt")), ('{"text": "\\ud800"}', ("row-half-surrogate",))])
 def test_lines_that_have_no_text_are_refused_by_number(tmp_path, line, error):

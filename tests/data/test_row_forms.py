@@ -103,6 +103,7 @@ def test_what_is_no_such_form_is_refused(tmp_path, row, data, code):
     assert caught.value.code == code
     if code == "form-unknown":
         assert ("data.task" in caught.value.settings) == ("chosen" in row)
+        assert ("data.corpus" in caught.value.settings) == ("text" in row)
 
 
 def test_the_line_of_the_data_says_the_form_and_what_has_no_answer(tmp_path):

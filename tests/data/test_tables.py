@@ -54,6 +54,12 @@ def test_rows_of_a_named_column_are_documents(tmp_path, ending):
     assert not problems(replace(run, data=replace(run.data, text_column="body")))
 
 
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+def test_the_only_column_of_text_needs_no_setting(tmp_path, ending):
+    path = written(tmp_path, ending, [{"id": 1, "body": "a"}, {"id": 2, "body": "b"}])
+    assert texts(path, tmp_path) == ["a", "b"] and not problems(Run(data=Data(corpus=str(path))))
+
+
 def test_a_column_named_text_needs_no_setting_and_the_fingerprint_names_the_column(tmp_path):
     path = written(tmp_path, ".parquet", [{"text": "a", "other": "b"}])
     assert texts(path, tmp_path) == ["a"] and texts(path, tmp_path, "other") == ["b"]

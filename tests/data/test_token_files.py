@@ -96,6 +96,27 @@ def test_damage_is_named_with_its_remedy(tmp_path, damage, error):
         open_tokens(tmp_path / "train")
 
 
+def test_a_file_that_is_cut_while_it_is_open_is_named(tmp_path):
+    """A read beyond the end of a mapped file would end all ranks by SIGBUS, which says nothing."""
+    write(tmp_path / "train", np.arange(10_000) % 1000)
+    tokens = open_tokens(tmp_path / "train")
+    os.truncate(tmp_path / "train.bin", 5000)
+    with raises("token-file-size", "train.bin", 20_000, 5000):
+        tokens.sequences(np.array([1]), 4)
+
+
+def test_a_large_file_is_not_read_when_it_is_opened(tmp_path, monkeypatch):
+    """But no number outside the vocabulary is given out."""
+    monkeypatch.setattr("ranvier.data.tokens.MOST_READ_BYTES", 39)
+    write(tmp_path / "train", np.arange(20))
+    damage_number(tmp_path)
+    tokens = open_tokens(tmp_path / "train")
+    assert tokens.sequences(np.array([1]), 4).tolist() == [[4, 5, 6, 7, 8]]
+    for read in (lambda: tokens.sequences(np.array([1, 0]), 4), lambda: tokens.documents(7)):
+        with raises("token-file-beyond-vocabulary", "train.bin", 1000):
+            read()
+
+
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with raises("data-not-writable"), \

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -15,6 +16,7 @@ from torch.distributed import HashStore
 
 from ranvier.comm.inprocess import InProcessWorld
 from ranvier.comm.torch_group import WaitRegistry
+from ranvier.errors import TransportError
 from ranvier.launch import failures
 from ranvier.launch.failure_watch import FAILED, FINISHED, LEAVE_CHECKS, FailureWatch
 from ranvier.mesh import Mesh
@@ -52,8 +54,10 @@ def test_what_a_rank_reports_of_others(monkeypatch):
     world = World(backend=InProcessWorld(2).backend(0), store=HashStore(), launcher="local", local_rank=0, local_size=2,
                   device=torch.device("cpu"))
     with mock.patch.multiple(failures, Heartbeat=mock.DEFAULT, EXIT_THREAD=mock.DEFAULT, atexit=mock.DEFAULT,
-                             report_failure=report) as patched:
+                             faulthandler=mock.DEFAULT, report_failure=report) as patched:
+        patched["faulthandler"].is_enabled.return_value = False
         failures.install_error_handlers(world, Mesh(pipe=2), stopped_seconds=5.0, hang_seconds=None, timeout_seconds=60)
+        patched["faulthandler"].enable.assert_called_once_with(all_threads=False)  # a line for SIGSEGV, SIGBUS
         told = patched["Heartbeat"].call_args.kwargs
         with raises("rank-stopped", "data 0, pipe 1, row 0, col 0", value="process 7"):
             told["on_stopped"](1, mock.Mock(pid=7))
@@ -106,6 +110,33 @@ def test_the_first_rank_that_leaves_reports_what_all_were_doing():
     lines = text.splitlines()
     assert lines[0] == "rank 2 has failed, and rank 0 leaves, which waits for it. Ranks were in:"
     assert lines[3] == "  rank 2 (pipe 2): not heard from" and len(lines) == 4
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_the_first_rank_that_a_killed_one_brings_down_reports_it(monkeypatch, capsys, watched):
+    """Whether or not the rank that watches the processes of its machine has recorded the loss before."""
+    store, gone = HashStore(), Neighbour()
+    gone.runs = False
+
+    def search(store, ranks):
+        os.kill(os.getpid(), signal.SIGTERM)  # as the launcher, which has seen rank 2 end
+        return [2]
+
+    monkeypatch.setattr(failures, "find_silent_ranks", search)
+    monkeypatch.setattr(failures, "clone_shared_store", lambda store: store)
+    if watched:
+        one = watch(store)
+        assert [one.check({2: gone}) for _ in range(3)] == [None] * 3 and store.check([FAILED])
+    for rank in (1, 0):
+        world = World(backend=InProcessWorld(3).backend(rank), store=store, launcher="srun", local_rank=rank,
+                      local_size=3, device=torch.device("cpu"))
+        lost = TransportError("a member is gone", code="collective-failed", where="group 'data'", remedy="Look.")
+        assert failures.report_failure(world, Mesh(data=3), lost) == 2
+    error = capsys.readouterr().err.splitlines()
+    assert error[0].startswith("ranvier: error: group 'data'")
+    assert error[0].endswith("[rank 1 (data 1, pipe 0, row 0, col 0)]")
+    assert error[1:] == ["ranvier: no heartbeat from rank 2 (data 2, pipe 0, row 0, col 0)"]
+    assert watch(store).report("rank 2 has failed", str) is None or not watched
 
 
 PROGRAM = textwrap.dedent("""

@@ -106,6 +106,29 @@ def test_gradients_on_replicas_and_stages(name):
     assert {number for number, gradient in expected.items() if gradient is not None} <= seen
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_labels_as_transformers_shifts_them_itself(stages):
+    """They are refused, and the remedy's targets give the model's own loss."""
+    models = [built("Llama") for _ in range(stages)]
+    ids = torch.randint(1, 61, (4, 9), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(9) < torch.tensor([[9], [6], [9], [4]])).long()
+    labels = torch.where(mask.bool(), ids, -100)
+    inputs, shifted = {"input_ids": ids, "attention_mask": mask}, nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    expected = models[0](**inputs, labels=labels).loss.item()
+
+    def rank(world):
+        engine = Engine(from_transformers(models[world.rank], inputs), world, mesh=Mesh(pipe=stages))
+        for call in (engine.evaluate, engine.forward_backward):
+            for given in (inputs, ids):
+                with raises("targets-not-shifted", -100):
+                    call(ranvier.microbatches(given, labels, 2))
+        result = engine.evaluate(ranvier.microbatches(inputs, shifted, 2))
+        engine.close()
+        return result.loss
+
+    assert run_ranks(rank, stages) == [pytest.approx(expected, rel=1e-6)] * stages  # transformers takes logits in fp32
+
+
 def test_layers_ties_and_modes():
     model = built("Llama").eval()
     cut = ranvier.from_transformers(model)

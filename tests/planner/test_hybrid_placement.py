@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ranvier.config.resolve import ResolvedRun
-from ranvier.config.run import Batch, Checkpoint, Data, Guard, Launch, Optim, Transformer
+from ranvier.config.run import Batch, Checkpoint, Data, Guard, Launch, Memory, Optim, Transformer
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.device_overhead import with_overhead
 from ranvier.cost.hybrid import with_offload_share
@@ -67,6 +67,10 @@ def test_what_does_not_fit_is_told_what_would():
         (entry,) = memory(run)
         problem = too_large([entry], place=("device", "host")[fault], processes=1, run=run, available_bytes=1 << 37)
         assert remedy in str(problem)
+        assert ("host " in str(problem.what)) == bool(fault)  # parts of the sum alone
+    run = replace(run, memory=Memory(recompute="selective"))
+    problem = too_large(memory(run), place="device", processes=1, run=run, available_bytes=1)
+    assert "--memory.recompute auto" in str(problem)
     with raises("nothing-fits"):
         search(replace(LARGE, checkpoint=Checkpoint()), cluster, 1)
 

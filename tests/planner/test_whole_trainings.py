@@ -189,6 +189,12 @@ def test_a_job_file_beside_the_run(here, tmp_path, capsys):
     batch = write_job("slurm", resolve(RUN, Facts(mesh=Mesh(data=4))), load_cluster("h100"), tmp_path / "slurm.toml",
                       1.0).read_text()
     assert "--ntasks-per-node=4\n" in batch and "--exclusive" not in batch
+    (tmp_path / "saved here" / "step-20").mkdir(parents=True)
+    elsewhere = resolve(replace(slow, checkpoint=replace(slow.checkpoint, dir=tmp_path / "saved here")))
+    batch = write_job("slurm", elsewhere, load_cluster("h100"), tmp_path / "slurm.toml", 1.0).read_text()
+    newest = next(line for line in batch.splitlines() if line.startswith("newest()"))
+    found = subprocess.run(["bash", "-c", f"{newest}\nnewest"], capture_output=True, text=True, check=True).stdout
+    assert found == f"{tmp_path}/saved here/step-20\n"  # a job that finds none is not put back into the queue
     three = resolve(replace(RUN, mesh=Mesh(data=3)))
     with raises("job-of-partial-nodes", 2, value=3):
         write_job("slurm", three, priced(), tmp_path / "slurm.toml", 1.0)

@@ -36,8 +36,8 @@ def test_patience_counts_evaluations_without_enough_improvement():
     resumed = BestEvaluation("eval_loss", patience=2, delta=0.1)
     resumed.load(json.loads(json.dumps(best.state())))
     assert seen(resumed, 2.92) == [True] and resumed.stops
-    assert resumed.reason == ("early stopping: eval_loss has not improved in 2 evaluations; the best is 2.92, after "
-                              "step 1")
+    assert resumed.reason == ("early stopping: eval_loss has not improved by more than 0.1 in 2 evaluations; the best "
+                              "is 2.92, after step 1")
     assert seen(best, 2.8) == [True] and not best.stops
     worse = BestEvaluation("eval_accuracy", patience=1)
     worse.load(best.state())

@@ -77,7 +77,7 @@ def export(run: Path, out: Path, *, dtype: str | None = None, shard_bytes: int =
             ends = {"bos_token_id": None, "eos_token_id": None, **named} if source.head == "tokens" else {}
             if source.config.family == "transformers" and found is None:
                 ends = {}  # config.json has them
-            if source.config.family in ("llama", "transformers") and found is not None:
+            if source.config.family not in ("bert", "vit") and found is not None:
                 ends |= export_files_beside(folder, found, tell) | (
                     padding_of(folder) if source.head != "tokens" else {})
             _write_config(folder, source, ends)

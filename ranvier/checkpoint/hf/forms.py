@@ -22,9 +22,9 @@ def form_of_type(model_type: object) -> Form:
         *others, last = _FORMS
         raise ModelError(f"must be {', '.join(others)} or {last}", code="unknown-model-type",
                          where="model_type in config.json", value=model_type,
-                         remedy="Name one of these, or set `--model.family transformers`, which trains any language "
-                                "model that transformers builds; `ranvier.from_transformers(model)` does in a loop of "
-                                "your own.")
+                         remedy="Name one of these, or train any language model that transformers builds with "
+                                "`--model.family transformers`, and generate or evaluate from the run's folder; "
+                                "`ranvier.from_transformers(model)` trains it in a loop of your own.")
     return _FORMS[model_type]
 
 

@@ -5,7 +5,7 @@
       run.toml              a recipe with the model's settings: ranvier train OUT/run.toml --resume OUT
       tokenizer.json        the model's, which run.toml names; without one that can be read, training is refused until
                             the user puts it there
-      generation_config.json, tokenizer_config.json, ...      of the family llama: as they are, for an export
+      generation_config.json, tokenizer_config.json, ...      of language models: as they are, for an export
 
 OUT gets its name when the checkpoint has been read again and gives the logits of the model.
 """
@@ -65,7 +65,7 @@ def import_model(model: Path, out: Path, *, precision: str | None = None, part_b
     slots = _slots(source, DTYPES[precision])
     with new_folder(out, sum(slot.size_bytes for slot in slots.values())) as folder:
         tokenizer = import_tokenizer(model, folder / TOKENIZER, source.config, tell)
-        if source.config.family == "llama":
+        if source.config.family not in ("bert", "vit"):
             import_files_beside(model, folder, tell)
         recipe = _recipe(source, precision, out.absolute() / TOKENIZER, has_tokenizer=(folder / TOKENIZER).exists())
         (folder / "run.toml").write_text(tomli_w.dumps(recipe), encoding="utf-8")

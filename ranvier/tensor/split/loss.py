@@ -11,7 +11,7 @@ B batch, S sequence, V vocabulary, V_j column j's part of it, C classes, R = B S
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -72,6 +72,24 @@ class NextTokenLoss(nn.Module):
         """Sum of the losses of the targets [B, S] that count, and their number."""
         losses_BS, targets_BS = self.losses(logits_BSV, targets), _checked_targets(logits_BSV, targets)
         return losses_BS.sum(), _num_counted(targets_BS)
+
+    @staticmethod
+    def check_shifted(inputs: object, targets: object) -> None:
+        """ModelError where the targets that count are the inputs of their own positions, as labels of transformers are,
+        and not those of the next ones: the model would learn to repeat each token. Reads the values, so once a run."""
+        ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
+        if not isinstance(ids, Tensor) or not isinstance(targets, Tensor):
+            return
+        if ids.shape != targets.shape or ids.dim() < 2:
+            return
+        ids, counts = ids.to(targets.device), targets != IGNORED
+        follows = (ids[:, 1:] == targets[:, :-1]) | ~counts[:, :-1]
+        if bool(((ids == targets) | ~counts).all()) and not bool(follows.all()):
+            raise ModelError("are the inputs of their own positions, and the loss is that of the next token",
+                             code="targets-not-shifted", where="targets of the batch",
+                             remedy="Models of transformers shift their labels themselves. Here give each position the "
+                                    "label of the next one: torch.nn.functional.pad(labels[:, 1:], (0, 1), "
+                                    f"value={IGNORED}).")
 
 
 def vocabulary_of(loss: object) -> int | None:

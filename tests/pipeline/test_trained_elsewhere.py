@@ -1,0 +1,103 @@
+"""A user's modules that another rank has trained: who uses them is warned, and no engine begins with them."""
+
+import io
+import warnings
+from contextlib import closing
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from ranvier.checkpoint.checkpoints import Checkpoints
+from ranvier.config.run import Pipeline
+from ranvier.mesh import Mesh
+from ranvier.models.blocks_of import blocks_of
+from ranvier.pipeline.engine import Engine
+from ranvier.testing.ranks import run_ranks
+from tests.errors import raises
+from tests.pipeline.parity import points, squared
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x):
+        return self.third(self.second(self.first(x).tanh()).tanh())
+
+
+def plain():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(4, 4, dtype=torch.float64) for _ in range(3)))
+
+
+def whole():
+    torch.manual_seed(0)
+    return Two()
+
+
+def engine_of(model, world, cut=1):
+    blocks = model if isinstance(model, nn.Sequential) else blocks_of(model)
+    return Engine(blocks, world, mesh=Mesh(pipe=2), loss=squared, optimizer=SGD,
+                  pipeline=Pipeline(boundaries=(cut,)))
+
+
+def told(act, *of):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        act(*of)
+    return [one for one in found if "from before the training" in str(one.message)]
+
+
+@pytest.mark.parametrize("make", [plain, whole])
+@pytest.mark.parametrize("use", [lambda model, x: model(x), lambda model, x: model.state_dict(),
+                                 lambda model, x: torch.save(model.state_dict(), io.BytesIO())],
+                         ids=["computed", "named", "saved"])
+def test_old_values_warn_until_they_are_new(make, use):
+    def work(world):
+        model = make()
+        engine = engine_of(model, world)
+        engine.train_batch(points([[2, 2]])[0])
+        full = engine.full_state_dict()
+        engine.close()
+        return model, full
+
+    assert not told(use, make(), torch.ones(2, 4, dtype=torch.float64))
+    (one, full), (other, _) = run_ranks(work, 2)
+    x, outputs = torch.ones(2, 4, dtype=torch.float64), []
+    for model in (one, other):
+        assert len(told(use, model, x)) == 1 and not told(use, model, x)
+        model.load_state_dict(full)
+        torch.save(model, io.BytesIO())
+        assert not told(use, model, x)
+        outputs.append(model(x))
+    assert torch.equal(*outputs)
+
+
+def test_an_engine_does_not_begin_with_old_values(tmp_path):
+    batch = points([[2, 2]])[0]
+
+    def work(world):
+        model = plain()
+        engine = engine_of(model, world)
+        engine.train_batch(batch)
+        with closing(Checkpoints(engine, tmp_path)) as checkpoints:
+            checkpoints.save()
+            checkpoints.wait()
+        loss = engine.evaluate(batch).loss
+        engine.close()
+        with closing(engine_of(model, world)) as again:
+            assert again.evaluate(batch).loss == loss
+        with closing(engine_of(model, world, cut=2)) as moved:
+            if world.rank == 0:  # which has block 1 now
+                with raises("parameter-trained-elsewhere"):
+                    moved.evaluate(batch)
+            with closing(Checkpoints(moved, tmp_path)) as checkpoints:
+                checkpoints.load()
+            return moved.evaluate(batch).loss == loss
+
+    assert all(run_ranks(work, 2))
