@@ -472,10 +472,11 @@ class Engine:
         return dict(self._parameters)
 
     def gradients(self) -> dict[str, Tensor]:
-        """After `forward_backward`: the gradients that this rank owns, of the mean loss over the global batch. A
-        parameter that no loss has reached has none, as in a plain loop."""
-        return {spec.name: spec.parameter.grad for spec in self._updater.gradients.owned()
-                if spec.parameter.grad is not None}
+        """After `forward_backward`: the gradients that this rank owns, of the mean loss over the global batch. Where no
+        loss has reached a parameter they are zeros here, and its `grad` is None, as in a plain loop."""
+        mine = self._updater.gradients
+        return {spec.name: torch.zeros_like(spec.parameter, dtype=mine.dtype) if grad is None else grad
+                for spec in mine.owned() if (grad := spec.parameter.grad) is not None or spec.name in mine.unreached}
 
     def counters(self) -> dict[str, Any]:
         """Bytes so far on this rank, the bound on deferred weight gradients that holds here (for auto: what the first
