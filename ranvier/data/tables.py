@@ -49,6 +49,7 @@ _BATCH_ROWS = 1024
 _SAVED = ("dataset_info.json", "dataset_dict.json")
 """Files of a folder that `Dataset.save_to_disk` has written."""
 _MOST_COLUMNS = 20
+_TALKS = {"messages", "conversation", "conversations"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,9 @@ def no_column(table: str, column: str, columns: Iterable[str], setting: str) -> 
         return without_rows(table)
     listed = ", ".join(there[:_MOST_COLUMNS]) + (", ..." if len(there) > _MOST_COLUMNS else "")
     return DataError(f"has no column `{column}`", code="column-missing", where=table, value=listed,
-                     remedy=f"Set --{setting} to one of its columns.")
+                     remedy="Give conversations as `--data.train`, with `--data.task chat`."
+                     if setting == "data.text-column" and _TALKS & set(there) else
+                     f"Set --{setting} to one of its columns.")
 
 
 def without_rows(table: str) -> DataError:

@@ -55,6 +55,7 @@ def test_help_and_version_do_not_import_torch():
     (["train", "gpt-tiny", "--data", "text"], "Did you mean '--data.corpus'"),
     (["train", "gpt-tiny", "--resume_from_checkpoint", "x"], r"Did you mean '--resume'\?"),
     (["train", "gpt-tiny", "--train.warmup-ratio", "0.1"], "Did you mean '--train.warmup-steps'"),
+    (["train", "--model", "folder"], "Did you mean '--model.pretrained'"),
     (["train", "gpt-tiny", "--deepspeed", "ds.json"], "Did you mean '--optim.shard'"),
     (["train", "gpt-tiny", "--memory.checkpoints", "1"], "Did you mean one of: '--checkpoint.best', '--memory-report'"),
     (["trian"], "No such command 'trian'"), (["train"], "Missing argument 'RECIPE'"),

@@ -43,6 +43,13 @@ def texts(path, tmp_path, column=None):
     return [one.text for one in open_corpus(str(path), tmp_path, lambda line: None, column).documents(10**6)]
 
 
+def test_conversations_are_no_texts(tmp_path):
+    path = tmp_path / "talks.jsonl"
+    path.write_text('{"messages": []}\n')
+    with raises("column-missing", "--data.task chat", where=f"{path} line 1"):
+        texts(path, tmp_path)
+
+
 @pytest.mark.parametrize("ending", [".jsonl", ".parquet", ".csv", ".tsv"])
 def test_rows_of_a_named_column_are_documents(tmp_path, ending):
     path = written(tmp_path, ending)
