@@ -205,17 +205,27 @@ def _untraceable(module: nn.Module, error: Exception) -> ModelError:
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Afterwards, attributes of all submodules are as they were: modes, and what a traced forward stored."""
-    before = {one: dict(vars(one)) for one in module.modules()}
+    """Afterwards, attributes of all submodules, buffers, and what lists, dicts and sets have are as before. ModelError
+    where the traced code has changed one, other than a mode: in a graph it would be a constant, or lost."""
+    before = [(one, name, container, container.copy()) for one in module.modules()
+              for name, container in [("", vars(one)), *vars(one).items()] if isinstance(container, (dict, list, set))]
     try:
         yield
-        for one, attributes in before.items():
-            for name, value in vars(one).items():
-                if isinstance(value, fx.Proxy) and attributes.get(name) is not value:
-                    raise ModelError("stores a value of the forward in an attribute, which is lost between stages",
-                                     code="forward-stores-attribute", where=f"{type(one).__name__}.{name}",
-                                     remedy=REMEDY)
+        for one, name, container, contents in before:
+            changed = {str(key) for key, _ in _entries(container) ^ _entries(contents)} - {"training"}
+            if changed:
+                attribute = name if name and not name.startswith("_") else min(changed)  # of `_buffers` the buffer
+                raise ModelError("is changed by the forward, and would be a constant, or lost, in its blocks",
+                                 code="forward-stores-attribute", where=f"{type(one).__name__}.{attribute}",
+                                 remedy=REMEDY)
     finally:
-        for one, attributes in before.items():
-            vars(one).clear()
-            vars(one).update(attributes)
+        for _, _, container, contents in before:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(contents)
+
+
+def _entries(container: dict[Any, Any] | list[Any] | set[Any]) -> set[tuple[Any, int]]:
+    """What is where in it, by identity."""
+    pairs = container.items() if isinstance(container, dict) else enumerate(container) if isinstance(
+        container, list) else ((id(one), one) for one in container)
+    return {(key, id(value)) for key, value in pairs}

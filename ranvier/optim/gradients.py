@@ -102,6 +102,8 @@ class Gradients:
         self._versions: dict[str, int] = {}
         self._unreached: dict[str, bool] = {}
         self._removed: set[str] = set()
+        self.unreached: set[str] = set()
+        """Parameters that have no gradient since `show_unreached`."""
         if allocate:
             self.allocate()
 
@@ -143,7 +145,7 @@ class Gradients:
         self._next = self._moving = 0
         self._passed = sys.maxsize
         self._attach()
-        self._unreached, self._removed = {}, set()
+        self._unreached, self._removed, self.unreached = {}, set(), set()
         self._versions = {spec.name: spec.parameter.grad._version for spec in self._specs
                           if spec.parameter.grad is not None}
         for table in self._tables.values():
@@ -307,8 +309,9 @@ class Gradients:
     def show_unreached(self) -> None:
         """Parameters that no loss has reached have no gradient until the next batch, as a plain loop has it."""
         left_alone = set[nn.Parameter]().union(*(self.left_alone(chunk) for chunk in self.reduced()))
+        self.unreached = {spec.name for spec in self.owned() if spec.parameter in left_alone}
         for spec in self.owned():
-            if spec.parameter in left_alone:
+            if spec.name in self.unreached:
                 spec.parameter.grad = None
 
     def take_edits(self) -> None:

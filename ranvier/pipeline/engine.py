@@ -190,7 +190,7 @@ class Engine:
             dtype, optim = dtype or plan.dtype, plan.optim
         own = optimizer is None and (optim is not None if plan is None else plan.own_optimizer)
         model = as_model(model, loss)
-        dtype = dtype or (torch.float32 if autocast or float8 else _format_of(ready_made(model).values()))
+        dtype = dtype or (torch.float32 if autocast or float8 else _format_of(ready_made(model).values(), world))
         self.names_in_whole = names_in_whole(model)
         """Global name of a parameter or buffer -> its names in the module that `blocks_of` was given."""
         _check_arguments(policy, optimizer, autocast, dtype=dtype, float8=float8)
@@ -472,10 +472,11 @@ class Engine:
         return dict(self._parameters)
 
     def gradients(self) -> dict[str, Tensor]:
-        """After `forward_backward`: the gradients that this rank owns, of the mean loss over the global batch. A
-        parameter that no loss has reached has none, as in a plain loop."""
-        return {spec.name: spec.parameter.grad for spec in self._updater.gradients.owned()
-                if spec.parameter.grad is not None}
+        """After `forward_backward`: the gradients that this rank owns, of the mean loss over the global batch. Where no
+        loss has reached a parameter they are zeros here, and its `grad` is None, as in a plain loop."""
+        mine = self._updater.gradients
+        return {spec.name: torch.zeros_like(spec.parameter, dtype=mine.dtype) if grad is None else grad
+                for spec in mine.owned() if (grad := spec.parameter.grad) is not None or spec.name in mine.unreached}
 
     def counters(self) -> dict[str, Any]:
         """Bytes so far on this rank, the bound on deferred weight gradients that holds here (for auto: what the first
@@ -1007,9 +1008,13 @@ def _check_arguments(policy: Policy | None, optimizer: OptimizerFactory | None, 
     check_autocast(autocast, dtype=dtype, float8=float8)
 
 
-def _format_of(modules: Iterable[nn.Module]) -> torch.dtype:
-    """fp64 where that is what the parameters of a user's modules have, else fp32."""
+def _format_of(modules: Iterable[nn.Module], world: World) -> torch.dtype:
+    """fp64 where that is what the parameters of a user's modules have, else fp32; a warning where all are in half
+    precision, as transformers loads most models."""
     found = {one.dtype for module in modules for one in module.parameters() if one.is_floating_point()}
+    if len(found) == 1 and is_half(half := next(iter(found))) and world.rank == 0:
+        warnings.warn(f"the model is in {half}, and trains in fp32: Engine(dtype={half}) trains it in its own format, "
+                      "with fp32 master copies", stacklevel=4)
     return torch.float64 if found == {torch.float64} else torch.float32
 
 

@@ -56,7 +56,7 @@ class SameTargets:
         """
         nothing = torch.zeros(5, dtype=torch.float64)
         leaves = [(place, leaf) for one in batch for place, leaf in enumerate(tree_leaves(one.targets))
-                  if isinstance(leaf, Tensor) and _compared(leaf.dtype)] if self._takes_part else []
+                  if isinstance(leaf, Tensor) and leaf.numel() and _compared(leaf.dtype)] if self._takes_part else []
         if not leaves or any(
                 type(leaf) is not Tensor or leaf.layout is not torch.strided or leaf.device != leaves[0][1].device
                 for _, leaf in leaves):

@@ -1,23 +1,42 @@
 """The cut of blocks into stages whose slowest stage is fastest: exact, whatever a stage's cost is made of.
 
+Where one block takes longer than what others share, as a head with a large vocabulary does, very many cuts have the
+same slowest stage. Of these the most equal one is best: counted costs are not a device's times, and a stage of many
+blocks stores much.
+
 Pure: costs are numbers that somebody has counted (`ranvier.plan.block_costs`) or measured (`ranvier.elastic`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
+from operator import add
 
 
 def cut(num_blocks: int, num_stages: int, cost: Callable[[int, int, int], float]) -> tuple[int, ...]:
-    """First block of each stage after the first, such that the slowest stage is as fast as any cut allows.
+    """First block of each stage after the first, such that the slowest stage is as fast as any cut allows, and the
+    stages as equal as they then can be, by the sum of their squared costs.
 
     cost: (stage, start, stop) -> what that stage costs with blocks start .. stop - 1; infinite where it cannot have
-    them. Dynamic programming over (stage, first block), num_stages x num_blocks^2 / 2 costs; ties go to the cut with
-    fewer blocks in later stages. Every stage gets at least one block.
+    them. Ties go to the cut with fewer blocks in later stages. Every stage gets at least one block.
     """
     assert 1 <= num_stages <= num_blocks
+    slowest, _ = _least(num_blocks, num_stages, cost, max)
+
+    def squared(stage: int, start: int, stop: int) -> float:
+        own = cost(stage, start, stop)
+        return own * own if own <= slowest else inf
+
+    return _least(num_blocks, num_stages, squared, add)[1]
+
+
+def _least(num_blocks: int, num_stages: int, cost: Callable[[int, int, int], float],
+           join: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]]:
+    """The least that the stages' costs make when they are joined, and its cut. Dynamic programming over (stage, first
+    block): num_stages x num_blocks^2 / 2 costs."""
     last = num_stages - 1
-    # best[first] = (slowest stage, cuts) of blocks first.. in the stages considered so far, from the back
+    # best[first] = (joined, cuts) of blocks first.. in the stages considered so far, from the back
     best: list[tuple[float, tuple[int, ...]] | None] = [
         (cost(last, first, num_blocks), ()) if first >= last else None for first in range(num_blocks)]
     for stage in range(last - 1, -1, -1):
@@ -26,10 +45,10 @@ def cut(num_blocks: int, num_stages: int, cost: Callable[[int, int, int], float]
             for start in range(first + 1, num_blocks - last + stage + 1):
                 rest = best[start]
                 if rest is not None:
-                    slowest = max(cost(stage, first, start), rest[0])
+                    joined = join(cost(stage, first, start), rest[0])
                     found = longer[first]
-                    if found is None or slowest <= found[0]:
-                        longer[first] = slowest, (start, *rest[1])
+                    if found is None or joined <= found[0]:
+                        longer[first] = joined, (start, *rest[1])
         best = longer
     assert best[0] is not None
-    return best[0][1]
+    return best[0]

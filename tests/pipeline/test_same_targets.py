@@ -79,8 +79,10 @@ def test_numbers_of_integers_differ(kind):
     (torch.zeros(3, 4), torch.randn(3, 4)), (1 + 1e-5 * torch.randn(3, 4), torch.randn(3, 4)),
     (torch.randn(3, dtype=torch.complex64).conj(), torch.randn(3, dtype=torch.complex64).conj()),
     (torch.full((3, 4), -100), some(0)), (torch.zeros(3, 4), some(0)), (torch.zeros(0, dtype=torch.int64), some(0)),
+    (torch.zeros(0, 4), torch.zeros(0, 4)),
     ({"labels": torch.zeros(3, 4, dtype=torch.int64), "mask": some(1)}, {"labels": some(0), "mask": some(1)})],
-    ids=["zeros beside reals", "nearly constant", "complex", "constant", "zeros", "none", "one of two"])
+    ids=["zeros beside reals", "nearly constant", "complex", "constant", "zeros", "none",
+         "no reals", "one of two"])
 def test_what_cannot_say_is_not_compared(first, last):
     same, sums = numbers_of([first], [last])
     same.check(sums)

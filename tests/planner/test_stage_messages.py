@@ -80,8 +80,8 @@ def test_parts_take_less_of_the_link_between_nodes_and_then_a_gather():
 
 @pytest.mark.parametrize(("pipe", "memory", "gain"), [(2, 2.0, 0.0), (4, 2.0, 0.05), (8, 2.0, 0.04), (4, 1.1, 0.0)])
 def test_slow_links_have_more_in_flight_and_no_slower_step(pipe, memory, gain):
-    """memory: 1.1 times that of 1F1B has no room for more. gain: of a step, over limits that know nothing of links; those
-    that do are chosen for times that vary, and without delays may be 3 % slower."""
+    """memory: 1.1 times that of 1F1B has no room for more. gain: of a step, over limits that know nothing of links;
+    those that do are chosen for times that vary, and without delays may be 3 % slower."""
     run = replace(RUN, mesh=Mesh(pipe=pipe), pipeline=Pipeline(memory=memory))
     stages, forward = WORK.stages(run), forward_seconds(run)
     segments, limits = recomputed_runs(run, stages), []
