@@ -29,6 +29,8 @@ from ranvier.comm.sum_algorithms import (
 )
 from ranvier.errors import TransportError
 
+SAME_CALLS = "All ranks make the same calls of the engine, of Checkpoints and of the world, in one order."
+"""What ranks of a collective that does not end have mostly not done."""
 _CHUNK_ELEMENTS = 1 << 16
 """Elements that are cast to the wider dtype at a time, so that large sums need little extra memory."""
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from ranvier.comm.collectives import ChainedWork, CheckedGroup, check_subset, locate_in_partition
+from ranvier.comm.collectives import SAME_CALLS, ChainedWork, CheckedGroup, check_subset, locate_in_partition
 from ranvier.comm.mpi_polling import poll_rounds
 from ranvier.comm.mpi_transport import MPITransport
 from ranvier.comm.protocol import Reduction, Work
@@ -90,7 +90,7 @@ class MPIGroup(CheckedGroup):
         """The error of class `kind` for a collective that failed, with `value` as its cause."""
         return kind("a collective did not end", code="mpi-collective-failed",
                     where=f"group {self.purpose!r} of ranks {list(self.ranks)}", value=value,
-                    remedy="See what the other members do; the first error is in that rank's output.")
+                    remedy=f"See what the other members do; the first error is in that rank's output. {SAME_CALLS}")
 
     def _start(self, call: Callable[..., MPI.Request], output: Tensor, *inputs: Tensor) -> Work:
         """Start `call` on the memory of these tensors, directly or staged through pinned host memory. On a CUDA device

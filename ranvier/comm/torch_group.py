@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ranvier.comm.collectives import ChainedWork, CheckedGroup, JointWork
+from ranvier.comm.collectives import SAME_CALLS, ChainedWork, CheckedGroup, JointWork
 from ranvier.comm.protocol import Reduction, Work
 from ranvier.comm.sum_algorithms import DIRECT_MEMBERS
 from ranvier.errors import MessageTimeout, TransportError
@@ -126,7 +126,8 @@ class TorchGroup(CheckedGroup):
         where, cause = self._where, error_cause(error)
         if "timed out" in cause.lower():
             return MessageTimeout("a collective did not end", code="torch-collective-late", where=where, value=cause,
-                                  remedy="See what the other members do, or raise `--comm.timeout-seconds`.")
+                                  remedy="See what the other members do, or raise `--comm.timeout-seconds`. "
+                                         + SAME_CALLS)
         return TransportError("a collective failed: a member is gone, too late, or passed another shape",
                               code="collective-failed", where=where, value=cause,
                               remedy="Another rank's error says why; if there is none, the launcher says which rank "

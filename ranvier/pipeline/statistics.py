@@ -106,7 +106,7 @@ class BatchStatistics:
 
         def add_earlier() -> None:
             if sums[3] not in (0, size):
-                raise calls_differ(f"{int(sums[3])} of {size} ranks train on it, and the others evaluate or predict")
+                raise calls_differ(f"{float(sums[3]):g} of {size} ranks train on it, and others are in other calls")
             same_targets.check(sums[4:])
             if earlier is not None and not sums[2]:  # unless somebody has set gradients to zero, on any rank
                 sums[:2].add_(earlier)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from weakref import ref
 
 from torch import nn
 
@@ -49,8 +50,9 @@ class TrainedElsewhere:
 
     def __init__(self, given: Mapping[str, nn.Module], own: Iterable[str], held: Iterable[nn.Parameter]) -> None:
         mine, self._here, self._told = set(own), {id(one) for one in held}, list[str]()
-        self._others = [module for block in given if block not in mine for module in given[block].modules()
+        self._others = [ref(module) for block in given if block not in mine for module in given[block].modules()
                         if any(one is not None and id(one) not in self._here for one in module._parameters.values())]
+        """Not kept alive here: a program may drop the model, of which this rank needs a part only."""
         self._earlier = [(f"{block}.{path}".removesuffix("."), module) for block in given if block in mine
                          for path, module in given[block].named_modules() if _NOTE in vars(module)]
         """Of this rank, trained by others under an earlier engine."""
@@ -76,7 +78,7 @@ class TrainedElsewhere:
 
     def updated(self) -> None:
         """All ranks have updated what they train."""
-        for module in self._others:
+        for module in filter(None, (one() for one in self._others)):
             note = vars(module).get(_NOTE)
             if note is None:
                 note = vars(module)[_NOTE] = _OldValues(self._told)

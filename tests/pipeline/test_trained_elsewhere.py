@@ -1,7 +1,9 @@
 """A user's modules that another rank has trained: who uses them is warned, and no engine begins with them."""
 
+import gc
 import io
 import warnings
+import weakref
 from contextlib import closing
 from functools import partial
 
@@ -101,3 +103,17 @@ def test_an_engine_does_not_begin_with_old_values(tmp_path):
             return moved.evaluate(batch).loss == loss
 
     assert all(run_ranks(work, 2))
+
+
+@pytest.mark.parametrize("make", [plain, whole])
+def test_what_other_ranks_train_is_not_kept(make):
+    def work(world):
+        model = make()
+        parts = [weakref.ref(one) for one in model.modules() if isinstance(one, nn.Linear)]
+        with closing(engine_of(model, world)) as engine:
+            del model
+            gc.collect()
+            engine.train_batch(points([[2, 2]])[0])
+            return sum(one() is not None for one in parts)
+
+    assert run_ranks(work, 2) == [1, 2]
