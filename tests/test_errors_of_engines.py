@@ -208,6 +208,13 @@ def test_split_tensors_are_not_compiled(monkeypatch):
         x + x
 
 
+def test_the_rate_of_a_users_optimizer_is_set_there():
+    engine = run_ranks(lambda world: Engine([nn.Linear(2, 2)], world, loss=lambda y, t: (y.sum(), 1),
+                                            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)), 1)[0]
+    with raises("learning-rate-of-users-optimizer", value=0.5):
+        engine.learning_rate = 0.5
+
+
 def test_messages_of_another_batch():
     board = types.SimpleNamespace(name=lambda rank: f"rank {rank}")
     box = inbox.Inbox(None, board, None, 1.0, lambda message: None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from shlex import quote
 
 import click
 
@@ -36,7 +37,7 @@ def import_model(model: Path, out: Path, precision: str | None, quiet: bool, as_
     with prose(as_json, quiet):
         recipe = make(local_path(model, print), out, precision=precision)
         print(f"written to {out}; its settings: {' '.join(flags(recipe))}")
-        print(f"to continue the training: ranvier train {out / 'run.toml'} --resume {out}")
+        print(f"to continue the training: ranvier train {quote(str(out / 'run.toml'))} --resume {quote(str(out))}")
     if as_json:
         print(json.dumps({"written": str(out), "recipe": str(out / "run.toml"), "flags": list(flags(recipe))}))
     return 0

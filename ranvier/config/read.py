@@ -478,6 +478,10 @@ def load(recipe: str, *, keep_folder: bool = False, allow_code: bool = False) ->
     module, colon, function = recipe.partition(":")
     if colon:
         return function, _call(recipe, module, function)
+    if (path / "run.toml").is_file():
+        raise ConfigError("is the folder of a run", code="recipe-is-a-run", where="recipe", value=recipe,
+                          remedy=f"To go on with it, name its settings, {path / 'run.toml'}, with `--run-dir {recipe}` "
+                                 "and `--resume auto`.")
     near = [_RECIPES_ELSEWHERE[recipe.lower()]] if recipe.lower() in _RECIPES_ELSEWHERE else difflib.get_close_matches(
         recipe, [*recipe_names(), *presets.PRESETS], n=1, cutoff=0.4)
     raise ConfigError("is neither a recipe, a preset, a folder with config.json, a .toml file nor module:function",

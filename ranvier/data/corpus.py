@@ -24,6 +24,7 @@ from typing import Protocol
 from ranvier.config.named_code import names_corpus
 from ranvier.config.named_object import blamed, load_object
 from ranvier.data.fingerprint import fingerprint
+from ranvier.data.named_files import readable_file
 from ranvier.data.offline.fetch import SOTU, check, fetch
 from ranvier.data.publish import Progress
 from ranvier.data.tables import (
@@ -37,6 +38,7 @@ from ranvier.data.tables import (
     Table,
     ending_of,
     has_package,
+    holds_lines,
     is_saved,
     json_rows,
     open_dataset,
@@ -61,11 +63,13 @@ class Document:
 
 def is_rows(path: Path, column: str | None) -> bool:
     """Whether each row of a file is a document. A CSV or TSV file without a column of texts is one plain text, as any
-    other file, and so is a JSON file that is no array of objects, or of objects without texts."""
+    other file, and so is a JSON file that has neither an object a line nor an array of objects with texts."""
     ending = ending_of(path)
     if ending not in (*SEPARATED, JSON):
         return ending in ENDINGS
     try:
+        if ending == JSON and holds_lines(path):
+            return True
         columns = open_file(path, str(path)).columns if column is None or ending == JSON else (column,)
         return TEXT_COLUMN in columns if column is None else bool(columns)
     except (UnicodeDecodeError, DataError):  # whatever it is, it is not a table
@@ -298,31 +302,37 @@ def _files(name: str, root: Path, names: list[str], progress: Progress, version:
     """Files as documents, and rows of tables. With a `version` their sizes tell whether they changed, otherwise also
     their dates. column: of the texts in tables.
 
-    Links that lead nowhere, and what only looks like a file, such as a pipe, are left out.
+    Links that lead nowhere, what only looks like a file, such as a pipe, and files that are neither rows nor UTF-8 text
+    are left out. DataError for rows that are no UTF-8, of which a part would be missing, and for a file that cannot be
+    read.
     """
     names = sorted(names, key=lambda name: hashlib.blake2b(name.encode(errors="surrogateescape")).digest())
     stats = {file: found for file in names if (found := _stat(root / file)) and stat.S_ISREG(found.st_mode)}
     state = [(file, found.st_size, None if version else found.st_mtime_ns) for file, found in stats.items()]
 
     def read(max_bytes: int) -> Iterator[Document]:
-        unreadable: list[Exception] = [OSError(f"{file} is no file") for file in names if file not in stats]
+        unreadable: dict[str, Exception] = {file: OSError("is no file") for file in names if file not in stats}
         for file in stats:
-            try:
+            with readable_file(root / file, "corpus", "rows of UTF-8 text, in files that can be read"):
                 if not version and is_rows(root / file, column):
                     yield from row_documents(root / file, column)
-                else:
-                    yield Document(file, _text(root / file, max_bytes))
-            except (UnicodeDecodeError, OSError) as error:
-                unreadable.append(error)
+                    continue
+                try:
+                    text = _text(root / file, max_bytes)
+                except UnicodeDecodeError as error:
+                    unreadable[file] = error
+                    continue
+                yield Document(file, text)
         if len(unreadable) == len(names):
-            reason = f"{type(unreadable[0]).__name__}: {unreadable[0]}" if unreadable else "no files"
+            reason = next((f"{type(why).__name__}: {file}: {why}" for file, why in unreadable.items()), "no files")
             raise DataError("has no file of UTF-8 text", code="corpus-without-text", where="data.corpus",
                             value=f"{name}: {reason}", remedy="Give a file or folder of plain text.")
         if unreadable:
-            progress(f"left out {len(unreadable)} of {len(names)} files of {name}, which are not UTF-8 text")
+            some = ", ".join(map(ascii, sorted(unreadable)[:3])) + (", ..." if len(unreadable) > 3 else "")
+            progress(f"left out {len(unreadable)} of {len(names)} files of {name}, which are not UTF-8 text: {some}")
 
     endings = {ending_of(Path(file)) for file in stats}
-    lines = ("rows",) if endings & {*JSON_LINES, JSON} else ()
+    lines = ("rows", *([JSON] if JSON in endings else ())) if endings & {*JSON_LINES, JSON} else ()
     columns = ("column", column) if endings & {*ROW_ENDINGS} and column else ()
     place = name if version else str(root.resolve())
     return OpenCorpus(name=name, fingerprint=fingerprint("files", place, version, state, *lines, *columns), read=read)

@@ -253,8 +253,8 @@ def _all(name: str, setting: str, form: str, encode: Callable[[Sequence[Pair | N
         within = f"within `model.sequence {sequence}`" if counts.too_long else "that differ"
         raise DataError(f"has no pair of answers {within}", code="no-pairs",
                         where=f"data.{setting} {name}", value=count,
-                        remedy=f"Set `--model.sequence {counts.longest}`." if counts.too_long else
-                        "Give pairs whose answers differ.")
+                        remedy=f"Give shorter pairs, or set `--model.sequence {counts.longest}` if the model has as "
+                        "many positions." if counts.too_long else "Give pairs whose answers differ.")
     return kept, counts
 
 

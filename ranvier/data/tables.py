@@ -40,6 +40,7 @@ ENDINGS = (*JSON_LINES, *SEPARATED, *PARQUET)
 ROW_ENDINGS = (*ENDINGS, JSON)
 """Endings of files of rows, of which all but Parquet may be compressed, with .gz behind."""
 _MOST_JSON_BYTES = 4 << 30
+_MOST_LINE = 1 << 26
 INSTALL = "Run pip install 'ranvier[hub]'"
 """How the packages `datasets` and `pyarrow` are installed."""
 
@@ -139,7 +140,7 @@ def open_file(path: Path, name: str, *, quoted_tabs: bool = True) -> Table:
         separator = SEPARATED.get(ending, "\t")
         columns, rows = _separated(path, name, separator, quoted_tabs or separator != "\t")
     else:
-        read = json_array if ending == JSON else json_rows
+        read = json_array if ending == JSON and not holds_lines(path) else json_rows
         first = next(read(path, name), None)
         columns = () if first is None else tuple(first.values)
 
@@ -189,6 +190,16 @@ def json_array(path: Path, name: str) -> Iterator[Row]:
         if escaped:
             _check_surrogates(values, f"{name} row {number}")
         yield Row(f"{name} row {number}", values)
+
+
+def holds_lines(path: Path) -> bool:
+    """Whether a JSON file has an object on each of its lines, as C4's and Dolma's shards have, instead of one array."""
+    with _text(path, "\n") as file:
+        first, second = file.readline(_MOST_LINE), file.readline(_MOST_LINE)
+    try:
+        return second.lstrip().startswith("{") and isinstance(parse_json(first), dict)
+    except ValueError:
+        return False
 
 
 def json_rows(path: Path, name: str) -> Iterator[Row]:

@@ -210,10 +210,11 @@ def _untraceable(module: nn.Module, error: Exception) -> ModelError:
               if frame.f_code.co_name == "forward" and id(frame.f_locals.get("self")) in names]
     inner = traced[-1] if traced else ""
     code = f"the code of {inner}" if inner else "this code"
+    size = "Write x.shape[0] in place of len(x). Else m" if "'len'" in reason else "M"
     return ModelError(f"cannot be cut into blocks, because {code} is traced without values ({reason})",
                       code="forward-not-traceable", where=where,
                       remedy=f'Cut at "{inner}" itself, which is then called as it is. Or m{REMEDY[1:]}' if inner else
-                      REMEDY)
+                      size + REMEDY[1:])
 
 
 @contextmanager

@@ -28,6 +28,9 @@ from ranvier.tensor.splittable import ActivationKind, Layer
 
 AUTO_TARGETS = ("query", "value", "qkv")
 """What `targets` auto stands for, as far as a model has it."""
+_NAMES_THERE = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "attention.projection",
+                "gate_proj": "gate", "up_proj": "up", "down_proj": "fc2", "c_attn": "qkv"}
+"""Names of transformers, which PEFT's targets have, for models that have none of this name -> ours."""
 _MOST_TOLD = 12
 
 
@@ -119,13 +122,17 @@ def _chosen(names: Sequence[str], lora: Lora) -> Iterator[str]:
     patterns = AUTO_TARGETS if lora.targets == "auto" else lora.targets
     found: set[str] = set()
     for pattern in patterns:
-        matched = {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")}
+        matched = _matching(pattern, names) or _matching(_NAMES_THERE.get(pattern, pattern), names)
         if not matched and lora.targets != "auto":
             raise _no_match(pattern, names)
         found |= matched
     if not found:
         raise _no_match("auto" if lora.targets == "auto" else "", names)
     yield from (name for name in names if name in found)
+
+
+def _matching(pattern: str, names: Sequence[str]) -> set[str]:
+    return {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")}
 
 
 def _no_match(pattern: str, names: Sequence[str]) -> ConfigError:

@@ -190,7 +190,7 @@ class Engine:
             dtype, optim = dtype or plan.dtype, plan.optim
         own = optimizer is None and (optim is not None if plan is None else plan.own_optimizer)
         model = as_model(model, loss)
-        dtype = dtype or (torch.float32 if autocast or float8 else _format_of(ready_made(model).values()))
+        dtype = dtype or (torch.float32 if autocast or float8 else _format_of(ready_made(model).values(), world))
         self.names_in_whole = names_in_whole(model)
         """Global name of a parameter or buffer -> its names in the module that `blocks_of` was given."""
         _check_arguments(policy, optimizer, autocast, dtype=dtype, float8=float8)
@@ -209,7 +209,7 @@ class Engine:
             raise problem
         self.layers, self.frozen, self.frozen_above = model.layers, frozen, tuple(frozen_above)
         self.block_names, self.frozen_blocks = list(model.blocks), frozen_prefix(model, frozen)
-        self.learning_rate, self.timeline = learning_rate, timeline_of(world.device, plan.mesh, plan.policy)
+        self._learning_rate, self.timeline = learning_rate, timeline_of(world.device, plan.mesh, plan.policy)
         self._policy = policy or policy_named(plan.policy)
         self._step, self._closed = 0, False
         self._failure: str | None = None
@@ -416,6 +416,20 @@ class Engine:
     def boundaries(self) -> tuple[int, ...]:
         """First block of each stage after the first."""
         return self.stages.boundaries
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step, with Ranvier's own optimizers."""
+        return self._learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        if value != self._learning_rate and self._updater.flat is None:
+            raise ConfigError("is that of Ranvier's own optimizers, and this engine has none", value=value,
+                              code="learning-rate-of-users-optimizer", where="Engine.learning_rate",
+                              remedy="Set it in engine.optimizer.param_groups, or give engine.optimizer to a scheduler "
+                                     "of torch.optim.lr_scheduler.")
+        self._learning_rate = value
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -994,9 +1008,13 @@ def _check_arguments(policy: Policy | None, optimizer: OptimizerFactory | None, 
     check_autocast(autocast, dtype=dtype, float8=float8)
 
 
-def _format_of(modules: Iterable[nn.Module]) -> torch.dtype:
-    """fp64 where that is what the parameters of a user's modules have, else fp32."""
+def _format_of(modules: Iterable[nn.Module], world: World) -> torch.dtype:
+    """fp64 where that is what the parameters of a user's modules have, else fp32; a warning where all are in half
+    precision, as transformers loads most models."""
     found = {one.dtype for module in modules for one in module.parameters() if one.is_floating_point()}
+    if len(found) == 1 and is_half(half := next(iter(found))) and world.rank == 0:
+        warnings.warn(f"the model is in {half}, and trains in fp32: Engine(dtype={half}) trains it in its own format, "
+                      "with fp32 master copies", stacklevel=4)
     return torch.float64 if found == {torch.float64} else torch.float32
 
 

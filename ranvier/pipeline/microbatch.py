@@ -55,10 +55,12 @@ def cut_batch(inputs: State, targets: object, samples: Tensor | None, places: Se
 
 def _batch_size(*trees: object) -> int:
     """The size of dim 0 of all tensors."""
-    for leaf in tree_leaves(trees):
-        if not isinstance(leaf, Tensor) and getattr(leaf, "shape", None):
+    lists = [tree for tree in trees if isinstance(tree, (list, tuple)) and tree
+             and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(tree))]
+    for one in (*lists, *(leaf for leaf in tree_leaves(trees) if not isinstance(leaf, Tensor))):
+        if isinstance(one, (list, tuple)) or getattr(one, "shape", None):
             raise ModelError("is no tensor, and would not be cut", code="batch-of-arrays",
-                             where="microbatches(inputs, targets)", value=type(leaf).__name__,
+                             where="microbatches(inputs, targets)", value=type(one).__name__,
                              remedy="Pass torch.from_numpy(array), or torch.as_tensor(values).")
     sizes = {leaf.shape[0] if leaf.dim() else None for leaf in tree_leaves(trees) if isinstance(leaf, Tensor)}
     if len(sizes) != 1 or None in sizes:

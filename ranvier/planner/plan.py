@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -140,10 +141,11 @@ def plan(name: str, run: Run, cluster_names: Sequence[str], request: Request) ->
             "Set --elastic.every and --train.steps." if "data.train_samples" in form_of(run.data).unused else
             "Set --data.train-samples."))
     if request.out is not None:
-        start = f"ranvier train {request.out}" if job is None or request.launcher is None else start_command(
+        out = shlex.quote(str(request.out))
+        start = f"ranvier train {out}" if job is None or request.launcher is None else start_command(
             request.launcher, job)
         print(f"\nwritten to {request.out}{'' if job is None else f' and {job}'}; now: {start}\n"
-              f"or first: ranvier check {request.out} --cluster {cluster_names[0]}")
+              f"or first: ranvier check {out} --cluster {shlex.quote(cluster_names[0])}")
     return found
 
 

@@ -134,6 +134,11 @@ def shares(cost: Cost) -> dict[str, float]:
             "the optimizer": rest * cost.update_seconds / after if after else 0.0}
 
 
+PUBLISHED_STEPS, PUBLISHED_ERROR, LONGER_THAN_PREDICTED = 114, 0.09, 0.74
+"""How good predictions for GPUs are (`benchmarks/planner/standing`): rows, their median error, and the part of them
+that took longer."""
+
+
 def explanation(plan: SearchResult) -> list[str]:
     """The bottleneck, and what memory excludes, in sentences."""
     best, *others = alternatives(plan)
@@ -155,6 +160,9 @@ def explanation(plan: SearchResult) -> list[str]:
         lines.append(f"Next is {describe(second.run)}, " + (
             f"{longer:.1%} slower" + (": no prediction tells these apart." if longer < _ALIKE else ".")
             if longer >= 0 else f"{-longer:.1%} faster by the prediction, but {why}."))
+    if plan.cluster.device.cores is None:
+        lines.append(f"Half of {PUBLISHED_STEPS} published steps on A100s and H100s differ from their prediction by "
+                     f"more than {PUBLISHED_ERROR:.0%}; {LONGER_THAN_PREDICTED:.0%} of them are longer.")
     if plan.dropped:
         tempting = min(plan.dropped, key=lambda found: found.cost.seconds)
         more = sum(found.cost.seconds < cost.seconds for found in plan.dropped) - 1

@@ -1,12 +1,16 @@
 """The standing table: every row of every source is a run that can be, and what is said of rows is right."""
 
+import json
 import tomllib
+from pathlib import Path
+from statistics import median
 
 import pytest
 import tomli_w
 
 from benchmarks.planner.standing import Row, _tree, settings_of, simulated, sources, spearman, summary
 from ranvier.cost.cluster_files import cluster_names, load_cluster, write_cluster
+from ranvier.planner.report import LONGER_THAN_PREDICTED, PUBLISHED_ERROR, PUBLISHED_STEPS
 
 
 def row(published, predicted):
@@ -45,3 +49,13 @@ def test_the_command_waits_for_messages_where_the_source_did(tmp_path):
     beside, waiting = (simulated(tmp_path / "False.toml", cluster, flag) for flag in (False, True))
     assert not beside["excess"] and waiting["step_seconds"] > 1.05 * beside["step_seconds"]
     assert simulated(tmp_path / "True.toml", cluster, False) is None
+
+
+def test_a_plan_says_what_the_newest_result_holds():
+    """How far predictions are off, and how many published steps took longer."""
+    newest = max((Path(__file__).parents[2] / "benchmarks" / "results" / "planner").glob("standing-*.json"))
+    found = json.loads(newest.read_text())
+    errors = [row["error"] for row in found["rows"] if row["error"] is not None and not row["calibrated"]]
+    longer = sum(error < 0 for error in errors) / len(errors)
+    assert len(errors) == PUBLISHED_STEPS
+    assert (round(median(map(abs, errors)), 2), round(longer, 2)) == (PUBLISHED_ERROR, LONGER_THAN_PREDICTED)

@@ -133,7 +133,8 @@ def test_a_file(tmp_path):
 @pytest.mark.parametrize(("recipe", "code"), [
     ("missing.toml", "recipe-unreadable"), ("folder.toml", "recipe-unreadable"),
     ("bad.toml", "recipe-not-toml"), ("pipe.toml", "recipe-unreadable"),
-    ("latin.toml", "recipe-not-toml"), ("gpt-tyni", "unknown-recipe"), ("x", "unknown-recipe"),
+    ("latin.toml", "recipe-not-toml"), ("run", "recipe-is-a-run"), ("gpt-tyni", "unknown-recipe"),
+    ("x", "unknown-recipe"),
     ("no_such_module:f", "recipe-function-raised"), ("json:nothing", "recipe-function-raised"),
     ("json:dumps", "recipe-function-raised"), ("os:getpid", "recipe-function-result")])
 def test_recipes_that_cannot_be_read(tmp_path, monkeypatch, recipe, code):
@@ -141,6 +142,8 @@ def test_recipes_that_cannot_be_read(tmp_path, monkeypatch, recipe, code):
     (tmp_path / "folder.toml").mkdir()
     os.mkfifo(tmp_path / "pipe.toml")
     (tmp_path / "bad.toml").write_text("seed = = 3")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.toml").write_text("seed = 3")
     (tmp_path / "latin.toml").write_bytes(b"x = '\xe9'")
     with raises(code):
         read.load(recipe)

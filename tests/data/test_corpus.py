@@ -92,7 +92,23 @@ def test_a_folder_leaves_out_what_is_no_text_and_says_so(tmp_path):
     lines = []
     found = list(opened(folder, tmp_path, lines).documents(1000))
     assert {document.name: document.text for document in found} == {"deep/a.txt": "grüße\n", "b.md": "second"}
-    assert lines == [f"left out 2 of 4 files of {folder}, which are not UTF-8 text"]
+    assert lines == [f"left out 2 of 4 files of {folder}, which are not UTF-8 text: 'latin', 'picture'"]
+
+
+def test_rows_of_which_a_part_cannot_be_read_are_an_error(tmp_path, monkeypatch):
+    """Half of a file of rows must not go missing from the training data."""
+    (tmp_path / "a.jsonl").write_text('{"text": "first"}\n')
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "x"}\n' * 5000 + b'{"text": "\xff"}\n{"text": "y"}\n')
+    with raises("data-not-utf8", "b.jsonl", where="data.corpus"):
+        list(opened(tmp_path, tmp_path).documents(1 << 30))
+
+    def failing(path, most):
+        raise OSError(5, "Input/output error")
+
+    (tmp_path / "b.jsonl").rename(tmp_path / "b.txt")
+    monkeypatch.setattr("ranvier.data.corpus._text", failing)
+    with raises("data-unreadable", "b.txt", "Input/output error", where="data.corpus"):
+        list(opened(tmp_path, tmp_path).documents(1 << 30))
 
 
 def test_pipes_and_links_to_nowhere_are_left_out_and_not_waited_for(tmp_path):
@@ -107,7 +123,7 @@ def test_pipes_and_links_to_nowhere_are_left_out_and_not_waited_for(tmp_path):
     lines = []
     assert sorted(document.text for document in opened(folder, tmp_path, lines).documents(1 << 62)) == [
         "its name is no UTF-8", "text"]
-    assert lines == [f"left out 4 of 6 files of {folder}, which are not UTF-8 text"]
+    assert lines == [f"left out 4 of 6 files of {folder}, which are not UTF-8 text: 'gone', 'loop', 'pipe', ..."]
     with raises("corpus-not-file"):
         opened(folder / "pipe", tmp_path)
 
@@ -228,7 +244,7 @@ def test_a_hub_that_cannot_be_reached_is_named_with_the_reason(tmp_path, monkeyp
 def test_a_data_set_needs_one_column_of_text(row, column):
     table = Table(name="n", columns=tuple(row), fingerprint="", rows=lambda wanted: iter([Row("n row 0", row)]))
     if column is None:
-        with raises("column-missing", "--data.text-column"):
+        with raises("column-missing" if row else "table-without-rows"):
             text_column(table, None)
     else:
         assert text_column(table, None) == column
@@ -300,6 +316,9 @@ def test_rows_as_an_array_or_compressed_are_texts(tmp_path):
     for content in ('{"text": "x"}', '[{"name": "x"}]', "[1]", "[", ""):
         (tmp_path / "e.json").write_text(content)
         assert [one.text for one in opened(tmp_path / "e.json", tmp_path).documents(99)] == [content][:bool(content)]
+    for name, content in (("f.json", lines.encode()), ("g.json.gz", gzip.compress(lines.encode()))):  # C4's, Dolma's
+        (tmp_path / name).write_bytes(content)
+        assert [one.text for one in opened(tmp_path / name, tmp_path).documents(99)] == [row["text"] for row in rows]
     (tmp_path / "e.json").write_text('[{"body": "x"}]')
     with raises("column-missing", "--data.text-column"):
         list(open_corpus(str(tmp_path / "e.json"), tmp_path, print, "text").documents(99))

@@ -195,6 +195,14 @@ def test_refusals(lora, where, text):
     assert refused.value.where == where and text in refused.value.what
 
 
+@pytest.mark.parametrize(("theirs", "ours"), [("k_proj", "key"), ("v_proj", "value"), ("gate_proj", "gate")])
+def test_names_of_peft(theirs, ours):
+    config = Transformer(family="llama", num_layers=1, hidden=8, heads=2, vocab=11, sequence=4)
+    found, expected = ({*dict(with_adapters(llama(config), Lora(rank=1, targets=(name,))).build().named_parameters())}
+                       for name in (theirs, ours))
+    assert found == expected and any(f".{ours}.lora.A" in name for name in found)
+
+
 def test_a_head_without_linear_layers_is_refused():
     with raises("head-without-linear"):
         with_adapters([nn.Linear(2, 2), nn.Tanh()], Lora(rank=1, targets=("0",), train_head=True),

@@ -52,7 +52,7 @@ def run_of(base, folder, **changed):
         train=Train(steps=4, learning_rate=3e-2, eval_sequences=4, sample_tokens=0), checkpoint=Checkpoint(every=2),
         model=Transformer(pretrained=str(base), sequence=16), data=Data(corpus=str(base / "text.txt"),
                                                                       cache_dir=base / "cache"),
-        lora=Lora(rank=2, alpha=8.0, targets=("query", "projection", "fc2", "up"), dropout=0.1, method="dora"))
+        lora=Lora(rank=2, alpha=8.0, targets=("q_proj", "o_proj", "down_proj", "up"), dropout=0.1, method="dora"))
     return settled(Run(**defaults | changed))
 
 

@@ -259,6 +259,10 @@ def counts(m, x):
     return m.b(m.a(x))
 
 
+def measures(m, x):
+    return m.b(m.a(x) * len(x))
+
+
 def no_grad(m, x):
     with torch.no_grad():
         x = x * 2
@@ -319,6 +323,7 @@ def test_code_that_changes_attributes_is_named(run, attribute):
     (asks_type, ("forward-not-traceable",)),
     (loops, ("forward-not-traceable",)),
     (counts, ("forward-not-traceable",)),
+    (measures, ("forward-not-traceable", "x.shape[0]")),
     (no_grad, ("forward-not-traceable",)),
     (autocasts, ("forward-not-traceable",)),
     (reads, ("forward-not-traceable",)),

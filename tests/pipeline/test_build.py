@@ -178,6 +178,8 @@ def test_microbatches_cut_along_the_batch():
     ((torch.zeros(4), torch.zeros(5), 2), ("batch-not-in-dim-0", 4, 5)),
     ((torch.zeros(4), torch.zeros(()), 2), ("batch-not-in-dim-0",)),
     ((torch.zeros(4), {"label": numpy.zeros(4)}, 2), ("batch-of-arrays", "ndarray")),
+    (([[0.0], [1.0]], [[1], [2]], 2), ("batch-of-arrays", "list")),
+    ((torch.zeros(4), [1, 0, 1, 0], 2), ("batch-of-arrays", "list")),
     ((torch.zeros(4), torch.zeros(4), 0), ("microbatch-size", 0)),
     ((torch.zeros(4), torch.zeros(4), 2, torch.zeros(3)), ("batch-not-in-dim-0",)),
 ])

@@ -49,6 +49,19 @@ def run(blocks, work, mesh=None, **options):
     return run_ranks(rank, mesh.size)
 
 
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_a_model_in_half_precision_that_trains_in_fp32_is_said(half):
+    def formats(**options):
+        return run_ranks(lambda world: {one.dtype for one in Engine(
+            [nn.Linear(4, 4).to(half)], world, loss=squared, **options).parameters()}, 1)
+
+    with pytest.warns(UserWarning, match=f"in {half}, and trains in fp32"):
+        assert formats() == [{torch.float32}]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert formats(dtype=half) == [{half}]
+
+
 def formats(engine):
     return {name: one.dtype for name, one in (*engine.named_parameters().items(), *engine.named_buffers().items())}
 

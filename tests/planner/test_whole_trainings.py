@@ -198,6 +198,10 @@ def test_a_job_file_beside_the_run(here, tmp_path, capsys):
     three = resolve(replace(RUN, mesh=Mesh(data=3)))
     with raises("job-of-partial-nodes", 2, value=3):
         write_job("slurm", three, priced(), tmp_path / "slurm.toml", 1.0)
+    spaced = tmp_path / "a run.toml"
+    plan("small", RUN, [here], Request(searched="mesh", ranks=8, out=spaced, launcher="slurm"))
+    said = capsys.readouterr().out
+    assert f"sbatch '{tmp_path}/a run.sbatch'\n" in said and f"ranvier check '{spaced}' " in said
     (tmp_path / "torchrun.sh").unlink()
     (tmp_path / "torchrun.sh").mkdir()
     with raises("job-not-writable"):
