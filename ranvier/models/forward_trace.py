@@ -1,14 +1,16 @@
 """Traces the forward of a module with torch.fx, as far as it is around given submodules.
 
 torch.fx runs the forward with values that are not known. Whatever would make the graph differ from the forward without
-notice is refused: conditions, types, loops over values, modes that the graph does not record, and stored values. Calls
-of torch that take no value, such as torch.rand(3), are part of the graph, too.
+notice is refused: conditions, types, loops over values, modes that the graph does not record, stored values, and
+numbers that Python or NumPy has drawn. Calls of torch that take no value, such as torch.rand(3), are part of the graph,
+too.
 """
 
 from __future__ import annotations
 
 import dis
 import linecache
+import random
 import sys
 import threading
 import traceback
@@ -19,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy
 import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
@@ -130,6 +133,12 @@ def _modes() -> tuple[bool, ...]:
     return torch.is_grad_enabled(), *(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
 
 
+def _random_states() -> tuple[object, ...]:
+    """Of the generators whose numbers a graph does not record."""
+    parts = numpy.random.get_state(legacy=False)["state"].values()
+    return random.getstate(), *(part.tobytes() if isinstance(part, numpy.ndarray) else part for part in parts)
+
+
 def _in_assert(frame: FrameType) -> bool:
     """Whether the condition that `frame` evaluates is that of an assert statement."""
     following = [one.opname for one in dis.get_instructions(frame.f_code)
@@ -161,6 +170,7 @@ def trace_forward(module: nn.Module, cuts: Sequence[str], inputs: Sequence[str],
                 raise ModelError("has hooks, which its blocks would not run", code="cut-module-with-hooks",
                                  where=name or type(module).__name__,
                                  remedy="Remove them, or register them on submodules without a cut inside.")
+    states = _random_states()
     try:
         with _ALONE, _Recorder(tracer):
             graph = tracer.trace(module)
@@ -168,6 +178,10 @@ def trace_forward(module: nn.Module, cuts: Sequence[str], inputs: Sequence[str],
         raise
     except Exception as error:
         raise _untraceable(module, error) from error
+    if _random_states() != states:
+        raise ModelError("draws random numbers of Python or NumPy, which would be constants in its blocks",
+                         code="forward-draws-numbers", where=f"forward of {type(module).__name__}",
+                         remedy=f"Draw by torch.rand and its like. Or m{REMEDY[1:]}")
     wrong = {name: tracer.calls.get(name, 0) for name in cuts if tracer.calls.get(name, 0) != 1}
     if not wrong:
         return Trace(graph=graph, starts=tracer.starts)

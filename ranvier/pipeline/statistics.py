@@ -108,6 +108,10 @@ class BatchStatistics:
             if sums[3] not in (0, size):
                 raise calls_differ(f"{float(sums[3]):g} of {size} ranks train on it, and others are in other calls")
             same_targets.check(sums[4:])
+            if sums[1] < 0 or sums[1].isinf():
+                raise ModelError("has a weight by which its gradient would be turned around, or lost",
+                                 code="loss-weight-range", where="loss", value=f"{sums[1].item():.4g} in the batch",
+                                 remedy="Return the number of valid targets beside the sum of losses.")
             if earlier is not None and not sums[2]:  # unless somebody has set gradients to zero, on any rank
                 sums[:2].add_(earlier)
 

@@ -1,9 +1,11 @@
 """Whole modules as blocks: on every mesh the outputs and raw gradients of the module under plain PyTorch."""
 
 import copy
+import random
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -294,6 +296,13 @@ def keeps(m, x):
 def replaces_a_buffer(m, x):
     m.mean = m.mean * 0.9 + m.a(x).detach().mean(0)
     return m.b(x - m.mean)
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_numbers_that_python_draws_are_refused(draw):
+    """A layer that is left out by chance would be left out always, or never."""
+    with raises("forward-draws-numbers", where="forward of Forward"):
+        blocks_of(Forward(lambda m, x: m.b(m.a(x) * (draw() < 0.5))), ["b"])
 
 
 @pytest.mark.parametrize(("run", "attribute"), [(stores, "state"), (counts_calls, "calls"), (keeps, "kept"),

@@ -226,3 +226,12 @@ def test_a_loss_without_a_gradient_is_refused(mesh, recompute):
     model = partial(chain, partial(nn.Linear, 4, 4), partial(nn.Linear, 4, 4), loss=loss)
     with raises("loss-without-gradient", where="loss"):
         on_mesh(model, mesh, work, optimizer=SGD, memory=Memory(recompute=recompute))
+
+
+@pytest.mark.parametrize("weight", [-3, float("inf")])
+def test_a_weight_of_the_batch_that_is_no_count_is_refused(weight):
+    model = partial(chain, partial(nn.Linear, 4, 4), partial(nn.Linear, 4, 4),
+                    loss=lambda outputs, targets: (outputs.sum(), weight))
+    ones = torch.ones(2, 4, dtype=torch.float64)
+    with raises("loss-weight-range", where="loss"):
+        on_mesh(model, Mesh(pipe=2), lambda engine: engine.train_batch([(ones, ones)]), optimizer=SGD)
