@@ -31,7 +31,7 @@ class HarnessTasks:
         if find_spec("lm_eval") is None:
             raise ConfigError("needs the package lm-eval, which is not installed", code="lm-eval-missing",
                               where="lm-eval", value=",".join(self.names),
-                              remedy="Install the extra: pip install ranvier[lm-eval].")
+                              remedy="Install the extra: pip install 'ranvier[lm-eval]'.")
 
     def run(self, engine: Engine, ranks: Group, tokenizer: Tokenizer, *, longest: int, microbatch_size: int,
             vocab: int) -> dict[str, dict[str, float]]:

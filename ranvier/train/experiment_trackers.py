@@ -39,7 +39,7 @@ def tracker_problems(log: Log) -> Iterator[ConfigError]:
         if find_spec(PACKAGES[name]) is None:
             yield ConfigError(f"needs the package {PACKAGES[name]}, which is not installed", code="tracker-missing",
                               where="log.tracker", value=name,
-                              remedy=f"Install the extra: pip install ranvier[{name}].")
+                              remedy=f"Install the extra: pip install 'ranvier[{name}]'.")
 
 
 def experiment_trackers(log: Log, run_dir: Path, *, continues: bool) -> list[Tracker]:

@@ -118,7 +118,7 @@ def test_a_missing_package_is_named_before_the_start(name, tmp_path, capsys, mon
         trackers.experiment_trackers(Log(tracker=(name,)), tmp_path, continues=False)
     assert run_command(["train", "gpt-tiny", "--log.tracker", name, "--run-dir", str(tmp_path / "run")]) == 2
     said = capsys.readouterr().err
-    assert f"log.tracker: {says}" in said and f"pip install ranvier[{name}]" in said
+    assert f"log.tracker: {says}" in said and f"pip install 'ranvier[{name}]'" in said
     assert not (tmp_path / "run").exists()
 
 
