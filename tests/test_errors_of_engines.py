@@ -213,8 +213,6 @@ def test_the_rate_of_a_users_optimizer_is_set_there():
                                             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)), 1)[0]
     with raises("learning-rate-of-users-optimizer", value=0.5):
         engine.learning_rate = 0.5
-    with raises("unknown-engine-attribute", "learning_rate", where="Engine.lerning_rate", value=0.5):
-        engine.lerning_rate = 0.5
 
 
 def test_messages_of_another_batch():

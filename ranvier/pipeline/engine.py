@@ -21,7 +21,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -244,15 +243,6 @@ class Engine:
                                           frozen_dropout=frozen_dropout, tables=tables)
         self._runner = self._build_runner(dtype, nominal_weight)
         self._looks_at_shift = isinstance(model.loss, NextTokenLoss)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if "_runner" in vars(self) and not name.startswith("_") and not hasattr(self, name):
-            near = get_close_matches(name, ["learning_rate", *vars(self)], n=1)
-            raise ConfigError("is no attribute of an engine, and would have no effect", code="unknown-engine-attribute",
-                              where=f"Engine.{name}", value=value,
-                              remedy=f"Did you mean {near[0]}?" if near else "Give settings to Engine(...); "
-                                     "engine.learning_rate and engine.optimizer may be changed between steps.")
-        super().__setattr__(name, value)
 
     # ------------------------------------------------------------------ start
 
