@@ -226,7 +226,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
     try:
         yield
         for one, name, container, contents in before:
-            changed = {str(key) for key, _ in _entries(container) ^ _entries(contents)} - {"training"}
+            changed = {str(key) for key, *_ in _entries(container) ^ _entries(contents)} - {"training"}
             if changed:
                 attribute = name if name and not name.startswith("_") else min(changed)  # of `_buffers` the buffer
                 raise ModelError("is changed by the forward, and would be a constant, or lost, in its blocks",
@@ -238,8 +238,9 @@ def unchanged(module: nn.Module) -> Iterator[None]:
             (container.extend if isinstance(container, list) else container.update)(contents)
 
 
-def _entries(container: dict[Any, Any] | list[Any] | set[Any]) -> set[tuple[Any, int]]:
-    """What is where in it, by identity."""
+def _entries(container: dict[Any, Any] | list[Any] | set[Any]) -> set[tuple[Any, type, Any]]:
+    """What is where in it: numbers and strings by value, since who computes them again stores what was there, and
+    others by identity."""
     pairs = container.items() if isinstance(container, dict) else enumerate(container) if isinstance(
         container, list) else ((id(one), one) for one in container)
-    return {(key, id(value)) for key, value in pairs}
+    return {(key, type(value), value if isinstance(value, (int, float, str)) else id(value)) for key, value in pairs}

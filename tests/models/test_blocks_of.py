@@ -318,6 +318,16 @@ def test_code_that_changes_attributes_is_named(run, attribute):
     assert module.mean is mean and (module.calls, module.kept) == (0, []) and not hasattr(module, "state")
 
 
+def test_an_attribute_that_is_set_to_what_it_is_does_not_count():
+    def run(m, x):
+        m.scale = float(m.width) ** -0.5
+        return m.b(m.a(x) * m.scale)
+
+    module = Forward(run)
+    module.width, module.scale = 7, 7.0 ** -0.5
+    assert blocks_of(module, ["b"])
+
+
 @pytest.mark.parametrize(("run", "error"), [
     (branches, ("forward-not-traceable", 0)),
     (asks_type, ("forward-not-traceable",)),
