@@ -133,6 +133,10 @@ def _modes() -> tuple[bool, ...]:
     return torch.is_grad_enabled(), *(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
 
 
+_DRAWING_TRACES = 5
+"""Traces that must draw numbers before the module is said to: in one of them it may have been another thread."""
+
+
 def _random_states() -> tuple[object, ...]:
     """Of the generators whose numbers a graph does not record."""
     parts = numpy.random.get_state(legacy=False)["state"].values()
@@ -170,15 +174,20 @@ def trace_forward(module: nn.Module, cuts: Sequence[str], inputs: Sequence[str],
                 raise ModelError("has hooks, which its blocks would not run", code="cut-module-with-hooks",
                                  where=name or type(module).__name__,
                                  remedy="Remove them, or register them on submodules without a cut inside.")
-    states = _random_states()
-    try:
-        with _ALONE, _Recorder(tracer):
-            graph = tracer.trace(module)
-    except RanvierError:
-        raise
-    except Exception as error:
-        raise _untraceable(module, error) from error
-    if _random_states() != states:
+    for _ in range(_DRAWING_TRACES):
+        tracer = _Tracer(cuts, inputs, output)
+        try:
+            with _ALONE, _Recorder(tracer):
+                states = _random_states()
+                graph = tracer.trace(module)
+                draws = _random_states() != states
+        except RanvierError:
+            raise
+        except Exception as error:
+            raise _untraceable(module, error) from error
+        if not draws:
+            break
+    else:
         raise ModelError("draws random numbers of Python or NumPy, which would be constants in its blocks",
                          code="forward-draws-numbers", where=f"forward of {type(module).__name__}",
                          remedy=f"Draw by torch.rand and its like. Or m{REMEDY[1:]}")

@@ -318,6 +318,16 @@ def test_code_that_changes_attributes_is_named(run, attribute):
     assert module.mean is mean and (module.calls, module.kept) == (0, []) and not hasattr(module, "state")
 
 
+def test_numbers_that_another_thread_draws_meanwhile():
+    draws = iter([random.random, random.random])
+
+    def run(m, x):  # the draws of another thread, at places of the trace that this test knows
+        next(draws, int)()
+        return m.b(m.a(x))
+
+    assert blocks_of(Forward(run), ["b"])
+
+
 def test_an_attribute_that_is_set_to_what_it_is_does_not_count():
     def run(m, x):
         m.scale = float(m.width) ** -0.5
