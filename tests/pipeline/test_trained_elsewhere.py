@@ -135,6 +135,22 @@ def test_an_engine_does_not_begin_with_old_values(tmp_path):
     assert all(run_ranks(work, 2))
 
 
+def test_replicas_take_new_values_from_the_first_one():
+    """Where only rank 0 has loaded them, as its model is the one that is saved."""
+    def work(world):
+        model = plain()
+        with closing(engine_of(model, world)) as engine:
+            engine.train_batch(points([[2, 2]])[0])
+            full, loss = engine.full_state_dict(), engine.evaluate(points([[2, 2]])[0]).loss
+        if world.rank == 0:
+            model.load_state_dict(full)
+        with closing(Engine(model, world, mesh=Mesh(data=2), loss=squared)) as replicas:
+            assert replicas.evaluate(points([[2, 2]])[0]).loss == pytest.approx(loss)
+        return told(model.state_dict)
+
+    assert run_ranks(work, 2) == [[], []]
+
+
 @pytest.mark.parametrize("make", [plain, whole])
 def test_what_other_ranks_train_is_not_kept(make):
     def work(world):
