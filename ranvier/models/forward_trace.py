@@ -230,8 +230,9 @@ def _untraceable(module: nn.Module, error: Exception) -> ModelError:
 def unchanged(module: nn.Module) -> Iterator[None]:
     """Afterwards, attributes of all submodules, buffers, and what lists, dicts and sets have are as before. ModelError
     where the traced code has changed one, other than a mode: in a graph it would be a constant, or lost."""
-    before = [(one, name, container, container.copy()) for one in module.modules()
-              for name, container in [("", vars(one)), *vars(one).items()] if isinstance(container, (dict, list, set))]
+    before = [(one, name, container, kind(container)) for one in module.modules()
+              for name, container in [("", vars(one)), *vars(one).items()]
+              for kind in (dict, list, set) if isinstance(container, kind)]
     try:
         yield
         for one, name, container, contents in before:
@@ -243,8 +244,9 @@ def unchanged(module: nn.Module) -> Iterator[None]:
                                  remedy=REMEDY)
     finally:
         for _, _, container, contents in before:
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(contents)
+            if _entries(container) != _entries(contents):  # others may be of a kind that cannot be written
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(contents)
 
 
 def _entries(container: dict[Any, Any] | list[Any] | set[Any]) -> set[tuple[Any, type, Any]]:

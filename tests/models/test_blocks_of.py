@@ -3,6 +3,7 @@
 import copy
 import random
 import sys
+from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -316,6 +317,20 @@ def test_code_that_changes_attributes_is_named(run, attribute):
     with raises("forward-stores-attribute", where=f"Forward.{attribute}"):
         blocks_of(module, ["b"])
     assert module.mean is mean and (module.calls, module.kept) == (0, []) and not hasattr(module, "state")
+
+
+class Fixed(OrderedDict):
+    """As the configuration that models of diffusers have."""
+
+    def update(self, *_):
+        raise TypeError("cannot be written")
+
+
+def test_attributes_that_cannot_be_written():
+    module = Forward(lambda m, x: m.b(m.a(x) * m.sizes["width"]))
+    module.sizes = OrderedDict.__new__(Fixed)
+    OrderedDict.update(module.sizes, width=4)
+    assert blocks_of(module, ["b"]) and dict(module.sizes) == {"width": 4}
 
 
 def test_numbers_that_another_thread_draws_meanwhile():
