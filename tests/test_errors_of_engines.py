@@ -209,10 +209,14 @@ def test_split_tensors_are_not_compiled(monkeypatch):
 
 
 def test_the_rate_of_a_users_optimizer_is_set_there():
-    engine = run_ranks(lambda world: Engine([nn.Linear(2, 2)], world, loss=lambda y, t: (y.sum(), 1),
-                                            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)), 1)[0]
+    """And comes back with the state of that optimizer."""
+    one, other = (run_ranks(lambda world: Engine(
+        [nn.Linear(2, 2)], world, loss=lambda y, t: (y.sum(), 1), learning_rate=rate,  # noqa: B023
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=rate)), 1)[0] for rate in (0.1, 0.2))  # noqa: B023
     with raises("learning-rate-of-users-optimizer", value=0.5):
-        engine.learning_rate = 0.5
+        one.learning_rate = 0.5
+    other.load_state_dict(one.state_dict())
+    assert other.optimizer.param_groups[0]["lr"] == 0.1
 
 
 def test_messages_of_another_batch():

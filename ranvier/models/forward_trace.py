@@ -133,6 +133,10 @@ def _modes() -> tuple[bool, ...]:
     return torch.is_grad_enabled(), *(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
 
 
+_DRAWING_TRACES = 5
+"""Traces that must draw numbers before the module is said to: in one of them it may have been another thread."""
+
+
 def _random_states() -> tuple[object, ...]:
     """Of the generators whose numbers a graph does not record."""
     parts = numpy.random.get_state(legacy=False)["state"].values()
@@ -170,15 +174,20 @@ def trace_forward(module: nn.Module, cuts: Sequence[str], inputs: Sequence[str],
                 raise ModelError("has hooks, which its blocks would not run", code="cut-module-with-hooks",
                                  where=name or type(module).__name__,
                                  remedy="Remove them, or register them on submodules without a cut inside.")
-    states = _random_states()
-    try:
-        with _ALONE, _Recorder(tracer):
-            graph = tracer.trace(module)
-    except RanvierError:
-        raise
-    except Exception as error:
-        raise _untraceable(module, error) from error
-    if _random_states() != states:
+    for _ in range(_DRAWING_TRACES):
+        tracer = _Tracer(cuts, inputs, output)
+        try:
+            with _ALONE, _Recorder(tracer):
+                states = _random_states()
+                graph = tracer.trace(module)
+                draws = _random_states() != states
+        except RanvierError:
+            raise
+        except Exception as error:
+            raise _untraceable(module, error) from error
+        if not draws:
+            break
+    else:
         raise ModelError("draws random numbers of Python or NumPy, which would be constants in its blocks",
                          code="forward-draws-numbers", where=f"forward of {type(module).__name__}",
                          remedy=f"Draw by torch.rand and its like. Or m{REMEDY[1:]}")
@@ -221,12 +230,13 @@ def _untraceable(module: nn.Module, error: Exception) -> ModelError:
 def unchanged(module: nn.Module) -> Iterator[None]:
     """Afterwards, attributes of all submodules, buffers, and what lists, dicts and sets have are as before. ModelError
     where the traced code has changed one, other than a mode: in a graph it would be a constant, or lost."""
-    before = [(one, name, container, container.copy()) for one in module.modules()
-              for name, container in [("", vars(one)), *vars(one).items()] if isinstance(container, (dict, list, set))]
+    before = [(one, name, container, kind(container)) for one in module.modules()
+              for name, container in [("", vars(one)), *vars(one).items()]
+              for kind in (dict, list, set) if isinstance(container, kind)]
     try:
         yield
         for one, name, container, contents in before:
-            changed = {str(key) for key, _ in _entries(container) ^ _entries(contents)} - {"training"}
+            changed = {str(key) for key, *_ in _entries(container) ^ _entries(contents)} - {"training"}
             if changed:
                 attribute = name if name and not name.startswith("_") else min(changed)  # of `_buffers` the buffer
                 raise ModelError("is changed by the forward, and would be a constant, or lost, in its blocks",
@@ -234,12 +244,14 @@ def unchanged(module: nn.Module) -> Iterator[None]:
                                  remedy=REMEDY)
     finally:
         for _, _, container, contents in before:
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(contents)
+            if _entries(container) != _entries(contents):  # others may be of a kind that cannot be written
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(contents)
 
 
-def _entries(container: dict[Any, Any] | list[Any] | set[Any]) -> set[tuple[Any, int]]:
-    """What is where in it, by identity."""
+def _entries(container: dict[Any, Any] | list[Any] | set[Any]) -> set[tuple[Any, type, Any]]:
+    """What is where in it: numbers and strings by value, since who computes them again stores what was there, and
+    others by identity."""
     pairs = container.items() if isinstance(container, dict) else enumerate(container) if isinstance(
         container, list) else ((id(one), one) for one in container)
-    return {(key, id(value)) for key, value in pairs}
+    return {(key, type(value), value if isinstance(value, (int, float, str)) else id(value)) for key, value in pairs}

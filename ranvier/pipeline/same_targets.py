@@ -54,22 +54,20 @@ class SameTargets:
         A leaf whose elements are all equal in the whole batch, or nearly so for real numbers, may stand in for targets
         that the rank has not: it cannot say.
         """
-        nothing = torch.zeros(5, dtype=torch.float64)
         leaves = [(place, leaf) for one in batch for place, leaf in enumerate(tree_leaves(one.targets))
                   if isinstance(leaf, Tensor) and leaf.numel() and _compared(leaf.dtype)] if self._takes_part else []
         if not leaves or any(
                 type(leaf) is not Tensor or leaf.layout is not torch.strided or leaf.device != leaves[0][1].device
                 for _, leaf in leaves):
-            return nothing
+            return torch.zeros(SAME_TARGETS, dtype=torch.float64)
         integers: dict[int, list[Tensor]] = {}
         reals: dict[int, list[Tensor]] = {}
         for place, leaf in leaves:
             (reals if leaf.is_floating_point() else integers).setdefault(place, []).append(_some(leaf))
-        device = leaves[0][1].device
-        return torch.cat([self._of_integers([torch.cat(parts) for parts in integers.values()]).to(device)
-                          if integers else nothing[:2].to(device),
-                          self._of_reals([torch.cat(parts) for parts in reals.values()])
-                          if reals else nothing[2:].to(device)])
+        nothing = torch.zeros(SAME_TARGETS, dtype=torch.float64, device=leaves[0][1].device)  # a copy would wait for it
+        return torch.cat([self._of_integers([torch.cat(parts) for parts in integers.values()]) if integers
+                          else nothing[:2],
+                          self._of_reals([torch.cat(parts) for parts in reals.values()]) if reals else nothing[2:]])
 
     def _of_integers(self, columns: list[Tensor]) -> Tensor:
         says = torch.stack([(column != column[:1]).any() for column in columns]).all()  # stays on the device
@@ -99,7 +97,9 @@ class SameTargets:
                              "to; nothing was updated", code="targets-differ", where="targets of the batch",
                              remedy="Draw each batch alike on all ranks of a replica, from a torch.Generator seeded "
                                     "with the step and engine.coordinates.data, or with ranvier.shard_loader: what "
-                                    "torch draws without one differs from rank to rank.")
+                                    "torch draws without one differs from rank to rank. Where only the targets are "
+                                    "random, as noisy labels or a teacher's with dropout, give None for them on the "
+                                    "first stage.")
 
 
 def _compared(dtype: torch.dtype) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from ranvier.comm.protocol import Group
 from ranvier.layout import Layout
@@ -29,6 +30,8 @@ def share_start_values(layout: Layout, blocks: Sequence[tuple[int, str, nn.Modul
         work.wait()
     for tensor, value in tensors.items():
         tensor.data.copy_(value)
+        if groups[tensor].index:
+            increment_version(tensor)  # `trained_elsewhere` sees by it that the values are new here
     if connections.tensor_mesh is not None:
         columns = {*layout.mesh.over(splits_features=True)}
         copies = [stored for name, parameter in parameters.items() if columns & {*layout.copy_axes(name)}

@@ -59,7 +59,8 @@ def load_state(engine: Engine, state: Mapping[str, Any]) -> None:
             if isinstance(buffer, Tensor):
                 buffer.copy_(state["buffers"][name])
         _load_optimizer(engine, state["optimizer"])
-    engine.learning_rate = state["learning_rate"]
+    if engine.flat_optimizer is not None:
+        engine.learning_rate = state["learning_rate"]
     optimizer = state["optimizer"] or {}
     engine.restore_counters(state["steps"], optimizer_steps=optimizer.get("steps"), loss_scale=state["loss_scale"],
                             last_norm=state.get("last_norm"), missed_updates=optimizer.get("missed_updates"))

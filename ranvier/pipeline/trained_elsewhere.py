@@ -9,40 +9,79 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 from weakref import ref
 
 from torch import nn
 
 from ranvier.errors import ModelError
 
-_NOTE = "trained_elsewhere"
-"""Attribute of a module, with its `_OldValues`."""
-
 
 @dataclass(eq=False)
 class _OldValues:
-    """Hook of one module. known: name -> (identity, version) of a parameter when other ranks have last updated it."""
+    """Hook of one module. known: name -> (parameter, version) when other ranks have first updated it. told: has a name
+    once the engine has warned. rewritten: where the module goes when nothing in it is old any more."""
 
     told: list[str]
-    known: dict[str, tuple[int, int]] = field(default_factory=dict)
+    rewritten: list[ref[nn.Module]]
+    known: dict[str, tuple[ref[nn.Parameter], int]]
 
     def __call__(self, module: nn.Module, *_: object) -> None:
-        old = old_names(module)
-        if old and not self.told:
-            self.told += old
-            warnings.warn(f"{type(module).__name__}.{old[0]} has its values from before the training here: another "
-                          "rank has trained it, and all that is not of this rank's stage. Before you use the model "
-                          "or save it, call state = engine.full_state_dict() on all ranks and "
-                          "model.load_state_dict(state) on rank 0", stacklevel=3)
+        """Somebody uses the module."""
+        self.look(module)
+        self._tell(type(module).__name__)
+
+    def look(self, module: nn.Module, *_: object) -> None:
+        """Let the module go, plain as it was, where new values have been written: hooks are in the way of torch.compile
+        and torch.jit."""
+        old = {name: (one, version) for name, (one, version) in self.known.items()
+               if (held := one()) is not None and held is module._parameters.get(name) and held._version == version}
+        if not old:
+            self.remove(module)
+        self.known = old
+
+    def _tell(self, module: str) -> None:
+        if self.known and not self.told:
+            self.told += self.known
+            warnings.warn(f"{module}.{self.told[0]} has its values from before the training here: another rank has "
+                          "trained it, and all that is not of this rank's stage. Before you use the model or save it, "
+                          "call state = engine.full_state_dict() on all ranks and model.load_state_dict(state) on "
+                          "rank 0", stacklevel=4)
+
+    def attach(self, module: nn.Module) -> None:
+        """Be called when the module computes, gives its state, and has been loaded."""
+        module.register_forward_pre_hook(self)
+        module.register_state_dict_pre_hook(self)
+        module.register_load_state_dict_post_hook(self.look)
+
+    def remove(self, module: nn.Module) -> None:
+        """Not be called any more."""
+        if self.known:
+            self.rewritten.append(ref(module))
+        self.known = {}
+        hooks: dict[int, Any]
+        for hooks in (module._forward_pre_hooks, module._state_dict_pre_hooks, module._load_state_dict_post_hooks):
+            for number in [number for number, hook in hooks.items() if hook in (self, self.look)]:
+                if hooks is module._forward_pre_hooks or number == next(reversed(hooks)):
+                    del hooks[number]  # of others torch, which goes through them now, would not find the next one
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _OldValues:
+        """Of a copied module, whose values are as old."""
+        copies = {name: (memo.get(id(one())), version == getattr(one(), "_version", None))
+                  for name, (one, version) in self.known.items()}
+        return _OldValues(self.told, [], {name: (ref(one), one._version) for name, (one, is_old) in copies.items()
+                                          if one is not None and is_old})
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Of a module that is saved as a whole."""
+        if any(getattr(one(), "_version", None) == version for one, version in self.known.values()):
+            self._tell("the module")
+        return _OldValues, ([], [], {})
 
 
-def old_names(module: nn.Module) -> list[str]:
-    """The parameters of its own that other ranks have trained, and nobody has written to here since."""
-    note = vars(module).get(_NOTE)
-    return [] if note is None else [name for name, known in note.known.items()
-                                    if (one := module._parameters.get(name)) is not None
-                                    and (id(one), one._version) == known]
+def _notes(module: nn.Module) -> list[_OldValues]:
+    return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _OldValues)]
 
 
 class TrainedElsewhere:
@@ -50,39 +89,45 @@ class TrainedElsewhere:
 
     def __init__(self, given: Mapping[str, nn.Module], own: Iterable[str], held: Iterable[nn.Parameter]) -> None:
         mine, self._here, self._told = set(own), {id(one) for one in held}, list[str]()
-        self._others = [ref(module) for block in given if block not in mine for module in given[block].modules()
-                        if any(one is not None and id(one) not in self._here for one in module._parameters.values())]
-        """Not kept alive here: a program may drop the model, of which this rank needs a part only."""
+        self._rewritten = [ref(module) for block in given if block not in mine for module in given[block].modules()
+                           if any(one is not None and id(one) not in self._here
+                                  for one in module._parameters.values())]
+        """Modules of other ranks that have no old values until the next update. Not kept alive here: a program may drop
+        the model, of which this rank needs a part only."""
         self._earlier = [(f"{block}.{path}".removesuffix("."), module) for block in given if block in mine
-                         for path, module in given[block].named_modules() if _NOTE in vars(module)]
+                         for path, module in given[block].named_modules() if _notes(module)]
         """Of this rank, trained by others under an earlier engine."""
 
     def check_start(self) -> None:
         """ModelError where this rank would begin with old values: it has neither loaded nor been given others."""
         for path, module in self._earlier:
-            for name in old_names(module):
-                raise ModelError("has its values from before the training here: an earlier engine has trained it on "
-                                 "another rank", code="parameter-trained-elsewhere", where=f"parameter {path}.{name}",
-                                 remedy="Save a checkpoint with the earlier engine and load it with this one "
-                                        "(ranvier.Checkpoints), or cut the model as before (Pipeline(boundaries=...)).")
-        self.loaded()
+            for note in _notes(module):
+                note.look(module)
+                for name in note.known:
+                    raise ModelError("has its values from before the training here: an earlier engine has trained it "
+                                     "on another rank", code="parameter-trained-elsewhere",
+                                     where=f"parameter {path}.{name}",
+                                     remedy="Save a checkpoint with the earlier engine and load it with this one "
+                                            "(ranvier.Checkpoints), write the whole state into the model on all ranks "
+                                            "(model.load_state_dict), or cut the model as before "
+                                            "(Pipeline(boundaries=...)).")
+        self._earlier = []
 
     def loaded(self) -> None:
         """All values of this rank are those that they are to be."""
         for _, module in self._earlier:
-            note = vars(module).pop(_NOTE, None)
-            for hooks in (module._forward_pre_hooks, module._state_dict_pre_hooks):
-                for number in [number for number, hook in hooks.items() if hook is note]:
-                    del hooks[number]
+            for note in _notes(module):
+                note.remove(module)
         self._earlier = []
 
     def updated(self) -> None:
-        """All ranks have updated what they train."""
-        for module in filter(None, (one() for one in self._others)):
-            note = vars(module).get(_NOTE)
-            if note is None:
-                note = vars(module)[_NOTE] = _OldValues(self._told)
-                module.register_forward_pre_hook(note)
-                module.register_state_dict_pre_hook(note)
-            note.known |= {name: (id(one), one._version) for name, one in module._parameters.items()
-                           if one is not None and one.requires_grad and id(one) not in self._here}
+        """All ranks have updated what they train. Costs something after the first update and after new values only."""
+        rewritten, self._rewritten[:] = self._rewritten[:], []
+        for module in filter(None, (one() for one in rewritten)):
+            known = {name: (ref(one), one._version) for name, one in module._parameters.items()
+                     if one is not None and one.requires_grad and id(one) not in self._here}
+            for note in _notes(module):
+                if note.known.keys() <= known.keys():  # of an earlier engine
+                    note.remove(module)
+            if known:
+                _OldValues(self._told, self._rewritten, known).attach(module)

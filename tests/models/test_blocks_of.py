@@ -3,6 +3,7 @@
 import copy
 import random
 import sys
+from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -316,6 +317,40 @@ def test_code_that_changes_attributes_is_named(run, attribute):
     with raises("forward-stores-attribute", where=f"Forward.{attribute}"):
         blocks_of(module, ["b"])
     assert module.mean is mean and (module.calls, module.kept) == (0, []) and not hasattr(module, "state")
+
+
+class Fixed(OrderedDict):
+    """As the configuration that models of diffusers have."""
+
+    def update(self, *_):
+        raise TypeError("cannot be written")
+
+
+def test_attributes_that_cannot_be_written():
+    module = Forward(lambda m, x: m.b(m.a(x) * m.sizes["width"]))
+    module.sizes = OrderedDict.__new__(Fixed)
+    OrderedDict.update(module.sizes, width=4)
+    assert blocks_of(module, ["b"]) and dict(module.sizes) == {"width": 4}
+
+
+def test_numbers_that_another_thread_draws_meanwhile():
+    draws = iter([random.random, random.random])
+
+    def run(m, x):  # the draws of another thread, at places of the trace that this test knows
+        next(draws, int)()
+        return m.b(m.a(x))
+
+    assert blocks_of(Forward(run), ["b"])
+
+
+def test_an_attribute_that_is_set_to_what_it_is_does_not_count():
+    def run(m, x):
+        m.scale = float(m.width) ** -0.5
+        return m.b(m.a(x) * m.scale)
+
+    module = Forward(run)
+    module.width, module.scale = 7, 7.0 ** -0.5
+    assert blocks_of(module, ["b"])
 
 
 @pytest.mark.parametrize(("run", "error"), [

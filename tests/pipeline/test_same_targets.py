@@ -9,6 +9,7 @@ from ranvier.mesh import Mesh, StagePlacement
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.same_targets import SameTargets
 from tests.errors import raises
+from tests.fake_cuda import FakeCuda
 from tests.pipeline.parity import chain, on_mesh, points, share, small_gpt, tokens
 
 MESHES = [Mesh(pipe=2), Mesh(data=2, pipe=3), Mesh(col=2), Mesh(pipe=2, col=2)]
@@ -118,3 +119,16 @@ def test_real_targets_of_other_samples_are_refused():
         return chain(lambda: torch.nn.Linear(4, 4), lambda: torch.nn.Linear(4, 4))
 
     assert all(on_mesh(model, Mesh(pipe=2), work, optim=Optim()))
+
+
+@pytest.mark.parametrize("targets", [[some(0)], [torch.randn(3, 4)], [some(0), torch.randn(3, 4)]],
+                         ids=["integers", "reals", "both"])
+def test_the_host_does_not_wait_for_targets_on_a_gpu(targets):
+    device = torch.device("cuda", 1)
+    with FakeCuda(devices=2):
+        same, there = SameTargets(Mesh(pipe=2).coordinates(1), StagePlacement(num_ranks=2)), [
+            one.to(device) for one in targets]
+        torch.cuda.set_sync_debug_mode("error")
+        found = same.numbers([Microbatch(None, there)])
+        torch.cuda.set_sync_debug_mode("default")
+        assert found.device == device

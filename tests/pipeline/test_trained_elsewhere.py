@@ -1,5 +1,6 @@
 """A user's modules that another rank has trained: who uses them is warned, and no engine begins with them."""
 
+import copy
 import gc
 import io
 import warnings
@@ -55,10 +56,17 @@ def told(act, *of):
     return [one for one in found if "from before the training" in str(one.message)]
 
 
+def hooks_of(model):
+    return [hook for one in model.modules() for hooks in (
+        one._forward_pre_hooks, one._state_dict_pre_hooks, one._load_state_dict_post_hooks) for hook in hooks.values()]
+
+
 @pytest.mark.parametrize("make", [plain, whole])
 @pytest.mark.parametrize("use", [lambda model, x: model(x), lambda model, x: model.state_dict(),
-                                 lambda model, x: torch.save(model.state_dict(), io.BytesIO())],
-                         ids=["computed", "named", "saved"])
+                                 lambda model, x: torch.save(model.state_dict(), io.BytesIO()),
+                                 lambda model, x: torch.save(model, io.BytesIO()),
+                                 lambda model, x: copy.deepcopy(model)(x)],
+                         ids=["computed", "named", "saved", "saved whole", "copied"])
 def test_old_values_warn_until_they_are_new(make, use):
     def work(world):
         model = make()
@@ -74,10 +82,32 @@ def test_old_values_warn_until_they_are_new(make, use):
     for model in (one, other):
         assert len(told(use, model, x)) == 1 and not told(use, model, x)
         model.load_state_dict(full)
-        torch.save(model, io.BytesIO())
+        assert not hooks_of(model), "nothing is in the way of torch.compile and torch.jit"
         assert not told(use, model, x)
         outputs.append(model(x))
     assert torch.equal(*outputs)
+
+
+def test_new_values_are_old_after_the_next_step():
+    """Beside a user's own hooks, which stay."""
+    def work(world):
+        model, mine = plain(), [lambda *_: None for _ in range(3)]
+        with closing(engine_of(model, world)) as engine:
+            for number in range(3):
+                engine.train_batch(points([[2, 2]])[0])
+                full = engine.full_state_dict()
+                if world.rank == 0:
+                    if number == 1:
+                        model[2].register_forward_pre_hook(mine[0])
+                        model[2].register_state_dict_pre_hook(mine[1])
+                        model[2].register_load_state_dict_post_hook(mine[2])
+                    model.load_state_dict(full)
+                    assert not told(model.state_dict) and not told(model, torch.ones(2, 4, dtype=torch.float64))
+            engine.train_batch(points([[2, 2]])[0])
+        assert world.rank or set(mine) < set(hooks_of(model))
+        return len(told(model.state_dict))
+
+    assert run_ranks(work, 2)[0] == 1
 
 
 def test_an_engine_does_not_begin_with_old_values(tmp_path):
@@ -103,6 +133,22 @@ def test_an_engine_does_not_begin_with_old_values(tmp_path):
             return moved.evaluate(batch).loss == loss
 
     assert all(run_ranks(work, 2))
+
+
+def test_replicas_take_new_values_from_the_first_one():
+    """Where only rank 0 has loaded them, as its model is the one that is saved."""
+    def work(world):
+        model = plain()
+        with closing(engine_of(model, world)) as engine:
+            engine.train_batch(points([[2, 2]])[0])
+            full, loss = engine.full_state_dict(), engine.evaluate(points([[2, 2]])[0]).loss
+        if world.rank == 0:
+            model.load_state_dict(full)
+        with closing(Engine(model, world, mesh=Mesh(data=2), loss=squared)) as replicas:
+            assert replicas.evaluate(points([[2, 2]])[0]).loss == pytest.approx(loss)
+        return told(model.state_dict)
+
+    assert run_ranks(work, 2) == [[], []]
 
 
 @pytest.mark.parametrize("make", [plain, whole])
