@@ -184,7 +184,7 @@ def _token_folder(run: Run, corpus: OpenCorpus, tokenizer: Tokenizer, progress: 
     """The folder in the cache with the training and held-out tokens of a corpus. whole: all of it is held out."""
     limit = _limit(run, corpus)
     text = fingerprint(corpus.fingerprint, limit, "whole" if whole else HELD_OUT_EVERY)
-    folder = cache_folder(run) / "tokens" / fingerprint(text, tokenizer.fingerprint, "knows cut")
+    folder = cache_folder(run) / "tokens" / fingerprint(text, tokenizer.fingerprint, tokenizer.end)
     make_once(folder / "train", lambda: exists(folder / "train") and exists(folder / "eval"),
               lambda: _write(folder, corpus, text, limit, tokenizer, progress, whole=whole), progress)
     return folder
