@@ -194,7 +194,7 @@ def _samples(tokens: Tokens, run: Run, end: int) -> Sequences | PackedSamples:
     """Sequences of the text as it stands, or of packed documents."""
     if not run.data.packing:
         return Sequences(tokens, run.model.sequence)
-    samples = TokenSamples(tokens.numbers, *runs(*tokens.documents(end), run.model.sequence), run.model.sequence)
+    samples = TokenSamples(tokens, *runs(*tokens.documents(end), run.model.sequence), run.model.sequence)
     return PackedSamples(samples, best_fit(samples.sample_lengths, run.model.sequence))
 
 
