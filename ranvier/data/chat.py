@@ -201,7 +201,8 @@ def _stored(run: Run, source: Source, folder: Path, tokenizer: ChatTokenizer, pr
     tables = [open_conversations(name, setting)
               for setting, name in (("train", source.name), ("eval", run.data.eval)) if name is not None]
     forms = [(table.fingerprint, form_of_table(table, run.data).fingerprint) for table in tables]
-    place = cache_folder(run) / "chat" / fingerprint(forms, tokenizer.fingerprint, sequence, "texts of parts")
+    place = cache_folder(run) / "chat" / fingerprint(
+        forms, tokenizer.fingerprint, tokenizer.files_beside(), sequence)
 
     def make() -> None:
         progress(f"tokenising {source.name}")

@@ -214,8 +214,8 @@ def _stored(run: Run, folder: Path, tokenizer: ChatTokenizer, progress: Progress
     tables = [open_pairs(each, setting, form).fingerprint
               for setting, each in (("train", name), ("eval", run.data.eval)) if each is not None]
     place = cache_folder(run) / "preference" / fingerprint(
-        tables, tokenizer.fingerprint, sequence, function_fingerprint(form) if is_object_name(form) else form,
-        "margins", *(("scores", tokenizer.padding) if scores else ()))
+        tables, tokenizer.fingerprint, tokenizer.files_beside(), sequence,
+        function_fingerprint(form) if is_object_name(form) else form, "margins", "scores" if scores else "")
 
     def make() -> None:
         progress(f"tokenising {name}")

@@ -36,7 +36,7 @@ from ranvier.data.corpus import (
 )
 from ranvier.data.prepare import prepare
 from ranvier.data.tables import Row, Table
-from ranvier.data.tokenizer import train
+from ranvier.data.tokenizer import load, train
 from ranvier.planner.problems import warnings
 from tests import errors
 from tests.checkpoint.test_hf_llama import published_tokenizer
@@ -404,6 +404,18 @@ def test_models_with_one_tokenizer_and_other_ends_have_their_own_separators(tmp_
         ))).train.inputs(np.array([0]), np.zeros(1))
         found.append([inner.token_to_id(one) in ids for one in ("<|end_of_text|>", "<|begin_of_text|>")])
     assert found == [[True, True], [False, True]]
+
+
+def test_what_lies_beside_a_tokenizer_is_taken_from_its_folder_alone(tmp_path):
+    """It is written into the run's folder and into exports: not what a link of a fetched folder leads to."""
+    (tmp_path / "secret").write_text("{}")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    train(["words " * 50], 260).save(folder / "tokenizer.json")
+    (folder / "tokenizer_config.json").write_text('{"pad_token": null}')
+    (folder / "generation_config.json").symlink_to(tmp_path / "secret")
+    (folder / "special_tokens_map.json").symlink_to("tokenizer_config.json")
+    assert {*load(folder / "tokenizer.json").files_beside()} == {"tokenizer_config.json", "special_tokens_map.json"}
 
 
 def test_a_tokenizer_is_taken_from_a_file(tmp_path):
