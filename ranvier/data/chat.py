@@ -21,7 +21,7 @@ from ranvier.config.task_form import SHIPPED
 from ranvier.data import quiz, token_numbers
 from ranvier.data.arrays import Arrays, made_once, write_arrays
 from ranvier.data.cache_folder import cache_folder
-from ranvier.data.chat_template import ChatTokenizer, Conversation, chat_tokenizer, look_at_folder
+from ranvier.data.chat_template import ChatTokenizer, Conversation, look_at_folder
 from ranvier.data.fingerprint import fingerprint
 from ranvier.data.mixture import Source, join, shares, sources_of, spread
 from ranvier.data.named_files import is_data_set, readable_file, table_name_problems, text_only
@@ -77,9 +77,9 @@ class Chat(Task):
     def prepare(self, run: Run, progress: Progress) -> Prepared:
         """Tokenised conversations of this run (see ranvier.data.prepare), cut to the sequence. DataError when nothing
         of the assistant is left."""
-        folder, tokenizer = open_tokenizer(run, progress)
+        tokenizer = open_tokenizer(run, progress)
         sources = sources_of(run.data, run.data.train or "")
-        stored = [_stored(run, source, folder, tokenizer, progress) for source in sources]
+        stored = [_stored(run, source, tokenizer, progress) for source in sources]
         told = [(f"data.train {source.name}", _counts(pair[0])) for source, pair in zip(sources, stored, strict=True)]
         if run.data.eval is not None:
             told.append((f"data.eval {run.data.eval}", _counts(stored[0][1])))
@@ -137,15 +137,14 @@ def tokenizer_problems(run: Run) -> list[RanvierError]:
     return number_problems(run, folder) if missing is None else [missing]
 
 
-def open_tokenizer(run: Run, progress: Progress) -> tuple[Path, ChatTokenizer]:
-    """The run's chat tokenizer with its folder, fetched where that is needed. DataError where its tokens are not the
-    model's."""
+def open_tokenizer(run: Run, progress: Progress) -> ChatTokenizer:
+    """The run's chat tokenizer, fetched where that is needed. DataError where its tokens are not the model's."""
     folder = tokenizer_folder(run, progress)
     assert folder is not None, "asked with a progress"
     tokenizer = ChatTokenizer(folder, run.data.chat_template)
     model = None if run.model.pretrained is None else folder_of(run.model.pretrained, cache_folder(run), progress)
     token_numbers.check(tokenizer.numbers(), run, model, None if model is None else token_numbers.numbers_in(model))
-    return folder, tokenizer
+    return tokenizer
 
 
 def number_problems(run: Run, folder: Path) -> list[RanvierError]:
@@ -194,19 +193,17 @@ def _dataset(run: Run, part: Arrays) -> tuple[TokenSamples, Dataset]:
     return samples, PackedSamples(samples, best_fit(samples.sample_lengths, run.model.sequence))
 
 
-def _stored(run: Run, source: Source, folder: Path, tokenizer: ChatTokenizer, progress: Progress
-            ) -> tuple[Arrays, Arrays]:
+def _stored(run: Run, source: Source, tokenizer: ChatTokenizer, progress: Progress) -> tuple[Arrays, Arrays]:
     """Training and held-out conversations of one source, from the cache."""
     sequence = run.model.sequence
     tables = [open_conversations(name, setting)
               for setting, name in (("train", source.name), ("eval", run.data.eval)) if name is not None]
     forms = [(table.fingerprint, form_of_table(table, run.data).fingerprint) for table in tables]
-    place = cache_folder(run) / "chat" / fingerprint(forms, tokenizer.fingerprint, sequence, "texts of parts")
+    place = cache_folder(run) / "chat" / fingerprint(forms, tokenizer.content, sequence)
 
     def make() -> None:
         progress(f"tokenising {source.name}")
-        encode = partial(_encoded, str(folder), None if run.data.chat_template is None else str(run.data.chat_template),
-                         sequence)
+        encode = partial(_encoded, tokenizer, sequence)
         train, counts = _all(source.name, "train", run.data, encode, sequence, progress)
         held_counts = counts
         if run.data.eval is not None:
@@ -236,9 +233,8 @@ def _counts(part: Arrays) -> Counts:
     return Counts(**{name: int(str(value)) for name, value in part.facts.items()})
 
 
-def _encoded(folder: str, template: str | None, sequence: int, piece: Sequence[Conversation | None]
+def _encoded(tokenizer: ChatTokenizer, sequence: int, piece: Sequence[Conversation | None]
              ) -> list[list[_Encoded] | None]:
-    tokenizer = chat_tokenizer(folder, template)
     found: list[list[_Encoded] | None] = []
     for one in piece:
         if one is None:

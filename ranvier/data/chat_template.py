@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from ranvier.data import template_renderer
+from ranvier.data.fingerprint import fingerprint
 from ranvier.data.tables import has_package
 from ranvier.data.template_renderer import Rendered, TemplateError, TemplateLimitError
 from ranvier.errors import DataError
@@ -76,6 +77,7 @@ class ChatTokenizer:
         if problem is not None:
             raise problem
         template_renderer.start()
+        self._place = folder, template
         self._file = template or next(path for path in (folder / _TEMPLATE, folder / _BESIDE[0]) if path.is_file())
         try:
             from transformers import PreTrainedTokenizerFast
@@ -107,6 +109,11 @@ class ChatTokenizer:
             self._beside[_TEMPLATE] = self._inner.chat_template
         self.fingerprint: str = hashlib.blake2b(repr((self._document, self._inner.chat_template)).encode(),
                                                 digest_size=8).hexdigest()
+        self.content: str = fingerprint(self.fingerprint, self._beside)
+        """Of all that decides the tokens of a conversation, special tokens that the template names among it."""
+
+    def __reduce__(self) -> tuple[Callable[..., ChatTokenizer], tuple[object, ...]]:
+        return _rebuild, (*self._place, self.content)
 
     @property
     def padding(self) -> int | None:
@@ -280,9 +287,9 @@ class ChatTokenizer:
 
 
 @lru_cache(maxsize=1)
-def chat_tokenizer(folder: str, template: str | None) -> ChatTokenizer:
-    """Of a process that encodes piece after piece."""
-    return ChatTokenizer(Path(folder), None if template is None else Path(template))
+def _rebuild(folder: Path, template: Path | None, content: str) -> ChatTokenizer:
+    """In another process, which encodes piece after piece. content: another one is read again."""
+    return ChatTokenizer(folder, template)
 
 
 def _is_text(text: str) -> bool:

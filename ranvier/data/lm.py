@@ -184,7 +184,7 @@ def _token_folder(run: Run, corpus: OpenCorpus, tokenizer: Tokenizer, progress: 
     """The folder in the cache with the training and held-out tokens of a corpus. whole: all of it is held out."""
     limit = _limit(run, corpus)
     text = fingerprint(corpus.fingerprint, limit, "whole" if whole else HELD_OUT_EVERY)
-    folder = cache_folder(run) / "tokens" / fingerprint(text, tokenizer.fingerprint, "knows cut")
+    folder = cache_folder(run) / "tokens" / fingerprint(text, tokenizer.fingerprint, tokenizer.end)
     make_once(folder / "train", lambda: exists(folder / "train") and exists(folder / "eval"),
               lambda: _write(folder, corpus, text, limit, tokenizer, progress, whole=whole), progress)
     return folder
@@ -194,7 +194,7 @@ def _samples(tokens: Tokens, run: Run, end: int) -> Sequences | PackedSamples:
     """Sequences of the text as it stands, or of packed documents."""
     if not run.data.packing:
         return Sequences(tokens, run.model.sequence)
-    samples = TokenSamples(tokens.numbers, *runs(*tokens.documents(end), run.model.sequence), run.model.sequence)
+    samples = TokenSamples(tokens, *runs(*tokens.documents(end), run.model.sequence), run.model.sequence)
     return PackedSamples(samples, best_fit(samples.sample_lengths, run.model.sequence))
 
 

@@ -26,7 +26,7 @@ from ranvier.data import quiz
 from ranvier.data.arrays import Arrays, made_once, write_arrays
 from ranvier.data.cache_folder import cache_folder
 from ranvier.data.chat import open_tokenizer, tokenizer_problems
-from ranvier.data.chat_template import ChatTokenizer, Conversation, chat_tokenizer
+from ranvier.data.chat_template import ChatTokenizer, Conversation
 from ranvier.data.conversation_rows import MARGIN, OTHER_COLUMNS, PAIR_COLUMNS, Pair, pair_of
 from ranvier.data.fingerprint import fingerprint
 from ranvier.data.named_files import is_data_set, readable_file, table_name_problems, text_only, training_name
@@ -79,8 +79,8 @@ class PreferenceTask(Task):
     def prepare(self, run: Run, progress: Progress) -> Prepared:
         """Tokenised pairs of this run, of which none is cut: a pair whose answers are longer than the sequence is left
         out. DataError when nothing is left."""
-        folder, tokenizer = open_tokenizer(run, progress)
-        parts = _stored(run, folder, tokenizer, progress, scores=self._scores)
+        tokenizer = open_tokenizer(run, progress)
+        parts = _stored(run, tokenizer, progress, scores=self._scores)
         counts = [_Counts(**{name: int(str(value)) for name, value in part.facts.items()}) for part in parts]
         whole = [_pairs_in(part, run.model.sequence, scores=self._scores) for part in parts]
         used: list[Dataset] = [
@@ -206,21 +206,18 @@ def _pairs_in(part: Arrays, sequence: int, *, scores: bool) -> PreferencePairs:
     return ScoredPairs(answers, part.arrays.get("margins")) if scores else PreferencePairs(answers)
 
 
-def _stored(run: Run, folder: Path, tokenizer: ChatTokenizer, progress: Progress, *, scores: bool
-            ) -> tuple[Arrays, Arrays]:
+def _stored(run: Run, tokenizer: ChatTokenizer, progress: Progress, *, scores: bool) -> tuple[Arrays, Arrays]:
     """Training and held-out pairs, from the cache. scores: whether the last token of an answer has a position."""
     name, sequence = training_name(run.data), run.model.sequence
     form = run.data.form
     tables = [open_pairs(each, setting, form).fingerprint
               for setting, each in (("train", name), ("eval", run.data.eval)) if each is not None]
     place = cache_folder(run) / "preference" / fingerprint(
-        tables, tokenizer.fingerprint, sequence, function_fingerprint(form) if is_object_name(form) else form,
-        "margins", *(("scores", tokenizer.padding) if scores else ()))
+        tables, tokenizer.content, sequence, function_fingerprint(form) if is_object_name(form) else form, scores)
 
     def make() -> None:
         progress(f"tokenising {name}")
-        template = None if run.data.chat_template is None else str(run.data.chat_template)
-        encode = partial(_encoded, str(folder), template, scores)
+        encode = partial(_encoded, tokenizer, scores)
         train, counts = _all(name, "train", form, encode, sequence, progress)
         held_counts = counts
         if run.data.eval is not None:
@@ -258,8 +255,7 @@ def _all(name: str, setting: str, form: str, encode: Callable[[Sequence[Pair | N
     return kept, counts
 
 
-def _encoded(folder: str, template: str | None, scores: bool, piece: Sequence[Pair | None]) -> list[_Encoded | None]:
-    tokenizer = chat_tokenizer(folder, template)
+def _encoded(tokenizer: ChatTokenizer, scores: bool, piece: Sequence[Pair | None]) -> list[_Encoded | None]:
     found: list[_Encoded | None] = []
     for pair in piece:
         if pair is None:

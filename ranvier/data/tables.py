@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
 
@@ -198,7 +199,8 @@ def json_array(path: Path, name: str) -> Iterator[Row]:
 def holds_lines(path: Path) -> bool:
     """Whether a JSON file has an object on each of its lines, as C4's and Dolma's shards have, instead of one array."""
     with _text(path, "\n") as file:
-        first, second = file.readline(_MOST_LINE), file.readline(_MOST_LINE)
+        lines = (line for line in iter(partial(file.readline, _MOST_LINE), "") if line.strip())
+        first, second = next(lines, ""), next(lines, "")
     try:
         return second.lstrip().startswith("{") and isinstance(parse_json(first), dict)
     except ValueError:

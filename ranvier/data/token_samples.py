@@ -15,18 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ranvier.data.tokens import Tokens
 from ranvier.tensor.split.loss import IGNORED
 
 
 class TokenSamples:
     """Samples that are runs of one row of tokens.
 
-    tokens: [T], any integers, which may be a memory map. starts, stops: [N] int64, first token of each sample and the
-    one after its last. is_target: [T], whether the model learns to write this token; None where it learns all of them.
+    tokens: [T], any integers, which may be a memory map or a token file. starts, stops: [N] int64, first token of each
+    sample and the one after its last. is_target: [T], whether the model learns to write this token; None where it
+    learns all of them.
     longest: positions to which samples are padded where nobody says a length; no sample has more.
     """
 
-    def __init__(self, tokens: np.ndarray, starts: np.ndarray, stops: np.ndarray, longest: int,
+    def __init__(self, tokens: np.ndarray | Tokens, starts: np.ndarray, stops: np.ndarray, longest: int,
                  is_target: np.ndarray | None = None) -> None:
         self._tokens, self._starts, self._is_target, self.longest = tokens, starts, is_target, longest
         self.sample_lengths = np.asarray(stops - starts - 1, dtype=np.int64)

@@ -28,7 +28,7 @@ from ranvier.data.offline.fetch import GPT2_TOKENIZER, Command, fetch, run_comma
 from ranvier.data.publish import Progress, published
 from ranvier.data.text_samples import Sample
 from ranvier.errors import DataError
-from ranvier.system.untrusted_file import read_bytes, read_json
+from ranvier.system.untrusted_file import member, read_bytes, read_json
 
 END_OF_TEXT = "<|endoftext|>"
 """The separator between documents."""
@@ -272,11 +272,11 @@ def _pad_beside(path: Path, numbers: Mapping[str, int]) -> int | None:
 
 
 def _texts_beside(path: Path) -> dict[str, str]:
-    """The `FILES_BESIDE` that there are; one that cannot be read is left out."""
+    """The `FILES_BESIDE` that there are; one that cannot be read, or that `member` refuses, is left out."""
     found = {}
     for name in FILES_BESIDE:
         with suppress(OSError, ValueError):
-            found[name] = read_bytes(path.parent / name, _MOST_BESIDE_BYTES).decode()
+            found[name] = read_bytes(member(path.parent, name), _MOST_BESIDE_BYTES).decode()
     return found
 
 

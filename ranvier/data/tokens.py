@@ -63,18 +63,22 @@ class Tokens:
         return max(0, (len(self) - 1) // length)
 
     def sequences(self, which: npt.NDArray[Any], length: int) -> npt.NDArray[np.int64]:
-        """[len(which), length + 1] int64: the tokens of these sequences and the one after each. DataError if the file
-        was cut since it was opened, or has a number outside the vocabulary."""
-        place = which[:, None] * length + np.arange(length + 1)
+        """[len(which), length + 1] int64: the tokens of these sequences and the one after each. DataError as
+        `tokens[place]`."""
+        return self[which[:, None] * length + np.arange(length + 1)]
+
+    def __getitem__(self, place: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """The tokens at these places. DataError if the file was cut since it was opened, or has a number outside the
+        vocabulary."""
         self._require_whole()
-        found = self._numbers[place].astype(np.int64)
+        found: npt.NDArray[np.int64] = self._numbers[place].astype(np.int64)
         self._require_known(found)
         return found
 
     def check_numbers(self) -> Iterator[npt.NDArray[Any]]:
-        """All tokens, part by part. DataError as `sequences`."""
-        self._require_whole()
+        """All tokens, part by part. DataError as `tokens[place]`."""
         for start in range(0, len(self), _SCAN):
+            self._require_whole()
             part = self._numbers[start:start + _SCAN]
             self._require_known(part)
             yield part
@@ -90,11 +94,6 @@ class Tokens:
             raise _damaged("token-file-beyond-vocabulary", self.path.with_suffix(".bin"),
                            f"has a token beyond its vocabulary of {self.about.vocab}", int(numbers.max()))
 
-    @property
-    def numbers(self) -> npt.NDArray[Any]:
-        """[len(self)] the tokens, mapped and read-only."""
-        return self._numbers
-
     def documents(self, end: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """First token of each document, and the one after its last, which is the separator `end`."""
         found = [number * _SCAN + np.flatnonzero(part == end) for number, part in enumerate(self.check_numbers())]
@@ -104,7 +103,7 @@ class Tokens:
 
     def head(self, count: int) -> list[int]:
         """The first `count` tokens."""
-        return [int(number) for number in self._numbers[:count]]
+        return [int(number) for number in self[np.arange(min(count, len(self)))]]
 
 
 @contextmanager

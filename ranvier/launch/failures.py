@@ -121,9 +121,9 @@ def install_error_handlers(world: World, mesh: Mesh, *, stopped_seconds: float, 
     backend; it fails if a rank sends no heartbeat for `timeout_seconds`. sys.exit with an error code does not wait, but
     ends the other ranks.
     """
-    if not faulthandler.is_enabled():
-        with suppress(OSError, ValueError):  # standard error may be no file
-            faulthandler.enable(all_threads=False)
+    if not faulthandler.is_enabled() and sys.__stderr__ is not None:  # a program may have its own object in sys.stderr
+        with suppress(OSError, ValueError):  # standard error may be closed
+            faulthandler.enable(sys.__stderr__, all_threads=False)
 
     def fail(error: BaseException, *, names_culprit: bool = False) -> NoReturn:
         abort_all_ranks(world, report_failure(world, mesh, error, names_culprit=names_culprit))

@@ -161,8 +161,8 @@ def explanation(plan: SearchResult) -> list[str]:
             f"{longer:.1%} slower" + (": no prediction tells these apart." if longer < _ALIKE else ".")
             if longer >= 0 else f"{-longer:.1%} faster by the prediction, but {why}."))
     if plan.cluster.device.cores is None:
-        lines.append(f"Half of {PUBLISHED_STEPS} published steps on A100s and H100s differ from their prediction by "
-                     f"more than {PUBLISHED_ERROR:.0%}; {LONGER_THAN_PREDICTED:.0%} of them are longer.")
+        lines.append(f"For {PUBLISHED_STEPS} published steps on A100s and H100s the median error of predictions is "
+                     f"{PUBLISHED_ERROR:.0%}; {LONGER_THAN_PREDICTED:.0%} of these steps took longer than predicted.")
     if plan.dropped:
         tempting = min(plan.dropped, key=lambda found: found.cost.seconds)
         more = sum(found.cost.seconds < cost.seconds for found in plan.dropped) - 1

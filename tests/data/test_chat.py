@@ -318,6 +318,18 @@ def test_inputs_targets_and_lengths_of_conversations(tmp_path):
     assert len(data.train) + len(data.eval) == 40
 
 
+def test_the_cache_is_of_the_tokenizers_special_tokens_too(tmp_path):
+    """A template may name them, and tokenizer_config.json alone says which they are."""
+    run, found = run_of(tmp_path), []
+    for end in ("<|end|>", "<|user|>"):
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end,
+                    "chat_template": CHATML.replace("'<|end|>\\n'", "eos_token")}
+        (tmp_path / "tok" / "tokenizer_config.json").write_text(json.dumps(settings))
+        data = prepare(run)
+        found.append(data.tokenizer.decode(data.train.inputs(np.array([0]), np.zeros(1))[0].tolist()).count(end))
+    assert found == [4, 4 + 2]  # without the last one, and with the turns of the user
+
+
 @pytest.mark.slow
 def test_several_processes_write_the_same_files(tmp_path):
     run = run_of(tmp_path, [TALK] * 20 + [TALK[:3]] * 20)

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ranvier.config.run import Data, Run, Transformer
-from ranvier.data import named_files, sentences
+from ranvier.data import named_files, sentences, wordpiece
 from ranvier.data.accuracy import Accuracy
 from ranvier.data.arrays import open_arrays, write_arrays
 from ranvier.data.loader import Loader
@@ -92,6 +92,15 @@ def test_samples_are_tokens_between_cls_and_sep_padded_to_the_sequence(tmp_path)
     assert prepared.eval.targets(np.array([0, 1])).tolist() == [0, 1]
     assert (prepared.num_classes, prepared.class_names, prepared.weight) == (2, ("0", "1"), 1.0)
     assert prepared.repeats and prepared.about.endswith(": 2 sentences, 2 held out, 2 classes")
+
+
+def test_pairs_of_long_texts_are_cut_at_once():
+    """They have hundreds of millions of combinations of parts, each of which the package would make."""
+    tokenizer, text = wordpiece.train(["a b"] * 9, 120), "a " * 50_000
+    (one,), (short,) = (tokenizer.encode_samples([(text, text[:end])], 9) for end in (len(text), 2))
+    a, cls, sep = tokenizer.encode_samples([("a", None)], 9)[0].ids[1], tokenizer.cls, tokenizer.sep
+    assert one == ([cls, a, a, a, sep, a, a, a, sep], 5, True)
+    assert short == ([cls, a, a, a, a, a, sep, a, sep], 7, True)
 
 
 @pytest.mark.parametrize(("labels", "names", "targets"), [

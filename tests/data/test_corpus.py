@@ -13,6 +13,7 @@ import tarfile
 import types
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,9 +36,10 @@ from ranvier.data.corpus import (
 )
 from ranvier.data.prepare import prepare
 from ranvier.data.tables import Row, Table
-from ranvier.data.tokenizer import train
+from ranvier.data.tokenizer import load, train
 from ranvier.planner.problems import warnings
 from tests import errors
+from tests.checkpoint.test_hf_llama import published_tokenizer
 from tests.errors import raises
 
 
@@ -316,7 +318,9 @@ def test_rows_as_an_array_or_compressed_are_texts(tmp_path):
     for content in ('{"text": "x"}', '[{"name": "x"}]', "[1]", "[", ""):
         (tmp_path / "e.json").write_text(content)
         assert [one.text for one in opened(tmp_path / "e.json", tmp_path).documents(99)] == [content][:bool(content)]
-    for name, content in (("f.json", lines.encode()), ("g.json.gz", gzip.compress(lines.encode()))):  # C4's, Dolma's
+    apart = "\n" + lines.replace("\n", "\n\n")
+    for name, content in (("f.json", lines.encode()), ("g.json.gz", gzip.compress(lines.encode())),  # C4's, Dolma's
+                          ("h.json", apart.encode())):
         (tmp_path / name).write_bytes(content)
         assert [one.text for one in opened(tmp_path / name, tmp_path).documents(99)] == [row["text"] for row in rows]
     (tmp_path / "e.json").write_text('[{"body": "x"}]')
@@ -384,6 +388,34 @@ def test_all_of_a_users_text_is_read_and_a_limit_is_told(tmp_path, monkeypatch):
         assert ("bytes are read" in prepare(one).about) == is_cut and list(warnings(resolve(one))) == []
     named = replace(run, data=replace(run.data, corpus="python-stdlib"))
     assert "the first 10,000 bytes" in prepare(named).about
+
+
+def test_models_with_one_tokenizer_and_other_ends_have_their_own_separators(tmp_path):
+    """tokenizer.json of a model and of its chat version is often the same; tokenizer_config.json names the end."""
+    (tmp_path / "mine.jsonl").write_text('{"text": "a"}\n' * 400)
+    inner, found = published_tokenizer(), []
+    for end in ("<|end_of_text|>", "<|begin_of_text|>"):
+        folder = tmp_path / str(len(found))
+        folder.mkdir()
+        inner.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+        ids = prepare(Run(model=Transformer(vocab=300, sequence=16), data=Data(
+            corpus=str(tmp_path / "mine.jsonl"), cache_dir=tmp_path / "cache", tokenizer=str(folder / "tokenizer.json"),
+        ))).train.inputs(np.array([0]), np.zeros(1))
+        found.append([inner.token_to_id(one) in ids for one in ("<|end_of_text|>", "<|begin_of_text|>")])
+    assert found == [[True, True], [False, True]]
+
+
+def test_what_lies_beside_a_tokenizer_is_taken_from_its_folder_alone(tmp_path):
+    """It is written into the run's folder and into exports: not what a link of a fetched folder leads to."""
+    (tmp_path / "secret").write_text("{}")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    train(["words " * 50], 260).save(folder / "tokenizer.json")
+    (folder / "tokenizer_config.json").write_text('{"pad_token": null}')
+    (folder / "generation_config.json").symlink_to(tmp_path / "secret")
+    (folder / "special_tokens_map.json").symlink_to("tokenizer_config.json")
+    assert {*load(folder / "tokenizer.json").files_beside()} == {"tokenizer_config.json", "special_tokens_map.json"}
 
 
 def test_a_tokenizer_is_taken_from_a_file(tmp_path):

@@ -14,6 +14,7 @@ import pytest
 from ranvier.config.run import Data, Run, Transformer
 from ranvier.data.prepare import prepare, problems
 from ranvier.data.publish import RunProgress, one_writer, published
+from ranvier.data.token_samples import TokenSamples
 from ranvier.data.tokens import exists, open_tokens, write_tokens
 from tests.errors import check, raises
 
@@ -100,9 +101,12 @@ def test_a_file_that_is_cut_while_it_is_open_is_named(tmp_path):
     """A read beyond the end of a mapped file would end all ranks by SIGBUS, which says nothing."""
     write(tmp_path / "train", np.arange(10_000) % 1000)
     tokens = open_tokens(tmp_path / "train")
+    packed = TokenSamples(tokens, np.array([4]), np.array([9]), 4)
     os.truncate(tmp_path / "train.bin", 5000)
-    with raises("token-file-size", "train.bin", 20_000, 5000):
-        tokens.sequences(np.array([1]), 4)
+    for read in (lambda: tokens.sequences(np.array([1]), 4), lambda: packed.inputs(np.array([0])),
+                 lambda: packed.targets(np.array([0])), lambda: tokens.head(1), lambda: tokens.documents(7)):
+        with raises("token-file-size", "train.bin", 20_000, 5000):
+            read()
 
 
 def test_a_large_file_is_not_read_when_it_is_opened(tmp_path, monkeypatch):

@@ -53,11 +53,12 @@ def test_what_a_rank_reports_of_others(monkeypatch):
 
     world = World(backend=InProcessWorld(2).backend(0), store=HashStore(), launcher="local", local_rank=0, local_size=2,
                   device=torch.device("cpu"))
+    monkeypatch.setattr(sys, "stderr", mock.Mock(spec=["write", "flush"]))  # a program's own, which is no file
     with mock.patch.multiple(failures, Heartbeat=mock.DEFAULT, EXIT_THREAD=mock.DEFAULT, atexit=mock.DEFAULT,
                              faulthandler=mock.DEFAULT, report_failure=report) as patched:
         patched["faulthandler"].is_enabled.return_value = False
         failures.install_error_handlers(world, Mesh(pipe=2), stopped_seconds=5.0, hang_seconds=None, timeout_seconds=60)
-        patched["faulthandler"].enable.assert_called_once_with(all_threads=False)  # a line for SIGSEGV, SIGBUS
+        patched["faulthandler"].enable.assert_called_once_with(sys.__stderr__, all_threads=False)
         told = patched["Heartbeat"].call_args.kwargs
         with raises("rank-stopped", "data 0, pipe 1, row 0, col 0", value="process 7"):
             told["on_stopped"](1, mock.Mock(pid=7))
