@@ -94,31 +94,30 @@ class TrainedElsewhere:
                                   for one in module._parameters.values())]
         """Modules of other ranks that have no old values until the next update. Not kept alive here: a program may drop
         the model, of which this rank needs a part only."""
-        self._earlier = [(f"{block}.{path}".removesuffix("."), module) for block in given if block in mine
-                         for path, module in given[block].named_modules() if _notes(module)]
-        """Of this rank, trained by others under an earlier engine."""
+        self._own = [(f"{block}.{path}".removesuffix("."), module) for block in given if block in mine
+                     for path, module in given[block].named_modules()]
+        self._has_begun = False
 
     def check_start(self) -> None:
-        """ModelError where this rank would begin with old values: it has neither loaded nor been given others."""
-        for path, module in self._earlier:
+        """ModelError where this rank would begin with old values: another engine's, and neither loaded nor written."""
+        for path, module in () if self._has_begun else self._own:
             for note in _notes(module):
                 note.look(module)
                 for name in note.known:
-                    raise ModelError("has its values from before the training here: an earlier engine has trained it "
-                                     "on another rank", code="parameter-trained-elsewhere",
+                    raise ModelError("has its values from before the training here: another engine has trained it on "
+                                     "another rank", code="parameter-trained-elsewhere",
                                      where=f"parameter {path}.{name}",
-                                     remedy="Save a checkpoint with the earlier engine and load it with this one "
+                                     remedy="Save a checkpoint with that engine and load it with this one "
                                             "(ranvier.Checkpoints), write the whole state into the model on all ranks "
-                                            "(model.load_state_dict), or cut the model as before "
+                                            "(model.load_state_dict), or cut the model as there "
                                             "(Pipeline(boundaries=...)).")
-        self._earlier = []
+        self._has_begun = True
 
     def loaded(self) -> None:
         """All values of this rank are those that they are to be."""
-        for _, module in self._earlier:
+        for _, module in self._own:
             for note in _notes(module):
                 note.remove(module)
-        self._earlier = []
 
     def updated(self) -> None:
         """All ranks have updated what they train. Costs something after the first update and after new values only."""

@@ -135,6 +135,18 @@ def test_an_engine_does_not_begin_with_old_values(tmp_path):
     assert all(run_ranks(work, 2))
 
 
+def test_an_engine_that_was_built_before_does_not_begin_with_old_values():
+    def work(world):
+        model, batch = plain(), points([[2, 2]])[0]
+        with closing(engine_of(model, world, cut=2)) as other, closing(engine_of(model, world)) as engine:
+            engine.train_batch(batch)
+            if world.rank == 0:
+                with raises("parameter-trained-elsewhere"):
+                    other.evaluate(batch)
+
+    run_ranks(work, 2)
+
+
 def test_replicas_take_new_values_from_the_first_one():
     """Where only rank 0 has loaded them, as its model is the one that is saved."""
     def work(world):

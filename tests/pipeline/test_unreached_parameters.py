@@ -210,17 +210,18 @@ def test_the_ends_of_a_tie(reached):
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=2)], ids=str)
 @pytest.mark.parametrize("recompute", ["none", 1])
 def test_a_loss_without_a_gradient_is_refused(mesh, recompute):
-    """A plain loop fails at its backward. Where nothing counts, a loss may be a constant, and an evaluation needs no
-    gradient."""
+    """A plain loop fails at its backward. Where nothing counts, or the loss is 0 as of samples without any pair, it may
+    be a constant, and an evaluation needs no gradient."""
     def loss(outputs, targets):
         if not len(targets):
-            return torch.zeros((), dtype=torch.float64), 0
+            return torch.zeros((), dtype=torch.float64), outputs.shape[0] - 2
         return ((outputs.detach() - targets) ** 2).sum(), targets.numel()
 
     def work(engine):
         ones = torch.ones(2, 4, dtype=torch.float64)
         engine.evaluate([(ones, ones)])
-        engine.forward_backward([(ones, ones[:0])])
+        for samples in (2, 3):
+            engine.forward_backward([(torch.ones(samples, 4, dtype=torch.float64), ones[:0])])
         engine.train_batch([(ones, ones)])
 
     model = partial(chain, partial(nn.Linear, 4, 4), partial(nn.Linear, 4, 4), loss=loss)
