@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable
 from functools import partial
@@ -37,7 +38,7 @@ def write_job(launcher: Launcher, run: ResolvedRun, cluster: Cluster, run_file: 
     makes: dict[Launcher, Callable[..., str]] = {
         "slurm": partial(_slurm, checkpoints=run.checkpoint.dir), "torchrun": _torchrun, "kubernetes": _kubernetes}
     text = makes[launcher](
-        run_file, nodes, per_node, on_gpus=cluster.device.cores is None,
+        run_file, run.run_dir or Path("runs", run_file.stem), nodes, per_node, on_gpus=cluster.device.cores is None,
         stop_seconds=60 * ceil((2 * step_seconds + _SAVING_SECONDS) / 60),
         whole_nodes=per_node == cluster.devices_per_node)
     try:
@@ -55,8 +56,8 @@ def start_command(launcher: Launcher, path: Path) -> str:
             "kubernetes": f"kubectl apply -f {name}"}[launcher]
 
 
-def _slurm(run_file: Path, nodes: int, per_node: int, *, checkpoints: Path | None, on_gpus: bool, stop_seconds: int,
-           whole_nodes: bool) -> str:
+def _slurm(run_file: Path, run_dir: Path, nodes: int, per_node: int, *, checkpoints: Path | None, on_gpus: bool,
+           stop_seconds: int, whole_nodes: bool) -> str:
     saved = '"$run_dir/checkpoint"' if checkpoints is None else shlex.quote(str(checkpoints))
     gpus = f"#SBATCH --gpus-per-node={per_node}\n" if on_gpus else ""
     gpus += "#SBATCH --exclusive\n" if whole_nodes else ""  # all cores: a task has one of a shared node
@@ -72,7 +73,7 @@ def _slurm(run_file: Path, nodes: int, per_node: int, *, checkpoints: Path | Non
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.out
 
-run_dir=${{1:-{shlex.quote(f"runs/{run_file.stem}")}}}
+run_dir=${{1:-{shlex.quote(str(run_dir))}}}
 export RANVIER_SECRET=$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \\n') # signs what ranks tell each other
 newest() {{ find {saved} -maxdepth 1 -name 'step-*' 2>/dev/null | sort -V | tail -n 1; }}
 export TORCH_CPP_LOG_LEVEL=ERROR # otherwise torch prints 20 lines of C++ for each rank that a lost one brings down
@@ -88,7 +89,8 @@ scontrol requeue "$SLURM_JOB_ID"
 """
 
 
-def _torchrun(run_file: Path, nodes: int, per_node: int, *, on_gpus: bool, stop_seconds: int, whole_nodes: bool) -> str:
+def _torchrun(run_file: Path, run_dir: Path, nodes: int, per_node: int, *, on_gpus: bool, stop_seconds: int,
+              whole_nodes: bool) -> str:
     way = ('--nnodes ' + str(nodes) + ' --rdzv-backend c10d --rdzv-endpoint "${1:?say the first machine}:29400" '
            f'--rdzv-id {shlex.quote(run_file.stem)}') if nodes > 1 else "--standalone"
     where = "on each machine, with the first one's name or address" if nodes > 1 else "on the machine"
@@ -97,13 +99,15 @@ def _torchrun(run_file: Path, nodes: int, per_node: int, *, on_gpus: bool, stop_
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={stop_seconds} # until torchrun kills ranks that save
 exec torchrun {way} \\
     --nproc-per-node {per_node} --max-restarts 3 \\
-    -m ranvier train {shlex.quote(str(run_file))} --resume auto --run-dir {shlex.quote(f"runs/{run_file.stem}")}
+    -m ranvier train {shlex.quote(str(run_file))} --resume auto --run-dir {shlex.quote(str(run_dir))}
 """
 
 
-def _kubernetes(run_file: Path, nodes: int, per_node: int, *, on_gpus: bool, stop_seconds: int, whole_nodes: bool
-                ) -> str:
+def _kubernetes(run_file: Path, run_dir: Path, nodes: int, per_node: int, *, on_gpus: bool, stop_seconds: int,
+                whole_nodes: bool) -> str:
     name = "".join(char if char.isalnum() else "-" for char in run_file.stem.lower()).strip("-") or "ranvier"
+    if not run_dir.is_absolute() or len(run_dir.parts) < 3:  # it has to be on the volume
+        run_dir = Path("/runs", run_dir.name or name)
     gpus = f'\n            limits: {{nvidia.com/gpu: "{per_node}"}}' if on_gpus else ""
     settings = "\n".join(f"    {line}" for line in read_bytes(run_file, _MOST_BYTES).decode().splitlines())
     return f"""# kubectl apply -f {run_file.with_suffix(".yaml").name}
@@ -142,15 +146,16 @@ spec:
           image: example.com/ranvier:latest
           command: [bash, -c]
           args:
-            - exec torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d
+            - >-
+              exec torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d
               --rdzv-endpoint {name}-0.{name}:29400 --rdzv-id {name} --max-restarts 3
-              -m ranvier train /settings/run.toml --resume auto --run-dir /runs/{name}
+              -m ranvier train /settings/run.toml --resume auto --run-dir {shlex.quote(str(run_dir))}
           env:
             - {{name: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, value: "{stop_seconds}"}}
           resources:
             requests: {{cpu: "{4 * per_node}"}}{gpus}
           volumeMounts:
-            - {{name: runs, mountPath: /runs}}
+            - {{name: runs, mountPath: {json.dumps(str(run_dir.parent))}}}
             - {{name: settings, mountPath: /settings}}
             - {{name: shm, mountPath: /dev/shm}}
       volumes:

@@ -2,8 +2,10 @@
 
 import json
 import re
+import shlex
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -206,3 +208,21 @@ def test_a_job_file_beside_the_run(here, tmp_path, capsys):
     (tmp_path / "torchrun.sh").mkdir()
     with raises("job-not-writable"):
         write_job("torchrun", three, load_cluster("h100"), tmp_path / "torchrun.toml", 1.0)
+
+
+def test_a_job_file_has_the_folder_of_the_run(here, tmp_path):
+    for folder, mounted, stored in (("/shared/it's: #1/l8", "/shared/it's: #1", "/shared/it's: #1/l8"),
+                                    ("mine/l8", "/runs", "/runs/l8"), ("/l8", "/runs", "/runs/l8")):
+        run = replace(RUN, run_dir=Path(folder))
+        for launcher in LAUNCHERS:
+            plan("small", run, [here], Request(searched="mesh", ranks=8, out=tmp_path / "x.toml", launcher=launcher))
+        lines = (tmp_path / "x.sbatch").read_text().splitlines()
+        script = next(line for line in lines if line.startswith("run_dir=")) + '\necho "$run_dir"'
+        for given, found in (([], folder), (["/other"], "/other")):
+            assert subprocess.run(["bash", "-c", script, "job", *given], capture_output=True, text=True,
+                                  check=True).stdout == f"{found}\n"
+        assert shlex.split((tmp_path / "x.sh").read_text(), comments=True)[-1] == folder
+        container = list(yaml.safe_load_all((tmp_path / "x.yaml").read_text()))[-1]["spec"]["template"]["spec"][
+            "containers"][0]
+        assert shlex.split(container["args"][0])[-2:] == ["--run-dir", stored] and "\n" not in container["args"][0]
+        assert container["volumeMounts"][0] == {"name": "runs", "mountPath": mounted}
