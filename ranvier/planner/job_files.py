@@ -13,6 +13,7 @@ from typing import Literal, get_args
 from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.hardware import Cluster
 from ranvier.errors import ConfigError
+from ranvier.planner.run_cost import saved_bytes
 from ranvier.system.atomic_file import write_atomically
 from ranvier.system.untrusted_file import read_bytes
 
@@ -20,14 +21,16 @@ Launcher = Literal["slurm", "torchrun", "kubernetes"]
 _SUFFIXES: dict[Launcher, str] = {"slurm": ".sbatch", "torchrun": ".sh", "kubernetes": ".yaml"}
 _MOST_BYTES = 1 << 20
 _SAVING_SECONDS = 120
-"""For the checkpoint of a run that is told to stop, after the step in progress and one more."""
+"""For the checkpoint of a run that is told to stop, beside its bytes, after the step in progress and one more."""
+_SAVED_BYTES_PER_SECOND = 2e9
+"""Of all ranks together, to a file system that they share: careful, so that a large checkpoint is not cut off."""
 LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
 
 
 def write_job(launcher: Launcher, run: ResolvedRun, cluster: Cluster, run_file: Path, step_seconds: float) -> Path:
     """Write the file that starts `run_file` on the run's devices; its path, beside that file. ConfigError where it
     cannot be written, or where the devices do not fill whole nodes. step_seconds: what a step takes, of which a run
-    that is told to stop needs two."""
+    that is told to stop needs two before it saves."""
     per_node = min(cluster.devices_per_node, run.mesh.size)
     nodes, rest = divmod(run.mesh.size, per_node)
     if rest:
@@ -35,11 +38,14 @@ def write_job(launcher: Launcher, run: ResolvedRun, cluster: Cluster, run_file: 
                           where="--launcher", value=run.mesh.size,
                           remedy=f"Plan for a multiple of {per_node} ranks, or start the ranks yourself.")
     path = run_file.with_suffix(_SUFFIXES[launcher])
+    saved = saved_bytes(run)
     makes: dict[Launcher, Callable[..., str]] = {
-        "slurm": partial(_slurm, checkpoints=run.checkpoint.dir), "torchrun": _torchrun, "kubernetes": _kubernetes}
+        "slurm": partial(_slurm, checkpoints=run.checkpoint.dir, saving=(
+            f"{saved / 1e9:,.1f} GB at {_SAVED_BYTES_PER_SECOND / 1e9:g} GB/s")),
+        "torchrun": _torchrun, "kubernetes": _kubernetes}
     text = makes[launcher](
         run_file, run.run_dir or Path("runs", run_file.stem), nodes, per_node, on_gpus=cluster.device.cores is None,
-        stop_seconds=60 * ceil((2 * step_seconds + _SAVING_SECONDS) / 60),
+        stop_seconds=60 * ceil((2 * step_seconds + _SAVING_SECONDS + saved / _SAVED_BYTES_PER_SECOND) / 60),
         whole_nodes=per_node == cluster.devices_per_node)
     try:
         write_atomically(path, text)
@@ -56,14 +62,15 @@ def start_command(launcher: Launcher, path: Path) -> str:
             "kubernetes": f"kubectl apply -f {name}"}[launcher]
 
 
-def _slurm(run_file: Path, run_dir: Path, nodes: int, per_node: int, *, checkpoints: Path | None, on_gpus: bool,
-           stop_seconds: int, whole_nodes: bool) -> str:
+def _slurm(run_file: Path, run_dir: Path, nodes: int, per_node: int, *, checkpoints: Path | None, saving: str,
+           on_gpus: bool, stop_seconds: int, whole_nodes: bool) -> str:
     saved = '"$run_dir/checkpoint"' if checkpoints is None else shlex.quote(str(checkpoints))
     gpus = f"#SBATCH --gpus-per-node={per_node}\n" if on_gpus else ""
     gpus += "#SBATCH --exclusive\n" if whole_nodes else ""  # all cores: a task has one of a shared node
     return f"""#!/bin/bash
 # sbatch {run_file.with_suffix(".sbatch").name} [/shared/folder/of/the/run]
-# Saves before its time is up, is put back into the queue, and resumes. --signal: two steps and a checkpoint.
+# Saves before its time is up, is put back into the queue, and resumes. --signal: two steps, {_SAVING_SECONDS} s, and a
+# checkpoint of {saving} to your file system: allow more where that is slower.
 #SBATCH --job-name={shlex.quote(run_file.stem)}
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node={per_node}

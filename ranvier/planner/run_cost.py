@@ -138,6 +138,14 @@ def states_per_parameter(run: ResolvedRun) -> float:
     return _update_of(run)[0] + len(averages_of(run.optim)) + is_half(DTYPES[run.precision])
 
 
+def saved_bytes(run: ResolvedRun) -> float:
+    """Of a checkpoint of the run: its parameters, and the states of those that train."""
+    model, sizes = families.model_of(run), element_bytes(run)
+    states = sizes.state * states_per_parameter(run)
+    return sum(one.numel * (sizes.parameter + states * one.trainable)
+               for one in global_parameters(model, build_on_meta(model)) if one.is_owner)
+
+
 def _update_of(run: ResolvedRun) -> tuple[float, float]:
     """Numbers that the optimizer keeps for each parameter of the run's model, on average, and operations of one update
     beside what every element costs."""

@@ -5,11 +5,15 @@ import re
 import shlex
 import subprocess
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+from ranvier.checkpoint.saved import Saved
+from ranvier.cli.main import run_command
 from ranvier.config import read
 from ranvier.config.resolve import Facts, resolve
 from ranvier.config.run import Batch, MeshSettings, Run, Transformer
@@ -18,6 +22,7 @@ from ranvier.mesh import Mesh
 from ranvier.planner import page, report
 from ranvier.planner.job_files import LAUNCHERS, write_job
 from ranvier.planner.plan import Request, plan
+from ranvier.planner.run_cost import saved_bytes
 from ranvier.planner.search import search
 from ranvier.planner.training import Goal, changed_cluster, goal_of, tokens_of, training
 from tests.errors import raises
@@ -170,7 +175,7 @@ def test_why_a_candidate_lost_adds_up():
     assert row[-2:] == ("", "too large")  # not 0.00 GiB
 
 
-def test_a_job_file_beside_the_run(here, tmp_path, capsys):
+def test_a_job_file_beside_the_run(here, tmp_path, capsys, monkeypatch):
     for launcher in LAUNCHERS:
         out = tmp_path / f"{launcher}.toml"
         plan("small", RUN, [here], Request(searched="mesh", ranks=8, out=out, launcher=launcher))
@@ -197,6 +202,9 @@ def test_a_job_file_beside_the_run(here, tmp_path, capsys):
     newest = next(line for line in batch.splitlines() if line.startswith("newest()"))
     found = subprocess.run(["bash", "-c", f"{newest}\nnewest"], capture_output=True, text=True, check=True).stdout
     assert found == f"{tmp_path}/saved here/step-20\n"  # a job that finds none is not put back into the queue
+    monkeypatch.setattr("ranvier.planner.job_files.saved_bytes", lambda run: 988e9)
+    batch = write_job("slurm", slow, load_cluster("h100"), tmp_path / "slurm.toml", 1.0).read_text()
+    assert "--signal=USR1@660\n" in batch and "988.0 GB at 2 GB/s" in batch
     three = resolve(replace(RUN, mesh=Mesh(data=3)))
     with raises("job-of-partial-nodes", 2, value=3):
         write_job("slurm", three, priced(), tmp_path / "slurm.toml", 1.0)
@@ -226,3 +234,17 @@ def test_a_job_file_has_the_folder_of_the_run(here, tmp_path):
             "containers"][0]
         assert shlex.split(container["args"][0])[-2:] == ["--run-dir", stored] and "\n" not in container["args"][0]
         assert container["volumeMounts"][0] == {"name": "runs", "mountPath": mounted}
+
+
+@pytest.mark.parametrize("flags", [["--precision", "bf16", "--optim.ema", "0.9"], ["--lora.rank", "2"]])
+def test_a_checkpoint_has_as_many_bytes(tmp_path, flags):
+    (tmp_path / "text.txt").write_text("day and night\n" * 400)
+    (tmp_path / "recipe.toml").write_text("")
+    assert run_command(["train", str(tmp_path / "recipe.toml"), "--run-dir", str(tmp_path / "run"), "--data.corpus",
+                        str(tmp_path / "text.txt"), "--data.cache-dir", str(tmp_path), "--model.vocab", "260",
+                        "--model.num-layers", "1", "--model.hidden", "8", "--model.heads", "1", "--model.sequence", "8",
+                        "--train.steps", "1", "--batch.global-size", "2", "--batch.microbatch-size", "1", *flags]) == 0
+    run = read.merge([read.load(str(tmp_path / "run" / "run.toml"))[1]]).run
+    kinds = Saved(tmp_path / "run" / "checkpoint" / "step-1").manifest.tensors
+    tensors = [one for kind in kinds if kind != "random" for one in kinds[kind].values()]  # random: 5 kB a rank
+    assert saved_bytes(resolve(run)) == sum(prod(one.shape) * getattr(torch, one.dtype).itemsize for one in tensors)
