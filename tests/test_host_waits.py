@@ -1,4 +1,4 @@
-"""In a step the host never waits for the device: what decides of an update stays there, and is read a step later.
+"""After its first step a run never waits for the device: what decides of an update stays there, and is read later.
 
 On a fake device, under `torch.cuda.set_sync_debug_mode("error")`: whatever would wait raises.
 """
@@ -47,7 +47,7 @@ def trained(device: torch.device, settings: dict[str, object], *, errors: bool =
     with engine_of(program, world_of_one(device)) as engine:
         for batch in batches(program, engine.mesh, 0):
             given = moved(batch, device)
-            first = precision == "fp16" and not results  # ranks agree once, before a backward, on what a batch weighs
+            first = not results  # the engine looks at targets once, and in fp16 ranks agree on what a batch weighs
             torch.cuda.set_sync_debug_mode("error" if errors and not first else "default")
             results.append(engine.train_batch(given))
             torch.cuda.set_sync_debug_mode("default")

@@ -90,10 +90,11 @@ class Trained:
                             "tokens", code="other-tokenizer-than-trained", where="data.tokenizer",
                             remedy="Set `--data.tokenizer` to the run's tokenizer.json.")
         found = with_labels(data, self.labels) if self.labels and data.class_names else data
-        if found is None:
+        count = None if self.pretrained is None or not data.class_names else self.pretrained.config.num_classes
+        if found is None or count not in (None, found.num_classes):  # a head of another size would be an untrained one
             raise DataError("has other classes than the model was trained on", code="other-classes-than-trained",
                             where="data.eval", value=list(data.class_names[:20]),
-                            remedy=f"Give data with its classes: {list(self.labels[:20])}.")
+                            remedy=f"Give data with its classes: {list(self.labels[:20]) or count}.")
         return found
 
 

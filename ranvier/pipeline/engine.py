@@ -942,9 +942,12 @@ class Engine:
                                      where=f"microbatch {number}",
                                      remedy=f"Give the ranks of the {stage} stage the {what} of every microbatch.")
         if has_loss and self._looks_at_shift:
-            for one in batch:
-                NextTokenLoss.check_shifted(one.inputs, one.targets)
             self._looks_at_shift = False
+            if any(NextTokenLoss.is_unshifted(one.inputs, one.targets) for one in batch):
+                warnings.warn("the targets of the batch are the inputs of their own positions, and the loss is that of "
+                              "the next token: the model learns to repeat each token. Models of transformers shift "
+                              "their labels themselves; here give each position the label of the next one: "
+                              "torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)", stacklevel=4)
         if training:
             self._stages.check()
         return batch

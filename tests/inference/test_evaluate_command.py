@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ranvier.cli.main import run_command
+from ranvier.data import wordpiece
 from ranvier.data.tokenizer import train as train_tokenizer
 from ranvier.inference.lm_eval_tasks import HarnessTasks
 from tests.errors import check, raises, reports
@@ -181,6 +182,7 @@ def test_the_harness_that_is_missing(monkeypatch):
     (["BARE", "--lm-eval", "x"], "evaluation-tokenizer-missing", "data.tokenizer: "),
     (["BARE", "--data", "TINY"], "tokenizer-missing", "data.tokenizer: "),
     (["HEADLESS", "--data", "THIRD"], "untrained-head", "head."),
+    (["OFTHREE", "--data.train", "THIRD", "--data", "THIRD"], "other-classes-than-trained", "with its classes: 3"),
     pytest.param(["FOLDER", "--lm-eval", "gone"], "unknown-lm-eval-task", "lm-eval: ", marks=HARNESS),
     (["gone"], "folder-without-checkpoint", "gone")])
 def test_refusals(runs, folder, capsys, monkeypatch, args, code, says, tmp_path):
@@ -189,15 +191,17 @@ def test_refusals(runs, folder, capsys, monkeypatch, args, code, says, tmp_path)
     (tmp_path / "third.tsv").write_text("sentence\tlabel\n" + "a good day\tleft\na bad film\tright\n" * 20)
     places = {"FOLDER": folder, "LM": runs / "lm", "CLASSIFICATION": runs / "classification",
               "OTHER": folder / "tokenizer.json", "THIRD": tmp_path / "third.tsv", "TINY": tmp_path / "tiny.txt",
-              "BARE": tmp_path / "bare", "HEADLESS": tmp_path / "headless"}
+              "BARE": tmp_path / "bare", "HEADLESS": tmp_path / "BertModel",
+              "OFTHREE": tmp_path / "BertForSequenceClassification"}
     (tmp_path / "tiny.txt").write_text("a day\n")
     if "BARE" in args:
         shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer.json"))
-    if "HEADLESS" in args:
+    if args[0] in ("HEADLESS", "OFTHREE"):
         transformers = pytest.importorskip("transformers")
-        transformers.BertModel(transformers.BertConfig(
-            vocab_size=30, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
-            max_position_embeddings=16)).save_pretrained(tmp_path / "headless")
+        getattr(transformers, places[args[0]].name)(transformers.BertConfig(
+            vocab_size=90, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
+            max_position_embeddings=16, num_labels=3)).save_pretrained(places[args[0]])
+        wordpiece.train(["a good day"], 90).save(places[args[0]] / "tokenizer.json")
     with reports(code) if code else nullcontext():
         assert run_command(["evaluate", *(str(places.get(arg, arg)) for arg in args)]) in (1, 2)
     assert says in capsys.readouterr().err

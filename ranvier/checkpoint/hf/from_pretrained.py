@@ -150,7 +150,7 @@ def load_pretrained(engine: Engine, pretrained: Pretrained) -> list[str]:
     for name, shape in shapes.items():
         if names[name] in pretrained.places and _fits(pretrained, names[name], shape, notes):
             taken.add(name)
-    left = [name for name in shapes if name not in taken and not is_adapter(name)]
+    left = [name for name in shapes if names[name] not in pretrained.places and not is_adapter(name)]
     if left:
         notes.append(f"not in {pretrained.folder}, so from the seed: {', '.join(left)}")
     unused = [name for name in pretrained.places if name not in shapes]

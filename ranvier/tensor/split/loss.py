@@ -74,22 +74,17 @@ class NextTokenLoss(nn.Module):
         return losses_BS.sum(), _num_counted(targets_BS)
 
     @staticmethod
-    def check_shifted(inputs: object, targets: object) -> None:
-        """ModelError where the targets that count are the inputs of their own positions, as labels of transformers are,
-        and not those of the next ones: the model would learn to repeat each token. Reads the values, so once a run."""
+    def is_unshifted(inputs: object, targets: object) -> bool:
+        """Whether the targets that count are the inputs of their own positions, as labels of transformers are, and not
+        those of the next ones: the model would learn to repeat each token. Reads the values, so once a run."""
         ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
         if not isinstance(ids, Tensor) or not isinstance(targets, Tensor):
-            return
+            return False
         if ids.shape != targets.shape or ids.dim() < 2:
-            return
+            return False
         ids, counts = ids.to(targets.device), targets != IGNORED
         follows = (ids[:, 1:] == targets[:, :-1]) | ~counts[:, :-1]
-        if bool(((ids == targets) | ~counts).all()) and not bool(follows.all()):
-            raise ModelError("are the inputs of their own positions, and the loss is that of the next token",
-                             code="targets-not-shifted", where="targets of the batch",
-                             remedy="Models of transformers shift their labels themselves. Here give each position the "
-                                    "label of the next one: torch.nn.functional.pad(labels[:, 1:], (0, 1), "
-                                    f"value={IGNORED}).")
+        return bool(((ids == targets) | ~counts).all()) and not bool(follows.all())
 
 
 def vocabulary_of(loss: object) -> int | None:
