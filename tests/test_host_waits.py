@@ -1,5 +1,4 @@
-"""After its first step a run never waits for the device: what decides of an update stays there, and is read a step
-later.
+"""After its first step a run never waits for the device: what decides of an update stays there, and is read later.
 
 On a fake device, under `torch.cuda.set_sync_debug_mode("error")`: whatever would wait raises.
 """

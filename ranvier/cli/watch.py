@@ -14,6 +14,8 @@ from ranvier.errors import RanvierError
 from ranvier.system.untrusted_file import open_regular_file
 
 _NAME = "report.html"
+_NO_PAGE_YET = b"""<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="3"><title>Ranvier</title>
+<p>There is no report yet: a run writes it 20 seconds after its first step begins, and at its end."""
 _OWN_NAMES = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?")
 """Host headers that are answered: a page from elsewhere whose name points here (DNS rebinding) has another."""
 
@@ -31,11 +33,10 @@ def watch(run: Path, port: int) -> int:
 
 
 def server_of(run: Path, port: int = 0) -> ThreadingHTTPServer:
-    """A server of the page on 127.0.0.1, not started. RanvierError where there is no page or the port is taken."""
-    if not (run / _NAME).is_file():
-        raise RanvierError("has no report.html", code="run-without-report", where="RUN", value=str(run),
-                           remedy="Name a run's folder. A run writes the page 20 seconds after its start, and at its "
-                                  "end.")
+    """A server of the page on 127.0.0.1, not started. RanvierError where this is no run, or the port is taken."""
+    if not any((run / name).is_file() for name in (_NAME, "run.toml")):
+        raise RanvierError("has neither report.html nor run.toml", code="run-without-report", where="RUN",
+                           value=str(run), remedy="Name a run's folder, once the run has begun.")
     try:
         return ThreadingHTTPServer(("127.0.0.1", port), partial(_Handler, run / _NAME))
     except OSError as error:
@@ -63,9 +64,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(HTTPStatus.NOT_FOUND)
             return
         try:
-            with open_regular_file(self._page) as file:
-                content = file.read()
-            tag = f'"{self._page.stat().st_mtime_ns}"'
+            if self._page.exists():
+                with open_regular_file(self._page) as file:
+                    content = file.read()
+                tag = f'"{self._page.stat().st_mtime_ns}"'
+            else:
+                content, tag = _NO_PAGE_YET, '"none"'
         except OSError:
             self.send_error(HTTPStatus.NOT_FOUND)
             return
