@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ranvier.checkpoint.manifest import BEST, MANIFEST, SavedTensor, checkpoints, damaged, read_manifest
+from ranvier.config import read
 from ranvier.errors import CheckpointError
 from ranvier.layout import Box, box_size, index_of, intersection, whole
 
@@ -131,13 +132,33 @@ def checksum(path: Path) -> int:
 
 
 def find(path: Path) -> list[Path]:
-    """The checkpoints that `path` stands for, newest first: one itself, a folder of them, or a run's folder; with
-    /best behind one of these folders, the best one."""
+    """The checkpoints that `path` stands for, newest first: one itself, a folder of them, or a run's folder, whose
+    run.toml may name their folder elsewhere; with /best behind one of these folders, the best one."""
     if path.name == BEST:
-        for link in (path, path.parent / "checkpoint" / BEST):
+        for link in (path, *(folder / BEST for folder in _folders(path.parent))):
             if link.is_symlink():
                 return [link.resolve()]
     with suppress(OSError):
         if (path / MANIFEST).exists():
             return [path]
-    return checkpoints(path) or checkpoints(path / "checkpoint")
+    return next(filter(None, map(checkpoints, (path, *_folders(path)))), [])
+
+
+def run_folders(path: Path, checkpoint: Path) -> list[Path]:
+    """Where the files of the run may be from which `checkpoint` is, which was found at `path`."""
+    folder, above = checkpoint.parent.resolve(), checkpoint.parent.parent
+    return [path, *([path.parent] if path.name == BEST else []),
+            *([above] if folder in (one.resolve() for one in _folders(above)) else [])]
+
+
+def _folders(run: Path) -> list[Path]:
+    """Where a run's folder may have its checkpoints. A relative `checkpoint.dir` belongs to the directory where the run
+    was started: a relative `run_dir` tells which that was, otherwise it is taken for this process's."""
+    own = read.own_settings(run)
+    named, given = own.get("checkpoint.dir"), own.get("run_dir")
+    if not isinstance(named, str):
+        return [run / "checkpoint"]
+    start, steps = Path(), Path(given).parts if isinstance(given, str) else ()
+    if steps and run.absolute().parts[-len(steps):] == steps:
+        start = run.absolute().parents[len(steps) - 1]
+    return [start / named, run / "checkpoint"]

@@ -579,6 +579,14 @@ def document(run: Run, names: Collection[str] | None = None) -> dict[str, Any]:
     return document
 
 
+def own_settings(run_dir: Path) -> Mapping[str, object]:
+    """The settings in the run.toml of a folder, by dotted name; none unless that is a file of this user's."""
+    try:
+        return from_dict(read_toml(run_dir / "run.toml", MOST_BYTES, own=True), "").values
+    except (OSError, ValueError):
+        return {}
+
+
 def origin(run_dir: Path) -> str:
     """The checkpoint elsewhere with which the run of a folder began, by its run.toml; "none" where it began anew."""
     try:

@@ -20,7 +20,7 @@ from ranvier.checkpoint.hf.from_pretrained import load_pretrained, with_model
 from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.checkpoint.hf.source_check import check_source
 from ranvier.checkpoint.hf.tokenizer_files import tokenizer_beside
-from ranvier.checkpoint.saved import Saved
+from ranvier.checkpoint.saved import Saved, run_folders
 from ranvier.config import read
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
@@ -35,7 +35,6 @@ from ranvier.optim.average import EMA
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.precision import DTYPES
-from ranvier.system.untrusted_file import read_toml
 from ranvier.world import World
 
 KEPT = ("model.", "lora.", "preference.", "batch.", "seed", "precision", "train.eval_sequences", "data.task",
@@ -126,7 +125,7 @@ def open_trained(path: Path, tell: Callable[[str], None], *, ema: bool = False) 
         values |= {"data.tokenizer": str(beside)}
         if values.get("model.family") != "transformers":
             values.pop("model.pretrained", None)  # for its sizes, which are among the settings, and its tokenizer
-    own = _own_settings(path) or _own_settings(saved.folder.parent.parent)
+    own = next(filter(None, map(read.own_settings, run_folders(path, saved.folder))), {})
     unnamed = {name: value for name in PLACES if name in values and values[name] == settings.get(name)
                and own.get(name) != (value := values[name]) and any(map(_is_path, _words(value)))}
     values = {name: value for name, value in values.items() if name not in unnamed}
@@ -134,14 +133,6 @@ def open_trained(path: Path, tell: Callable[[str], None], *, ema: bool = False) 
                    labels=tuple(map(str, labels)) if isinstance(labels, list) else (),
                    tokenizer=tokenizer if isinstance(tokenizer, str) else None, frozen=saved.manifest.frozen_layers,
                    unnamed=unnamed)
-
-
-def _own_settings(folder: Path) -> Mapping[str, object]:
-    """The settings in a run's run.toml; none unless that is a file of this user's."""
-    try:
-        return read.from_dict(read_toml(folder / "run.toml", read.MOST_BYTES, own=True), "").values
-    except (OSError, ValueError):
-        return {}
 
 
 def _words(value: object) -> list[str]:

@@ -65,6 +65,27 @@ def test_a_run_is_evaluated_as_it_was_at_its_end(runs, capsys):
         pytest.approx(ended["eval_loss"], rel=1e-12), ended["eval_accuracy"], 120)
 
 
+def test_checkpoints_elsewhere(runs, capsys, tmp_path, monkeypatch):
+    """A run's run.toml says where they are, from the directory where it was started; the tokenizer is the run's."""
+    monkeypatch.chdir(tmp_path)
+    args = ["train", runs / "recipe.toml", "--run-dir", "runs/tr", "--checkpoint.dir", "saved/tr", "--data.cache-dir",
+            runs / "cache", *SMALL, "--data.corpus", runs / "train.txt", "--model.vocab", "300"]
+    assert run_command([*map(str, args)]) == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    found = results(capsys, tmp_path / "runs" / "tr")
+    assert found["held-out"]["loss"] == pytest.approx(summary(tmp_path / "runs" / "tr")["eval_loss"], rel=1e-12)
+    monkeypatch.chdir(tmp_path)
+    Path("saved/tr/best").symlink_to("step-2")
+    for run, out in (("runs/tr", "newest"), ("runs/tr/best", "best")):
+        assert run_command(["export", run, out]) == 0
+        assert Path(out, "tokenizer.json").read_bytes() == Path("runs/tr/tokenizer.json").read_bytes()
+    assert run_command(["generate", "runs/tr", "--prompt", "good", "--max-tokens", "1"]) == 0
+    Path("runs/tr/run.toml").rename("any.toml")
+    Path("runs/tr/run.toml").symlink_to(tmp_path / "any.toml")  # may be another user's
+    assert run_command(["export", "runs/tr", "again"]) == 2
+
+
 def test_a_run_with_adapters(runs, capsys, tmp_path):
     args = ["train", runs / "recipe.toml", "--run-dir", tmp_path / "run", "--data.cache-dir", runs / "cache", *SMALL,
             "--data.corpus", runs / "train.txt", "--model.vocab", "300", "--lora.rank", "2", "--lora.alpha", "64",

@@ -351,7 +351,7 @@ def _report(tell: Progress, source: TrainedSource, files: list[str], tokenizer: 
          + f", in {len(files)} file{'s' if len(files) > 1 else ''}")
     if config.family != "vit":
         tell(f"tokenizer: {tokenizer}" if tokenizer else
-             f"without a tokenizer: the run's folder has no {TOKENIZER}; --tokenizer names one")
+             f"without a tokenizer: no {TOKENIZER} is there; name the run's folder, or one with `--tokenizer`")
     logits.tell(comparison, tell)
     if source.rounds:
         inputs = logits.inputs_of(config)

@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from ranvier.checkpoint.hf.pretrained import own_file
+from ranvier.checkpoint.saved import run_folders
 from ranvier.config.run import Transformer
 from ranvier.data import tokenizer as tokenizers
 from ranvier.data import wordpiece
@@ -148,8 +149,7 @@ def tokenizer_beside(run: Path, checkpoint: Path, imported: Path | None = None, 
         with suppress(DataError):
             if tokenizers.load(imported).fingerprint == fingerprint:
                 return imported
-    places = [run, *([checkpoint.parent.parent] if checkpoint.parent.name == "checkpoint" else [])]
-    return next((place / TOKENIZER for place in places if (place / TOKENIZER).is_file()), None)
+    return next((place / TOKENIZER for place in run_folders(run, checkpoint) if (place / TOKENIZER).is_file()), None)
 
 
 def _vocab_of(path: Path) -> int:
