@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
 
@@ -41,7 +42,7 @@ ENDINGS = (*JSON_LINES, *SEPARATED, *PARQUET)
 ROW_ENDINGS = (*ENDINGS, JSON)
 """Endings of files of rows, of which all but Parquet may be compressed, with .gz behind."""
 _MOST_JSON_BYTES = 4 << 30
-_MOST_LINE = 1 << 26
+_MOST_LINE, _PIECE = 1 << 26, 1 << 20
 INSTALL = "Run pip install 'ranvier[hub]'"
 """How the packages `datasets` and `pyarrow` are installed."""
 
@@ -179,7 +180,7 @@ def json_array(path: Path, name: str) -> Iterator[Row]:
     """The objects of a file with one JSON array. Errors as of `json_rows`."""
     remedy = "Write an array of objects, or one object a line in a file that ends in .jsonl."
     with _text(path, "") as file:
-        text = file.read(_MOST_JSON_BYTES)
+        text = "".join(islice(iter(partial(file.read, _PIECE), ""), _MOST_JSON_BYTES // _PIECE))  # read(n) allocates n
     try:
         found = parse_json(text)
     except ValueError as error:

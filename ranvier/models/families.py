@@ -85,7 +85,8 @@ def _model_problems(run: Run) -> list[RanvierError]:
     form = form_of(run.data)
     family, name = family_of(run), family_name(run)
     if not is_object_name(name) and not is_object_name(run.data.task) and name not in (form.family, *form.others):
-        return [ConfigError(f"does not do the task {run.data.task}, which {form.family} does",
+        return [ConfigError(f"does not do the task {run.data.task}, which "
+                            f"{' and '.join((form.family, *form.others))} {'do' if form.others else 'does'}",
                             code="family-without-task", where=_SETTING, value=name,
                             remedy="Name a model of that family in `--model.pretrained`, or another `--data.task`."
                             if run.model.pretrained else "Set `--model.family auto`, or another `--data.task`.")]

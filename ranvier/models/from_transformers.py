@@ -13,9 +13,12 @@ and the integer inputs, which the end of some models reads.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from typing import Any
 
 import torch
@@ -298,7 +301,7 @@ class _First(WholeTexts):
     def _forward(self, inputs: dict[str, Tensor]) -> None:
         self._called, self._hidden = [], None
         try:
-            with _conditions(next(iter(inputs.values()))):
+            with _conditions(next(iter(inputs.values()))), _making_masks("attention_mask" in inputs):
                 self.model(**inputs, **self._options)
         except _Reached:
             return
@@ -397,6 +400,33 @@ class _NoValues(TorchFunctionMode):
             halves = [one.bfloat16() if one.is_floating_point() else one for one in args]
             return func(*halves, **(kwargs or {})).to(args[0].dtype)
         return func(*args, **(kwargs or {}))
+
+
+_MAKES_MASKS: ContextVar[bool] = ContextVar("_MAKES_MASKS", default=False)
+
+
+@contextmanager
+def _making_masks(makes: bool) -> Iterator[None]:
+    """Inside, where `makes` says so, transformers makes its masks also of padding masks that hide nothing. Otherwise it
+    calls the layers of such microbatches without a mask, and those of others with one."""
+    masks = sys.modules.get("transformers.masking_utils")
+    for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa", "fast_all") if makes else ():
+        hides_nothing = getattr(masks, name, None)
+        if hides_nothing is not None and not hasattr(hides_nothing, "__wrapped__"):
+            setattr(masks, name, _unless_made(hides_nothing))
+    token = _MAKES_MASKS.set(makes)
+    try:
+        yield
+    finally:
+        _MAKES_MASKS.reset(token)
+
+
+def _unless_made(hides_nothing: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(hides_nothing)
+    def answer(*args: object, **kwargs: object) -> Any:
+        return False if _MAKES_MASKS.get() else hides_nothing(*args, **kwargs)
+
+    return answer
 
 
 def _conditions(tensor: Tensor) -> AbstractContextManager[object]:

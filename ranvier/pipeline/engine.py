@@ -710,7 +710,7 @@ class Engine:
                                  remedy="Build a new engine to train more parameters.")
         self._step += 1
         self._stages.set_loss_factor(self._updater.loss_factor)
-        self._statistics.begin_training(self._updater.gradients.were_zeroed)
+        self._statistics.begin_training(self._updater.gradients.were_zeroed, updates=updates)
         self._updater.begin(self._step, updates=updates, keep=self._statistics.continues_a_step)
         self._buffer_changes.begin()
         try:

@@ -47,8 +47,8 @@ def calls_differ(what: str) -> ModelError:
     """Ranks are in different calls of the engine with one batch. what: who does what."""
     return ModelError(f"are different on different ranks: {what}; nothing was updated", code="calls-differ",
                       where="calls of the engine",
-                      remedy="Call train_batch, evaluate and predict on all ranks alike. Only printing "
-                             "and saving are rank 0's alone.")
+                      remedy="Call train_batch, forward_backward, evaluate and predict on all ranks alike. Only "
+                             "printing and saving are rank 0's alone.")
 
 
 class BatchStatistics:
@@ -56,8 +56,8 @@ class BatchStatistics:
     whether all ranks compute on CUDA devices."""
 
     sums: Tensor
-    """[9] fp64: sum of losses, weight, how many ranks have found their gradients set to zero, how many train, and the
-    numbers of `SameTargets`."""
+    """[9] fp64: sum of losses, weight, how many ranks have found their gradients set to zero, how many train (ranks + 1
+    times those that update by it), and the numbers of `SameTargets`."""
     work: Work
     """The reduction of `sums`."""
 
@@ -66,7 +66,7 @@ class BatchStatistics:
         self._targets = torch.zeros(SAME_TARGETS, dtype=torch.float64)
         self._accumulated: Tensor | None = None  # losses and weights of batches since the last step
         self._earlier: Tensor | None = None  # the same, while another batch of that step runs
-        self._zeroed = self._training = False
+        self._zeroed = self._training = self._updates = False
 
     # ------------------------------------------------------------------ several batches of one step
 
@@ -75,9 +75,10 @@ class BatchStatistics:
         """Whether the batch at hand adds to earlier ones."""
         return self._earlier is not None
 
-    def begin_training(self, were_zeroed: Callable[[], bool]) -> None:
+    def begin_training(self, were_zeroed: Callable[[], bool], *, updates: bool) -> None:
         """A training batch begins. were_zeroed: whether somebody has set the gradients of this rank to zero since the
-        last one, which ends what had accumulated."""
+        last one, which ends what had accumulated. updates: whether a step follows."""
+        self._updates = updates
         self._earlier, self._accumulated = self._accumulated, None  # which a batch that fails would leave unusable
         self._zeroed = self._earlier is not None and were_zeroed()
 
@@ -101,12 +102,14 @@ class BatchStatistics:
         at_once: begin it now, also where the host waits for a device; otherwise the step asks for the weight before any
         other collective."""
         earlier, sums = self._earlier, torch.zeros(4 + SAME_TARGETS, dtype=torch.float64)
-        sums[2], sums[3] = self._zeroed, self._training
         self.sums, same_targets, size = sums, self._same_targets, len(self._ranks.ranks)
+        sums[2], sums[3] = self._zeroed, self._training * (size + 1 if self._updates else 1)
 
         def add_earlier() -> None:
-            if sums[3] not in (0, size):
-                raise calls_differ(f"{float(sums[3]):g} of {size} ranks train on it, and others are in other calls")
+            updating, others = divmod(int(sums[3]), size + 1)
+            if (updating, others) not in ((0, 0), (size, 0), (0, size)):
+                raise calls_differ(f"of {size} ranks {updating} are in train_batch, {others} in forward_backward, and "
+                                   f"{size - updating - others} in others")
             same_targets.check(sums[4:])
             if sums[1] < 0 or sums[1].isinf():
                 raise ModelError("has a weight by which its gradient would be turned around, or lost",

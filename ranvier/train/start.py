@@ -109,6 +109,9 @@ def start(run: ResolvedRun, recipe: str, world: World, trackers: Sequence[Tracke
         best.load(resumed.best, is_own=resumed.continues)
     runtime.train_data.offset = resumed.offset
     engine, done, notes = runtime.engine, resumed.step, resumed.notes
+    if best is not None and best.stops:
+        notes.append(NoteEvent(step=done, event="early-stopping", fields=best.state(), text=(
+            f"{best.reason}; no step is left. A greater --train.early-stopping, or 0 for none, goes on")))
 
     # 3. Rank 0 opens the files of the run, or goes on with them.
     requests, history, page = Requests(world, run.run_dir if is_first else None), History(), None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+import tracemalloc
 import types
 from dataclasses import replace
 
@@ -65,6 +66,17 @@ def test_rows_of_a_named_column_are_documents(tmp_path, ending):
 def test_the_only_column_of_text_needs_no_setting(tmp_path, ending):
     path = written(tmp_path, ending, [{"id": 1, "body": "a"}, {"id": 2, "body": "b"}])
     assert texts(path, tmp_path) == ["a", "b"] and not problems(Run(data=Data(corpus=str(path))))
+
+
+def test_a_small_array_takes_little_memory(tmp_path):
+    """`read(n)` of a file of text allocates n bytes, whatever the file has; a folder may have many."""
+    (tmp_path / "a.json").write_text('[{"text": "a"}]')
+    tracemalloc.start()
+    try:
+        assert texts(tmp_path / "a.json", tmp_path) == ["a"]
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_column_named_text_needs_no_setting_and_the_fingerprint_names_the_column(tmp_path):

@@ -130,6 +130,24 @@ def test_labels_as_transformers_shifts_them_itself(stages):
     assert len(told) == stages, "once on each rank"
 
 
+@pytest.mark.parametrize(("name", "first"), [("Llama", "padded"), ("Llama", "whole"), ("Bert", "padded")])
+def test_microbatches_may_be_padded_or_not(name, first):
+    """Whatever the sample is: transformers makes no mask of one that hides nothing."""
+    model = built(name)
+    ids = torch.randint(1, 61, (4, 9), generator=torch.Generator().manual_seed(0))
+    masks = {"whole": torch.ones(4, 9, dtype=torch.int64), "padded": (torch.arange(9) < torch.tensor(
+        [[9], [6], [9], [4]])).long()}
+    cut = ranvier.from_transformers(model, {"input_ids": ids, "attention_mask": masks[first]})
+    blocks = [build() for build in cut.blocks.values()]
+    for mask in masks.values():
+        state = {"input_ids": ids, "attention_mask": mask}
+        expected = model(**state).logits
+        for block in blocks:
+            state = block(state)
+        counts = mask > 0 if state.dim() == 3 else slice(None)
+        torch.testing.assert_close(state[counts], expected[counts], rtol=1e-5, atol=1e-6)
+
+
 def test_layers_ties_and_modes():
     model = built("Llama").eval()
     cut = ranvier.from_transformers(model)

@@ -12,8 +12,8 @@ from tests.pipeline.parity import chain, points, squared
 
 
 @pytest.mark.parametrize("mesh", [Mesh(data=2), Mesh(pipe=2), Mesh(data=2, pipe=2)], ids=str)
-@pytest.mark.parametrize("other", ["evaluate", "predict"])
-def test_one_rank_evaluates_while_others_train(mesh, other):
+@pytest.mark.parametrize("other", ["evaluate", "predict", "forward_backward"])
+def test_one_rank_is_in_another_call_while_others_train(mesh, other):
     def work(world):
         engine = Engine(chain(*[lambda: torch.nn.Linear(4, 4)] * 2, loss=squared), world, mesh=mesh,
                         dtype=torch.float64, optim=Optim(), timeout_seconds=5)

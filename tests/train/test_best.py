@@ -94,6 +94,7 @@ def test_a_run_keeps_and_marks_its_best_and_ends_early(settings, tmp_path, monke
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events[-2:]] != [] and events[-1]["event"] == "end"
     assert run_command(["train", *args, "--train.steps", "9", "--resume", "auto"]) == 0, "and there is nothing left"
+    assert json.loads((run / "events.jsonl").read_text().splitlines()[-2])["event"] == "early-stopping"
     assert checkpoints(run / "checkpoint") == ["step-2", "step-5"]
     for command in (["export", str(run / "best"), str(tmp_path / "out")], ["evaluate", str(run / "checkpoint/best")],
                     ["train", *settings, "--run-dir", str(tmp_path / "second"), "--resume", str(run / "best"),
