@@ -449,8 +449,8 @@ def recipe_names() -> list[str]:
 def load(recipe: str, *, keep_folder: bool = False, allow_code: bool = False) -> tuple[str, Layer]:
     """A recipe's short name, for folders and headings, and its layer.
 
-    `recipe` is a shipped recipe's name, a preset's, a folder in Hugging Face format, a TOML file, or module:function,
-    whose function takes nothing and returns a `Run` or a dict like a TOML file's. keep_folder: a run's own run.toml
+    `recipe` is a shipped recipe's name, a preset's, a folder in Hugging Face format, the folder of a run, which goes on,
+    a TOML file, or module:function, whose function takes nothing and returns a `Run` or a dict like a TOML file's. keep_folder: a run's own run.toml
     stands for that run itself, rather than for one like it. allow_code: a TOML file may name Python objects.
     ConfigError when it is none of these or cannot be read.
     """
@@ -465,6 +465,10 @@ def load(recipe: str, *, keep_folder: bool = False, allow_code: bool = False) ->
         return path.absolute().name, Layer(origin=f"folder {recipe}", is_users=False,
                                            values={"model.pretrained": recipe, **presets.FINE_TUNING,
                                                    "model.sequence": _sequence_of(path)})
+    if (path / "run.toml").is_file():
+        layer = load(str(path / "run.toml"), keep_folder=True, allow_code=allow_code)[1]
+        return path.absolute().name, replace(layer, is_users=False, values={**layer.values, "run_dir": recipe,
+                                                                            "resume": "auto"})
     if path.suffix == ".toml":
         try:
             layer = _parse(read_bytes(path, MOST_BYTES), f"file {recipe}")
@@ -479,10 +483,6 @@ def load(recipe: str, *, keep_folder: bool = False, allow_code: bool = False) ->
     module, colon, function = recipe.partition(":")
     if colon:
         return function, _call(recipe, module, function)
-    if (path / "run.toml").is_file():
-        raise ConfigError("is the folder of a run", code="recipe-is-a-run", where="recipe", value=recipe,
-                          remedy=f"To go on with it, name its settings, {path / 'run.toml'}, with `--run-dir {recipe}` "
-                                 "and `--resume auto`.")
     near = [_RECIPES_ELSEWHERE[recipe.lower()]] if recipe.lower() in _RECIPES_ELSEWHERE else difflib.get_close_matches(
         recipe, [*recipe_names(), *presets.PRESETS], n=1, cutoff=0.4)
     raise ConfigError("is neither a recipe, a preset, a folder with config.json, a .toml file nor module:function",

@@ -130,10 +130,19 @@ def test_a_file(tmp_path):
     assert (name, found.run.seed, found.run.mesh.data, found.origins["seed"]) == ("mine", 3, 2, f"file {path}")
 
 
+def test_the_folder_of_a_run_goes_on(tmp_path):
+    """Also where it has been moved, and no value of it counts as the user's."""
+    (tmp_path / "run.toml").write_text('seed = 3\nrun-dir = "elsewhere"\n')
+    name, layer = read.load(str(tmp_path))
+    found = read.merge([layer]).run
+    assert (name, found.seed, str(found.run_dir), found.resume) == (tmp_path.name, 3, str(tmp_path), "auto")
+    assert not layer.is_users
+
+
 @pytest.mark.parametrize(("recipe", "code"), [
     ("missing.toml", "recipe-unreadable"), ("folder.toml", "recipe-unreadable"),
     ("bad.toml", "recipe-not-toml"), ("pipe.toml", "recipe-unreadable"),
-    ("latin.toml", "recipe-not-toml"), ("run", "recipe-is-a-run"), ("gpt-tyni", "unknown-recipe"),
+    ("latin.toml", "recipe-not-toml"), ("gpt-tyni", "unknown-recipe"),
     ("x", "unknown-recipe"),
     ("no_such_module:f", "recipe-function-raised"), ("json:nothing", "recipe-function-raised"),
     ("json:dumps", "recipe-function-raised"), ("os:getpid", "recipe-function-result")])
@@ -142,8 +151,6 @@ def test_recipes_that_cannot_be_read(tmp_path, monkeypatch, recipe, code):
     (tmp_path / "folder.toml").mkdir()
     os.mkfifo(tmp_path / "pipe.toml")
     (tmp_path / "bad.toml").write_text("seed = = 3")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "run.toml").write_text("seed = 3")
     (tmp_path / "latin.toml").write_bytes(b"x = '\xe9'")
     with raises(code):
         read.load(recipe)

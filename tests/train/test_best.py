@@ -93,7 +93,7 @@ def test_a_run_keeps_and_marks_its_best_and_ends_early(settings, tmp_path, monke
     assert summary["ended_by"].startswith("early stopping") and checkpoints(run / "checkpoint") == ["step-2", "step-5"]
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events[-2:]] != [] and events[-1]["event"] == "end"
-    assert run_command(["train", *args, "--train.steps", "9", "--resume", "auto"]) == 0, "and there is nothing left"
+    assert run_command(["train", str(run), "--train.steps", "9"]) == 0, "and there is nothing left"
     assert json.loads((run / "events.jsonl").read_text().splitlines()[-2])["event"] == "early-stopping"
     assert checkpoints(run / "checkpoint") == ["step-2", "step-5"]
     for command in (["export", str(run / "best"), str(tmp_path / "out")], ["evaluate", str(run / "checkpoint/best")],
