@@ -122,7 +122,7 @@ def problem_of_program(source: str, words: list[str]) -> str | None:
 
 
 def problem_of_ranvier(words: list[str], *, is_whole: bool = True) -> str | None:
-    """As click and the settings read them. A recipe that is a file of the reader's is not looked at. is_whole: false
+    """As click and the settings read them. A recipe that is a file or a run of the reader's is not looked at. is_whole: false
     where arguments and values may be left out, as in a sentence."""
     found: click.Command = command
     rest = list(words)
@@ -142,7 +142,7 @@ def problem_of_ranvier(words: list[str], *, is_whole: bool = True) -> str | None
     flags = {setting: value for key, value in given.items()
              if (setting := key.replace("__", ".")) in known or setting in aliases.NAMES if value is not None}
     layers, recipe = [], given.get("recipe")
-    if recipe and not recipe.endswith(".toml") and not re.search("[A-Z]{4}", recipe):
+    if recipe and not recipe.endswith(".toml") and not re.search("^runs/|[A-Z]{3}", recipe):
         try:
             layers = [read.load(recipe)[1]]
         except read.ConfigError as error:

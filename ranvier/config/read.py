@@ -449,9 +449,10 @@ def recipe_names() -> list[str]:
 def load(recipe: str, *, keep_folder: bool = False, allow_code: bool = False) -> tuple[str, Layer]:
     """A recipe's short name, for folders and headings, and its layer.
 
-    `recipe` is a shipped recipe's name, a preset's, a folder in Hugging Face format, the folder of a run, which goes on,
-    a TOML file, or module:function, whose function takes nothing and returns a `Run` or a dict like a TOML file's. keep_folder: a run's own run.toml
-    stands for that run itself, rather than for one like it. allow_code: a TOML file may name Python objects.
+    `recipe` is a shipped recipe's name, a preset's, a folder in Hugging Face format, the folder of a run, which goes
+    on, a TOML file, or module:function, whose function takes nothing and returns a `Run` or a dict like a TOML file's.
+    keep_folder: a run's own run.toml stands for that run itself, rather than for one like it. allow_code: a TOML file
+    may name Python objects.
     ConfigError when it is none of these or cannot be read.
     """
     if recipe in recipe_names():
