@@ -122,8 +122,8 @@ def problem_of_program(source: str, words: list[str]) -> str | None:
 
 
 def problem_of_ranvier(words: list[str], *, is_whole: bool = True) -> str | None:
-    """As click and the settings read them. A recipe that is a file or a run of the reader's is not looked at. is_whole: false
-    where arguments and values may be left out, as in a sentence."""
+    """As click and the settings read them. A recipe that is a file or a run of the reader's is not looked at. is_whole:
+    false where arguments and values may be left out, as in a sentence."""
     found: click.Command = command
     rest = list(words)
     while isinstance(found, click.Group):
