@@ -245,7 +245,7 @@ def _read_logs(folder: Path) -> None:
 
 def _read_recipe(folder: Path) -> None:
     recipes.origin(folder)
-    trained._own_settings(folder)
+    recipes.own_settings(folder)
     recipes.merge([recipes.load(str(folder / "run.toml"))[1]])
 
 
