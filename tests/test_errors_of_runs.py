@@ -267,8 +267,10 @@ def test_requests_that_have_no_answer(tmp_path, monkeypatch):
 
 
 def test_pages_that_cannot_be_shown(tmp_path):
-    with raises("run-without-report", where="RUN", value=str(tmp_path)):
-        server_of(tmp_path)
+    (tmp_path / "other.txt").write_text("")
+    for other in (tmp_path, tmp_path / "other.txt"):
+        with raises("run-without-report", where="RUN", value=str(other)):
+            server_of(other)
     (tmp_path / "report.html").write_text("")
     with socket.create_server(("127.0.0.1", 0)) as taken, raises("port-not-usable", value=taken.getsockname()[1]):
         server_of(tmp_path, taken.getsockname()[1])

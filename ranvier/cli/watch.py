@@ -15,7 +15,7 @@ from ranvier.system.untrusted_file import open_regular_file
 
 _NAME = "report.html"
 _NO_PAGE_YET = b"""<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="3"><title>Ranvier</title>
-<p>There is no report yet: a run writes it 20 seconds after its first step begins, and at its end."""
+<p>There is no report here yet: a run writes it 20 seconds after its first step begins, and at its end."""
 _OWN_NAMES = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?")
 """Host headers that are answered: a page from elsewhere whose name points here (DNS rebinding) has another."""
 
@@ -33,10 +33,11 @@ def watch(run: Path, port: int) -> int:
 
 
 def server_of(run: Path, port: int = 0) -> ThreadingHTTPServer:
-    """A server of the page on 127.0.0.1, not started. RanvierError where this is no run, or the port is taken."""
-    if not any((run / name).is_file() for name in (_NAME, "run.toml")):
-        raise RanvierError("has neither report.html nor run.toml", code="run-without-report", where="RUN",
-                           value=str(run), remedy="Name a run's folder, once the run has begun.")
+    """A server of the page on 127.0.0.1, not started. RanvierError where other files are, or the port is taken."""
+    names = {path.name for path in run.iterdir()} if run.is_dir() else {""} if run.exists() else set[str]()
+    if names and not names & {_NAME, "run.toml"} and not any(name.startswith(".owner") for name in names):
+        raise RanvierError("is no folder of a run", code="run-without-report", where="RUN", value=str(run),
+                           remedy="Name the folder that the run prints, or its --run-dir.")
     try:
         return ThreadingHTTPServer(("127.0.0.1", port), partial(_Handler, run / _NAME))
     except OSError as error:

@@ -193,8 +193,11 @@ def divisibility_problems(run: ResolvedRun) -> Iterator[ConfigError]:
         if size % count:
             largest = next(part for part in range(count, 0, -1) if size % part == 0)
             other = what.partition(" ")[0]
-            change = (f"--{other} {-(-size // count) * count}: rows share the sequences of a microbatch"
-                      if other == "batch.microbatch-size" else f"change {other}")
+            change, larger = f"change {other}", -(-size // count) * count
+            if other == "batch.microbatch-size":
+                fits = larger * mesh.num_replicas <= run.batch.global_size
+                change = ("" if fits else f"--batch.global-size {larger * mesh.num_replicas} with ") + (
+                    f"--{other} {larger}: rows share the sequences of a microbatch")
             yield ConfigError(f"does not divide {what} {size}", code="mesh-does-not-divide", where=f"mesh.{axis}",
                               value=count, remedy=f"Set `--mesh.{axis} {largest}`, or {change}.")
     if model.vocab < max(mesh.row, mesh.col):

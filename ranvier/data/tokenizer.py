@@ -245,7 +245,7 @@ def _is_plain(document: Any) -> bool:
         return False
     others = isinstance(added, list) and any(
         isinstance(one, dict) and one.get("content") not in (vocab if isinstance(vocab, dict) else {}) for one in added)
-    return not (steps_aside or others)
+    return not (steps_aside or others or (isinstance(vocab, dict) and END_OF_TEXT not in vocab))
 
 
 def _named_beside(path: Path, name: str) -> str | None:

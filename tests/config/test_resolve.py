@@ -122,3 +122,10 @@ def test_settings_that_do_not_go_together(code, flags):
     run = resolve(found.run)
     problem, *_ = [one for one in (*problems(run, num_blocks=10), *warnings(run)) if one.code == code]
     assert problem.where in {*values, "batch.microbatch-size"} and problem.remedy
+
+
+def test_rows_above_a_replicas_share_ask_for_a_larger_batch():
+    run = read.merge([read.Layer(origin="flag", is_text=True, values={
+        "mesh.data": "8", "mesh.row": "8", "batch.global_size": "32", "batch.microbatch_size": "4"})]).run
+    problem = next(one for one in problems(resolve(run), num_blocks=10) if one.code == "mesh-does-not-divide")
+    assert "--batch.global-size 64 with --batch.microbatch-size 8" in problem.remedy

@@ -126,6 +126,15 @@ def test_a_tokenizer_without_the_separator_is_refused(tmp_path, small):
         load(tmp_path / "tokenizer.json")
 
 
+def test_another_separator_of_a_plain_byte_level_bpe_is_taken(small, tmp_path):
+    """Also without a post-processor, as the library makes one."""
+    small.save(tmp_path / "tokenizer.json")
+    document = json.loads((tmp_path / "tokenizer.json").read_text().replace(END_OF_TEXT, "</s>"))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document | {"post_processor": None}))
+    found = load(tmp_path / "tokenizer.json")
+    assert found.end_text == "</s>" and found.encode("def f") == small.encode("def f")
+
+
 @pytest.mark.parametrize("vocab", [2, 256])
 def test_a_vocabulary_below_the_bytes_is_refused(vocab):
     with raises("vocab-below-bytes", vocab, 257):
