@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ranvier import keyed_random
 from ranvier.block import Loss, State, carried, named, wrapping_hint
@@ -401,7 +401,7 @@ class Stage:
             if (hint := wrapping_hint(state)) is not None:
                 error.add_note(f"block {self.blocks[-1][1]} returned a {type(state).__name__}. {hint}")
             raise
-        if torch.is_grad_enabled() and not total.requires_grad and weight and total:  # on a GPU only here a wait
+        if _has_gradient(state) and not total.requires_grad and weight and total:  # on a GPU only here a wait
             raise ModelError("has no gradient, so nothing would learn from it", code="loss-without-gradient",
                              where="loss", value=f"{total.item():.4g}, of microbatch {number}",
                              remedy="Compute it from the outputs as they are: without detach(), .data, item(), NumPy, "
@@ -470,6 +470,10 @@ def _compiled_blocks(how: bool | Literal["auto"], gradients: WeightGradients, fo
     from ranvier.tensor.compiled import CompiledBlocks  # imports torch's compiler, which takes seconds
 
     return CompiledBlocks(how, gradients, forwards, recomputed)
+
+
+def _has_gradient(state: State) -> bool:
+    return torch.is_grad_enabled() and any(one.requires_grad for one in tree_leaves(state) if isinstance(one, Tensor))
 
 
 def _ended(where: str, error: SystemExit) -> ModelError:

@@ -232,11 +232,10 @@ def test_block(block, mesh, policy):
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize(("block", "place"), [(Detached, 0), *(
-    (block, place) for place in (0, 3)
-    for block in (Twice, Unchanged, DifferentiatesInside, Unused, InPlaceAfter, partial(Checkpointed, False)))])
+@pytest.mark.parametrize("place", [0, 3])
+@pytest.mark.parametrize("block", [Twice, Detached, Unchanged, DifferentiatesInside, Unused, InPlaceAfter,
+                                   pytest.param(partial(Checkpointed, False), id="checkpoint")])
 def test_block_at_the_ends(block, place):
-    """Where the last one detaches what it returns, no loss has a gradient, and the engine refuses it as torch does."""
     builders = [Plain] * 3
     builders.insert(place, block)
     assert_parity(partial(chain, *builders), points([[3, 2, 3]]), Mesh(pipe=4))
