@@ -401,7 +401,7 @@ class Stage:
             if (hint := wrapping_hint(state)) is not None:
                 error.add_note(f"block {self.blocks[-1][1]} returned a {type(state).__name__}. {hint}")
             raise
-        if _has_gradient(state) and not total.requires_grad and weight and total:  # on a GPU only here a wait
+        if not total.requires_grad and _has_gradient(state) and weight and total:  # on a GPU only here a wait
             raise ModelError("has no gradient, so nothing would learn from it", code="loss-without-gradient",
                              where="loss", value=f"{total.item():.4g}, of microbatch {number}",
                              remedy="Compute it from the outputs as they are: without detach(), .data, item(), NumPy, "
