@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from functools import partial
 from http import HTTPStatus
@@ -27,14 +28,20 @@ def watch(run: Path, port: int) -> int:
     """Serve report.html of the folder RUN at an address that is printed, until Ctrl-C. The page reloads itself while
     the run goes on. Only programs on this machine can connect; from elsewhere use an SSH tunnel."""
     with server_of(run, port) as server:
-        print(f"http://127.0.0.1:{server.server_address[1]}/ shows {run / _NAME}; Ctrl-C ends this.", flush=True)
+        waits = "" if (run / _NAME).exists() else ", which is not there yet"
+        print(f"http://127.0.0.1:{server.server_address[1]}/ shows {run / _NAME}{waits}; Ctrl-C ends this.", flush=True)
         server.serve_forever()
     return 0
 
 
 def server_of(run: Path, port: int = 0) -> ThreadingHTTPServer:
     """A server of the page on 127.0.0.1, not started. RanvierError where other files are, or the port is taken."""
-    names = {path.name for path in run.iterdir()} if run.is_dir() else {""} if run.exists() else set[str]()
+    try:
+        names = set(os.listdir(run))
+    except FileNotFoundError:  # the run has not begun
+        names = set()
+    except OSError:
+        names = {"unreadable"}
     if names and not names & {_NAME, "run.toml"} and not any(name.startswith(".owner") for name in names):
         raise RanvierError("is no folder of a run", code="run-without-report", where="RUN", value=str(run),
                            remedy="Name the folder that the run prints, or its `--run-dir`.")

@@ -450,9 +450,9 @@ def load(recipe: str, *, keep_folder: bool = False, allow_code: bool = False) ->
     """A recipe's short name, for folders and headings, and its layer.
 
     `recipe` is a shipped recipe's name, a preset's, a folder in Hugging Face format, the folder of a run, which goes
-    on, a TOML file, or module:function, whose function takes nothing and returns a `Run` or a dict like a TOML file's.
-    keep_folder: a run's own run.toml stands for that run itself, rather than for one like it. allow_code: a TOML file
-    may name Python objects.
+    on, or of an import, from which a run begins, a TOML file, or module:function, whose function takes nothing and
+    returns a `Run` or a dict like a TOML file's. keep_folder: a run's own run.toml stands for that run itself, rather
+    than for one like it. allow_code: a TOML file may name Python objects.
     ConfigError when it is none of these or cannot be read.
     """
     if recipe in recipe_names():
@@ -468,8 +468,9 @@ def load(recipe: str, *, keep_folder: bool = False, allow_code: bool = False) ->
                                                    "model.sequence": _sequence_of(path)})
     if (path / "run.toml").is_file():
         layer = load(str(path / "run.toml"), keep_folder=True, allow_code=allow_code)[1]
-        return path.absolute().name, replace(layer, is_users=False, values={**layer.values, "run_dir": recipe,
-                                                                            "resume": "auto"})
+        is_imported = "run_dir" not in layer.values  # its run.toml names no folder of a run
+        start = {"resume": recipe} if is_imported else {"run_dir": recipe, "resume": "auto"}
+        return path.absolute().name, replace(layer, is_users=False, values={**layer.values, **start})
     if path.suffix == ".toml":
         try:
             layer = _parse(read_bytes(path, MOST_BYTES), f"file {recipe}")

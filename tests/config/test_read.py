@@ -132,11 +132,18 @@ def test_a_file(tmp_path):
 
 def test_the_folder_of_a_run_goes_on(tmp_path):
     """Also where it has been moved, and no value of it counts as the user's."""
-    (tmp_path / "run.toml").write_text('seed = 3\nrun-dir = "elsewhere"\n')
+    (tmp_path / "run.toml").write_text('seed = 3\nrun_dir = "elsewhere"\n')
     name, layer = read.load(str(tmp_path))
     found = read.merge([layer]).run
     assert (name, found.seed, str(found.run_dir), found.resume) == (tmp_path.name, 3, str(tmp_path), "auto")
     assert not layer.is_users
+
+
+def test_a_run_begins_with_an_imported_folder(tmp_path):
+    """Its run.toml names no folder: the run has one of its own, and the imported weights."""
+    (tmp_path / "run.toml").write_text("seed = 3\n")
+    found = read.merge([read.load(str(tmp_path))[1]]).run
+    assert (found.seed, found.run_dir, found.resume) == (3, None, str(tmp_path))
 
 
 @pytest.mark.parametrize(("recipe", "code"), [
