@@ -41,7 +41,7 @@ test: lint
 	$(PYTEST)
 
 test-all: lint
-	$(PYTEST) -rs -m "not gpu"
+	$(PYTEST) -rs -m "not gpu" --hypothesis-profile random
 	$(MAKE) test-versions
 
 test-versions:

@@ -1,5 +1,7 @@
 """Ranks are often threads here: each computes with one thread, so that many of them fit on few cores, and the threads
-of those with several do not spin. Times of hypothesis' examples say nothing on a machine that others use too."""
+of those with several do not spin. Times of hypothesis' examples say nothing on a machine that others use too. `make test` has
+the same examples each time, so that a change is not refused for a fault that it does not have; `make test-all` draws
+others (`--hypothesis-profile random`)."""
 
 import gc
 import os
@@ -16,7 +18,8 @@ os.environ.pop("COLUMNS", None)  # of the terminal that tests are started in
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
-hypothesis.settings.register_profile("ranvier", deadline=None)
+hypothesis.settings.register_profile("random", deadline=None)
+hypothesis.settings.register_profile("ranvier", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("ranvier")
 
 

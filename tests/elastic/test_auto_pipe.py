@@ -351,17 +351,20 @@ def test_freezing_more_never_makes_one_stage_slower(given):
 @given(situations)
 def test_freezing_more_hardly_ever_makes_the_best_choice_slower(given):
     """With a pipeline up to a quarter: a greedy schedule can take longer with less to do (Graham, 1969), and so does
-    the engine's. Over 2,243 random cases 57 were slower, the worst by 14 % (one by 3 % with 1f1b). Not where messages
-    are all that takes time."""
+    the engine's. Over 2,243 random cases 57 were slower, the worst by 14 % (one by 3 % with 1f1b). Cuts are chosen by
+    what stages compute, so messages of another cut may take longer."""
     assume(any(given.forward_seconds))
     given = replace(given, cached=0, limit_bytes=None)
+    message_seconds = max(given.output_bytes) / given.bandwidth + given.latency_seconds
+    messages = 2 * (given.pipeline_size - 1) * message_seconds
+
     def best(frozen):
         return min(cut.seconds for mesh in meshes(given)
                    if (cut := found(replace(given, frozen=frozen), *mesh)).seconds is not None)
 
     assume(any(found(given, *mesh).seconds is not None for mesh in meshes(given)))
     times = [best(frozen) for frozen in range(given.num_blocks + 1)]
-    assert all(later <= earlier * 1.25 + 1e-9 for earlier, later in pairwise(times))
+    assert all(later <= earlier * 1.25 + messages + 1e-9 for earlier, later in pairwise(times))
 
 
 @settings(max_examples=40, deadline=None)
