@@ -469,7 +469,9 @@ class StagePlacement:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of `rank`, rising."""
-        return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
+        back = self.num_ranks - 1 - rank
+        return tuple(turn * self.num_ranks + (back if self.how == "v-shape" and turn % 2 else rank)
+                     for turn in range(self.per_rank))
 
     def local(self, stage: int) -> int:
         """The place of `stage` among those of its rank."""

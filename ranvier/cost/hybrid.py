@@ -21,10 +21,12 @@ _LEAST = 1e-6
 
 
 def with_offload_share(
-    run: ResolvedRun, predict: Callable[[ResolvedRun], Sequence[RankMemory]], free_bytes: int
+    run: ResolvedRun, predict: Callable[[ResolvedRun], Sequence[RankMemory]], free_bytes: int, *,
+    fits_without: bool | None = None
 ) -> ResolvedRun:
     """`run` with the share of its states in host memory, where that is auto: the smallest with which the rank that
-    needs most fits in `free_bytes` of its device. predict: the memory of ranks."""
+    needs most fits in `free_bytes` of its device. predict: the memory of ranks. fits_without: whether it fits with no
+    states there, where that is known."""
     if run.optim.offload != "hybrid" or run.optim.offload_share != "auto":
         return run
 
@@ -32,7 +34,7 @@ def with_offload_share(
         there = replace(run, optim=replace(run.optim, offload_share=share))
         return max(entry.device_bytes for entry in predict(there))
 
-    if run.launch.device != "cuda" or needed(0.0) <= free_bytes:
+    if run.launch.device != "cuda" or (needed(0.0) <= free_bytes if fits_without is None else fits_without):
         return resolve(run, Facts(offload_share=auto_offload_share(run.launch.device, 0, 1, free_bytes)))
     least = needed(_LEAST)
     leaves = max(1, least - needed(1.0))

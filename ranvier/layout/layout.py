@@ -260,16 +260,13 @@ class Layout:
             if not end.trainable:
                 continue
             parts = self.mesh.count(self.split_axes(name))
-            gradient = FlatGradient(name=name, numel=box_size(self.box(end, at.position)),
-                                    blocks=frozenset(blocks[name]), shape=end.shape, in_layer=end.in_layer,
-                                    settings_name=self[name].settings_name, weight=-(-end.numel // parts),
-                                    whole=self.chunking is not None and name in self.chunking.whole)
-            if self[name].is_owner and self.pipe_of(self[name].block) == at.pipeline_rank:
-                gradient = replace(gradient, remote_ends=len(self.ends[name]) - 1, group=self.summed(name) or None,
-                                   copied=bool(self.copy_axes(name)), counts=self.is_first_copy(name, at))
-            else:
-                gradient = replace(gradient, sent_to_owner=True)
-            found.append(gradient)
+            owns = self[name].is_owner and self.pipe_of(self[name].block) == at.pipeline_rank
+            found.append(FlatGradient(
+                name=name, numel=box_size(self.box(end, at.position)), blocks=frozenset(blocks[name]), shape=end.shape,
+                in_layer=end.in_layer, settings_name=self[name].settings_name, weight=-(-end.numel // parts),
+                whole=self.chunking is not None and name in self.chunking.whole, sent_to_owner=not owns,
+                remote_ends=len(self.ends[name]) - 1 if owns else 0, group=self.summed(name) or None if owns else None,
+                copied=owns and bool(self.copy_axes(name)), counts=not owns or self.is_first_copy(name, at)))
         return found
 
     def summed(self, name: str) -> tuple[TensorAxis, ...]:

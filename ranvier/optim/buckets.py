@@ -63,7 +63,7 @@ def joined(buckets: Sequence[Bucket]) -> list[Bucket]:
             first.append(bucket)
             stops.append(bucket.stop)
         before = bucket
-    return [replace(bucket, stop=stop) for bucket, stop in zip(first, stops, strict=True)]
+    return [Bucket(bucket.number, bucket.start, stop, bucket.state) for bucket, stop in zip(first, stops, strict=True)]
 
 
 def buckets_of(shares: Sequence[tuple[int, int]], size: int, uncut: Sequence[tuple[int, int]] = ()
@@ -98,7 +98,7 @@ def split_by_share(buckets: Sequence[Bucket], host_share: float) -> tuple[list[B
     for bucket in buckets:
         passed += len(bucket)
         on_host = sizes[1] < host_share * passed
-        found[on_host].append(replace(bucket, state=sizes[on_host]))
+        found[on_host].append(Bucket(bucket.number, bucket.start, bucket.stop, sizes[on_host]))
         sizes[on_host] += len(bucket)
     return found
 

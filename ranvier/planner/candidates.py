@@ -88,11 +88,11 @@ def with_memory(found: Candidate, cluster: Cluster, work: Work, *, exact: bool =
     return replace(found, run=run, cost=cost, memory=memory, reason=excess(run, cluster, memory))
 
 
-def with_share(run: ResolvedRun, cluster: Cluster, work: Work) -> ResolvedRun:
+def with_share(run: ResolvedRun, cluster: Cluster, work: Work, *, fits_without: bool | None = None) -> ResolvedRun:
     """The run with the share of its states in host memory that its memory on the cluster's devices needs, with what
-    allocators waste: a plan that fills the device must be one that starts."""
+    allocators waste: a plan that fills the device must be one that starts. fits_without: as of `with_offload_share`."""
     return with_offload_share(run, lambda run: [with_overhead(entry) for entry in work.memory(run, cluster=cluster)],
-                              cluster.device.memory_bytes - cluster.device.reserved_bytes)
+                              cluster.device.memory_bytes - cluster.device.reserved_bytes, fits_without=fits_without)
 
 
 def variants(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] = SEARCHED

@@ -236,7 +236,8 @@ class _Queue:
                     if run.placement.per_rank == 1:  # of several stages no more is known before they are simulated
                         found = self._counted(run, limited=True)
                 case _Known.LIMITED:
-                    run = with_share(run, self.cluster, self.work)
+                    fits_without = False if self._with_least_share(run).optim.offload_share != 0.0 else None
+                    run = with_share(run, self.cluster, self.work, fits_without=fits_without)
                     if run.optim.offload == "hybrid" and run.optim.offload_share in (0.0, 1.0) and not is_first:
                         return known, None, is_first  # none, or stream, which are in the queue
                     found = with_memory(replace(found, run=run), self.cluster, self.work, exact=False)

@@ -17,6 +17,7 @@ from ranvier.cost.device_overhead import usable_bytes
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.kernels import Kernels, scaled
 from ranvier.cost.memory import PROCESS_BYTES, RankMemory, too_large
+from ranvier.cost.step import Same
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.mesh import Mesh
 from ranvier.models import families
@@ -42,6 +43,7 @@ class Work:
         self._cuts: dict[object, tuple[int, ...]] = {}
         self._parts: dict[object, tuple[Model, Parts]] = {}
         self._needs: dict[object, Needs] = {}
+        self._memories: dict[object, tuple[RankMemory, ...]] = {}
         self._stage_bytes: dict[object, Callable[[int, int, int], int]] = {}
 
     def blocks(self, run: ResolvedRun, frozen: int = 0) -> list[BlockCost]:
@@ -69,13 +71,20 @@ class Work:
 
     def boundaries(self, run: ResolvedRun, frozen: int = 0) -> tuple[int, ...]:
         """First block of each stage after the first, by the run's own cut with so many frozen layers."""
-        key = _kind(run), frozen, run.batch.microbatch_size, run.mesh.pipeline_size, run.pipeline, run.launch.device
+        cut = run.placement, run.pipeline.boundaries, run.pipeline.partition
+        key = _kind(run), _counting(run), frozen, run.batch.microbatch_size, cut
         if key not in self._cuts:
             self._cuts[key] = _cut(run, self.blocks(run, frozen), frozen > 0)
         return self._cuts[key]
 
     def memory(self, run: ResolvedRun, frozen: int = 0, *, cluster: Cluster | None = None) -> tuple[RankMemory, ...]:
         """What `ranvier check` predicts, with the blocks that are counted already. cluster: as for `run_limits`."""
+        key = run, frozen, Same(cluster)
+        if key not in self._memories:
+            self._memories[key] = self._memory(run, frozen, cluster)
+        return self._memories[key]
+
+    def _memory(self, run: ResolvedRun, frozen: int, cluster: Cluster | None) -> tuple[RankMemory, ...]:
         kind = _kind(run), frozen
         if kind not in self._parts:
             model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen)
