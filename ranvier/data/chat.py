@@ -199,7 +199,7 @@ def _stored(run: Run, source: Source, tokenizer: ChatTokenizer, progress: Progre
     tables = [open_conversations(name, setting)
               for setting, name in (("train", source.name), ("eval", run.data.eval)) if name is not None]
     forms = [(table.fingerprint, form_of_table(table, run.data).fingerprint) for table in tables]
-    place = cache_folder(run) / "chat" / fingerprint(forms, tokenizer.content, sequence)
+    place = cache_folder(run) / "chat" / fingerprint(forms, tokenizer.content, sequence, "no added keys")
 
     def make() -> None:
         progress(f"tokenising {source.name}")

@@ -43,7 +43,7 @@ def conversation_of(row: Row, column: str = "messages") -> Conversation:
 
 def _of_kind(row: Row, column: str, kind: type, remedy: str) -> Any:
     """A value of this kind, or the JSON text of one; None where the row has none."""
-    value = row.values.get(column)
+    value = _as_written(row, row.values.get(column))
     if isinstance(value, str) and value:
         with suppress(ValueError):
             value = parse_json(value)
@@ -51,6 +51,13 @@ def _of_kind(row: Row, column: str, kind: type, remedy: str) -> Any:
         raise DataError(f"has {column} of another kind", code="column-of-other-kind", where=row.place,
                         value=repr(value)[:80], remedy=remedy)
     return value
+
+
+def _as_written(row: Row, value: Any) -> Any:
+    """A value of a row without the keys that Arrow adds to its objects: a template would write each of them."""
+    if row.is_arrow and isinstance(value, dict):
+        return {key: _as_written(row, part) for key, part in value.items() if part is not None}
+    return [_as_written(row, part) for part in value] if row.is_arrow and isinstance(value, list) else value
 
 
 def _is_learnt(message: Message, place: str) -> bool:
@@ -86,8 +93,8 @@ def _messages(row: Row, column: str) -> list[Message]:
             raise DataError("has a message without `role` and `content`", code="message-without-role", where=row.place,
                             value=repr(message)[:80], remedy=remedy)
         # A template may look for `content` without asking whether it is there.
-        found.append({key: _parsed_calls(part) if key == "tool_calls" else part for key, part in message.items()
-                      if part is not None or key == "content"})
+        parts = {key: _as_written(row, part) for key, part in message.items() if part is not None or key == "content"}
+        found.append({key: _parsed_calls(part) if key == "tool_calls" else part for key, part in parts.items()})
         if isinstance(message.get("content"), list):
             found[-1] = {**found[-1], "content": _text_of_parts(message, row)}
     return found

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 from torch.nn import functional
 
@@ -96,6 +96,10 @@ def fitted(image: Image.Image, size: int) -> npt.NDArray[np.uint8]:
     width, height = image.size
     if width * height > _MOST_PIXELS:
         raise ValueError(f"it has {width} x {height} pixels")
+    if image.mode.startswith(("I", "F")):  # Pillow makes all above 255 white, and fractions black
+        low, high = image.getextrema()
+        if low < 0 or high > 255 or (image.mode == "F" and 0 < high <= 1):
+            raise ValueError(f"its values are from {low} to {high} (Pillow's mode {image.mode}): convert it to 8 bits")
     image = image.convert("RGB")
     if max(width, height) > _LONGEST * min(width, height):
         image = _middle(image, min(width, _LONGEST * height), min(height, _LONGEST * width))
@@ -207,8 +211,7 @@ def _opened(path: Path) -> Image.Image:
     with Image.open(path) as image:
         if image.width * image.height > _MOST_PIXELS:
             raise ValueError(f"it has {image.width} x {image.height} pixels")
-        image.load()
-        return image
+        return ImageOps.exif_transpose(image)  # loads it; cameras write how it was held
 
 
 def _imagenet(split: str, rows: Any) -> Images:
@@ -437,7 +440,7 @@ def _files(run: Run, progress: Progress) -> Parts:
                      "labels": Form(dtype="int64", shape=(count,))}
             write_in_pieces(folder / name, forms, _pieces(part, size, progress), {"classes": list(part.classes)})
 
-    folder = cache_folder(run) / "images" / fingerprint(train.state, held.state, size)
+    folder = cache_folder(run) / "images" / fingerprint(train.state, held.state, size, "upright")
     stored = made_once(folder, make, progress)
     return (_stored(stored[0], run, _augment(run)), _stored(stored[1], run, None), train.classes,
             [part.digest for part in stored])

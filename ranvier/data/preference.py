@@ -213,7 +213,8 @@ def _stored(run: Run, tokenizer: ChatTokenizer, progress: Progress, *, scores: b
     tables = [open_pairs(each, setting, form).fingerprint
               for setting, each in (("train", name), ("eval", run.data.eval)) if each is not None]
     place = cache_folder(run) / "preference" / fingerprint(
-        tables, tokenizer.content, sequence, function_fingerprint(form) if is_object_name(form) else form, scores)
+        tables, tokenizer.content, sequence, function_fingerprint(form) if is_object_name(form) else form, scores,
+        "no added keys")
 
     def make() -> None:
         progress(f"tokenising {name}")

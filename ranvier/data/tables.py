@@ -56,10 +56,12 @@ _TALKS = {"messages", "conversation", "conversations"}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a table. place: its file and line, or its number, for errors. values: by the name of the column."""
+    """One row of a table. place: its file and line, or its number, for errors. values: by the name of the column.
+    is_arrow: whether objects in the values have the keys of all rows, with None for those that a row does not have."""
 
     place: str
     values: Mapping[str, object]
+    is_arrow: bool = False
 
 
 _Rows = Callable[[Sequence[str]], Iterator[Row]]
@@ -244,7 +246,8 @@ def _separated(path: Path, name: str, separator: str, is_quoted: bool) -> tuple[
     """Header and rows of a file with a header line. is_quoted: fields are, as spreadsheets do it."""
     def lines() -> Iterator[tuple[int, list[str]]]:
         with _text(path, "") as file:
-            reader = csv.reader(file, delimiter=separator,
+            # Not strict, a quote that nobody closes makes one field of all rows up to the next one.
+            reader = csv.reader(file, delimiter=separator, strict=True,
                                 quoting=csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE)
             try:
                 for values in reader:
@@ -252,14 +255,15 @@ def _separated(path: Path, name: str, separator: str, is_quoted: bool) -> tuple[
             except csv.Error as error:
                 raise DataError("is not a table of separated values", code="not-separated-values",
                                 where=f"{name} line {reader.line_num}", value=str(error),
-                                remedy="Quote fields with line breaks or quotes, as spreadsheets do.") from error
+                                remedy='Quote fields with line breaks or quotes, as spreadsheets do, and write a quote '
+                                       'in them as "".') from error
 
     csv.field_size_limit(min(sys.maxsize, 1 << 31))  # texts may be longer than the 128 KiB of its default
     columns = tuple(next(lines(), (0, []))[1])
 
     def rows(wanted: Sequence[str]) -> Iterator[Row]:
-        for number, values in lines():
-            if number == 1 or not values:
+        for number, values in islice(lines(), 1, None):
+            if not values:
                 continue
             if len(values) != len(columns):
                 raise DataError(f"does not have {len(columns)} columns, as the header has",
@@ -291,7 +295,7 @@ def _parquet(path: Path, name: str) -> tuple[tuple[str, ...], _Rows]:
         try:
             for batch in ParquetFile(path).iter_batches(batch_size=_BATCH_ROWS, columns=list(wanted)):
                 for values in batch.to_pylist():
-                    yield Row(f"{name} row {number}", values)
+                    yield Row(f"{name} row {number}", values, is_arrow=True)
                     number += 1
         except ArrowException as error:
             raise damaged(error) from error
@@ -372,7 +376,7 @@ def open_dataset(name: str, split: str, setting: str, instead: str, *, streaming
         chosen = found.select_columns([column for column in wanted if column in columns])
         with readable_rows(name, setting, instead):
             for number, values in enumerate(chosen):
-                yield Row(f"{name} {split} row {number}", values)
+                yield Row(f"{name} {split} row {number}", values, is_arrow=True)
 
     same = getattr(found, "_fingerprint", None) if is_saved(Path(name).expanduser()) else name
     return Table(name=name, columns=tuple(columns), fingerprint=fingerprint("datasets", split, same), rows=rows,

@@ -222,6 +222,12 @@ DOCUMENT = dict(model_type="llama", vocab_size=61, hidden_size=24, intermediate_
     (dict(rope_scaling={"rope_type": "yarn"}), ("rope-factor-missing",)),
     (dict(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}), ("rope-setting-not-supported",)),
     (dict(rope_parameters={"full_attention": {"rope_type": "default"}}), ("rope-type",)),
+    (dict(rope_parameters={"rope_theta": 1e6}, rope_scaling={"type": "linear", "factor": 2.0}), ("rope-twice",)),
+    (dict(model_type="olmo3", rope_parameters={"rope_theta": 1e4}), ("rope-of-kinds", "rope_parameters")),
+    (dict(model_type="gemma3_text", rope_scaling={"rope_type": "linear", "factor": 8.0}, rope_parameters={
+        "full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}), ("rope-twice",)),
+    (dict(model_type="gemma3_text", attn_logit_softcapping=50.0), ("config-json-value", "attn_logit_softcapping")),
+    (dict(is_causal=False), ("config-json-value", "is_causal")),
     (dict(hidden_act="relu"), ("config-json-value",)),
     (dict(num_key_value_heads="2"), ("config-json-invalid",)),
     (dict(partial_rotary_factor=0.5), ("config-json-value",)),
@@ -248,6 +254,8 @@ def test_defaults_of_transformers_hold_for_keys_that_are_missing():
     read_as = {kind: form_of_type(kind).read(DOCUMENT | dict(model_type=kind))[0] for kind in hf_llama.LLAMA_FORMS}
     assert read_as["mistral"].window == 4096 and read_as["llama"].window is None
     assert read_as["qwen3"].head_dim == 128 and read_as["gemma"].tied and not read_as["llama"].tied
+    patterned = form_of_type("mistral").read(DOCUMENT | dict(model_type="mistral", sliding_window_pattern=2))[0]
+    assert patterned == read_as["mistral"]  # Gemma 3 alone has that key
     assert read_as["gemma2"].full_every == 2 and read_as["gemma2"].attention_softcap == 50
     assert read_as["olmo2"].norm_epsilon == 1e-5 and read_as["qwen2"].bias == "qkv"
     assert read_as["llama"].sequence == 2048 and read_as["llama"].max_positions == 4096

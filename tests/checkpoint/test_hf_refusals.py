@@ -60,6 +60,7 @@ def refused(tmp_path, args, code, *facts):
     ({"tie_word_embeddings": False}, ("pretrained-tensor-missing", "lm_head.weight")),
     ({"scale_attn_weights": False}, ("config-json-value", "scale_attn_weights", True)),
     ({"scale_attn_by_inverse_layer_idx": True}, ("config-json-value", "scale_attn_by_inverse_layer_idx", False)),
+    ({"is_causal": False}, ("config-json-value", "is_causal", True)),
     ({"add_cross_attention": True}, ("config-json-value", "add_cross_attention", False)),
     ({"n_inner": 95}, ("gpt2-inner-size", "n_inner", 96, 95)),
     ({"n_embd": "24"}, ("config-json-invalid", "n_embd", "'24'")),

@@ -302,6 +302,20 @@ def test_all_kinds_of_images_become_three_colours(mode):
     assert fitted(image, 8).shape == (8, 8, 3)
 
 
+@pytest.mark.parametrize("values", [np.array([[0, 60000]], np.uint16), np.array([[0, 60000]], np.int32),
+                                    np.array([[0, 0.7]], np.float32)])
+def test_more_than_eight_bits_are_refused(values):
+    with pytest.raises(ValueError, match="8 bits"):
+        fitted(Image.fromarray(values), 8)
+
+
+def test_a_photograph_is_read_as_it_was_held(tmp_path):
+    image, there = Image.fromarray(noise(12, 20, 3)), Image.Exif()
+    there[0x0112] = 6
+    image.save(tmp_path / "held.png", exif=there)
+    assert np.array_equal(module._opened(tmp_path / "held.png"), np.rot90(image, -1))
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (1, 5000), (5000, 1), (3, 2)])
 def test_odd_shapes(shape):
     assert fitted(Image.fromarray(noise(*shape, 3)), 8).shape == (8, 8, 3)

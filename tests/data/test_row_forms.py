@@ -86,6 +86,22 @@ def test_calls_of_functions(tmp_path):
         assert [one["role"] for one in found.messages] == ["user", "assistant", "tool", "assistant"]
 
 
+def test_keys_that_arrow_adds_are_no_part_of_calls_and_tools(tmp_path):
+    """Its objects have the keys of all rows, with null for those that are missing, which a template would write."""
+    pyarrow = pytest.importorskip("pyarrow")
+    calls = [CALL, {"name": "add", "arguments": {"a": 1}}]
+    tools = [{"name": call["name"], "parameters": dict.fromkeys(call["arguments"], {"type": "any"})} for call in calls]
+    rows = [{"messages": [USER, {"role": "assistant", "tool_calls": [{"function": call}]}, ANSWER], "tools": tools}
+            for call in calls]
+    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    for name in (written(tmp_path / "rows.jsonl", *rows), str(tmp_path / "rows.parquet")):
+        for found, call in zip(conversations(name, "train", Data()), calls, strict=True):
+            assert found.messages[1]["tool_calls"] == [{"function": call}] and found.tools == tools
+    kept, = conversations(written(tmp_path / "null.jsonl", {"messages": [USER, {"role": "assistant", "tool_calls": [
+        {"function": {"name": "add", "arguments": {"a": None}}}]}, ANSWER]}), "train", Data())
+    assert kept.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": None}
+
+
 @pytest.mark.parametrize(("row", "data", "code"), [
     ({"text": "a"}, {}, "form-unknown"),
     ({"prompt": "a", "chosen": "b", "rejected": "c"}, {}, "form-unknown"),

@@ -17,7 +17,7 @@ from ranvier.config.run import Data, Run, Transformer
 from ranvier.data import named_files, tables
 from ranvier.data.corpus import open_corpus
 from ranvier.data.prepare import prepare, problems
-from ranvier.data.sentences import Columns, open_part
+from ranvier.data.sentences import Columns, open_part, table_sentences
 from ranvier.data.tables import open_file
 from tests.errors import raises
 
@@ -103,6 +103,24 @@ def test_damaged_tables_are_refused_by_name(tmp_path):
         texts(tmp_path / "rows.csv", tmp_path)
     (tmp_path / "rows.csv").write_text("text,id\na,1\n\0\"b,2\n")
     assert open_file(tmp_path / "rows.csv", "rows.csv").columns == ("text", "id")
+
+
+@pytest.mark.parametrize("content", [b'text\n"one\ntwo\n', b'text\n"one\n"two\n'])
+def test_a_quote_that_nobody_closes_does_not_swallow_rows(tmp_path, content):
+    (tmp_path / "rows.csv").write_bytes(content)
+    with raises("not-separated-values", "rows.csv"):
+        texts(tmp_path / "rows.csv", tmp_path)
+
+
+def test_a_header_of_several_lines_is_no_row(tmp_path):
+    assert texts(written(tmp_path, ".csv", [{"text": "a", "of\nthis": 1}]), tmp_path) == ["a"]
+
+
+def test_a_number_beyond_the_declared_classes_is_no_class(tmp_path):
+    path = written(tmp_path, ".jsonl", [{"text": "a", "label": 1}, {"text": "b", "label": -1}])
+    table = open_file(path, "rows.jsonl")
+    with raises("label-not-class", "rows.jsonl line 2", -1):
+        table_sentences(table, Columns(), ("bad", "good"))
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):

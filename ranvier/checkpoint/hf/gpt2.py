@@ -70,7 +70,7 @@ _FUNCTION = {
     "activation_function": ("gelu_new", ("gelu_new", "gelu_pytorch_tanh")),
     "layer_norm_epsilon": (1e-5, (1e-5,)), "tie_word_embeddings": (True, (True, False)),
     "scale_attn_weights": (True, (True,)), "scale_attn_by_inverse_layer_idx": (False, (False,)),
-    "add_cross_attention": (False, (False,)),
+    "add_cross_attention": (False, (False,)), "is_causal": (True, (True,)),
 }
 
 

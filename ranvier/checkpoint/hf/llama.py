@@ -215,7 +215,7 @@ _OPTIONAL = {"num_key_value_heads": "kv_heads", "head_dim": "head_dim", "rms_nor
              "tie_word_embeddings": "tied"}
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu-tanh", "gelu_new": "gelu-tanh"}
 _FUNCTION = {"pretraining_tp": (1, (1, None)), "use_bidirectional_attention": (None, (None, False)),
-             "partial_rotary_factor": (1.0, (1.0, None))}
+             "partial_rotary_factor": (1.0, (1.0, None)), "is_causal": (True, (True,))}
 _DROPS = {"attention_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 
 
@@ -228,6 +228,8 @@ def _read(kind: _Kind, document: Mapping[str, object]) -> tuple[Transformer, lis
         activation = "gelu_pytorch_tanh"  # as transformers reads Gemma's first files
     functions: dict[str, tuple[object, tuple[object, ...]]] = {**_FUNCTION, kind.activation_key: (
         "silu", tuple(_ACTIVATIONS))}
+    if kind.model_type == "gemma3_text":  # transformers has the key and no cap
+        functions["attn_logit_softcapping"] = (None, (None,))
     named = document.get("architectures")
     has_classes = isinstance(named, list) and _class_of(kind).get("classes") in named
     optional = {key: ours for key, ours in _OPTIONAL.items() if document.get(key) is not None}
@@ -275,8 +277,9 @@ def _window(kind: _Kind, document: Mapping[str, object]) -> dict[str, object]:
         if not is_on:
             return {}
         if kind.model_type not in _SWITCHED:
-            return {"window": window, "full_every": document.get(
-                "sliding_window_pattern", _FULL_EVERY.get(kind.model_type, 0))}
+            every = _FULL_EVERY.get(kind.model_type, 0)
+            return {"window": window, "full_every": document.get("sliding_window_pattern", every)
+                    if kind.model_type == "gemma3_text" else every}
         first = document.get("max_window_layers", 28)
         if not isinstance(first, int):
             raise _wrong("llama-max-window-layers", "max_window_layers", first, "must be a number of layers")
@@ -326,6 +329,8 @@ def _rotary(kind: _Kind, document: Mapping[str, object]) -> dict[str, object]:
         return _rope(document)
     rope = document.get("rope_parameters") or {}
     local: object = {"rope_theta": document.get("rope_local_base_freq", document.get("rope_theta"))}
+    if rope and not (isinstance(rope, dict) and "full_attention" in rope):
+        raise _wrong("rope-of-kinds", "rope_parameters", rope, "must have those of full_attention")
     if isinstance(rope, dict) and "full_attention" in rope:  # transformers 5
         local = rope.get("sliding_attention") or local
         document = {**document, "rope_parameters": rope["full_attention"]}
@@ -339,9 +344,13 @@ def _rotary(kind: _Kind, document: Mapping[str, object]) -> dict[str, object]:
 
 def _rope(document: Mapping[str, object]) -> dict[str, object]:
     """Rotary embeddings, under the keys of transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters)."""
-    rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise _wrong("rope-scaling-not-object", "rope_scaling", rope, "must be an object")
+    old, new = document.get("rope_scaling") or {}, document.get("rope_parameters") or {}
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        raise _wrong("rope-scaling-not-object", "rope_scaling", old or new, "must be an object")
+    rope = new or old
+    if old and new and _rope({**document, "rope_scaling": None}) != _rope({**document, "rope_parameters": None}):
+        raise _wrong("rope-twice", "rope_scaling", old, "is another rotary embedding than that of rope_parameters, and "
+                     "versions of transformers take one or the other")
     found: dict[str, object] = {"rope_base": rope.get("rope_theta", document.get("rope_theta", 10000.0))}
     named = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(named, str) or named not in _ROPE_TYPES or any(isinstance(one, dict) for one in rope.values()):
