@@ -102,6 +102,8 @@ class Gradients:
         self._versions: dict[str, int] = {}
         self._unreached: dict[str, bool] = {}
         self._removed: set[str] = set()
+        self._handed_on: dict[str, int | None] = {}
+        """Versions of the gradients that have been handed on, when they were; None of those whose memory is another's."""
         self.unreached: set[str] = set()
         """Parameters that have no gradient since `show_unreached`."""
         if allocate:
@@ -146,6 +148,7 @@ class Gradients:
         self._passed = sys.maxsize
         self._attach()
         self._unreached, self._removed, self.unreached = {}, set(), set()
+        self._handed_on = {}
         self._versions = {spec.name: spec.parameter.grad._version for spec in self._specs
                           if spec.parameter.grad is not None}
         for table in self._tables.values():
@@ -236,6 +239,20 @@ class Gradients:
                 self.on_complete(chunk)
                 for spec in chunk.specs:
                     spec.parameter.grad = None
+            for spec in chunk.specs if chunk.reused or chunk.sent_to_owner or len(chunk.group.ranks) > 1 else ():
+                grad = spec.parameter.grad
+                self._handed_on.setdefault(spec.name, None if grad is None else grad._version)
+
+    def late(self) -> list[str]:
+        """The parameters to whose gradients something was added in a backward after they were handed on, so that it is
+        in no sum: a block has computed with a parameter of a later block without having it."""
+        found = []
+        for spec in self._specs:
+            if spec.name in self._handed_on:
+                grad = spec.parameter.grad
+                if (None if grad is None else grad._version) != self._handed_on[spec.name]:
+                    found.append(spec.name)
+        return found
 
     def _tables_in(self, chunk: Chunk) -> list[TouchedRows]:
         """The tables with elements in a complete chunk of which only some rows need to be summed. Collective for the

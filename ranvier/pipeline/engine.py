@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ranvier.block import (
     Loss,
@@ -713,6 +714,7 @@ class Engine:
         self._statistics.begin_training(self._updater.gradients.were_zeroed, updates=updates)
         self._updater.begin(self._step, updates=updates, keep=self._statistics.continues_a_step)
         self._buffer_changes.begin()
+        self._elsewhere.begin()
         try:
             self._run(batch, training=True)
         except BaseException:
@@ -721,12 +723,23 @@ class Engine:
         with self._working():
             self._held.check_kept(replicas=1 if self._updater.in_backward else self.mesh.count(
                 self.mesh.over(splits_samples=True)))
+            self._check_gradients()
             self._buffer_changes.check()
             self._updater.gradients.all_passed()
             for tie in self._ties.add_gradients(self._call):
                 self._updater.gradients.added(tie.parameter)
             self._buffers.start()  # after the reduction of every chunk has begun, so in one order on all replicas
         self._connections.board.action = "the average of gradients over data, and the optimizer"
+
+    def _check_gradients(self) -> None:
+        """ModelError where the batch has given a parameter a gradient that is in no sum."""
+        for name in (*self._elsewhere.reached(), *self._updater.gradients.late()):
+            raise ModelError("is used by a block, or by a loss, that does not have it: its gradient from there is lost",
+                             code="parameter-used-from-outside",
+                             where=f"parameter {self.names_in_whole.get(name, (name,))[0]}",
+                             remedy="Make it, or its layer, an attribute of each block that uses it (self.other = "
+                                    "layer, and no list, closure or bound method), or of a loss that is a module. "
+                                    "Ranvier ties parameters that several blocks have.")
 
     def _name_evaluation_mode(self) -> None:
         """Warn, once, where a whole model came in evaluation mode and trains so."""
@@ -941,6 +954,11 @@ class Engine:
                     raise ModelError(f"has no {what} on the {stage} stage", code="microbatch-lacks-data",
                                      where=f"microbatch {number}",
                                      remedy=f"Give the ranks of the {stage} stage the {what} of every microbatch.")
+                if training and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(value)):
+                    raise ModelError("require a gradient, which ends where the engine begins",
+                                     code="microbatch-wants-gradient", where=f"{what} of microbatch {number}",
+                                     remedy="Detach them, compute them inside torch.no_grad(), or let a block or a loss "
+                                            "module have what trains.")
         if has_loss and self._looks_at_shift:
             self._looks_at_shift = False
             if any(NextTokenLoss.is_unshifted(one.inputs, one.targets) for one in batch):

@@ -91,7 +91,7 @@ class HeldParameters:
                     held.copy_(parameter)
                 held.requires_grad_(parameter.requires_grad)
                 path, _, leaf = name.rpartition(".")
-                module.get_submodule(path)._parameters[leaf] = held
+                setattr(module.get_submodule(path), leaf, held)  # an nn.LSTM keeps a list of its parameters, too
         for block, name in self._held:
             if (block, name) not in found:
                 raise _error("parameter-gone", block, name, "is gone from its block since the engine was built",

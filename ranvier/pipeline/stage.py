@@ -248,7 +248,9 @@ class Stage:
         self._shared.check()
         sent, roots = dict[str, Tensor](), dict[str, GradientEdge]()
         for name, tensor in outputs.items():
-            sent[name] = tensor.detach()
+            sent[name] = one = tensor.detach()
+            if self._loss is None and type(one) is not Tensor:
+                raise _of_a_class(type(one), name, self.blocks[-1][1])
             if tensor.requires_grad:
                 roots[name] = root_of(tensor)
         if kept := bool(roots or leaves):
@@ -474,6 +476,15 @@ def _compiled_blocks(how: bool | Literal["auto"], gradients: WeightGradients, fo
 
 def _has_gradient(state: State) -> bool:
     return torch.is_grad_enabled() and any(one.requires_grad for one in tree_leaves(state) if isinstance(one, Tensor))
+
+
+def _of_a_class(kind: type, name: str, block: str) -> ModelError:
+    """A message has values, and no class with operations of its own."""
+    return ModelError("is of a class of tensors of its own, which the next stage would not know",
+                      code="tensor-subclass-sent", where=f'tensor "{name}" that block {block} returns' if name else
+                      f"what block {block} returns", value=kind.__name__,
+                      remedy="Return a plain tensor, tensor.as_subclass(torch.Tensor), and make another in the next "
+                             "block; or cut elsewhere (Pipeline(boundaries=...)).")
 
 
 def _ended(where: str, error: SystemExit) -> ModelError:

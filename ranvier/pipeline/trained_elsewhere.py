@@ -2,7 +2,8 @@
 
 A model that is given as modules is whole on every rank, and an engine trains the blocks of the rank's own stages. Who
 computes with the others, or saves them, would get old values without an error. So these modules warn until new values
-are written into them, and an engine that would train on from them refuses its first batch.
+are written into them, and an engine that would train on from them refuses its first batch. Code of this rank's blocks
+or loss that reaches one of them, say by a list or a closure, gives its parameters gradients, which go nowhere.
 """
 
 from __future__ import annotations
@@ -84,6 +85,12 @@ def _notes(module: nn.Module) -> list[_OldValues]:
     return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _OldValues)]
 
 
+def _gradient(parameter: nn.Parameter | None) -> tuple[int, int] | None:
+    """Changes whenever something is added to the gradient of a parameter."""
+    grad = None if parameter is None else parameter.grad
+    return None if grad is None else (id(grad), grad._version)
+
+
 class TrainedElsewhere:
     """given: all blocks that the user has made. own: the names of this rank's. held: the parameters of those."""
 
@@ -96,7 +103,20 @@ class TrainedElsewhere:
         the model, of which this rank needs a part only."""
         self._own = [(f"{block}.{path}".removesuffix("."), module) for block in given if block in mine
                      for path, module in given[block].named_modules()]
+        self._others = [(f"{block}.{name}", ref(one)) for block in given if block not in mine
+                        for name, one in given[block].named_parameters() if id(one) not in self._here]
+        self._gradients: list[tuple[int, int] | None] = []
+        """Of those, what `_gradient` said when the batch began."""
         self._has_begun = False
+
+    def begin(self) -> None:
+        """A training batch begins."""
+        self._gradients = [_gradient(one()) for _, one in self._others]
+
+    def reached(self) -> list[str]:
+        """The parameters of other ranks that have got a gradient from the batch on this one."""
+        return [name for (name, one), before in zip(self._others, self._gradients, strict=True)
+                if _gradient(one()) != before]
 
     def check_start(self) -> None:
         """ModelError where this rank would begin with old values: another engine's, and neither loaded nor written."""

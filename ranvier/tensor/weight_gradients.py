@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from ranvier.errors import ModelError
 from ranvier.schedule.schedule import Product
 
 
@@ -31,6 +32,8 @@ class _Operands:
     tensors: Sequence[Tensor]
     add_gradients: Callable[..., None]
     """Takes the tensors."""
+    versions: Sequence[int]
+    """Of the tensors, when the product began to wait."""
 
 
 class WeightGradients:
@@ -101,13 +104,21 @@ class WeightGradients:
         if not self.defers:
             add_gradients(*tensors)
         else:
-            self._fresh.append(_Operands(parameters, [_alone(tensor) for tensor in tensors], add_gradients))
+            alone = [_alone(tensor) for tensor in tensors]
+            self._fresh.append(_Operands(parameters, alone, add_gradients, [one._version for one in alone]))
             for parameter in parameters:
                 self._on_queued(parameter)
 
     def run(self, microbatch: int, product: int) -> None:
-        """Compute one deferred product and release its operands. Its sum over ranks may be added later."""
+        """Compute one deferred product and release its operands. Its sum over ranks may be added later. ModelError where
+        an operand has been changed since: a plain loop would have had the gradient before."""
         operands = self._waiting.pop((microbatch, product))
+        if [one._version for one in operands.tensors] != operands.versions:
+            raise ModelError("has an input or a gradient that was changed in place after its backward, before the "
+                             "weight's gradient, which waits for an idle moment", code="waiting-operand-changed",
+                             where=f"weight of shape {tuple(operands.parameters[0].shape)}",
+                             remedy="Give layers new tensors instead of memory that is written again for each "
+                                    "microbatch, or let nothing wait: Pipeline(defer_bytes=0).")
         operands.add_gradients(*operands.tensors)
         for parameter in operands.parameters:
             self._after(partial(self._on_added, parameter))

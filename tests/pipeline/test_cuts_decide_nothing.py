@@ -12,7 +12,8 @@ from ranvier.config.run import Memory, Pipeline
 from ranvier.errors import ModelError
 from ranvier.mesh import Mesh
 from ranvier.testing.reference import Reference
-from tests.pipeline.parity import SEED, assert_close, assert_parity, chain, gradients_on, points
+from tests.errors import raises
+from tests.pipeline.parity import SEED, assert_close, assert_parity, chain, gradients_on, on_mesh, points
 
 CUTS = [(Mesh(), {}), (Mesh(pipe=2), {}), (Mesh(pipe=3), {}),
         (Mesh(pipe=2), {"pipeline": Pipeline(stages_per_rank=2)}), (Mesh(data=2, pipe=2), {})]
@@ -166,6 +167,44 @@ def test_a_complex_parameter_that_trains_is_refused(mesh):
     assert refused.value.where == "parameter b1.weight" and refused.value.value is torch.complex64
     frozen = replace(chain(partial(nn.Linear, 4, 4), partial(Filter, False)), initial=None)
     gradients_on(lambda: frozen, points([[2]]), mesh)
+
+
+class Doubled(torch.Tensor):
+    """Has an operation of its own."""
+
+    def twice(self):
+        return 2 * self
+
+
+def of_a_class(linear, x):
+    return linear(x).as_subclass(Doubled)
+
+
+def of_doubled(linear, x):
+    return linear(x.twice()).as_subclass(torch.Tensor)
+
+
+def test_a_class_of_tensors_does_not_cross_a_cut():
+    make, batches = partial(chain, partial(Part, straight), partial(Part, of_a_class), partial(Part, of_doubled),
+                            partial(Part, straight)), points([[2, 3]])
+    for boundary in (1, 3):
+        assert_parity(make, batches, Mesh(pipe=2), pipeline=Pipeline(boundaries=(boundary,)))
+    with raises("tensor-subclass-sent", "b1", value="Doubled"):
+        gradients_on(make, batches, Mesh(pipe=2), pipeline=Pipeline(boundaries=(2,)))
+
+
+@pytest.mark.parametrize("what", ["inputs", "targets"])
+def test_a_microbatch_that_wants_a_gradient_is_refused(what):
+    """It would get none, or that of another loss; an evaluation has none to give."""
+    def work(engine):
+        one, = points([[2]])[0]
+        wants = replace(one, **{what: getattr(one, what) * torch.ones((), requires_grad=True)})
+        engine.evaluate([wants])
+        with raises("microbatch-wants-gradient", where=f"{what} of microbatch 1"):
+            engine.forward_backward([one, wants])
+        engine.forward_backward([one])
+
+    on_mesh(partial(chain, partial(Part, straight), partial(Part, straight)), Mesh(pipe=2), work)
 
 
 def test_names_of_a_state_are_its_own():

@@ -101,6 +101,29 @@ def test_new_values_train_step_by_step(kind):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def test_a_module_with_a_list_of_its_parameters_computes_with_those_of_the_start():
+    torch.manual_seed(0)
+    module = nn.LSTM(4, 4, dtype=torch.float64)
+
+    class First(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = module
+
+        def forward(self, x):
+            return self.lstm(x)[0]
+
+    def rank(world):
+        engine = Engine([First()], world, loss=squared, optimizer=SGD)
+        module.load_state_dict({name: one.detach() / 2 for name, one in module.named_parameters()}, assign=True)
+        result = engine.forward_backward(points([[2, 3]])[0])
+        lost = [name for name, gradient in engine.gradients().items() if not gradient.any()]
+        engine.step(result)
+        return lost, all(one is other for one, other in zip(module._flat_weights, module.parameters(), strict=True))
+
+    assert run_ranks(rank, 1) == [([], True)]
+
+
 def test_a_checkpoint_before_the_next_step_has_the_new_values():
     """In half precision it has master copies beside parameters: both are of the new value."""
     def rank(world):

@@ -15,6 +15,7 @@ from ranvier.tensor.deferred_linear import DeferringForwards
 from ranvier.tensor.layers import ReplicatedLinear
 from ranvier.tensor.weight_gradients import WeightGradients, root_of
 from ranvier.testing.ranks import run_ranks
+from tests.errors import raises
 from tests.pipeline.parity import assert_parity, chain, on_mesh, points, share, squared
 
 
@@ -114,6 +115,16 @@ def test_a_part_of_something_larger_is_copied():
     log.backward(block(large[:4]).square().sum())
     assert all(tensor.untyped_storage().data_ptr() != large.untyped_storage().data_ptr()
                for operands in log.queue._waiting.values() for tensor in operands.tensors)
+
+
+def test_an_operand_that_is_written_again_is_refused():
+    block, x = linear_pair(), torch.randn(4, 3, dtype=torch.float64)
+    log = Log(block)
+    log.backward(block(x).square().sum())
+    x.add_(1.0)
+    log.queue.run(0, 0)
+    with raises("waiting-operand-changed", "(5, 3)"):
+        log.queue.run(0, 1)
 
 
 def test_a_frozen_bias_or_weight():

@@ -1,0 +1,100 @@
+"""Parameters that a block or a loss uses without having them: their gradient is right or refused, never lost."""
+
+import pytest
+import torch
+from torch import nn
+
+from ranvier.config.run import Optim, Pipeline
+from ranvier.mesh import Mesh
+from ranvier.pipeline.engine import Engine
+from ranvier.testing.ranks import run_ranks
+from tests.errors import raises
+from tests.pipeline.parity import points, share, squared
+
+
+class Reads(nn.Module):
+    """Multiplies by the weight of a layer that it has in a list, so that torch does not know."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.held = [layer]
+
+    def forward(self, x):
+        return torch.tanh(x @ self.held[0].weight)
+
+
+def linear():
+    return nn.Linear(4, 4, dtype=torch.float64)
+
+
+def chain_of(reader, read):
+    """Four blocks, of which one reads another, and a loss."""
+    torch.manual_seed(0)
+    blocks = [linear() for _ in range(4)]
+    blocks[reader] = Reads(blocks[read])
+    return blocks, squared
+
+
+def decayed():
+    """A loss that reads the weights of all blocks."""
+    torch.manual_seed(0)
+    blocks = [linear() for _ in range(4)]
+    return blocks, lambda outputs, targets: (
+        ((outputs - targets) ** 2).sum() + sum(block.weight.square().sum() for block in blocks), targets.numel())
+
+
+CASES = {"a later block": lambda: chain_of(3, 0), "an earlier block": lambda: chain_of(0, 3), "the loss": decayed}
+SMALL = Optim(bucket_size=4, chunk_buckets=1)
+
+
+def gradients_of(make, mesh, **options):
+    batches, models = points([[2, 3]] * mesh.data), [make() for _ in range(mesh.size)]
+
+    def rank(world):
+        blocks, loss = models[world.rank]
+        engine = Engine(blocks, world, mesh=mesh, loss=loss, **options)
+        engine.forward_backward(share(engine, batches))
+        found = {name: gradient.clone() for name, gradient in engine.gradients().items()}
+        engine.close()
+        return found
+
+    return {name: gradient for found in run_ranks(rank, mesh.size) for name, gradient in found.items()}
+
+
+@pytest.mark.parametrize(("case", "mesh", "options"), [
+    ("a later block", Mesh(), {}), ("a later block", Mesh(data=2), {}), ("an earlier block", Mesh(), {}),
+    ("an earlier block", Mesh(), {"pipeline": Pipeline(defer_bytes=1 << 20)}), ("the loss", Mesh(), {}),
+    ("the loss", Mesh(data=2), {"optim": SMALL})], ids=str)
+def test_gradients_are_those_of_a_plain_loop(case, mesh, options):
+    blocks, loss = CASES[case]()
+    batches = points([[2, 3]] * mesh.data)
+    for one in (one for batch in batches for one in batch):
+        y = one.inputs
+        for block in blocks:
+            y = block(y)
+        (loss(y, one.targets)[0] / (20 * mesh.data)).backward()
+    found = gradients_of(CASES[case], mesh, **options)
+    for number, block in enumerate(blocks):
+        for name, parameter in block.named_parameters():
+            torch.testing.assert_close(found[f"{number}.{name}"], parameter.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("case", "name", "mesh", "options"), [
+    ("a later block", "0.weight", Mesh(pipe=2), {}),
+    ("an earlier block", "3.weight", Mesh(pipe=2), {"pipeline": Pipeline(defer_bytes=0)}),
+    ("an earlier block", "3.weight", Mesh(data=2), {"optim": SMALL}), ("the loss", "0.weight", Mesh(pipe=2), {})],
+    ids=str)
+def test_a_gradient_that_would_be_lost_is_refused(case, name, mesh, options):
+    """It goes to another rank's parameter, or comes after the sum over replicas has begun."""
+    with raises("parameter-used-from-outside", where=f"parameter {name}"):
+        gradients_of(CASES[case], mesh, **options)
+
+
+def test_updates_in_the_backward_come_too_early_for_it():
+    def rank(world):
+        blocks, loss = chain_of(0, 3)
+        engine = Engine(blocks, world, loss=loss, optim=Optim(update_in_backward=True))
+        engine.train_batch(points([[4]])[0])
+
+    with raises("parameter-used-from-outside", where="parameter 3.weight"):
+        run_ranks(rank, 1)
