@@ -81,6 +81,8 @@ class _Enter(Function):
 
 _enter = apply_outside_transforms(_Enter)
 _AS_THEY_ARE = nullcontext()
+_IN_CACHE = "state"
+"""Begins the names of a state in a cache: those of a single tensor or of a packed value cannot be a dict's own."""
 _NO_SAMPLES = torch.zeros(0, dtype=torch.int64, device="cpu")
 
 Blocks = Sequence[tuple[int, str, nn.Module]]
@@ -304,16 +306,26 @@ class Stage:
         def compute(first: int, state: State, rows: Tensor | None, *, other_keys: bool = False) -> State:
             theirs = samples if rows is None else samples[rows]
             state = self._run_some(range(first, num_blocks), -step - 1 if other_keys else step, theirs, number,
-                                   self._entering(state))
-            return carried(detached_names(named(state, f"block {self.blocks[num_blocks - 1][1]}")))
+                                   self._from_cache(state) if first else state)
+            return self._for_cache(state, f"block {self.blocks[num_blocks - 1][1]}")
 
         assert self._cache is not None
         with torch.no_grad():
-            return self._entering(self._cache(samples, state, compute))
+            return self._from_cache(self._cache(samples, state, compute))
 
-    def _entering(self, state: State) -> State:
-        """A state that says by its names how it lies on the columns, as blocks take it."""
-        return carried(with_layouts(named(state, "the cache"), self._mesh))
+    def _for_cache(self, state: State, where: str) -> State:
+        """A state as a cache keeps it: on a tensor mesh a dict, whose names say how each tensor lies on the columns."""
+        tensors = named(state, where)
+        if self._mesh is None:
+            return carried(tensors)
+        return {f"{_IN_CACHE}{name}": tensor for name, tensor in detached_names(tensors).items()}
+
+    def _from_cache(self, state: State) -> State:
+        """The inverse of `_for_cache`."""
+        if self._mesh is None:
+            return state
+        tensors = {name.removeprefix(_IN_CACHE): tensor for name, tensor in named(state, "the cache").items()}
+        return carried(with_layouts(tensors, self._mesh))
 
     def _run_some(self, run: range, step: int, samples: Tensor, number: int, state: State) -> State:
         """Blocks `run`, one after the other; under recomputation again in the backward, with the same randomness.

@@ -129,12 +129,15 @@ class Survival:
         self._asked, self._world, self.steps = asked, world, LastSteps()
         self.losses = Losses(world, timeout_seconds=asked.comm.timeout_seconds, on_loss=on_loss)
         self._state: RunState | None = None
+        self._saves = False
         self._mesh, self._frozen, self._boundaries = asked.mesh, NONE_FROZEN, tuple[int, ...]()
 
-    def finished(self, runtime: RankRuntime, state: Callable[[], RunState]) -> None:
-        """The step that was kept last has been told: the run goes back no further. state: what goes along with it."""
+    def finished(self, runtime: RankRuntime, state: Callable[[], RunState], *, saves: bool = False) -> None:
+        """The step that was kept last has been told: the run goes back no further. state: what goes along with it.
+        saves: a checkpoint of this step is still to be begun."""
         if self._world.rank == 0:
             self._state, self._mesh, self._frozen = state(), runtime.run.mesh, runtime.frozen
+            self._saves = saves
             self._boundaries = tuple(runtime.engine.boundaries)
 
     def agree(self, error: Exception, change_to: Callable[..., Change]) -> Agreement:
@@ -148,6 +151,6 @@ class Survival:
                 return problem or f"no mesh of {len(parts)} ranks or fewer is legal for it"
             boundaries = self._boundaries if mesh == self._mesh else ()
             change = change_to(mesh, self._frozen, self._frozen, boundaries or None, "for lost ranks")
-            return asdict(ChangeMesh(change=change, state=state))
+            return asdict(ChangeMesh(change=change, state=state, save=self._saves))
 
         return self.losses.agree(error, self.steps.parts(), decide)

@@ -214,7 +214,7 @@ class Session:
                 self.outputs.event(ended)
         if (note := active.limits.before_steps(runtime, self.done)) is not None:
             self.keep_limits(note)
-        self.keep_state()
+        self.keep_state(saves=command.save)
         if command.save:
             self.save()
 
@@ -224,11 +224,12 @@ class Session:
         self.elastic.num_ranks = self.world.size
         return problem
 
-    def keep_state(self) -> None:
-        """Copy the state as it is, which is that after the last finished step, where losses are survived."""
+    def keep_state(self, *, saves: bool = False) -> None:
+        """Copy the state as it is, which is that after the last finished step, where losses are survived. saves: as of
+        `Survival.finished`."""
         if self.survival is not None and isinstance(self.place, Active):
             self.survival.steps.keep(self.done, self.place.runtime)
-            self.survival.finished(self.place.runtime, self.state)
+            self.survival.finished(self.place.runtime, self.state, saves=saves)
 
     # ------------------------------------------------------------------ what is told and written
 
@@ -309,7 +310,8 @@ class Session:
             self.survival.losses.close()
         if self.world.rank == 0 and self.world.joins is not None:
             remove_contact(self.run_dir)
-        written = isinstance(self.place, Idle) or self.place.saving.checkpoints.close()
+        saving = self.place.saving  # that of its last part in a mesh, on a rank that is idle or is to be
+        written = saving is None or saving.checkpoints.close()
         self.elastic.caching.close()
         self.outputs.close()
         if self.lease is not None and written:  # else a thread is still at work there, and ends with this process

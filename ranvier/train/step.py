@@ -81,7 +81,7 @@ def take_step(session: Session, step: int) -> None:
     elif stall is not None or survival is not None:
         session.publish()  # the checkpoint waits for it, and so do lost ranks: what is told is finished
     if survival is not None:
-        survival.finished(runtime, session.state)
+        survival.finished(runtime, session.state, saves=saves and considers)
 
     # 7. Freezing and another mesh, from here on with the state after this step.
     if considers:

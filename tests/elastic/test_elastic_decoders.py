@@ -236,3 +236,15 @@ def test_a_decoder_and_its_plan_take_the_same_decisions(text, tmp_path, monkeypa
     happened = [(line["step"] - 1, line["frozen_layers"], (line["data"], line["pipe"])) for line in steps]
     expected = [(period.first_step, period.frozen, period.mesh.shape[:2]) for period in plan.periods]
     assert decisions(happened) == decisions(expected) and expected[-1][1:] != (0, (1, 4))
+
+
+def test_the_cache_of_a_decoder_on_columns(text, tmp_path):
+    """Its state is one tensor."""
+    elastic = Elastic(freeze="manual", manual=("1:1", "9:3"), cache=True, cache_from=1, cache_precision="full")
+    train = Train(steps=14, learning_rate=3e-3, eval_sequences=2, sample_tokens=0)
+    expected = in_one_process(text, tmp_path / "one", elastic=elastic, train=train)
+    run = run_of(text, tmp_path / "run", mesh=Mesh(col=2), train=train, elastic=replace(
+        elastic, cache_dir=tmp_path / "outputs"))
+    results, _ = run_all(run)
+    assert losses(run) == pytest.approx(expected, rel=1e-9)
+    assert read_rows(results) > 0

@@ -25,7 +25,7 @@ from ranvier.comm.sockets import PeerSockets
 from ranvier.comm.torch_backend import torch_generation
 from ranvier.config import effects
 from ranvier.config.resolve import resolve
-from ranvier.config.run import Comm, Launch, Run, Train
+from ranvier.config.run import Checkpoint, Comm, Elastic, Launch, Run, Train
 from ranvier.elastic.neighbour_copy import with_states_of_neighbour
 from ranvier.elastic.transition import Held
 from ranvier.errors import TransportError
@@ -34,17 +34,19 @@ from ranvier.launch import start
 from ranvier.launch.contact import connect, read_contact
 from ranvier.launch.failure_watch import FAILED
 from ranvier.launch.launchers import Started
-from ranvier.launch.losses import Loss, Losses, report_loss, why_given_up
+from ranvier.launch.losses import Agreement, Loss, Losses, report_loss, why_given_up
 from ranvier.mesh import Mesh
 from ranvier.planner.count import laid_out
 from ranvier.planner.problems import problems
 from ranvier.testing.ranks import run_ranks
+from ranvier.train import elasticity, session
 from ranvier.train.loop import train
 from ranvier.train.losses import LastSteps, missing_state
 from ranvier.train.resize import Requests, leave
 from ranvier.train.restart import mesh_without
 from ranvier.world import World
 from tests.elastic.processes import events, resize, stopped, undisturbed
+from tests.elastic.runs import events as told
 from tests.elastic.runs import tiny
 from tests.errors import raises
 
@@ -318,6 +320,38 @@ def test_copies_take_what_is_predicted(sentences, tmp_path, shard, monkeypatch):
         assert rank["host"]["copies"] == laid_out(resolve(run))[1][0].host["copies"]
     for rank in range(2):
         assert places[rank, 3] & places[rank, 1] and not places[rank, 3] & places[rank, 2]
+
+
+@pytest.mark.parametrize("place", [(elasticity.Elasticity, "decide"), (session, "hand_over")], ids=["decide", "moves"])
+def test_a_loss_in_a_transition_costs_no_checkpoint(sentences, tmp_path, monkeypatch, place):
+    """Layers freeze after step 3, whose checkpoint comes after the transition, and is the best one so far."""
+    (owner, name), broken = place, []
+    method = getattr(owner, name)
+
+    def breaks(*args, **options):
+        if not broken:
+            broken.append(name)
+            raise TransportError("is gone", code="peer-lost", where="rank 1", remedy="")
+        return method(*args, **options)
+
+    def agree(self, error, has, decide):
+        return Agreement(number=1, lost={1: Loss(member="1", how="was killed")}, members=("0",), decision=decide([has]))
+
+    monkeypatch.setattr(owner, name, breaks)
+    monkeypatch.setattr(Losses, "agree", agree)
+    monkeypatch.setattr(Losses, "connect", lambda self, agreement: None)
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(), train=Train(steps=4, eval_every=3, learning_rate=3e-3),
+               launch=Launch(survive_losses=True), checkpoint=Checkpoint(every=3, best="eval_loss"),
+               elastic=Elastic(freeze="manual", manual=("3:1",)))
+
+    def work(world):
+        world.torch_store = HashStore()
+        return train(run, "tiny", world, stream=io.StringIO())
+
+    run_ranks(work, 1)
+    steps = {path.name for path in (tmp_path / "run/checkpoint").glob("step-*")}
+    assert broken and len(told(run, "lost")) == 1 and steps == {"step-3", "step-4"}
+    assert (tmp_path / "run/checkpoint/best").exists()
 
 
 def test_the_states_of_the_replica_before():

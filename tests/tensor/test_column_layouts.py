@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from ranvier.block import Model
+from ranvier.block import Model, carried, named
 from ranvier.config.run import Memory, TensorParallel, Transformer
 from ranvier.mesh import Mesh
 from ranvier.models import bert
@@ -211,6 +211,33 @@ def test_layouts_cross_stages_and_recomputation(shape, checkpoint):
     outcome = gradients_on(make, batches, mesh, memory=Memory(recompute=checkpoint))
     reference = Reference(copy.deepcopy(make()), seed=SEED, dtype=torch.float64)
     reference.forward_backward([one for replica in batches for one in replica])
+    assert_close(outcome.gradients, reference.gradients())
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["a tensor", "a tuple"])
+def test_layouts_go_through_a_cache(packed):
+    """What a frozen block has returned is split over columns, and so is what comes back."""
+    def first(block, ids):
+        inner = block.into(block.token(ids))
+        return (inner, ids) if packed else inner
+
+    def second(block, state):
+        return block.classes(block.back(state[0] * (state[1] > 3)[..., None] if packed else state))
+
+    frozen = Own(first, token=layers.Embedding(20, HIDDEN), into=output(24)).double().requires_grad_(False)
+    trained = Own(second, back=inputs(24), classes=layers.ClassifierHead(HIDDEN, 3)).double()
+
+    def make():
+        return Model(blocks={"first": lambda: frozen, "second": lambda: trained},
+                     loss=lambda y, t: (functional.cross_entropy(y, t, reduction="sum"), len(t)))
+
+    def cached(samples, inputs, compute):
+        return carried(dict(named(compute(0, inputs, None), "the first block")))
+
+    batch = [Microbatch(IDS, IDS[:, 0] % 3, torch.arange(2))]
+    outcome = gradients_on(make, [batch], Mesh(col=2), also=lambda engine: engine.use_cache(cached, 1))
+    reference = Reference(copy.deepcopy(make()), seed=SEED, dtype=torch.float64)
+    reference.forward_backward(batch)
     assert_close(outcome.gradients, reference.gradients())
 
 
