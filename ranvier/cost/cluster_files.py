@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import resources
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,15 @@ from ranvier.system.untrusted_file import parse_toml, read_bytes
 _SHIPPED = resources.files("ranvier") / "cost" / "clusters"
 _ADAPTER = TypeAdapter(Cluster)
 _MOST_BYTES = 1 << 18
+_MOST_FAULTS = 12
+"""That are told beside the first."""
+_BANDWIDTH = (1e5, inf, "bytes a second", "400 GB/s are 400e9")
+_UNITS = {"memory_bytes": (1e7, inf, "bytes", "80 GB are 80e9"), "bandwidth": _BANDWIDTH, "single": _BANDWIDTH,
+          "memory_bandwidth": _BANDWIDTH, "update_bandwidth": _BANDWIDTH,
+          "peak_flops": (1e6, inf, "FLOP/s", "989 TFLOP/s are 989e12"),
+          **dict.fromkeys(("latency_seconds", "operation_seconds", "collective_seconds", "chunk_seconds"),
+                          (0.0, 1.0, "seconds", "6 us are 6e-6"))}
+"""Name in a file -> the least and the most that a machine has, the unit, and an example."""
 _SAID = {"missing": "is missing", "unexpected_keyword_argument": "is not a setting of a cluster",
          "finite_number": "must be a finite number", "value_error": "should be a number"}
 
@@ -30,7 +40,7 @@ def cluster_names() -> list[str]:
 
 
 def load_cluster(name: str) -> Cluster:
-    """A shipped cluster by name, or a TOML file. ConfigError for what is none, with the first fault named."""
+    """A shipped cluster by name, or a TOML file. ConfigError for what is none, with its faults."""
     if name in cluster_names():
         return _read((_SHIPPED / f"{name}.toml").read_bytes(), f"cluster {name}")
     path = Path(name)
@@ -47,7 +57,9 @@ def load_cluster(name: str) -> Cluster:
         raise ConfigError(f"cannot be read: {getattr(error, 'strerror', None) or error}", code="cluster-unreadable",
                           where="cluster", value=name,
                           remedy="Name a TOML file that exists and is readable.") from error
-    return _read(content, f"file {name}")
+    cluster = _read(content, f"file {name}")
+    _check_units(asdict(cluster), "", f"file {name}")
+    return cluster
 
 
 def _read(text: bytes, origin: str) -> Cluster:
@@ -60,7 +72,7 @@ def _read(text: bytes, origin: str) -> Cluster:
 
 
 def cluster_of(tree: Mapping[str, object], origin: str) -> Cluster:
-    """A nested mapping, like a TOML file's, as a cluster. ConfigError names the first fault and how many there are."""
+    """A nested mapping, like a TOML file's, as a cluster. ConfigError names its faults."""
     try:
         cluster = _ADAPTER.validate_python(tree, strict=False)
     except ValidationError as error:
@@ -76,18 +88,31 @@ def cluster_of(tree: Mapping[str, object], origin: str) -> Cluster:
     return cluster
 
 
+def _check_units(tree: Mapping[str, Any], place: str, origin: str) -> None:
+    """ConfigError for a number of a user's file that no device has, since it was given in gigabytes, say."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            _check_units(value, f"{place}{name}.", origin)
+        elif name in _UNITS and value is not None and not _UNITS[name][0] <= value <= _UNITS[name][1]:
+            raise ConfigError(f"is out of range for {_UNITS[name][2]}, in {origin}", code="cluster-unit",
+                              where=f"cluster's {place}{name}", value=value,
+                              remedy=f"Give {_UNITS[name][2]}: {_UNITS[name][3]}.")
+
+
 def first_fault(error: ValidationError, origin: str) -> ConfigError:
-    """The first of a cluster's faults by name, and how many more there are."""
+    """The first of a cluster's faults, and the others in its remedy."""
     faults = error.errors()
     first = faults[0]
-    name = ".".join(str(part) for part in first["loc"] if part != "[key]")
-    more = f" ({len(faults) - 1} more faults)" if len(faults) > 1 else ""
-    what = _SAID.get(first["type"], first["msg"].replace("Input should", "should"))
+    (name, what), *others = [(".".join(str(part) for part in fault["loc"] if part != "[key]"), _SAID.get(
+        fault["type"], fault["msg"].replace("Input should", "should"))) for fault in faults]
+    told = [f"{other} {said}" for other, said in others[:_MOST_FAULTS]] + (
+        [f"{len(others) - _MOST_FAULTS} more"] if len(others) > _MOST_FAULTS else [])
+    more = f"Other faults: {', '.join(told)}. " if told else ""
     value = first["input"] if isinstance(first["input"], (str, int, float, bool)) else None
-    return ConfigError(f"{what}, in {origin}{more}", code="cluster-malformed",
+    return ConfigError(f"{what}, in {origin}", code="cluster-malformed",
                        where=f"cluster's {name}" if name else "cluster", value=value,
-                       remedy=f"Compare with a shipped one, for example {_SHIPPED}/laptop.toml;  docs/planner.md has "
-                              "every setting and its unit.")
+                       remedy=f"{more}Compare with a shipped one, for example {_SHIPPED}/laptop.toml;  docs/planner.md "
+                              "has every setting and its unit.")
 
 
 def write_cluster(cluster: Cluster, path: Path) -> None:

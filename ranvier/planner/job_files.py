@@ -7,13 +7,14 @@ import shlex
 from collections.abc import Callable
 from functools import partial
 from math import ceil
+from os.path import normpath
 from pathlib import Path
 from typing import Literal, get_args
 
 from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.hardware import Cluster
 from ranvier.errors import ConfigError
-from ranvier.planner.run_cost import saved_bytes
+from ranvier.planner.run_cost import SAVED_BYTES_PER_SECOND, saved_bytes
 from ranvier.system.atomic_file import write_atomically
 from ranvier.system.untrusted_file import read_bytes
 
@@ -22,8 +23,6 @@ _SUFFIXES: dict[Launcher, str] = {"slurm": ".sbatch", "torchrun": ".sh", "kubern
 _MOST_BYTES = 1 << 20
 _SAVING_SECONDS = 120
 """For the checkpoint of a run that is told to stop, beside its bytes, after the step in progress and one more."""
-_SAVED_BYTES_PER_SECOND = 2e9
-"""Of all ranks together, to a file system that they share: careful, so that a large checkpoint is not cut off."""
 LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
 
 
@@ -41,11 +40,11 @@ def write_job(launcher: Launcher, run: ResolvedRun, cluster: Cluster, run_file: 
     saved = saved_bytes(run)
     makes: dict[Launcher, Callable[..., str]] = {
         "slurm": partial(_slurm, checkpoints=run.checkpoint.dir, saving=(
-            f"{saved / 1e9:,.1f} GB at {_SAVED_BYTES_PER_SECOND / 1e9:g} GB/s")),
-        "torchrun": _torchrun, "kubernetes": _kubernetes}
+            f"{saved / 1e9:,.1f} GB at {SAVED_BYTES_PER_SECOND / 1e9:g} GB/s")),
+        "torchrun": _torchrun, "kubernetes": partial(_kubernetes, checkpoints=run.checkpoint.dir)}
     text = makes[launcher](
         run_file, run.run_dir or Path("runs", run_file.stem), nodes, per_node, on_gpus=cluster.device.cores is None,
-        stop_seconds=60 * ceil((2 * step_seconds + _SAVING_SECONDS + saved / _SAVED_BYTES_PER_SECOND) / 60),
+        stop_seconds=60 * ceil((2 * step_seconds + _SAVING_SECONDS + saved / SAVED_BYTES_PER_SECOND) / 60),
         whole_nodes=per_node == cluster.devices_per_node)
     try:
         write_atomically(path, text)
@@ -66,7 +65,10 @@ def _slurm(run_file: Path, run_dir: Path, nodes: int, per_node: int, *, checkpoi
            on_gpus: bool, stop_seconds: int, whole_nodes: bool) -> str:
     saved = '"$run_dir/checkpoint"' if checkpoints is None else shlex.quote(str(checkpoints))
     gpus = f"#SBATCH --gpus-per-node={per_node}\n" if on_gpus else ""
-    gpus += "#SBATCH --exclusive\n" if whole_nodes else ""  # all cores: a task has one of a shared node
+    # Slurm gives a job of whole nodes all cores, but memory only as asked for, and a task one core. A node of CPUs may
+    # have fewer cores than ranks.
+    gpus += "#SBATCH --exclusive\n#SBATCH --mem=0\n" if whole_nodes else ""
+    cores = f" --cpus-per-task=$((SLURM_CPUS_ON_NODE / {per_node}))" if whole_nodes and on_gpus else ""
     return f"""#!/bin/bash
 # sbatch {run_file.with_suffix(".sbatch").name} [/shared/folder/of/the/run]
 # Saves before its time is up, is put back into the queue, and resumes. --signal: two steps, {_SAVING_SECONDS} s, and a
@@ -85,7 +87,7 @@ export RANVIER_SECRET=$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \\n') # signs w
 newest() {{ find {saved} -maxdepth 1 -name 'step-*' 2>/dev/null | sort -V | tail -n 1; }}
 export TORCH_CPP_LOG_LEVEL=ERROR # otherwise torch prints 20 lines of C++ for each rank that a lost one brings down
 before=$(newest)
-srun --kill-on-bad-exit=1 ranvier train {shlex.quote(str(run_file))} --resume auto --run-dir "$run_dir"
+srun --kill-on-bad-exit=1{cores} ranvier train {shlex.quote(str(run_file))} --resume auto --run-dir "$run_dir"
 code=$?
 if [ -e "$run_dir/summary.json" ]; then exit "$code"; fi # finished
 if [ "$(newest)" = "$before" ]; then
@@ -110,11 +112,16 @@ exec torchrun {way} \\
 """
 
 
-def _kubernetes(run_file: Path, run_dir: Path, nodes: int, per_node: int, *, on_gpus: bool, stop_seconds: int,
-                whole_nodes: bool) -> str:
+def _kubernetes(run_file: Path, run_dir: Path, nodes: int, per_node: int, *, checkpoints: Path | None, on_gpus: bool,
+                stop_seconds: int, whole_nodes: bool) -> str:
     name = "".join(char if char.isalnum() else "-" for char in run_file.stem.lower()).strip("-") or "ranvier"
     if not run_dir.is_absolute() or len(run_dir.parts) < 3:  # it has to be on the volume
         run_dir = Path("/runs", run_dir.name or name)
+    volume = run_dir.parent
+    if checkpoints is not None and not Path(normpath(checkpoints)).is_relative_to(volume):
+        raise ConfigError(f"is not on the volume, which the pods have as {volume}: a checkpoint would be lost with its "
+                          "pod", code="job-checkpoints-off-volume", where="checkpoint.dir", value=str(checkpoints),
+                          remedy=f"Leave it out, for {run_dir}/checkpoint, or give a folder in {volume}.")
     gpus = f'\n            limits: {{nvidia.com/gpu: "{per_node}"}}' if on_gpus else ""
     settings = "\n".join(f"    {line}" for line in read_bytes(run_file, _MOST_BYTES).decode().splitlines())
     return f"""# kubectl apply -f {run_file.with_suffix(".yaml").name}
@@ -162,7 +169,7 @@ spec:
           resources:
             requests: {{cpu: "{4 * per_node}"}}{gpus}
           volumeMounts:
-            - {{name: runs, mountPath: {json.dumps(str(run_dir.parent))}}}
+            - {{name: runs, mountPath: {json.dumps(str(volume))}}}
             - {{name: settings, mountPath: /settings}}
             - {{name: shm, mountPath: /dev/shm}}
       volumes:

@@ -10,7 +10,7 @@ from ranvier.planner import report
 from ranvier.planner.candidates import Candidate
 from ranvier.planner.search import SearchResult
 from ranvier.planner.simulation import Simulation
-from ranvier.planner.training import Goal, columns, training
+from ranvier.planner.training import Goal, columns, training, with_length
 from ranvier.schedule.schedule import Action
 from ranvier.schedule.simulator import Simulated
 from ranvier.schedule.spans import Category, Span
@@ -48,7 +48,7 @@ def page_of(plan: SearchResult, recipe: str, asked: Run, origins: Mapping[str, s
                  "measured": None, "whole": False}
                 for entry in best.memory for prefix, sizes in (("", entry.device), ("host ", entry.host))
                 for category, size in sizes.items() if size],
-        settings=changed_settings(best.run, asked, origins))
+        settings=changed_settings(with_length(best, plan.cluster, goal), asked, origins))
 
 
 def _timeline(shown: Simulated) -> StepTimeline:

@@ -26,18 +26,25 @@ from ranvier.planner.job_files import Launcher, start_command, write_job
 from ranvier.planner.page import page_of
 from ranvier.planner.problems import TOO_LARGE, cannot_be_laid_out
 from ranvier.planner.problems import problems as find_problems
-from ranvier.planner.run_cost import run_cost, run_pipeline
+from ranvier.planner.run_cost import SAVED_BYTES_PER_SECOND, run_cost, run_pipeline
 from ranvier.planner.search import SearchResult, check_precision, search
 from ranvier.planner.simulation import (
     STEADY,
-    Failures,
     Goodput,
     Noise,
     Simulation,
     goodput,
     simulate_step,
 )
-from ranvier.planner.training import Goal, changed_cluster, check_goal, fewest_devices, training
+from ranvier.planner.training import (
+    Goal,
+    changed_cluster,
+    check_goal,
+    failures_of,
+    fewest_devices,
+    training,
+    with_length,
+)
 from ranvier.planner.training import columns as training_columns
 from ranvier.planner.trial import measured
 from ranvier.planner.work import Work
@@ -113,9 +120,8 @@ def plan(name: str, run: Run, cluster_names: Sequence[str], request: Request) ->
         found = measured(found, request.measure, _progress)
     best, job = found.best[0], None
     if request.out is not None:
-        length = best.run.train if goal is None else replace(
-            best.run.train, epochs=None, steps=training(best, found.cluster, goal).steps)
-        _write(replace(best.run, train=length, launch=run.launch, run_dir=None), request.out, request.origins)
+        planned = with_length(best, found.cluster, goal)
+        _write(replace(planned, launch=run.launch, run_dir=None), request.out, request.origins)
         if request.launcher is not None:
             job = write_job(request.launcher, best.run, found.cluster, request.out, best.cost.seconds)
     if request.out_html is not None:
@@ -341,9 +347,8 @@ def simulate(name: str, run: Run, cluster_name: str, *, ranks: int | None = None
         raise
     except TOO_LARGE as error:
         raise cannot_be_laid_out(error) from error
-    lost = None if mtbf_hours is None else goodput(found.seconds, run.mesh.size, Failures(
-        mtbf_seconds=mtbf_hours * 3600, checkpoint_steps=run.checkpoint.every or run.train.steps,
-        stall_seconds=found.stall_seconds))
+    failures = None if mtbf_hours is None else failures_of(found.run, cluster, found.memory, mtbf_hours)
+    lost = None if failures is None else goodput(found.seconds, run.mesh.size, failures)
     document = _document(name, found, lost)
     if draw is not None:
         from ranvier.planner.picture import draw_simulation
@@ -373,11 +378,9 @@ def simulation(run: ResolvedRun, cluster: Cluster, noise: Noise = STEADY, work: 
                          placement=run.placement, defer_last=pipeline.defer_last, max_stored=pipeline.max_stored,
                          alternating=pipeline.alternating)
     after = one.cost.seconds - one.cost.pipeline_seconds
-    copied = max((entry.host.get("checkpoint", 0) for entry in one.memory), default=0)
     seconds = max(step.seconds - one.cost.partial_seconds, one.cost.cores_seconds)
-    return Simulation(run=run, cluster=cluster, cost=one.cost, step=step, excess=one.reason,
-                      stall_seconds=cluster.host_link.seconds(copied), pipeline_seconds=seconds,
-                      seconds=seconds + after)
+    return Simulation(run=run, cluster=cluster, cost=one.cost, step=step, excess=one.reason, memory=one.memory,
+                      pipeline_seconds=seconds, seconds=seconds + after)
 
 
 def _slow(text: str, run: ResolvedRun) -> tuple[tuple[int, int], float]:
@@ -427,7 +430,8 @@ def _print(found: Simulation, lost: Goodput | None, name: str) -> None:
     if lost is not None:
         screen.print(f"{lost.failures_per_day:.2g} failures a day: with a checkpoint every "
                      f"{run.checkpoint.every or run.train.steps} steps {lost.share:.1%} of the time is useful work; "
-                     f"the best interval is {lost.best_steps} steps")
+                     f"the best interval is {lost.best_steps} steps, where one is written at "
+                     f"{SAVED_BYTES_PER_SECOND / 1e9:g} GB/s")
     screen.print("\nmilliseconds for a microbatch; averaging and update once a step:")
     screen.print(report.stage_table(found.cost))
     if len(found.cost.stages) > 16:

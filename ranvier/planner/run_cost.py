@@ -138,6 +138,10 @@ def states_per_parameter(run: ResolvedRun) -> float:
     return _update_of(run)[0] + len(averages_of(run.optim)) + is_half(DTYPES[run.precision])
 
 
+SAVED_BYTES_PER_SECOND = 2e9
+"""Of all ranks together, to a file system that they share: careful, so that a large checkpoint is not cut off."""
+
+
 def saved_bytes(run: ResolvedRun) -> float:
     """Of a checkpoint of the run: its parameters, and the states of those that train."""
     model, sizes = families.model_of(run), element_bytes(run)

@@ -19,6 +19,7 @@ from typing import Literal
 
 from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.hardware import Cluster
+from ranvier.cost.memory import RankMemory
 from ranvier.cost.step import Cost
 from ranvier.mesh import StagePlacement
 from ranvier.schedule.closed_form import DIRECT, Way
@@ -82,8 +83,8 @@ class Simulation:
     """As simulated, a partial last microbatch and shared cores considered."""
     seconds: float
     """Of the whole step: the pipeline, and what follows it."""
-    stall_seconds: float
-    """For which a checkpoint holds the run up: while copies of weights and states go to the host's memory."""
+    memory: tuple[RankMemory, ...]
+    """Of each stage, as predicted."""
     excess: str
     """What does not fit; empty where all does."""
 
@@ -168,43 +169,42 @@ def _factor(noise: Noise, replica: int, stage_size: int) -> Callable[[int, Actio
 @dataclass(frozen=True, kw_only=True)
 class Failures:
     """mtbf_seconds: mean time between two failures of one rank. restart_seconds: from a failure to the next step.
-    checkpoint_steps: steps between checkpoints; stall_seconds: what one holds the run up."""
+    checkpoint_steps: steps between checkpoints; stall_seconds: what one holds the run up; write_seconds: from its step
+    until it is on the disk, and the next one can begin."""
 
     mtbf_seconds: float
     restart_seconds: float = 300.0
     checkpoint_steps: int = 100
     stall_seconds: float = 0.0
+    write_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """share: of the time in which steps were made that count. best_steps: between checkpoints, by Daly's formula."""
+    """share: of the time in which steps were made that count. best_steps: between checkpoints, by Daly's formula, and
+    not before the one before is written."""
 
     share: float
     failures_per_day: float
     best_steps: int
 
 
-def goodput(step_seconds: float, ranks: int, failures: Failures, *, steps: int = 20_000, seed: int = 0) -> Goodput:
-    """What is left of a run's time when ranks fail at random: each failure loses the steps since the last checkpoint,
-    and a restart."""
-    generator = random.Random(f"{seed} failures")
+_LARGEST_EXPONENT = 700.0
+"""Beyond it a run makes no progress, and exp overflows."""
+
+
+def goodput(step_seconds: float, ranks: int, failures: Failures) -> Goodput:
+    """What is expected to be left of a run's time when ranks fail at random: each failure loses the steps since the
+    last checkpoint that is on the disk, and a restart (Daly, 2006, equation 13)."""
     rate = ranks / failures.mtbf_seconds
-    now, done, saved = 0.0, 0, 0
-    until = now + generator.expovariate(rate)
-    limit = 50 * steps * (step_seconds + failures.stall_seconds)
-    while done < steps and now < limit:
-        length = step_seconds + (failures.stall_seconds if (done + 1) % failures.checkpoint_steps == 0 else 0.0)
-        if now + length >= until:
-            now, done = until + failures.restart_seconds, saved
-            until = now + generator.expovariate(rate)
-            continue
-        now, done = now + length, done + 1
-        if done % failures.checkpoint_steps == 0:
-            saved = done
-    stall = max(failures.stall_seconds, 1e-3)
-    return Goodput(share=min(1.0, done * step_seconds / now) if now else 1.0, failures_per_day=rate * 86400,
-                   best_steps=max(1, round(best_interval(stall, 1.0 / rate) / step_seconds)))
+    work = failures.checkpoint_steps * step_seconds
+    interval = max(work + failures.stall_seconds, failures.write_seconds)
+    lost = failures.restart_seconds + failures.write_seconds  # while one is written the one before is the last
+    exponent = rate * interval
+    share = work / ((1 / rate + lost) * math.expm1(exponent)) if exponent < _LARGEST_EXPONENT else 0.0
+    best = best_interval(max(failures.stall_seconds, 1e-3), 1 / rate) / step_seconds
+    return Goodput(share=min(1.0, share), failures_per_day=rate * 86400,
+                   best_steps=max(1, round(best), math.ceil(failures.write_seconds / step_seconds)))
 
 
 def best_interval(stall_seconds: float, mtbf_seconds: float) -> float:

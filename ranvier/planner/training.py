@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import ceil
 from typing import Any
 
+from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
 from ranvier.cost.cluster_files import cluster_of
 from ranvier.cost.hardware import Cluster
+from ranvier.cost.memory import RankMemory
 from ranvier.errors import ConfigError
 from ranvier.models import families
 from ranvier.planner.auto import closed
 from ranvier.planner.candidates import Candidate
+from ranvier.planner.run_cost import SAVED_BYTES_PER_SECOND, saved_bytes
 from ranvier.planner.search import SearchResult
 from ranvier.planner.simulation import Failures, goodput
 
@@ -79,10 +82,8 @@ def training(found: Candidate, cluster: Cluster, goal: Goal, measured_over_predi
     longer = found.expected_seconds(measured_over_predicted) / found.cost.seconds
     devices, share, best_steps = found.run.mesh.size, 1.0, None
     if goal.mtbf_hours is not None:
-        copied = max((entry.host.get("checkpoint", 0) for entry in found.memory), default=0)
-        lost = goodput(found.cost.seconds * longer, devices, Failures(
-            mtbf_seconds=goal.mtbf_hours * 3600, stall_seconds=cluster.host_link.seconds(copied),
-            checkpoint_steps=found.run.checkpoint.every or found.run.train.steps))
+        lost = goodput(found.cost.seconds * longer, devices,
+                       failures_of(found.run, cluster, found.memory, goal.mtbf_hours))
         share, best_steps = lost.share, lost.best_steps
     days = found.cost.days(goal.tokens) * longer / max(share, 1e-9)
     hours = days * 24 * devices
@@ -91,6 +92,22 @@ def training(found: Candidate, cluster: Cluster, goal: Goal, measured_over_predi
                     goodput=share, best_checkpoint_steps=best_steps,
                     dollars=None if price is None else hours * price,
                     kilowatt_hours=None if watts is None else hours * watts / 1000)
+
+
+def with_length(found: Candidate, cluster: Cluster, goal: Goal | None) -> ResolvedRun:
+    """The configuration's run, with as many steps as the goal's tokens take."""
+    if goal is None:
+        return found.run
+    return replace(found.run, train=replace(found.run.train, epochs=None, steps=training(found, cluster, goal).steps))
+
+
+def failures_of(run: ResolvedRun, cluster: Cluster, memory: Sequence[RankMemory], mtbf_hours: float) -> Failures:
+    """What failures cost a run. memory: of its stages, as predicted, which has the copies that a checkpoint makes."""
+    copied = max((entry.host.get("checkpoint", 0) for entry in memory), default=0)
+    writing = saved_bytes(run) / SAVED_BYTES_PER_SECOND
+    return Failures(mtbf_seconds=mtbf_hours * 3600, checkpoint_steps=run.checkpoint.every or run.train.steps,
+                    stall_seconds=cluster.host_link.seconds(copied) if run.checkpoint.background else writing,
+                    write_seconds=writing)
 
 
 def columns(several: list[Training]) -> dict[str, list[str]]:
@@ -153,19 +170,20 @@ def _counts(run: Run, cluster: Cluster, goal: Goal) -> Iterator[int]:
 
 
 def _unmet(cluster: Cluster, goal: Goal, tried: list[tuple[SearchResult, Training]]) -> ConfigError:
-    if tried and goal.deadline_days is not None and tried[-1][1].days <= goal.deadline_days:
-        last = tried[-1][1]
-        return ConfigError(f"is not enough: {last.devices:,} devices, the fewest that are in time, cost "
-                           f"{last.dollars:,.0f} dollars", code="budget-of-deadline", where="--budget",
-                           value=goal.budget,
-                           remedy="Give more days with `--deadline`, fewer `--tokens`, or a larger budget.")
-    if goal.deadline_days is None:
-        return ConfigError("is not enough for any number of devices", code="budget-too-small", where="--budget",
-                           value=goal.budget, remedy="Take fewer `--tokens`, or a larger budget.")
-    days = f"{tried[-1][1].days:,.1f} days on {tried[-1][1].devices:,} devices" if tried else "more at their peak"
-    return ConfigError(f"cannot be met on the {cluster.num_devices:,} devices of {cluster.name}: {days}",
-                       code="deadline-too-early", where="--deadline", value=goal.deadline_days,
-                       remedy="Give more days, fewer `--tokens`, or more nodes with `--nodes`.")
+    last = tried[-1][1] if tried else None
+    if last is not None and (goal.deadline_days is None or last.days <= goal.deadline_days):
+        said, code = ((f"{last.devices:,} devices", "budget-too-small") if goal.deadline_days is None else
+                      (f"{last.devices:,} devices, the fewest that are in time,", "budget-of-deadline"))
+        return ConfigError(f"is not enough: {said} cost {last.dollars:,.0f} dollars in {last.days:,.1f} days",
+                           code=code, where="--budget", value=goal.budget,
+                           remedy="Take fewer `--tokens`, or a larger budget" + (
+                               "." if goal.deadline_days is None else ", or give more days with `--deadline`."))
+    devices, days = ((cluster.num_devices, "more at their peak") if last is None else
+                     (last.devices, f"{last.days:,.1f} days"))
+    more = "more nodes with `--nodes`" if devices == cluster.num_devices else "no `--ranks`, for as many as are needed"
+    return ConfigError(f"cannot be met on {devices:,} devices of {cluster.name}: {days}", code="deadline-too-early",
+                       where="--deadline", value=goal.deadline_days,
+                       remedy=f"Give more days, fewer `--tokens`, or {more}.")
 
 
 # --- what if ---------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import tomllib
 from importlib import resources
 
 import pytest
+import tomli_w
 
 from ranvier.cost.cluster_files import cluster_names, cluster_of, load_cluster, write_cluster
 from tests.errors import raises
@@ -60,11 +61,20 @@ def changed(**changes):
     ({"between__latency_seconds": -1.0}, ("cluster-malformed", 0)),
     ({"device__rates__fp12": {"peak_flops": 1.0}}, ("cluster-malformed",)),
     ({"device__rates__fp32": {"share": 0.5}}, ("cluster-malformed",)),
-    ({"nodes": None, "name": None, "host": None}, ("cluster-malformed", 2)),
+    ({"nodes": None, "name": None, "host": None}, ("cluster-malformed", "nodes is missing", "host is missing")),
 ], ids=str)
 def test_faults(changes, error):
     with raises(*error):
         cluster_of(changed(**changes), "file x")
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("device__memory_bytes", 80), ("device__rates__fp32__peak_flops", 989), ("between__bandwidth", 400),
+    ("between__latency_seconds", 6)])
+def test_a_users_file_in_other_units(tmp_path, name, value):
+    (tmp_path / "x.toml").write_text(tomli_w.dumps(changed(**{name: value})))
+    with raises("cluster-unit", f"{name.replace('__', '.')}", value=value):
+        load_cluster(str(tmp_path / "x.toml"))
 
 
 def test_a_device_that_computes_nothing():

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import subprocess
+from contextlib import nullcontext
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -89,8 +90,10 @@ def test_the_fewest_devices_that_are_in_time(here, capsys):
         planned(capsys, here, goal=Goal(tokens=1e12, deadline_days=between, budget=few["dollars"]))
     with raises("deadline-too-early", 2):
         planned(capsys, here, ranks=2, goal=Goal(tokens=1e12, deadline_days=between))
-    with raises("budget-too-small"):
+    with raises("budget-too-small", 2):  # what the fewest devices cost
         planned(capsys, here, goal=Goal(tokens=1e12, budget=1e-9))
+    with raises("budget-too-small", 4):
+        planned(capsys, here, ranks=4, goal=Goal(tokens=1e12, budget=1e-9))
     with raises("unknown-search"):  # of every number of devices, and nothing about the deadline
         plan("small", RUN, [here], Request(searched="nothing", goal=Goal(tokens=1e12, deadline_days=between)))
 
@@ -189,13 +192,14 @@ def test_a_job_file_beside_the_run(here, tmp_path, capsys, monkeypatch):
     assert job["spec"]["completions"] == 4 and "[mesh]" in settings["data"]["run.toml"]
     assert job["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "2"}
     assert job["spec"]["template"]["spec"]["containers"][0]["env"][0]["value"] == "180"
-    assert "--signal=USR1@180\n" in batch and "--exclusive\n" in batch
+    assert "--signal=USR1@180\n" in batch and "--exclusive\n#SBATCH --mem=0\n" in batch
+    assert "srun --kill-on-bad-exit=1 --cpus-per-task=$((SLURM_CPUS_ON_NODE / 2)) ranvier" in batch
     slow = resolve(replace(RUN, mesh=Mesh(data=8)))
     batch = write_job("slurm", slow, load_cluster("h100"), tmp_path / "slurm.toml", 52.7).read_text()
     assert "--signal=USR1@240\n" in batch  # two steps, and two minutes to save
     batch = write_job("slurm", resolve(RUN, Facts(mesh=Mesh(data=4))), load_cluster("h100"), tmp_path / "slurm.toml",
                       1.0).read_text()
-    assert "--ntasks-per-node=4\n" in batch and "--exclusive" not in batch
+    assert "--ntasks-per-node=4\n" in batch and "--exclusive" not in batch and "--cpus-per-task" not in batch
     (tmp_path / "saved here" / "step-20").mkdir(parents=True)
     elsewhere = resolve(replace(slow, checkpoint=replace(slow.checkpoint, dir=tmp_path / "saved here")))
     batch = write_job("slurm", elsewhere, load_cluster("h100"), tmp_path / "slurm.toml", 1.0).read_text()
@@ -216,6 +220,16 @@ def test_a_job_file_beside_the_run(here, tmp_path, capsys, monkeypatch):
     (tmp_path / "torchrun.sh").mkdir()
     with raises("job-not-writable"):
         write_job("torchrun", three, load_cluster("h100"), tmp_path / "torchrun.toml", 1.0)
+
+
+def test_a_pods_checkpoints_are_on_the_volume(tmp_path):
+    (tmp_path / "x.toml").write_text("")
+    for folder, fits in (("/runs/saved", True), ("/runs/l8/checkpoint", True), ("/scratch/saved", False),
+                         ("saved", False), ("/runs/../scratch", False)):
+        run = resolve(replace(RUN, mesh=Mesh(data=2), run_dir=Path("/runs/l8"), checkpoint=replace(
+            RUN.checkpoint, dir=Path(folder))))
+        with nullcontext() if fits else raises("job-checkpoints-off-volume", "/runs", value=folder):
+            write_job("kubernetes", run, priced(), tmp_path / "x.toml", 1.0)
 
 
 def test_a_job_file_has_the_folder_of_the_run(here, tmp_path):
