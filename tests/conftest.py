@@ -1,7 +1,8 @@
 """Ranks are often threads here: each computes with one thread, so that many of them fit on few cores, and the threads
-of those with several do not spin. Times of hypothesis' examples say nothing on a machine that others use too. `make test` has
-the same examples each time, so that a change is not refused for a fault that it does not have; `make test-all` draws
-others (`--hypothesis-profile random`)."""
+of those with several do not spin. Times of hypothesis' examples say nothing on a machine that others use too.
+
+`make test` has the same examples each time, so that no change is refused for a fault that it does not have.
+`make test-all` draws others (`--hypothesis-profile random`)."""
 
 import gc
 import os
