@@ -184,6 +184,28 @@ def _gpt_only(run: ResolvedRun) -> str | None:
     return None if has_it else f"the family {family} has no such setting"
 
 
+def _gpt_has_none(run: ResolvedRun) -> str | None:
+    family = form_of(run.data).family if run.model.family == "auto" else run.model.family
+    return "the family gpt has no such setting" if family == "gpt" else None
+
+
+def _all_layers_are_full(run: ResolvedRun) -> str | None:
+    model = run.model
+    return "no layer has a window" if model.full_every == 1 or {*range(model.num_layers)} <= {
+        *model.full_layers} else None
+
+
+def _factor_of_one(run: ResolvedRun) -> str | None:
+    model = run.model  # dynamic scaling begins beyond the positions, whatever the factor is
+    changes = model.rope_factor != 1 or model.rope_scaling == "dynamic" or model.rope_magnitude not in (None, 1)
+    return None if changes else "model.rope-factor is 1"
+
+
+def _no_mixture(name: str) -> Reason:
+    """For what a task learns from where it has no mixture."""
+    return _first(_by_task(name), lambda run: "data.mixture is set" if run.data.mixture else None)
+
+
 def _padding(run: ResolvedRun) -> str | None:
     packed = run.data.task == "chat" and run.data.packing
     return "data.packing fills sequences" if packed else form_of(run.data).unused.get("data.padding")
@@ -270,14 +292,18 @@ CONDITIONS: Mapping[str, Reason] = {
         None if is_object_name(run.model.family) else f"the family {run.model.family} takes no options"),
     **{f"model.{name}": _llama_only for name in (
         "max_positions", "kv_heads", "head_dim", "activation", "bias", "tied", "norms", "norm_offset", "qk_norm",
-        "query_pre_attn_scalar", "window", "rope_base", "rope_scaling", "embedding_scale",
+        "query_pre_attn_scalar", "rope_base", "embedding_scale",
         "residual_multiplier", "logits_scaling", "attention_softcap", "logit_softcap")},
     "model.untied": _gpt_only,
+    **{f"model.{name}": _gpt_has_none for name in ("intermediate", "norm_epsilon")},
+    "model.window": _first(_llama_only, _all_layers_are_full),
+    "model.rope_scaling": _first(_llama_only, _factor_of_one),
     **{f"model.{name}": _first(_llama_only, _needs("model.window")) for name in ("full_every", "window_rope_base")},
     "model.full_layers": _first(_llama_only, _needs("model.window"), partial(_no_such_layer, "full_layers")),
     "model.nope_layers": _first(_llama_only, partial(_no_such_layer, "nope_layers")),
-    **{f"model.{name}": _first(_llama_only, _needs("model.rope_scaling")) for name in (
-        "rope_factor", "rope_positions", "rope_limits", "rope_magnitude")},
+    **{f"model.{name}": _first(_llama_only, _needs("model.rope_scaling", *kinds)) for name, kinds in (
+        ("rope_factor", ()), ("rope_positions", ("dynamic", "llama3", "yarn")), ("rope_limits", ("llama3", "yarn")),
+        ("rope_magnitude", ("yarn",)))},
     **{f"lora.{name}": _needs("lora.rank") for name in (
         "alpha", "targets", "dropout", "method", "train_head", "base_format")},
     "preference.loss": _preference("dpo", "ipo", "simpo"),
@@ -287,10 +313,11 @@ CONDITIONS: Mapping[str, Reason] = {
     "data.options": lambda run: None if is_object_name(run.data.task) else f"the task {run.data.task} takes no options",
     **{name: _by_task(name) for name in (
         "train.eval_sequences", "model.vocab", "model.sequence", "model.num_classes", "model.image_size",
-        "model.patch_size", "data.train", "data.train_samples", "data.eval_samples", "data.augment",
-        "data.augment_repeats", "data.corpus", "data.max_bytes", "data.text_column", "data.pair_column",
+        "model.patch_size", "data.train_samples", "data.eval_samples", "data.augment",
+        "data.augment_repeats", "data.max_bytes", "data.text_column", "data.pair_column",
         "data.label_column", "data.messages_column", "data.form", "data.chat_template", "data.mixture",
         "data.packing")},
+    **{name: _no_mixture(name) for name in ("data.train", "data.corpus")},
     "data.padding": _padding,
     "data.tokenizer": _tokenizer,
     "elastic.options": lambda run: (

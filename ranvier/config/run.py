@@ -439,9 +439,9 @@ class Transformer:
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Dropout probability of embeddings and sublayer outputs; every mesh drops the same elements."""
     intermediate: Positive | None = None
-    """Intermediate size of an MLP; none is 4 times `hidden`."""
+    """Intermediate size of an MLP; none is 4 times `hidden`, which gpt always has."""
     norm_epsilon: Annotated[float, Gt(0)] | None = None
-    """Epsilon of layer norms; none is the value that the family was published with."""
+    """Epsilon of layer norms; none is the value that the family was published with, which gpt always has."""
     num_classes: Positive | Literal["auto"] = "auto"
     """bert, llama and vit: number of classes; auto takes it from the data."""
     image_size: Positive = 32

@@ -36,6 +36,9 @@ _OWN_KERNELS = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3",
 _SIZES = {"num_hidden_layers": "num_layers", "hidden_size": "hidden", "num_attention_heads": "heads",
           "vocab_size": "vocab"}
 
+_OWN = ("dropout", "intermediate", "norm_epsilon")
+"""Settings of other families that a folder alone decides, and that nothing here reads."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CutModel:
@@ -214,7 +217,11 @@ class _Transformers:
                                 code="transformers-needs-folder", where="model.pretrained", value=folder,
                                 remedy="Fetch the model first (`hf download OWNER/NAME --local-dir FOLDER`), and name "
                                        "its folder.")]
-        return wrong_head("transformers", head, ("tokens",))
+        own = next((name for name in _OWN if getattr(settings, name) != getattr(Transformer, name)), None)
+        return [*wrong_head("transformers", head, ("tokens",)), *([] if own is None else [ConfigError(
+            "is that of the folder, whose modules the family transformers trains as they are",
+            code="setting-of-transformers-folder", where=f"model.{own.replace('_', '-')}", value=getattr(settings, own),
+            remedy="Leave it out, and change config.json in a copy of the folder.")])]
 
     def model(self, settings: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
         assert settings.pretrained is not None, "a problem"

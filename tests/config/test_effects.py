@@ -45,7 +45,7 @@ ALWAYS = frozenset({
     "log.tracker", "log.every", "launch.threads", "launch.device", "launch.hang_seconds", "model.family",
     "model.preset", "model.pretrained",
     "model.float8",
-    "model.num_layers", "model.hidden", "model.heads", "model.dropout", "model.intermediate", "model.norm_epsilon",
+    "model.num_layers", "model.hidden", "model.heads", "model.dropout",
     "lora.rank", "lora.adapters", "data.task", "data.cache_dir", "data.eval", "data.eval_sets",
     "elastic.freeze", "elastic.manual", "elastic.profile_microbatches", "seed", "precision", "memory_report", "verbose",
     "resume", "run_dir"})
@@ -72,7 +72,7 @@ OTHER = {
     "log.project": "p", "log.store": "s", "log.offline": True, "model.vocab": 999, "comm.collectives": "torch",
     "model.sequence": 11, "model.num_classes": 7, "model.image_size": 64, "model.patch_size": 8,
     "model.compile": True, "model.attention_kernel": "math",
-    "model.max_positions": 99, "model.kv_heads": 1, "model.head_dim": 6, "model.activation": "gelu",
+    "model.intermediate": 48, "model.norm_epsilon": 0.5, "model.max_positions": 99, "model.kv_heads": 1, "model.head_dim": 6, "model.activation": "gelu",
     "model.bias": "all", "model.untied": True, "model.tied": True, "model.norms": "both", "model.norm_offset": 1,
     "model.qk_norm": "head",
     "model.query_pre_attn_scalar": 5.0, "model.window": 3, "model.full_every": 2,
@@ -200,6 +200,20 @@ def test_only_values_of_a_user_are_told(tmp_path):
     other = tmp_path / "mine.toml"
     other.write_text("[optim]\nmomentum = 0.5\n")
     assert warned(read.load(str(other))[1]) == ["optim.momentum"]
+
+
+@pytest.mark.parametrize(("values", "told"), [
+    (dict(model__rope_scaling="linear", model__rope_factor="2", model__rope_limits="1,4", model__rope_positions="9",
+          model__rope_magnitude="2"), ["model.rope-positions", "model.rope-limits", "model.rope-magnitude"]),
+    (dict(model__rope_scaling="llama3", model__rope_positions="9", model__rope_limits="1,4"), ["model.rope-scaling"]),
+    (dict(model__rope_scaling="dynamic", model__rope_positions="9"), []),
+    (dict(model__window="3", model__full_every="1"), ["model.window"]),
+    (dict(model__window="3", model__full_layers="0,2"), []),
+    (dict(model__family="gpt", model__intermediate="48", model__norm_epsilon="0.1"), [
+        "model.intermediate", "model.norm-epsilon"]),
+    (dict(data__corpus="a.txt", data__mixture="b.txt=1,c.txt=2"), ["data.corpus"])])
+def test_what_other_settings_of_a_model_leave_idle(values, told):
+    assert warned(flags(**{"model__family": "llama", **values})) == told
 
 
 def test_a_cluster_is_read_where_something_is_auto():

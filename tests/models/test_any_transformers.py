@@ -252,6 +252,10 @@ def test_settings_that_it_cannot_have(folder_of, run, tmp_path):
                          (dict(pretrained="CohereLabs/command"), ["transformers-needs-folder", "hf download"])):
         found = families.problems(replace(run, model=replace(run.model, **model)))
         assert [one.code for one in found] == error[:1]
+    for own in (dict(dropout=0.5), dict(intermediate=7), dict(norm_epsilon=0.5)):
+        found, = families.problems(replace(run, model=replace(run.model, **own)))
+        assert found.code == "setting-of-transformers-folder" and own[found.where.removeprefix("model.").replace(
+            "-", "_")] == found.value
     for data, code in ((dict(packing=True), "packing-without-segments"),
                        (dict(task="preference"), "family-without-task")):
         found = families.problems(replace(run, data=replace(run.data, **data)))
