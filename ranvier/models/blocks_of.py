@@ -24,6 +24,7 @@ from ranvier.block import CONTAINERS, KEPT_IN_FP32, StandInModes, State, beside_
 from ranvier.errors import ModelError
 from ranvier.models.forward_trace import Trace, trace_forward, unchanged
 from ranvier.models.from_transformers import transformer_blocks
+from ranvier.read_attributes import ReadAttributes
 from ranvier.sent_values import name_of, pack, unpack
 
 
@@ -175,7 +176,7 @@ class _Block(nn.Module):
         self._parts: dict[bool, _Part] = {}
         self._has_modes = False
         """Whether the traced code differs between training and evaluation."""
-        self.stand_in_modes = StandInModes()
+        self.stand_in_modes, self.read_attributes = StandInModes(), ReadAttributes()
 
     def stand_for(self, module: nn.Module) -> None:
         """Have the block, and what it has in place of the modules around its submodules, follow their modes."""
@@ -273,8 +274,10 @@ def _blocks(module: nn.Module, traces: Mapping[bool, Trace]) -> dict[str, nn.Mod
     for name, one in (*module.named_parameters(), *module.named_buffers()):
         if id(one) not in placed:  # unused by forward, and part of the module's state nevertheless
             _put(module, blocks[starts[-1]], name)
+    read = ReadAttributes(set().union(*(trace.reads for trace in traces.values())))
     for block in blocks.values():
         block.stand_for(module)
+        block.read_attributes = read
     keep_names(module, blocks.values())
     return dict(blocks)
 

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 
 from ranvier.block import HOOKS
 from ranvier.errors import ModelError, RanvierError
+from ranvier.read_attributes import Reads, reads_of
 
 REMEDY = ("Move this code into the forward of a submodule: modules without a cut inside are not traced "
           "(docs/own-model.md).")
@@ -39,10 +40,12 @@ _ALONE = threading.Lock()
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """The graph of a forward. starts: names of the blocks; a node's meta["block"] is the number of its block."""
+    """The graph of a forward. starts: names of the blocks; a node's meta["block"] is the number of its block. reads:
+    attributes whose values it has."""
 
     graph: fx.Graph
     starts: list[str]
+    reads: Reads
 
 
 class _Value(fx.Proxy):
@@ -167,17 +170,18 @@ def trace_forward(module: nn.Module, cuts: Sequence[str], inputs: Sequence[str],
                   training: bool, strict: bool) -> Trace:
     """Trace in one mode. strict: refuse cuts that are not called, or more than once; otherwise do without these."""
     tracer = _Tracer(cuts, inputs, output)
-    for name, one in module.named_modules():
-        if not tracer.is_leaf_module(one, name) or one is module:
-            one.training = training
-            if any(getattr(one, hooks) for hooks in HOOKS):
-                raise ModelError("has hooks, which its blocks would not run", code="cut-module-with-hooks",
-                                 where=name or type(module).__name__,
-                                 remedy="Remove them, or register them on submodules without a cut inside.")
+    traced = [(name, one) for name, one in module.named_modules()
+              if not tracer.is_leaf_module(one, name) or one is module]
+    for name, one in traced:
+        one.training = training
+        if any(getattr(one, hooks) for hooks in HOOKS):
+            raise ModelError("has hooks, which its blocks would not run", code="cut-module-with-hooks",
+                             where=name or type(module).__name__,
+                             remedy="Remove them, or register them on submodules without a cut inside.")
     for _ in range(_DRAWING_TRACES):
         tracer = _Tracer(cuts, inputs, output)
         try:
-            with _ALONE, _Recorder(tracer):
+            with _ALONE, reads_of(traced) as reads, _Recorder(tracer):
                 states = _random_states()
                 graph = tracer.trace(module)
                 draws = _random_states() != states
@@ -193,7 +197,7 @@ def trace_forward(module: nn.Module, cuts: Sequence[str], inputs: Sequence[str],
                          remedy=f"Draw by torch.rand and its like. Or m{REMEDY[1:]}")
     wrong = {name: tracer.calls.get(name, 0) for name in cuts if tracer.calls.get(name, 0) != 1}
     if not wrong:
-        return Trace(graph=graph, starts=tracer.starts)
+        return Trace(graph=graph, starts=tracer.starts, reads=reads)
     if not strict:
         return trace_forward(module, [name for name in cuts if name not in wrong], inputs, output, training, strict)
     name, count = next(iter(wrong.items()))

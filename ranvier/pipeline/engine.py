@@ -966,8 +966,7 @@ class Engine:
                               "the next token: the model learns to repeat each token. Models of transformers shift "
                               "their labels themselves; here give each position the label of the next one: "
                               "torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)", stacklevel=4)
-        if training:
-            self._stages.check()
+        self._stages.check(training=training)
         return batch
 
     def _run(self, batch: Sequence[Microbatch], *, training: bool, keep_outputs: bool = False) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ranvier.block import State
 from ranvier.pipeline.modes import follow_originals, put_in_evaluation, restore
 from ranvier.pipeline.stage import Blocks, Stage
+from ranvier.read_attributes import ReadAttributes
 
 
 class RankStages:
@@ -66,9 +67,12 @@ class RankStages:
         """Give `outputs` each microbatch's number and what the last block returns for it; None: no more."""
         self.last.observe = outputs
 
-    def check(self) -> None:
-        """ModelError where blocks are in a state in which they cannot train, before anything has begun."""
-        for stage in self._stages:
+    def check(self, *, training: bool) -> None:
+        """ModelError where blocks are in a state in which they cannot compute, or train, before anything has begun."""
+        for read in {id(one): one for _, _, module in self.blocks
+                     if isinstance(one := vars(module).get("read_attributes"), ReadAttributes)}.values():
+            read.check()
+        for stage in self._stages if training else ():
             stage.check()
 
     def begin(self, training: bool, num_microbatches: int) -> None:

@@ -5,6 +5,7 @@ import random
 import sys
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ from torch.nn import functional
 from ranvier.block import as_model
 from ranvier.mesh import Mesh
 from ranvier.models.blocks_of import blocks_of
+from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.testing import check_blocks
+from ranvier.testing.ranks import run_ranks
 from tests.errors import raises
 from tests.pipeline.parity import assert_close, gradients_on
 
@@ -341,6 +344,48 @@ def test_numbers_that_another_thread_draws_meanwhile():
         return m.b(m.a(x))
 
     assert blocks_of(Forward(run), ["b"])
+
+
+class Annealed(nn.Module):
+    """Reads numbers of every kind of place, and has others that its forward does not read."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.alpha, self.settings, self.steps = 0.5, {"scale": [1.0, 2.0]}, 0
+        self.config, self.factor = SimpleNamespace(shift=0.0), torch.ones(4)
+
+    def forward(self, x):
+        return self.second(self.first(x) * self.alpha + self.config.shift) * self.settings["scale"][1] * self.factor
+
+
+@pytest.mark.parametrize("change", ["alpha", "settings", "config", "factor"])
+def test_a_number_of_traced_code_that_changes_between_batches_is_refused(change):
+    module = Annealed()
+    batch = [(torch.ones(2, 4), torch.zeros(2, 4))]
+
+    def rank(world):
+        engine = Engine(blocks_of(module), world, loss=lambda y, t: ((y - t).square().sum(), t.numel()))
+        engine.evaluate(batch)
+        module.steps += 1
+        module.factor.fill_(3.0)
+        module.alpha = float(module.alpha)
+        found = engine.evaluate(batch).loss
+        assert found == pytest.approx(module(batch[0][0]).square().mean().item())
+        before = module.settings["scale"], getattr(module, change)
+        module.settings["scale"] = [1.0, 2.0 + (change == "settings")]
+        if change == "config":
+            module.config.shift = 1.0
+        elif change != "settings":
+            setattr(module, change, 2.0 * getattr(module, change))
+        for call in (engine.evaluate, engine.forward_backward):
+            with raises("traced-attribute-changed", where=f"attribute {change}"):
+                call(batch)
+        module.settings["scale"], module.config.shift = before[0], 0.0
+        setattr(module, change, before[1])
+        assert engine.forward_backward(batch).loss == pytest.approx(found)
+
+    run_ranks(rank, 1)
 
 
 def test_an_attribute_that_is_set_to_what_it_is_does_not_count():
