@@ -21,6 +21,7 @@ from ranvier.config.other_mesh import microbatch_size, resized
 from ranvier.config.resolve import ResolvedRun
 from ranvier.elastic.change import Change, MeshRequest
 from ranvier.elastic.freezing import (
+    NONE_FROZEN,
     Facts,
     FreezePolicy,
     FrozenLayers,
@@ -244,12 +245,12 @@ class Controller:
         return state
 
     def restored(self, saved: Mapping[str, Any], *, num_ranks: int, num_layers: int, step_samples: int,
-                 boundaries: tuple[int, ...] | None) -> tuple[ElasticState, Change | None]:
+                 boundaries: tuple[int, ...] | None, problem: Callable[[ResolvedRun], str | None]) -> Decision:
         """The state of a checkpoint that has `saved`, and the change with which the resumed run returns to its frozen
         layers and, if it is started on the mesh on which it was started before, to its last mesh. A run that has more
-        ranks now, since some had been lost, stays on its first mesh.
+        ranks now, since some had been lost, or settings that do not allow that mesh, stays on its first one.
 
-        step_samples: of the global batch that it continues with. boundaries: its cut now.
+        step_samples: of the global batch that it continues with. boundaries: its cut now. problem: of a run's settings.
         """
         mesh, frozen = self.run.mesh, FrozenLayers(int(saved["frozen"]), tuple(saved.get("frozen_above", ())))
         if max(frozen.layers, default=-1) >= num_layers:
@@ -269,17 +270,22 @@ class Controller:
         had = int(saved.get("num_ranks", num_ranks))  # older checkpoints have none
         if was.size > num_ranks or had < num_ranks:  # ranks that had joined are gone, or lost ones are back
             same, was, size = False, mesh, self.rules.step_samples(mesh.num_replicas)
+        notes: tuple[Note, ...] = ()
+        if was != mesh and (why := problem(self.change_to(
+                was, NONE_FROZEN, frozen, None, "", size=size, schedule=state.schedule).applied(self.run))):
+            notes = (Note(event="dropped", text=f"{mesh_text(was)}, the mesh before the run was interrupted: {why}"),)
+            same, was, size = False, mesh, self.rules.step_samples(mesh.num_replicas)
         if not same or was == mesh:  # whose memory the start has looked at
             state = replace(state, schedule=None)
         if not frozen and was == mesh and size == self.run.batch.global_size == step_samples:
-            return state, None
+            return Decision(state=state, change=None, notes=notes)
         reason = "frozen layers as before the run was interrupted"
         if same:
             reason, boundaries = "as before the run was interrupted", saved["boundaries"] and tuple(saved["boundaries"])
             if len(boundaries or ()) != replace(self.run, mesh=was).placement.num_stages - 1:
                 boundaries = None  # ranks have other numbers of stages now
-        return state, self.change_to(was, FrozenLayers(0), frozen, boundaries, reason, size=size,
-                                     schedule=state.schedule)
+        return Decision(state=state, notes=notes, change=self.change_to(
+            was, NONE_FROZEN, frozen, boundaries, reason, size=size, schedule=state.schedule))
 
     def change_to(self, mesh: Mesh, old_frozen: FrozenLayers, frozen: FrozenLayers,
                   boundaries: tuple[int, ...] | None, reason: str, *, size: int | None = None,

@@ -24,6 +24,7 @@ from ranvier.elastic.transition_selector import Note
 from ranvier.layout.layout import Layout
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
+from ranvier.planner.problems import problems
 from ranvier.system.machine import affinity
 from ranvier.train.best import LOSS
 from ranvier.train.caching import Caching
@@ -36,7 +37,7 @@ from ranvier.train.runtime import RankRuntime
 
 
 class Elasticity:
-    """Only `decide` and `saw_gradients` are collective.
+    """Only `decide`, `restore` and `saw_gradients` are collective.
 
     tell: takes events. policy: decides instead of what `run.elastic.freeze` names.
     """
@@ -102,12 +103,20 @@ class Elasticity:
         changed = frozen or self.state.ledger.entries or run.mesh != self._first.mesh or progress.since != (0, 0)
         return self.document(run, frozen, progress, unseen) if self.controller.freezes or changed else {}
 
-    def restore(self, saved: Mapping[str, Any], progress: Progress, engine: Engine) -> Change | None:
-        """Take up the state of a checkpoint that has `saved`; the change with which the run returns to its mesh."""
-        self.state, change = self.controller.restored(
+    def restore(self, saved: Mapping[str, Any], step: int, progress: Progress, runtime: RankRuntime) -> Change | None:
+        """Take up the state of a checkpoint that has `saved`; the change with which the run returns to its mesh.
+        Collective."""
+        def problem(run: ResolvedRun) -> str | None:
+            found: str | None = runtime.ranks.gather_objects(next(map(str, problems(run)), None))[0]
+            return found
+
+        engine = runtime.engine
+        decision = self.controller.restored(
             saved, num_ranks=self.num_ranks, num_layers=len(engine.layers), step_samples=progress.size,
-            boundaries=engine.boundaries or None)
-        return change
+            boundaries=engine.boundaries or None, problem=problem)
+        self.state = decision.state
+        self._report(step, decision.notes)
+        return decision.change
 
     def enter(self, runtime: RankRuntime, saved: Mapping[str, Any], change: Change, old: Mesh, moved: int,
               seconds: float,

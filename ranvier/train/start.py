@@ -161,7 +161,7 @@ def start(run: ResolvedRun, recipe: str, world: World, trackers: Sequence[Tracke
         session.active.meter.resume()
         if resumed.elastic:
             session.progress = session.progress.restored(resumed.elastic)
-            change = elastic.restore(resumed.elastic, session.progress, engine)
+            change = elastic.restore(resumed.elastic, done, session.progress, runtime)
             if change is not None:
                 change_mesh(session, change)
         if isinstance(place := session.place, Active):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ranvier.config.run import Checkpoint, Elastic, Train
+from ranvier.config.run import Checkpoint, Elastic, TensorParallel, Train
 from ranvier.mesh import Mesh
 from ranvier.train import resize
 from tests.elastic.runs import BY_HAND, StopAfter, Wishes, always, events, losses, read_rows, run_all, tiny, transitions
@@ -85,6 +85,19 @@ def test_a_row_reads_what_another_has_written(sentences, tmp_path, in_one_proces
     results, _ = run_all(run)
     assert losses(run) == pytest.approx(in_one_process, rel=1e-9)
     assert read_rows(results) >= 40
+
+
+def test_a_run_whose_settings_do_not_allow_its_last_mesh_stays_on_its_first(sentences, tmp_path, requests):
+    """Those with which it resumes split blocks over columns only."""
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(data=2), checkpoint=Checkpoint(every=0),
+               train=Train(steps=5, learning_rate=3e-3))
+    run_all(run, trackers=[Wishes(run, {1: dict(data=1, pipe=1, row=2)}), StopAfter(3, requests)])
+    assert [mesh_of(line) for line in transitions(run)] == [(1, 1, 2, 1)]
+    results, _ = run_all(replace(run, resume="auto", tensor=TensorParallel(scheme="megatron"),
+                                 train=replace(run.train, steps=7)))
+    (dropped,) = events(run, "dropped")
+    assert dropped["text"].startswith("data 1 x pipe 1 x row 2 x col 1, the mesh before the run was interrupted: ")
+    assert results[0]["steps"] == len(losses(run)) == 7 and len(transitions(run)) == 1
 
 
 @pytest.mark.slow
