@@ -67,6 +67,12 @@ class StepEvent:
     memory_bytes: int = 0
     """The most that a rank has needed so far: on CUDA what its allocator has reserved, elsewhere the process's
     resident memory. The largest over the ranks."""
+    slowest_replica: int | None = None
+    """The replica (index along `data`) that computes longest: where several have the same number of samples of the same
+    length, the one on the slowest machine. None where there is one."""
+    slowest_replica_ratio: float | None = None
+    """Its seconds of own work (forwards, backwards, weight gradients and loading data, without waits) in its slowest
+    stage over the median of the other replicas'."""
     stepped: bool = True
     """False when the global batch had no valid target, a gradient overflowed in fp16, or the step was bad: nothing was
     updated."""

@@ -90,7 +90,8 @@ def step_fields(event: StepEvent) -> dict[str, object]:
         "bubble_fraction": event.bubble_fraction, "wait_seconds": event.wait_seconds, "grad_norm": event.grad_norm,
         "learning_rate": event.learning_rate, "flops_per_second": event.flops_per_second,
         "model_flops_utilisation": event.model_flops_utilisation, "memory_bytes": event.memory_bytes}
-    for name in ("eval_loss", "loss_scale", "skipped_steps", "checkpoint_stall_seconds"):
+    for name in ("slowest_replica", "slowest_replica_ratio", "eval_loss", "loss_scale", "skipped_steps",
+                 "checkpoint_stall_seconds"):
         if getattr(event, name) is not None:
             fields[name] = getattr(event, name)
     if event.frozen_layers is not None:

@@ -9,15 +9,17 @@ A rank's step lasts from the end of the step before to the end of this one; what
 evaluation, the start) is left out by calling `resume` after it. On CUDA the device's own times are read one step later:
 there a line has the waits of the step before.
 
-The same sum says whether any rank was asked to stop, so all ranks know it at the same step.
+The same sum says whether any rank was asked to stop, so all ranks know it at the same step, and how long each replica
+computed, which names a slow machine: in a sum of gradients all replicas wait for the last one.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 import torch
 
@@ -31,6 +33,8 @@ from ranvier.system.memory_tracker import peak_memory_bytes
 from ranvier.train.events import StepEvent
 from ranvier.train.peak import PeakRate
 
+_OWN = frozenset({"forward", "backward", "weight", "data"})
+"""Categories of spans that are a rank's own work, without its waits for others."""
 KEPT_STEPS = 5
 """Latest steps whose spans stay in memory for the timeline, beside the first step's: it shows one of the inner ones, at
 whose ends other ranks are in the steps before and after."""
@@ -38,8 +42,9 @@ whose ends other ranks are in the steps before and after."""
 
 @dataclass(kw_only=True)
 class PendingStep:
-    """A step whose numbers are still on their way. `sums`, over ranks: step seconds, wait seconds, waited share, and
-    how many ranks were asked to stop, and to take another mesh. `memory`: the largest peak of a rank, in bytes."""
+    """A step whose numbers are still on their way. `sums`, over ranks: step seconds, wait seconds, waited share, how
+    many ranks were asked to stop, and to take another mesh; then, where there are several replicas, the seconds of own
+    work of each, stage by stage. `num_replicas`: of the mesh. `memory`: the largest peak of a rank, in bytes."""
 
     step: int
     result: BatchResult
@@ -48,6 +53,7 @@ class PendingStep:
     memory: torch.Tensor
     works: tuple[Work, Work]
     num_ranks: int
+    num_replicas: int = 1
     eval_loss: float | None = None
     eval_scores: Mapping[str, float] = field(default_factory=dict)
     frozen_layers: int | None = None
@@ -77,6 +83,7 @@ class PendingStep:
         self._wait()
         seconds, waited, bubble = (self.sums[:3] / self.num_ranks).tolist()
         flops_per_second = flops_per_token * self.result.weight / seconds
+        slowest, excess = slowest_replica(self.sums[5:].reshape(-1, self.num_replicas).tolist()) or (None, None)
         grad_norm = self.result.grad_norm
         assert grad_norm is not None  # of a training batch
         return StepEvent(step=self.step, loss=self.result.loss, tokens=self.result.weight, step_seconds=seconds,
@@ -85,6 +92,7 @@ class PendingStep:
                          model_flops_utilisation=flops_per_second / (peak.reference * self.num_ranks),
                          against_published_peak=peak.published is not None, num_ranks=self.num_ranks,
                          memory_bytes=int(self.memory),
+                         slowest_replica=slowest, slowest_replica_ratio=excess,
                          stepped=self.result.stepped, eval_loss=self.eval_loss, eval_scores=self.eval_scores,
                          frozen_layers=self.frozen_layers, mesh=self.mesh,
                          checkpoint_stall_seconds=self.checkpoint_stall_seconds,
@@ -92,19 +100,32 @@ class PendingStep:
                          skipped_steps=self.loss_scale.skipped_steps if self.loss_scale else None)
 
 
+def slowest_replica(work: Sequence[Sequence[float]]) -> tuple[int, float] | None:
+    """Which of at least two replicas is the furthest behind in one of its stages, and its seconds there over the median
+    of the others; None until all are known. work: of each stage the seconds of each replica."""
+    if not work or not all(seconds > 0 for stage in work for seconds in stage):
+        return None
+    ratio, replica = max((mine / median([*stage[:replica], *stage[replica + 1:]]), replica)
+                         for stage in work for replica, mine in enumerate(stage))
+    return replica, ratio
+
+
 class Meter:
     """Clocks one rank's steps and keeps the spans that the timeline will show.
 
     ranks: a group of all ranks; they call `step` for the same steps, in the same order as its other collectives.
-    device: this rank's, whose peak memory is told.
+    mesh: of these ranks. device: this rank's, whose peak memory is told.
     stop: this rank's own; whether it was asked to stop goes with each step's numbers to all ranks. resize_asked:
     whether this rank knows of a request for another mesh, likewise.
     """
 
-    def __init__(self, timeline: Timeline, ranks: Group, device: torch.device, stop: StopRequest | None = None,
-                 resize_asked: Callable[[], bool] | None = None) -> None:
+    def __init__(self, timeline: Timeline, ranks: Group, mesh: Mesh, device: torch.device,
+                 stop: StopRequest | None = None, resize_asked: Callable[[], bool] | None = None) -> None:
         self._timeline, self._ranks, self._device = timeline, ranks, device
         self._stop, self._resize_asked = stop, resize_asked
+        at = mesh.coordinates(ranks.index)
+        self._num_replicas, self._slot = mesh.num_replicas, at.pipeline_rank * mesh.num_replicas + at.replica
+        self._work = [0.0] * (mesh.num_replicas * mesh.pipeline_size) if mesh.num_replicas > 1 else []
         self.busy: dict[str, float] = {}
         """Seconds in each category of span, in the steps on the mesh of now, the first aside. The verdict is left out:
         who weighs it waits for the others."""
@@ -125,15 +146,17 @@ class Meter:
         for window in self._timeline.end_step(number):
             took = self._keep(window)
             waited, share = took.wait_seconds, min(1.0, took.wait_seconds / max(took.seconds, 1e-9))
+            if self._work:
+                self._work[self._slot] = sum(span.seconds for span in took.spans if span.category in _OWN)
         stop_ns = time.monotonic_ns()
         seconds, self._start_ns = (stop_ns - self._start_ns) * 1e-9, stop_ns
         stop = self._stop is not None and self._stop.requested
         resize = self._resize_asked is not None and self._resize_asked()
-        sums = torch.tensor([seconds, waited, share, stop, resize], dtype=torch.float64)
+        sums = torch.tensor([seconds, waited, share, stop, resize, *self._work], dtype=torch.float64)
         memory = torch.tensor(peak_memory_bytes(self._device), dtype=torch.float64)
         return PendingStep(step=number, result=result, learning_rate=learning_rate, sums=sums, memory=memory,
                            works=(self._ranks.all_reduce(sums), self._ranks.all_reduce(memory, "max")),
-                           num_ranks=len(self._ranks.ranks))
+                           num_ranks=len(self._ranks.ranks), num_replicas=self._num_replicas)
 
     def _keep(self, window: StepWindow) -> StepWindow:
         """A step that can be read: for the timeline, and for what ranks were busy with."""

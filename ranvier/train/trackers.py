@@ -303,7 +303,8 @@ def scalars(event: StepEvent | EvalEvent | TransitionEvent) -> dict[str, float]:
     fields: dict[str, Any] = step_fields(event)
     groups = {"train": ("loss", "grad_norm", "learning_rate", "loss_scale", "skipped_steps", "frozen_layers"),
               "speed": ("tokens_per_second", "step_seconds", "bubble_fraction", "wait_seconds", "flops_per_second",
-                        "model_flops_utilisation"), "mesh": REQUIRED_AXES}
+                        "model_flops_utilisation", "memory_bytes", "slowest_replica", "slowest_replica_ratio"),
+              "mesh": REQUIRED_AXES}
     return {f"{group}/{name}": fields[name] for group, names in groups.items() for name in names if name in fields}
 
 

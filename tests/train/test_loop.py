@@ -97,6 +97,7 @@ def test_metrics_are_complete_and_in_order(finished):
         assert step["tokens"] == 10 * 16 and step["grad_norm"] > 0
         assert step["tokens_per_second"] == pytest.approx(step["tokens"] / step["step_seconds"])
         assert 0 <= step["bubble_fraction"] <= 1 and 0 <= step["wait_seconds"] <= step["step_seconds"]
+        assert step["slowest_replica"] in (0, 1) and step["slowest_replica_ratio"] >= 1
         assert step["flops_per_second"] > 0 and step["model_flops_utilisation"] > 0
     assert abs(steps[0]["loss"] - math.log(300)) < 0.3 and steps[-1]["loss"] < steps[0]["loss"]
 
