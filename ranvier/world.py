@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, overload
@@ -129,7 +130,7 @@ class World:
     def gather_objects(self, value: object) -> list[Any]:
         """Every rank's `value`, in the order of ranks: numbers, texts, lists and dicts, as JSON has them. Collective;
         not for every step."""
-        return self._all_ranks().gather_objects(value)
+        return self._all_ranks().gather_objects(_as_plain_values(value, "World.gather_objects"))
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """The `value` of rank `source`, on all ranks: a tensor, whose shape all ranks give, or what `gather_objects`
@@ -138,7 +139,8 @@ class World:
             raise ConfigError(f"is no rank; there are {self.size}", code="broadcast-source",
                               where="World.broadcast(source=...)", value=source, remedy="Give the number of a rank.")
         if not isinstance(value, Tensor):
-            return self._all_ranks().gather_objects(value if self.rank == source else None)[source]
+            own = _as_plain_values(value, "World.broadcast") if self.rank == source else None
+            return self._all_ranks().gather_objects(own)[source]
         sent = _copied(value)
         self._all_ranks().broadcast(sent, source).wait()
         return sent.reshape(value.shape)
@@ -148,6 +150,18 @@ class World:
         self.backend.close()
         if self._first is not None:
             self._first.close()
+
+
+def _as_plain_values(value: object, where: str) -> object:
+    """`value`. ConfigError for one that JSON does not have."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"takes numbers, texts, lists and dicts, as JSON has them: {error}", code="value-not-json",
+                          where=where, value=type(value).__name__,
+                          remedy="Give a tensor's `.tolist()` or `.item()`; `World.all_reduce` and `World.broadcast` "
+                                 "take tensors.") from error
+    return value
 
 
 def _copied(tensor: Tensor) -> Tensor:

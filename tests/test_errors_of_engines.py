@@ -104,6 +104,9 @@ def test_calls_of_a_world():
         alone().all_reduce(1.0, "median")
     with raises("broadcast-source", 1, value=3):
         alone().broadcast(1.0, source=3)
+    for call in (alone().gather_objects, alone().broadcast):
+        with raises("value-not-json", value="dict"):
+            call({"gradient": torch.ones(2)})
 
 
 # --- launch -----------------------------------------------------------------------------------------------------------

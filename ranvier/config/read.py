@@ -15,6 +15,7 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
 import types
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -183,7 +184,7 @@ def merge(layers: Sequence[Layer]) -> Merged:
                 chosen = chosen | {name} if layer.is_users else chosen - {name}
             except ConfigError as problem:
                 problems.append(problem)
-        for name, other in _overruled(layer, before, values):
+        for name, other in _overruled(layer, before, values, chosen):
             if origins[other] != "default":
                 values[other], origins[other] = settings()[other].default, f"{layer.origin} through {flag(name)}"
                 chosen.discard(other)
@@ -228,10 +229,16 @@ def _with_preset(layer: Layer) -> tuple[Layer, ...]:
     return Layer(origin=f"preset {name}", values=values, is_users=False), layer
 
 
-def _overruled(layer: Layer, before: Mapping[str, object], values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+def _overruled(layer: Layer, before: Mapping[str, object], values: Mapping[str, object], chosen: Collection[str]
+               ) -> Iterator[tuple[str, str]]:
     """(setting, other): what `layer` says of a setting overrules what the layers below it say of the other. Steps
     overrule epochs; a limit on the bytes of one corpus is not meant for another; pretrained weights have sizes of their
-    own, in place of a recipe's."""
+    own, in place of a recipe's; the stages and limits in a run's own run.toml are those of its mesh, unless a user has
+    chosen them."""
+    reshaped = next((name for name in _SHAPE_OF_A_REPLICA if name in layer.values and values[name] != before[name]), "")
+    for other in _OF_THE_SHAPE if reshaped else ():
+        if other not in layer.values and other not in chosen:
+            yield reshaped, other
     for name, other in (("train.steps", "train.epochs"), ("data.corpus", "data.max_bytes")):
         new = name == "train.steps" or values[name] != before[name]
         if name in layer.values and other not in layer.values and new:
@@ -241,6 +248,10 @@ def _overruled(layer: Layer, before: Mapping[str, object], values: Mapping[str, 
         for other in ("model.preset", *(f"model.{size}" for size in presets.OF_WEIGHTS)):
             if other not in layer.values and before[other] != settings()[other].default:
                 yield "model.pretrained", other
+
+
+_SHAPE_OF_A_REPLICA = ("mesh.pipe", "mesh.row", "mesh.col", "pipeline.stages_per_rank")
+_OF_THE_SHAPE = ("pipeline.boundaries", "pipeline.in_flight", "pipeline.deferred", "pipeline.defer_last")
 
 
 def _build(tree: type, values: Mapping[str, object], prefix: str = "") -> Any:
@@ -390,10 +401,10 @@ _ELSEWHERE = types.MappingProxyType({
     "save_steps": "checkpoint.every", "save_every": "checkpoint.every", "save_interval": "checkpoint.every",
     "max_iters": "train.steps", "iters": "train.steps", "warmup_iters": "train.warmup_steps",
     "min_lr": "train.final_learning_rate", "eval_interval": "train.eval_every", "eval_steps": "train.eval_every",
-    "log_interval": "log.every", "gradient_accumulation_steps": "batch.microbatch_size", "clip": "optim.clip_norm",
+    "log_interval": "log.every", "gradient_accumulation_steps": "batch.global_size", "clip": "optim.clip_norm",
     "n_layer": "model.num_layers", "layers": "model.num_layers", "num_hidden_layers": "model.num_layers",
     "n_head": "model.heads", "n_embd": "model.hidden", "d_model": "model.hidden", "hidden_size": "model.hidden",
-    "vocab_size": "model.vocab", "optimizer": "optim.algorithm", "device": "launch.device", "data": "data.corpus",
+    "vocab_size": "model.vocab", "optimizer": "optim.algorithm", "optim": "optim.algorithm", "device": "launch.device", "data": "data.corpus",
     "text": "data.corpus", "out_dir": "run_dir", "output": "run_dir", "wandb": "log.tracker",
     "report_to": "log.tracker", "num_processes": "mesh.data", "sequence_parallel": "tensor.sequence_sharding",
     "num_layers_per_virtual_pipeline_stage": "pipeline.stages_per_rank",
@@ -471,6 +482,10 @@ def load(recipe: str, *, keep_folder: bool = False, allow_code: bool = False) ->
         is_imported = "run_dir" not in layer.values  # its run.toml names no folder of a run
         start = {"resume": recipe} if is_imported else {"run_dir": recipe, "resume": "auto"}
         return path.absolute().name, replace(layer, is_users=False, values={**layer.values, **start})
+    if (path / "adapter_config.json").is_file():
+        raise ConfigError("is a folder of adapters, without the model that they belong to", code="recipe-is-adapters",
+                          where="recipe", value=recipe,
+                          remedy=f"Name the model's folder, and `--lora.adapters {shlex.quote(recipe)}`.")
     if path.suffix == ".toml":
         try:
             layer = _parse(read_bytes(path, MOST_BYTES), f"file {recipe}")

@@ -93,8 +93,9 @@ def prepare(run: Run, progress: Progress = lambda line: None) -> Prepared:
     prepared = _prepared(run, progress)
     sets = {name: _eval_set(name, prepared, _prepared(other, progress)) for name, other in eval_set_runs(run).items()}
     count, size = prepared.epoch_samples, run.batch.global_size
+    unit = "packed sequences" if run.data.packing else "samples"
     few = () if count >= size else (DataError(
-        f"takes more than the training data has, {count:,} samples: on average {size / count:.1f} times the same ones",
+        f"takes more than the training data has, {count:,} {unit}: on average {size / count:.1f} times the same ones",
         code="batch-beyond-data", where="batch.global-size", value=size,
         remedy=f"Set `--batch.global-size {count}` or less, or give more data."),)
     return replace(prepared, eval_sets=sets, warnings=(*prepared.warnings, *few))

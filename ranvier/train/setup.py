@@ -153,7 +153,7 @@ def held_out_line(data: Prepared) -> list[int]:
 
 def settings_text(run: ResolvedRun, engine: Engine, world: World, data: Prepared, elastic: str) -> dict[str, str]:
     """What a reader wants to know of a run, in words. elastic: how it transforms itself; empty where it does not."""
-    model, unit = run.model, form_of(run.data).samples
+    model, unit = run.model, "packed sequences" if run.data.packing else form_of(run.data).samples
     num_parameters = sum(parameter.numel for parameter in engine.layout.parameters
                          if parameter.owner == parameter.name)
     return {

@@ -35,6 +35,7 @@ def test_every_setting_has_help_and_a_default_that_fits():
 
 def test_names_in_other_programs_lead_to_settings():
     assert {*read._ELSEWHERE.values()} <= {*read.settings()}
+    assert read.name_elsewhere("gradient_accumulation_steps") == "batch.global_size"
 
 
 @pytest.mark.parametrize(("name", "text", "value"), [
@@ -139,6 +140,28 @@ def test_the_folder_of_a_run_goes_on(tmp_path):
     assert not layer.is_users
 
 
+def test_a_run_on_other_stages_has_limits_of_its_own(tmp_path):
+    """Those in its run.toml are of the mesh that it had."""
+    (tmp_path / "run.toml").write_text(
+        'run_dir = "elsewhere"\n[mesh]\ndata = 2\npipe = 2\n[pipeline]\nboundaries = [5]\nin_flight = 2\n'
+        "deferred = [1, 1]\ndefer_last = 2\n")
+    layer = read.load(str(tmp_path))[1]
+
+    def pipeline(**flags):
+        return read.merge([layer, read.Layer(origin="flag", values=flags, is_text=True)]).run.pipeline
+
+    kept = read.merge([layer]).run.pipeline
+    assert (kept.boundaries, kept.in_flight, kept.deferred, kept.defer_last) == ((5,), 2, (1, 1), 2)
+    assert pipeline(**{"mesh.data": "1", "mesh.pipe": "2"}) == kept
+    for flags in ({"mesh.pipe": "4"}, {"mesh.col": "2"}, {"mesh.pipe": "auto"}, {"pipeline.stages_per_rank": "2"}):
+        found = pipeline(**flags)
+        assert (found.boundaries, found.in_flight, found.deferred, found.defer_last) == (None, "auto", None, None)
+    assert pipeline(**{"mesh.pipe": "3", "pipeline.boundaries": "2,4"}).boundaries == (2, 4)
+    users = read.merge([dataclasses.replace(layer, is_users=True),
+                        read.Layer(origin="flag", values={"mesh.pipe": "4"}, is_text=True)])
+    assert users.run.pipeline == kept  # a user chose them, and is told what does not fit
+
+
 def test_a_run_begins_with_an_imported_folder(tmp_path):
     """Its run.toml names no folder: the run has one of its own, and the imported weights."""
     (tmp_path / "run.toml").write_text("seed = 3\n")
@@ -150,12 +173,14 @@ def test_a_run_begins_with_an_imported_folder(tmp_path):
     ("missing.toml", "recipe-unreadable"), ("folder.toml", "recipe-unreadable"),
     ("bad.toml", "recipe-not-toml"), ("pipe.toml", "recipe-unreadable"),
     ("latin.toml", "recipe-not-toml"), ("gpt-tyni", "unknown-recipe"),
-    ("x", "unknown-recipe"),
+    ("x", "unknown-recipe"), ("adapters", "recipe-is-adapters"),
     ("no_such_module:f", "recipe-function-raised"), ("json:nothing", "recipe-function-raised"),
     ("json:dumps", "recipe-function-raised"), ("os:getpid", "recipe-function-result")])
 def test_recipes_that_cannot_be_read(tmp_path, monkeypatch, recipe, code):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.toml").mkdir()
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters" / "adapter_config.json").write_text("{}")
     os.mkfifo(tmp_path / "pipe.toml")
     (tmp_path / "bad.toml").write_text("seed = = 3")
     (tmp_path / "latin.toml").write_bytes(b"x = '\xe9'")

@@ -159,7 +159,7 @@ def test_layers_ties_and_modes():
     assert held == {id(parameter) for parameter in model.parameters()}
 
 
-@pytest.mark.parametrize("name", ["Llama", "Bert"])
+@pytest.mark.parametrize("name", ["Llama", "Bert", "ViT"])  # the head of a ViT reads the format of its first block
 def test_the_whole_state_loads_into_the_model(name):
     models = [built(name) for _ in range(2)]
 
