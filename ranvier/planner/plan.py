@@ -302,8 +302,12 @@ def print_plan(found: SearchResult, name: str, explain: bool, goal: Goal | None 
     screen.print(f"{name} on {found.ranks} of the {found.cluster.num_devices:,} devices of {found.cluster.name} "
                   f"({found.cluster.device.name}), {report.numbers(found)}")
     if goal is not None:
-        steps = training(found.best[0], found.cluster, goal, found.measured_over_predicted).steps
-        screen.print(f"a training on {goal.tokens:,.0f} tokens has {steps:,} steps")
+        whole = training(found.best[0], found.cluster, goal, found.measured_over_predicted)
+        screen.print(f"a training on {goal.tokens:,.0f} tokens has {whole.steps:,} steps")
+        if whole.best_checkpoint_steps is not None:
+            screen.print(f"a checkpoint every {whole.best_checkpoint_steps} steps, written at "
+                         f"{SAVED_BYTES_PER_SECOND / 1e9:g} GB/s, loses least; the run has "
+                         f"--checkpoint.every {found.best[0].run.checkpoint.every or 0}")
     if same := report.common_settings(found):
         screen.print(same)
     screen.print()

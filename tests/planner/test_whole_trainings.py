@@ -131,17 +131,18 @@ def test_what_cannot_be_asked(asked, code):
 
 
 def test_the_run_file_trains_on_the_tokens_that_were_asked_for(here, tmp_path, capsys):
-    """And the page has its days; at a price that no file has."""
-    out, html = tmp_path / "run.toml", tmp_path / "page.html"
-    plan("small", RUN, [here], Request(searched="mesh", ranks=8, goal=Goal(tokens=1e9), price=3.0, out=out,
-                                       out_html=html))
+    """And the page has its days and steps; at a price that no file has."""
+    out, html, goal = tmp_path / "run.toml", tmp_path / "page.html", Goal(tokens=1e9, mtbf_hours=100.0)
+    plan("small", RUN, [here], Request(searched="mesh", ranks=8, goal=goal, price=3.0, out=out, out_html=html))
     steps = -(-10**9 // (16 * 32))
     merged = read.merge([read.load(str(out))[1]]).run
     assert merged.train.steps == steps and merged.train.epochs is None
     printed = capsys.readouterr().out
     assert f"{steps:,} steps" in printed and "batch 16 of 32 tokens" in printed
     found = search(RUN, priced(), 8, ("mesh",)).best[0]
-    dollars = 3 * training(found, priced(), Goal(tokens=1e9)).device_hours
+    whole = training(found, priced(), goal)
+    assert f"every {whole.best_checkpoint_steps} steps" in printed and f'"{steps}"' in html.read_text()
+    dollars = 3 * whole.device_hours
     assert f"{dollars:,.0f}" in html.read_text() and "dollars" in html.read_text()
 
 
