@@ -103,7 +103,7 @@ class Gradients:
         self._unreached: dict[str, bool] = {}
         self._removed: set[str] = set()
         self._handed_on: dict[str, int | None] = {}
-        """Versions of the gradients that have been handed on, when they were; None of those whose memory is another's."""
+        """Versions of the gradients that have been handed on, when they were; None where their memory is another's."""
         self.unreached: set[str] = set()
         """Parameters that have no gradient since `show_unreached`."""
         if allocate:

@@ -58,6 +58,7 @@ from ranvier.pipeline.device_timeline import timeline_of
 from ranvier.pipeline.examine import Cause, examine
 from ranvier.pipeline.full_state import gather_full_state
 from ranvier.pipeline.held_parameters import HeldParameters
+from ranvier.pipeline.left_tensors import LeftTensors
 from ranvier.pipeline.look_ahead import LookAhead
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.modes import some_train
@@ -233,6 +234,8 @@ class Engine:
         self._connect(blocks, timeout_seconds)
         self._buffers = self._share_buffers(blocks, buffers)
         self._buffer_changes = SharedBufferChanges(self.stages.shared_buffers, blocks)
+        last = self.layout.stages.num_stages - 1
+        self._left = LeftTensors(model.loss, [block for block in blocks if self.layout.stage_of(block[0]) != last])
         self._connections.open_splits(self.layout)
         self._statistics = BatchStatistics(self._connections.all, SameTargets(self.coordinates, self.layout.stages),
                                            on_device=world.device.type == "cuda")
@@ -724,6 +727,7 @@ class Engine:
             self._held.check_kept(replicas=1 if self._updater.in_backward else self.mesh.count(
                 self.mesh.over(splits_samples=True)))
             self._check_gradients()
+            self._left.check()
             self._buffer_changes.check()
             self._updater.gradients.all_passed()
             for tie in self._ties.add_gradients(self._call):
@@ -957,8 +961,8 @@ class Engine:
                 if training and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(value)):
                     raise ModelError("require a gradient, which ends where the engine begins",
                                      code="microbatch-wants-gradient", where=f"{what} of microbatch {number}",
-                                     remedy="Detach them, compute them inside torch.no_grad(), or let a block or a loss "
-                                            "module have what trains.")
+                                     remedy="Detach them, compute them inside torch.no_grad(), or let a block, or a "
+                                            "loss that is a module, have what trains.")
         if has_loss and self._looks_at_shift:
             self._looks_at_shift = False
             if any(NextTokenLoss.is_unshifted(one.inputs, one.targets) for one in batch):

@@ -121,7 +121,7 @@ class SharedBufferChanges:
     def begin(self) -> None:
         """A training batch begins."""
         self._buffers = {name: (buffer, buffer._version) for name, buffer in self._buffers_now()}
-        self._before = {name: _with_gradients(value) for name, value in self._containers_now()}
+        self._before = {name: tensors_with_gradients(value) for name, value in self._containers_now()}
 
     def check(self) -> None:
         """The batch has run. ModelError for a buffer that it has changed, or a container with a new tensor."""
@@ -132,11 +132,11 @@ class SharedBufferChanges:
         for name, value in self._containers_now():
             if value is self._containers.get(name):  # no other stage has one that a forward has put in its place
                 known = set(map(id, self._before.get(name, ())))
-                if any(id(tensor) not in known for tensor in _with_gradients(value)):
+                if any(id(tensor) not in known for tensor in tensors_with_gradients(value)):
                     raise shared_container_error(name, self._shared[name])
 
 
-def _with_gradients(value: Collection[object]) -> list[Tensor]:
+def tensors_with_gradients(value: Collection[object]) -> list[Tensor]:
     """The tensors that gradients flow through in a list, dict, tuple, set or dataclass, at any depth."""
     found: list[Tensor] = []
     containers: list[Any] = [value]

@@ -110,8 +110,8 @@ class WeightGradients:
                 self._on_queued(parameter)
 
     def run(self, microbatch: int, product: int) -> None:
-        """Compute one deferred product and release its operands. Its sum over ranks may be added later. ModelError where
-        an operand has been changed since: a plain loop would have had the gradient before."""
+        """Compute one deferred product and release its operands. Its sum over ranks may be added later. ModelError
+        where an operand has been changed since: a plain loop would have had the gradient before."""
         operands = self._waiting.pop((microbatch, product))
         if [one._version for one in operands.tensors] != operands.versions:
             raise ModelError("has an input or a gradient that was changed in place after its backward, before the "
