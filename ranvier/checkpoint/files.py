@@ -104,17 +104,21 @@ def publish(temporary: Path, final: Path, manifest: Manifest, verify: Callable[[
 
 def retain(folder: Path, newest: int, *, keep: int, keep_every: int, damaged: Collection[Path] = (),
            best: int | None = None, verify: Callable[[], None] = lambda: None) -> None:
-    """Remove all checkpoints but the last `keep` up to that of step `newest`, which has just been written, and those
-    whose step is a multiple of `keep_every` (0: none), or `best`. Those that are known to be `damaged`, and copies
+    """Remove all checkpoints but the last `keep` up to that of step `newest`, which has just been written, those whose
+    step is a multiple of `keep_every` (0: none), `best`, and that to which the link `best` leads: it is the best one
+    that is on the disk where that of step `best` could not be written. Those that are known to be `damaged`, and copies
     under another step's name, do not count, and go with what is older than all that stay. Later ones stay: the run went
     on from before them, and writes them again when it gets there. verify: as in `publish`; what it raises ends the
     removal."""
     steps = [(step_of(path) or 0, path) for path in checkpoints(folder)]  # they have one: a checkpoint is named by it
     found = [(step, path) for step, path in steps if step <= newest]
     whole = (step for step, path in found if path not in damaged and _is_of_step(path, step))
-    oldest = min(islice(whole, keep), default=newest)
+    oldest, linked = min(islice(whole, keep), default=newest), None
+    if best is not None:
+        with suppress(OSError):  # there is none, or a file system without links
+            linked = step_of(folder / os.readlink(folder / BEST))
     for step, path in found:
-        if step < oldest and step != best and not (keep_every and step % keep_every == 0):
+        if step < oldest and step not in (best, linked) and not (keep_every and step % keep_every == 0):
             gone = _aside(path, "removed")
             verify()
             with suppress(OSError):

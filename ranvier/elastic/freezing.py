@@ -124,7 +124,7 @@ class FreezePolicy(Protocol):
     def frozen_layers(self, facts: Facts) -> int | Collection[int]:
         """The number of layers that are frozen from now on, from the first on, 0 to `facts.num_layers`: `facts.frozen`
         changes nothing, more freezes layers, and with fewer layers train again. Or the numbers of these layers, from 0,
-        which need not be the first ones."""
+        which need not be the first ones; after such an answer a number has layers above that many train again."""
 
 
 @dataclass(frozen=True)

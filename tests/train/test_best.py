@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ranvier.checkpoint import files
 from ranvier.cli.main import run_command
 from ranvier.mesh import Mesh
 from ranvier.testing.ranks import run_ranks
@@ -111,6 +112,22 @@ def test_a_better_one_replaces_the_best(settings, tmp_path, monkeypatch):
                         "eval_loss", "--train.steps", "6"]) == 0
     assert checkpoints(run / "checkpoint") == ["step-4", "step-6"], "one that was due for nothing else, too"
     assert (run / "checkpoint" / "best").resolve().name == "step-4"
+
+
+def test_the_best_before_stays_where_a_better_one_cannot_be_written(settings, tmp_path, monkeypatch):
+    run, publish = tmp_path / "run", files.publish
+
+    def fails(temporary, final, *rest, **more):
+        if final.name == "step-3":
+            raise OSError("No space left on device")
+        publish(temporary, final, *rest, **more)
+
+    monkeypatch.setattr(files, "publish", fails)
+    scripted(monkeypatch, [3.0, 2.0, 1.0, 1.5, 1.6])
+    assert run_command(["train", *settings, "--run-dir", str(run), "--checkpoint.best", "eval_loss", "--train.steps",
+                        "5"]) == 0
+    assert checkpoints(run / "checkpoint") == ["step-2", "step-5"]
+    assert (run / "checkpoint" / "best").resolve().name == "step-2"
 
 
 def test_all_ranks_stop_together(settings, tmp_path, monkeypatch):
