@@ -156,7 +156,7 @@ class Coordinates(_NumberPerAxis):
     @property
     def pipeline_rank(self) -> int:
         """Which of `Mesh.pipeline_size` ranks in turn: it decides the stages."""
-        return self.index(self.mesh.over(orders_stages=True))
+        return self.index(self.mesh.pipeline_axes)
 
     @property
     def position(self) -> Position:
@@ -285,6 +285,11 @@ class Mesh(_NumberPerAxis):
         return self.over(replicates_parameters=True)
 
     @cached_property
+    def pipeline_axes(self) -> tuple[str, ...]:
+        """Axes along which ranks hold different stages."""
+        return self.over(orders_stages=True)
+
+    @cached_property
     def stage_axes(self) -> tuple[str, ...]:
         """Axes along which the ranks of a stage differ."""
         return self.over(divides_stages=True)
@@ -297,7 +302,7 @@ class Mesh(_NumberPerAxis):
     @cached_property
     def pipeline_size(self) -> int:
         """Ranks in turn that the blocks of a model are divided over."""
-        return self.count(self.over(orders_stages=True))
+        return self.count(self.pipeline_axes)
 
     @cached_property
     def stage_size(self) -> int:
@@ -343,7 +348,7 @@ class Mesh(_NumberPerAxis):
         """The mesh with other numbers of replicas and, where given, of ranks of a pipeline. Of several axes with one
         role the first is resized, and the others have one rank."""
         sizes = dict[str, int]()
-        for axes, size in ((self.replica_axes, num_replicas), (self.over(orders_stages=True), pipeline_size)):
+        for axes, size in ((self.replica_axes, num_replicas), (self.pipeline_axes, pipeline_size)):
             if size is not None:
                 sizes |= {**dict.fromkeys(axes, 1), axes[0]: size}
         return self.resized(**sizes)
@@ -396,7 +401,7 @@ class Mesh(_NumberPerAxis):
     def place(self, *, replica: int = 0, pipeline_rank: int = 0, position: Position | None = None) -> Coordinates:
         """The coordinates of a place by role; `position` is the stage's leader when left out."""
         found = dict(zip(self.stage_axes, position, strict=True)) if position is not None else {}
-        for axes, number in ((self.replica_axes, replica), (self.over(orders_stages=True), pipeline_rank)):
+        for axes, number in ((self.replica_axes, replica), (self.pipeline_axes, pipeline_rank)):
             for axis in reversed(axes[1:]):
                 number, found[axis] = divmod(number, self[axis])
             found |= {axis: number for axis in axes[:1]}

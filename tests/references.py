@@ -38,10 +38,10 @@ def references_of_files() -> dict[str, list[Reference]]:
 
 def references(code: str) -> Iterator[Reference]:
     """All of a module, those of type annotations aside."""
-    tree = ast.parse(code)
-    names, skipped = _imported(tree), {id(inner) for outer in _annotations(tree) for inner in ast.walk(outer)}
-    called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(ast.parse(code)))
+    names, skipped = _imported(nodes), {id(inner) for outer in _annotations(nodes) for inner in ast.walk(outer)}
+    called = {id(node.func): node for node in nodes if isinstance(node, ast.Call)}
+    for node in nodes:
         if id(node) in skipped or isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del)):
             continue
         if isinstance(node, ast.ImportFrom):
@@ -54,23 +54,23 @@ def references(code: str) -> Iterator[Reference]:
             yield Reference(f".{attribute}", called.get(id(node)))
 
 
-def _annotations(tree: ast.Module) -> Iterator[ast.AST]:
-    for node in ast.walk(tree):
+def _annotations(nodes: list[ast.AST]) -> Iterator[ast.AST]:
+    for node in nodes:
         for field in ("annotation", "returns"):
             if (found := getattr(node, field, None)) is not None:
                 yield found
 
 
-def _imported(tree: ast.Module) -> dict[str, str]:
+def _imported(nodes: list[ast.AST]) -> dict[str, str]:
     """Name in the file -> full name, of what is imported anywhere in it, and of what has a second name."""
     found: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.asname or alias.name.partition(".")[0]:
                       alias.name if alias.asname else alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
             found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             found.setdefault(node.targets[0].id, _name(node.value, found))
     return found

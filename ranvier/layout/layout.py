@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from math import prod
@@ -246,27 +246,30 @@ class Layout:
     def held(self, rank: int) -> list[Slice]:
         """The slices of parameters (for compute) on `rank`, in model order."""
         at = self.mesh.coordinates(rank)
-        return [Slice(parameter.name, self.box(parameter, at.position))
+        position = at.position
+        return [Slice(parameter.name, self.box(parameter, position))
                 for parameter in self.parameters_of(at.pipeline_rank)]
 
     def gradients(self, rank: int) -> list[FlatGradient]:
         """One gradient for each trained key of `rank`, in the order of the owning parameters."""
         at = self.mesh.coordinates(rank)
+        position, pipeline_rank = at.position, at.pipeline_rank
         blocks: dict[str, set[int]] = {}
-        for parameter in self.parameters_of(at.pipeline_rank):
+        for parameter in self.parameters_of(pipeline_rank):
             blocks.setdefault(self.key(parameter), set()).add(parameter.block)
         found = []
-        for name, end in self.ends_on(at.pipeline_rank).items():
+        for name, end in self.ends_on(pipeline_rank).items():
             if not end.trainable:
                 continue
             parts = self.mesh.count(self.split_axes(name))
-            owns = self[name].is_owner and self.pipe_of(self[name].block) == at.pipeline_rank
+            owns = self[name].is_owner and self.pipe_of(self[name].block) == pipeline_rank
             found.append(FlatGradient(
-                name=name, numel=box_size(self.box(end, at.position)), blocks=frozenset(blocks[name]), shape=end.shape,
+                name=name, numel=box_size(self.box(end, position)), blocks=frozenset(blocks[name]), shape=end.shape,
                 in_layer=end.in_layer, settings_name=self[name].settings_name, weight=-(-end.numel // parts),
-                whole=self.chunking is not None and name in self.chunking.whole, sent_to_owner=not owns,
-                remote_ends=len(self.ends[name]) - 1 if owns else 0, group=self.summed(name) or None if owns else None,
-                copied=owns and bool(self.copy_axes(name)), counts=not owns or self.is_first_copy(name, at)))
+                whole=self.chunking is not None and name in self.chunking.whole,
+                remote_ends=len(self.ends[name]) - 1 if owns else 0, sent_to_owner=not owns,
+                group=self.summed(name) or None if owns else None, copied=owns and bool(self.copy_axes(name)),
+                counts=not owns or self.is_first_copy(name, at)))
         return found
 
     def summed(self, name: str) -> tuple[TensorAxis, ...]:
@@ -308,6 +311,7 @@ class Layout:
         that hold the same elements the first one owns.
         """
         at = self.mesh.coordinates(rank)
+        position, replica = at.position, at.replica
         shared: dict[str, list[Slice]] = {}
         if self.chunking is not None and self.chunking.shard:
             for piece in self.updated(rank):
@@ -319,10 +323,10 @@ class Layout:
                 continue
             if self.chunking is not None and self.chunking.shard and parameter.trainable and size:
                 owned += shared.get(parameter.name, []) if self.is_first_copy(parameter.name, at) else []
-            elif self._first_position(parameter, piece.box) == at.position:
+            elif self._first_position(parameter, piece.box) == position:
                 share = -(-size // self.mesh.num_replicas)
-                start, stop = min(at.replica * share, size), min((at.replica + 1) * share, size)
-                if start < stop or (size == 0 and at.replica == 0):
+                start, stop = min(replica * share, size), min((replica + 1) * share, size)
+                if start < stop or (size == 0 and replica == 0):
                     owned.append(Slice(parameter.name, piece.box, (start, stop)))
         return owned
 
@@ -332,16 +336,15 @@ class Layout:
 
     def check(self) -> None:
         """ModelError unless the positions of the tensor mesh hold every element of every parameter, without overlap."""
-        one = replace(self, mesh=self.mesh.shaped(num_replicas=1), chunking=None)
-        boxes: dict[str, list[Box]] = {parameter.name: [] for parameter in self.parameters if parameter.is_owner}
-        for rank in range(one.mesh.size):
-            for piece in one.owned(rank):
-                boxes[piece.parameter] += piece.boxes()
-        for name, found in boxes.items():
-            shape = self[name].shape
+        for parameter in self.parameters:
+            if not parameter.is_owner or parameter.name not in (self.shards or {}):
+                continue  # a whole one is where each position holds it
+            shape = parameter.shape
+            boxes = {self.box(parameter, position) for position in self.mesh.positions}
+            found = [box for box in boxes if box_size(box)]
             inside = all(intersection(box, whole(shape)) == box for box in found)
             apart = all(intersection(a, b) is None for i, a in enumerate(found) for b in found[:i])
             if not inside or not apart or sum(map(box_size, found)) != prod(shape):
                 raise ModelError("is not owned exactly once", code="parameter-not-owned-once",
-                                 where=f"parameter {name}", value=sorted(found),
+                                 where=f"parameter {parameter.name}", value=sorted(found),
                                  remedy="Check that the tensor shards of this parameter cover it without overlap.")

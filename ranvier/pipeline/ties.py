@@ -72,10 +72,13 @@ class Tie:
 def ties_of(layout: Layout, rank: int, parameters: dict[str, nn.Parameter]) -> tuple[Tie, ...]:
     """The ties of `rank`, from what every rank knows alike. parameters: those of its stage, by key."""
     at, ties = layout.mesh.coordinates(rank), []
+    pipeline_rank = at.pipeline_rank
     for owner, ends in layout.ends.items():
+        if len(ends) == 1:
+            continue
         home = layout.pipe_of(layout[owner].block), owner
         for place, parameter in ends.items():
-            if place[0] != at.pipeline_rank or len(ends) == 1:
+            if place[0] != pipeline_rank:
                 continue
             owns = place == home
             others = [other for other in ends if other != home] if owns else [place]
