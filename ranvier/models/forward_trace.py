@@ -131,6 +131,29 @@ class _Recorder(TorchFunctionMode):
         return self._tracer.create_proxy("call_function", func, args, kwargs or {})
 
 
+_SIZES_ONE_BY_ONE = ("ones", "zeros", "empty", "rand", "randn")
+"""Functions of torch that take a size in one tuple or number by number, of which only a tuple may have traced ones."""
+
+
+def _joined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, to which traced sizes, given number by number, go as one tuple."""
+    def call(*size: Any, **options: Any) -> Any:
+        return function(size, **options) if any(type(one) is _Value for one in size) else function(*size, **options)
+    return call
+
+
+@contextmanager
+def _sizes_joined() -> Iterator[None]:
+    plain = {name: getattr(torch, name) for name in _SIZES_ONE_BY_ONE}
+    try:
+        for name, function in plain.items():
+            setattr(torch, name, _joined(function))
+        yield
+    finally:
+        for name, function in plain.items():
+            setattr(torch, name, function)
+
+
 def _modes() -> tuple[bool, ...]:
     """What a graph does not record."""
     return torch.is_grad_enabled(), *(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
@@ -181,7 +204,7 @@ def trace_forward(module: nn.Module, cuts: Sequence[str], inputs: Sequence[str],
     for _ in range(_DRAWING_TRACES):
         tracer = _Tracer(cuts, inputs, output)
         try:
-            with _ALONE, reads_of(traced) as reads, _Recorder(tracer):
+            with _ALONE, _sizes_joined(), reads_of(traced) as reads, _Recorder(tracer):
                 states = _random_states()
                 graph = tracer.trace(module)
                 draws = _random_states() != states

@@ -203,6 +203,13 @@ class Updater:
                 raise ConfigError("computes the loss several times in a step, by a closure, for which the batch would "
                                   "run again", code="optimizer-needs-closure", where="optimizer",
                                   value=type(self.users).__name__, remedy="Use an optimizer that takes one gradient.")
+            in_groups = {id(one) for group in self.users.param_groups for one in group["params"]}
+            if in_groups.isdisjoint(id(one) for one in owned):
+                raise ConfigError("has none of the parameters that it was given, so nothing here would train",
+                                  code="optimizer-of-other-parameters", where="optimizer",
+                                  value=type(self.users).__name__,
+                                  remedy="Build it from its argument: optimizer=lambda parameters: "
+                                         "torch.optim.AdamW(parameters, lr=1e-3).")
         self.masters = MasterCopies(self.users, owned) if self.users is not None and half else None
         self._scale = LossScale(scale=optim.initial_loss_scale, window=optim.loss_scale_window) \
             if dtype is torch.float16 else None

@@ -43,7 +43,13 @@ from ranvier.block import (
 )
 from ranvier.comm.protocol import Group
 from ranvier.config.python_names import of_engine
-from ranvier.config.rules import float8_problems, guard_problems, looks_before_update, recompute_problems
+from ranvier.config.rules import (
+    float8_problems,
+    guard_problems,
+    looks_before_update,
+    recompute_problems,
+    torch_optimizer_problems,
+)
 from ranvier.config.run import Guard, Memory, Optim, Pipeline, TensorParallel
 from ranvier.errors import ConfigError, ModelError, RanvierError
 from ranvier.mesh import Mesh
@@ -257,10 +263,9 @@ class Engine:
             raise ConfigError(f"has {mesh.size} ranks, but {self.world.size} were started", code="mesh-of-other-size",
                               where="mesh", value=str(mesh),
                               remedy="Make data x pipe x row x col equal to the number of ranks.")
-        if optim is not None and optim.ema and not own_optimizer:
-            raise ConfigError("is kept by Ranvier's own optimizer only", code="ema-with-own-optimizer",
-                              where="optim.ema", value=optim.ema,
-                              remedy="Give optim= without optimizer=, or use torch.optim.swa_utils.AveragedModel.")
+        if optim is not None and not own_optimizer:
+            for problem in torch_optimizer_problems(optim):
+                raise problem
         shape = None if sample is None or sample.inputs is None else (sample.inputs, sample.targets)
         return make(model, mesh, sample=shape, pipeline=pipeline or Pipeline(), tensor=tensor or TensorParallel(),
                     memory=memory or Memory(), optim=optim, own_optimizer=own_optimizer, policy=policy, dtype=dtype,

@@ -204,6 +204,35 @@ def test_inputs_modes_and_random_numbers(training):
     assert list(blocks_of(module)) == ["a", "c"], "b is called twice, so that no block begins there"
 
 
+class Masked(nn.Module):
+    """A mask of the input's size, made in the forward."""
+
+    def __init__(self, mask):
+        super().__init__()
+        self.mask, self.layers = mask, nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+
+    def forward(self, x):
+        mask = self.mask(x.shape[1])
+        for layer in self.layers:
+            x = mask.to(x.dtype) @ layer(x)
+        return x
+
+
+@pytest.mark.parametrize("mask", [
+    lambda size: torch.triu(torch.ones(size, size, dtype=torch.bool), 1),
+    lambda size: torch.zeros(size, size).index_fill(1, torch.tensor([2]), 1.0) > 0,
+    lambda size: torch.empty(size, size).fill_(1.0) > 0,
+    lambda size: torch.rand(size, size) > 0.5,
+    lambda size: torch.randn(size, size) > 0.5,
+], ids=["ones", "zeros", "empty", "rand", "randn"])
+def test_sizes_of_the_input_given_number_by_number(mask):
+    module, before = Masked(mask), {name: getattr(torch, name) for name in ("ones", "zeros", "empty", "rand", "randn")}
+    blocks = blocks_of(module, ["layers.*"])
+    assert all(getattr(torch, name) is one for name, one in before.items())
+    for size in (4, 5):
+        check_blocks(module, blocks, torch.rand(2, size, 6))
+
+
 def test_a_check_that_fails_names_the_tensor():
     module = Own()
     blocks = blocks_of(module, ["c"])

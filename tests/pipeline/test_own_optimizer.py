@@ -355,3 +355,19 @@ def test_update_in_backward_is_for_one_microbatch_of_ones_own_format():
     with raises("in-backward-loss-scale"):
         run_ranks(lambda world: Engine(small_gpt(), world, dtype=torch.float16,
                                        optim=optim(update_in_backward=True)), 1)
+
+
+@pytest.mark.parametrize("setting", [dict(algorithm="sgd"), dict(shard=True), dict(offload="stream"),
+                                     dict(weight_decay=0.5), dict(update_in_backward=True)], ids=label)
+def test_settings_of_our_optimizer_are_refused_beside_one_of_torch(setting):
+    (name,) = setting
+    with raises("setting-beside-torch-optimizer") as found:
+        on_mesh(small_gpt, Mesh(), weights, optimizer=ADAMW, optim=Optim(**setting))
+    assert found.value.where == f"Optim({name}=...)"
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    """It would update that one, and leave this one as it is."""
+    other = nn.Linear(2, 2)
+    with raises("optimizer-of-other-parameters"):
+        on_mesh(small_gpt, Mesh(pipe=2), weights, optimizer=lambda _: ADAMW(other.parameters()))
