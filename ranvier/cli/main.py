@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
@@ -34,10 +35,19 @@ from ranvier.errors import RanvierError
 if TYPE_CHECKING:
     from ranvier.world import World
 
+_CONNECT_THREAD = "ranvier-connect"
+"""Name of threads that wait in torch's C++ code for another rank (launch/stores, comm/torch_backend)."""
+
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command line `args` (None: that of this process) and exit."""
-    sys.exit(run_command(args))
+    code = run_command(args)
+    if any(thread.name == _CONNECT_THREAD for thread in threading.enumerate()):
+        # It returns from C++ at some time, and while the interpreter ends that aborts the process.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def run_command(args: Sequence[str] | None = None, *, change_world: Callable[[World], World] | None = None) -> int:

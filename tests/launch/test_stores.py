@@ -4,6 +4,9 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from datetime import timedelta
@@ -104,3 +107,29 @@ def test_a_contact_without_a_secret_is_damaged(tmp_path):
     with pytest.raises(RanvierError) as refused:
         read_contact(tmp_path)
     assert refused.value.where == str(tmp_path / "join.json")
+
+
+def test_the_command_ends_with_its_own_code_while_a_thread_connects(tmp_path):
+    """TCPStore may return while the interpreter ends, which aborts the process: the command leaves before."""
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent("""
+        import atexit, socket, time
+        from datetime import timedelta
+        from ranvier.cli import main
+        from ranvier.launch import stores
+
+        def fails(args):
+            try:
+                stores.connect_store("127.0.0.1", listener.getsockname()[1], timedelta(seconds=0.5))
+            except TimeoutError:
+                return 2
+
+        listener = socket.create_server(("127.0.0.1", 0))
+        stores._GRACE_SECONDS = 0.0
+        stores.TCPStore = lambda *args, **fields: time.sleep(60)  # as one that answers nothing
+        main.run_command = fails
+        atexit.register(print, "the interpreter ends")
+        main.main()
+    """))
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
