@@ -217,6 +217,7 @@ def load(path: Path, remedy: str = "Delete it; it is then made or fetched again.
     """
     try:
         document: Any = read_json(path, _MOST_BYTES)
+        _check_prefix_space(document, path)
         if not _is_plain(document):
             return _as_published(document, path)
         model = document["model"]
@@ -233,19 +234,25 @@ def load(path: Path, remedy: str = "Delete it; it is then made or fetched again.
 
 
 def _is_plain(document: Any) -> bool:
-    """Whether a tokenizer.json has what GPT-2's has: bytes, merges and one separator, and no other steps."""
+    """Whether a tokenizer.json has what GPT-2's has: bytes, merges and one separator, and no other steps or settings."""
     if not isinstance(document, dict) or not isinstance(document.get("model"), dict):
         return True  # refused as one
-    step = document.get("pre_tokenizer")
+    step, model = document.get("pre_tokenizer"), document["model"]
     steps_aside = document.get("normalizer") is not None or not (step is None or (
-        isinstance(step, dict) and step.get("type") == "ByteLevel"))
-    vocab, added = document["model"].get("vocab"), document.get("added_tokens")
+        isinstance(step, dict) and step.get("type") == "ByteLevel" and not step.get("add_prefix_space")
+        and step.get("use_regex", True) is True)) or any(model.get(name) for name in _OTHER_MERGING)
+    vocab, added = model.get("vocab"), document.get("added_tokens")
     around = document.get("post_processor")
     if not (around is None or (isinstance(around, dict) and around.get("type") == "ByteLevel")):
         return False
     others = isinstance(added, list) and any(
-        isinstance(one, dict) and one.get("content") not in (vocab if isinstance(vocab, dict) else {}) for one in added)
+        isinstance(one, dict) and (one.get("content") not in (vocab if isinstance(vocab, dict) else {})
+                                   or one.get("special") is False) for one in added)
     return not (steps_aside or others or (isinstance(vocab, dict) and END_OF_TEXT not in vocab))
+
+
+_OTHER_MERGING = ("dropout", "ignore_merges", "continuing_subword_prefix", "end_of_word_suffix")
+"""Settings of a BPE that merge other tokens than GPT-2's does."""
 
 
 def _named_beside(path: Path, name: str) -> str | None:
@@ -303,6 +310,8 @@ def _as_published(document: dict[str, Any], path: Path) -> Tokenizer:
         numbers += model["vocab"].values()
     if any(type(number) is not int or not 0 <= number < _MOST_TOKENS for number in numbers):
         raise ValueError("a token's number that is none")
+    if model.get("dropout"):
+        raise ValueError(f"merges that are left out by chance: dropout {model['dropout']}")
     inner = tokenizers.Tokenizer.from_str(json.dumps(
         {**document, "truncation": None, "padding": None}))
     vocab = inner.get_vocab()
@@ -316,14 +325,32 @@ def _as_published(document: dict[str, Any], path: Path) -> Tokenizer:
         raise ValueError(f"no token that ends a text: {', '.join(_ENDS)}")
     return Tokenizer(inner, end=end, begin=_named_beside(path, "bos_token"), ends=_ends_beside(path, vocab),
                      pad=_pad_beside(path, vocab), beside=_texts_beside(path),
-                     cuts=_has_bytes(document.get("pre_tokenizer")))
+                     cuts=bool(_byte_steps(document.get("pre_tokenizer"))) and _splits_at_lines(inner))
 
 
-def _has_bytes(step: object) -> bool:
-    """Whether a pre-tokenizer works on bytes, and so splits a text at its line ends."""
+def _byte_steps(step: object) -> list[dict[str, Any]]:
+    """The parts of a pre-tokenizer that work on bytes."""
     if not isinstance(step, dict):
-        return False
-    return step.get("type") == "ByteLevel" or any(map(_has_bytes, step.get("pretokenizers") or ()))
+        return []
+    return [step] if step.get("type") == "ByteLevel" else [
+        found for part in step.get("pretokenizers") or () for found in _byte_steps(part)]
+
+
+def _splits_at_lines(inner: tokenizers.Tokenizer) -> bool:
+    """Whether a text that is cut behind a line end is split into the same words."""
+    def words(text: str) -> list[str]:
+        return [word for word, _ in inner.pre_tokenizer.pre_tokenize_str(text)]
+
+    return all(words(f"{one}\n{other}") == words(f"{one}\n") + words(other) for one in "a1." for other in "a1.")
+
+
+def _check_prefix_space(document: Any, path: Path) -> None:
+    """ValueError where tokenizer_config.json says otherwise than tokenizer.json whether a text begins with a space: of
+    transformers some classes take the one, and some the other."""
+    told = _beside(path, "tokenizer_config.json").get("add_prefix_space")
+    step = document.get("pre_tokenizer") if isinstance(document, dict) else None
+    if isinstance(told, bool) and any(bool(one.get("add_prefix_space")) != told for one in _byte_steps(step)):
+        raise ValueError(f"another add_prefix_space than tokenizer_config.json, which says {told}")
 
 
 def gpt2(cache: Path, progress: Progress, command: Command = run_command) -> Tokenizer:

@@ -149,9 +149,36 @@ def load(path: Path) -> WordPiece:
     numbers = [number for number in vocab.values() if type(number) is int]
     if sorted(numbers) != list(range(len(vocab))):
         raise _damaged(path, "its tokens are not numbered from 0 without a gap")
-    return _checked(path, sorted(vocab, key=vocab.__getitem__), {
-        "lowercase": normaliser.get("lowercase", True), "strip_accents": normaliser.get("strip_accents"),
-        "chinese": normaliser.get("handle_chinese_chars", True)})
+    settings = {"lowercase": normaliser.get("lowercase", True), "strip_accents": normaliser.get("strip_accents"),
+                "chinese": normaliser.get("handle_chinese_chars", True)}
+    _check_unused(path, document)
+    _check_beside(path, settings)
+    return _checked(path, sorted(vocab, key=vocab.__getitem__), settings)
+
+
+def _check_unused(path: Path, document: dict[str, Any]) -> None:
+    """DataError for parts of a tokenizer.json that would change a text's tokens, and that are not used here."""
+    step, added = document.get("pre_tokenizer"), document.get("added_tokens")
+    if isinstance(step, dict) and step.get("type") != "BertPreTokenizer":
+        raise _damaged(path, f"its pre_tokenizer is {step.get('type')}")
+    if document["normalizer"].get("clean_text", True) is not True:
+        raise _damaged(path, "it keeps control characters (clean_text)")
+    for one in added if isinstance(added, list) else []:
+        if isinstance(one, dict) and one.get("special") is False and one.get("content") not in SPECIAL:
+            raise _damaged(path, f"its token {str(one.get('content'))[:40]} is added beside WordPiece")
+
+
+def _check_beside(path: Path, settings: dict[str, Any]) -> None:
+    """DataError where tokenizer_config.json says otherwise: of transformers some classes take the one, some the
+    other."""
+    config = path.with_name("tokenizer_config.json")
+    told = _json(config) if config.is_file() else {}
+    beside = {"lowercase": told.get("do_lower_case"), "chinese": told.get("tokenize_chinese_chars"),
+              "strip_accents": told.get("strip_accents")}
+    for name, value in beside.items():
+        here = settings["lowercase"] if settings[name] is None else settings[name]
+        if isinstance(value, bool) and value != here:
+            raise _damaged(path, f"{name} is {here}, and {value} in {config.name}")
 
 
 def _checked(path: Path, vocab: list[str], settings: dict[str, Any]) -> WordPiece:

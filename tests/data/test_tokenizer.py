@@ -9,6 +9,7 @@ import random
 import zipfile
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -102,6 +103,41 @@ def test_only_vocabulary_and_merges_are_taken_from_a_file(small, tmp_path):
                  "truncation": {"max_length": 3, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}}
     (tmp_path / "t.json").write_text(json.dumps(document))
     assert load(tmp_path / "t.json").fingerprint == small.fingerprint
+
+
+@pytest.mark.parametrize("change", [
+    {"pre_tokenizer": {"add_prefix_space": True}}, {"pre_tokenizer": {"use_regex": False}},
+    {"model": {"ignore_merges": True}}, {"added_tokens": [
+        {"id": 299, "content": "orm", "special": False, "single_word": False, "lstrip": False, "rstrip": False,
+         "normalized": False}]}])
+def test_settings_beside_the_merges_count_as_published(small, tmp_path, change):
+    """`ignore_merges` takes a word of the vocabulary as it is; without a regular expression merges pass line ends."""
+    document = json.loads(small.text())
+    for token in ("orm", "\u010adef"):  # of which no merge is made
+        document["model"]["vocab"][token] = len(document["model"]["vocab"])
+    document["model"]["merges"].append(["\u010a", "def"])
+    for name, values in change.items():
+        whole = document[name]
+        document[name] = [*whole, {**values[0], "id": document["model"]["vocab"]["orm"]}] if isinstance(
+            values, list) else {**whole, **values}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    there = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for text in ("orm form orm", "x\ndef y\ndef z\n" * 20_000):
+        assert load(tmp_path / "tokenizer.json").encode(text) == there.encode(text).ids
+
+
+def test_files_that_say_otherwise_of_a_first_space_and_merges_by_chance_are_refused(small, tmp_path):
+    document = json.loads(small.text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    (tmp_path / "tokenizer_config.json").write_text('{"add_prefix_space": true}')
+    with raises("not-byte-level-bpe", "another add_prefix_space than tokenizer_config.json, which says True"):
+        load(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text('{"add_prefix_space": false}')
+    load(tmp_path / "tokenizer.json")
+    document["model"]["dropout"] = 0.5
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    with raises("not-byte-level-bpe", "merges that are left out by chance: dropout 0.5"):
+        load(tmp_path / "tokenizer.json")
 
 
 def test_a_pipe_is_no_tokenizer(tmp_path):

@@ -54,6 +54,24 @@ def test_a_tokenizer_is_read_back_as_it_was_written(tmp_path):
     assert WordPiece(VOCAB).fingerprint != tokenizer.fingerprint
 
 
+@pytest.mark.parametrize(("change", "beside", "value"), [
+    ({}, dict(do_lower_case=False), "lowercase is True, and False in tokenizer_config.json"),
+    ({}, dict(strip_accents=False), "strip_accents is True, and False in tokenizer_config.json"),
+    ({}, dict(tokenize_chinese_chars=False), "chinese is True, and False in tokenizer_config.json"),
+    ({"pre_tokenizer": {"type": "WhitespaceSplit"}}, {}, "its pre_tokenizer is WhitespaceSplit"),
+    ({"added_tokens": [{"id": 10, "content": "movie", "special": False}]}, {}, "its token movie is added beside "
+     "WordPiece")])
+def test_what_would_give_other_tokens_is_refused(tmp_path, change, beside, value):
+    WordPiece(VOCAB).save(tmp_path / "tokenizer.json")
+    document = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(dict(do_lower_case=True, strip_accents=None)))
+    wordpiece.from_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document | change))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(beside))
+    with raises("not-wordpiece", value):
+        wordpiece.from_folder(tmp_path)
+
+
 def tokenizer_json(**changes):
     document = json.loads(WordPiece(VOCAB).text())
     for name, value in changes.items():
