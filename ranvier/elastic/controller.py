@@ -245,12 +245,14 @@ class Controller:
         return state
 
     def restored(self, saved: Mapping[str, Any], *, num_ranks: int, num_layers: int, step_samples: int,
-                 boundaries: tuple[int, ...] | None, problem: Callable[[ResolvedRun], str | None]) -> Decision:
+                 boundaries: tuple[int, ...] | None, problem: Callable[[ResolvedRun, FrozenLayers], str | None]
+                 ) -> Decision:
         """The state of a checkpoint that has `saved`, and the change with which the resumed run returns to its frozen
         layers and, if it is started on the mesh on which it was started before, to its last mesh. A run that has more
         ranks now, since some had been lost, or settings that do not allow that mesh, stays on its first one.
 
-        step_samples: of the global batch that it continues with. boundaries: its cut now. problem: of a run's settings.
+        step_samples: of the global batch that it continues with. boundaries: its cut now. problem: why there can be no
+        such run, with these frozen layers.
         """
         mesh, frozen = self.run.mesh, FrozenLayers(int(saved["frozen"]), tuple(saved.get("frozen_above", ())))
         if max(frozen.layers, default=-1) >= num_layers:
@@ -272,7 +274,7 @@ class Controller:
             same, was, size = False, mesh, self.rules.step_samples(mesh.num_replicas)
         notes: tuple[Note, ...] = ()
         if was != mesh and (why := problem(self.change_to(
-                was, NONE_FROZEN, frozen, None, "", size=size, schedule=state.schedule).applied(self.run))):
+                was, NONE_FROZEN, frozen, None, "", size=size, schedule=state.schedule).applied(self.run), frozen)):
             notes = (Note(event="dropped", text=f"{mesh_text(was)}, the mesh before the run was interrupted: {why}"),)
             same, was, size = False, mesh, self.rules.step_samples(mesh.num_replicas)
         if not same or was == mesh:  # whose memory the start has looked at

@@ -21,17 +21,17 @@ from ranvier.elastic.named_policy import controller_of
 from ranvier.elastic.similarity import similarity_loss
 from ranvier.elastic.state import ElasticState, Similarities, StepFigures
 from ranvier.elastic.transition_selector import Note
+from ranvier.errors import RanvierError
 from ranvier.layout.layout import Layout
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
-from ranvier.planner.problems import problems
 from ranvier.system.machine import affinity
 from ranvier.train.best import LOSS
 from ranvier.train.caching import Caching
 from ranvier.train.events import Event, NoteEvent, StepEvent
 from ranvier.train.layer_outputs import check_samples, layer_similarities
 from ranvier.train.measured_blocks import RankMeasurement, measured_blocks, present_mesh, stage_seconds
-from ranvier.train.memory import MemoryBudget, device_bytes
+from ranvier.train.memory import MemoryBudget, device_bytes, memory_or_problem
 from ranvier.train.progress import Progress
 from ranvier.train.runtime import RankRuntime
 
@@ -106,9 +106,10 @@ class Elasticity:
     def restore(self, saved: Mapping[str, Any], step: int, progress: Progress, runtime: RankRuntime) -> Change | None:
         """Take up the state of a checkpoint that has `saved`; the change with which the run returns to its mesh.
         Collective."""
-        def problem(run: ResolvedRun) -> str | None:
-            found: str | None = runtime.ranks.gather_objects(next(map(str, problems(run)), None))[0]
-            return found
+        def problem(run: ResolvedRun, frozen: FrozenLayers) -> str | None:
+            found = memory_or_problem(run, frozen)
+            first: str | None = runtime.ranks.gather_objects(str(found) if isinstance(found, RanvierError) else None)[0]
+            return first
 
         engine = runtime.engine
         decision = self.controller.restored(

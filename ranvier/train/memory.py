@@ -165,6 +165,17 @@ def device_bytes(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
 
 
+def memory_or_problem(run: ResolvedRun, frozen: FrozenLayers) -> Sequence[RankMemory] | RanvierError:
+    """What each rank of `run` needs with these layers frozen; or why there can be no such run, whatever memory it has.
+    """
+    if found := problems(run):
+        return found[0]
+    try:
+        return laid_out(run, frozen.prefix, frozen.above)[1]
+    except RanvierError as error:
+        return error
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryBudget:
     """For a run that was started as `first`, with these layers frozen.
@@ -179,13 +190,9 @@ class MemoryBudget:
     def problem(self, run: ResolvedRun) -> RanvierError | None:
         """Why the run cannot continue as `run`: a setting; a rank, alone on its device; all ranks together on this
         machine, were they all here."""
-        if found := problems(run):
-            return found[0]
-        on_cuda = self.device_bytes is not None
-        try:
-            memory = laid_out(run, self.frozen.prefix, self.frozen.above)[1]
-        except RanvierError as error:
-            return error
+        memory, on_cuda = memory_or_problem(run, self.frozen), self.device_bytes is not None
+        if isinstance(memory, RanvierError):
+            return memory
         if self.device_bytes is not None:
             problem = too_large(memory, place="device", processes=1, run=run, available_bytes=self.device_bytes)
             if problem is not None:

@@ -210,4 +210,4 @@ def test_frozen_layers_that_the_model_does_not_have():
     controller = Controller(run, Manual(((0, 1),)), epoch_samples=EPOCH)
     with raises("checkpoint-frozen-layers", 5, 3, where="checkpoint"):
         controller.restored({"frozen": 5}, num_ranks=1, num_layers=3, step_samples=8, boundaries=None,
-                            problem=lambda run: None)
+                            problem=lambda run, frozen: None)
