@@ -13,6 +13,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ranvier import tensor as tensor
+    from ranvier import testing as testing
     from ranvier.block import Initial as Initial
     from ranvier.block import Model as Model
     from ranvier.checkpoint.checkpoints import Checkpoints as Checkpoints
@@ -82,11 +84,15 @@ _HOMES = {
 }
 """Module -> the public names that it has: what type checkers read above."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_PACKAGES = ("tensor", "testing")
+"""Packages that programs use by their full names: ranvier.testing.check_blocks."""
 __all__ = sorted(_HOME_OF)
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
+    if name in _PACKAGES:
+        return importlib.import_module(f"ranvier.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'ranvier' has no attribute {name!r}")
     home = importlib.import_module(_HOME_OF[name])

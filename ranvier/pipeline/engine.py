@@ -196,7 +196,11 @@ class Engine:
             refuse_settings_beside(mesh=mesh, pipeline=pipeline, tensor=tensor, memory=memory, optim=optim,
                                    sample=sample)
             dtype, optim = dtype or plan.dtype, plan.optim
+        _check_types(mesh=(mesh, Mesh), optim=(optim, Optim), pipeline=(pipeline, Pipeline),
+                     tensor=(tensor, TensorParallel), memory=(memory, Memory), guard=(guard, Guard),
+                     dtype=(dtype, torch.dtype))
         own = optimizer is None and (optim is not None if plan is None else plan.own_optimizer)
+        container = model if isinstance(model, nn.Module) else None
         model = as_model(model, loss)
         dtype = dtype or (torch.float32 if autocast or float8 else _format_of(ready_made(model).values(), world))
         self.names_in_whole = names_in_whole(model)
@@ -233,7 +237,8 @@ class Engine:
         """Buffers of this rank's blocks that `dtype` has cast to less precision: name -> number format before."""
         if self.cast_buffers and self.coordinates.is_first_on_pipeline_rank:
             warnings.warn(told(self.cast_buffers, dtype), stacklevel=3)
-        self._parameters, self._held = stage_parameters(self.layout, blocks), HeldParameters(blocks)
+        self._parameters, self._held = stage_parameters(self.layout, blocks), HeldParameters(
+            blocks, container)
         self._elsewhere = TrainedElsewhere(given, (name for _, name, _ in blocks), self._parameters.values())
         self._training_of = [(name, one, self._parameters[self.layout[name].owner], self.layout[name].trainable)
                              for name, one in self._parameters.items()]
@@ -1022,6 +1027,16 @@ class Engine:
     def _call(self) -> int:
         """Batches so far, evaluations too, by which messages of ties are told apart."""
         return self._connections.board.calls
+
+
+def _check_types(**arguments: tuple[object, type]) -> None:
+    """ConfigError for the first value that is given and is not of its type."""
+    for name, (value, kind) in arguments.items():
+        if value is not None and not isinstance(value, kind):
+            example = "torch.bfloat16" if kind is torch.dtype else f"ranvier.{kind.__name__}(...)"
+            raise ConfigError(f"is not a {kind.__module__.partition('.')[0]}.{kind.__name__}",
+                              code="argument-of-other-type", where=f"Engine({name}=...)", value=repr(value),
+                              remedy=f"Pass {name}={example}, or leave it out.")
 
 
 def _check_arguments(policy: Policy | None, optimizer: OptimizerFactory | None, autocast: torch.dtype | None, *,

@@ -4,14 +4,17 @@
     module.load_state_dict(state, assign=True)          another parameter in its place
     module.weight = nn.Parameter(x)
 
+    model[0] = nn.Linear(8, 8)                          another block in the user's container
+
 Gradients, optimizer states and checkpoints belong to the parameters of the start. A new one in their place would never
-train, so its value is copied into the first one, which takes its place again.
+train, so its value is copied into the first one, which takes its place again. Another block is refused.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from weakref import ref
 
 import torch
 from torch import nn
@@ -20,10 +23,14 @@ from ranvier.errors import ModelError
 
 
 class HeldParameters:
-    """blocks: (number in the model, name, module) of each block of this rank, when all parameters are in place."""
+    """blocks: (number in the model, name, module) of each block of this rank, when all parameters are in place.
+    container: the module that the user has given them in; it is not kept in memory."""
 
-    def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]]) -> None:
+    def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], container: nn.Module | None = None) -> None:
         self._blocks = blocks
+        self._container = None if container is None else ref(container)
+        self._given = {name: ref(given) for _, name, _ in blocks
+                       if container is not None and (given := container._modules.get(name)) is not None}
         self._places: list[tuple[Mapping[str, object], tuple[tuple[str, object], ...]]] | None = None
         self._held = {(block, name): parameter for block, name, parameter, _ in self._in_blocks()}
         self._versions: list[int] = []
@@ -57,7 +64,12 @@ class HeldParameters:
 
     def adopt(self) -> None:
         """Take over the values of parameters that have been replaced. ModelError for one that cannot be: it is gone or
-        new, of another shape, number format or device, or has two new values."""
+        new, of another shape, number format or device, or has two new values; and for a block that was replaced."""
+        container = None if self._container is None else self._container()
+        for name, given in self._given.items():
+            if container is not None and container._modules.get(name) is not given():
+                raise ModelError("was replaced in the model after the engine was built, and would not train",
+                                 code="block-replaced", where=f"block {name}", remedy="Build a new engine.")
         if not self._as_they_were():
             self._adopt_replaced()
             self._look()

@@ -56,8 +56,10 @@ def _timeline(shown: Simulated) -> StepTimeline:
     def span(action: Action, start: float, stop: float) -> Span:
         return Span(_CATEGORIES[action.kind], str(action), 1, round(start * 1e9), round(stop * 1e9))
 
+    milliseconds = shown.seconds * 1e3
     return StepTimeline(
-        title=f"The pipeline of a step, simulated: {shown.seconds * 1e3:,.4g} ms", start_ns=0,
+        title=f"The pipeline of a step, simulated: {milliseconds:{',.0f' if milliseconds >= 1000 else '.4g'}} ms",
+        start_ns=0,
         stop_ns=round(shown.seconds * 1e9),
         rows=[(f"pipe {rank}", [span(*each) for each in actions]) for rank, actions in enumerate(shown.actions)])
 

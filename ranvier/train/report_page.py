@@ -73,7 +73,7 @@ class ReportPage:
                    (f"FLOPs, of {summary['model_flops_utilisation_of']}",
                     f"{summary['model_flops_utilisation']:.1%}"),
                    ("largest memory of a rank", f"{max(summary['peak_memory_bytes']) / 2**30:.2f} GiB"),
-                   ("seconds in all", _number(summary["seconds"]))]
+                   ("seconds since the last start", _number(summary["seconds"]))]
         self._write(self._page(
             "finished", figures=[(name, value) for name, value in figures if value],
             timeline=step_timeline(timelines, mesh), memory=memory_rows(predicted, summary, mesh, on_cpu=on_cpu)))

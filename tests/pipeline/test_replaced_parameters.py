@@ -215,6 +215,20 @@ def test_what_cannot_be_adopted_is_named(change, error):
         run_ranks(rank, 1)
 
 
+@pytest.mark.parametrize("pipe", [1, 2])
+def test_a_block_that_is_replaced_in_the_users_container_is_refused(pipe):
+    """The engine has the first one, and would train that, without a word."""
+    def rank(world):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        engine = Engine(model, world, loss=squared, dtype=torch.float64, optim=Optim(), mesh=Mesh(pipe=pipe))
+        engine.train_batch(points([[2]])[0])
+        model[1] = nn.Linear(4, 4)
+        engine.train_batch(points([[2]])[0])
+
+    with raises("block-replaced", "block 1"):
+        run_ranks(rank, pipe)
+
+
 @pytest.mark.parametrize("defer_bytes", [0, 1 << 20])
 def test_a_forward_that_replaces_its_weight_is_refused(defer_bytes):
     """Its gradient would be lost in every batch."""

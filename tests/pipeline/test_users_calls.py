@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import ranvier
 from ranvier.config.run import Optim, Pipeline
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
@@ -16,11 +17,24 @@ from ranvier.tensor import layers
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
 from tests.covering import covering
+from tests.errors import raises
 from tests.pipeline.parity import SEED, assert_close, on_mesh, points, share, small_gpt, squared, tokens
 from tests.pipeline.test_unusual_blocks import Plain
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 MESHES = [Mesh(), Mesh(data=2), Mesh(pipe=2), Mesh(data=2, pipe=2)]
+
+
+@pytest.mark.parametrize(("argument", "value"), [("dtype", "bf16"), ("memory", {"recompute": 1}), ("guard", "skip")])
+def test_an_argument_of_another_type_is_named(argument, value):
+    with raises("argument-of-other-type") as found:
+        run_ranks(lambda world: Engine([nn.Linear(4, 4)], world, loss=squared, **{argument: value}), 1)
+    assert found.value.where == f"Engine({argument}=...)"
+
+
+def test_packages_that_programs_name_need_no_import_of_their_own():
+    assert ranvier.__getattr__("testing") is ranvier.testing
+    assert ranvier.__getattr__("tensor") is ranvier.tensor
 
 
 # ---------------------------------------------------------------------- outputs
