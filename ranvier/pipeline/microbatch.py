@@ -6,7 +6,7 @@ known to every stage, because dropout masks are keyed by them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,12 +29,15 @@ class Microbatch:
     samples: Tensor | None = None
 
 
-def microbatches(inputs: State, targets: object, size: int, samples: Tensor | None = None) -> list[Microbatch]:
+def microbatches(inputs: State | Mapping[str, Tensor], targets: object, size: int, samples: Tensor | None = None
+                 ) -> list[Microbatch]:
     """A batch cut along dim 0 into microbatches of `size` samples; the last one takes what is left.
 
     inputs, targets: tensors, or nested dicts, lists and tuples of tensors, all with the batch in dim 0. Nothing is cut
-    by guess: ModelError when their first dims differ. samples: [b] int64, the samples' own numbers.
+    by guess: ModelError when their first dims differ. samples: [b] int64, the samples' own numbers. Of another mapping,
+    such as what a tokenizer of transformers returns, a dict is made.
     """
+    inputs = _as_dict(inputs)
     count = _batch_size(inputs, targets, samples)
     if size < 1:
         raise ModelError("must be at least 1", code="microbatch-size", where="microbatches(size)", value=size,
@@ -42,8 +45,10 @@ def microbatches(inputs: State, targets: object, size: int, samples: Tensor | No
     return cut_batch(inputs, targets, samples, [slice(start, start + size) for start in range(0, count, size)])
 
 
-def cut_batch(inputs: State, targets: object, samples: Tensor | None, places: Sequence[slice]) -> list[Microbatch]:
+def cut_batch(inputs: State | Mapping[str, Tensor], targets: object, samples: Tensor | None, places: Sequence[slice]
+              ) -> list[Microbatch]:
     """A microbatch of the samples in each of these places of dim 0. ModelError where first dims differ."""
+    inputs = _as_dict(inputs)
     _batch_size(inputs, targets, samples)
 
     def part(value: Any, place: slice) -> Any:
@@ -51,6 +56,11 @@ def cut_batch(inputs: State, targets: object, samples: Tensor | None, places: Se
             lambda leaf: leaf[place] if isinstance(leaf, Tensor) else leaf, value)
 
     return [Microbatch(part(inputs, place), part(targets, place), part(samples, place)) for place in places]
+
+
+def _as_dict(inputs: Any) -> Any:
+    """`inputs`, and a dict in the place of a mapping that `tree_map` takes for a leaf."""
+    return dict(inputs) if isinstance(inputs, Mapping) and not isinstance(inputs, dict) else inputs
 
 
 def _batch_size(*trees: object) -> int:

@@ -1,5 +1,6 @@
 """From a model to a rank's blocks: the table of stages, the same start on every mesh, and what an engine shows."""
 
+from collections import UserDict
 from functools import partial
 
 import numpy
@@ -172,6 +173,8 @@ def test_microbatches_cut_along_the_batch():
     assert torch.equal(parts[2].inputs["x"], torch.tensor([[8, 9]])) and parts[1].inputs["more"][1] == "kept"
     assert parts[1].samples.tolist() == [12, 13]
     assert microbatches(torch.zeros(0, 2), torch.zeros(0), 3) == []
+    other, = microbatches(UserDict(x=torch.ones(2)), torch.zeros(2), 2)  # as a tokenizer of transformers returns it
+    assert type(other.inputs) is dict and torch.equal(other.inputs["x"], torch.ones(2))
 
 
 @pytest.mark.parametrize(("arguments", "error"), [
