@@ -4,6 +4,7 @@ import sys
 import threading
 import types
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -258,6 +259,10 @@ def test_engines_of_what_cannot_be():
 
     with raises("policy-object-is-a-name", value="gpipe"):
         run_ranks(lambda world: work(world, [nn.Linear(2, 2)], policy="gpipe"), 1)
+    lifo = {"name": "lifo", "defers": False, "choose": max, "in_flight": max, "stored": max}
+    for policy in (types.SimpleNamespace(**lifo | {"stored": 4}), type("Lifo", (), lifo)):
+        with raises("policy-object-incomplete", where="Engine(policy=...)"):
+            run_ranks(partial(work, blocks=[nn.Linear(2, 2)], policy=policy), 1)
     with raises("complex-parameter", where="parameter 0.weight"):
         run_ranks(lambda world: work(world, [nn.Linear(2, 2, dtype=torch.complex64)]), 1)
 

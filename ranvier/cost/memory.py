@@ -30,6 +30,8 @@ from functools import partial
 from typing import Literal
 
 from ranvier.config.resolve import ResolvedRun
+from ranvier.config.rules import recompute_problems
+from ranvier.config.run import Memory
 from ranvier.cost.blocks import BlockCost
 from ranvier.errors import ConfigError
 from ranvier.schedule.policies import policy_named
@@ -196,11 +198,7 @@ def _table_line(entry: RankMemory, place: Literal["device", "host", "both"]) -> 
 def remedies(run: ResolvedRun, *, shared: bool, on_host: bool = False) -> list[str]:
     """What would need less memory, the least costly first. shared: device and host are the same memory. on_host: it is
     the host's memory that does not suffice."""
-    found = []
-    if run.batch.microbatch_size > 1:
-        found.append(f"lower `--batch.microbatch-size` (it is {run.batch.microbatch_size})")
-    if run.memory.recompute in ("none", "selective", "alternate"):
-        found.append("set `--memory.recompute auto`")
+    found = [] if on_host else _smaller_activations(run)
     if run.mesh.num_replicas > 1 and not run.optim.shard:
         found.append("set `--optim.shard true`")
     if run.precision in ("fp32", "fp64"):
@@ -220,4 +218,20 @@ def remedies(run: ResolvedRun, *, shared: bool, on_host: bool = False) -> list[s
     if run.checkpoint.background and on_host:
         found.append("set `--checkpoint.background false`")
     found.append("raise `--mesh.pipe`, with more ranks")
+    return found
+
+
+def _smaller_activations(run: ResolvedRun) -> list[str]:
+    """What would make activations smaller, the least costly first."""
+    found, columns = [], run.mesh.count(run.mesh.over(splits_features=True))
+    if run.tensor.scheme == "megatron" and columns > 1 and not (
+            run.tensor.sequence_sharding or run.model.sequence % columns):
+        found.append("set `--tensor.sequence-sharding true`")
+    if run.batch.microbatch_size > 1:
+        found.append(f"lower `--batch.microbatch-size` (it is {run.batch.microbatch_size})")
+    if run.memory.recompute == "none" and not any(recompute_problems(
+            Memory(recompute="selective"), run.mesh, compile=run.model.compile, float8=run.model.float8)):
+        found.append("set `--memory.recompute selective`, or to auto if that does not suffice")
+    elif run.memory.recompute in ("none", "selective", "alternate"):
+        found.append("set `--memory.recompute auto`")
     return found

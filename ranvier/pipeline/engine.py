@@ -91,7 +91,7 @@ from ranvier.plan.plan import Plan, refuse_settings_beside
 from ranvier.precision import is_half
 from ranvier.schedule.limits import Limits
 from ranvier.schedule.policies import policy_named
-from ranvier.schedule.schedule import Policy
+from ranvier.schedule.schedule import Policy, check_policy_object
 from ranvier.system.machine import has_triton
 from ranvier.tensor.float8 import float8_layers
 from ranvier.tensor.lookups import lookup_tables
@@ -1045,6 +1045,8 @@ def _check_arguments(policy: Policy | None, optimizer: OptimizerFactory | None, 
     if isinstance(policy, str):
         raise ConfigError("is no policy of your own", code="policy-object-is-a-name", where="Engine(policy=...)",
                           value=policy, remedy="Name a policy in Pipeline(policy=...).")
+    if policy is not None:
+        check_policy_object(policy)
     if optimizer is not None and not callable(optimizer):
         raise ConfigError("is not a function that makes one of this rank's parameters", code="optimizer-not-a-factory",
                           where="optimizer", value=type(optimizer).__name__,

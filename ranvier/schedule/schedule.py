@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
+from ranvier.errors import ConfigError
+
 ActionKind = Literal["F", "B", "W", "C"]
 
 
@@ -119,6 +121,17 @@ class Policy(Protocol):
     def stored(self, in_flight: int, stage: int, num_stages: int) -> int:
         """Most microbatches whose activations `stage` keeps at once, under that limit. `choose` keeps it, by
         `ready.forwards_done - ready.returns_done`, say: memory is predicted by it, and no one else checks."""
+
+
+def check_policy_object(policy: object) -> None:
+    """ConfigError unless `policy` has what a `Policy` has, as an object."""
+    lacking = [name for name in ("name", "defers") if not hasattr(policy, name)] + [
+        f"{name}()" for name in ("choose", "in_flight", "stored") if not callable(getattr(policy, name, None))]
+    if lacking or isinstance(policy, type):
+        raise ConfigError("is a class, and no object of it" if isinstance(policy, type) else
+                          f"is no Policy: it lacks {', '.join(lacking)}", code="policy-object-incomplete",
+                          where="Engine(policy=...)", value=getattr(policy, "__name__", type(policy).__name__),
+                          remedy="The docstring of ranvier.testing.policies has a policy in five lines.")
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import TypedDict
 
 from ranvier.mesh import StagePlacement
-from ranvier.schedule.schedule import Action, Policy, Ready, actions_text
+from ranvier.schedule.schedule import Action, Policy, Ready, actions_text, check_policy_object
 from ranvier.schedule.simulator import Simulated, StageTimes, simulate
 
 
@@ -54,7 +54,9 @@ def check_policy(policy: Policy, *, cases: int = 200, seed: int = 0) -> None:
 
     AssertionError, with the settings and every stage's actions, where a batch does not end, something runs twice or out
     of order, a bound is passed, or the policy chooses what is not ready or changes its mind.
+    ConfigError for an object that lacks a part of `Policy`.
     """
+    check_policy_object(policy)
     for case in range(cases):
         choose = random.Random(f"{seed} {case}")
         depth, microbatches = choose.randint(1, 6), choose.randint(0, 14)

@@ -163,11 +163,18 @@ def test_devices_and_hosts_are_judged_apart():
 def test_remedies_are_those_that_are_left():
     run = ResolvedRun(mesh=Mesh(data=2))
     assert remedies(run, shared=False) == [
-        "lower `--batch.microbatch-size` (it is 4)", "set `--memory.recompute auto`", "set `--optim.shard true`",
+        "lower `--batch.microbatch-size` (it is 4)",
+        "set `--memory.recompute selective`, or to auto if that does not suffice", "set `--optim.shard true`",
         "set `--precision bf16`", "set `--optim.offload hybrid`", "raise `--mesh.pipe`, with more ranks"]
     frugal = replace(run, batch=Batch(microbatch_size=1), memory=Memory(recompute="auto"), precision="bf16",
                      optim=Optim(shard=True, offload="stream"))
     assert remedies(frugal, shared=True) == remedies(frugal, shared=False) == ["raise `--mesh.pipe`, with more ranks"]
+    columns = replace(frugal, mesh=Mesh(col=2), tensor=TensorParallel(scheme="megatron"))
+    assert remedies(columns, shared=False)[0] == "set `--tensor.sequence-sharding true`"
+    assert len(remedies(replace(columns, mesh=Mesh(col=3)), shared=False)) == 1  # 3 columns do not divide the sequence
+    half = replace(run, model=replace(run.model, float8=True))
+    assert "set `--memory.recompute auto`" in remedies(half, shared=False)  # selective is refused beside float8
+    assert remedies(run, shared=False, on_host=True)[0] == "set `--optim.shard true`"  # activations are on the device
     stages = replace(frugal, mesh=Mesh(pipe=2))
     assert remedies(stages, shared=False)[0] == "lower `--pipeline.memory` to 1 (it is 1.1)"
     plain = replace(stages, pipeline=replace(stages.pipeline, memory=1.0))
