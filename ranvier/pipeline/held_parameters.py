@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ranvier.errors import ModelError
+from ranvier.stand_in_tensors import StandInTensors
 
 
 class HeldParameters:
@@ -58,9 +59,15 @@ class HeldParameters:
     def adopt(self) -> None:
         """Take over the values of parameters that have been replaced. ModelError for one that cannot be: it is gone or
         new, of another shape, number format or device, or has two new values."""
+        stand_ins = [found for _, _, block in self._blocks
+                     if isinstance(found := vars(block).get("stand_in_tensors"), StandInTensors)]
+        for one in stand_ins:
+            one.follow()
         if not self._as_they_were():
             self._adopt_replaced()
             self._look()
+        for one in stand_ins:
+            one.settle()
         for block, name, held, known in self._formats:
             if (now := (held.shape, held.dtype, held.device)) != known:
                 raise _error("parameter-form-changed", block, name,
