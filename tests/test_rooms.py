@@ -13,7 +13,7 @@ import pytest
 import ranvier
 
 ROOT = Path(ranvier.__file__).parent
-ROOMS = ("errors", "mesh", "keyed_random", "layout", "sent_values", "read_attributes", "stand_in_tensors", "block", "system", "config", "precision",
+ROOMS = ("errors", "mesh", "keyed_random", "layout", "sent_values", "block", "system", "config", "precision",
          "schedule", "cost", "comm", "world", "launch", "tensor", "optim", "plan", "pictures", "pipeline", "models",
          "data", "checkpoint", "inference", "elastic", "planner", "train", "testing", "cli")
 """A room imports from those before it."""

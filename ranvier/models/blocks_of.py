@@ -24,9 +24,9 @@ from ranvier.block import CONTAINERS, KEPT_IN_FP32, StandInModes, State, beside_
 from ranvier.errors import ModelError
 from ranvier.models.forward_trace import Trace, trace_forward, unchanged
 from ranvier.models.from_transformers import transformer_blocks
-from ranvier.read_attributes import ReadAttributes
+from ranvier.pipeline.read_attributes import ReadAttributes
+from ranvier.pipeline.stand_in_tensors import StandInTensors
 from ranvier.sent_values import name_of, pack, unpack
-from ranvier.stand_in_tensors import StandInTensors
 
 
 def blocks_of(module: nn.Module, cut: Sequence[str] | Literal["auto"] = "auto", *, inputs: Sequence[str] | None = None,

@@ -31,7 +31,7 @@ from ranvier.block import HOOKS, KEPT_IN_FP32, Loss, Model, StandInModes, State,
 from ranvier.errors import ModelError
 from ranvier.models.decoding_cache import WholeTexts
 from ranvier.models.stand_ins import REMEDY, Absent, Elsewhere, Injector, Recorder, StandIn, shapes_of
-from ranvier.stand_in_tensors import StandInTensors
+from ranvier.pipeline.stand_in_tensors import StandInTensors
 from ranvier.tensor.split.loss import NextTokenLoss
 
 TOLERANCE = 1e-4

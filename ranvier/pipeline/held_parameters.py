@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ranvier.errors import ModelError
-from ranvier.stand_in_tensors import StandInTensors
+from ranvier.pipeline.stand_in_tensors import StandInTensors
 
 
 class HeldParameters:
