@@ -159,7 +159,7 @@ def _as_plain_values(value: object, where: str) -> object:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"takes numbers, texts, lists and dicts, as JSON has them: {error}", code="value-not-json",
                           where=where, value=type(value).__name__,
-                          remedy="Give a tensor's tolist() or item(); all_reduce and broadcast take tensors."
+                          remedy="Give a tensor's tolist() or item()."
                           ) from error
     return value
 

@@ -24,7 +24,8 @@ from ranvier.block import CONTAINERS, KEPT_IN_FP32, StandInModes, State, beside_
 from ranvier.errors import ModelError
 from ranvier.models.forward_trace import Trace, trace_forward, unchanged
 from ranvier.models.from_transformers import transformer_blocks
-from ranvier.read_attributes import ReadAttributes
+from ranvier.pipeline.read_attributes import ReadAttributes
+from ranvier.pipeline.stand_in_tensors import StandInTensors
 from ranvier.sent_values import name_of, pack, unpack
 
 
@@ -176,13 +177,16 @@ class _Block(nn.Module):
         self._parts: dict[bool, _Part] = {}
         self._has_modes = False
         """Whether the traced code differs between training and evaluation."""
-        self.stand_in_modes, self.read_attributes = StandInModes(), ReadAttributes()
+        self.stand_in_modes, self.stand_in_tensors = StandInModes(), StandInTensors()
+        self.read_attributes = ReadAttributes()
 
     def stand_for(self, module: nn.Module) -> None:
-        """Have the block, and what it has in place of the modules around its submodules, follow their modes."""
+        """Have the block, and what it has in place of the modules around its submodules, follow their modes and
+        tensors."""
         self.stands_for = type(module)
-        pairs = [(module.get_submodule(path), one) for path, one in self.named_modules()]
-        self.stand_in_modes = StandInModes((original, one) for original, one in pairs if one is not original)
+        pairs = [(original, one) for path, one in self.named_modules()
+                 if (original := module.get_submodule(path)) is not one]
+        self.stand_in_modes, self.stand_in_tensors = StandInModes(pairs), StandInTensors(pairs)
         self._around = [path for path, one in self.named_modules() if path and one is not module.get_submodule(path)]
 
     def forward(self, state: State) -> State:

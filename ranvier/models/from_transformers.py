@@ -31,6 +31,7 @@ from ranvier.block import HOOKS, KEPT_IN_FP32, Loss, Model, StandInModes, State,
 from ranvier.errors import ModelError
 from ranvier.models.decoding_cache import WholeTexts
 from ranvier.models.stand_ins import REMEDY, Absent, Elsewhere, Injector, Recorder, StandIn, shapes_of
+from ranvier.pipeline.stand_in_tensors import StandInTensors
 from ranvier.tensor.split.loss import NextTokenLoss
 
 TOLERANCE = 1e-4
@@ -266,7 +267,8 @@ class _First(WholeTexts):
         self.model = _shell(model, plan, {name: Absent(model.get_submodule(name), name)
                                           for name, phase in plan.phases.items() if phase == "after"}, recorders,
                             has_parameters=True)
-        self.stand_in_modes = _shell_modes(model, plan, self.model)
+        pairs = _stand_ins(model, plan, self.model)
+        self.stand_in_modes, self.stand_in_tensors = StandInModes(pairs), StandInTensors(pairs)
         self._called: list[tuple[tuple[object, ...], TreeSpec]] = []
         self._hidden: Tensor | None = None
 
@@ -373,7 +375,8 @@ class _Last(nn.Module):
         injectors = [Injector(layer, f"{plan.path}.{number}", self._state, plan.tuples[number])
                      for number, layer in enumerate(model.get_submodule(plan.path).children())]
         self.model = _shell(model, plan, stand_ins, injectors, has_parameters=False)
-        self.stand_in_modes = _shell_modes(model, plan, self.model)
+        pairs = _stand_ins(model, plan, self.model)
+        self.stand_in_modes, self.stand_in_tensors = StandInModes(pairs), StandInTensors(pairs)
 
     def forward(self, state: dict[str, Tensor]) -> State:
         hidden = state["hidden"]
@@ -454,8 +457,8 @@ def _shell(model: nn.Module, plan: _Plan, others: Mapping[str, nn.Module], layer
     return copies[""]
 
 
-def _shell_modes(model: nn.Module, plan: _Plan, shell: nn.Module) -> StandInModes:
-    return StandInModes((model.get_submodule(path), shell.get_submodule(path)) for path in _ancestors(plan.path))
+def _stand_ins(model: nn.Module, plan: _Plan, shell: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    return [(model.get_submodule(path), shell.get_submodule(path)) for path in _ancestors(plan.path)]
 
 
 # --- the sample, the loss, and the comparison ------------------------------------------------------------------------

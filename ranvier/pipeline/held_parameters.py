@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ranvier.errors import ModelError
+from ranvier.pipeline.stand_in_tensors import StandInTensors
 
 
 class HeldParameters:
@@ -70,9 +71,15 @@ class HeldParameters:
             if container is not None and container._modules.get(name) is not given():
                 raise ModelError("was replaced in the model after the engine was built, and would not train",
                                  code="block-replaced", where=f"block {name}", remedy="Build a new engine.")
+        stand_ins = [found for _, _, block in self._blocks
+                     if isinstance(found := vars(block).get("stand_in_tensors"), StandInTensors)]
+        for one in stand_ins:
+            one.follow()
         if not self._as_they_were():
             self._adopt_replaced()
             self._look()
+        for one in stand_ins:
+            one.settle()
         for block, name, held, known in self._formats:
             if (now := (held.shape, held.dtype, held.device)) != known:
                 raise _error("parameter-form-changed", block, name,

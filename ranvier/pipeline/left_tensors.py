@@ -61,7 +61,7 @@ def _modules_of(value: object, depth: int, seen: set[int]) -> Iterator[nn.Module
     elif isinstance(value, MethodType):
         inner = [value.__self__, value.__func__]
     elif isinstance(value, FunctionType):
-        if not value.__module__.startswith(("torch.", "ranvier.")):
+        if not (value.__module__ or "").startswith(("torch.", "ranvier.")):
             inner = [*_contents(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(),
                      *(value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__)]
     elif isinstance(value, list | tuple | set):

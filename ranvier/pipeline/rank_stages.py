@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ranvier.block import State
 from ranvier.pipeline.modes import follow_originals, put_in_evaluation, restore
+from ranvier.pipeline.read_attributes import ReadAttributes
 from ranvier.pipeline.stage import Blocks, Stage
-from ranvier.read_attributes import ReadAttributes
 
 
 class RankStages:

@@ -119,7 +119,7 @@ def test_a_header_of_several_lines_is_no_row(tmp_path):
 def test_a_number_beyond_the_declared_classes_is_no_class(tmp_path):
     path = written(tmp_path, ".jsonl", [{"text": "a", "label": 1}, {"text": "b", "label": -1}])
     table = open_file(path, "rows.jsonl")
-    with raises("label-not-class", "rows.jsonl line 2", -1):
+    with raises("label-not-in-classes", "rows.jsonl line 2", -1):
         table_sentences(table, Columns(), ("bad", "good"))
 
 

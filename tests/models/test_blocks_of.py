@@ -417,6 +417,77 @@ def test_a_number_of_traced_code_that_changes_between_batches_is_refused(change)
     run_ranks(rank, 1)
 
 
+class Token(nn.Module):
+    """Has a parameter and a buffer beside its modules, which no block has the module of."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.token = nn.Parameter(torch.ones(4))
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x):
+        return self.second(self.first(x) * self.token * self.scale) + self.token
+
+
+def assigns(module):
+    module.load_state_dict({name: 2 * one.detach() for name, one in module.state_dict().items()}, assign=True)
+
+
+def replaces(module):
+    module.token, module.scale = nn.Parameter(2 * module.token.detach()), 4 * module.scale
+
+
+def writes(module):
+    module.scale.mul_(4.0)
+
+
+@pytest.mark.parametrize("write", [assigns, replaces, writes])
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=2)], ids=str)
+def test_what_is_written_into_the_module_is_in_its_blocks(mesh, write):
+    """In fp64, of which the module's own buffers are not."""
+    batch = [Microbatch(torch.ones(2, 4, dtype=torch.float64), torch.zeros(2, 4, dtype=torch.float64))]
+
+    def loss(outputs, targets):
+        return (outputs - targets).square().sum(), targets.numel()
+
+    torch.manual_seed(0)
+    modules = [Token() for _ in range(mesh.size + 1)]
+    for one in modules[1:]:
+        one.load_state_dict(modules[0].state_dict())
+    write(modules[0])
+    expected = plain_gradients(modules[0].double(), [batch], loss)
+
+    def rank(world):
+        module = modules[world.rank + 1]
+        engine = Engine(blocks_of(module), world, mesh=mesh, loss=loss, dtype=torch.float64,
+                        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        held = engine.named_parameters()
+        write(module)
+        result = engine.forward_backward(batch)
+        found = {engine.names_in_whole[name][0]: one.clone() for name, one in engine.gradients().items()}
+        engine.step(result)
+        assert engine.named_parameters().keys() == held.keys()
+        assert all(one is held[name] for name, one in engine.named_parameters().items())
+        assert all(module.token is one for name, one in held.items() if name.endswith("token"))
+        return found
+
+    found = {name: one for part in run_ranks(rank, mesh.size) for name, one in part.items()}
+    assert_close(found, expected)
+
+
+def test_a_buffer_of_another_shape_is_refused():
+    module = Token()
+
+    def rank(world):
+        engine = Engine(blocks_of(module), world, loss=lambda y, t: (y.sum(), 1))
+        module.scale = torch.ones(1)
+        engine.evaluate([(torch.ones(2, 4), torch.zeros(2, 4))])
+
+    with raises("buffer-replaced-by-other-shape", "(1,)", "(4,)", where="buffer scale of Token"):
+        run_ranks(rank, 1)
+
+
 def test_an_attribute_that_is_set_to_what_it_is_does_not_count():
     def run(m, x):
         m.scale = float(m.width) ** -0.5

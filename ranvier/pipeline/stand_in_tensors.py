@@ -1,0 +1,79 @@
+"""How modules of a block get the tensors that a user writes into the modules that they stand for.
+
+    model.tok = nn.Parameter(x); model.load_state_dict(state, assign=True)    another parameter in the user's module
+    model.temperature = x                                                     another buffer
+    model.temperature.fill_(x)                                                the same, of which the block may have a
+                                                                              copy on its device and in its format
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from ranvier.errors import ModelError
+
+
+class StandInTensors:
+    """Parameters and buffers that a stand-in has of its original. A block has it as its attribute `stand_in_tensors`;
+    copies of a block, and saved ones, follow no other module.
+
+    pairs: (original, stand-in), which have the same tensors now.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[nn.Module, nn.Module]] = ()) -> None:
+        self._pairs = [(ref(original), ref(stand_in), _noted(original, stand_in)) for original, stand_in in pairs]
+
+    def follow(self) -> None:
+        """Put replaced parameters into the stand-ins, too, and copy the values of buffers that have been written.
+        ModelError for a buffer of another shape."""
+        for original, stand_in, noted in self._present():
+            for name, (known, version) in noted.items():
+                now, mine = _tensor(original, name), _tensor(stand_in, name)
+                if now is None or mine is None or now is mine or (now is known() and (
+                        now._version == version or isinstance(now, nn.Parameter))):
+                    continue
+                if isinstance(now, nn.Parameter):
+                    setattr(stand_in, name, now)
+                    continue
+                if now.shape != mine.shape:
+                    raise ModelError(f"was replaced by one of shape {tuple(now.shape)}, and its block has "
+                                     f"{tuple(mine.shape)}", code="buffer-replaced-by-other-shape",
+                                     where=f"buffer {name} of {type(original).__name__}",
+                                     remedy="Give a value of the same shape, or build blocks and engine again.")
+                with torch.no_grad():
+                    mine.copy_(now)
+                noted[name] = ref(now), now._version
+
+    def settle(self) -> None:
+        """The stand-ins have their own parameters again, with the new values: originals get these."""
+        for original, stand_in, noted in self._present():
+            for name, (known, _) in noted.items():
+                now, mine = _tensor(original, name), _tensor(stand_in, name)
+                if isinstance(now, nn.Parameter) and now is not known() and mine is not None:
+                    setattr(original, name, mine)
+            noted |= _noted(original, stand_in, noted)
+
+    def _present(self) -> list[tuple[nn.Module, nn.Module, dict[str, tuple[ref[Tensor], int]]]]:
+        return [(one, two, noted) for original, stand_in, noted in self._pairs
+                if (one := original()) is not None and (two := stand_in()) is not None]
+
+    def __reduce__(self) -> tuple[type[StandInTensors], tuple[()]]:
+        return StandInTensors, ()
+
+
+def _tensor(module: nn.Module, name: str) -> Tensor | None:
+    found = module._parameters.get(name)
+    return module._buffers.get(name) if found is None else found
+
+
+def _noted(original: nn.Module, stand_in: nn.Module, names: Iterable[str] | None = None
+           ) -> dict[str, tuple[ref[Any], int]]:
+    """Name -> the original's tensor and its version, of those that both have."""
+    both = [*stand_in._parameters, *stand_in._buffers] if names is None else names
+    return {name: (ref(one), one._version) for name in both if (one := _tensor(original, name)) is not None
+            and _tensor(stand_in, name) is not None}
