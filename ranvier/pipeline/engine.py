@@ -968,7 +968,8 @@ class Engine:
                     raise ModelError(f"has no {what} on the {stage} stage", code="microbatch-lacks-data",
                                      where=f"microbatch {number}",
                                      remedy=f"Give the ranks of the {stage} stage the {what} of every microbatch.")
-                if training and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(value)):
+                if training and (value.requires_grad if isinstance(value, Tensor) else value is not None and any(
+                        isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(value))):
                     raise ModelError("require a gradient, which ends where the engine begins",
                                      code="microbatch-wants-gradient", where=f"{what} of microbatch {number}",
                                      remedy="Detach them, compute them inside torch.no_grad(), or let a block, or a "
