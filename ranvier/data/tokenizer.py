@@ -234,7 +234,7 @@ def load(path: Path, remedy: str = "Delete it; it is then made or fetched again.
 
 
 def _is_plain(document: Any) -> bool:
-    """Whether a tokenizer.json has what GPT-2's has: bytes, merges and one separator, and no other steps or settings."""
+    """Whether a tokenizer.json has what GPT-2's has: bytes, merges, one separator, and no other steps or settings."""
     if not isinstance(document, dict) or not isinstance(document.get("model"), dict):
         return True  # refused as one
     step, model = document.get("pre_tokenizer"), document["model"]

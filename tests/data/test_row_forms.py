@@ -90,7 +90,8 @@ def test_keys_that_arrow_adds_are_no_part_of_calls_and_tools(tmp_path):
     """Its objects have the keys of all rows, with null for those that are missing, which a template would write."""
     pyarrow = pytest.importorskip("pyarrow")
     calls = [CALL, {"name": "add", "arguments": {"a": 1}}]
-    tools = [{"name": call["name"], "parameters": dict.fromkeys(call["arguments"], {"type": "any"})} for call in calls]
+    tools = [{"name": call["name"], "parameters": {key: {"type": "any"} for key in call["arguments"]}}
+             for call in calls]
     rows = [{"messages": [USER, {"role": "assistant", "tool_calls": [{"function": call}]}, ANSWER], "tools": tools}
             for call in calls]
     pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
