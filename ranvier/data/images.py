@@ -16,7 +16,7 @@ import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -97,7 +97,8 @@ def fitted(image: Image.Image, size: int) -> npt.NDArray[np.uint8]:
     if width * height > _MOST_PIXELS:
         raise ValueError(f"it has {width} x {height} pixels")
     if image.mode.startswith(("I", "F")):  # Pillow makes all above 255 white, and fractions black
-        low, high = cast(tuple[float, float], image.getextrema())  # of one channel
+        values = np.asarray(image)
+        low, high = values.min(), values.max()
         if low < 0 or high > 255 or (image.mode == "F" and 0 < high <= 1):
             raise ValueError(f"its values are from {low} to {high} (Pillow's mode {image.mode}): convert it to 8 bits")
     image = image.convert("RGB")

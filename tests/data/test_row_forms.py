@@ -90,7 +90,7 @@ def test_keys_that_arrow_adds_are_no_part_of_calls_and_tools(tmp_path):
     """Its objects have the keys of all rows, with null for those that are missing, which a template would write."""
     pyarrow = pytest.importorskip("pyarrow")
     calls = [CALL, {"name": "add", "arguments": {"a": 1}}]
-    tools = [{"name": call["name"], "parameters": {name: {"type": "any"} for name in call["arguments"]}}
+    tools = [{"name": call["name"], "parameters": {key: {"type": "any"} for key in call["arguments"]}}
              for call in calls]
     rows = [{"messages": [USER, {"role": "assistant", "tool_calls": [{"function": call}]}, ANSWER], "tools": tools}
             for call in calls]
