@@ -20,12 +20,13 @@ from typing import Any, Literal
 
 from torch import Tensor, fx, nn
 
-from ranvier.block import CONTAINERS, KEPT_IN_FP32, StandInModes, State, beside_modules, keep_names
+from ranvier.block import CONTAINERS, KEPT_IN_FP32, State, beside_modules, keep_names
 from ranvier.errors import ModelError
 from ranvier.models.forward_trace import Trace, trace_forward, unchanged
 from ranvier.models.from_transformers import transformer_blocks
-from ranvier.pipeline.read_attributes import ReadAttributes
-from ranvier.pipeline.stand_in_tensors import StandInTensors
+from ranvier.originals.read_attributes import ReadAttributes
+from ranvier.originals.stand_in_modes import StandInModes
+from ranvier.originals.stand_in_tensors import StandInTensors
 from ranvier.sent_values import name_of, pack, unpack
 
 

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 
 from ranvier.block import HOOKS
 from ranvier.errors import ModelError, RanvierError
-from ranvier.pipeline.read_attributes import Reads, reads_of
+from ranvier.originals.read_attributes import Reads, reads_of
 
 REMEDY = ("Move this code into the forward of a submodule: modules without a cut inside are not traced "
           "(docs/own-model.md).")

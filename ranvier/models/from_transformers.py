@@ -27,11 +27,12 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from ranvier.block import HOOKS, KEPT_IN_FP32, Loss, Model, StandInModes, State, as_model, beside_modules, keep_names
+from ranvier.block import HOOKS, KEPT_IN_FP32, Loss, Model, State, as_model, beside_modules, keep_names
 from ranvier.errors import ModelError
 from ranvier.models.decoding_cache import WholeTexts
 from ranvier.models.stand_ins import REMEDY, Absent, Elsewhere, Injector, Recorder, StandIn, shapes_of
-from ranvier.pipeline.stand_in_tensors import StandInTensors
+from ranvier.originals.stand_in_modes import StandInModes
+from ranvier.originals.stand_in_tensors import StandInTensors
 from ranvier.tensor.split.loss import NextTokenLoss
 
 TOLERANCE = 1e-4

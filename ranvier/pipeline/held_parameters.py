@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ranvier.errors import ModelError
-from ranvier.pipeline.stand_in_tensors import StandInTensors
+from ranvier.originals.stand_in_tensors import StandInTensors
 
 
 class HeldParameters:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
-from ranvier.block import StandInModes
+from ranvier.originals.stand_in_modes import StandInModes
 
 
 def follow_originals(blocks: Iterable[nn.Module]) -> None:

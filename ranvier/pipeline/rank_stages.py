@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ranvier.block import State
+from ranvier.originals.read_attributes import ReadAttributes
 from ranvier.pipeline.modes import follow_originals, put_in_evaluation, restore
-from ranvier.pipeline.read_attributes import ReadAttributes
 from ranvier.pipeline.stage import Blocks, Stage
 
 

@@ -72,13 +72,8 @@ OTHER = {
     "log.project": "p", "log.store": "s", "log.offline": True, "model.vocab": 999, "comm.collectives": "torch",
     "model.sequence": 11, "model.num_classes": 7, "model.image_size": 64, "model.patch_size": 8,
     "model.compile": True, "model.attention_kernel": "math",
-<<<<<<< HEAD
     "model.intermediate": 48, "model.norm_epsilon": 0.5, "model.max_positions": 99, "model.kv_heads": 1,
     "model.head_dim": 6, "model.activation": "gelu",
-=======
-    "model.intermediate": 48, "model.norm_epsilon": 0.5,
-    "model.max_positions": 99, "model.kv_heads": 1, "model.head_dim": 6, "model.activation": "gelu",
->>>>>>> h/files
     "model.bias": "all", "model.untied": True, "model.tied": True, "model.norms": "both", "model.norm_offset": 1,
     "model.qk_norm": "head",
     "model.query_pre_attn_scalar": 5.0, "model.window": 3, "model.full_every": 2,

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ranvier.block import StandInModes
 from ranvier.config.run import Pipeline
 from ranvier.errors import ModelError
 from ranvier.mesh import Mesh
 from ranvier.models.blocks_of import blocks_of
 from ranvier.models.from_transformers import from_transformers
+from ranvier.originals.stand_in_modes import StandInModes
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.modes import put_in_evaluation, restore
 from ranvier.testing.ranks import run_ranks
