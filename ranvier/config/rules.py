@@ -295,7 +295,7 @@ def torch_optimizer_problems(optim: Optim) -> Iterator[ConfigError]:
                           remedy="Give optim= without optimizer=, or use torch.optim.swa_utils.AveragedModel.")
     default = Optim()
     for name in _OF_RANVIERS_OPTIMIZER:
-        if (value := getattr(optim, name)) != getattr(default, name):
+        if (value := getattr(optim, name)) and value != getattr(default, name):
             yield ConfigError("is a setting of Ranvier's own optimizer, and optimizer= gives another one",
                               code="setting-beside-torch-optimizer", where=f"optim.{name.replace('_', '-')}",
                               value=value, remedy="Give optim= without optimizer=, or leave this setting out.")

@@ -94,7 +94,8 @@ def _sentence(row: Row, columns: Columns, class_names: Sequence[str] | None) -> 
         if not 0 <= label < len(class_names):  # -1 stands for a label that is not published
             raise DataError(f"has a label that is no number of its {len(class_names)} classes",
                             code="label-not-in-classes", where=row.place, value=label,
-                            remedy="Leave such rows out, or name another split.")
+                            remedy="Leave such rows out (dataset.filter of Hugging Face's datasets), or name "
+                                   "another split.")
         label = class_names[label]
     text = text_of(row, columns.text, "data.text-column").strip()
     pair = None if columns.pair is None else text_of(row, columns.pair, "data.pair-column").strip()

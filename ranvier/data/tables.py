@@ -249,14 +249,16 @@ def _separated(path: Path, name: str, separator: str, is_quoted: bool) -> tuple[
             # Not strict, a quote that nobody closes makes one field of all rows up to the next one.
             reader = csv.reader(file, delimiter=separator, strict=True,
                                 quoting=csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE)
+            first = 1  # line of the record that is read
             try:
                 for values in reader:
                     yield reader.line_num, values
+                    first = reader.line_num + 1
             except csv.Error as error:
                 raise DataError("is not a table of separated values", code="not-separated-values",
-                                where=f"{name} line {reader.line_num}", value=str(error),
+                                where=f"{name} line {first}", value=str(error),
                                 remedy='Quote fields with line breaks or quotes, as spreadsheets do, and write a quote '
-                                       'in them as "".') from error
+                                       'in them as "", and no space beside a quoted one.') from error
 
     csv.field_size_limit(min(sys.maxsize, 1 << 31))  # texts may be longer than the 128 KiB of its default
     columns = tuple(next(lines(), (0, []))[1])

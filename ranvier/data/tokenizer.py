@@ -217,7 +217,9 @@ def load(path: Path, remedy: str = "Delete it; it is then made or fetched again.
     """
     try:
         document: Any = read_json(path, _MOST_BYTES)
-        _check_prefix_space(document, path)
+        if (told := _other_prefix_space(document, path)) is not None:
+            raise _damaged(path, f"another add_prefix_space than tokenizer_config.json, which says {told}",
+                           "Give add_prefix_space the same value in both files.")
         if not _is_plain(document):
             return _as_published(document, path)
         model = document["model"]
@@ -229,6 +231,8 @@ def load(path: Path, remedy: str = "Delete it; it is then made or fetched again.
             raise ValueError(f"no token {', '.join(sorted(missing))}")
         return Tokenizer(_byte_level(models.BPE(ids, merges)), ends=_ends_beside(path, ids),
                          pad=_pad_beside(path, ids), beside=_texts_beside(path))
+    except DataError:
+        raise
     except Exception as error:  # the library raises plain Exception
         raise _damaged(path, error, remedy) from error
 
@@ -344,13 +348,13 @@ def _splits_at_lines(inner: tokenizers.Tokenizer) -> bool:
     return all(words(f"{one}\n{other}") == words(f"{one}\n") + words(other) for one in "a1." for other in "a1.")
 
 
-def _check_prefix_space(document: Any, path: Path) -> None:
-    """ValueError where tokenizer_config.json says otherwise than tokenizer.json whether a text begins with a space: of
-    transformers some classes take the one, and some the other."""
+def _other_prefix_space(document: Any, path: Path) -> bool | None:
+    """What tokenizer_config.json says of a space before a text, where tokenizer.json says otherwise: of transformers
+    some classes take the one, and some the other."""
     told = _beside(path, "tokenizer_config.json").get("add_prefix_space")
     step = document.get("pre_tokenizer") if isinstance(document, dict) else None
-    if isinstance(told, bool) and any(bool(one.get("add_prefix_space")) != told for one in _byte_steps(step)):
-        raise ValueError(f"another add_prefix_space than tokenizer_config.json, which says {told}")
+    differs = isinstance(told, bool) and any(bool(one.get("add_prefix_space")) != told for one in _byte_steps(step))
+    return told if differs else None
 
 
 def gpt2(cache: Path, progress: Progress, command: Command = run_command) -> Tokenizer:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -203,13 +204,11 @@ class Updater:
                 raise ConfigError("computes the loss several times in a step, by a closure, for which the batch would "
                                   "run again", code="optimizer-needs-closure", where="optimizer",
                                   value=type(self.users).__name__, remedy="Use an optimizer that takes one gradient.")
-            in_groups = {id(one) for group in self.users.param_groups for one in group["params"]}
-            if in_groups.isdisjoint(id(one) for one in owned):
-                raise ConfigError("has none of the parameters that it was given, so nothing here would train",
-                                  code="optimizer-of-other-parameters", where="optimizer",
-                                  value=type(self.users).__name__,
-                                  remedy="Build it from its argument: optimizer=lambda parameters: "
-                                         "torch.optim.AdamW(parameters, lr=1e-3).")
+            in_groups = {id(one) for group in getattr(self.users, "param_groups", ()) for one in group["params"]}
+            if in_groups and in_groups.isdisjoint(id(one) for one in owned):
+                warnings.warn(f"optimizer: {type(self.users).__name__} has none of the parameters that it was given: "
+                              "unless it writes into them by itself, nothing trains here. Build it from its argument: "
+                              "optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)", stacklevel=2)
         self.masters = MasterCopies(self.users, owned) if self.users is not None and half else None
         self._scale = LossScale(scale=optim.initial_loss_scale, window=optim.loss_scale_window) \
             if dtype is torch.float16 else None

@@ -6,10 +6,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import FunctionType, new_class
 from typing import Any
 from weakref import ref
 
@@ -21,8 +20,8 @@ from ranvier.errors import ModelError
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Attributes that a graph has as they are at each call: parameters, buffers, submodules; and the mode."""
 _PLAIN = bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size
-_MOST_ENTRIES, _MOST_DEPTH = 256, 4
-"""What is longer, or lies deeper, is compared by identity."""
+_MOST_ENTRIES, _MOST_DEPTH = 64, 3
+"""What is longer, or lies deeper, is not compared."""
 _GONE = object()
 
 Reads = set[tuple[str, nn.Module, str]]
@@ -31,31 +30,22 @@ Reads = set[tuple[str, nn.Module, str]]
 
 @contextmanager
 def reads_of(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Reads]:
-    """What code inside reads of these modules' attributes, other than those of every module."""
+    """What code of this thread reads inside of these modules' attributes, other than those of every module. One at a
+    time: it changes how all modules of the process read."""
     found: Reads = set()
-    kinds = [(module, type(module)) for _, module in modules]
+    names, thread = {id(module): name for name, module in modules}, threading.get_ident()
+
+    def noting(self: nn.Module, name: str) -> Any:
+        if id(self) in names and threading.get_ident() == thread and name not in _OF_EVERY_MODULE and (
+                name in object.__getattribute__(self, "__dict__")):
+            found.add((names[id(self)], self, name))
+        return object.__getattribute__(self, name)
+
+    nn.Module.__getattribute__ = noting  # type: ignore[assignment]
     try:
-        for name, module in modules:
-            module.__class__ = _noting(type(module), name, found)
         yield found
     finally:
-        for module, kind in kinds:
-            module.__class__ = kind
-
-
-def _noting(kind: type[nn.Module], path: str, found: Reads) -> type[nn.Module]:
-    """A class like `kind` whose instance notes what is read of it."""
-    def __getattribute__(self: nn.Module, name: str) -> Any:
-        if name not in _OF_EVERY_MODULE and name in object.__getattribute__(self, "__dict__"):
-            found.add((path, self, name))
-        return kind.__getattribute__(self, name)
-
-    def body(namespace: dict[str, Any]) -> None:
-        namespace |= {"__getattribute__": __getattribute__, "__module__": kind.__module__,
-                      "__qualname__": kind.__qualname__}
-
-    made: type[nn.Module] = new_class(kind.__name__, (kind,), {}, body)
-    return made
+        del nn.Module.__getattribute__
 
 
 class ReadAttributes:
@@ -82,30 +72,18 @@ class ReadAttributes:
         return ReadAttributes, ()
 
 
-@dataclass(frozen=True, eq=False)
-class _Same:
-    """An object that is compared by identity."""
-
-    value: object
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
-
-    __hash__ = None  # type: ignore[assignment]
-
-
 def _known(value: object, depth: int = 0) -> object:
-    """What tells whether a value has changed: numbers and texts by value, and what holds such; others by identity."""
+    """What tells whether a value has changed: numbers and texts, what holds few of them, and which tensor it is (the
+    graph keeps that alive). Of other objects nothing: much of what is in them has no part in the code's result."""
     if isinstance(value, _PLAIN):
         return type(value), repr(value)  # as of a NaN, which does not equal itself
-    if depth < _MOST_DEPTH and isinstance(value, list | tuple | dict | set) and len(value) <= _MOST_ENTRIES:
-        if isinstance(value, dict):
-            return type(value), [(repr(key), _known(one, depth + 1)) for key, one in value.items()]
-        if isinstance(value, set):
-            return type(value), sorted(map(repr, value))
-        return type(value), [_known(one, depth + 1) for one in value]
-    if depth < _MOST_DEPTH and not isinstance(value, nn.Module | torch.Tensor | type | FunctionType):
-        held: Mapping[str, object] = getattr(value, "__dict__", {})
-        if 0 < len(held) <= _MOST_ENTRIES:
-            return _Same(value), [(name, _known(one, depth + 1)) for name, one in held.items()]
-    return _Same(value)
+    if isinstance(value, torch.Tensor):
+        return id(value)
+    if depth == _MOST_DEPTH or not isinstance(value, list | tuple | dict | set) or len(value) > _MOST_ENTRIES:
+        return type(value)
+    if isinstance(value, dict):
+        return type(value), [(repr(key) if isinstance(key, _PLAIN) else type(key), _known(one, depth + 1))
+                             for key, one in value.items()]
+    if isinstance(value, set):
+        return type(value), sorted(repr(one) for one in value if isinstance(one, _PLAIN))
+    return type(value), [_known(one, depth + 1) for one in value]

@@ -35,7 +35,7 @@ class StandInTensors:
             for name, (known, version) in noted.items():
                 now, mine = _tensor(original, name), _tensor(stand_in, name)
                 if now is None or mine is None or now is mine or (now is known() and (
-                        now._version == version or isinstance(now, nn.Parameter))):
+                        _version(now) == version or isinstance(now, nn.Parameter))):
                     continue
                 if isinstance(now, nn.Parameter):
                     setattr(stand_in, name, now)
@@ -47,7 +47,7 @@ class StandInTensors:
                                      remedy="Give a value of the same shape, or build blocks and engine again.")
                 with torch.no_grad():
                     mine.copy_(now)
-                noted[name] = ref(now), now._version
+                noted[name] = ref(now), _version(now)
 
     def settle(self) -> None:
         """The stand-ins have their own parameters again, with the new values: originals get these."""
@@ -66,6 +66,11 @@ class StandInTensors:
         return StandInTensors, ()
 
 
+def _version(tensor: Tensor) -> int:
+    """Grows with each change in place; those of inference tensors are not counted."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def _tensor(module: nn.Module, name: str) -> Tensor | None:
     found = module._parameters.get(name)
     return module._buffers.get(name) if found is None else found
@@ -75,5 +80,5 @@ def _noted(original: nn.Module, stand_in: nn.Module, names: Iterable[str] | None
            ) -> dict[str, tuple[ref[Any], int]]:
     """Name -> the original's tensor and its version, of those that both have."""
     both = [*stand_in._parameters, *stand_in._buffers] if names is None else names
-    return {name: (ref(one), one._version) for name in both if (one := _tensor(original, name)) is not None
+    return {name: (ref(one), _version(one)) for name in both if (one := _tensor(original, name)) is not None
             and _tensor(stand_in, name) is not None}

@@ -64,7 +64,6 @@ from ranvier.pipeline.device_timeline import timeline_of
 from ranvier.pipeline.examine import Cause, examine
 from ranvier.pipeline.full_state import gather_full_state
 from ranvier.pipeline.held_parameters import HeldParameters
-from ranvier.pipeline.left_tensors import LeftTensors
 from ranvier.pipeline.look_ahead import LookAhead
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.modes import some_train
@@ -245,8 +244,6 @@ class Engine:
         self._connect(blocks, timeout_seconds)
         self._buffers = self._share_buffers(blocks, buffers)
         self._buffer_changes = SharedBufferChanges(self.stages.shared_buffers, blocks)
-        last = self.layout.stages.num_stages - 1
-        self._left = LeftTensors(model.loss, [block for block in blocks if self.layout.stage_of(block[0]) != last])
         self._connections.open_splits(self.layout)
         self._statistics = BatchStatistics(self._connections.all, SameTargets(self.coordinates, self.layout.stages),
                                            on_device=world.device.type == "cuda")
@@ -737,7 +734,6 @@ class Engine:
             self._held.check_kept(replicas=1 if self._updater.in_backward else self.mesh.count(
                 self.mesh.over(splits_samples=True)))
             self._check_gradients()
-            self._left.check()
             self._buffer_changes.check()
             self._updater.gradients.all_passed()
             for tie in self._ties.add_gradients(self._call):

@@ -68,7 +68,8 @@ class HeldParameters:
         new, of another shape, number format or device, or has two new values; and for a block that was replaced."""
         container = None if self._container is None else self._container()
         for name, given in self._given.items():
-            if container is not None and container._modules.get(name) is not given():
+            other = None if container is None else container._modules.get(name)
+            if other is not None and other is not given():
                 raise ModelError("was replaced in the model after the engine was built, and would not train",
                                  code="block-replaced", where=f"block {name}", remedy="Build a new engine.")
         stand_ins = [found for _, _, block in self._blocks

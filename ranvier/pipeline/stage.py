@@ -251,7 +251,8 @@ class Stage:
         sent, roots = dict[str, Tensor](), dict[str, GradientEdge]()
         for name, tensor in outputs.items():
             sent[name] = one = tensor.detach()
-            if self._loss is None and type(one) is not Tensor:
+            if self._loss is None and type(one) is not Tensor and (
+                    type(one).__torch_function__ != Tensor.__torch_function__):
                 raise _of_a_class(type(one), name, self.blocks[-1][1])
             if tensor.requires_grad:
                 roots[name] = root_of(tensor)

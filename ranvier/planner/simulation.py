@@ -169,8 +169,8 @@ def _factor(noise: Noise, replica: int, stage_size: int) -> Callable[[int, Actio
 @dataclass(frozen=True, kw_only=True)
 class Failures:
     """mtbf_seconds: mean time between two failures of one rank. restart_seconds: from a failure to the next step.
-    checkpoint_steps: steps between checkpoints; stall_seconds: what one holds the run up; write_seconds: from its step
-    until it is on the disk, and the next one can begin."""
+    checkpoint_steps: steps between checkpoints; stall_seconds: what one holds the run up; write_seconds: from its copy
+    until it is on the disk, and the next one can begin, while the run goes on."""
 
     mtbf_seconds: float
     restart_seconds: float = 300.0
@@ -198,7 +198,7 @@ def goodput(step_seconds: float, ranks: int, failures: Failures) -> Goodput:
     last checkpoint that is on the disk, and a restart (Daly, 2006, equation 13)."""
     rate = ranks / failures.mtbf_seconds
     work = failures.checkpoint_steps * step_seconds
-    interval = max(work + failures.stall_seconds, failures.write_seconds)
+    interval = failures.stall_seconds + max(work, failures.write_seconds)
     lost = failures.restart_seconds + failures.write_seconds  # while one is written the one before is the last
     exponent = rate * interval
     share = work / ((1 / rate + lost) * math.expm1(exponent)) if exponent < _LARGEST_EXPONENT else 0.0

@@ -83,7 +83,8 @@ def training(found: Candidate, cluster: Cluster, goal: Goal, measured_over_predi
     devices, share, best_steps = found.run.mesh.size, 1.0, None
     if goal.mtbf_hours is not None:
         lost = goodput(found.cost.seconds * longer, devices,
-                       failures_of(found.run, cluster, found.memory, goal.mtbf_hours))
+                       failures_of(found.run, cluster, found.memory, goal.mtbf_hours,
+                                   steps=ceil(goal.tokens / found.cost.tokens)))
         share, best_steps = lost.share, lost.best_steps
     days = found.cost.days(goal.tokens) * longer / max(share, 1e-9)
     hours = days * 24 * devices
@@ -101,13 +102,15 @@ def with_length(found: Candidate, cluster: Cluster, goal: Goal | None) -> Resolv
     return replace(found.run, train=replace(found.run.train, epochs=None, steps=training(found, cluster, goal).steps))
 
 
-def failures_of(run: ResolvedRun, cluster: Cluster, memory: Sequence[RankMemory], mtbf_hours: float) -> Failures:
-    """What failures cost a run. memory: of its stages, as predicted, which has the copies that a checkpoint makes."""
+def failures_of(run: ResolvedRun, cluster: Cluster, memory: Sequence[RankMemory], mtbf_hours: float, *,
+                steps: int | None = None) -> Failures:
+    """What failures cost a run. memory: of its stages, as predicted, which has the copies that a checkpoint makes.
+    steps: of the whole run; None: its own."""
     copied = max((entry.host.get("checkpoint", 0) for entry in memory), default=0)
     writing = saved_bytes(run) / SAVED_BYTES_PER_SECOND
-    return Failures(mtbf_seconds=mtbf_hours * 3600, checkpoint_steps=run.checkpoint.every or run.train.steps,
+    return Failures(mtbf_seconds=mtbf_hours * 3600, checkpoint_steps=run.checkpoint.every or steps or run.train.steps,
                     stall_seconds=cluster.host_link.seconds(copied) if run.checkpoint.background else writing,
-                    write_seconds=writing)
+                    write_seconds=writing if run.checkpoint.background else 0.0)
 
 
 def columns(several: list[Training]) -> dict[str, list[str]]:

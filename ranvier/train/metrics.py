@@ -114,15 +114,16 @@ class Meter:
     """Clocks one rank's steps and keeps the spans that the timeline will show.
 
     ranks: a group of all ranks; they call `step` for the same steps, in the same order as its other collectives.
-    mesh: of these ranks. device: this rank's, whose peak memory is told.
+    device: this rank's, whose peak memory is told. mesh: of these ranks; by default one replica.
     stop: this rank's own; whether it was asked to stop goes with each step's numbers to all ranks. resize_asked:
     whether this rank knows of a request for another mesh, likewise.
     """
 
-    def __init__(self, timeline: Timeline, ranks: Group, mesh: Mesh, device: torch.device,
-                 stop: StopRequest | None = None, resize_asked: Callable[[], bool] | None = None) -> None:
+    def __init__(self, timeline: Timeline, ranks: Group, device: torch.device, stop: StopRequest | None = None,
+                 resize_asked: Callable[[], bool] | None = None, mesh: Mesh | None = None) -> None:
         self._timeline, self._ranks, self._device = timeline, ranks, device
         self._stop, self._resize_asked = stop, resize_asked
+        mesh = mesh or Mesh(pipe=len(ranks.ranks))
         at = mesh.coordinates(ranks.index)
         self._num_replicas, self._slot = mesh.num_replicas, at.pipeline_rank * mesh.num_replicas + at.replica
         self._work = [0.0] * (mesh.num_replicas * mesh.pipeline_size) if mesh.num_replicas > 1 else []

@@ -194,8 +194,8 @@ class Session:
             runtime=runtime, saving=saving, limits=MeasuredLimits(self.run, command.block_times),
             guards=Guards(self.run.guard, engine, tell=self.outputs.event, barrier=runtime.ranks.barrier,
                           counts=state.guards),
-            meter=Meter(engine.timeline, runtime.ranks, self.run.mesh, world.device, self.stop,
-                        self.requests.are_waiting))
+            meter=Meter(engine.timeline, runtime.ranks, world.device, self.stop, self.requests.are_waiting,
+                        self.run.mesh))
         seconds = (time.monotonic_ns() - began) * 1e-9
         self.progress = self.progress.restored(state.elastic)
         cache = self.elastic.enter(runtime, state.elastic, change, before, moved, seconds, self.done, self.progress)

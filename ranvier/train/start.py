@@ -130,7 +130,7 @@ def start(run: ResolvedRun, recipe: str, world: World, trackers: Sequence[Tracke
         requests=requests, done=done, outputs=outputs, history=history, page=page, lease=lease,
         place=Active(runtime=runtime, saving=saving, limits=MeasuredLimits(run),
                      guards=Guards(run.guard, engine, tell=tell, barrier=runtime.ranks.barrier),
-                     meter=Meter(engine.timeline, runtime.ranks, run.mesh, world.device, stop, requests.are_waiting)))
+                     meter=Meter(engine.timeline, runtime.ranks, world.device, stop, requests.are_waiting, run.mesh)))
     try:
         # 4. First weights, where they are not drawn: references are computed while adapters change nothing.
         session.kernel.enter_context(preferred_kernel(kernel))

@@ -26,7 +26,7 @@ def test_a_step_names_the_replica_that_computes_longest(sizes):
 
     def rank(world):
         timeline, group = Timeline(), world.backend.group("train", [tuple(range(world.size))])
-        meter = Meter(timeline, group, mesh, torch.device("cpu"))
+        meter = Meter(timeline, group, torch.device("cpu"), mesh=mesh)
         start = time.monotonic_ns()
         computing = 300_000 if mesh.coordinates(world.rank).replica == slow else 100_000
         timeline.spans += [Span("forward", "F0", 1, start, start + computing),

@@ -229,7 +229,7 @@ def _read(kind: _Kind, document: Mapping[str, object]) -> tuple[Transformer, lis
     functions: dict[str, tuple[object, tuple[object, ...]]] = {**_FUNCTION, kind.activation_key: (
         "silu", tuple(_ACTIVATIONS))}
     if kind.model_type == "gemma3_text":  # transformers has the key and no cap
-        functions["attn_logit_softcapping"] = (None, (None,))
+        functions["attn_logit_softcapping"] = (None, (None, 0.0))
     named = document.get("architectures")
     has_classes = isinstance(named, list) and _class_of(kind).get("classes") in named
     optional = {key: ours for key, ours in _OPTIONAL.items() if document.get(key) is not None}
