@@ -283,22 +283,14 @@ def guard_problems(guard: Guard, optim: Optim) -> Iterator[ConfigError]:
 
 
 _OF_RANVIERS_OPTIMIZER = ("algorithm", "options", "betas", "epsilon", "momentum", "muon_scale", "weight_decay", "decay",
-                          "groups", "offload", "offload_share", "buckets_in_flight", "shard", "update_in_backward")
-"""Fields of `Optim` that change nothing where a torch optimizer updates the parameters."""
+                          "groups", "offload", "offload_share", "buckets_in_flight", "shard")
 
 
-def torch_optimizer_problems(optim: Optim) -> Iterator[ConfigError]:
-    """Settings beside an optimizer of torch that only Ranvier's own optimizer has."""
-    if optim.ema:
-        yield ConfigError("is kept by Ranvier's own optimizer only", code="ema-with-own-optimizer", where="optim.ema",
-                          value=optim.ema,
-                          remedy="Give optim= without optimizer=, or use torch.optim.swa_utils.AveragedModel.")
+def idle_beside_torch_optimizer(optim: Optim) -> list[str]:
+    """The fields that are set and change nothing where a torch optimizer updates the parameters."""
     default = Optim()
-    for name in _OF_RANVIERS_OPTIMIZER:
-        if (value := getattr(optim, name)) and value != getattr(default, name):
-            yield ConfigError("is a setting of Ranvier's own optimizer, and optimizer= gives another one",
-                              code="setting-beside-torch-optimizer", where=f"optim.{name.replace('_', '-')}",
-                              value=value, remedy="Give optim= without optimizer=, or leave this setting out.")
+    return [name for name in _OF_RANVIERS_OPTIMIZER if (value := getattr(optim, name)) and value != getattr(
+        default, name)]
 
 
 # --- how a run starts ------------------------------------------------------------------------------------------------

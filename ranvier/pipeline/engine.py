@@ -46,9 +46,9 @@ from ranvier.config.python_names import of_engine
 from ranvier.config.rules import (
     float8_problems,
     guard_problems,
+    idle_beside_torch_optimizer,
     looks_before_update,
     recompute_problems,
-    torch_optimizer_problems,
 )
 from ranvier.config.run import Guard, Memory, Optim, Pipeline, TensorParallel
 from ranvier.errors import ConfigError, ModelError, RanvierError
@@ -265,9 +265,14 @@ class Engine:
             raise ConfigError(f"has {mesh.size} ranks, but {self.world.size} were started", code="mesh-of-other-size",
                               where="mesh", value=str(mesh),
                               remedy="Make data x pipe x row x col equal to the number of ranks.")
-        if optim is not None and not own_optimizer:
-            for problem in torch_optimizer_problems(optim):
-                raise problem
+        if optim is not None and optim.ema and not own_optimizer:
+            raise ConfigError("is kept by Ranvier's own optimizer only", code="ema-with-own-optimizer",
+                              where="optim.ema", value=optim.ema,
+                              remedy="Give optim= without optimizer=, or use torch.optim.swa_utils.AveragedModel.")
+        if optim is not None and not own_optimizer and self.world.rank == 0 and (
+                idle := idle_beside_torch_optimizer(optim)):
+            warnings.warn(f"Optim({', '.join(f'{name}=...' for name in idle)}) has no effect beside optimizer=: that "
+                          "is Ranvier's own optimizer's", stacklevel=4)
         shape = None if sample is None or sample.inputs is None else (sample.inputs, sample.targets)
         return make(model, mesh, sample=shape, pipeline=pipeline or Pipeline(), tensor=tensor or TensorParallel(),
                     memory=memory or Memory(), optim=optim, own_optimizer=own_optimizer, policy=policy, dtype=dtype,
