@@ -233,12 +233,13 @@ def _overruled(layer: Layer, before: Mapping[str, object], values: Mapping[str, 
                ) -> Iterator[tuple[str, str]]:
     """(setting, other): what `layer` says of a setting overrules what the layers below it say of the other. Steps
     overrule epochs; a limit on the bytes of one corpus is not meant for another; pretrained weights have sizes of their
-    own, in place of a recipe's; the stages and limits in a run's own run.toml are those of its mesh, unless a user has
-    chosen them."""
-    reshaped = next((name for name in _SHAPE_OF_A_REPLICA if name in layer.values and values[name] != before[name]), "")
-    for other in _OF_THE_SHAPE if reshaped else ():
-        if other not in layer.values and other not in chosen:
-            yield reshaped, other
+    own, in place of a recipe's; the stages, limits and threads in a run's own run.toml are those of its mesh, unless a
+    user has chosen them."""
+    for shape, resolved in _RESOLVED:
+        reshaped = next((name for name in shape if name in layer.values and values[name] != before[name]), "")
+        for other in resolved if reshaped else ():
+            if other not in layer.values and other not in chosen:
+                yield reshaped, other
     for name, other in (("train.steps", "train.epochs"), ("data.corpus", "data.max_bytes")):
         new = name == "train.steps" or values[name] != before[name]
         if name in layer.values and other not in layer.values and new:
@@ -250,8 +251,11 @@ def _overruled(layer: Layer, before: Mapping[str, object], values: Mapping[str, 
                 yield "model.pretrained", other
 
 
-_SHAPE_OF_A_REPLICA = ("mesh.pipe", "mesh.row", "mesh.col", "pipeline.stages_per_rank")
-_OF_THE_SHAPE = ("pipeline.boundaries", "pipeline.in_flight", "pipeline.deferred", "pipeline.defer_last")
+_RESOLVED = (
+    (("mesh.pipe", "mesh.row", "mesh.col", "pipeline.stages_per_rank"),
+     ("pipeline.boundaries", "pipeline.in_flight", "pipeline.deferred", "pipeline.defer_last")),
+    (("mesh.data", "mesh.pipe", "mesh.row", "mesh.col"), ("launch.threads",)))
+"""Settings, and others that are resolved for them."""
 
 
 def _build(tree: type, values: Mapping[str, object], prefix: str = "") -> Any:

@@ -144,15 +144,19 @@ def test_a_run_on_other_stages_has_limits_of_its_own(tmp_path):
     """Those in its run.toml are of the mesh that it had."""
     (tmp_path / "run.toml").write_text(
         'run_dir = "elsewhere"\n[mesh]\ndata = 2\npipe = 2\n[pipeline]\nboundaries = [5]\nin_flight = 2\n'
-        "deferred = [1, 1]\ndefer_last = 2\n")
+        "deferred = [1, 1]\ndefer_last = 2\n[launch]\nthreads = 3\n")
     layer = read.load(str(tmp_path))[1]
 
+    def run(**flags):
+        return read.merge([layer, read.Layer(origin="flag", values=flags, is_text=True)]).run
+
     def pipeline(**flags):
-        return read.merge([layer, read.Layer(origin="flag", values=flags, is_text=True)]).run.pipeline
+        return run(**flags).pipeline
 
     kept = read.merge([layer]).run.pipeline
     assert (kept.boundaries, kept.in_flight, kept.deferred, kept.defer_last) == ((5,), 2, (1, 1), 2)
     assert pipeline(**{"mesh.data": "1", "mesh.pipe": "2"}) == kept
+    assert [run(**{"mesh.data": data}).launch.threads for data in ("2", "1")] == [3, "auto"]
     for flags in ({"mesh.pipe": "4"}, {"mesh.col": "2"}, {"mesh.pipe": "auto"}, {"pipeline.stages_per_rank": "2"}):
         found = pipeline(**flags)
         assert (found.boundaries, found.in_flight, found.deferred, found.defer_last) == (None, "auto", None, None)
