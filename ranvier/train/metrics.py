@@ -123,10 +123,11 @@ class Meter:
                  resize_asked: Callable[[], bool] | None = None, mesh: Mesh | None = None) -> None:
         self._timeline, self._ranks, self._device = timeline, ranks, device
         self._stop, self._resize_asked = stop, resize_asked
-        mesh = mesh or Mesh(pipe=len(ranks.ranks))
-        at = mesh.coordinates(ranks.index)
-        self._num_replicas, self._slot = mesh.num_replicas, at.pipeline_rank * mesh.num_replicas + at.replica
-        self._work = [0.0] * (mesh.num_replicas * mesh.pipeline_size) if mesh.num_replicas > 1 else []
+        self._num_replicas, self._slot, self._work = 1, 0, list[float]()
+        if mesh is not None and mesh.num_replicas > 1:
+            at, self._num_replicas = mesh.coordinates(ranks.index), mesh.num_replicas
+            self._slot = at.pipeline_rank * mesh.num_replicas + at.replica
+            self._work = [0.0] * (mesh.num_replicas * mesh.pipeline_size)
         self.busy: dict[str, float] = {}
         """Seconds in each category of span, in the steps on the mesh of now, the first aside. The verdict is left out:
         who weighs it waits for the others."""
