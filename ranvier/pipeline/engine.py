@@ -18,16 +18,14 @@ so a rank that has finished a batch starts the next one while others still work 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from ranvier.block import (
     Loss,
@@ -35,10 +33,7 @@ from ranvier.block import (
     Model,
     Modules,
     State,
-    as_model,
-    freeze,
     frozen_prefix,
-    names_in_whole,
     ready_made,
 )
 from ranvier.comm.protocol import Group
@@ -56,7 +51,7 @@ from ranvier.mesh import Mesh
 from ranvier.optim.guard import BadSteps
 from ranvier.optim.optimizer import storage_bytes
 from ranvier.optim.step import GradientStatus, OptimizerFactory, Updater
-from ranvier.pipeline.autocast import check_autocast, refuse_outer_modes
+from ranvier.pipeline.autocast import refuse_outer_modes
 from ranvier.pipeline.batch import BatchRunner
 from ranvier.pipeline.build import build_stage, stage_parameters
 from ranvier.pipeline.connections import Connections
@@ -65,9 +60,10 @@ from ranvier.pipeline.examine import Cause, examine
 from ranvier.pipeline.full_state import gather_full_state
 from ranvier.pipeline.held_parameters import HeldParameters
 from ranvier.pipeline.look_ahead import LookAhead
-from ranvier.pipeline.microbatch import Microbatch
+from ranvier.pipeline.microbatch import Batch, Microbatch, as_microbatches, check_microbatches
 from ranvier.pipeline.modes import some_train
 from ranvier.pipeline.nominal_weight import NominalWeight
+from ranvier.pipeline.prepared_model import check_arguments, prepare
 from ranvier.pipeline.rank_parameters import RankParameters
 from ranvier.pipeline.rank_stages import RankStages
 from ranvier.pipeline.replica_randomness import ReplicaRandomness
@@ -82,15 +78,13 @@ from ranvier.pipeline.state_dict import StateDict, load_state, take_state
 from ranvier.pipeline.statistics import BatchStatistics
 from ranvier.pipeline.ties import TiedParameters, TieMessages, gradient_specs, ties_of
 from ranvier.pipeline.trained_elsewhere import TrainedElsewhere
-from ranvier.plan.block_costs import build_on_meta
 from ranvier.plan.cut import split_model
-from ranvier.plan.formats import check_formats, told
+from ranvier.plan.formats import told
 from ranvier.plan.make import make
 from ranvier.plan.plan import Plan, refuse_settings_beside
-from ranvier.precision import is_half
 from ranvier.schedule.limits import Limits
 from ranvier.schedule.policies import policy_named
-from ranvier.schedule.schedule import Policy, check_policy_object
+from ranvier.schedule.schedule import Policy
 from ranvier.system.machine import has_triton
 from ranvier.tensor.float8 import float8_layers
 from ranvier.tensor.lookups import lookup_tables
@@ -104,9 +98,6 @@ if TYPE_CHECKING:
     from ranvier.optim.optimizer import FlatOptimizer
     from ranvier.pictures.report_page import Page
     from ranvier.pipeline.engine_timeline import Curve
-
-Batch = Sequence[Microbatch | tuple[Any, ...]]
-"""Microbatches, or (inputs, targets) pairs."""
 
 _OUTSIDE = "code outside the engine"
 
@@ -195,31 +186,29 @@ class Engine:
             refuse_settings_beside(mesh=mesh, pipeline=pipeline, tensor=tensor, memory=memory, optim=optim,
                                    sample=sample)
             dtype, optim = dtype or plan.dtype, plan.optim
-        _check_types(mesh=(mesh, Mesh), optim=(optim, Optim), pipeline=(pipeline, Pipeline),
-                     tensor=(tensor, TensorParallel), memory=(memory, Memory), guard=(guard, Guard),
-                     dtype=(dtype, torch.dtype))
+        check_arguments(policy, optimizer, mesh=(mesh, Mesh), optim=(optim, Optim), pipeline=(pipeline, Pipeline),
+                        tensor=(tensor, TensorParallel), memory=(memory, Memory), guard=(guard, Guard),
+                        dtype=(dtype, torch.dtype))
         own = optimizer is None and (optim is not None if plan is None else plan.own_optimizer)
-        container = model if isinstance(model, nn.Module) else None
-        model = as_model(model, loss)
-        dtype = dtype or (torch.float32 if autocast or float8 else _format_of(ready_made(model).values(), world))
-        self.names_in_whole = names_in_whole(model)
-        """Global name of a parameter or buffer -> its names in the module that `blocks_of` was given."""
-        _check_arguments(policy, optimizer, autocast, dtype=dtype, float8=float8)
-        model, self._came_in_evaluation = _prepared(model, dtype, keep_fp32, frozen, frozen_above, own=own, optim=optim,
-                                                    warns=world.rank == 0)
+        given = prepare(model, loss, world=world, dtype=dtype, autocast=autocast, float8=float8, keep_fp32=keep_fp32,
+                        frozen=frozen, frozen_above=frozen_above, optim=optim, own_optimizer=own)
+        dtype = given.dtype
         if plan is None:
-            plan = self._make_plan(model, mesh or world.mesh or Mesh.of_replicas(world.size), sample, policy, dtype,
-                                   pipeline=pipeline, tensor=tensor, memory=memory, optim=optim, own_optimizer=own)
+            plan = self._make_plan(given.model, mesh or world.mesh or Mesh.of_replicas(world.size), sample, policy,
+                                   dtype, pipeline=pipeline, tensor=tensor, memory=memory, optim=optim,
+                                   own_optimizer=own)
         else:
-            plan.check(model, world.size, dtype, has_optimizer=optimizer is not None)
-        self.plan, self.mesh, self.layout, self.stages = plan, plan.mesh, plan.layout, plan.stages
-        self.coordinates = plan.mesh.coordinates(world.rank)
+            plan.check(given.model, world.size, dtype, has_optimizer=optimizer is not None)
         for problem in (*recompute_problems(plan.memory, plan.mesh, compile=compile, float8=float8),
                         *(float8_problems(plan.mesh, is_fp64=dtype is torch.float64) if float8 else ()),
                         *guard_problems(guard or Guard(bad_step="none"), plan.optim)):
             raise problem
-        self.layers, self.frozen, self.frozen_above = model.layers, frozen, tuple(frozen_above)
-        self.block_names, self.frozen_blocks = list(model.blocks), frozen_prefix(model, frozen)
+        self.plan, self.mesh, self.layout, self.stages = plan, plan.mesh, plan.layout, plan.stages
+        self.coordinates = plan.mesh.coordinates(world.rank)
+        self.layers, self.block_names = given.model.layers, list(given.model.blocks)
+        self.frozen, self.frozen_above = frozen, tuple(frozen_above)
+        self.frozen_blocks = frozen_prefix(given.model, frozen)
+        self.names_in_whole, self._came_in_evaluation = given.names_in_whole, given.in_evaluation
         self._learning_rate, self.timeline = learning_rate, timeline_of(world.device, plan.mesh, plan.policy)
         self._policy = policy or policy_named(plan.policy)
         self._step, self._closed = 0, False
@@ -229,16 +218,16 @@ class Engine:
         self._randomness = ReplicaRandomness(self._replica(), seed, world.device)
 
         self._connections = Connections(world, self.layout, plan.tensor, check_order=check_order)
-        given, model = ready_made(model), self._split(model, autocast)
-        self._copies = StageCopies()
-        blocks, self.cast_buffers = build_stage(model, self.layout, self.coordinates, seed=seed, dtype=dtype,
+        split, self._copies = self._split(given.model, autocast), StageCopies()
+        blocks, self.cast_buffers = build_stage(split, self.layout, self.coordinates, seed=seed, dtype=dtype,
                                                 device=world.device, copies=self._copies)
         """Buffers of this rank's blocks that `dtype` has cast to less precision: name -> number format before."""
         if self.cast_buffers and self.coordinates.is_first_on_pipeline_rank:
             warnings.warn(told(self.cast_buffers, dtype), stacklevel=3)
-        self._parameters, self._held = stage_parameters(self.layout, blocks), HeldParameters(
-            blocks, container)
-        self._elsewhere = TrainedElsewhere(given, (name for _, name, _ in blocks), self._parameters.values())
+        self._parameters = stage_parameters(self.layout, blocks)
+        self._held = HeldParameters(blocks, model if isinstance(model, nn.Module) else None)
+        self._elsewhere = TrainedElsewhere(ready_made(given.model), (name for _, name, _ in blocks),
+                                           self._parameters.values())
         self._training_of = [(name, one, self._parameters[self.layout[name].owner], self.layout[name].trainable)
                              for name, one in self._parameters.items()]
         self._connect(blocks, timeout_seconds)
@@ -249,12 +238,10 @@ class Engine:
                                            on_device=world.device.type == "cuda")
         tables = lookup_tables(module for _, _, module in blocks)
         self._updater = self._build_updater(optimizer, dtype, nominal_weight, guard, tables)
-        self.optimizer_name = self._optimizer_name()
-        """What updates parameters here: "ranvier adamw", the class of the user's optimizer, or None."""
-        self._stages = self._build_stages(model, blocks, seed=seed, compile=compile, autocast=autocast, float8=float8,
+        self._stages = self._build_stages(split, blocks, seed=seed, compile=compile, autocast=autocast, float8=float8,
                                           frozen_dropout=frozen_dropout, tables=tables)
         self._runner = self._build_runner(dtype, nominal_weight)
-        self._looks_at_shift = isinstance(model.loss, NextTokenLoss)
+        self._looks_at_shift = isinstance(split.loss, NextTokenLoss)
 
     # ------------------------------------------------------------------ start
 
@@ -390,11 +377,6 @@ class Engine:
                 warnings.warn(f"Engine(buffers={how!r}) has no effect: {why}", stacklevel=4)
         return shared
 
-    def _optimizer_name(self) -> str | None:
-        if self.plan.own_optimizer:
-            return f"ranvier {self.plan.optim.algorithm}"
-        return None if self.optimizer is None else type(self.optimizer).__name__
-
     # ------------------------------------------------------------------ what a rank is
 
     @property
@@ -451,6 +433,13 @@ class Engine:
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The user's own, where one was given and this rank owns something trainable."""
         return self._updater.users
+
+    @property
+    def optimizer_name(self) -> str | None:
+        """What updates parameters here: "ranvier adamw", the class of the user's optimizer, or None."""
+        if self.plan.own_optimizer:
+            return f"ranvier {self.plan.optim.algorithm}"
+        return None if self.optimizer is None else type(self.optimizer).__name__
 
     def updated(self, parameter: nn.Parameter) -> nn.Parameter:
         """What the user's optimizer updates for `parameter`: its fp32 master copy where parameters are in half
@@ -960,21 +949,9 @@ class Engine:
         """The batch, which this rank can begin: what is refused here has changed nothing, and may be called again."""
         refuse_outer_modes(self.world.device, training=training)
         self._elsewhere.check_start()
-        batch = _as_microbatches(microbatches)
-        needs_inputs, needs_targets = self.is_first_stage, self.is_last_stage and has_loss
-        for number, one in enumerate(batch):
-            for what, stage, is_needed, value in (("inputs", "first", needs_inputs, one.inputs),
-                                                  ("targets", "last", needs_targets, one.targets)):
-                if is_needed and value is None:
-                    raise ModelError(f"has no {what} on the {stage} stage", code="microbatch-lacks-data",
-                                     where=f"microbatch {number}",
-                                     remedy=f"Give the ranks of the {stage} stage the {what} of every microbatch.")
-                if training and (value.requires_grad if isinstance(value, Tensor) else value is not None and any(
-                        isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(value))):
-                    raise ModelError("require a gradient, which ends where the engine begins",
-                                     code="microbatch-wants-gradient", where=f"{what} of microbatch {number}",
-                                     remedy="Detach them, compute them inside torch.no_grad(), or let a block, or a "
-                                            "loss that is a module, have what trains.")
+        batch = as_microbatches(microbatches)
+        check_microbatches(batch, needs_inputs=self.is_first_stage, needs_targets=self.is_last_stage and has_loss,
+                           training=training)
         if has_loss and self._looks_at_shift:
             self._looks_at_shift = False
             if any(NextTokenLoss.is_unshifted(one.inputs, one.targets) for one in batch):
@@ -1031,70 +1008,8 @@ class Engine:
         return self._connections.board.calls
 
 
-def _check_types(**arguments: tuple[object, type]) -> None:
-    """ConfigError for the first value that is given and is not of its type."""
-    for name, (value, kind) in arguments.items():
-        if value is not None and not isinstance(value, kind):
-            example = "torch.bfloat16" if kind is torch.dtype else f"ranvier.{kind.__name__}(...)"
-            raise ConfigError(f"is not a {kind.__module__.partition('.')[0]}.{kind.__name__}",
-                              code="argument-of-other-type", where=f"Engine({name}=...)", value=repr(value),
-                              remedy=f"Pass {name}={example}, or leave it out.")
-
-
-def _check_arguments(policy: Policy | None, optimizer: OptimizerFactory | None, autocast: torch.dtype | None, *,
-                     dtype: torch.dtype, float8: bool) -> None:
-    """ConfigError for arguments that are not what they must be."""
-    if isinstance(policy, str):
-        raise ConfigError("is no policy of your own", code="policy-object-is-a-name", where="Engine(policy=...)",
-                          value=policy, remedy="Name a policy in Pipeline(policy=...).")
-    if policy is not None:
-        check_policy_object(policy)
-    if optimizer is not None and not callable(optimizer):
-        raise ConfigError("is not a function that makes one of this rank's parameters", code="optimizer-not-a-factory",
-                          where="optimizer", value=type(optimizer).__name__,
-                          remedy="Pass optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3).")
-    check_autocast(autocast, dtype=dtype, float8=float8)
-
-
-def _format_of(modules: Iterable[nn.Module], world: World) -> torch.dtype:
-    """fp64 where that is what the parameters of a user's modules have, else fp32; a warning where all are in half
-    precision, as transformers loads most models."""
-    found = {one.dtype for module in modules for one in module.parameters() if one.is_floating_point()}
-    if len(found) == 1 and is_half(half := next(iter(found))) and world.rank == 0:
-        warnings.warn(f"the model is in {half}, and trains in fp32: Engine(dtype={half}) trains it in its own format, "
-                      "with fp32 master copies", stacklevel=4)
-    return torch.float64 if found == {torch.float64} else torch.float32
-
-
-def _prepared(model: Model, dtype: torch.dtype, keep_fp32: str | Sequence[str], frozen: int,
-              frozen_above: Sequence[int], *, own: bool, optim: Optim | None, warns: bool) -> tuple[Model, bool]:
-    """The model with its frozen layers and the formats of what stays in fp32, and whether all of it came in evaluation
-    mode."""
-    in_evaluation = bool(given := ready_made(model)) and not some_train(given.values())
-    if keep_fp32:
-        keep_fp32 = [keep_fp32] if isinstance(keep_fp32, str) else keep_fp32
-        model = replace(model, keep_fp32=(*model.keep_fp32, *keep_fp32))
-        if not is_half(dtype) and warns:
-            warnings.warn(f"Engine(keep_fp32=...) has no effect: dtype is {dtype}", stacklevel=4)
-    model = freeze(model, frozen, frozen_above)
-    if keep_fp32 or is_half(dtype):
-        check_formats(model, build_on_meta(model), dtype, own=own,
-                      accumulates_half=optim is not None and optim.accumulate == "half")
-    return model, in_evaluation
-
-
 def _block_passed(updater: Updater, mesh: TensorMesh | None, block: int) -> None:
     """The last backward of the batch has left `block`, which may be updated while the backward goes on."""
     if mesh is not None and updater.in_backward:
         mesh.order.compare()
     updater.gradients.block_passed(block)
-
-
-def _as_microbatches(batch: Batch) -> list[Microbatch]:
-    entries: list[Any] = [batch] if isinstance(batch, Tensor) or not isinstance(batch, Iterable) else list(batch)
-    for entry in entries:
-        if not isinstance(entry, Microbatch) and not (isinstance(entry, (tuple, list)) and 1 <= len(entry) <= 3):
-            raise ModelError("is not a microbatch", code="not-a-microbatch", where="batch", value=type(entry).__name__,
-                             remedy="Pass a list of ranvier.Microbatch or of (inputs, targets), for example "
-                                    "ranvier.microbatches(inputs, targets, size=8).")
-    return [entry if isinstance(entry, Microbatch) else Microbatch(*entry) for entry in entries]

@@ -6,7 +6,7 @@ known to every stage, because dropout masks are keyed by them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,10 @@ class Microbatch:
     inputs: State | None = None
     targets: object | None = None
     samples: Tensor | None = None
+
+
+Batch = Sequence[Microbatch | tuple[Any, ...]]
+"""Microbatches, or (inputs, targets) pairs."""
 
 
 def microbatches(inputs: State | Mapping[str, Tensor], targets: object, size: int, samples: Tensor | None = None
@@ -78,3 +82,31 @@ def _batch_size(*trees: object) -> int:
                          where="microbatches(inputs, targets)", value=sorted(map(str, sizes)),
                          remedy="Where a tensor has no batch dim, cut by hand and pass ranvier.Microbatch objects.")
     return sizes.pop() or 0
+
+
+def as_microbatches(batch: Batch) -> list[Microbatch]:
+    """The batch with a `Microbatch` for each pair. ModelError for other entries."""
+    entries: list[Any] = [batch] if isinstance(batch, Tensor) or not isinstance(batch, Iterable) else list(batch)
+    for entry in entries:
+        if not isinstance(entry, Microbatch) and not (isinstance(entry, (tuple, list)) and 1 <= len(entry) <= 3):
+            raise ModelError("is not a microbatch", code="not-a-microbatch", where="batch", value=type(entry).__name__,
+                             remedy="Pass a list of ranvier.Microbatch or of (inputs, targets), for example "
+                                    "ranvier.microbatches(inputs, targets, size=8).")
+    return [entry if isinstance(entry, Microbatch) else Microbatch(*entry) for entry in entries]
+
+
+def check_microbatches(batch: Sequence[Microbatch], *, needs_inputs: bool, needs_targets: bool, training: bool) -> None:
+    """ModelError where a rank that needs inputs or targets has none, and where those of training require a gradient."""
+    for number, one in enumerate(batch):
+        for what, stage, is_needed, value in (("inputs", "first", needs_inputs, one.inputs),
+                                              ("targets", "last", needs_targets, one.targets)):
+            if is_needed and value is None:
+                raise ModelError(f"has no {what} on the {stage} stage", code="microbatch-lacks-data",
+                                 where=f"microbatch {number}",
+                                 remedy=f"Give the ranks of the {stage} stage the {what} of every microbatch.")
+            if training and (value.requires_grad if isinstance(value, Tensor) else value is not None and any(
+                    isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(value))):
+                raise ModelError("require a gradient, which ends where the engine begins",
+                                 code="microbatch-wants-gradient", where=f"{what} of microbatch {number}",
+                                 remedy="Detach them, compute them inside torch.no_grad(), or let a block, or a "
+                                        "loss that is a module, have what trains.")
