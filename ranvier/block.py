@@ -47,8 +47,8 @@ Modules = nn.Sequential | nn.ModuleList | nn.ModuleDict | Sequence[nn.Module] | 
 
 @dataclass(frozen=True)
 class Initial:
-    """How one parameter starts: `kind` "normal" (mean 0, standard deviation `scale`), "uniform" (between -`scale` and
-    `scale`) or "constant" (`scale`)."""
+    """Initial values of one parameter: `kind` "normal" (mean 0, standard deviation `scale`), "uniform" (between
+    -`scale` and `scale`) or "constant" (`scale`)."""
 
     kind: Literal["normal", "uniform", "constant"]
     scale: float
@@ -102,8 +102,8 @@ def repeated(layers: Sequence[Sequence[str]]) -> dict[str, str]:
 
 
 def frozen_prefix(model: Model, num_layers: int) -> int:
-    """How many blocks are frozen with the first `num_layers` layers (see `ranvier.layout.frozen_blocks`). ModelError
-    where the model does not say what its layers are, or has fewer."""
+    """Number of blocks that are frozen with the first `num_layers` layers (see `ranvier.layout.frozen_blocks`).
+    ModelError where the model does not say what its layers are, or has fewer."""
     if not 0 <= num_layers <= len(model.layers):
         raise ModelError(f"is not a number of layers that the model has ({len(model.layers)})",
                          code="frozen-layers-count", where="frozen layers", value=num_layers,
@@ -112,8 +112,8 @@ def frozen_prefix(model: Model, num_layers: int) -> int:
 
 
 def untrained_layers(model: Model) -> int:
-    """How many layers from the first on could be frozen without a change: nothing trains in them, nor before them. So
-    it is with adapters in the upper layers only."""
+    """Number of leading layers in which nothing trains, so that freezing them changes nothing; for example with
+    adapters in the upper layers only."""
     names, trains = list(model.blocks), len(model.blocks)
     for place, build in enumerate(model.blocks.values()):
         with meta_device():
@@ -124,8 +124,8 @@ def untrained_layers(model: Model) -> int:
 
 
 def still_frozen(model: Model, num_layers: int) -> int:
-    """How many of the first `num_layers` layers, which are frozen, cannot train again: ties that have ended would be
-    back with fewer."""
+    """Number of the first `num_layers` layers, which are frozen, cannot train again: ties that have ended would be back
+    with fewer."""
     ended = _ties_with_frozen(model, num_layers)[:2]
     return min(depth for depth in range(num_layers + 1) if _ties_with_frozen(model, depth)[:2] == ended)
 
@@ -276,7 +276,8 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 def beside_modules(container: nn.Module) -> list[str]:
-    """What a module has beside submodules, and would lose if these took its place; empty for a plain container."""
+    """Names of what a module has beside its submodules and would lose if they replaced it; empty for a plain
+    container."""
     found = [] if type(container) in CONTAINERS else [f"the class {type(container).__name__}"]
     found += ["a forward"] if "forward" in vars(container) else []
     found += [f"the parameter {name}" for name, one in container._parameters.items() if one is not None]
@@ -460,12 +461,12 @@ def carried(tensors: Mapping[str, Tensor]) -> State:
 
 
 _PACKED = "|"
-"""What names of packed values begin with."""
+"""Prefix of the names of packed values."""
 
 
 def wrapping_hint(state: object) -> str | None:
-    """How to take a tensor out of what a module returned: the line that a module around it needs; None where it
-    returned a tensor, or nothing that has one."""
+    """The line with which a wrapping module takes a tensor out of what a module returned; None if that is a tensor
+    already, or holds none."""
     taken = _tensor_in(state)
     return None if taken is None else ("Put a module around it with the line: def forward(self, state): return "
                                        f"self.module(state){taken}")
@@ -483,7 +484,7 @@ def _tensor_in(state: object) -> str | None:
 
 
 def _odd(state: object) -> str:
-    """What of `state` cannot be sent."""
+    """Description of the part of `state` that cannot be sent."""
     for path, leaf in tree_leaves_with_path(state):
         try:
             pack("", leaf, [torch.empty(1)])

@@ -87,7 +87,7 @@ class RanvierError(Exception):
 
     code = "error"
     names: Names = staticmethod(command_names)
-    """How the message names settings."""
+    """Formats the names of settings in the message."""
 
     def __init__(self, what: str, *, where: str, value: object = None, remedy: str, code: str | None = None) -> None:
         super().__init__(what)
@@ -96,7 +96,7 @@ class RanvierError(Exception):
 
     @property
     def what(self) -> str:
-        """What is wrong."""
+        """Description of the fault."""
         return self.names(parse(self._what))
 
     @property
@@ -106,7 +106,7 @@ class RanvierError(Exception):
 
     @property
     def remedy(self) -> str:
-        """What to do next."""
+        """Advice on what to do next."""
         return self.names(parse(self._remedy))
 
     @property

@@ -76,7 +76,7 @@ STANDARD_AXES = (
 """The axes that the engine runs on; ranks along any other one are refused (`Mesh.require_known_axes`)."""
 AXES = tuple(axis.name for axis in STANDARD_AXES)
 REQUIRED_AXES = tuple(axis.name for axis in STANDARD_AXES if not axis.divides_stages)
-"""Those that a run's files and requests always name; the others are named where they are used."""
+"""Axes that a run's files and requests always name; others are named only where they are used."""
 
 
 class _NumberPerAxis(Mapping[str, int]):
@@ -155,7 +155,7 @@ class Coordinates(_NumberPerAxis):
 
     @property
     def pipeline_rank(self) -> int:
-        """Which of `Mesh.pipeline_size` ranks in turn: it decides the stages."""
+        """Index of this rank in the pipeline, of `Mesh.pipeline_size`; it decides the stages."""
         return self.index(self.mesh.pipeline_axes)
 
     @property
@@ -165,12 +165,12 @@ class Coordinates(_NumberPerAxis):
 
     @property
     def batch_share(self) -> int:
-        """Which of `Mesh.batch_shares` shares of each global batch it has."""
+        """Index of its share of each global batch, of `Mesh.batch_shares`."""
         return self.index(self.mesh.over(splits_samples=True, replicates_parameters=True))
 
     @property
     def microbatch_part(self) -> int:
-        """Which of `Mesh.microbatch_parts` parts of each microbatch it has."""
+        """Index of its part of each microbatch, of `Mesh.microbatch_parts`."""
         return self.index(self.mesh.over(splits_samples=True, shards_parameters=True))
 
     @property
@@ -234,7 +234,7 @@ class Mesh(_NumberPerAxis):
 
     @classmethod
     def of_replicas(cls, count: int) -> Mesh:
-        """As many replicas, each on one rank."""
+        """A mesh of `count` replicas, each on one rank."""
         return cls(data=count)
 
     def __str__(self) -> str:
@@ -250,7 +250,7 @@ class Mesh(_NumberPerAxis):
         return hash((self.axes, self.tile, self.shape))
 
     def document(self) -> dict[str, object]:
-        """As JSON can hold it: the sizes and the tile."""
+        """The sizes and the tile, for JSON."""
         return {**self, "tile": self.tile}
 
     @property
@@ -448,7 +448,7 @@ PlacementName = Literal["v-shape", "interleaved"]
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlacement:
-    """Which stages the `num_ranks` ranks of a pipeline have, `per_rank` on each (virtual stages).
+    """Assignment of stages to the `num_ranks` ranks of a pipeline, `per_rank` on each (virtual stages).
 
     one each          rank 0: 0      rank 1: 1      rank 2: 2      rank 3: 3
     v-shape           rank 0: 0 7    rank 1: 1 6    rank 2: 2 5    rank 3: 3 4       (Qi et al., 2024, ZB-V)
@@ -464,7 +464,7 @@ class StagePlacement:
 
     @property
     def num_stages(self) -> int:
-        """Of the whole pipeline."""
+        """Number of stages of the whole pipeline."""
         return self.num_ranks * self.per_rank
 
     def rank_of(self, stage: int) -> int:

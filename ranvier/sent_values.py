@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten, trees
 from ranvier.errors import ModelError
 
 SENT = "tensors, sizes, devices, dtypes, None, whole numbers, and tuples, lists and dicts of them"
-"""What can be packed."""
+"""Types that can be packed."""
 
 
 class NotSent(ModelError):

@@ -20,8 +20,8 @@ from ranvier.mesh import Mesh
 
 @dataclass(frozen=True, kw_only=True)
 class JoinPoint:
-    """Where ranks that join a run later reach its store. address, port: where it listens. secret: of its signed values.
-    """
+    """Address at which ranks that join a run later reach its store. address, port: where it listens. secret: of its
+    signed values."""
 
     address: str
     port: int

@@ -78,7 +78,7 @@ def call_with_timeout(function: Callable[[], _Result], seconds: float | None = N
 
 
 def read_actions(store: SharedStore, ranks: Sequence[int]) -> dict[int, tuple[int, str]]:
-    """For each of `ranks` that has published anything: its publication counter and its latest action."""
+    """Publication counter and latest action of each of `ranks` that has published anything."""
     actions = {}
     for rank in ranks:
         if store.check([_action_key(rank)]):
@@ -88,7 +88,7 @@ def read_actions(store: SharedStore, ranks: Sequence[int]) -> dict[int, tuple[in
 
 
 def find_silent_ranks(store: SharedStore, ranks: Sequence[int], seconds: float = 2.5) -> list[int] | None:
-    """Those of `ranks` that have published before but publish nothing during the next `seconds`.
+    """The `ranks` that have published before but publish nothing during the next `seconds`.
 
     They have exited, are stopped or are disconnected. None if the store does not answer.
     """
@@ -157,13 +157,13 @@ class Board:
         self._hang = hang
         self._action, self._since, self._previous, self._changes = "its start", time.monotonic(), "", 0
         self._awaited: tuple[str, int] | None = None
-        """What this rank waits for, and from which."""
+        """The message that this rank waits for, and its sender."""
         self._compiled_before = COMPILATIONS.seconds()
         self._action_thread = threading.get_ident()
         self.engine = "-"
         """Name of the engine, the same on all of its ranks."""
         self.place: Callable[[], str] = lambda: ""
-        """Where in its action this rank is, such as a layer and pass."""
+        """Position of this rank within its action, such as a layer and pass."""
         self.calls = 0
         """Number of collective engine calls that this rank has started; see `find_waiting_rank`."""
         self._count = 0
@@ -254,7 +254,7 @@ class Board:
         return found
 
     def _compiled_elsewhere(self, seen: dict[int, bytes]) -> dict[int, bytes]:
-        """What other ranks publish of their compilations, but for what has not changed since it was `seen`."""
+        """Other ranks' published compilation records that have changed since they were `seen`."""
         found = {rank: self._store.get(_compiled_key(rank)) for rank in range(self._mesh.size)
                  if rank != self._rank and self._store.check([_compiled_key(rank)])}
         return {rank: entry for rank, entry in found.items() if seen.get(rank) != entry}

@@ -30,7 +30,7 @@ from ranvier.comm.sum_algorithms import (
 from ranvier.errors import TransportError
 
 SAME_CALLS = "All ranks make the same calls of the engine, of Checkpoints and of the world, in one order."
-"""What ranks of a collective that does not end have mostly not done."""
+"""The usual cause of a collective that does not end, as errors name it."""
 _CHUNK_ELEMENTS = 1 << 16
 """Elements that are cast to the wider dtype at a time, so that large sums need little extra memory."""
 
@@ -387,7 +387,8 @@ class CheckedGroup:
                               (whole.numel(), shard.numel()))
 
     def _choose_and_count(self, operation: Operation, tensor: Tensor, root: int = 0) -> SumAlgorithm:
-        """How to sum `tensor` (unsharded); counts the bytes. TransportError for dtypes that cannot be reduced."""
+        """Choose the algorithm that sums `tensor` (unsharded), and count its bytes. TransportError for dtypes that
+        cannot be reduced."""
         if tensor.dtype not in NATIVE and tensor.dtype not in WIDER:
             raise self._error("dtype-not-reduced", operation, "this dtype cannot be reduced", tensor.dtype)
         algorithm = choose_algorithm(self.library(tensor.device.type), operation, tensor.dtype, tensor.nbytes,

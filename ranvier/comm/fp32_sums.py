@@ -27,7 +27,7 @@ class Fp32Sums:
 
     @property
     def bytes_received(self) -> int:
-        """As of `inner`: sums count in fp32, the dtype in which they travel."""
+        """Bytes received by `inner`; sums count in fp32, the dtype in which they travel."""
         return self._inner.bytes_received
 
     @property

@@ -23,7 +23,7 @@ from ranvier.comm.torch_group import TorchGroup, WaitRegistry
 from ranvier.errors import LaunchError, TransportError
 
 _BUSY_SECONDS, _IDLE_SECONDS = 100e-6, 2e-3
-"""How long the thread sleeps while sends are under way, and while none are."""
+"""Seconds that the thread sleeps while sends are under way, and while none are."""
 
 
 class MixedBackend:

@@ -189,7 +189,7 @@ def _ranges(sizes: Sequence[int]) -> list[slice]:
 
 _CLOSE_SECONDS = 10.0
 _SWITCHES = ("MPIR_CVAR_ENABLE_GPU", "OMPI_MCA_opal_cuda_support")
-"""Of MPICH and of Open MPI: whether a library that was built for CUDA devices accepts their addresses."""
+"""Variables of MPICH and of Open MPI that switch support for CUDA addresses on or off."""
 
 
 def _load_mpi() -> tuple[ModuleType, bool]:

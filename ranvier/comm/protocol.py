@@ -152,7 +152,7 @@ class Backend(Protocol):
 
     @property
     def name(self) -> BackendName:
-        """Which backend this is."""
+        """Name of this backend."""
 
     @property
     def rank(self) -> int:

@@ -1,4 +1,4 @@
-"""How a sum over the members of a group is computed: by the library, or exchanged and added by the members.
+"""Algorithms for a sum over the members of a group: by the library, or exchanged and added by the members.
 
     library     the library adds on the way, in the tensor's own dtype: a ring
     gathered    every member receives all tensors and adds them: one round, for small sums between hosts
@@ -55,7 +55,7 @@ def ring_bytes(operation: Operation, members: int, payload_bytes: int) -> int:
 
 def choose_algorithm(library: Library, operation: Operation, dtype: torch.dtype, payload_bytes: int, members: int
                      ) -> SumAlgorithm:
-    """How to sum a tensor of `payload_bytes` (unsharded) in this operation."""
+    """Choose the algorithm for the sum of a tensor of `payload_bytes` (unsharded) in this operation."""
     if library == "nccl":
         return "library" if dtype in NATIVE or dtype in (torch.bfloat16, torch.float16) else "exchanged"
     few = members <= DIRECT_MEMBERS

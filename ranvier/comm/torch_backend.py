@@ -107,7 +107,7 @@ class TorchBackend:
         return self._groups[-1]
 
     def _warm_up(self, process_group: ProcessGroup | None) -> None:
-        """On CUDA: one collective of the members, so that NCCL builds its communicator here and not inside a step,
+        """On CUDA, run one collective of the members, so that NCCL builds its communicator here and not inside a step,
         where it would allocate memory and wait for the device."""
         if process_group is not None and self._device.type == "cuda":
             dist.all_reduce(torch.zeros(1, device=self._device), group=process_group)

@@ -64,7 +64,7 @@ class WaitRegistry:
         self._waits.pop(threading.get_ident(), None)
 
     def overdue(self) -> str | None:
-        """What a thread waits for that is over its time limit; None if there is no such thread."""
+        """The wait of a thread that is over its time limit; None if there is no such thread."""
         latest = time.monotonic() - self._timeout
         # list() because other threads begin and end waits meanwhile
         return next((what for start, what in list(self._waits.values()) if start < latest), None)
@@ -184,7 +184,7 @@ class TorchGroup(CheckedGroup):
 
     @property
     def process_group(self) -> ProcessGroup | None:
-        """Of the members; None for a group of one, and once the group is closed."""
+        """Process group of the members; None for a group of one, and once the group is closed."""
         return self._process_group
 
     def detach_process_group(self) -> ProcessGroup | None:

@@ -1,4 +1,4 @@
-"""Who holds what: for every parameter, which ranks hold which slice of it, and which of them owns it.
+"""Placement of parameters: the slice of each parameter that each rank holds, and the rank that owns it.
 
 A slice is a box of the parameter, (start, stop) per dim, of which optionally only a flat interval of the box's
 row-major order is meant: shares of optimizer states cut through parameters. A flat interval of a box is itself a few

@@ -88,7 +88,7 @@ class ChunkCut:
 
 @dataclass(frozen=True, kw_only=True)
 class FlatOrder:
-    """Where each gradient of a rank lies, and how the buffer is cut.
+    """Offsets of a rank's gradients in its flat buffer, and the buffer's chunks.
 
     order: numbers of the gradients (their places in model order), in the order of the buffer.
     places: for each gradient, in model order, (start, stop) in the order of the buffer.
@@ -132,7 +132,7 @@ def flat_order(gradients: Sequence[FlatGradient], members: Mapping[Any, Member],
                 -min(each.blocks), -number)
 
     def kind(number: int) -> tuple[object, ...]:
-        """What gradients in one chunk have in common."""
+        """Key of a gradient; those in one chunk have the same."""
         each = gradients[number]
         return run_of[number], each.group, each.copied, each.counts
 
@@ -250,7 +250,7 @@ def _owners(numbers: Sequence[int], gradients: Sequence[FlatGradient], members: 
 
 def _owned(inside: Sequence[int], owners: Mapping[int, int], places: Mapping[int, tuple[int, int]], size: int,
            begin: int) -> tuple[tuple[int, int], ...]:
-    """What each member updates of a chunk that begins at `begin` and has these gradients."""
+    """The interval of a chunk with these gradients, which begins at `begin`, that each member updates."""
     shares = []
     for member in range(size):
         mine = [places[number] for number in inside if owners[number] == member]

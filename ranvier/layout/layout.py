@@ -18,7 +18,8 @@ from ranvier.mesh import Coordinates, Mesh, Position, StagePlacement
 
 
 def frozen_blocks(layers: Sequence[Sequence[str]], blocks: Sequence[str], frozen: int) -> int:
-    """How many of the model's `blocks` are frozen with the first `frozen` of its `layers` (names of blocks, in order).
+    """Number of the model's `blocks` that are frozen with the first `frozen` of its `layers` (names of blocks, in
+    order).
 
     They are a prefix: all blocks up to the last one of the last frozen layer, and so the embedding with layer 0.
     """
@@ -65,7 +66,7 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunking:
-    """How the gradients of each rank are reduced, and who updates from them.
+    """Chunks in which the gradients of each rank are reduced, and the ranks that update from them.
 
     chunk_size: elements that are reduced in one piece.
     runs: stage -> blocks (their numbers) whose gradients have the same memory in turn.
@@ -131,7 +132,7 @@ class Layout:
 
     @cached_property
     def stages(self) -> StagePlacement:
-        """Which stages each rank of a pipeline has."""
+        """Stages of each rank of a pipeline."""
         return self.placement or StagePlacement(num_ranks=self.mesh.pipeline_size)
 
     def blocks(self, stage: int) -> range:
@@ -151,7 +152,7 @@ class Layout:
         return [block for stage in self.stages.stages_of(pipe) for block in self.blocks(stage)]
 
     def parameters_of(self, pipe: int) -> tuple[Parameter, ...]:
-        """Those of `blocks_on`, in model order."""
+        """Parameters of the blocks of `blocks_on`, in model order."""
         return self._by_pipe.get(pipe, ())
 
     @cached_property
@@ -214,7 +215,7 @@ class Layout:
         return found
 
     def box(self, parameter: Parameter, position: Position) -> Box:
-        """What that position in a stage holds of `parameter`."""
+        """The box of `parameter` that a position in a stage holds."""
         shards = (self.shards or {}).get(parameter.name)
         return whole(parameter.shape) if shards is None else shards[position]
 
@@ -277,8 +278,7 @@ class Layout:
         return self[name].summed if self.mesh.stage_size > 1 else ()
 
     def flat_order(self, rank: int) -> FlatOrder:
-        """Where the `gradients` of `rank` lie in its flat buffer, and how they are cut into chunks and shares. Needs
-        `chunking`."""
+        """Offsets of the `gradients` of `rank` in its flat buffer, with the chunks and shares. Needs `chunking`."""
         assert self.chunking is not None, "a layout without chunking has no order of gradients"
         gradients, members, runs = self.gradients(rank), {}, self.chunking.runs
         for summed in {(), *(self.summed(each.name) for each in gradients if not each.sent_to_owner)}:

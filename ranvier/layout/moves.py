@@ -1,4 +1,4 @@
-"""What must travel from rank to rank so that everyone has what it needs."""
+"""Transfers between ranks after which every rank has the elements that it needs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Places = Mapping[str, Sequence[tuple[int, Box]]]
 
 
 def moves(have: Places, need: Places) -> list[Move]:
-    """What must travel so that every rank has what it needs, each element once. The source is the destination itself
+    """The transfers after which every rank has what it needs, each element once. The source is the destination itself
     where it has the elements, else the lowest rank that has them. ModelError where no rank has them."""
     result = []
     for name, wanted in need.items():

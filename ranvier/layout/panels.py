@@ -15,11 +15,11 @@ PANEL_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 with one product."""
 
 PANEL_COST_BYTES = 16 << 20
-"""Of a gathered tensor, what travels between GPUs of a node in the time that one more panel takes."""
+"""Bytes of a gathered tensor that travel between GPUs of a node in the time that one more panel costs."""
 
 
 def panel_count(size: int, panel_bytes: int, *, hides: bool) -> int:
-    """How many panels a tensor of `size` bytes, gathered, travels in.
+    """Number of panels in which a tensor of `size` bytes (gathered) is sent.
 
     panel_bytes: of the largest one. hides: whether one panel travels while nothing is computed, and others beside
     products, on devices that compute while they transfer.
@@ -32,7 +32,7 @@ def panel_count(size: int, panel_bytes: int, *, hides: bool) -> int:
 
 
 def exposed_bytes(size: int, panel_bytes: int | Literal["auto"]) -> float:
-    """Of a tensor of `size` bytes, gathered, what a GPU has on the way while it computes nothing: one panel.
+    """Bytes of a tensor of `size` bytes (gathered) that travel while a GPU computes nothing: one panel.
 
     panel_bytes: as `tensor.panel_bytes`.
     """

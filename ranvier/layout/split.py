@@ -1,4 +1,4 @@
-"""How a parameter lies on the row x col mesh of a stage."""
+"""Sharding of a parameter over the row x col mesh of a stage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TensorAxis = str
 
 @dataclass(frozen=True)
 class Split:
-    """How a parameter lies on the row x col mesh.
+    """Sharding of a parameter over the row x col mesh.
 
     dims: for each dim the axes that cut it, the outer first; () leaves it whole.
     summed: axes along which ranks hold the same elements, and each only a part of their gradient, such as that of its
@@ -36,7 +36,8 @@ class Split:
         return Split((tuple(axis for axis in first if axis != "col"), *rest), (*self.summed, "col"))
 
     def box(self, shape: Sequence[int], sizes: Position, at: Position) -> Box:
-        """What position `at` (row, col) of a mesh of `sizes` (rows, columns) holds of a parameter of `shape`."""
+        """The box of a parameter of `shape` that position `at` (row, col) of a mesh of `sizes` (rows, columns)
+        holds."""
         places, found = dict(zip(("row", "col"), zip(sizes, at, strict=True), strict=True)), []
         for size, axes in zip(shape, self.dims, strict=True):
             start, stop = 0, size

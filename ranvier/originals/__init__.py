@@ -1,1 +1,1 @@
-"""What blocks share with the module that they were made of: modes, tensors, attributes that its code reads."""
+"""State that blocks share with the module from which they were made: modes, tensors, attributes that its code reads."""

@@ -21,7 +21,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Attributes that a graph has as they are at each call: parameters, buffers, submodules; and the mode."""
 _PLAIN = bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size
 _MOST_ENTRIES, _MOST_DEPTH = 64, 3
-"""What is longer, or lies deeper, is not compared."""
+"""Limits beyond which values are not compared: entries, and levels of nesting."""
 _GONE = object()
 
 Reads = set[tuple[str, nn.Module, str]]
@@ -30,7 +30,7 @@ Reads = set[tuple[str, nn.Module, str]]
 
 @contextmanager
 def reads_of(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Reads]:
-    """What code of this thread reads inside of these modules' attributes, other than those of every module. One at a
+    """Record the attributes of these modules that this thread's code reads, other than those of every module. One at a
     time: it changes how all modules of the process read."""
     found: Reads = set()
     names, thread = {id(module): name for name, module in modules}, threading.get_ident()
@@ -49,8 +49,8 @@ def reads_of(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Reads]:
 
 
 class ReadAttributes:
-    """What traced code has read, as it was then. A block has it as its attribute `read_attributes`; copies of a block,
-    and saved ones, know no other module."""
+    """Values that traced code has read, as they were then. A block has it as its attribute `read_attributes`; copies of
+    a block, and saved ones, know no other module."""
 
     def __init__(self, reads: Reads = frozenset()) -> None:  # type: ignore[assignment]
         self._read = [(path, ref(module), name, _known(vars(module).get(name, _GONE)))
@@ -73,7 +73,7 @@ class ReadAttributes:
 
 
 def _known(value: object, depth: int = 0) -> object:
-    """What tells whether a value has changed: numbers and texts, what holds few of them, and which tensor it is (the
+    """A fingerprint that changes with the value: numbers and texts, what holds few of them, and which tensor it is (the
     graph keeps that alive). Of other objects nothing: much of what is in them has no part in the code's result."""
     if isinstance(value, _PLAIN):
         return type(value), repr(value)  # as of a NaN, which does not equal itself

@@ -1,4 +1,4 @@
-"""How modules of a block follow the modes of the modules that they stand for."""
+"""Training and evaluation modes of a block's modules, which follow those of the user's modules."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import nn
 
 
 class StandInModes:
-    """How modules of a block follow the modes of modules of a user's model that they stand for, and that the block does
-    not have: once an original is in another mode than before, so is its stand-in.
+    """Copies the modes of a user's modules to the block's modules that stand in for them: when the mode of an original
+    changes, so does that of its stand-in.
 
     A block has it as its attribute `stand_in_modes`. Copies of a block, and saved ones, follow no other module.
 

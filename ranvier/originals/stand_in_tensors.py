@@ -1,4 +1,4 @@
-"""How modules of a block get the tensors that a user writes into the modules that they stand for.
+"""Copies tensors that a user writes into modules to the block's modules that stand in for them.
 
     model.tok = nn.Parameter(x); model.load_state_dict(state, assign=True)    another parameter in the user's module
     model.temperature = x                                                     another buffer

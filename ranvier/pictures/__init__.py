@@ -1,1 +1,1 @@
-"""What pictures of a run and of a plan have in common."""
+"""Parts that pictures of a run and of a plan share."""

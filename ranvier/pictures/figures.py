@@ -1,4 +1,4 @@
-"""What all pictures have in common: colours, and figures without a display.
+"""Colours, and figures without a display, for all pictures.
 
 Drawn on matplotlib's Agg canvas directly, so that importing this touches no display and no global figure state.
 matplotlib is imported with the first figure: every rank imports this, and only rank 0 draws.
@@ -19,7 +19,7 @@ COLOURS: dict[Category, str] = {"forward": "#2B6CB0", "backward": "#E8912D", "we
                                 "checkpoint": "#6B4E9B", "overhead": "#B9B2A6"}
 """Apart in lightness as well as in hue, so that they stay apart for colour-blind readers and in grey print."""
 DARK = frozenset({"forward", "report", "checkpoint"})
-"""On which letters are white."""
+"""Colours on which text is white."""
 NAMES = {"weight": "weight gradient", "reduce": "gradient averaging", "data": "data loading", "report": "logging",
          "overhead": "engine overhead"}
 INK, FAINT = "#222222", "#8A8A8A"

@@ -21,7 +21,7 @@ from ranvier.pictures.timelines import MAX_RANKS, RankTimeline, joined, represen
 from ranvier.schedule.spans import Category, Span
 
 MAX_POINTS = 2000
-"""Of a curve; of longer ones every so many steps are shown."""
+"""Most points of a curve; a longer one is thinned out evenly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimeline:
-    """What each rank did in one step. rows: name of a rank, and its spans in nanoseconds of one clock."""
+    """Spans of each rank in one step. rows: name of a rank, and its spans in nanoseconds of one clock."""
 
     title: str
     rows: Sequence[tuple[str, Sequence[Span]]]
@@ -44,7 +44,7 @@ class StepTimeline:
     stop_ns: int
 
     def document(self) -> dict[str, object]:
-        """In milliseconds from the beginning of the step."""
+        """The spans in milliseconds from the beginning of the step, for JSON."""
         found: set[Category] = {span.category for _, spans in self.rows for span in spans}
 
         def at(nanoseconds: int) -> float:
@@ -82,7 +82,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """What a page shows; sections without content are left out.
+    """Content of a page; sections without content are left out.
 
     figures: (name, value) above all else. text: paragraphs below. fixed: lines below them, each
     letter as wide as the others. curves: name -> values at each of the steps "step".
@@ -145,8 +145,8 @@ def _file(name: str) -> str:
 
 
 def _finite(curves: Mapping[str, Sequence[float | None]]) -> dict[str, list[float | None]]:
-    """At most `MAX_POINTS` steps, and None for what is no number. A step with a rare value, an evaluation's, stays. A
-    curve of zeros alone, such as the bubble of one stage, is left out."""
+    """The curves at no more than `MAX_POINTS` steps, with None for NaN and infinite values. A step with a rare value,
+    an evaluation's, stays. A curve of zeros alone, such as the bubble of one stage, is left out."""
     steps = curves["step"]
     every = max(1, -(-len(steps) // MAX_POINTS))
     rare = [values for values in curves.values() if 2 * sum(value is not None for value in values) < len(values)]

@@ -20,7 +20,7 @@ from ranvier.schedule.spans import Category, Span, StepWindow, covering
 
 _BARRIERS = 5
 MAX_RANKS = 64
-"""Of a mesh with more the first ranks are shown."""
+"""Most ranks in a picture; of a larger mesh the first ones are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ def gather_timelines(ranks: Group, steps: Sequence[StepWindow]) -> list[RankTime
 
 
 def _machine() -> str:
-    """What ranks that share a monotonic clock have in common: a boot of one kernel."""
+    """Identifier of the boot of this machine's kernel: ranks with the same one share a monotonic clock."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
@@ -86,7 +86,7 @@ def representative_step(timelines: Sequence[RankTimeline]) -> int | None:
 
 
 def within(line: RankTimeline, start_ns: int, stop_ns: int) -> list[Span]:
-    """What a rank did from start_ns to stop_ns, without a gap; what is between its kept steps (an evaluation, a step
+    """Spans of a rank from start_ns to stop_ns, without gaps; what is between its kept steps (an evaluation, a step
     that was not kept) is overhead."""
     inside = [span for step in line.steps for span in step.spans if span.start_ns < stop_ns and span.stop_ns > start_ns]
     return covering(inside, -1, start_ns, stop_ns)

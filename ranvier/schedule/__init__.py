@@ -1,1 +1,1 @@
-"""Which action a stage runs next, and how long that takes: pure, without torch."""
+"""The pipeline schedule and its simulation: pure, without torch."""

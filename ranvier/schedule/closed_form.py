@@ -1,4 +1,5 @@
-"""How long one batch takes to pass through a pipeline: a closed form, and the engine's schedule where it does not hold.
+"""Time that one batch takes to pass through a pipeline: a closed form, and the engine's schedule where it does not
+hold.
 
     T = (m - 1) max_i t_i + sum_i t_i + 2 (p - 1) hop              m microbatches, stage i needs t_i for one
 
@@ -52,7 +53,7 @@ DIRECT = Way()
 
 @dataclass(frozen=True, kw_only=True)
 class Passage:
-    """How long a batch takes. bubble_fraction: share of all stages' time in which they do nothing."""
+    """Predicted time of a batch. bubble_fraction: share of all stages' time in which they do nothing."""
 
     seconds: float
     bubble_fraction: float
@@ -83,7 +84,7 @@ def passage(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy,
 
 
 def never_resting(stages: Sequence[StageTimes], num_microbatches: int, placement: StagePlacement) -> float:
-    """What a batch takes at least: each rank begins after the forwards of the stages before its first one, has work
+    """Lower bound of a batch's time: each rank begins after the forwards of the stages before its first one, has work
     from then on, and where no weight gradient waits, their backwards follow its own."""
     begins = list(accumulate((stage.forward for stage in stages), initial=0.0))
     ends = list(accumulate((stage.backward for stage in stages), initial=0.0))

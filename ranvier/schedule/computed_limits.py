@@ -1,4 +1,4 @@
-"""How many microbatches are in flight, and whose weight gradients may wait, where both are auto. Pure.
+"""Choice of the in-flight limit and of deferred weight gradients, where both are auto. Pure.
 
 More microbatches in flight hide messages and uneven stages; more deferred products fill the bubble at the end of a
 batch. Both cost memory. The choice simulates the schedule, with messages and with times that vary, and takes what is
@@ -43,7 +43,7 @@ _LONG = 256
 _GAIN = 0.002  # of a step; a smaller one is worth no memory
 _DIGITS = 3  # to which loads are rounded, so that counts that differ in details are simulated once
 _BUDGETS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
-"""For which limits are looked for, relative to 1F1B's memory: those up to the next above what a rank may need."""
+"""Memory budgets for which limits are searched, relative to 1F1B's memory: up to the first above a rank's allowance."""
 _TRIES = 8
 """Simulations on the way to a budget, at most."""
 _ROOMS = 6
@@ -113,10 +113,10 @@ def _within_memory(rule: Limits, stages: Sequence[StageLoad], memory: float) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Of the simulation that chooses. step: its time, relative to one in which no rank waits and nothing is deferred.
-    bubble_fraction: share of all ranks' time in which they wait. memory: the peak of the rank that needs most, relative
-    to that of 1F1B with one stage on each rank. at_peak: of each stage the microbatches that it stores at its rank's
-    peak, and how many others' weight gradients wait."""
+    """Results of the simulation by which limits are chosen. step: its time, relative to one in which no rank waits and
+    nothing is deferred. bubble_fraction: share of all ranks' time in which they wait. memory: the peak of the rank that
+    needs most, relative to that of 1F1B with one stage on each rank. at_peak: of each stage the microbatches that it
+    stores at its rank's peak, and how many others' weight gradients wait."""
 
     step: float
     bubble_fraction: float
@@ -126,7 +126,7 @@ class Prediction:
 
 def predicted(stages: Sequence[StageLoad], policy: Policy, limits: Limits, placement: StagePlacement | None = None,
               num_microbatches: int | None = None, conditions: Conditions = UNKNOWN) -> Prediction:
-    """What comes of limits, with `simulated_microbatches`; other arguments as of `computed_limits`."""
+    """Simulate these limits with `simulated_microbatches`; other arguments as for `computed_limits`."""
     case = _case(stages, policy, placement or StagePlacement(num_ranks=len(stages)), num_microbatches, conditions)
     made = _outcome(case, limits)
     return Prediction(step=made.step, bubble_fraction=made.bubble_fraction, at_peak=made.at_peak,
@@ -134,7 +134,7 @@ def predicted(stages: Sequence[StageLoad], policy: Policy, limits: Limits, place
 
 
 def simulated_microbatches(pipe: int, num_microbatches: int | None = None) -> int:
-    """How many microbatches a simulation of so many ranks has: those of a batch, but no more than a few times the
+    """Number of microbatches that are simulated for so many ranks: those of a batch, but no more than a few times the
     ranks. With more, what it takes grows with them, and the schedule only repeats its steady state. Where a batch's
     number is not known before it comes, less is simulated, in which start and end count more."""
     return 2 * pipe + 6 if num_microbatches is None else min(num_microbatches, 4 * pipe + 16)
@@ -164,7 +164,7 @@ def _case(stages: Sequence[StageLoad], policy: Policy, placement: StagePlacement
 
 @dataclass(frozen=True, kw_only=True)
 class _Case:
-    """What is simulated. count: microbatches."""
+    """Input of the simulations. count: microbatches."""
 
     stages: tuple[StageLoad, ...]
     policy: Policy
@@ -182,7 +182,7 @@ class _Case:
         return [self.stages[stage] for stage in self.placement.stages_of(rank)]
 
     def windows(self) -> list[int | None]:
-        """Of how many last microbatches products may wait, the values that are tried; None is all."""
+        """Candidate values for the number of last microbatches whose products may wait; None for all."""
         pipe, is_slower = self.placement.num_ranks, any(stage.deferred_factor > 1.0 for stage in self.stages)
         tried = (pipe, pipe + ceil(pipe / 2), 2 * pipe) if is_slower and pipe <= _MAX_WINDOWS else ()
         return [None, *(last for last in tried if last < self.count)]
@@ -196,14 +196,14 @@ class _Case:
         return floor(min(stored, default=0.0) + 1e-6)  # of a whole number that is not exactly one
 
     def bytes_under_1f1b(self) -> float:
-        """Of the rank that needs most, with its stages as one."""
+        """Memory of the rank that needs most under 1F1B, with its stages as one."""
         return max(sum(stage.fixed for stage in self.held(rank)) + min(self.placement.num_ranks - rank, self.count)
                    * sum(stage.graph for stage in self.held(rank)) for rank in range(self.placement.num_ranks))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Outcome:
-    """Of a simulation; of each rank the most of what it has at once.
+    """Results of a simulation, with each rank's peaks.
 
     step, at_peak: as of `Prediction`.
     kept: bytes, with what microbatches store. peak: likewise, and with the deferred products that there are then.
@@ -238,8 +238,8 @@ class _Candidate:
 
 
 def _best(case: _Case, memory: float, rule: Limits, given: int | None) -> Limits:
-    """What needs least of what is nearly fastest within the memory, and no slower than 1F1B; with several stages on
-    each rank no slower than the rule, which holds where nothing else is within the memory.
+    """The limits that need least memory among those that are nearly fastest within the budget and no slower than 1F1B;
+    with several stages on each rank no slower than the rule, which holds where nothing else is within the memory.
 
     Why more memory is never slower: whatever is a candidate with less memory is one with more, those that come anew
     count as needing more than all others, and so only a faster one, which lowers the bound, takes the place of what was
@@ -257,7 +257,7 @@ def _best(case: _Case, memory: float, rule: Limits, given: int | None) -> Limits
 
 
 def _alternating(case: _Case, given: int | None) -> list[_Candidate]:
-    """In 1F1B's order: 1F1B itself, and with weight gradients that fill its waits."""
+    """Candidates in 1F1B's order: 1F1B itself, and 1F1B with weight gradients that fill its waits."""
     in_flight = min(case.placement.num_ranks, case.count) if given is None else given
     tried = [Limits(in_flight=in_flight, deferred=(waiting,) * case.placement.num_ranks, alternating=True)
              for waiting in (0, in_flight)]
@@ -295,9 +295,9 @@ def _candidates(case: _Case, budget: float, given: int | None) -> list[_Candidat
 
 
 def _candidates_with_room(case: _Case, budget: float, given: int | None) -> list[_Candidate]:
-    """For each number in flight, from the room that the budget has, up to 2 microbatches a stage of the pipeline, to
-    what an even flow needs, with which nothing could run early. Up to 2 p in flight of few microbatches, too: the
-    flow's intervals are theirs."""
+    """Candidates for each in-flight limit, from the memory that the budget has, up to 2 microbatches a stage of the
+    pipeline, to what an even flow needs, with which nothing could run early. Up to 2 p in flight of few microbatches,
+    too: the flow's intervals are theirs."""
     pipe, num_stages, found = case.placement.num_ranks, case.placement.num_stages, list[_Candidate]()
     most = min(2 * num_stages, case.stored_within(budget * case.bytes_under_1f1b()))
     for in_flight in range(pipe, 2 * pipe + 1, max(1, pipe // 4)) if given is None else [given]:

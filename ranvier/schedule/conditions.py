@@ -1,4 +1,4 @@
-"""What the actions and messages of a pipeline take, beside the mean times of its stages. Pure."""
+"""Measured conditions of a pipeline beside its stages' mean times: message delays and variation. Pure."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ class Conditions:
 
 
 _MOST_VARIATION = 0.3
-"""Of steps of a few milliseconds on shared cores much more is measured, and no order is better than another then."""
+"""Largest variation that is used. Steps of a few milliseconds on shared cores vary much more, and then no order is
+better than another."""
 Actions = Mapping[tuple[int, str], tuple[float, float]]
-"""Of each action of a rank, by step and text (F3), its start and stop on the rank's clock, in any unit."""
+"""Start and stop of each action of a rank, by step and text (F3), on the rank's clock, in any unit."""
 
 
 def measured_conditions(ranks: Sequence[Actions]) -> Conditions | None:
-    """From what the ranks of one pipeline did, with one stage on each. None where nothing can be told.
+    """Conditions measured from the actions of one pipeline's ranks, with one stage on each; None if there are too few.
 
     Clocks of ranks may differ. A message takes the least time from the end of an action to the start of the one that it
     leads to, which has not waited for anything else then: the mean of both ways between two neighbours, in which the
@@ -41,6 +42,6 @@ def measured_conditions(ranks: Sequence[Actions]) -> Conditions | None:
 
 
 def _least(source: Actions, destination: Actions, kind: str) -> float | None:
-    """From the end of an action on `source` to the start of the same microbatch's on `destination`."""
+    """Least time from the end of an action on `source` to the start of the same microbatch's on `destination`."""
     return min((destination[key][0] - stop for key, (_, stop) in source.items()
                 if key in destination and key[1].startswith(kind)), default=None)

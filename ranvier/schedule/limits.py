@@ -1,4 +1,4 @@
-"""How much a pipeline may have under way, by a rule that knows nothing of its stages; see `computed_limits`. Pure."""
+"""Limits of a pipeline's schedule, and a rule for them that needs no times (`computed_limits` uses times). Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ranvier.mesh import StagePlacement
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a pipeline may have under way.
+    """Bounds on what a pipeline has in flight and defers.
 
     in_flight: microbatches of a replica between the first stage's forward and their return. deferred: per rank of a
     replica's pipeline, the microbatches whose weight-gradient products (of all its stages) may wait. last: only those
@@ -30,7 +30,7 @@ class Limits:
 
     @property
     def deferred_text(self) -> str:
-        """How many microbatches' weight gradients may wait, rank by rank."""
+        """Numbers of microbatches whose weight gradients may wait, rank by rank, as text."""
         counts = ", ".join(map(str, self.deferred))
         return counts if self.last is None else f"{counts} (only in the last {self.last} microbatches of a step)"
 

@@ -1,4 +1,5 @@
-"""Which ready action runs next. A comparison of policies compares these few lines and nothing else.
+"""Policies that choose the next of the ready actions. A comparison of policies compares these few lines and nothing
+else.
 
                  picks                                            4 microbatches, stage 0 of 2
     message-driven   what is due first of what is there, weight       F0 F1 B0 F2 W0 B1 ...

@@ -1,4 +1,4 @@
-"""What a rank does next: a state machine without clock, tensors or communication, for each of its stages.
+"""Schedule of a rank: for each of its stages a state machine without clock, tensors or communication.
 
     on_message(...)  a forward or a return has arrived            F3  forward of microbatch 3
     next_action()    the action to run now, or Wait, or Done      B3  its backward (the input gradient)
@@ -83,7 +83,7 @@ def stored_in_even_flow(*, stage: int, num_stages: int, in_flight: int) -> int:
 
 
 class Ready(NamedTuple):
-    """What a policy sees: the next action of each kind that could run now, and how far the stage is."""
+    """Input of a policy: the next action of each kind that could run now, and the stage's progress."""
 
     forward: Action | None
     backward: Action | None
@@ -106,7 +106,7 @@ class Policy(Protocol):
 
     @property
     def name(self) -> str:
-        """As pipeline.policy has it."""
+        """Name of the policy in `pipeline.policy`."""
 
     @property
     def defers(self) -> bool:
@@ -136,7 +136,7 @@ def check_policy_object(policy: object) -> None:
 
 @dataclass(slots=True)
 class DeferBudget:
-    """What the queued products of a rank keep alive, and may keep alive, in bytes."""
+    """Bytes that the queued products of a rank keep alive, and their limit."""
 
     limit: int
     used: int = 0
@@ -177,7 +177,7 @@ class Schedule:
 
     @property
     def queued_bytes(self) -> int:
-        """What the queued products of its rank keep alive."""
+        """Bytes that the queued products of its rank keep alive."""
         return self.budget.used
 
     @property
@@ -260,7 +260,7 @@ class Schedule:
         return chosen
 
     def wait_or_done(self) -> Wait | Done:
-        """Where nothing runs."""
+        """The answer when no action is ready."""
         if self.returns_done == self.num_microbatches:
             return Done()
         forward = self.forwards_done + len(self._arrived_forwards)
@@ -304,13 +304,13 @@ class Schedule:
         return due(kind, microbatch, stage=self.stage, num_stages=self.num_stages, in_flight=self.in_flight)
 
     def next_due(self) -> Due:
-        """Of its forwards and returns that have not run, arrived or not."""
+        """The first due of its forwards and returns that have not run, arrived or not."""
         forward, back = self.forwards_done, self.returns_done
         return min(self.due("F", forward) if forward < self.num_microbatches else _NEVER,
                    self.due("B", back) if back < self.num_microbatches else _NEVER)
 
     def forwards_due_before(self, due: Due) -> int:
-        """How many have not run."""
+        """Number of forwards due before `due` that have not run."""
         first, _ = self.due("F", 0)
         before = -((first - due[0]) // (2 * self.num_stages))  # rounded up
         return max(0, min(before, self.num_microbatches) - self.forwards_done)
@@ -370,7 +370,7 @@ class RankSchedule:
         return next((answer for _, answer in answers if isinstance(answer, Wait)), Done())
 
     def _first_due(self, max_stored: int) -> Action | None:
-        """Of what is ready, what is due first; a forward only where there is room for it and all those due before it.
+        """The ready action that is due first; a forward only if there is memory for it and for all those due before it.
 
         So a forward that runs early takes no room from one that is due, and what is due first of all on its rank, which
         always runs, needs no more than the even flow does. A batch ends: what is due first on all ranks is ready, since

@@ -36,23 +36,23 @@ class StageTimes:
     weight: float
     products: int = 1
     deferred_factor: float = 1.0
-    """How many times as long a weight gradient takes if it was deferred."""
+    """Factor by which a weight gradient takes longer if it was deferred."""
     alive_bytes: int = 1
-    """What the deferred products of one microbatch keep alive together."""
+    """Bytes that the deferred products of one microbatch keep alive together."""
     kept_bytes: float = 1.0
-    """What one microbatch keeps between forward and return."""
+    """Bytes that one microbatch keeps between forward and return."""
     trains: bool = True
     """False: no parameter of this stage needs a gradient, and `weight` does not count."""
 
     @property
     def microbatch_seconds(self) -> float:
-        """Of all actions of one microbatch."""
+        """Seconds of all actions of one microbatch."""
         return self.forward + self.backward + (self.weight if self.trains else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
-    """What came out: seconds until the last rank was done, and each rank's (action, start, stop).
+    """Result of a simulation: seconds until the last rank was done, and each rank's (action, start, stop).
 
     most_stored: per stage, the most microbatches between forward and return at once. most_queued_bytes: per rank, the
     most that its deferred products kept alive at once. most_kept_bytes: per rank, the most that microbatches kept

@@ -1,4 +1,4 @@
-"""What a rank did when: spans on its monotonic clock, cheap enough to be always on.
+"""Timeline of a rank: spans on its monotonic clock, cheap enough to be always on.
 
 Categories: forward, backward, weight (deferred weight gradients), wait, reduce (gradient averaging), optimizer; data
 (loading samples), report (metrics, events, logs), checkpoint (copying the state for one), and overhead: what the engine
@@ -51,7 +51,7 @@ class StepWindow:
 
     @property
     def wait_seconds(self) -> float:
-        """Of these, the time in spans of category wait."""
+        """Seconds of these in spans of category wait."""
         return sum(span.seconds for span in self.spans if span.category == "wait")
 
     def covered(self) -> StepWindow:
