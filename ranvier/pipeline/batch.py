@@ -34,7 +34,7 @@ _CATEGORIES: dict[str, Category] = {"F": "forward", "B": "backward", "W": "weigh
 
 
 class ActionResult(TypedDict, total=False):
-    """What the schedule wants to know of an action that is done."""
+    """What an action reports to the schedule when it is done."""
 
     expects_backward: bool
     deferrable_bytes: int
@@ -77,7 +77,7 @@ class BatchRunner:
         self._updater, self._statistics, self._timeline = updater, statistics, timeline
         self._policy, self._look_ahead = policy, look_ahead
         self._deferrable = [0] * len(stages)
-        """Of each stage the most that one microbatch's products would keep alive."""
+        """Per stage, the most bytes that one microbatch's deferred products would keep alive."""
         self._limits_follow = defer_bytes is None
         self.defer_bytes, self._deferred = defer_bytes or 0, 0
         self._defer_last: int | None = None
@@ -237,7 +237,7 @@ class BatchRunner:
         return self._arrived(message), wants if self._connections.tensor_mesh is None else whole_names(wants)
 
     def _arrived(self, message: Message) -> dict[str, Tensor]:
-        """What a message of another stage holds, whole."""
+        """The whole tensors of a message from another stage."""
         tensors = message.tensors if self._connections.device.type == "cpu" else self._to_device(message.tensors)
         return self._connections.column_parts.gathered(tensors)
 
@@ -249,7 +249,8 @@ class BatchRunner:
         return self._connections.inbox.take("return", number, place.number, after)
 
     def _send_return(self, number: int, place: _Place, gradients: dict[str, Tensor]) -> None:
-        """What goes back over the edge before a stage: gradients where there are some, else a bare credit."""
+        """Send a microbatch's return over the edge before a stage: its gradients, or a bare credit if there are
+        none."""
         if place.before is not None:
             kind = MessageKind.BACKWARD if gradients else MessageKind.CREDIT
             self._connections.send(place.before,
@@ -257,4 +258,4 @@ class BatchRunner:
 
 
 def _unheard(direction: str, microbatch: int, stage: int) -> None:
-    """Where the leader decides, nobody else needs to hear of arrivals."""
+    """Ignore an arrival: the leader decides, and no other rank needs to know."""

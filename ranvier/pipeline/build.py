@@ -1,4 +1,4 @@
-"""From a layout to this rank's blocks, with their initial weights."""
+"""Builds this rank's blocks from a layout, with their initial weights."""
 
 from __future__ import annotations
 

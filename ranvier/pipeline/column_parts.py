@@ -41,7 +41,7 @@ class ColumnParts:
         return self._world.device.type == "cuda" and sends_parts(columns, others, self._world.local_ranks)
 
     def cut(self, message: Message, destination: int) -> Message:
-        """What this column sends of it."""
+        """The part of a message that this column sends."""
         mesh = self._tensor_mesh
         if (mesh is None or mesh.num_cols == 1 or mesh.activations.name != "whole"
                 or message.kind not in (MessageKind.FORWARD, MessageKind.BACKWARD)):
@@ -61,7 +61,8 @@ class ColumnParts:
                        requires_grad=frozenset(names.get(name, name) for name in message.requires_grad))
 
     def gathered(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What has arrived here, whole: all columns call this for the same messages in the same order."""
+        """Gather the whole tensors of a message that has arrived; all columns call this for the same messages in the
+        same order."""
         if self._tensor_mesh is None:
             return tensors
         found, under_way = {}, []

@@ -118,7 +118,7 @@ class Connections:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Device of this rank."""
         return self._world.device
 
     def rank_of(self, stage: int) -> int:

@@ -1,4 +1,4 @@
-"""What a CUDA device did when: spans from CUDA events, read one step later.
+"""Timeline of a CUDA device: spans from CUDA events, read one step later.
 
 On CUDA an action returns when its kernels are launched, so the host's clock says nothing about the work itself. An
 event is recorded where an action starts and where it ends; the device reaches them in its own time:

@@ -334,7 +334,7 @@ class Engine:
             takes_nominal_weight=nominal_weight == "auto")
 
     def _loss(self, model: Model, blocks: Blocks) -> Loss:
-        """What the last stage computes: the loss that its last block has, where it has one."""
+        """The loss of the last stage: that of its last block, if it has one, else the model's."""
         last = blocks[-1][2]
         whole = isinstance(last, LossBlock) and self._connections.tensor_mesh is None
         return cast(LossBlock, last).loss if whole else model.loss
@@ -381,7 +381,7 @@ class Engine:
 
     @property
     def limits(self) -> Limits:
-        """How much the pipeline may have under way."""
+        """The in-flight limit, and the bounds on deferred weight gradients."""
         return self.plan.limits
 
     @property
@@ -390,8 +390,7 @@ class Engine:
         return self.limits.in_flight
 
     def use_limits(self, limits: Limits) -> None:
-        """From the next batch on have as much under way as `limits` says, the same on every rank. Gradients are the
-        same to the bit."""
+        """Use these limits, the same on every rank, from the next batch on. Gradients stay bit-identical."""
         self.plan = self.plan.with_limits(limits)
         self._runner.use_limits(limits)
 
@@ -417,7 +416,7 @@ class Engine:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step, with Ranvier's own optimizers."""
+        """Learning rate of the next step, with Ranvier's own optimizers."""
         return self._learning_rate
 
     @learning_rate.setter
@@ -436,14 +435,14 @@ class Engine:
 
     @property
     def optimizer_name(self) -> str | None:
-        """What updates parameters here: "ranvier adamw", the class of the user's optimizer, or None."""
+        """The optimizer of this rank: "ranvier adamw", the class of the user's optimizer, or None."""
         if self.plan.own_optimizer:
             return f"ranvier {self.plan.optim.algorithm}"
         return None if self.optimizer is None else type(self.optimizer).__name__
 
     def updated(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What the user's optimizer updates for `parameter`: its fp32 master copy where parameters are in half
-        precision, else itself."""
+        """The tensor that the user's optimizer updates for `parameter`: its fp32 master copy where parameters are in
+        half precision, else itself."""
         masters = self._updater.masters
         return parameter if masters is None else masters.of.get(parameter, parameter)
 
@@ -459,7 +458,7 @@ class Engine:
 
     @property
     def bad_steps(self) -> BadSteps | None:
-        """What judges steps, where a guard looks."""
+        """The detector of bad steps; None without a guard."""
         return self._updater.bad_steps
 
     def parameters(self) -> list[nn.Parameter]:
@@ -501,8 +500,8 @@ class Engine:
         return self.timeline.report(path, curves)
 
     def named_buffers(self) -> dict[str, object]:
-        """What the state_dict of this rank's blocks has beside parameters, by global name: buffers, and whatever else a
-        module puts there."""
+        """The entries of this rank's state_dicts beside parameters, by global name: buffers, and whatever else a module
+        adds."""
         self._buffers.finish()
         return {f"{block}.{name}": value for _, block, module in self._stages.blocks
                 for name, value in module.state_dict(keep_vars=True).items() if not isinstance(value, nn.Parameter)}
@@ -538,8 +537,8 @@ class Engine:
 
     @property
     def nominal_weight(self) -> tuple[float, bool]:
-        """What losses are divided by before their backward, and whether that stays: in fp16 the first batch with a
-        valid target may change it."""
+        """The divisor of losses before their backward, and whether it is final: in fp16 the first batch with a valid
+        target may change it."""
         return self._updater.nominal_weight, self._runner.nominal_weight is None
 
     @nominal_weight.setter
@@ -587,8 +586,8 @@ class Engine:
         self._statistics.forget()
 
     def tensors(self) -> dict[str, dict[str, list[Tensor]]]:
-        """What lives from step to step on this rank: {"device": {category: tensors}, "host": {...}}. On a CPU as the
-        device, offloaded states count as the host's."""
+        """Tensors of this rank that persist between steps: {"device": {category: tensors}, "host": {...}}. On a CPU as
+        the device, offloaded states count as the host's."""
         buffers = [buffer for _, _, module in self._stages.blocks for buffer in module.buffers()]
         found = self._updater.tensors([*self._parameters.values(), *buffers])
         if self._connections.tensor_mesh is not None:
@@ -812,8 +811,8 @@ class Engine:
 
     def use_cache(self, forward: Callable[[Tensor, State, Callable[..., State]], State] | None,
                   num_blocks: int) -> None:
-        """On the first stage: have its first `num_blocks` blocks, which are frozen, computed by `forward(samples,
-        inputs, compute)` in training (`ranvier.elastic.cache.AutoCache.forward`); None: by themselves."""
+        """Have `forward(samples, inputs, compute)` compute the first stage's first `num_blocks` blocks in training,
+        which are frozen (`ranvier.elastic.cache.AutoCache.forward`). None: the blocks compute by themselves."""
         self._stages.first.use_cache(forward, num_blocks)
 
     @property

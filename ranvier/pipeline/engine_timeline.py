@@ -27,7 +27,7 @@ class EngineTimeline(Timeline):
     """The spans of one rank of an engine. policy: for the picture's title."""
 
     ranks: Group
-    """Of all ranks, once they are connected."""
+    """Group of all ranks, once they are connected."""
 
     def __init__(self, device: torch.device, mesh: Mesh, policy: str) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class EngineTimeline(Timeline):
         return page
 
     def _write(self, path: Path, content: str | bytes) -> None:
-        """On rank 0; where it cannot, all ranks raise what it says."""
+        """Write a file on rank 0; if that fails, all ranks raise its error."""
         problem = None
         if self.ranks.index == 0:
             try:

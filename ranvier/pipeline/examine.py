@@ -33,7 +33,7 @@ FindingKind = Literal["parameter", "inputs", "output", "targets", "loss", "gradi
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """What a bad step began with; `str()` is one line for people.
+    """Origin of a bad step; `str()` is one line for people.
 
     kind: where it was seen. block: its block, for output and gradient. parameter: of kind parameter, and of gradient
         where a parameter's own was seen. microbatch: of `replica`, from 0. rank: the first that saw it.

@@ -29,7 +29,7 @@ def gather_full_state(engine: Engine, ranks: Group) -> dict[str, Tensor] | None:
 
 
 def _gather_parameters(engine: Engine, ranks: Group) -> dict[str, Tensor]:
-    """By their owners' names; on ranks other than 0 nothing of use."""
+    """Gather the parameters on rank 0, by their owners' names; the result of other ranks is meaningless."""
     layout, mine = engine.layout, engine.named_parameters()
     formats = {name: dtype for rank in ranks.gather_objects({
         name: str(parameter.dtype).removeprefix("torch.") for name, parameter in mine.items()}) for name, dtype
@@ -58,7 +58,7 @@ def _gather_parameters(engine: Engine, ranks: Group) -> dict[str, Tensor]:
 
 
 def _gather_buffers(engine: Engine, ranks: Group) -> dict[str, Tensor]:
-    """Those of the first replica; on ranks other than 0 nothing of use."""
+    """Gather the first replica's buffers on rank 0; the result of other ranks is meaningless."""
     at = engine.coordinates
     mine = {name: buffer.detach() for name, buffer in engine.named_buffers().items()
             if isinstance(buffer, Tensor) and at.is_first_on_pipeline_rank}

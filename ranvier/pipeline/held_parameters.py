@@ -35,7 +35,7 @@ class HeldParameters:
         self._places: list[tuple[Mapping[str, object], tuple[tuple[str, object], ...]]] | None = None
         self._held = {(block, name): parameter for block, name, parameter, _ in self._in_blocks()}
         self._versions: list[int] = []
-        """Of the held parameters at the last `adopt`, which change with each write in place."""
+        """Version counters of the held parameters at the last `adopt`; each write in place changes them."""
         self._warned = False
         self._formats = [(block, name, held, (held.shape, held.dtype, held.device))
                          for (block, name), held in self._held.items()]

@@ -24,7 +24,8 @@ OnArrival = Callable[[Direction, int, int], None]
 
 _DIRECTIONS: dict[MessageKind, Direction] = {
     MessageKind.FORWARD: "forward", MessageKind.BACKWARD: "return", MessageKind.CREDIT: "return"}
-"""Which of a microbatch's two crossings of an edge a message is; others are outside the pipeline's flow."""
+"""Kind of message -> which of a microbatch's two crossings of an edge it is; other kinds are outside the pipeline's
+flow."""
 
 
 _CALLS = "evaluates or predicts", "trains"
@@ -36,7 +37,7 @@ def call_number(call: int, *, training: bool) -> int:
 
 
 class Inbox:
-    """What has arrived over one transport.
+    """Messages that have arrived over one transport.
 
     other: called with messages that are neither forward nor return.
     """

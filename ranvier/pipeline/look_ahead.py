@@ -1,4 +1,4 @@
-"""How far the host runs ahead of its CUDA device.
+"""Limits how far the host runs ahead of its CUDA device.
 
 The host chooses an action when it launches it, which may be long before the device gets there, and from the messages
 that have arrived by then. Where times vary, a later choice is better. `benchmarks/gpu/models/run_ahead.py` simulates 8

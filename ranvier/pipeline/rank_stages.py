@@ -21,7 +21,7 @@ class RankStages:
     def __init__(self, stages: Sequence[Stage], *, eval_blocks: range = range(0)) -> None:
         self._stages, self._eval_blocks = tuple(stages), eval_blocks
         self._modes: dict[nn.Module, bool] = {}
-        """Of the modules that are in evaluation mode for this batch: their own."""
+        """Own modes of the modules that are in evaluation mode for this batch."""
 
     def __getitem__(self, turn: int) -> Stage:
         return self._stages[turn]
@@ -41,7 +41,7 @@ class RankStages:
 
     @property
     def blocks(self) -> Blocks:
-        """Of all stages: (number in the model, name, module)."""
+        """Blocks of all stages: (number in the model, name, module)."""
         return [block for stage in self._stages for block in stage.blocks]
 
     @property
@@ -51,16 +51,16 @@ class RankStages:
 
     @property
     def loss_and_weight(self) -> Tensor:
-        """As `Stage.loss_and_weight`, of the last stage."""
+        """`Stage.loss_and_weight` of the last stage."""
         return self.last.loss_and_weight
 
     @property
     def outputs(self) -> list[State]:
-        """As `Stage.outputs`, of the last stage."""
+        """`Stage.outputs` of the last stage."""
         return self.last.outputs
 
     def set_loss_factor(self, factor: float) -> None:
-        """What the loss is multiplied by before the backward."""
+        """Set the factor of the loss before the backward."""
         self.last.loss_factor = factor
 
     def observe(self, outputs: Callable[[int, State], None] | None) -> None:
@@ -96,7 +96,7 @@ class RankStages:
             stage.forget_weights()
 
     def gathered_weights(self) -> list[torch.Tensor]:
-        """What stays gathered between microbatches."""
+        """Weights that stay gathered between microbatches."""
         return [weight for stage in self._stages for weight in stage.gathered_weights()]
 
     def clear(self) -> None:

@@ -1,5 +1,5 @@
-"""What a forward may read and change beside parameters and buffers, as it was at one moment, for a forward that runs
-again: attributes of modules, what is in their lists, dicts and sets, and where random number generators are.
+"""Snapshots, for a forward that runs again, of what it may read and change beside parameters and buffers: attributes of
+modules, what is in their lists, dicts and sets, and where random number generators are.
 
     then = Remembered(modules)          before the first run, which may change all this
     with then.given_back(): ...         the second run finds it as the first one did; afterwards it is as it is now
@@ -36,9 +36,9 @@ class Remembered:
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         """The attributes of each module, and what they were."""
         self._contents: dict[int, tuple[Any, Any]] = {}
-        """By identity: each list, dict or set that attributes lead to, and a copy of it."""
+        """Identity of each list, dict or set reachable from attributes -> the object and a copy of it."""
         self._generators: dict[int, tuple[Any, Any]] = {}
-        """By identity: each random number generator, and its state."""
+        """Identity of each random number generator -> the generator and its state."""
         if common:
             self._note(random.getstate.__self__)  # type: ignore[attr-defined]
             if (numpy := sys.modules.get("numpy")) is not None:

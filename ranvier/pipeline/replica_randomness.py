@@ -60,12 +60,12 @@ class ReplicaRandomness:
                     torch.rand((), generator=generator, device=generator.device)
 
     def drawn(self) -> int:
-        """Which numbers have been drawn in this batch, by the states of the generators; 0 for none."""
+        """A hash of the generators' states, which tells what has been drawn in this batch; 0 if nothing has."""
         states = self.states()
         return 0 if states == self._began else keyed_random.key(self._began, states)
 
     def states(self) -> tuple[bytes, ...]:
-        """Those of torch's generators, of the CPU and of this rank's device."""
+        """States of torch's generators of the CPU and of this rank's device."""
         return tuple(generator.get_state().numpy().tobytes() for generator in self._generators())
 
     def _generators(self) -> list[torch.Generator]:

@@ -1,4 +1,4 @@
-"""What a batch gives back: numbers that are the same on every rank and are waited for only when read."""
+"""Result of a batch: numbers that are the same on every rank and are waited for only when read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ranvier.optim.step import GradientStatus
 
 
 class KeptOutputs:
-    """What the last stage keeps of a training batch, microbatch by microbatch.
+    """Outputs and losses that the last stage keeps of a training batch, microbatch by microbatch.
 
     outputs: copies of what the last block has returned, without graph. sums: (sum of losses, weight).
     """
@@ -35,8 +35,8 @@ class BatchResult:
 
     @property
     def outputs(self) -> list[State] | None:
-        """What the last block has returned for each microbatch of this rank, with `train_batch(keep_outputs=True)` on
-        the ranks of the last stage; None elsewhere."""
+        """The last block's output for each microbatch of this rank, with `train_batch(keep_outputs=True)` on the ranks
+        of the last stage; None elsewhere."""
         return None if self._kept is None else self._kept.outputs
 
     @property

@@ -20,7 +20,7 @@ from ranvier.mesh import Coordinates, StagePlacement
 from ranvier.pipeline.microbatch import Microbatch
 
 SAME_TARGETS = 5
-"""How many numbers a rank adds."""
+"""Number of values that each rank contributes to the sums."""
 _MAX_ELEMENTS = 2048
 """So many elements of a tensor are looked at."""
 _INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
@@ -29,8 +29,8 @@ _NUMBER_BITS = 20
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 """Its products with 1, 2, ... differ in all of their 64 bits, of which int64 keeps the lowest."""
 _TOLERANCE = 0.05
-"""Of real numbers: far above what a rank's own rounding adds to a projection, as of a teacher's outputs in bf16. Those
-of other samples are below it in 3 % of batches."""
+"""Tolerance for real numbers: far above what a rank's own rounding adds to a projection, as of a teacher's outputs in
+bf16. Those of other samples are below it in 3 % of batches."""
 _LEAST_SPREAD = 1e-3
 """Real numbers that deviate less from their mean, relative to it, are equal."""
 

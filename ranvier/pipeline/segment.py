@@ -90,7 +90,7 @@ class Segment:
         self._parameters = [parameter for module in self._modules for parameter in module._parameters.values()
                             if parameter is not None]
         self._values: dict[int, Tensor] = {}
-        """By identity: what parameters were after the last forward that has changed them."""
+        """Identity of a parameter -> its values after the last forward that has changed them."""
         self._weights = {parameter.untyped_storage()._cdata for parameter in self._parameters}
 
     def check(self) -> None:
@@ -236,7 +236,7 @@ def _is_statistic(module: nn.Module) -> bool:
 
 
 def _home(place: _Place) -> dict[str, Any]:
-    """Where a module has it."""
+    """The dict of a module that holds the attribute."""
     module, name = place
     return module._buffers if name in module._buffers else module.__dict__
 

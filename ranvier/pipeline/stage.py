@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 
 
 class Outcome(NamedTuple):
-    """What a forward leaves: the state for the next stage, which of it wants gradients, what a backward will need."""
+    """Result of a forward: the state for the next stage, which of it requires gradients, and what a backward will
+    need."""
 
     tensors: dict[str, Tensor]
     requires_grad: frozenset[str]
@@ -68,7 +69,7 @@ class _Graph(NamedTuple):
 
 
 class _Enter(Function):
-    """What a stage's blocks are given of a leaf: the same values, which they may change in place as within a stage."""
+    """Passes a leaf to a stage's blocks: the same values, which they may change in place as they may within a stage."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -129,7 +130,7 @@ class Stage:
         self.kept: KeptOutputs | None = None
         """Takes each microbatch's outputs and loss, where somebody wants them."""
         self.loss_factor = 1.0
-        """What the loss is multiplied by before the backward."""
+        """Factor of the loss before the backward."""
         self._weights = weight_gradients
         self._graphs: dict[int, _Graph] = {}
         self._uses: dict[str, list[WeightUse]] = {"forward": [], "backward": []}
@@ -140,7 +141,7 @@ class Stage:
         self._loss_sum, self._weight_sum = _zero(device), _zero(device)
         self._last_number = -1
         self.outputs: list[State] = []
-        """What the last block returned, microbatch by microbatch, where `keep_outputs` was set."""
+        """Outputs of the last block, microbatch by microbatch, if `keep_outputs` was set."""
         modules = [module for _, _, module in blocks]
         self._layers_of_blocks = [(number, [layer for layer in module.modules() if isinstance(layer, SplitLinear)])
                                   for number, _, module in blocks]
@@ -198,7 +199,7 @@ class Stage:
             layer.forget()
 
     def gathered_weights(self) -> list[Tensor]:
-        """What stays gathered between microbatches."""
+        """Weights that stay gathered between microbatches."""
         return [layer.gathered for layer in self._split_linears if layer.gathered is not None]
 
     def use_cache(self, forward: Callable[[Tensor, State, Callable[..., State]], State] | None,
@@ -261,7 +262,7 @@ class Stage:
         return Outcome(sent, frozenset(roots), kept, self._weights.forward_bytes)
 
     def _surroundings(self) -> AbstractContextManager[object]:
-        """What forwards run in, beside a mode of autograd."""
+        """Contexts in which forwards run, beside a mode of autograd."""
         if self._mesh is None:
             return _AS_THEY_ARE if self._autocast is None else casting(self._autocast, self._device)
         return self._on_mesh(self._mesh)

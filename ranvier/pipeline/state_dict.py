@@ -70,7 +70,7 @@ def load_state(engine: Engine, state: Mapping[str, Any]) -> None:
 
 
 def _layout_of(engine: Engine) -> dict[str, Any]:
-    """What must be equal for the tensors of this rank to fit."""
+    """Facts that must be equal for a state's tensors to fit this rank."""
     layout, rank, at = engine.layout, engine.world.rank, engine.coordinates
     ends = layout.ends_on(at.pipeline_rank)
     updated: dict[str, list[list[int]]] = {}

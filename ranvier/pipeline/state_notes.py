@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 SHARED, HOOKED = "shared", "hooked"
-"""What notes say of tensors: they share memory with others, or have a hook on their gradient."""
+"""Kinds of notes: the tensors share memory with others, or have a hook on their gradient."""
 
 _NOTE = "\0"
-"""What the name of a note begins with, and what is between its words. No name of a tensor begins so."""
+"""Prefix of a note's name, and separator of its words. No name of a tensor begins so."""
 
 
 def with_notes(state: dict[str, Tensor], notes: Mapping[str, Sequence[str]], device: torch.device) -> dict[str, Tensor]:
-    """What leaves a stage, with what is said of which tensors of it."""
+    """The state that leaves a stage, with the notes on its tensors."""
     if not any(notes.values()):
         return state
     return state | {_NOTE + _NOTE.join((what, *names)): torch.empty(0, dtype=torch.uint8, device=device)
@@ -26,7 +26,7 @@ def with_notes(state: dict[str, Tensor], notes: Mapping[str, Sequence[str]], dev
 
 
 def notes_of(tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], dict[str, list[str]]]:
-    """What enters a stage without notes, and these."""
+    """Separate the state that enters a stage from its notes."""
     notes = [name for name in tensors if name.startswith(_NOTE)]
     if not notes:
         return tensors, {}

@@ -136,7 +136,7 @@ class BatchStatistics:
         return float(self.sums[1])
 
     def earlier_weight(self) -> float:
-        """Of it, the weight of earlier batches of this step."""
+        """The part of `weight` that is of earlier batches of this step."""
         self.work.wait()
         return 0.0 if self._earlier is None or self.sums[2] else float(self._earlier[1])
 

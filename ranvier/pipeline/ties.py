@@ -65,7 +65,7 @@ class Tie:
         return self.parameter.grad
 
     def part(self, tensor: Tensor, move: Move) -> Tensor:
-        """What moves, as a view of this end or of its gradient."""
+        """The elements of a move, as a view of this end or of its gradient."""
         return tensor[index_of(move.box, self.box)]
 
 
@@ -96,7 +96,7 @@ def ties_of(layout: Layout, rank: int, parameters: dict[str, nn.Parameter]) -> t
 
 def _moves(layout: Layout, replica: int, name: str, source: Parameter, destination: Parameter, *,
            sums: bool) -> list[Move]:
-    """How elements get from one end to the other in a replica, by rising source.
+    """The moves of elements from one end to the other in a replica, in order of their source.
 
     Of positions with the same elements the destination's own sends, else the first. sums: they are gradients. Those of
     positions along `source.summed` differ and all move; along `destination.summed` each moves to one position.
@@ -162,12 +162,12 @@ class TieMessages:
         self._arrived[message.kind, message.source, end].append(tensor)
 
     def of(self, kind: MessageKind, source: int, end: str) -> deque[Tensor]:
-        """What waits, the oldest first."""
+        """Tensors that have arrived and wait to be taken, the oldest first."""
         return self._arrived[kind, source, end]
 
 
 class TiedParameters:
-    """What the ends of this rank's ties send each other, batch by batch.
+    """Exchanges gradients and values among the ends of this rank's ties, batch by batch.
 
         owner   ... forwards, backwards, wait for all gradients, add, reduce, update, send the value
         end     wait for the value, forwards, backwards, send the gradient ...
@@ -196,7 +196,7 @@ class TiedParameters:
             self._send(move.destination, Message(kind, batch, 0, {move.parameter: tensor.contiguous()}))
 
     def _take(self, kind: MessageKind, what: str, move: Move) -> Tensor:
-        """What has come by this move, waiting for it where it has not yet."""
+        """The tensor of this move; waits until it has arrived."""
         arrived = self._arrived.of(kind, move.source, move.parameter)
         while not arrived:
             self._wait(what, move.source)

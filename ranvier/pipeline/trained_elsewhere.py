@@ -68,14 +68,14 @@ class _OldValues:
                     del hooks[number]  # of others torch, which goes through them now, would not find the next one
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _OldValues:
-        """Of a copied module, whose values are as old."""
+        """The record of a copied module, whose values are as old."""
         copies = {name: (memo.get(id(one())), version == getattr(one(), "_version", None))
                   for name, (one, version) in self.known.items()}
         return _OldValues(self.told, [], {name: (ref(one), one._version) for name, (one, is_old) in copies.items()
                                           if one is not None and is_old})
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Of a module that is saved as a whole."""
+        """An empty record: the module is saved as a whole."""
         if any(getattr(one(), "_version", None) == version for one, version in self.known.values()):
             self._tell("the module")
         return _OldValues, ([], [], {})
@@ -106,7 +106,7 @@ class TrainedElsewhere:
         self._others = [(f"{block}.{name}", ref(one)) for block in given if block not in mine
                         for name, one in given[block].named_parameters() if id(one) not in self._here]
         self._gradients: list[tuple[int, int] | None] = []
-        """Of those, what `_gradient` said when the batch began."""
+        """`_gradient` of each of these when the batch began."""
         self._has_begun = False
 
     def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""What each block costs, counted on the meta device, and the check of the model contract on the way.
+"""Costs of blocks, counted on the meta device, which also checks the model contract.
 
 No weight exists there, so any model fits on a laptop: floating-point operations of the forward pass, and the bytes
 that its operations move.
@@ -59,7 +59,7 @@ _ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_c
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
            is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False) -> Tensor | None:
-    """What the fused kernel returns; None where no kernel takes such arguments, and torch takes attention apart."""
+    """The fused kernel's output; None if no kernel takes such arguments and torch decomposes the attention."""
     if dropout_p or any(each.dim() != 4 or each.shape[-1] != query.shape[-1] for each in (query, key, value)):
         return None
     if query.shape[1] != key.shape[1] and not (enable_gqa and key.shape[1] and query.shape[1] % key.shape[1] == 0):
@@ -216,7 +216,7 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
 
 
 def _count_of(module: nn.Module, tensors: Mapping[str, Tensor]) -> KernelCount:
-    """For a block with these parameters. What has been gathered of several trains as most elements of weights do."""
+    """The count of a block with these parameters. A weight gathered with others trains if most of their elements do."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     weights = [parameter for parameter in parameters.values() if parameter.dim() >= 2]
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)

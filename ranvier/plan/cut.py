@@ -1,4 +1,4 @@
-"""From a model and a mesh to the stages, and who holds what of each parameter."""
+"""Cuts a model into stages for a mesh, and places each parameter."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class StageRow:
 
 @dataclass(frozen=True, kw_only=True)
 class StageTable:
-    """How the model is cut. `str()` is the table that a run prints."""
+    """The cut of a model into stages. `str()` is the table that a run prints."""
 
     rows: tuple[StageRow, ...]
     boundaries: tuple[int, ...]
@@ -59,7 +59,7 @@ class StageTable:
     """Per block, where a sample was given to count with."""
     placement: StagePlacement
     shared_buffers: Mapping[str, str] = field(default_factory=dict)
-    """As `buffers_of_several_stages` returns it."""
+    """Result of `buffers_of_several_stages`."""
 
     def stage_costs(self) -> list[tuple[BlockCost, ...]]:
         """The costs of each stage's blocks, which must be counted."""

@@ -46,7 +46,7 @@ def first_that_fits(run: ResolvedRun, look: Callable[[ResolvedRun], _Found], fit
 
 
 def schedule_note(asked: ResolvedRun, found: ResolvedRun) -> str:
-    """What the memory has made of the run's schedule, in words; empty where nothing."""
+    """A note on how the available memory has changed the run's schedule; empty if it has not."""
     before, after = asked.pipeline, found.pipeline
     if after == before:
         return ""

@@ -98,7 +98,7 @@ def _floating(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _kept_parts(module: nn.Module, dtype: torch.dtype) -> list[re.Pattern[str]]:
-    """What a model of transformers keeps in fp32 beside `dtype`: patterns that are found in names of its tensors."""
+    """Patterns of the names of tensors that a model of transformers keeps in fp32 beside `dtype`."""
     names = [name for attribute in (KEPT_IN_FP32 if dtype is torch.float16 else KEPT_IN_FP32[:1])
              for name in getattr(module, attribute, None) or ()]
     return [re.compile(rf"(^|\.){re.escape(name).replace(re.escape('*'), '.*')}(\.|$)") for name in names]
@@ -151,7 +151,7 @@ def _shared_buffers(modules: Mapping[str, nn.Module]) -> list[tuple[str, ...]]:
 
 
 def told(cast: Mapping[str, torch.dtype], dtype: torch.dtype, shown: int = 4) -> str:
-    """What to say of buffers that have lost precision. cast: name -> format before."""
+    """The warning about buffers that have lost precision. cast: name -> format before."""
     names: Sequence[str] = list(cast)
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return (f"dtype={dtype} casts buffers of {next(iter(cast.values()))}: {', '.join(names[:shown])}{more}. "

@@ -1,4 +1,4 @@
-"""Which kernels a block runs, counted on the meta device: the operations that reach the dispatcher, by storage.
+"""Kernels of a block, counted on the meta device: the operations that reach the dispatcher, by storage.
 
 What a device runs differs from that in what it fuses: attention, chains that are compiled, and the loss on CUDA, which
 is one pass over the logits. `Counting` says which of these hold.
@@ -54,7 +54,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Counting:
-    """What a device runs as one kernel.
+    """Which operations a device runs as one kernel.
 
     compiles: whole blocks are compiled; compiles_chains: chains of layers are, on several rows and columns. on_cuda:
     the loss is one pass. has_scores: attention writes its scores. float8: products of the blocks between the first and
@@ -73,7 +73,7 @@ AS_WRITTEN = Counting()
 
 
 def counting_of(run: Run, *, device: str, stage_size: int) -> Counting:
-    """As a run's settings have it, on such devices (cuda or cpu)."""
+    """The counting that a run's settings imply on such devices (cuda or cpu)."""
     compiles = run.model.compile is True or (run.model.compile == "auto" and device == "cuda")
     return Counting(compiles=compiles and stage_size == 1 and run.memory.recompute != "selective",
                     compiles_chains=compiles and stage_size > 1,
@@ -137,7 +137,7 @@ class KernelCount(TorchDispatchMode):
         self._saved_at, self._written_when_saved = len(self.kernels), self._written_again
 
     def repeated(self, counting: Counting, element_bytes: int, kept_bytes: int, inside_bytes: int) -> Repeated:
-        """What runs again where the block is recomputed selectively. element_bytes: as for `run_kernels`."""
+        """Kernels that run again if the block is recomputed selectively. element_bytes: as for `run_kernels`."""
         found = tuple(self.kernels[:self._saved_at])
         if counting.has_scores:
             found = with_scores(found, element_bytes)
@@ -269,7 +269,7 @@ def kept_bytes(count: KernelCount, saved: Iterable[torch.UntypedStorage], counti
 
 
 def run_kernels(count: KernelCount, outputs: object, counting: Counting, element_bytes: int) -> Kernels:
-    """What of a block's counted kernels a device runs. outputs: what leaves the block."""
+    """The kernels that a device runs, of those counted for a block. outputs: what leaves the block."""
     found = tuple(count.kernels)
     if counting.has_scores:
         found = with_scores(found, element_bytes)
@@ -279,7 +279,7 @@ def run_kernels(count: KernelCount, outputs: object, counting: Counting, element
 
 
 def loss_kernels(count: KernelCount, outputs: object, counting: Counting) -> Kernels:
-    """Those of the loss, of the outputs of the last block: as counted, on CUDA one pass over them."""
+    """Kernels of the loss: as counted; on CUDA one pass over the last block's outputs."""
     if not counting.on_cuda:
         return tuple(count.kernels)
     reads = tuple(Access(number, size := tensor_bytes(leaf), max(1, size)) for number, leaf in enumerate(
@@ -305,12 +305,12 @@ def _tensors(tree: object) -> list[Tensor]:
 
 
 def tensor_bytes(tensor: Tensor) -> int:
-    """Of this column's part of a tensor, as its shape has them."""
+    """Bytes of this column's part of a tensor, by its shape."""
     return plain(tensor).numel() * tensor.element_size()
 
 
 def _distinct_bytes(tensor: Tensor) -> int:
-    """Those that are in memory: expanded dims count once."""
+    """Bytes of a tensor that are in memory: expanded dims count once."""
     own = plain(tensor)
     return prod(size for size, stride in zip(own.shape, own.stride(), strict=True) if stride) * own.element_size() \
         if own.numel() else 0

@@ -1,4 +1,4 @@
-"""What this process has counted before: a rank that checks its memory, freezes layers or changes its mesh plans the
+"""Cache of counted costs in this process. A rank that checks its memory, freezes layers or changes its mesh plans the
 same model again, and counting its blocks takes longer than all else in a plan.
 
 Only models of Ranvier's own blocks are known again: their builders are `functools.partial`s of its classes and values
@@ -55,8 +55,8 @@ _known = Known[tuple[BlockCost, ...]](64)
 
 def known_or_counted(model: Model, sample: object, settings: Hashable, count: Callable[[], Iterable[BlockCost]]
                      ) -> tuple[BlockCost, ...]:
-    """What `count` has returned for a model that computes the same. sample: its inputs and targets, of which shapes
-    and formats matter. settings: all else on which the costs depend."""
+    """The cached result of `count` for a model that computes the same, else a new one. sample: its inputs and targets,
+    of which shapes and formats matter. settings: all else on which the costs depend."""
     key: Hashable = None
     with suppress(TypeError):
         key = (_recipe(model.blocks), _recipe(model.loss), model.tied, _recipe(model.alike), model.keep_fp32,

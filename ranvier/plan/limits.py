@@ -1,4 +1,4 @@
-"""What `pipeline.in-flight` and `pipeline.defer-bytes` stand for where they are auto, from counted blocks. Pure.
+"""Values of `pipeline.in-flight` and `pipeline.defer-bytes` where they are auto, from counted blocks. Pure.
 
 The engine, `check`, `plan` and a run's prediction of its memory all ask here, so they agree.
 """
@@ -30,12 +30,12 @@ from ranvier.schedule.policies import policy_named
 from ranvier.schedule.schedule import Policy
 
 Segments = Sequence[Sequence[range]]
-"""Of each stage the runs of its blocks, by their places on it, that are recomputed; empty where none are."""
+"""Per stage, the runs of its blocks (places on the stage) that are recomputed; empty if none are."""
 _ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 _MEMORIES = (1.0, 1.1, 1.25, 1.5, 2.0)
 _DEFERRED_FACTOR = 1.1
-"""How many times as long a weight gradient takes on a CPU if it was deferred: 1.0 to 1.2 were measured, the more the
-faster the cores (docs/experiments.md). On CUDA devices caches hold little of it either way."""
+"""Factor by which a deferred weight gradient takes longer on a CPU: 1.0 to 1.2 were measured, the more the faster the
+cores (docs/experiments.md). On CUDA devices caches hold little of it either way."""
 
 
 def trained_bytes(optim: Optim | None, *, device: str, element_bytes: int) -> float:
@@ -156,16 +156,16 @@ class MeasuredChoice:
 
 
 _WORTH = 0.01
-"""Of a step, what other limits must save by the prediction: measurements have noise."""
+"""Share of a step that other limits must save by the prediction, since measurements have noise."""
 
 
 Factors = tuple[tuple[float, float], ...]
-"""Of each block, what its forward and its backward have taken, relative to what is counted, in a unit of their own."""
+"""Per block, measured over counted time of its forward and its backward, in an arbitrary unit."""
 
 
 def measured_factors(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], seconds: Sequence[tuple[float, float]],
                      segments: Segments = (), cached: int = 0) -> Factors | None:
-    """What the blocks have taken on these ranks; None where nothing can be told.
+    """Measured over counted times of the blocks on these ranks; None if a pass has no times.
 
     Args:
         stages, segments: as for `run_limits`.
@@ -190,7 +190,7 @@ def _ratio(measured: float, counted: float, mean: float) -> float:
 
 def expected_seconds(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], factors: Factors,
                      segments: Segments = (), cached: int = 0) -> list[tuple[float, float]]:
-    """What forwards and backwards of each rank take with these blocks, by what was measured of them elsewhere."""
+    """Expected times of each rank's forwards and backwards with these blocks, by factors measured with another cut."""
     return _rank_times(run, stages, segments, cached, factors)
 
 
@@ -231,8 +231,8 @@ def measured_choice(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], pre
 
 @dataclass(frozen=True, kw_only=True)
 class _BlockTimes:
-    """What one microbatch takes in a block, in units of `BlockCost.weight`; 0 for what the block does not do. A weight
-    gradient takes as long as the forward of its products. weight: of those that may wait."""
+    """Times of one microbatch in a block, in units of `BlockCost.weight`; 0 for what the block does not do. A weight
+    gradient takes as long as the forward of its products. weight: time of those that may wait."""
 
     forward: float
     backward: float
@@ -241,7 +241,8 @@ class _BlockTimes:
 
 def _block_times(stages: Sequence[Sequence[BlockCost]], device: str, segments: Segments, defers: bool = True
                  ) -> list[list[_BlockTimes]]:
-    """Of each stage's blocks. What is recomputed has one more forward in its backward, and no product of it waits."""
+    """Times of each stage's blocks. A recomputed block has one more forward in its backward, and none of its products
+    wait."""
     found, trains = [], False
     for stage, blocks in enumerate(stages):
         found.append(list[_BlockTimes]())
@@ -260,7 +261,7 @@ def _block_times(stages: Sequence[Sequence[BlockCost]], device: str, segments: S
 
 def _rank_times(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments: Segments, cached: int,
                 factors: Factors | None = None) -> list[tuple[float, float]]:
-    """Of each rank, forwards and backwards of one microbatch; times `factors`, block by block."""
+    """Forward and backward time of one microbatch on each rank, multiplied by `factors`, block by block."""
     found, block = [(0.0, 0.0)] * run.mesh.pipeline_size, 0
     for stage, times in enumerate(_block_times(stages, _device(run), segments)):
         rank = run.placement.rank_of(stage)

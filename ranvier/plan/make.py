@@ -1,4 +1,4 @@
-"""From a model, a mesh and settings to a plan: every decision of an engine, each from those before it.
+"""Makes a plan from a model, a mesh and settings: every decision of an engine, each from those before it.
 
     checks of the settings -> the cut -> what is recomputed -> limits of the schedule -> how gradients are cut
 
@@ -89,7 +89,8 @@ def make_for_run(run: ResolvedRun, model: Model, sample: Sample, *, mesh: Mesh |
 
 def _recomputed(recompute: Recompute, stages: StageTable, layers: Sequence[Sequence[str]], policy: Policy, rule: Limits
                 ) -> list[list[range]]:
-    """By the rule's limits: simulated ones follow from what is recomputed."""
+    """Segments of each stage that are recomputed, by the rule's limits: simulated limits follow from what is
+    recomputed."""
     if recompute == "auto" and stages.costs is None:
         raise ConfigError("needs a sample to count activations with", code="recompute-needs-sample",
                           where="memory.recompute", value=recompute,
@@ -101,7 +102,7 @@ def _recomputed(recompute: Recompute, stages: StageTable, layers: Sequence[Seque
 
 def _chunking(optim: Optim, layout: Layout, recomputed: Sequence[Sequence[range]], device: str, *, own: bool
               ) -> Chunking:
-    """How gradients are cut on every rank."""
+    """The chunks of every rank's gradients."""
     runs = {pipe: tuple(range(blocks.start + run.start, blocks.start + run.stop)
                         for stage in layout.stages.stages_of(pipe) for blocks in [layout.blocks(stage)]
                         for run, _ in runs_of(len(blocks), recomputed[stage]))

@@ -75,11 +75,12 @@ def uniform(num_blocks: int, num_stages: int) -> tuple[int, ...]:
 
 
 _LITTLE = 0.01
-"""Of ranks that are equal, those with more equal stages are better."""
+"""Weight of equal stages among cuts whose ranks are equal."""
 
 
 def partition_for(costs: Sequence[float], placement: StagePlacement) -> tuple[int, ...]:
-    """As `partition`, where a rank has several stages: such that the rank with most work has as little as can be found.
+    """Boundaries as of `partition`, where a rank has several stages: the rank with most work has as little as can be
+    found.
 
     A local search from the stages that are most equal: it moves one boundary, or two, by one block while that makes
     the ranks' work more equal, by its largest value or the sum of its squares.

@@ -1,4 +1,4 @@
-"""What an engine builds, decided before there is one: data, the same on every rank."""
+"""The decisions that an engine carries out, made before there is one: data, the same on every rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from ranvier.schedule.limits import Limits
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a model trains on a mesh: `ranvier.plan.make.make` makes one, `Engine(model, world, plan=plan)` builds it.
+    """The plan by which a model trains on a mesh: `ranvier.plan.make.make` makes one, `Engine(model, world, plan=plan)`
+    builds it.
 
     It has no model, loss, optimizer or policy. `str()` shows the decisions.
     """
@@ -27,11 +28,12 @@ class Plan:
     stages: StageTable
     """The cut, and what the blocks cost."""
     layout: Layout
-    """Which rank holds, updates and owns each parameter, and how gradients are cut for their reduction."""
+    """Placement of each parameter: the ranks that hold, update and own it; and the chunks in which gradients are
+    reduced."""
     recomputed: tuple[tuple[range, ...], ...]
-    """Of each stage, the runs of its blocks (places on the stage) that are recomputed in the backward."""
+    """Per stage, the runs of its blocks (places on the stage) that are recomputed in the backward."""
     limits: Limits
-    """What may be in flight, and which weight gradients may wait."""
+    """The in-flight limit, and the weight gradients that may wait."""
     policy: str
     """Its name, for which limits and recomputation are chosen."""
     pipeline: Pipeline
@@ -43,7 +45,7 @@ class Plan:
     own_optimizer: bool
     """Whether Ranvier's optimizer updates, as `optim` says, and not one of the user's."""
     dtype: torch.dtype
-    """Of parameters and activations."""
+    """Number format of parameters and activations."""
 
     def check(self, model: Model, num_ranks: int, dtype: torch.dtype, *, has_optimizer: bool) -> None:
         """ConfigError where the plan is for another number of ranks, number format or kind of optimizer, ModelError
@@ -64,7 +66,7 @@ class Plan:
 
     @property
     def chunking(self) -> Chunking:
-        """How gradients are cut for their reduction."""
+        """Chunks in which gradients are reduced."""
         assert self.layout.chunking is not None  # `make` gives it one
         return self.layout.chunking
 

@@ -1,4 +1,4 @@
-"""How the residual stream is laid out over the columns, and how products gather it and reduce what they add to it.
+"""Layouts of the residual stream over the columns, and how products gather from it and reduce into it.
 
     layout     x_BSH on a rank       gather                      scatter (of partial sums)
     hidden     [B/r, S, H/c]         all-gather over cols        reduce-scatter over cols
@@ -45,7 +45,7 @@ class Activations(Protocol):
     num_parts: int
     """Ranks whose parts of a panel are gathered."""
     cut_dims: tuple[int, ...]
-    """Of the trailing dims (S, H) those that are sharded over columns."""
+    """The trailing dims (S, H) that are sharded over columns."""
 
     def whole_dims(self, x: Tensor) -> tuple[int, ...]:
         """Leading dims, all but the width, of what all columns hold together."""
@@ -54,13 +54,13 @@ class Activations(Protocol):
         """The inverse: leading dims on this rank. DivisibilityError when columns cannot divide them."""
 
     def own_width(self, width: int) -> int:
-        """Of `width` features, those on this rank."""
+        """Number of `width` features that are on this rank."""
 
     def panels(self, x: Tensor, count: int) -> list[Panel]:
         """About so many panels of an x that is not empty."""
 
     def rows(self, flat: Tensor, x: Tensor, panel: Panel) -> Tensor:
-        """Of `flat` [T, F], the tokens of a panel of x: a view [n, m, F] of n m tokens, in the order of `gather`."""
+        """The tokens of a panel of x in `flat` [T, F]: a view [n, m, F] of n m tokens, in the order of `gather`."""
 
     def gather(self, x: Tensor, panel: Panel, buffer: Buffer) -> tuple[Tensor, Work]:
         """Start gathering a panel [.., width], of whole tokens, which is complete when the work is done."""

@@ -39,14 +39,14 @@ from ranvier.tensor.split.own_part import own_part
 from ranvier.tensor.splittable import ActivationKind, Layer, SplitHook, Splittable, feature_split
 
 Sharded = Literal["features", "tokens", "none"]
-"""What of an activation the columns shard."""
+"""The dim of an activation that the columns shard."""
 Base = Callable[[], tuple[Tensor, Tensor | None]]
 """The rows of the layer's weight and bias that belong to an adapter's output."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterForm:
-    """What an adapter computes.
+    """Form of an adapter's computation.
 
     scale: s. dropout: probability of an element of the adapter's input to be zeroed in training. magnitude: whether it
     is DoRA's.
@@ -182,14 +182,14 @@ class SplitAdapter(Adapter):
 
     @torch.no_grad()
     def norms(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Of this rank's rows of the output."""
+        """Norms of this rank's rows of the output."""
         first, last = self._splits["B"].box((self.out_features, self.form.rank), (
             self._mesh.num_rows, self._mesh.num_cols), (self._mesh.row, self._mesh.col))[0]
         squares = self._squares(weight)
         return squares[0, first:last].sqrt(), squares[1, first:last].sqrt()
 
     def _squares(self, weight: Tensor) -> Tensor:
-        """Of all rows. Small tensors are summed over the mesh: A, B, and two numbers for each row."""
+        """Squared norms of all rows. Small tensors are summed over the mesh: A, B, and two numbers for each row."""
         sizes, at = (self._mesh.num_rows, self._mesh.num_cols), (self._mesh.row, self._mesh.col)
         a, b = self._whole(self.A, "A", (self.form.rank, self.in_features)), self._whole(
             self.B, "B", (self.out_features, self.form.rank))
@@ -217,7 +217,7 @@ class SplitAdapter(Adapter):
 
 
 class _Exchange(Function):
-    """What columns do with u, forward and backward."""
+    """Exchange of u among the columns, forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, u: Tensor, mesh: TensorMesh, enters: Sharded, leaves: Sharded) -> Tensor:
@@ -292,7 +292,7 @@ class _AddAdapters(SplitHook):
 
 
 def _rows_of_part(tensor: Tensor, *, number: int, count: int, width: int) -> Tensor:
-    """Of a weight or bias of `count` parts, the rows of one."""
+    """The rows of one part of a weight or bias that has `count` parts."""
     parts: Tensor = tensor.unflatten(0, (-1, count, width))
     return parts[:, number].flatten(0, 1)
 

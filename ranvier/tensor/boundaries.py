@@ -1,4 +1,5 @@
-"""Where a block's own code and its tensor-parallel layers meet: layers take and give tensors of a known layout.
+"""Conversions between a block's own code and its tensor-parallel layers: layers take and give tensors of a known
+layout.
 
     kind      x on a column                                    taken or given by
     stream    [B, S, H / c], [B, S / c, H] or [B, S, H]        Linear(stationary="input"), embeddings, norms, dropout
@@ -67,8 +68,7 @@ def named_module(module: _M, where: str) -> _M:
 
 
 class _OfMesh:
-    """What belongs to the hooks of a split module. A copy of the module shares it; like the mesh, it cannot be
-    saved."""
+    """State of the hooks of a split module. A copy of the module shares it; like the mesh, it cannot be saved."""
 
     def __init__(self, mesh: TensorMesh) -> None:
         self._mesh = mesh

@@ -21,7 +21,7 @@ _Parameter = nn.Parameter | None
 
 
 class ClosedParameters(MutableMapping[str, _Parameter]):
-    """In place of `_parameters` of a split layer and its parts: each read while code of a block runs is checked.
+    """Replaces `_parameters` of a split layer and its parts: each read while code of a block runs is checked.
 
     It is no dict, because `dict.__getitem__`, `dict(...)` and `{**...}` of one read past its methods.
     """

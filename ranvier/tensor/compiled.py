@@ -40,7 +40,7 @@ from ranvier.tensor.deferred_linear import DeferringForwards, add_gradients, is_
 from ranvier.tensor.weight_gradients import WeightGradients
 
 Backend = str | Callable[..., Any]
-"""Of torch.compile."""
+"""A backend of torch.compile."""
 BACKEND: Backend = "inductor"
 
 _NOT_FAKE = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException,
@@ -50,7 +50,7 @@ _CANNOT = (*_NOT_FAKE, torch._dynamo.exc.TorchDynamoException)
 
 @dataclass(eq=False)
 class _Call:
-    """What the linear layers of a block take and give in one forward."""
+    """Inputs and outputs of a block's linear layers in one forward."""
 
     taps: Sequence[Tensor] = ()
     inputs: list[Tensor] = field(default_factory=list)
@@ -58,7 +58,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Shapes:
-    """What a block does with inputs of certain shapes: its deferrable products with their outputs' shapes, and the
+    """Facts about a block for inputs of certain shapes: its deferrable products with their outputs' shapes, and the
     number of its dropout calls."""
 
     products: tuple[tuple[nn.Linear, tuple[int, ...]], ...]
@@ -232,7 +232,7 @@ class CompiledBlocks:
                     layer.__dict__["forward"] = one
 
     def _shapes_of(self, module: nn.Module, state: State, scope: keyed_random.Scope) -> _Shapes:
-        """Of the block with inputs as these, and with the parameters that train now."""
+        """`_Shapes` of a block for inputs like these and the parameters that train now."""
         tensors = named(state, "the carried state")
         modes = tuple(one.training for one in module.modules())
         key = (module, (torch.is_grad_enabled(), modes, tuple(map(is_deferrable, self._forwards.layers_of(

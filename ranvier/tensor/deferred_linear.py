@@ -92,7 +92,7 @@ class PaddedLinear(nn.Linear):
     """An nn.Linear without bias whose outputs, on CUDA, lie in padded rows (`padded_rows_product`)."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """What nn.Linear computes."""
+        """Computes what nn.Linear does."""
         if (not input.is_cuda or is_transformed() or torch.compiler.is_dynamo_compiling()  # the compiler pads by itself
                 or torch.is_autocast_enabled(input.device.type)):
             return functional.linear(input, self.weight)
@@ -274,7 +274,7 @@ class DeferringForwards:
         self.float8_forwards = {module: _Float8Forward(module) for block in (*blocks, *others)
                                 for module in block.modules() if module in in_float8 and module not in self._forwards
                                 and isinstance(module, nn.Linear) and _takes(module)}
-        """Of the layers whose products are in float8 and not queued."""
+        """Forwards of the layers whose products are in float8 and not queued."""
         self._split = [module for block in (*blocks, *others) for module in block.modules()
                        if isinstance(module, SplitLinear)]
         holders = Counter(parameter for module in modules + [m for block in others for m in block.modules()]

@@ -23,7 +23,7 @@ from ranvier.tensor import kept_outputs
 
 _Result = TypeVar("_Result")
 BACKEND: str | Callable[..., Any] = "inductor"
-"""Of torch.compile."""
+"""A backend of torch.compile."""
 
 
 class Fused:
@@ -85,7 +85,7 @@ class Fused:
 
 
 class _Current(threading.local):
-    """Of each thread: ranks may be threads, and recomputation runs a block in a thread of autograd's."""
+    """State of each thread: ranks may be threads, and recomputation runs a block in a thread of autograd's."""
 
     calls: Fused = Fused(False)
 
@@ -94,7 +94,7 @@ _current = _Current()
 
 
 def current() -> Fused:
-    """What calls the chains of the block that runs now. A backward takes that of its forward."""
+    """The caller of the chains of the block that runs now. A backward takes that of its forward."""
     return _current.calls
 
 

@@ -51,7 +51,7 @@ class KeptOutputs:
         self._weights = weights
         self._found: list[_Kept | None] = []
         self._of_memory: dict[int, _Kept] = {}
-        """By the memory of its tensors, in the first run."""
+        """Entries by the memory of their tensors, in the first run."""
         self._place = 0
         self._records = self._is_last = self.is_inside = False
         """While the first run goes on; whether nothing was saved since the last output; while a layer multiplies."""
@@ -150,7 +150,7 @@ class KeptOutputs:
 
 
 class _Nothing(KeptOutputs):
-    """Where nothing is recomputed selectively."""
+    """Stands in where nothing is recomputed selectively."""
 
     def product(self, layer: object, compute: Callable[[], Tensor]) -> Tensor:
         return compute()
@@ -220,7 +220,7 @@ def _is_as_it_was(one: _Kept) -> bool:
 
 
 class _Current(threading.local):
-    """Of each thread: ranks may be threads, and recomputation runs a block in a thread of autograd's."""
+    """State of each thread: ranks may be threads, and recomputation runs a block in a thread of autograd's."""
 
     kept: KeptOutputs = _Nothing()
 
@@ -229,7 +229,7 @@ _current = _Current()
 
 
 def current() -> KeptOutputs:
-    """Of the blocks that run now."""
+    """The kept outputs of the blocks that run now."""
     return _current.kept
 
 

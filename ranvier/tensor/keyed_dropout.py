@@ -13,7 +13,8 @@ from ranvier.system.machine import has_triton
 
 def dropout(x: Tensor, probability: float, training: bool, *, start: Sequence[int] | None = None,
             full_shape: Sequence[int] | None = None) -> Tensor:
-    """As `keyed_random.dropout`, with bit-identical masks. In compiled graphs the compiler fuses the operations."""
+    """Dropout with masks bit-identical to those of `keyed_random.dropout`. In compiled graphs the compiler fuses the
+    operations."""
     on_device = x.is_cuda and type(x) is Tensor and not torch.compiler.is_dynamo_compiling()  # and has values
     if training and probability and on_device and has_triton():
         from ranvier.tensor import dropout_kernel  # needs Triton

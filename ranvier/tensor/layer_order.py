@@ -17,7 +17,7 @@ from ranvier.comm.protocol import Group
 from ranvier.errors import ModelError
 
 Pass = Literal["forward", "backward", "backward of the input", "backward of the weight", "deferred weight gradient"]
-"""What a layer does. Its backward communicates otherwise where only one of its gradients is wanted."""
+"""A pass of a layer. Its backward communicates otherwise where only one of its gradients is wanted."""
 _FACTOR, _MASK = 0x100000001b3, (1 << 63) - 1
 _ROWS, _COLUMNS = "rows of a column", "columns of a row"
 _REMEDY = ("Call every layer on every row and column, with no tokens (x[:0]) where a row has none for it. Draw what "

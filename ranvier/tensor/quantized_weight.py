@@ -64,7 +64,7 @@ class QuantizedWeight(Tensor):
         return cls(*_quantize(values.detach(), weight_format), weight_format)
 
     def values(self) -> Tensor:
-        """What the weight stands for: [out, in] in its number format, in memory of its own."""
+        """The dequantized weight: [out, in] in its number format, in memory of its own."""
         return _dequantize(self.codes, self.scales, self.weight_format)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -1,4 +1,5 @@
-"""What makes a module tensor parallel: the `Splittable` protocol, and what the layers of `ranvier.tensor.layers` share.
+"""The `Splittable` protocol, by which a module is tensor parallel, and the base of the layers of
+`ranvier.tensor.layers`.
 
 A splittable module declares how each of its parameters is sharded over the row x col mesh (`splits`), which of its
 sizes the mesh must divide (`divisibility_constraints`), and builds the module that takes its place on one rank
@@ -19,8 +20,8 @@ from ranvier.tensor.activations import layout_of
 from ranvier.tensor.mesh import TensorMesh
 
 ActivationKind = Literal["stream", "inner", "heads", "whole", "ids", "vocabulary", "same"]
-"""What a tensor is, which decides its layout over columns; see `ranvier.tensor.boundaries`. same: a layer of a user's
-own that declares nothing returns what it was given."""
+"""Kind of an activation, which decides its layout over columns; see `ranvier.tensor.boundaries`. same: a layer of a
+user's own that declares nothing returns what it was given."""
 Constraint = tuple[str, int, str, int]
 """(what is divided, its size, the mesh axis, that axis' size)."""
 _LAYERS = "ranvier.tensor.layers."
@@ -56,9 +57,9 @@ class Layer(nn.Module):
     """Base of the layers of `ranvier.tensor.layers`: each has the methods of `Splittable`."""
 
     takes: ActivationKind = "stream"
-    """What its input is."""
+    """Kind of its input."""
     gives: ActivationKind = "stream"
-    """What its output is."""
+    """Kind of its output."""
 
     def splits(self, settings: TensorParallel) -> dict[str, Split]:
         """See `Splittable`. No parameters unless a layer says otherwise."""
@@ -136,7 +137,7 @@ _INSTEAD: dict[type[nn.Module], str] = {
 
 
 def feature_split(settings: TensorParallel) -> Split:
-    """How a parameter with one value for each feature of the residual stream (of a norm, a bias) is sharded.
+    """Sharding of a parameter with one value for each feature of the residual stream (of a norm, a bias).
 
     summed: axes over whose ranks its gradient is all-reduced, as sequence parallelism needs for norms.
     """

@@ -1,4 +1,4 @@
-"""What travels on a tensor mesh while a stage computes: the next products' weights, and sums of weight gradients.
+"""Transfers on a tensor mesh while a stage computes: the next products' weights, and sums of weight gradients.
 
     gathers    | 0 | 1 | 2 | 3 |            weight 1 arrives while product 0 is computed
     products       | 0 | 1 | 2 | 3 |
@@ -49,7 +49,7 @@ class GatheringLayer(Protocol):
 
     @property
     def weight_shape(self) -> torch.Size:
-        """Of this rank's weight."""
+        """Shape of this rank's weight."""
 
     @property
     def weights(self) -> Sequence[Tensor]:
@@ -57,7 +57,7 @@ class GatheringLayer(Protocol):
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """Of this rank's weight as it travels."""
+        """Number format in which this rank's weight travels."""
 
     def own_weight(self, buffer: int) -> Tensor:
         """This rank's weight; buffer: which of the `BUFFERS` of the workspace it may lie in."""
@@ -129,7 +129,7 @@ class WeightGathers:
         return found
 
     def bundles(self, uses: Sequence[WeightUse]) -> dict[int, list[WeightUse]]:
-        """Which uses are gathered together, by the place of the first: weights of one dtype that follow each other and
+        """Uses that are gathered together, by the place of the first: weights of one dtype that follow each other and
         are not kept."""
         found: dict[int, list[WeightUse]] = {}
         last, elements = 0, 0
@@ -150,7 +150,7 @@ class WeightGathers:
         return deque(zip(uses, self._gather_together([use.layer for use in uses], self._turn), strict=True))
 
     def _drop(self) -> None:
-        """What was started is not wanted; its memory is, once it has arrived."""
+        """Discard gathers that were started and are not wanted; their memory is reused once they have arrived."""
         for gathers in (self._here, self._ahead):
             for _, arriving in gathers:
                 arriving.wait()

@@ -33,7 +33,7 @@ class _Operands:
     add_gradients: Callable[..., None]
     """Takes the tensors."""
     versions: Sequence[int]
-    """Of the tensors, when the product began to wait."""
+    """Version counters of the tensors when the product was queued."""
 
 
 class WeightGradients:
@@ -128,7 +128,7 @@ class WeightGradients:
         return len(self._waiting)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """None: a copy of a layer, made while a batch runs, leaves its weight gradients to autograd."""
+        """Reduces to None: a copy of a layer, made while a batch runs, leaves its weight gradients to autograd."""
         return type(None), ()
 
     def clear(self) -> None:
@@ -137,7 +137,8 @@ class WeightGradients:
 
 
 def root_of(tensor: Tensor) -> GradientEdge:
-    """Where the backward of a stage's output begins: a node of its own, so that no hook of a block runs before it."""
+    """The edge at which the backward of a stage's output begins: a node of its own, so that no hook of a block runs
+    before it."""
     node = tensor.view_as(tensor).grad_fn
     assert node is not None, "only an output that requires a gradient has a root"
     return GradientEdge(node, 0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 BUFFERS = 2
-"""Of each kind: one is computed with while another one is filled."""
+"""Buffers of each kind: one is in use while another is filled."""
 
 
 class Workspace:

@@ -1,4 +1,4 @@
-"""What every torch function computes on `ColumnTensor`s: the table of rules, and the function that applies it.
+"""Torch functions on `ColumnTensor`s: the table of rules, and the function that applies it.
 
 Between tensor-parallel layers a block is the user's own code, which must compute on shards what it computes on whole
 tensors. `dispatch` sees each torch function that is called with a `ColumnTensor`, and computes it on shards:

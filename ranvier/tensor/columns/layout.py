@@ -1,4 +1,4 @@
-"""How a tensor is laid out over the columns of a tensor mesh, and the conversions between layouts.
+"""Layouts of a tensor over the columns of a tensor mesh, and conversions between them.
 
     replicated   every column holds all of it; its gradient is the full gradient, the same on all columns
     sharded      column j holds shard j of one dim; its gradient is the gradient of that shard

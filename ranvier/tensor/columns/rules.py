@@ -1,4 +1,4 @@
-"""Which torch functions are of which kind, by name, and the rules of those that are neither views nor indices.
+"""Kinds of torch functions, by name, and the rules of those that are neither views nor indices.
 
 Each rule has the signature rule(func, args, kwargs) -> the function's result, marked with its layout. Functions along
 dims and products need dims that columns do not share: a sum over such a dim would need an all-reduce over columns,
@@ -263,7 +263,7 @@ def index_add(func: Func, args: Args, kwargs: Kwargs) -> Any:
 # ---------------------------------------------------------------------- products
 
 FUSED_ATTENTION: Func = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-"""What `pipeline.partition` counts attention as."""
+"""The function as which the cost count sees attention."""
 
 
 def matmul(func: Func, args: Args, kwargs: Kwargs) -> Tensor:

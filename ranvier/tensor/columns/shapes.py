@@ -1,4 +1,4 @@
-"""Where a sharded dim is after a view, a permutation or an index: pure arithmetic on whole sizes."""
+"""Position of a sharded dim after a view, a permutation or an index: pure arithmetic on whole sizes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def indexed(shape: Sequence[int], dim: int, index: Any) -> int | None:
 
 
 def _num_consumed(item: Any) -> int:
-    """How many dims of x an item of an index takes."""
+    """Number of dims of x that an item of an index takes."""
     if item is None or item is Ellipsis:
         return 0
     return item.dim() if isinstance(item, Tensor) and _is_mask(item) else 1

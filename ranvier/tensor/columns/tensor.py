@@ -35,7 +35,7 @@ class ColumnTensor(Tensor):
     local: Tensor
     """This column's shard; all of a replicated tensor."""
     columns: ColumnLayout
-    """How it is laid out over the columns."""
+    """Its layout over the columns."""
     dispatch: ClassVar[Callable[[Func, Args, Kwargs], Any]]
     """Computes a torch function and marks its results. The package binds it: the rules import this class."""
 

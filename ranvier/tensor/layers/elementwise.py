@@ -19,7 +19,7 @@ from ranvier.tensor.columns import layout_of_tensor, local_map
 from ranvier.tensor.fused import Fused, current
 
 Activation = Literal["silu", "gelu", "gelu-tanh"]
-"""Of the gate: SiLU (Swish), exact GELU, or GELU by its tanh approximation."""
+"""Activation function of the gate: SiLU (Swish), exact GELU, or GELU by its tanh approximation."""
 
 
 def gated(gate: Tensor, up: Tensor, *, activation: Activation = "silu") -> Tensor:

@@ -1,5 +1,5 @@
-"""What layers with one value for each feature share: over which features they are, and so how they are sharded. And
-learned factors: one for each feature, and scalars.
+"""Layers with one value for each feature, whose sharding follows from the features they cover; and learned factors, one
+for each feature or a scalar.
 
     x + self.scale(self.fc2(...))                LayerScale (Touvron et al., 2021)
     x + self.alpha() * self.fc2(...)             ReZero (Bachlechner et al., 2020)
@@ -23,8 +23,8 @@ from ranvier.tensor.split.own_part import with_own_parts
 from ranvier.tensor.splittable import Constraint, Layer, feature_split
 
 Over = Literal["stream", "inner", "heads"]
-"""What a layer is over: each token's features in the residual stream [B, S, H]; each token's features between an
-output- and an input-stationary Linear [B, S, F]; or the features of each head [..., heads, ..., width]."""
+"""The features that a layer covers: each token's features in the residual stream [B, S, H]; each token's features
+between an output- and an input-stationary Linear [B, S, F]; or the features of each head [..., heads, ..., width]."""
 
 
 class OverFeatures(Layer):

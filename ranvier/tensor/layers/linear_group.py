@@ -104,7 +104,7 @@ class OwnUnits:
 
 
 def own_units(features: int, units: int, leading: int, mesh: TensorMesh) -> OwnUnits:
-    """Of an output with so many features and units, next to a first output of `leading` units."""
+    """This rank's units of an output with so many features and units, next to a first output of `leading` units."""
     columns, width = mesh.num_cols, features // units
     if units % columns == 0:
         return OwnUnits(rows=slice(0, features // columns))
@@ -169,13 +169,13 @@ class SplitLinearGroup(SplitLinear):
         return torch.cat(rows, out=weight)
 
     def own_bias(self) -> Tensor | None:
-        """Of the same features, without a graph."""
+        """The bias of the same features, without a graph."""
         biases = [self.mesh.cast(bias.detach()[own.rows])
                   for bias, own in zip(self.biases, self._owned.values(), strict=True)] if self.biases else []
         return torch.cat(biases) if biases else None
 
     def shares(self, gradient: Tensor) -> list[Tensor]:
-        """Of rows that other columns multiply with, zeros."""
+        """Each parameter's share of a gradient; zeros for rows that other columns multiply with."""
         found, gradient = [], super().shares(gradient)[0]
         sizes = [own.rows.stop - own.rows.start for own in self._owned.values()]
         for one, weight, own in zip(gradient.split(sizes), self.weights, self._owned.values(), strict=True):

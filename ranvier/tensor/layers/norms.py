@@ -18,7 +18,7 @@ from ranvier.tensor.splittable import Layer
 
 
 class _Norm(OverFeatures):
-    """What norms over the last dim share."""
+    """Base of norms over the last dim."""
 
     normalized_shape: tuple[int, ...]
 

@@ -132,7 +132,7 @@ def _tables(rotary: Rotary, length: int, dtype: torch.dtype, device: torch.devic
 
 
 def tables_made() -> int:
-    """How often a table was made. A block that makes one computes more than it will in every later forward."""
+    """Number of tables made so far. A block that makes one computes more than it will in every later forward."""
     return _tables.cache_info().misses
 
 

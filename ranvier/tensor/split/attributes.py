@@ -1,4 +1,4 @@
-"""What a split module's attributes refer to: methods and lists of the whole model's layers become those of its copy.
+"""References in a split module's attributes: methods and lists of the whole model's layers become those of its copy.
 
 A split module is a copy whose layers are this rank's. An attribute that still leads to the whole model's layers or
 parameters (`self.pair = [self.query, self.key]`, `self.run = lambda x: self.into(x)`) would compute with weights that
@@ -48,7 +48,7 @@ def rebind_attributes(whole: nn.Module, done: Mapping[nn.Module, nn.Module], whe
 
 
 class _Rebinding:
-    """Of one attribute of `module`."""
+    """Rebinds one attribute of `module`."""
 
     def __init__(self, done: Mapping[nn.Module, nn.Module], parameters: set[int], where: str, module: nn.Module
                  ) -> None:
@@ -106,7 +106,7 @@ class _Rebinding:
 
 
 def _inside(value: Any) -> Iterable[Any]:
-    """What a function's closure, or an object of a user's class, refers to."""
+    """The values to which a function's closure, or an object of a user's class, refers."""
     if isinstance(value, types.MethodType):
         yield value.__self__
     elif isinstance(value, types.FunctionType):

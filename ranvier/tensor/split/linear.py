@@ -117,13 +117,13 @@ class SplitLinear(SplitLayer):
 
     @cached_property
     def weight_shape(self) -> torch.Size:
-        """Of what `own_weight` returns."""
+        """Shape of the weight that `own_weight` returns."""
         features, width = self.own_shape
         return torch.Size((width, features)) if self._product.transposes_weight else self.own_shape
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """Of this rank's weight as it travels."""
+        """Number format in which this rank's weight travels."""
         return self.mesh.product_dtype(self.weights[0].dtype)
 
     def own_weight(self, buffer: int = 0) -> Tensor:
@@ -135,11 +135,11 @@ class SplitLinear(SplitLayer):
         return self.mesh.workspace.take_one(buffer, "own weight", self.weight_shape, own).copy_(own.t())
 
     def own_bias(self) -> Tensor | None:
-        """Of the same features, without a graph."""
+        """The bias of the same features, without a graph."""
         return None if self.bias is None else self.mesh.cast(self.bias.detach())
 
     def shares(self, gradient: Tensor) -> list[Tensor]:
-        """Of the gradient of what `own_weight` returns, that of each parameter."""
+        """Each parameter's share of the gradient of the weight that `own_weight` returns."""
         return [gradient.t() if self._product.transposes_weight else gradient]
 
     @property

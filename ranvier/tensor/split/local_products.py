@@ -51,7 +51,7 @@ def multiply_slabs(slabs: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = No
 
 
 def _operands(out: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """In the format of `out` on a CPU, whose library multiplies equal formats only."""
+    """The operands, on a CPU in the format of `out`, since its library multiplies equal formats only."""
     return (a.to(out.dtype), b.to(out.dtype)) if a.device.type == "cpu" else (a, b)
 
 

@@ -148,7 +148,7 @@ class InputStationary(Product):
 
 
 class _Summa(Product):
-    """What Optimus' two uses of a weight share: x, W and y are all held in blocks, and nothing gathered is kept."""
+    """Base of Optimus' two uses of a weight: x, W and y are all held in blocks, and nothing gathered is kept."""
 
     gathers_weight = False
 

@@ -61,7 +61,7 @@ def arrived(mesh: TensorMesh, x: Tensor, gathered: Gathered) -> Iterator[tuple[P
 
 
 def _gathered_panels(mesh: TensorMesh, x: Tensor, *, exposed: bool = True) -> Sequence[Panel]:
-    """Of an x that is gathered; one where nothing travels."""
+    """Panels of an x that is gathered; one panel if nothing travels."""
     return mesh.panels(x, exposed=exposed, travels=mesh.activations.num_parts > 1)
 
 
