@@ -1,1 +1,1 @@
-"""What a step, a stage, a byte and a transition cost on a cluster."""
+"""Cost model: predicted times, bytes and memory of steps, stages and transitions on a cluster."""

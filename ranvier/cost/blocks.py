@@ -1,4 +1,4 @@
-"""What one block costs: numbers that `ranvier.planner.count` and the engine count on the meta device. Pure."""
+"""Costs of one block: numbers that `ranvier.planner.count` and the engine count on the meta device. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _weight(device: str, kernels: Kernels, number_bytes: int, flops: int, writte
 
 @dataclass(frozen=True, kw_only=True)
 class Repeated:
-    """What runs again in the backward of a block that is recomputed selectively, and what is kept for it."""
+    """The part of a block that runs again in its backward under selective recomputation, and what is kept for it."""
 
     kept_bytes: int = 0
     """Bytes of the kept outputs of expensive operations."""
@@ -37,40 +37,40 @@ class Repeated:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCost:
-    """What one microbatch costs in one block, forward pass only; a training step costs three times the flops where all
+    """Cost of one microbatch in one block, forward pass only; a training step costs three times the flops where all
     parameters train."""
 
     name: str
     flops: int
-    """Of the model: attention counts in full, and nothing that is computed again."""
+    """Model FLOPs: attention counts in full, and recomputation does not count."""
     written_bytes: int
     """Bytes that the block's operations write."""
     allocated_bytes: int
-    """Those of them that are written into new memory."""
+    """The part of these bytes that is written into new memory."""
     kept_bytes: int
     """Bytes of activations that autograd keeps for the backward, parameters aside."""
     operand_bytes: int = 0
-    """Those of them that products and attention read or write."""
+    """The part of these bytes that products and attention read or write."""
     input_bytes: int
     """Bytes of the carried state that enters the block."""
     output_bytes: int
     """Bytes of the carried state that leaves the block."""
     num_parameters: int
     num_trainable: int
-    """Of them those that need a gradient."""
+    """Number of these parameters that need a gradient."""
     num_owned: int
-    """Of these those that are the block's own: of a tied parameter's ends the first one's."""
+    """Number of these that the block owns: of a tied parameter's ends the first one owns it."""
     weight_share: float = 1.0
-    """Of the flops of the backward's second half, which is as much as a forward: 1 where all weights need gradients, or
+    """Share of the FLOPs of weight gradients, which are as many as a forward's: 1 where all weights need gradients, or
     none does; less where some of the block's are frozen, as beside adapters."""
     defers: bool = True
     """Whether products for weights' gradients may wait: not where all weights of linear layers are frozen."""
     float8_products: tuple[tuple[int, int, int], ...] = ()
     """(tokens, inputs, outputs) of the products of its linear layers that could be computed in float8."""
     kernels: tuple[Kernel, ...] = ()
-    """Those of its forward; of the last block those of the loss, too."""
+    """Kernels of its forward; the last block has those of the loss, too."""
     number_bytes: int = 4
-    """Of an element of its parameters."""
+    """Bytes of an element of its parameters."""
     repeated: Repeated = Repeated()
     """Under selective recomputation."""
     is_selective: bool = False
@@ -93,7 +93,7 @@ class BlockCost:
 
     @property
     def repeated_kernels(self) -> Kernels:
-        """Those of its second run."""
+        """Kernels of its second run."""
         return self.repeated.kernels if self.is_selective else self.kernels
 
     @property
@@ -102,7 +102,7 @@ class BlockCost:
         return sum(kernel.flops for kernel in self.repeated.kernels) if self.is_selective else self.flops
 
     def repeated_weight(self, device: str = "cpu") -> float:
-        """As `weight`, of its second run."""
+        """`weight` of its second run."""
         return self.weight(device) if not self.is_selective else _weight(
             device, self.repeated.kernels, self.number_bytes, self.repeated_flops, self.repeated.written_bytes)
 

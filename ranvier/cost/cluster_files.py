@@ -116,7 +116,7 @@ def first_fault(error: ValidationError, origin: str) -> ConfigError:
 
 
 def write_cluster(cluster: Cluster, path: Path) -> None:
-    """As a file that `load_cluster` reads."""
+    """Write a file that `load_cluster` reads."""
     write_atomically(path, tomli_w.dumps(_without_none(asdict(cluster))))
 
 

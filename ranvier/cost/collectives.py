@@ -42,8 +42,8 @@ class Placed:
 
 @lru_cache(maxsize=1024)  # a search asks the same of very many candidates
 def placed(mesh: Mesh, axes: str | tuple[str, ...], ranks_per_node: int) -> Placed:
-    """How the groups along `axes` of the mesh lie, where each node has `ranks_per_node` consecutive ranks: those on the
-    node that has the most to send."""
+    """Placement on nodes of the groups along `axes` of the mesh, where each node has `ranks_per_node` consecutive
+    ranks: that of the node that has the most to send."""
     axes = (axes,) if isinstance(axes, str) else axes
     members = mesh.count(axes)
     worst = Placed(members=members, inside=members, together=0)
@@ -62,7 +62,8 @@ def placed(mesh: Mesh, axes: str | tuple[str, ...], ranks_per_node: int) -> Plac
 
 
 def all_reduce_seconds(size: float, group: Placed, cluster: Cluster) -> float:
-    """Of an all-reduce of `size` bytes: by a ring, or over two nodes by a pair of trees where that is faster."""
+    """Seconds of an all-reduce of `size` bytes: by a ring, or over two nodes by a pair of trees where that is
+    faster."""
     if group.members == 1 or not size:
         return cluster.collective_seconds if group.members > 1 else 0.0
     start = cluster.collective_seconds
@@ -71,13 +72,13 @@ def all_reduce_seconds(size: float, group: Placed, cluster: Cluster) -> float:
 
 
 def ring_seconds(size: float, members: int, step_seconds: Callable[[float], float]) -> float:
-    """Of an all-reduce of `size` bytes round a ring (Thakur et al., 2005), which takes 2 (members - 1) steps with one
-    member's piece each. step_seconds: seconds of a step, by the bytes of its piece."""
+    """Seconds of an all-reduce of `size` bytes round a ring (Thakur et al., 2005), which takes 2 (members - 1) steps
+    with one member's piece each. step_seconds: seconds of a step, by the bytes of its piece."""
     return 2 * (members - 1) * step_seconds(size / members)
 
 
 def _pair_seconds(size: float, group: Placed, cluster: Cluster) -> float:
-    """Of an all-reduce by a pair of trees."""
+    """Seconds of an all-reduce by a pair of trees."""
     if not group.crosses or group.members > 2 * group.inside or group.inside == 1:
         return inf
     latency = cluster.between.latency_seconds + 2 * (group.inside - 1) * cluster.inside.latency_seconds
@@ -90,7 +91,7 @@ def _step_seconds(piece: float, group: Placed, cluster: Cluster) -> float:
 
 
 def received_seconds(size: float, steps: int, group: Placed, cluster: Cluster) -> float:
-    """Of collectives along `group` in which each member receives `size` bytes in all, in so many messages."""
+    """Seconds of collectives along `group` in which each member receives `size` bytes in all, in so many messages."""
     if group.members == 1:
         return 0.0
     link, together = slowest(group, cluster)
@@ -98,15 +99,15 @@ def received_seconds(size: float, steps: int, group: Placed, cluster: Cluster) -
 
 
 def reduced_seconds(size: float, steps: int, group: Placed, cluster: Cluster) -> float:
-    """Of all-reduces, in which each member of a ring receives `size` bytes in all, in so many messages."""
+    """Seconds of all-reduces, in which each member of a ring receives `size` bytes in all, in so many messages."""
     ring = received_seconds(size, steps, group, cluster)
     whole = size / 2 * group.members / max(1, group.members - 1)
     return min(ring, _pair_seconds(whole, group, cluster)) if size else ring
 
 
 def tree_seconds(size: float, group: Placed, cluster: Cluster) -> float:
-    """Of broadcasts and reductions down trees, in which each member receives `size` bytes in all from the others: every
-    level passes on the whole, first between nodes, then inside them (Optimus)."""
+    """Seconds of broadcasts and reductions down trees, in which each member receives `size` bytes in all from the
+    others: every level passes on the whole, first between nodes, then inside them (Optimus)."""
     if group.members == 1:
         return 0.0
     whole = size * group.members / (group.members - 1)
@@ -117,7 +118,7 @@ def tree_seconds(size: float, group: Placed, cluster: Cluster) -> float:
 
 
 def tree_latency(group: Placed, cluster: Cluster) -> float:
-    """Of one small message down the tree."""
+    """Seconds of one small message down the tree."""
     found = ceil(log2(group.inside)) * cluster.inside.latency_seconds
     return found + ceil(log2(group.members / group.inside)) * cluster.between.latency_seconds * group.crosses
 

@@ -1,4 +1,4 @@
-"""What a CUDA device holds beside a rank's tensors: the allocator's unused memory, libraries, and the context. Pure.
+"""Memory of a CUDA device beside a rank's tensors: the allocator's unused memory, libraries, and the context. Pure.
 
 These are estimates, from figures that others have published; `--memory-report true` shows what it was.
 """
@@ -29,7 +29,7 @@ def with_overhead(entry: RankMemory, *, context: bool = False) -> RankMemory:
 
 
 def usable_bytes(device: Device) -> int:
-    """What the tensors of a rank may need of a device, so that a plan that fills it is one that starts: of what is not
-    reserved, all but the allocator's share."""
+    """Bytes of a device that the tensors of a rank may take, so that a plan that fills it also starts: all that is not
+    reserved, but for the allocator's share."""
     free_bytes = device.memory_bytes - device.reserved_bytes
     return free_bytes if device.cores is not None else int(free_bytes / (1 + ALLOCATOR_SHARE))

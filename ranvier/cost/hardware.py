@@ -1,4 +1,4 @@
-"""What a cluster is: devices, nodes, and the links between them; and how long each takes for its part.
+"""A cluster: devices, nodes, and the links between them; and the time that each takes for its part.
 
     node     devices that share a host and its memory, and what leaves the node (one network link for all of them)
     device   computes at a share of its peak, moves bytes to and from its own memory, and starts an operation
@@ -54,7 +54,7 @@ class Link:
     share: Share = 1.0
     """Part of the bandwidth that long messages reach."""
     latency_seconds: Seconds = 0.0
-    """Of a message of no bytes."""
+    """Seconds of a message of no bytes."""
     single: Size | None = None
     """Bytes a second that one long message reaches at most, where that is less than the link's: through the host's
     memory, say."""
@@ -65,13 +65,13 @@ class Link:
         return each if self.single is None else min(each, self.single)
 
     def seconds(self, size: float, together: float = 1.0) -> float:
-        """Of one message of `size` bytes, where `together` of them share the link."""
+        """Seconds of one message of `size` bytes, where `together` of them share the link."""
         return self.latency_seconds + size / self.rate(together)
 
 
 @dataclass(frozen=True, kw_only=True, config=_config)
 class Rate:
-    """What a device computes in one number format."""
+    """Compute rates of a device in one number format."""
 
     peak_flops: Size
     """Floating-point operations a second, as it is sold (dense)."""
@@ -80,7 +80,7 @@ class Rate:
     attention_share: Share | None = None
     """The same of attention's forward without scores in memory (flash); none is that of products."""
     attention_backward_share: Share | None = None
-    """Of its backward, which computes 2.5 times as much; none is that of the forward."""
+    """The same share in the backward, which computes 2.5 times as much; none: as in the forward."""
 
     def attention(self, *, backward: bool) -> float:
         """FLOP/s of attention."""
@@ -95,7 +95,7 @@ class Device:
     name: str
     memory_bytes: Count
     rates: dict[Format, Rate]
-    """By number format; fp8 is that of products of linear layers in float8."""
+    """Rates by number format; fp8 is that of products of linear layers in float8."""
     memory_bandwidth: Size
     """Bytes a second between the device and its own memory, as it is sold."""
     memory_share: Share = 0.8
@@ -105,29 +105,30 @@ class Device:
     update_bandwidth: Size | None = None
     """Bytes a second that the optimizer reaches; none is memory_bandwidth x memory_share."""
     operation_seconds: Seconds = 5e-6
-    """What one kernel takes beside its numbers: its launch."""
+    """Seconds that launching one kernel takes."""
     multiprocessors: Count | None = None
-    """How many tiles of a product are computed at once; none where products are not computed in waves of tiles."""
+    """Number of tiles of a product that are computed at once; none where products are not computed in waves of
+    tiles."""
     tile: Count = 128
     """Rows, and columns, of a tile."""
     tile_start: Annotated[float, Ge(0), Le(1e6), _Number] = 0.0
-    """What the start of a tile takes, in elements of its sums: of a product [m, k] [k, n] a tile takes as long as
-    k + tile_start."""
+    """Cost of starting a tile, in elements of its sums: of a product [m, k] [k, n] a tile takes as long as k +
+    tile_start."""
     message_multiprocessors: Annotated[int, Ge(0), Le(10**6), _Number] = 0
-    """Of the multiprocessors those that copy the messages of a collective, and compute nothing while it travels."""
+    """Number of multiprocessors that copy a collective's messages, and compute nothing meanwhile."""
     reserved_bytes: Annotated[int, Ge(0), Le(10**18), _Number] = 0
     """Memory that driver, context and libraries take of the device's. What the allocator holds beyond tensors is
     counted beside it (`device_overhead.usable_bytes`)."""
     cores: Cores | None = None
-    """Of a CPU as the device: cores that the ranks of one node share. A rank computes with as many as it has threads;
-    `rates` and `memory_bandwidth` are those of one core. None where each rank has a device of its own."""
+    """Cores that the ranks of one node share, where a CPU is the device. A rank computes with as many as it has
+    threads; `rates` and `memory_bandwidth` are those of one core. None where each rank has a device of its own."""
 
     watts: Watts | None = None
     """Power under load, as it is sold (thermal design power), without the rest of its node; for kilowatt hours."""
     crowded_share: Share = 1.0
     """Part of the cores' rates that is left where more ranks than cores share them, and take turns."""
     turn_seconds: Seconds = 0.0
-    """What a collective of the tensor mesh takes longer there: members that are not running are waited for."""
+    """Extra seconds of a collective of the tensor mesh on shared cores: it waits for members that are not running."""
 
     @property
     def message_share(self) -> float:
@@ -135,7 +136,7 @@ class Device:
         return min(1.0, self.message_multiprocessors / self.multiprocessors) if self.multiprocessors else 0.0
 
     def kernel_seconds(self, kernel: Kernel, precision: Precision, threads: float = 1.0) -> float:
-        """Of one kernel. threads: cores that a rank computes with."""
+        """Seconds of one kernel. threads: cores that a rank computes with."""
         rate = self.rates[precision]
         share = self.reduction_share or self.memory_share if kernel.is_reduction else self.memory_share
         moving = kernel.moved_bytes / (self.memory_bandwidth * share * threads)
@@ -153,17 +154,17 @@ class Device:
         return max(computing, moving) + self.operation_seconds
 
     def seconds(self, kernels: Iterable[Kernel], precision: Precision, threads: float = 1.0) -> float:
-        """Of these kernels, one after the other."""
+        """Seconds of these kernels, one after the other."""
         return sum(self.kernel_seconds(kernel, precision, threads) for kernel in kernels)
 
     def update_seconds(self, moved_bytes: float) -> float:
-        """Of the optimizer, which does little but move bytes."""
+        """Seconds of an optimizer update, which does little but move bytes."""
         return moved_bytes / (self.update_bandwidth or self.memory_bandwidth * self.memory_share)
 
 
 @dataclass(frozen=True, kw_only=True, config=_config)
 class Host:
-    """Of a node, for all its devices together."""
+    """The host of a node, for all its devices together."""
 
     memory_bytes: Count
     memory_bandwidth: Size = 100e9
@@ -186,13 +187,13 @@ class Cluster:
     host_link: Link
     """Between a device and its host's memory."""
     collective_seconds: Seconds = 0.0
-    """What a collective takes beside its messages: its start on all members."""
+    """Seconds that starting a collective on all members takes, beside its messages."""
     chunk_seconds: Seconds = 0.0
-    """What a chunk of gradients takes beside its all-reduce: the host prepares it and queues its updates."""
+    """Seconds that a chunk of gradients takes beside its all-reduce: the host prepares it and queues its updates."""
     price_per_hour: Dollars | None = None
     """Dollars for a device and an hour, with its share of the node; none is not known, as in the shipped files."""
     source: str = ""
-    """Where the figures are from."""
+    """Source of the figures."""
 
     @property
     def num_devices(self) -> int:

@@ -1,4 +1,5 @@
-"""How much of the optimizer states a device has room for, where the others are streamed from the host (offload hybrid).
+"""Share of the optimizer states that a device has memory for, where the others are streamed from the host (offload
+hybrid).
 
     needed, no states on the host  |-- parameters, gradients, activations --|------------ states ------------|
     free                           |----------------------------------------------------------|

@@ -27,7 +27,7 @@ Kind = Literal["product", "attention", "pointwise", "copy"]
 ATTENTION_BACKWARD = 2.5
 """Operations of the backward of attention over those of its forward: five products to two (Dao, 2023)."""
 REDUCES = 16
-"""What a kernel writes is a reduction where it reads so many times as many bytes."""
+"""A kernel is a reduction if it reads so many times as many bytes as it writes."""
 _SCORE_PASSES = 3
 """Kernels between the two products of attention with scores, each of which reads and writes all scores: scale and mask,
 softmax, and dropout or a cast."""
@@ -51,17 +51,17 @@ class Kernel:
     reads: tuple[Access, ...] = ()
     writes: tuple[Access, ...] = ()
     shape: tuple[int, int, int, int] = (0, 0, 0, 0)
-    """Of a product: batch, m, n, k; of attention: batch x heads, queries, keys, width of a head."""
+    """Sizes: of a product batch, m, n, k; of attention batch x heads, queries, keys, width of a head."""
     weight: Literal["none", "frozen", "trains"] = "none"
     """Whether the second operand of a product, or all that a copy reads, is a weight, and whether that needs a
     gradient; of pointwise kernels, whether they scale by a norm's weight that does."""
     has_bias: bool = False
     is_backward: bool = False
-    """Of attention: its backward, which devices compute at another rate."""
+    """Whether it is the backward of attention, which devices compute at another rate."""
     float8: bool = False
     """Whether a product is computed in float8."""
     is_reduction: bool = False
-    """Of pointwise kernels: whether it sums over a dim of what it reads, as norms and the gradients of biases do."""
+    """Whether a pointwise kernel sums over a dim of what it reads, as norms and the gradients of biases do."""
     is_kept: bool = False
     """Whether selective recomputation keeps what it writes, or what it is a part of."""
 
@@ -95,8 +95,8 @@ def whole_waves_flops(shape: tuple[int, int, int, int], multiprocessors: int, ti
 
 
 def backward_of(kernels: Sequence[Kernel]) -> Kernels:
-    """What the gradients of activations take, weight gradients aside. Where parts of a layer's output are used apart,
-    as queries, keys and values are, one pass puts their gradients together."""
+    """Kernels of the gradients of activations, without weight gradients. Where parts of a layer's output are used
+    apart, as queries, keys and values are, one pass puts their gradients together."""
     found: list[Kernel] = []
     parts = Counter(access.storage for kernel in kernels for access in kernel.reads if access.bytes < access.size)
     for kernel in kernels:
@@ -125,7 +125,7 @@ def _product_of(kernel: Kernel, shape: tuple[int, int, int, int]) -> Kernel:
 
 
 def weight_gradients_of(kernels: Iterable[Kernel], gradient_bytes: int, product_bytes: int | None = None) -> Kernels:
-    """What the gradients of weights that train take, each added to what it is already.
+    """Kernels of the gradients of weights that train, each of which is added to the sum so far.
 
     gradient_bytes: of an element of a gradient. product_bytes: of an element of a product that is written by itself,
     and added by another kernel; None where the product adds.
@@ -341,5 +341,5 @@ def _merged(group: Sequence[Kernel], outside: Collection[int]) -> Kernel:
 
 
 def _together(known: Access | None, access: Access) -> Access:
-    """Of two accesses of one storage: parts of it add up, and the whole counts once."""
+    """Union of two accesses of one storage: parts of it add up, and the whole counts once."""
     return access if known is None else access._replace(bytes=min(access.size, known.bytes + access.bytes))

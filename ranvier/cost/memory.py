@@ -55,23 +55,23 @@ class RankMemory:
 
     @property
     def device_bytes(self) -> int:
-        """Of all categories on the device."""
+        """Bytes of all categories on the device."""
         return sum(self.device.values())
 
     @property
     def host_bytes(self) -> int:
-        """Of all categories in the host's memory."""
+        """Bytes of all categories in the host's memory."""
         return sum(self.host.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredMicrobatches:
-    """What the activations of a stage depend on beside its blocks."""
+    """Facts beside its blocks that decide the memory of a stage's activations."""
 
     stage: int
     num_stages: int
     num_microbatches: int
-    """Of a replica's share of the batch."""
+    """Microbatches in a replica's share of the batch."""
     policy: Policy
     in_flight: int
     """Most microbatches of a replica on their way."""
@@ -84,7 +84,7 @@ class StoredMicrobatches:
     is_alone: bool = True
     """Whether it is the only stage of its rank; several have no bounds of their own."""
     at_peak: tuple[int, float] | None = None
-    """Of a simulation: the microbatches that the stage stores when its rank needs most, and how many others' weight
+    """From a simulation: the microbatches that the stage stores when its rank needs most, and how many others' weight
     gradients wait then."""
 
     @property
@@ -165,7 +165,8 @@ def checkpoint_bytes(sizes: Sequence[int], *, state_bytes: int, element_bytes: i
 
 def too_large(memory: Sequence[RankMemory], *, place: Literal["device", "host", "both"], processes: int,
               available_bytes: int, run: ResolvedRun, process_bytes: int = 0) -> ConfigError | None:
-    """What is wrong where these ranks need more than there is, and what would help, the least costly first.
+    """The error for ranks that need more memory than is available, with remedies, the least costly first; None if they
+    fit.
 
     Args:
         memory: one entry for each rank that shares a machine.
@@ -196,7 +197,7 @@ def _table_line(entry: RankMemory, place: Literal["device", "host", "both"]) -> 
 
 
 def remedies(run: ResolvedRun, *, shared: bool, on_host: bool = False) -> list[str]:
-    """What would need less memory, the least costly first. shared: device and host are the same memory. on_host: it is
+    """Remedies that reduce memory, the least costly first. shared: device and host are the same memory. on_host: it is
     the host's memory that does not suffice."""
     found = [] if on_host else _smaller_activations(run)
     if run.mesh.num_replicas > 1 and not run.optim.shard:
@@ -222,7 +223,7 @@ def remedies(run: ResolvedRun, *, shared: bool, on_host: bool = False) -> list[s
 
 
 def _smaller_activations(run: ResolvedRun) -> list[str]:
-    """What would make activations smaller, the least costly first."""
+    """Remedies that reduce the memory of activations, the least costly first."""
     found, columns = [], run.mesh.count(run.mesh.over(splits_features=True))
     if run.tensor.scheme == "megatron" and columns > 1 and not (
             run.tensor.sequence_sharding or run.model.sequence % columns):

@@ -1,4 +1,4 @@
-"""How many rows and columns a tensor mesh of so many ranks should have: those that receive the fewest bytes.
+"""Choice of the rows and columns of a tensor mesh: those with which ranks receive the fewest bytes.
 
 A layer receives a A + w W bytes per rank (`ranvier.cost.volume`), with A = E / row - E / ranks and W = H / col -
 H / ranks for E = b s h and H = h^2. So the best row / col is near a E / (w H), for stationary products a little below
@@ -41,7 +41,7 @@ def divisors(number: int) -> list[int]:
 
 
 def _fault(ranks: int, batch: int, sequence: int, hidden: int, heads: int, scheme: Scheme) -> str:
-    """What does not divide."""
+    """The size that rows or columns do not divide."""
     if hidden % ranks:
         return f"does not divide the hidden size {hidden}"
     if not scheme.startswith("megatron"):

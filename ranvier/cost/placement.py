@@ -1,4 +1,4 @@
-"""Which rows and columns of the tensor mesh lie together on a node, so that the fewest bytes cross between nodes.
+"""Placement of the tensor mesh's rows and columns on nodes, so that the fewest bytes cross between nodes.
 
     node = 1 x 4 ranks of 4 x 4            node = 2 x 2
     a a a a                                a a b b
@@ -27,7 +27,7 @@ def bytes_between_nodes(row: int, col: int, tile: tuple[int, int], *, along_row_
 
 
 def _entering(received_bytes: float, members: int, together: int) -> float:
-    """What comes from outside a node with `together` of the `members`, of the bytes that each gets from all others."""
+    """Bytes that enter a node with `together` of the `members`, of those that each receives from all others."""
     return received_bytes * (members - together) / (members - 1) if members > 1 else 0.0
 
 

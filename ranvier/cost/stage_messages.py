@@ -20,7 +20,7 @@ def rank_threads(cluster: Cluster, mesh: Mesh) -> float:
 
 
 def replica_offsets(mesh: Mesh, per_node: int) -> set[int]:
-    """Where replicas begin on a node: they all wait for the one that lies worst."""
+    """Positions on a node at which replicas begin: all wait for the one that is placed worst."""
     replica = mesh.pipeline_size * mesh.stage_size
     return {data * replica % per_node for data in range(min(mesh.num_replicas, per_node))}
 
@@ -40,7 +40,8 @@ def sends_parts(columns: Collection[int], others: Collection[int], node: Collect
 
 
 def edge_parts(run: ResolvedRun, cluster: Cluster) -> list[int]:
-    """Of each edge between neighbouring ranks of a pipeline, the parts in which its columns send an activation."""
+    """For each edge between neighbouring ranks of a pipeline, the number of parts in which its columns send an
+    activation."""
     mesh, per_node = run.mesh, cluster.devices_per_node
     if run.tensor.scheme != "megatron" or run.tensor.shards_sequence or cluster.device.cores is not None:
         return [1] * (mesh.pipeline_size - 1)
@@ -70,7 +71,7 @@ def edge_seconds(run: ResolvedRun, sizes: Sequence[float], cluster: Cluster) -> 
 
 
 def edge_links(mesh: Mesh, cluster: Cluster) -> list[tuple[Link, int]]:
-    """Of each edge between neighbouring ranks of a pipeline its link, and how many messages share that."""
+    """For each edge between neighbouring ranks of a pipeline, its link, and how many messages share that."""
     size, per_node, found = mesh.stage_size, cluster.devices_per_node, list[tuple[Link, int]]()
     for place in range(mesh.pipeline_size - 1):
         crossing = max(sum(rank // per_node != (rank + size) // per_node
@@ -87,7 +88,7 @@ def sent_bytes(placement: StagePlacement, stages: Sequence[Sequence[BlockCost]])
 
 
 def edge_bytes(placement: StagePlacement, stages: Sequence[Sequence[BlockCost]]) -> list[int]:
-    """Of each edge between neighbouring ranks, the largest of the messages that stages send over it."""
+    """For each edge between neighbouring ranks, the bytes of the largest message that stages send over it."""
     sent = sent_bytes(placement, stages)
     return [max(size for edge, size in sent if min(edge) == place) for place in range(placement.num_ranks - 1)]
 

@@ -1,4 +1,4 @@
-"""What one step costs on a cluster: seconds by phase, and bytes over each link.
+"""Cost of one step on a cluster: seconds by phase, and bytes over each link.
 
     pipeline     stages compute and exchange activations; with row x col > 1 their products exchange operands
     reduction    gradients are averaged between replicas, chunk by chunk
@@ -58,7 +58,8 @@ _MESSAGES = {"summa": (4, 8), "stationary": (4, 6), "megatron": (2, 2),
              "stationary-sequence": (4, 6), "megatron-sequence": (4, 6)}
 """Collectives of one layer along an axis, forward and backward; each is one message to every other member."""
 _NORM_MESSAGES = {"summa": 2, "stationary": 2}
-"""Those of a layer's two norms along col, forward and as many backward, where the hidden dimension is sharded."""
+"""Messages of a layer's two norms along col in the forward, and as many in the backward, where the hidden dimension is
+sharded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +76,15 @@ class ElementBytes:
     """Bytes of one element, in each number format of a run."""
 
     parameter: int
-    """Of a parameter or an activation."""
+    """Bytes of an element of a parameter or an activation."""
     state: int
-    """Of a number of the optimizer: a moment, or a master copy."""
+    """Bytes of an element of the optimizer's state: a moment, or a master copy."""
     gradient: int
-    """Of a gradient, in the format in which it adds up."""
+    """Bytes of an element of a gradient, in the format in which it accumulates."""
     reduced: int
-    """Of a gradient, in the format in which it travels between replicas."""
+    """Bytes of an element of a gradient, in the format in which it travels between replicas."""
     summed: int
-    """Of a sum that travels on the tensor mesh."""
+    """Bytes of an element of a sum that travels on the tensor mesh."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,7 @@ class Step:
     stages: tuple[StageWork, ...]
     policy: Policy
     limits: Limits
-    """What the pipeline may have under way."""
+    """The in-flight limit, and the bounds on deferred weight gradients."""
     bytes: ElementBytes
     num_states: float
     """Numbers of each parameter, on average, that an update reads and writes: moments, and the master copy."""
@@ -103,9 +104,9 @@ class Step:
     whole_tensors: bool = False
     """Whether updates need whole tensors."""
     update_flops: float = 0.0
-    """Of one update of all parameters, beside what every element costs."""
+    """FLOPs of one update of all parameters, beside what every element costs."""
     flops_per_sample: float
-    """Of forward and backward, without recomputation."""
+    """FLOPs of forward and backward, without recomputation."""
     recomputed_flops_per_sample: float
     """With what is recomputed, where something is."""
     split_layers: Mapping[str, tuple[SplitLayer, ...]]
@@ -127,19 +128,19 @@ class StageCost:
     stage: int
     forward_seconds: float
     backward_seconds: float
-    """Of the gradients that cannot wait, with what is recomputed for them."""
+    """Seconds of the gradients that cannot wait, recomputation included."""
     weight_seconds: float
-    """Of weights' gradients that may be deferred."""
+    """Seconds of weight gradients that may be deferred."""
     exchange_seconds: float
-    """What of these three the tensor mesh spends on messages."""
+    """The part of these three that messages of the tensor mesh take."""
     reduction_seconds: float
     update_seconds: float
     after_seconds: float
-    """From the last backward to the end of the step: of reduction and update what does not overlap."""
+    """Seconds from the last backward to the end of the step: the part of reduction and update that does not overlap."""
 
     @property
     def microbatch_seconds(self) -> float:
-        """Of one microbatch, all three phases."""
+        """Seconds of all three phases of one microbatch."""
         return self.forward_seconds + self.backward_seconds + self.weight_seconds
 
 
@@ -154,21 +155,21 @@ class Cost:
     update_seconds: float
     stages: tuple[StageCost, ...]
     link_bytes: Mapping[str, float]
-    """What the busiest rank sends in a step, by axis, and over its link to the host."""
+    """Bytes that the busiest rank sends in a step, by axis, and over its link to the host."""
     sequences: int
     tokens: int
     model_flops: float
-    """Of forward and backward, nothing recomputed."""
+    """FLOPs of forward and backward, without recomputation."""
     hardware_flops: float
     """With what is recomputed."""
     peak_flops: float
-    """Of all devices together, in a second."""
+    """Peak FLOP/s of all devices together."""
     edge_seconds: float = 0.0
-    """For which one microbatch's message keeps the slowest edge between two stages busy."""
+    """Seconds for which one microbatch's message keeps the slowest edge between two stages busy."""
     partial_seconds: float = 0.0
-    """What the pipeline takes less because the last microbatch is not whole."""
+    """Seconds that the pipeline saves because the last microbatch is smaller."""
     cores_seconds: float = 0.0
-    """Where ranks share cores: what the pipeline takes at least, all of them computing all the time."""
+    """Least seconds of the pipeline where ranks share cores, all of which compute all the time."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -186,7 +187,7 @@ class Cost:
         return self.hardware_flops / self.seconds / self.peak_flops
 
     def days(self, tokens: float = 3e11) -> float:
-        """To train on so many tokens."""
+        """Days to train on so many tokens."""
         return tokens / self.tokens_per_second / 86400
 
 
@@ -204,15 +205,15 @@ def step_cost(step: Step, cluster: Cluster, *, exact: bool = True, as_published:
 
 
 def least_seconds(step: Step, cluster: Cluster, *, part: float) -> tuple[float, float]:
-    """What a step takes at least, however its blocks are cut into stages: the pipeline alone, and blocks spread
-    evenly; with nothing recomputed, and with what is. Below `step_cost` if their seconds are. step: all blocks on
-    its first stage. part: of what these compute that one rank computes for one microbatch."""
+    """Lower bounds of a step's time, however its blocks are cut into stages: the pipeline alone, and blocks spread
+    evenly; with nothing recomputed, and with what is. Below `step_cost` if their seconds are. step: all blocks on its
+    first stage. part: of what these compute that one rank computes for one microbatch."""
     return _StepCost(step, cluster, part=part).least()
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineNumbers:
-    """What the simulator needs of a step."""
+    """Input of the simulator for a step."""
 
     times: tuple[StageTimes, ...]
     num_microbatches: int
@@ -269,16 +270,17 @@ _GROUPED = ("data", _ROW, _COL)
 
 
 class _Seconds(NamedTuple):
-    """Of one microbatch in a block, messages aside. products: the part of each that products and attention take."""
+    """Seconds of one microbatch in a block, without messages. products: the part of each that products and attention
+    take."""
 
     forward: float
     backward: float
-    """Of the gradients of activations."""
+    """Seconds of the gradients of activations."""
     weight: float
-    """Of those of weights that train."""
+    """Seconds of the gradients of weights that train."""
     forward_products: float
     backward_products: float
-    """Of both halves of the backward."""
+    """Seconds of products and attention in both halves of the backward."""
 
 
 _NO_SECONDS = _Seconds(0.0, 0.0, 0.0, 0.0, 0.0)
@@ -300,7 +302,7 @@ class Same(Generic[_Object]):
 @lru_cache(maxsize=1024)  # a search asks the same of very many candidates
 def _block_seconds(kernels: Same[tuple[Kernel, ...]], device: Same[Device], precision: Precision, threads: float,
                    bytes: ElementBytes, as_published: bool) -> _Seconds:
-    """Of one microbatch in a block with these kernels. as_published: as for `step_cost`."""
+    """Times of one microbatch in a block with these kernels. as_published: as for `step_cost`."""
     forward = without_fused_loss(without_panels(kernels.it)) if as_published else kernels.it
     backward = backward_of(forward)
     weights = weight_gradients_of(forward, bytes.gradient, bytes.parameter if as_published else None)
@@ -316,7 +318,7 @@ def _block_seconds(kernels: Same[tuple[Kernel, ...]], device: Same[Device], prec
 @lru_cache(maxsize=1024)
 def _repeated_seconds(kernels: Same[tuple[Kernel, ...]], device: Same[Device], precision: Precision, threads: float
                       ) -> _Seconds:
-    """Of one microbatch in a second run with these kernels."""
+    """Times of one microbatch in a second run with these kernels."""
     products = [kernel for kernel in kernels.it if kernel.kind in ("product", "attention")]
     return _NO_SECONDS._replace(forward=device.it.seconds(kernels.it, precision, threads),
                                 forward_products=device.it.seconds(products, precision, threads))
@@ -384,9 +386,10 @@ class _StepCost:
             edge_seconds=max(self.way().transfer, default=0.0))
 
     def least(self) -> tuple[float, float]:
-        """As `least_seconds`. Stage i begins after the forwards of those before it, and then has all microbatches: with
-        forwards that are at least a part r of what blocks take, m microbatches on p stages take no less than
-        r t / (1 - (1 - r / m)^p), in which one takes t. Where a batch's last microbatch is not whole, less counts."""
+        """Result of `least_seconds`. Stage i begins after the forwards of those before it, and then has all
+        microbatches: with forwards that are at least a part r of what blocks take, m microbatches on p stages take no
+        less than r t / (1 - (1 - r / m)^p), in which one takes t. Where a batch's last microbatch is not whole, less
+        counts."""
         forward, both, again = list[float](), list[float](), dict.fromkeys(self._again(0), 1.0)
         for place, block in enumerate(self.stages[0]):
             own, trains = self._seconds(block), place >= self.begins
@@ -399,7 +402,7 @@ class _StepCost:
             seconds + again.get(place, 0.0) for place, seconds in enumerate(both)])
 
     def _least_of(self, forward: Sequence[float], both: Sequence[float]) -> float:
-        """Of blocks of which a microbatch takes this forward, and both ways."""
+        """The bound for blocks with this forward time, and this time both ways, of a microbatch."""
         pipe, total = self.mesh.pipeline_size, sum(both)
         share = min((before / each for before, each in zip(forward, both, strict=True) if each), default=0.0)
         if pipe == 1 or self.last < 1.0 or self.placement.per_rank > 1 or share < 1e-3:
@@ -407,7 +410,7 @@ class _StepCost:
         return share * total / (1.0 - (1.0 - share / self.count) ** pipe)
 
     def times(self, rows: Sequence[StageCost]) -> list[StageTimes]:
-        """As the simulator takes them."""
+        """Times of the stages, for the simulator."""
         held_up = [0.0] * (len(rows) + 1)
         if self.as_published and (edges := self._edges()):
             ranks = [self.placement.rank_of(stage) for stage in range(len(rows))]
@@ -457,7 +460,7 @@ class _StepCost:
                 if place >= first and place not in again and cost.num_trainable and cost.defers]
 
     def _seconds(self, cost: BlockCost) -> _Seconds:
-        """Of one microbatch in a block."""
+        """Times of one microbatch in a block."""
         key = id(cost.kernels), cost.num_trainable > 0
         if key not in self._of_kernels:
             found = _block_seconds(Same(cost.kernels), Same(self.cluster.device), self.run.precision, self._threads(),
@@ -468,7 +471,7 @@ class _StepCost:
         return self._of_kernels[key]
 
     def _repeated(self, cost: BlockCost) -> _Seconds:
-        """Of the second run of a block that is recomputed."""
+        """Times of the second run of a block that is recomputed."""
         if not cost.is_selective:
             return self._seconds(cost)
         return _repeated_seconds(Same(cost.repeated.kernels), Same(self.cluster.device), self.run.precision,
@@ -478,7 +481,7 @@ class _StepCost:
         return rank_threads(self.cluster, self.mesh)
 
     def _crowded(self) -> float:
-        """How many times as long a rank takes that shares its cores with others."""
+        """Factor by which a rank takes longer if it shares its cores with others."""
         cores = self.cluster.device.cores
         return 1.0 if cores is None else max(1.0, self.local * self._threads() / cores)
 
@@ -564,7 +567,7 @@ class _StepCost:
         return self._norms(layers) + first + max(slower, beside - products, hidden - computing)
 
     def _norms(self, layers: float) -> float:
-        """Of the small sums of a block's norms, which nothing hides."""
+        """Seconds of the small sums of a block's norms, which nothing hides."""
         group, count = self.groups["col"], _NORM_MESSAGES.get(self.scheme, 0) * layers
         steps = count * (group.members - 1)
         return count * self.cluster.collective_seconds * (group.members > 1) + received_seconds(
@@ -579,7 +582,7 @@ class _StepCost:
             panel_bytes=self.run.tensor.panel_bytes, recomputed=recomputed)
 
     def _share_of_layer(self, block: str) -> float:
-        """What part of a transformer layer's collectives a block has, by its products. A block without any has as many
+        """Share of a transformer layer's collectives that a block has, by its products. A block without any has as many
         as one with two: its norm and its small layers exchange, too."""
         return max(2, len(self.step.split_layers[block])) / 4
 
@@ -612,7 +615,7 @@ class _StepCost:
                             for size, group, count in both)
 
     def _collectives(self, stage: int) -> float:
-        """Of one microbatch on the tensor mesh, forward and backward: how many."""
+        """Number of collectives of one microbatch on the tensor mesh, forward and backward."""
         axes = [group.members for group in (self.groups["row"], self.groups["col"]) if group.members > 1]
         if not axes:
             return 0.0
@@ -651,14 +654,14 @@ class _StepCost:
 
     @property
     def defer_last(self) -> int | None:
-        """As of `Limits`, where these say what is deferred."""
+        """`Limits.last`, where the limits say what is deferred."""
         return self.step.limits.last if self.run.pipeline.defer_bytes == "auto" else None
 
     # --- after the pipeline ------------------------------------------------------------------------------------------
 
     def _gradient_bytes(self) -> float:
-        """Of each element, both ways of an all-reduce: where states are shared out, gradients are scattered in their
-        format (all-reduced, where whole tensors are updated), and parameters gathered in theirs."""
+        """Bytes of each element, both ways of an all-reduce: where states are shared out, gradients are scattered in
+        their format (all-reduced, where whole tensors are updated), and parameters gathered in theirs."""
         gradient = self.step.bytes.reduced
         if not self.run.optim.shard:
             return gradient
@@ -702,8 +705,9 @@ class _StepCost:
         return moving + flops / (rate.peak_flops * rate.share) * self._crowded()
 
     def _after(self, reduction: float, update: float, rank: int) -> float:
-        """Where an update depends on all gradients' norm (loss scaling, clipping, a guard), updates begin when all is
-        reduced; otherwise each chunk is updated while the next is reduced."""
+        """Seconds of reduction and update after the last backward. Where an update depends on all gradients' norm (loss
+        scaling, clipping, a guard), updates begin when all is reduced; otherwise each chunk is updated while the next
+        is reduced."""
         if self.step.waits_for_gradient_status:
             return reduction + update
         return max(reduction, update) + min(reduction, update) / self._chunks(rank)

@@ -1,5 +1,5 @@
-"""What the ranks of a tensor mesh receive for one layer, and how much of it crosses between nodes: for `ranvier check`
-and for the placement of a run's ranks."""
+"""Bytes that the ranks of a tensor mesh receive for one layer, and the part that crosses between nodes: for `ranvier
+check` and for the placement of a run's ranks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _sum_itemsize(run: ResolvedRun) -> int:
 
 
 def tensor_mesh_facts(run: ResolvedRun, ranks_per_node: int | None) -> TensorMeshFacts | None:
-    """None on stages of one rank, and where rows or columns do not divide the sizes."""
+    """The facts for a run; None on stages of one rank, and where rows or columns do not divide the sizes."""
     mesh, model = run.mesh, run.model
     if mesh.stage_size == 1:
         return None

@@ -1,4 +1,4 @@
-"""What a transition between two meshes costs in seconds and bytes, and whether it pays. Pure.
+"""Cost of a transition between two meshes in seconds and bytes, and whether it pays. Pure.
 
 A transition costs seconds once (tensors travel, groups and engines are built) and changes the seconds of each step that
 is left. PipeTransformer (He et al., 2021, section 3.2) changes the pipeline whenever its memory criterion allows it;

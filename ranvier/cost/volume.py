@@ -1,4 +1,4 @@
-"""How many bytes a rank of the row x col tensor mesh receives for a layer, the embedding and the head, by arithmetic.
+"""Bytes that a rank of the row x col tensor mesh receives for a layer, the embedding and the head, by arithmetic.
 
     x [b, s, h]: row i has b / row of the sequences, column j has h / col of the hidden dim
     A = (b s h / row) (col - 1) / col      to gather, or sum and scatter, x along the axis `col`
@@ -32,8 +32,8 @@ from ranvier.layout.panels import exposed_bytes
 
 Scheme = Literal["summa", "stationary", "megatron", "stationary-sequence", "megatron-sequence"]
 Recompute = Literal["none", "kept", "again"]
-"""Of a layer's insides: nothing is recomputed; it is, and the operands that it gathers are kept for the backward; it
-is, and the backward gathers them again. Without recomputing too, the backward gathers again."""
+"""Recomputation within a layer: none; with the gathered operands kept for the backward; or with the backward gathering
+them again. Without recomputation, too, the backward gathers again."""
 Product = Literal["qkv", "projection", "fc1", "fc2"]
 PRODUCTS: Mapping[Product, tuple[int, int]] = {"qkv": (1, 3), "projection": (1, 1), "fc1": (1, 4), "fc2": (4, 1)}
 """Widths of what goes in and comes out, in multiples of h."""
@@ -79,7 +79,7 @@ class Bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Volume:
-    """What one rank receives in a forward and in its backward, what the backward recomputes included."""
+    """Bytes that one rank receives in a forward and in its backward, recomputation included."""
 
     forward: Bytes
     backward: Bytes
@@ -98,16 +98,16 @@ class LayerVolume(Volume):
 
 
 class _Way(NamedTuple):
-    """What a way to multiply receives, as multiples of (A, W)."""
+    """Bytes that a way to multiply receives, as multiples of (A, W)."""
 
     gathers: tuple[float, float]
     """Operands of the forward; its backward needs them too."""
     sums: tuple[float, float]
     """The output."""
     gradients: tuple[float, float]
-    """Of the output, which the backward gathers."""
+    """Gradients of the output, which the backward gathers."""
     gradient_sums: tuple[float, float]
-    """Of the operands, which it sums."""
+    """Gradients of the operands, which the backward sums."""
 
 
 def _output_stationary(into: float, out: float) -> _Way:
@@ -130,7 +130,8 @@ _WAYS = {"summa": (_output_stationary, _output_stationary), "stationary": (_outp
          "megatron": (_all_reduced_gradient, _all_reduced_output),
          "stationary-sequence": (_output_stationary, _input_stationary),
          "megatron-sequence": (_output_stationary, _input_stationary)}
-"""Of qkv and fc1, and of projection and fc2. Summa's three products receive as much as an output-stationary one."""
+"""Ways of qkv and fc1, and of projection and fc2. Summa's three products receive as much as an output-stationary
+one."""
 
 
 _GRADIENT_ITEMSIZE = 4
@@ -164,7 +165,7 @@ def _units(scheme: Scheme, row: int, col: int, batch: int, sequence: int, hidden
 
 def layer_volume(scheme: Scheme, *, row: int, col: int, batch: int, sequence: int, hidden: int, itemsize: int,
                  sum_itemsize: int | None = None, recompute: Recompute = "none", last: bool = True) -> LayerVolume:
-    """Of one transformer layer and microbatch.
+    """Volume of one transformer layer and microbatch.
 
     Args:
         batch: sequences of the microbatch.
@@ -194,7 +195,7 @@ def _product_volume(units: _Units, way: _Way, recompute: Recompute) -> Volume:
 def block_volume(layers: Sequence[SplitLayer], scheme: Scheme, *, row: int, col: int, batch: int, sequence: int,
                  hidden: int, itemsize: int, sum_itemsize: int, recompute: Recompute, last: bool,
                  weights_kept_for: int | None = None, gradient_itemsize: int | None = None) -> Volume:
-    """Of a block with these layers, for one microbatch; other layers receive little, which is left out.
+    """Volume of a block with these layers, for one microbatch; other layers receive little, which is left out.
 
     Args:
         hidden: the unit in which features are counted, which does not matter to the result but for rounding.
@@ -240,8 +241,9 @@ class Exposed(NamedTuple):
 
 def exposed_panels(layers: Sequence[SplitLayer], scheme: Scheme, *, row: int, col: int, elements: int, itemsize: int,
                    sum_itemsize: int, panel_bytes: int | Literal["auto"], recomputed: bool) -> Exposed:
-    """Of one microbatch in a block with these layers, on devices that compute while they transfer: the first panel of
-    what a product gathers, or the last one of what it sums, and all of what embeddings exchange.
+    """Bytes of one microbatch in a block with these layers that no product hides, on devices that compute while they
+    transfer: the first panel of what a product gathers, or the last one of what it sums, and all of what embeddings
+    exchange.
 
     Of output-stationary products the forward gathers inputs, of input-stationary ones it sums outputs, and the backward
     gathers their gradients. dX of output-stationary ones is summed while dW is computed; weights and their gradients
@@ -274,7 +276,7 @@ def exposed_panels(layers: Sequence[SplitLayer], scheme: Scheme, *, row: int, co
 
 def embedding_volume(scheme: Scheme, *, row: int, col: int, batch: int, sequence: int, hidden: int, vocab: int,
                      itemsize: int, sum_itemsize: int | None = None) -> Volume:
-    """Of the token embedding.
+    """Volume of the token embedding.
 
     stationary: each rank has all V rows of h / (row col) hidden elements, and gets the others of its column by one
     all-to-all along `row`; with sequence sharding another one along `col` exchanges features for tokens. summa: blocks
@@ -298,7 +300,7 @@ def embedding_volume(scheme: Scheme, *, row: int, col: int, batch: int, sequence
 
 def head_volume(scheme: Scheme, *, row: int, col: int, batch: int, sequence: int, hidden: int, vocab: int,
                 itemsize: int, sum_itemsize: int | None = None) -> Volume:
-    """Of the product to [b, s, V] logits.
+    """Volume of the product to [b, s, V] logits.
 
     summa: A B^T with the embedding's blocks [V / row, h / col] broadcast along `row` and logits [b s / row, V / col]
     reduced along `col`; in the backward both of its gradients broadcast those of the logits. Others: as fc1.
