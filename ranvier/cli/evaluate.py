@@ -48,6 +48,7 @@ def evaluate(model: Path, sets: tuple[str, ...], harness: str | None, lm_eval_pa
     The mesh may be any, whatever the model was trained on. The settings of the model and its data are those of the run;
     flags change them.
     """
+    from ranvier.config.run import Comm, Launch
     from ranvier.inference.lm_eval_tasks import HarnessTasks
     from ranvier.inference.trained import open_trained
     from ranvier.launch import start as launch
@@ -64,9 +65,10 @@ def evaluate(model: Path, sets: tuple[str, ...], harness: str | None, lm_eval_pa
                           where="data", value=str(model),
                           remedy="Give `--data DATA` or `--lm-eval TASKS`.")
     runs = _runs(run, trained, named) if reads_data else {}
-    world = launch.start(run.mesh, transport=run.comm.transport, launcher=run.launch.launcher,
-                         threads=run.launch.threads, device=run.launch.device,
-                         timeout_seconds=run.comm.timeout_seconds, flags=True, stream=sys.stderr)
+    comm, asked = run.comm, run.launch
+    world = launch.start_ranks(
+        run.mesh, Comm(transport=comm.transport, timeout_seconds=comm.timeout_seconds),
+        Launch(launcher=asked.launcher, threads=asked.threads, device=asked.device), stream=sys.stderr)
 
     def work() -> None:
         from ranvier.inference.model_evaluation import evaluate as results_of

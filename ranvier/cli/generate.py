@@ -61,6 +61,7 @@ def generate(model: Path, prompts: tuple[str, ...], file: Path | None, chat: boo
 
     The mesh may be any, whatever the model was trained on. With --temperature 0 the texts are the same on every mesh.
     """
+    from ranvier.config.run import Comm, Launch
     from ranvier.inference.weights import open_model
     from ranvier.launch import start as launch
     from ranvier.mesh import Mesh
@@ -72,7 +73,7 @@ def generate(model: Path, prompts: tuple[str, ...], file: Path | None, chat: boo
     asked = _prompts(prompts, file)
     found = open_model(model, lambda text: print(text, file=sys.stderr), ema=ema)
     writer = _writer(found, tokenizer, chat)
-    world = launch.start(mesh, device=device, flags=True, stream=sys.stderr)  # type: ignore[arg-type]  # a choice
+    world = launch.start_ranks(mesh, Comm(), Launch(device=device), stream=sys.stderr)  # type: ignore[arg-type]  # a choice
     return work_as_rank(world, mesh, lambda: _write(
         found, writer, asked, world, mesh, sampling, stop=stop, as_json=as_json, **options))
 

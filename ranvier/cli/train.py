@@ -71,14 +71,9 @@ def train(context: click.Context, /, recipe: str, allow_code: bool, quiet: bool,
         print(f"auto is {run.mesh}, microbatches of {run.batch.microbatch_size}", file=stream, flush=True)
     rerun = None if started is not None else [*launch.rerun_command(), "--run-dir", str(run_dir),
                                               *_planned_flags(asked, run)]
-    world = launch.start(run.mesh, transport=run.comm.transport, collectives=run.comm.collectives,
-                         launcher=run.launch.launcher, threads=run.launch.threads, device=run.launch.device,
-                         timeout_seconds=run.comm.timeout_seconds, rerun=rerun,
-                         explain_kill=lambda: _after_a_kill(run), saves_on_stop=True,
-                         stopped_seconds=run.launch.stopped_seconds, hang_seconds=run.launch.hang_seconds,
-                         restart=Restarts(run, rerun) if rerun and run.max_restarts else None,
-                         join_address=run.launch.join_address,
-                         survive_losses=run.launch.survive_losses, flags=True, stream=stream)
+    world = launch.start_ranks(run.mesh, run.comm, run.launch, rerun=rerun, explain_kill=lambda: _after_a_kill(run),
+                               saves_on_stop=True, stream=stream,
+                               restart=Restarts(run, rerun) if rerun and run.max_restarts else None)
     origins = {**resolved.origins, **dict.fromkeys(filter(None, planned.split(",")), "auto")}
     return _train_as_rank(run, run_dir, name, world, context.obj, stream, as_json, origins)
 
