@@ -120,8 +120,8 @@ class Heartbeat:
         self._failures = FailureWatch(world.rank, world.size, self._store, world.lost)
         publish_pid(self._store, world.rank)
         # The watch has a thread of its own: a store whose host is stopped holds up whoever asks it.
-        self._threads = [threading.Thread(target=target, name="ranvier-heartbeat", daemon=True)
-                         for target in (self._keep_beating, self._keep_watching)]
+        self._threads = [threading.Thread(target=self._repeat, args=(check,), name="ranvier-heartbeat", daemon=True)
+                         for check in (self._beat, self._watch)]
         for thread in self._threads:
             thread.start()
 
@@ -145,25 +145,18 @@ class Heartbeat:
             if threading.current_thread() is not thread:
                 thread.join(_STORE_HOST_SECONDS)
 
-    def _keep_beating(self) -> None:
+    def _repeat(self, check: Callable[[], None]) -> None:
+        """`check` once a second; without the store this rank leaves."""
         try:
             while not self._ending.wait(CHECK_SECONDS):
-                self._count += 1
-                self._store.set(f"{HEARTBEAT_KEY}{self._world.rank}", str(self._count))
+                check()
         except Exception as error:
-            self._leave_without_store(error)
+            if not self._ending.wait(_STORE_HOST_SECONDS):
+                exit_now(store_is_gone(self._world, error))
 
-    def _keep_watching(self) -> None:
-        try:
-            while not self._ending.wait(CHECK_SECONDS):
-                self._watch()
-        except Exception as error:
-            self._leave_without_store(error)
-
-    def _leave_without_store(self, error: Exception) -> None:
-        if self._ending.wait(_STORE_HOST_SECONDS):
-            return
-        exit_now(store_is_gone(self._world, error))
+    def _beat(self) -> None:
+        self._count += 1
+        self._store.set(f"{HEARTBEAT_KEY}{self._world.rank}", str(self._count))
 
     def _watch(self) -> None:
         overdue = self._world.overdue()
