@@ -22,7 +22,7 @@ from ranvier.pictures.timelines import RankTimeline
 from ranvier.system import child
 from ranvier.system.atomic_file import write_atomically
 from ranvier.train.history import History
-from ranvier.train.logs import mesh_fields, write_json, writing
+from ranvier.train.logs import write_json, writing
 from ranvier.train.pictures import draw_course, draw_loss
 from ranvier.train.trace import write_trace
 
@@ -55,7 +55,7 @@ def summarise(*, recipe: str, mesh: Mesh, history: History, ranks: Sequence[Mapp
         "step_seconds": steady(history.values("step_seconds")),
         "bubble_fraction": steady(history.on_this_mesh("bubble_fraction")),
         "model_flops_utilisation": steady(history.values("model_flops_utilisation")),
-        "mesh": mesh_fields(mesh),
+        "mesh": mesh.sizes,
         **({"frozen_layers": frozen} if frozen else {}),
         **({"transitions": len(history.transitions), "transition_seconds": sum(
             event.seconds for event in history.transitions)} if history.transitions else {}),

@@ -25,10 +25,9 @@ from ranvier.train.events import Event, NoteEvent, StartEvent, Tracker, Trackers
 from ranvier.train.experiment_trackers import experiment_trackers
 from ranvier.train.guards import Guards
 from ranvier.train.history import History
-from ranvier.train.joining import RunFacts, invite
+from ranvier.train.joining import Membership, RunFacts, invite
 from ranvier.train.logs import writing
 from ranvier.train.measured_limits import MeasuredLimits
-from ranvier.train.membership import Membership
 from ranvier.train.memory import check_fits
 from ranvier.train.metrics import Meter
 from ranvier.train.peak import peak_rate
