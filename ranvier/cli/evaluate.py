@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,7 +54,7 @@ def evaluate(model: Path, sets: tuple[str, ...], harness: str | None, lm_eval_pa
     from ranvier.inference.trained import open_trained
     from ranvier.launch import start as launch
 
-    tell = _stderr
+    tell = partial(print, file=sys.stderr)
     trained = open_trained(model, tell, ema=ema)
     tasks = None if harness is None else HarnessTasks(
         names=tuple(harness.split(",")), path=lm_eval_path, limit=lm_eval_limit, shots=lm_eval_shots)
@@ -78,10 +79,6 @@ def evaluate(model: Path, sets: tuple[str, ...], harness: str | None, lm_eval_pa
             _print(trained, run, results, as_json)
 
     return work_as_rank(world, run.mesh, work)
-
-
-def _stderr(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def _named(given: Sequence[str]) -> dict[str, str]:

@@ -185,16 +185,6 @@ _factor_of_one = _where(  # dynamic scaling begins beyond the positions, whateve
     and run.model.rope_magnitude in (None, 1), "model.rope-factor is 1")
 
 
-def _no_mixture(name: str) -> Reason:
-    """For what a task learns from where it has no mixture."""
-    return _first(_by_task(name), _where(lambda run: run.data.mixture, "data.mixture is set"))
-
-
-def _padding(run: ResolvedRun) -> str | None:
-    packed = run.data.task == "chat" and run.data.packing
-    return "data.packing fills sequences" if packed else form_of(run.data).unused.get("data.padding")
-
-
 def _preference(*losses: str) -> Reason:
     """A setting of the task preference, with these losses."""
     return _first(_needs("data.task", "preference"), _needs("preference.loss", *losses))
@@ -300,8 +290,10 @@ CONDITIONS: Mapping[str, Reason] = {
         "data.augment_repeats", "data.max_bytes", "data.text_column", "data.pair_column",
         "data.label_column", "data.messages_column", "data.form", "data.chat_template", "data.mixture",
         "data.packing")},
-    **{name: _no_mixture(name) for name in ("data.train", "data.corpus")},
-    "data.padding": _padding,
+    **{name: _first(_by_task(name), _where(lambda run: run.data.mixture, "data.mixture is set"))
+       for name in ("data.train", "data.corpus")},
+    "data.padding": _first(_where(lambda run: run.data.task == "chat" and run.data.packing,
+                                  "data.packing fills sequences"), _by_task("data.padding")),
     "data.tokenizer": _tokenizer,
     "elastic.options": lambda run: (
         None if is_object_name(run.elastic.freeze) else f"the freeze policy {run.elastic.freeze} takes no options"),

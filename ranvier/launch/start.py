@@ -443,18 +443,16 @@ def _choose_interface(started: Started, store: Store) -> None:
 def _print_choices(world: World, transport: Choice | None, device: Choice | None, stream: TextIO | None) -> None:
     """Print the values chosen for `auto`."""
     if transport is not None:
-        version = f" ({_mpi_version()})" if transport.value == "mpi" else ""
+        version = ""
+        if transport.value == "mpi":
+            from mpi4py import MPI
+
+            vendor, numbers = MPI.get_vendor()
+            version = f" ({vendor} {'.'.join(map(str, numbers))})"
         print(f"transport {transport.value}{version}: {transport.reason}", file=stream)
     if device is not None:
         print(f"device {device.value}: {device.reason}; threads for each of {world.local_size} ranks on "
               f"{available_cores()} cores: {torch.get_num_threads()}", file=stream)
-
-
-def _mpi_version() -> str:
-    from mpi4py import MPI
-
-    name, version = MPI.get_vendor()
-    return f"{name} {'.'.join(map(str, version))}"
 
 
 def _use_terminals() -> None:
