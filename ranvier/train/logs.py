@@ -35,12 +35,6 @@ def writing(path: Path) -> Iterator[None]:
                            remedy="Free space on that disk, or choose another folder with `--run-dir`.") from error
 
 
-def open_folder(path: Path) -> None:
-    """Make the run's folder and its parents. RanvierError when that cannot be."""
-    with writing(path):
-        path.mkdir(parents=True, exist_ok=True)
-
-
 def plain(value: object) -> Any:
     """`value` with every number that JSON lacks replaced by None, through mappings and lists."""
     if isinstance(value, float) and not math.isfinite(value):

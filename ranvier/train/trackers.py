@@ -38,16 +38,7 @@ from ranvier.train.events import (
     TransitionEvent,
 )
 from ranvier.train.history import History
-from ranvier.train.logs import (
-    EventsFile,
-    Log,
-    MetricsFile,
-    open_folder,
-    read_events,
-    read_metrics,
-    step_fields,
-    writing,
-)
+from ranvier.train.logs import EventsFile, Log, MetricsFile, read_events, read_metrics, step_fields, writing
 
 MAX_SECONDS_BETWEEN_LINES = 30.0
 _VERBOSE_SETTINGS = frozenset({"pipeline", "attention"})
@@ -63,7 +54,8 @@ def open_outputs(run_dir: Path, history: History, trackers: Sequence[Tracker], a
                  ) -> tuple[Trackers, list[NoteEvent]]:
     """All that take the run's events, and what was left out of its logs. after: the step after which a run goes on that
     began in this folder; None for one that begins."""
-    open_folder(run_dir)
+    with writing(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
     steps, events = Log(name="metrics.jsonl"), Log(name="events.jsonl")
     if after is not None:
         steps, events = read_metrics(run_dir, after), read_events(run_dir)
