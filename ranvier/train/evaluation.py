@@ -1,5 +1,5 @@
-"""Held-out loss and the task's scores over all ranks and all held-out samples; sample text of a language model, and what
-a reader can expect of it.
+"""Held-out loss and the task's scores over all ranks and all held-out samples; sample text of a language model, and
+what a reader can expect of it.
 """
 
 from __future__ import annotations

@@ -110,8 +110,9 @@ def start(run: ResolvedRun, recipe: str, world: World, trackers: Sequence[Tracke
     if is_first:
         more = experiment_trackers(run.log, run.run_dir, continues=resumed.continues)
         page = ReportPage(run, recipe, run.run_dir, history, origins)
-        outputs, damaged = open_outputs(run.run_dir, history, [console(stream, run), page, *more, *trackers],
-                                        after=done if resumed.continues else None)
+        opened, damaged = open_outputs(run.run_dir, history, [console(stream, run), page, *more, *trackers],
+                                       after=done if resumed.continues else None)
+        outputs = Trackers(opened)
         notes += [*damaged, *requests.refuse_all(done, "it was made before the run began")]
         if note := schedule_note(given, run):
             notes.append(NoteEvent(step=done, event="schedule", text=note))

@@ -26,17 +26,7 @@ from tensorboardX import SummaryWriter
 from ranvier.config.run import Run
 from ranvier.mesh import REQUIRED_AXES, mesh_text
 from ranvier.system.terminal import fields, fitted, prose
-from ranvier.train.events import (
-    EndEvent,
-    EvalEvent,
-    Event,
-    NoteEvent,
-    StartEvent,
-    StepEvent,
-    Tracker,
-    Trackers,
-    TransitionEvent,
-)
+from ranvier.train.events import EndEvent, EvalEvent, Event, NoteEvent, StartEvent, StepEvent, Tracker, TransitionEvent
 from ranvier.train.history import History
 from ranvier.train.logs import EventsFile, Log, MetricsFile, read_events, read_metrics, step_fields, writing
 
@@ -51,7 +41,7 @@ must not fall silent."""
 
 
 def open_outputs(run_dir: Path, history: History, trackers: Sequence[Tracker], after: int | None
-                 ) -> tuple[Trackers, list[NoteEvent]]:
+                 ) -> tuple[list[Tracker], list[NoteEvent]]:
     """All that take the run's events, and what was left out of its logs. after: the step after which a run goes on that
     began in this folder; None for one that begins."""
     with writing(run_dir):
@@ -63,8 +53,8 @@ def open_outputs(run_dir: Path, history: History, trackers: Sequence[Tracker], a
             (run_dir / "summary.json").unlink()  # of a run that had ended, and is resumed now
         history.remember(steps.lines, [line for line in events.lines if line["step"] <= after])
         history.past_events = events.lines
-    outputs = Trackers([history, MetricsFile(run_dir, steps.lines), EventsFile(run_dir, events.lines),
-                        TensorBoard(run_dir, after or 0), *trackers])
+    outputs: list[Tracker] = [history, MetricsFile(run_dir, steps.lines), EventsFile(run_dir, events.lines),
+                              TensorBoard(run_dir, after or 0), *trackers]
     return outputs, [NoteEvent(step=after or 0, event="log-damaged", text=text) for log in (steps, events)
                      if (text := log.text()) is not None]
 
