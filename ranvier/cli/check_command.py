@@ -8,21 +8,14 @@ import sys
 
 import click
 
-from ranvier.cli.options import (
-    SettingsCommand,
-    allow_code_option,
-    complete_recipe,
-    for_this_machine,
-    json_option,
-    read_recipe,
-)
+from ranvier.cli import options
 from ranvier.cli.problems import missing_data, print_problems
 from ranvier.config import named_code, read
 
 
-@click.command(cls=SettingsCommand, short_help="List all problems of a recipe, with the memory of each rank.")
-@click.argument("recipe", required=False, shell_complete=complete_recipe)
-@allow_code_option
+@click.command(cls=options.SettingsCommand, short_help="List all problems of a recipe, with the memory of each rank.")
+@click.argument("recipe", required=False, shell_complete=options.complete_recipe)
+@options.allow_code_option
 @click.option("--split", metavar="MODULE:FUNCTION",
               help="Compare a model of your own under tensor parallelism, in every scheme, with the same model on one "
                    "rank. The function takes no arguments and returns (model, sample) or (model, sample, loss), as for "
@@ -34,7 +27,7 @@ from ranvier.config import named_code, read
               help="Ranks on each machine, for their placement.")
 @click.option("--all", "everything", is_flag=True,
               help="Show all settings, each stage, its memory by category, and other limits of the schedule.")
-@json_option
+@options.json_option
 def check(recipe: str | None, allow_code: bool, split: str | None, ranks: int | None, cluster: str | None,
           ranks_per_node: int | None, everything: bool, as_json: bool, **flags: str | None) -> int:
     """List every problem of RECIPE at once, for any number of ranks, with its stages, memory and settings.
@@ -59,9 +52,9 @@ def check(recipe: str | None, allow_code: bool, split: str | None, ranks: int | 
     from ranvier.launch.start import local_devices
     from ranvier.planner.auto import open_axes_of, with_pretrained
 
-    name, resolved = read_recipe(recipe, flags, allow_code=allow_code)
+    name, resolved = options.read_recipe(recipe, flags, allow_code=allow_code)
     if cluster is None and ranks is None and resolved.run.launch.cluster is None:
-        resolved = for_this_machine(resolved)
+        resolved = options.for_this_machine(resolved)
     values, origins = read.flatten(resolved.run), dict(resolved.origins)
     for setting, code in named_code.objects_of(values):  # before the import, which may do anything
         print(f"imports {code} for {read.flag(setting)}, from {origins[setting]}", flush=True,

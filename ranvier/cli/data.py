@@ -8,15 +8,7 @@ import time
 
 import click
 
-from ranvier.cli.options import (
-    OF_DATA,
-    SettingsCommand,
-    allow_code_option,
-    json_option,
-    quiet_option,
-    read_valid_recipe,
-    recipe_argument,
-)
+from ranvier.cli import options
 from ranvier.cli.problems import ConfigProblems, print_warnings
 
 
@@ -25,13 +17,13 @@ def data() -> None:
     """Prepare the data of runs."""
 
 
-@data.command(cls=SettingsCommand, common=OF_DATA)
-@recipe_argument
-@allow_code_option
+@data.command(cls=options.SettingsCommand, common=options.OF_DATA)
+@options.recipe_argument
+@options.allow_code_option
 @click.option("--processes", type=click.IntRange(min=1),
               help="Number of processes for tokenization; by default one for each core.")
-@quiet_option
-@json_option
+@options.quiet_option
+@options.json_option
 def prepare(recipe: str, processes: int | None, quiet: bool, as_json: bool, allow_code: bool,
             **flags: str | None) -> int:
     """Write the token files of RECIPE into the cache, once for all runs with the same data settings.
@@ -48,7 +40,7 @@ def prepare(recipe: str, processes: int | None, quiet: bool, as_json: bool, allo
     from ranvier.data.publish import PreparationProgress
     from ranvier.planner.auto import with_pretrained
 
-    _, resolved = read_valid_recipe(recipe, flags, allow_code=allow_code)
+    _, resolved = options.read_valid_recipe(recipe, flags, allow_code=allow_code)
     run, found = with_pretrained(resolved.run)
     found = [*found, *problems(run)]
     if found:

@@ -51,16 +51,15 @@ def _versions() -> Iterator[Finding]:
 
 
 def _machine() -> Iterator[Finding]:
-    quota, limit = cpu_quota(), memory_limit_bytes()
-    memory = psutil.virtual_memory()
-    yield Finding(topic="machine", name="cores", value=f"{available_cores()} of {os.cpu_count()}")
-    yield Finding(topic="machine", name="cgroup CPU limit", value="none" if quota is None else f"{quota:g} cores")
-    yield Finding(topic="machine", name="memory", value=f"{_gib(memory.available)} free of {_gib(memory.total)}")
-    yield Finding(topic="machine", name="cgroup memory limit", value="none" if limit is None else _gib(limit))
+    quota, limit, memory = cpu_quota(), memory_limit_bytes(), psutil.virtual_memory()
+    found = {"cores": f"{available_cores()} of {os.cpu_count()}",
+             "cgroup CPU limit": "none" if quota is None else f"{quota:g} cores",
+             "memory": f"{_gib(memory.available)} free of {_gib(memory.total)}",
+             "cgroup memory limit": "none" if limit is None else _gib(limit)}
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
-        yield Finding(topic="machine", name=f"CUDA device {index}",
-                      value=f"{properties.name}, {_gib(properties.total_memory)}")
+        found[f"CUDA device {index}"] = f"{properties.name}, {_gib(properties.total_memory)}"
+    return (Finding(topic="machine", name=name, value=value) for name, value in found.items())
 
 
 def _communication() -> Iterator[Finding]:

@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,11 +49,12 @@ def evaluate(model: Path, sets: tuple[str, ...], harness: str | None, lm_eval_pa
     The mesh may be any, whatever the model was trained on. The settings of the model and its data are those of the run;
     flags change them.
     """
+    from ranvier.config.run import Comm, Launch
     from ranvier.inference.lm_eval_tasks import HarnessTasks
     from ranvier.inference.trained import open_trained
     from ranvier.launch import start as launch
 
-    tell = _stderr
+    tell = partial(print, file=sys.stderr)
     trained = open_trained(model, tell, ema=ema)
     tasks = None if harness is None else HarnessTasks(
         names=tuple(harness.split(",")), path=lm_eval_path, limit=lm_eval_limit, shots=lm_eval_shots)
@@ -64,9 +66,10 @@ def evaluate(model: Path, sets: tuple[str, ...], harness: str | None, lm_eval_pa
                           where="data", value=str(model),
                           remedy="Give `--data DATA` or `--lm-eval TASKS`.")
     runs = _runs(run, trained, named) if reads_data else {}
-    world = launch.start(run.mesh, transport=run.comm.transport, launcher=run.launch.launcher,
-                         threads=run.launch.threads, device=run.launch.device,
-                         timeout_seconds=run.comm.timeout_seconds, flags=True, stream=sys.stderr)
+    comm, asked = run.comm, run.launch
+    world = launch.start_ranks(
+        run.mesh, Comm(transport=comm.transport, timeout_seconds=comm.timeout_seconds),
+        Launch(launcher=asked.launcher, threads=asked.threads, device=asked.device), stream=sys.stderr)
 
     def work() -> None:
         from ranvier.inference.model_evaluation import evaluate as results_of
@@ -76,10 +79,6 @@ def evaluate(model: Path, sets: tuple[str, ...], harness: str | None, lm_eval_pa
             _print(trained, run, results, as_json)
 
     return work_as_rank(world, run.mesh, work)
-
-
-def _stderr(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def _named(given: Sequence[str]) -> dict[str, str]:

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -17,10 +17,13 @@ from ranvier.system.untrusted_file import parse_json
 
 if TYPE_CHECKING:
     from ranvier.inference.generate import Text
+    from ranvier.inference.prompts import ChatPrompts, TextPrompts
     from ranvier.inference.weights import LanguageModel
     from ranvier.mesh import Mesh
     from ranvier.models.generate import Sampling
     from ranvier.world import World
+
+    Writer = TextPrompts | ChatPrompts
 
 
 @click.command(short_help="Continue texts or chats with a trained model.")
@@ -61,6 +64,7 @@ def generate(model: Path, prompts: tuple[str, ...], file: Path | None, chat: boo
 
     The mesh may be any, whatever the model was trained on. With --temperature 0 the texts are the same on every mesh.
     """
+    from ranvier.config.run import Comm, Launch
     from ranvier.inference.weights import open_model
     from ranvier.launch import start as launch
     from ranvier.mesh import Mesh
@@ -72,7 +76,7 @@ def generate(model: Path, prompts: tuple[str, ...], file: Path | None, chat: boo
     asked = _prompts(prompts, file)
     found = open_model(model, lambda text: print(text, file=sys.stderr), ema=ema)
     writer = _writer(found, tokenizer, chat)
-    world = launch.start(mesh, device=device, flags=True, stream=sys.stderr)  # type: ignore[arg-type]  # a choice
+    world = launch.start_ranks(mesh, Comm(), Launch(device=device), stream=sys.stderr)  # type: ignore[arg-type]  # a choice
     return work_as_rank(world, mesh, lambda: _write(
         found, writer, asked, world, mesh, sampling, stop=stop, as_json=as_json, **options))
 
@@ -106,18 +110,7 @@ def _prompts(given: Sequence[str], file: Path | None) -> list[Any]:
     return found
 
 
-class _Writer(Protocol):
-    """What prompts and answers are written with."""
-
-    vocab: int
-    ends: frozenset[int]
-
-    def encode(self, prompt: Any) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-
-def _writer(model: LanguageModel, tokenizer: Path | None, chat: bool) -> _Writer:
+def _writer(model: LanguageModel, tokenizer: Path | None, chat: bool) -> Writer:
     """The tokenizer of the model. ConfigError if there is none."""
     from ranvier.inference.prompts import ChatPrompts, TextPrompts
 
@@ -128,7 +121,7 @@ def _writer(model: LanguageModel, tokenizer: Path | None, chat: bool) -> _Writer
     return ChatPrompts(path) if chat else TextPrompts(path)
 
 
-def _write(model: LanguageModel, writer: _Writer, asked: Sequence[Any], world: World, mesh: Mesh, sampling: Sampling, *,
+def _write(model: LanguageModel, writer: Writer, asked: Sequence[Any], world: World, mesh: Mesh, sampling: Sampling, *,
            stop: Sequence[str], max_tokens: int, scheme: str, precision: str, as_json: bool) -> None:
     """Collective; rank 0 prints."""
     from ranvier.config.run import TensorParallel
@@ -154,7 +147,7 @@ _STOP_TOKENS = 32
 """The last tokens of a text, in which a stop word is looked for."""
 
 
-def _complete(rounds: Iterator[list[Text]], writer: _Writer, stream: TextIO | None, stop: Sequence[str]
+def _complete(rounds: Iterator[list[Text]], writer: Writer, stream: TextIO | None, stop: Sequence[str]
               ) -> Iterator[Text]:
     """Texts as they become complete; stream: where the only one is printed while it is written."""
     printed = 0
@@ -174,14 +167,14 @@ def _held_back(answer: str, stop: Sequence[str]) -> int:
     return max((size for word in stop for size in range(len(word)) if answer.endswith(word[:size])), default=0)
 
 
-def answer_of(text: Text, writer: _Writer, stop: Sequence[str]) -> str:
+def answer_of(text: Text, writer: Writer, stop: Sequence[str]) -> str:
     """What has been written, up to the first stop word."""
     answer = writer.decode(text.written)
     places = [place for place in map(answer.find, stop) if place >= 0]
     return answer[:min(places)] if places else answer
 
 
-def _print(text: Text, writer: _Writer, asked: Sequence[Any], stop: Sequence[str], as_json: bool, *, is_streamed: bool
+def _print(text: Text, writer: Writer, asked: Sequence[Any], stop: Sequence[str], as_json: bool, *, is_streamed: bool
            ) -> None:
     answer = answer_of(text, writer, stop)
     if as_json:

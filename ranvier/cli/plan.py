@@ -8,19 +8,13 @@ from typing import Any
 
 import click
 
-from ranvier.cli.options import (
-    SettingsCommand,
-    allow_code_option,
-    json_option,
-    read_valid_recipe,
-    recipe_argument,
-)
+from ranvier.cli import options
 from ranvier.cli.problems import missing_data, print_warnings
 
 
-@click.command(cls=SettingsCommand, short_help="Find the fastest configuration on a cluster.")
-@recipe_argument
-@allow_code_option
+@click.command(cls=options.SettingsCommand, short_help="Find the fastest configuration on a cluster.")
+@options.recipe_argument
+@options.allow_code_option
 @click.option("--cluster", "clusters", required=True, multiple=True, metavar="NAME",
               help="A shipped cluster, or a TOML file; several are compared.")
 @click.option("--nodes", type=click.IntRange(min=1), metavar="N", help="Its nodes, instead of the file's.")
@@ -48,14 +42,14 @@ from ranvier.cli.problems import missing_data, print_warnings
 @click.option("--launcher", type=click.Choice(["slurm", "torchrun", "kubernetes"]), metavar="NAME",
               help="With --out: a job's file, slurm, torchrun, kubernetes.")
 @click.option("--explain", is_flag=True, help="More about the bottleneck, and memory against speed.")
-@json_option
+@options.json_option
 def plan(recipe: str, clusters: Sequence[str], tokens: str | None, deadline: float | None, budget: float | None,
-         mtbf_hours: float | None, as_json: bool, allow_code: bool, **options: Any) -> int:
+         mtbf_hours: float | None, as_json: bool, allow_code: bool, **flags: Any) -> int:
     """Find the fastest configuration of RECIPE on a cluster, before anything is started there."""
-    asked = {name: options.pop(name) for name in (
+    asked = {name: flags.pop(name) for name in (
         "ranks", "nodes", "price", "searched", "what_if", "out", "out_html", "launcher", "explain")}
-    measure = options.pop("measure") or 0
-    name, resolved = read_valid_recipe(recipe, options, allow_code=allow_code)
+    measure = flags.pop("measure") or 0
+    name, resolved = options.read_valid_recipe(recipe, flags, allow_code=allow_code)
     from ranvier.planner import plan as planner
     from ranvier.planner.training import goal_of
 

@@ -7,20 +7,13 @@ from pathlib import Path
 
 import click
 
-from ranvier.cli.options import (
-    SettingsCommand,
-    allow_code_option,
-    cluster_option,
-    json_option,
-    read_valid_recipe,
-    recipe_argument,
-)
+from ranvier.cli import options
 
 
-@click.command(cls=SettingsCommand, short_help="Simulate a step on a cluster, with noise and faults.")
-@recipe_argument
-@allow_code_option
-@cluster_option
+@click.command(cls=options.SettingsCommand, short_help="Simulate a step on a cluster, with noise and faults.")
+@options.recipe_argument
+@options.allow_code_option
+@options.cluster_option
 @click.option("--ranks", type=click.IntRange(min=1), help="Number of devices, if the mesh is auto.")
 @click.option("--jitter", type=click.FloatRange(min=0, max=3), default=0.0, show_default=True,
               help="Standard deviation of an action's time on one rank, as a fraction of its mean.")
@@ -33,11 +26,11 @@ from ranvier.cli.options import (
                    "jitter.")
 @click.option("--as-published", is_flag=True,
               help="As Megatron-LM and DeepSpeed were published: a stage does not compute while it sends or receives.")
-@json_option
+@options.json_option
 def simulate(recipe: str, cluster: str, ranks: int | None, jitter: float, slow: Sequence[str], mtbf_hours: float | None,
              draw: Path | None, as_published: bool, as_json: bool, allow_code: bool, **flags: str | None) -> int:
     """Simulate the schedule of RECIPE on a cluster: the engine's own policies with simulated times."""
-    name, resolved = read_valid_recipe(recipe, flags, allow_code=allow_code)
+    name, resolved = options.read_valid_recipe(recipe, flags, allow_code=allow_code)
     from ranvier.planner import plan as planner
 
     planner.simulate(name, resolved.run, cluster, ranks=ranks, jitter=jitter, slow=slow, mtbf_hours=mtbf_hours,

@@ -12,15 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from ranvier.cli.options import (
-    SettingsCommand,
-    allow_code_option,
-    for_this_machine,
-    json_option,
-    quiet_option,
-    read_recipe,
-    recipe_argument,
-)
+from ranvier.cli import options
 from ranvier.cli.problems import ConfigProblems, missing_data, print_warnings
 from ranvier.cli.ranks import work_as_rank
 from ranvier.config import read
@@ -37,11 +29,11 @@ if TYPE_CHECKING:
 _PLANNED = (*(f"mesh.{axis}" for axis in AXES), "batch.microbatch_size")
 
 
-@click.command(cls=SettingsCommand, short_help="Train a recipe.")
-@recipe_argument
-@allow_code_option
-@quiet_option
-@json_option
+@click.command(cls=options.SettingsCommand, short_help="Train a recipe.")
+@options.recipe_argument
+@options.allow_code_option
+@options.quiet_option
+@options.json_option
 @click.option("--planned", hidden=True, default="", help="Settings whose flags `auto` chose, on ranks started by this.")
 @click.pass_context
 def train(context: click.Context, /, recipe: str, allow_code: bool, quiet: bool, as_json: bool, planned: str,
@@ -56,8 +48,8 @@ def train(context: click.Context, /, recipe: str, allow_code: bool, quiet: bool,
     from ranvier.launch.launchers import detect
     from ranvier.train.restart import Restarts
 
-    name, resolved = read_recipe(recipe, flags, allow_code=allow_code)
-    resolved = for_this_machine(resolved)
+    name, resolved = options.read_recipe(recipe, flags, allow_code=allow_code)
+    resolved = options.for_this_machine(resolved)
     started = detect(os.environ, resolved.run.launch.launcher)
     # open for as long as the process lives: what ends it may still print
     stream = open(os.devnull, "w", encoding="utf-8") if quiet else sys.stderr if as_json else sys.stdout  # noqa: SIM115
@@ -71,14 +63,9 @@ def train(context: click.Context, /, recipe: str, allow_code: bool, quiet: bool,
         print(f"auto is {run.mesh}, microbatches of {run.batch.microbatch_size}", file=stream, flush=True)
     rerun = None if started is not None else [*launch.rerun_command(), "--run-dir", str(run_dir),
                                               *_planned_flags(asked, run)]
-    world = launch.start(run.mesh, transport=run.comm.transport, collectives=run.comm.collectives,
-                         launcher=run.launch.launcher, threads=run.launch.threads, device=run.launch.device,
-                         timeout_seconds=run.comm.timeout_seconds, rerun=rerun,
-                         explain_kill=lambda: _after_a_kill(run), saves_on_stop=True,
-                         stopped_seconds=run.launch.stopped_seconds, hang_seconds=run.launch.hang_seconds,
-                         restart=Restarts(run, rerun) if rerun and run.max_restarts else None,
-                         join_address=run.launch.join_address,
-                         survive_losses=run.launch.survive_losses, flags=True, stream=stream)
+    world = launch.start_ranks(run.mesh, run.comm, run.launch, rerun=rerun, explain_kill=lambda: _after_a_kill(run),
+                               saves_on_stop=True, stream=stream,
+                               restart=Restarts(run, rerun) if rerun and run.max_restarts else None)
     origins = {**resolved.origins, **dict.fromkeys(filter(None, planned.split(",")), "auto")}
     return _train_as_rank(run, run_dir, name, world, context.obj, stream, as_json, origins)
 

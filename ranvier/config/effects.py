@@ -48,6 +48,11 @@ def _unless(name: str, *values: object) -> Reason:
     return lambda run: _is(run, name) if _value(run, name) in values else None
 
 
+def _where(holds: Callable[[ResolvedRun], object], why: str) -> Reason:
+    """`why`, in the runs for which this holds."""
+    return lambda run: why if holds(run) else None
+
+
 def _first(*reasons: Reason) -> Reason:
     """The first reason of several that there is."""
     return lambda run: next((why for reason in reasons if (why := reason(run)) is not None), None)
@@ -72,10 +77,7 @@ def _no_sample_text(run: ResolvedRun) -> str | None:
     return None if form_of(run.data).writes_text else f"the task {run.data.task} writes no text"
 
 
-def _one_rank_a_stage(run: ResolvedRun) -> str | None:
-    return "blocks are not split: mesh.row and mesh.col are 1" if run.mesh.stage_size == 1 else None
-
-
+_one_rank_a_stage = _where(lambda run: run.mesh.stage_size == 1, "blocks are not split: mesh.row and mesh.col are 1")
 _defer_bytes = _first(_needs("pipeline.policy", "message-driven"), _unless("optim.update_in_backward", True))
 _deferred = _first(_defer_bytes, _needs("pipeline.defer_bytes", "auto"))
 
@@ -89,7 +91,7 @@ def _limits_are_set(run: ResolvedRun) -> str | None:
 
 
 def _on_cpu(why: str) -> Reason:
-    return lambda run: why if run.launch.device == "cpu" else None
+    return _where(lambda run: run.launch.device == "cpu", why)
 
 
 _half_precision = _needs("precision", "bf16", "fp16")
@@ -105,31 +107,19 @@ def _only(*algorithms: str, others: str) -> Reason:
     return reason
 
 
-def _nothing_is_averaged(run: ResolvedRun) -> str | None:
-    by_sequence = run.tensor.shards_sequence and run.mesh.col > 1
-    alone = run.mesh.data == run.mesh.row == 1 and not by_sequence and not run.elastic.auto_dp
-    return "mesh.data is 1, so no gradients are averaged" if alone else None
-
-
-def _one_replica(run: ResolvedRun) -> str | None:
-    alone = run.mesh.data == 1 and not run.elastic.auto_dp
-    return "mesh.data is 1; rows and columns add up gradients in fp32" if alone else None
-
-
-def _no_copies(run: ResolvedRun) -> str | None:
-    alone = run.mesh.data == run.mesh.stage_size == 1 and not run.elastic.auto_dp
-    return "no two ranks have the same parameters" if alone else _beyond_the_end(run.guard.compare_every, run)
-
-
-def _one_rank(run: ResolvedRun) -> str | None:
-    alone = run.mesh.size == 1 and run.launch.join_address is None
-    return "one rank has nobody beside it to see that it was stopped" if alone else None
-
-
-def _no_state_elsewhere(run: ResolvedRun) -> str | None:
-    if run.mesh.data == 1 and run.launch.join_address is None and not run.elastic.auto_dp:
-        return "mesh.data is 1, so no other rank has the state of a lost one"
-    return None
+_nothing_is_averaged = _where(
+    lambda run: run.mesh.data == run.mesh.row == 1 and not (run.tensor.shards_sequence and run.mesh.col > 1)
+    and not run.elastic.auto_dp, "mesh.data is 1, so no gradients are averaged")
+_one_replica = _where(lambda run: run.mesh.data == 1 and not run.elastic.auto_dp,
+                      "mesh.data is 1; rows and columns add up gradients in fp32")
+_no_copies = _first(_where(lambda run: run.mesh.data == run.mesh.stage_size == 1 and not run.elastic.auto_dp,
+                           "no two ranks have the same parameters"),
+                    lambda run: _beyond_the_end(run.guard.compare_every, run))
+_one_rank = _where(lambda run: run.mesh.size == 1 and run.launch.join_address is None,
+                   "one rank has nobody beside it to see that it was stopped")
+_no_state_elsewhere = _where(
+    lambda run: run.mesh.data == 1 and run.launch.join_address is None and not run.elastic.auto_dp,
+    "mesh.data is 1, so no other rank has the state of a lost one")
 
 
 def _not_offloaded(run: ResolvedRun) -> str | None:
@@ -155,9 +145,8 @@ _no_auto_pipe = _first(_nothing_freezes, _needs("elastic.auto_pipe"))
 _no_cache = _first(_nothing_freezes, _needs("elastic.cache"))
 
 
-def _frozen_dropout(run: ResolvedRun) -> str | None:
-    drops = run.model.dropout or (run.lora.rank and run.lora.dropout)
-    return _nothing_freezes(run) or (None if drops else "model.dropout is 0")
+_frozen_dropout = _first(_nothing_freezes, _where(
+    lambda run: not (run.model.dropout or (run.lora.rank and run.lora.dropout)), "model.dropout is 0"))
 
 
 def _tokenizer(run: ResolvedRun) -> str | None:
@@ -178,37 +167,22 @@ def _llama_only(run: ResolvedRun) -> str | None:
     return "the task's family has no such setting" if family == "auto" else f"the family {family} has no such setting"
 
 
+def _family(run: ResolvedRun) -> str:
+    return form_of(run.data).family if run.model.family == "auto" else run.model.family
+
+
 def _gpt_only(run: ResolvedRun) -> str | None:
-    family = form_of(run.data).family if run.model.family == "auto" else run.model.family
+    family = _family(run)
     has_it = family in ("gpt", "transformers") or is_object_name(family)
     return None if has_it else f"the family {family} has no such setting"
 
 
-def _gpt_has_none(run: ResolvedRun) -> str | None:
-    family = form_of(run.data).family if run.model.family == "auto" else run.model.family
-    return "the family gpt has no such setting" if family == "gpt" else None
-
-
-def _all_layers_are_full(run: ResolvedRun) -> str | None:
-    model = run.model
-    return "no layer has a window" if model.full_every == 1 or {*range(model.num_layers)} <= {
-        *model.full_layers} else None
-
-
-def _factor_of_one(run: ResolvedRun) -> str | None:
-    model = run.model  # dynamic scaling begins beyond the positions, whatever the factor is
-    changes = model.rope_factor != 1 or model.rope_scaling == "dynamic" or model.rope_magnitude not in (None, 1)
-    return None if changes else "model.rope-factor is 1"
-
-
-def _no_mixture(name: str) -> Reason:
-    """For what a task learns from where it has no mixture."""
-    return _first(_by_task(name), lambda run: "data.mixture is set" if run.data.mixture else None)
-
-
-def _padding(run: ResolvedRun) -> str | None:
-    packed = run.data.task == "chat" and run.data.packing
-    return "data.packing fills sequences" if packed else form_of(run.data).unused.get("data.padding")
+_gpt_has_none = _where(lambda run: _family(run) == "gpt", "the family gpt has no such setting")
+_all_layers_are_full = _where(lambda run: run.model.full_every == 1 or {*range(run.model.num_layers)} <= {
+    *run.model.full_layers}, "no layer has a window")
+_factor_of_one = _where(  # dynamic scaling begins beyond the positions, whatever the factor is
+    lambda run: run.model.rope_factor == 1 and run.model.rope_scaling != "dynamic"
+    and run.model.rope_magnitude in (None, 1), "model.rope-factor is 1")
 
 
 def _preference(*losses: str) -> Reason:
@@ -273,20 +247,19 @@ CONDITIONS: Mapping[str, Reason] = {
     "checkpoint.keep_every": lambda run: _needs("checkpoint.every")(run) if run.resume == "none" else None,
     "guard.max_bad_steps": _needs("guard.bad_step", "skip", "rollback"),
     "guard.compare_every": _no_copies,
-    "log.project": lambda run: None if run.log.tracker else "log.tracker names none",
-    "log.store": lambda run: None if {"mlflow", "aim"} & {*run.log.tracker} else "log.tracker names neither mlflow nor "
-                                                                                 "aim",
-    "log.offline": lambda run: None if "wandb" in run.log.tracker else "log.tracker does not name wandb",
+    "log.project": _where(lambda run: not run.log.tracker, "log.tracker names none"),
+    "log.store": _where(lambda run: not {"mlflow", "aim"} & {*run.log.tracker},
+                        "log.tracker names neither mlflow nor aim"),
+    "log.offline": _where(lambda run: "wandb" not in run.log.tracker, "log.tracker does not name wandb"),
     "comm.collectives": _first(_one_rank, _unless("comm.transport", "torch")),
     "launch.stopped_seconds": _one_rank,
     "launch.survive_losses": _no_state_elsewhere,
     "deterministic": _on_cpu("on a CPU the same run gives the same bits"),
     "max_restarts": _one_rank,  # what launchers of other kinds do with it is told where they are known
-    "model.compile": lambda run: (
-        "with several rows or columns only chains of elementwise operations are compiled, and with whole features and "
-        "without dropout this model has none"
-        if run.mesh.stage_size > 1 and run.tensor.scheme == "megatron" and not run.model.dropout
-        and _llama_only(run) is not None else None),
+    "model.compile": _where(
+        lambda run: run.mesh.stage_size > 1 and run.tensor.scheme == "megatron" and not run.model.dropout
+        and _llama_only(run) is not None, "with several rows or columns only chains of elementwise operations are "
+        "compiled, and with whole features and without dropout this model has none"),
     "model.attention_kernel": _on_cpu("a CPU has no choice of kernels"),
     "model.options": lambda run: (
         None if is_object_name(run.model.family) else f"the family {run.model.family} takes no options"),
@@ -317,8 +290,10 @@ CONDITIONS: Mapping[str, Reason] = {
         "data.augment_repeats", "data.max_bytes", "data.text_column", "data.pair_column",
         "data.label_column", "data.messages_column", "data.form", "data.chat_template", "data.mixture",
         "data.packing")},
-    **{name: _no_mixture(name) for name in ("data.train", "data.corpus")},
-    "data.padding": _padding,
+    **{name: _first(_by_task(name), _where(lambda run: run.data.mixture, "data.mixture is set"))
+       for name in ("data.train", "data.corpus")},
+    "data.padding": _first(_where(lambda run: run.data.task == "chat" and run.data.packing,
+                                  "data.packing fills sequences"), _by_task("data.padding")),
     "data.tokenizer": _tokenizer,
     "elastic.options": lambda run: (
         None if is_object_name(run.elastic.freeze) else f"the freeze policy {run.elastic.freeze} takes no options"),
@@ -328,7 +303,7 @@ CONDITIONS: Mapping[str, Reason] = {
     "elastic.auto_pipe": _first(_nothing_freezes, _unless("mesh.pipe", 1)),
     "elastic.auto_dp": _no_auto_pipe,
     "elastic.cut": _no_auto_pipe,
-    "elastic.global_batch": lambda run: "one rank has no replicas to add" if run.mesh.size == 1 else None,
+    "elastic.global_batch": _where(lambda run: run.mesh.size == 1, "one rank has no replicas to add"),
     "elastic.cache": _nothing_freezes,
     "elastic.cache_from": _no_cache,
     "elastic.cache_dir": _no_cache,

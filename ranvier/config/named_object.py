@@ -142,24 +142,19 @@ def _attribute(text: str, setting: str) -> object:
     _search_current_directory()
     try:
         imported = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{module}.".startswith(f"{missing}."):
             raise ConfigError(
                 f"names the module {module}, which cannot be found", code="module-not-found", where=setting, value=text,
                 remedy="Start the run in the folder of the module, or put that into PYTHONPATH.") from error
-        raise _not_imported(text, setting, error) from error
-    except Exception as error:
-        raise _not_imported(text, setting, error) from error
+        raise ConfigError(f"names a module that cannot be imported: {_first_line(error)}", code="module-not-importable",
+                          where=setting, value=text, remedy=f"Correct it {_place(error)}.") from error
     if not hasattr(imported, name):
         raise ConfigError(f"names something that the module {module} does not have: {name}", code="name-not-in-module",
                           where=setting, value=text, remedy=_similar(imported, name))
     found: object = getattr(imported, name)
     return found
-
-
-def _not_imported(text: str, setting: str, error: Exception) -> ConfigError:
-    return ConfigError(f"names a module that cannot be imported: {_first_line(error)}", code="module-not-importable",
-                       where=setting, value=text, remedy=f"Correct it {_place(error)}.")
 
 
 def _similar(module: ModuleType, name: str) -> str:

@@ -98,16 +98,3 @@ def of_engine(method: Callable[Concatenate[AnEngine, Parameters], Result]
             return method(engine, *args, **kwargs)
 
     return call
-
-
-def of_function(caller: str) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Of a function: its errors name arguments, unless it is called with `flags`."""
-    def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-        @functools.wraps(function)
-        def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-            with naming_arguments(caller, unless=bool(kwargs.get("flags"))):
-                return function(*args, **kwargs)
-
-        return call
-
-    return decorate

@@ -495,8 +495,11 @@ def load(recipe: str, *, keep_folder: bool = False, allow_code: bool = False) ->
     if path.suffix == ".toml":
         try:
             layer = _parse(read_bytes(path, MOST_BYTES), f"file {recipe}")
-            layer = replace(layer, is_users=not _is_own(path, layer), code="allowed" if allow_code else "on request")
-            return (_own_name(path, layer), layer) if keep_folder else _without_own_folder(path, layer)
+            is_own = _is_own(path, layer)  # it is called by its folder, which is not that of the next run
+            values = {name: value for name, value in layer.values.items()
+                      if keep_folder or not is_own or name != "run_dir"}
+            return path.absolute().parent.name if is_own else path.stem, replace(
+                layer, values=values, is_users=not is_own, code="allowed" if allow_code else "on request")
         except (OSError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
@@ -521,19 +524,6 @@ def _sequence_of(folder: Path) -> int:
     except (OSError, ValueError, AttributeError):  # who reads the model's sizes says what is wrong with it
         positions = None
     return min(positions, presets.SEQUENCE) if type(positions) is int and positions > 0 else presets.SEQUENCE
-
-
-def _without_own_folder(path: Path, layer: Layer) -> tuple[str, Layer]:
-    """A recipe file's name and layer. A run's own run.toml names the folder that it is in, not one for the next run."""
-    name = _own_name(path, layer)
-    if name == path.stem:
-        return name, layer
-    return name, replace(layer, values={name: value for name, value in layer.values.items() if name != "run_dir"})
-
-
-def _own_name(path: Path, layer: Layer) -> str:
-    """What a recipe file is called: a run's own run.toml by its folder."""
-    return path.absolute().parent.name if _is_own(path, layer) else path.stem
 
 
 def _is_own(path: Path, layer: Layer) -> bool:

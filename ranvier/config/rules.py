@@ -115,23 +115,20 @@ def schedule_problems(placement: StagePlacement, policy: str, deferred: tuple[in
 def _rotary_problems(run: ResolvedRun) -> Iterator[ConfigError]:
     """Dynamic rotary scaling chooses its base by the length of a sequence, which with packing or padding is not that of
     the sample."""
-    model, packing, pads = run.model, run.data.packing, (
-        run.data.task in ("chat", "classification") and run.data.padding == "longest")
-    if run.data.task in ("preference", "reward") and model.rope_scaling == "dynamic" and (
-            model.sequence > (model.rope_positions or model.sequence)):
-        yield ConfigError("puts two answers into one sequence, and the rotary scaling dynamic depends on the "
-                          f"length above {model.rope_positions} positions", code="pairs-with-dynamic-rope",
-                          where="data.task", value=run.data.task,
-                          remedy=f"Set `--model.sequence {model.rope_positions}` or less.")
-    elif model.rope_scaling == "dynamic" and model.sequence > (model.rope_positions or model.sequence) and (
-            packing or pads):
-        name, value = ("packing", True) if packing else ("padding", "longest")
-        yield ConfigError("gives samples other lengths than their own, and the rotary scaling dynamic depends on the "
-                          f"length above {model.rope_positions} positions", code="dynamic-rope-length",
-                          where=f"data.{name}", value=value,
-                          remedy=f"Set `--model.sequence {model.rope_positions}` or less"
-                                 + (", or leave `--data.packing` out." if packing else
-                                    ", or `--data.padding maximum`."))
+    task, longest = run.data.task, run.model.rope_positions
+    if run.model.rope_scaling != "dynamic" or longest is None or run.model.sequence <= longest:
+        return
+    depends = f"and the rotary scaling dynamic depends on the length above {longest} positions"
+    remedy = f"Set `--model.sequence {longest}` or less"
+    if task in ("preference", "reward"):
+        yield ConfigError(f"puts two answers into one sequence, {depends}", code="pairs-with-dynamic-rope",
+                          where="data.task", value=task, remedy=f"{remedy}.")
+    elif run.data.packing:
+        yield ConfigError(f"gives samples other lengths than their own, {depends}", code="dynamic-rope-length",
+                          where="data.packing", value=True, remedy=f"{remedy}, or leave `--data.packing` out.")
+    elif task in ("chat", "classification") and run.data.padding == "longest":
+        yield ConfigError(f"gives samples other lengths than their own, {depends}", code="dynamic-rope-length",
+                          where="data.padding", value="longest", remedy=f"{remedy}, or `--data.padding maximum`.")
 
 
 def tensor_problems(mesh: Mesh, tensor: TensorParallel) -> Iterator[ConfigError]:

@@ -15,18 +15,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from functools import wraps
 from pathlib import Path
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    TypeVar,
-    Union,
-    cast,
-    dataclass_transform,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 import annotated_types
 from pydantic import ConfigDict, ValidationError
@@ -41,9 +30,11 @@ Section = TypeVar("Section")
 def section(cls: type[Section]) -> type[Section]:
     """Make a class a frozen, keyword-only dataclass that checks its fields. A value that does not fit, and a name that
     is no field, is a ConfigError that names the argument; so is one in `dataclasses.replace`."""
-    made = dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", arbitrary_types_allowed=True))(cls)
-    setattr(made, "__init__", _checked(made.__init__))  # noqa: B010 - as an assignment, mypy refuses it
-    return cast(type[Section], made)
+    config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    made: Any = dataclass(frozen=True, kw_only=True, config=config)(cls)
+    made.__init__ = _checked(made.__init__)
+    found: type[Section] = made
+    return found
 
 
 def _checked(construct: Callable[..., None]) -> Callable[..., None]:

@@ -44,75 +44,45 @@ class TaskForm:
     others: tuple[str, ...] = ()
 
 
-def _unused(task: str, reason: str, *names: str) -> dict[str, str]:
-    return {name: reason.format(f"the task {task}") for name in names}
+_UNUSED: tuple[tuple[str, str, str], ...] = (
+    ("lm", "{} learns from data.corpus", "data.train data.train_samples data.eval_samples"),
+    ("chat preference reward classification qa images", "{} learns from data.train", "data.corpus data.max_bytes"),
+    ("preference reward classification qa images", "{} is evaluated on all held-out samples", "train.eval_sequences"),
+    ("preference reward classification qa images", "{} packs nothing", "data.packing"),
+    ("preference reward classification qa images", "{} has no mixtures", "data.mixture"),
+    ("preference reward", "{} reads prompt, chosen and rejected", "data.messages_column"),
+    ("lm classification qa images", "{} has no conversations", "data.messages_column data.form data.chat_template"),
+    ("lm chat preference reward qa", "{} has no classes", "model.num_classes"),
+    ("lm chat preference reward qa images", "{} has no pairs", "data.pair_column"),
+    ("lm chat preference reward qa images", "{} has no column of labels", "data.label_column"),
+    ("chat preference reward qa images", "{} has no column of text", "data.text_column"),
+    ("lm chat preference reward classification qa", "{} has no images", "model.image_size model.patch_size"),
+    ("lm preference reward", "{} has no images", "data.augment data.augment_repeats"),
+    ("lm images", "samples of {} have one length", "data.padding"),
+    ("images", "{} has no tokens", "model.vocab model.sequence"),
+    ("images", "{} has no text", "data.tokenizer"))
+"""(tasks, why these settings have no effect in them, the settings)."""
 
 
-def _labelled(task: str) -> dict[str, str]:
-    """Settings without effect in tasks with labelled samples."""
-    return (_unused(task, "{} learns from data.train", "data.corpus", "data.max_bytes")
-            | _unused(task, "{} is evaluated on all held-out samples", "train.eval_sequences"))
-
-
-def _no_images(task: str, *names: str) -> dict[str, str]:
-    return _unused(task, "{} has no images", "model.image_size", "model.patch_size", *names)
-
-
-def _no_labels(task: str) -> dict[str, str]:
-    return (_unused(task, "{} has no pairs", "data.pair_column")
-            | _unused(task, "{} has no column of labels", "data.label_column"))
-
-
-def _no_text_column(task: str) -> dict[str, str]:
-    return _unused(task, "{} has no column of text", "data.text_column")
-
-
-def _no_messages(task: str) -> dict[str, str]:
-    return _unused(task, "{} has no conversations", "data.messages_column", "data.form", "data.chat_template")
-
-
-def _no_packing(task: str) -> dict[str, str]:
-    return _unused(task, "{} packs nothing", "data.packing") | _unused(task, "{} has no mixtures", "data.mixture")
-
-
-def _of_pairs(task: str) -> dict[str, str]:
-    """Settings without effect in tasks with pairs of answers."""
-    return (_labelled(task) | _unused(task, "{} has no classes", "model.num_classes") | _no_labels(task)
-            | _no_text_column(task) | _no_packing(task) | _no_images(task, "data.augment", "data.augment_repeats")
-            | _unused(task, "{} reads prompt, chosen and rejected", "data.messages_column"))
+def _unused(task: str) -> dict[str, str]:
+    return {setting: why.format(f"the task {task}") for tasks, why, settings in _UNUSED if task in tasks.split()
+            for setting in settings.split()}
 
 
 _DECODERS = ("llama", "transformers")
 SHIPPED: Mapping[str, TaskForm] = MappingProxyType({
-    "lm": TaskForm(
-        family="gpt", head="tokens", targets="tokens", samples="sequences", writes_text=True, others=_DECODERS,
-        unused=_unused("lm", "{} learns from data.corpus", "data.train", "data.train_samples", "data.eval_samples")
-        | _unused("lm", "{} has no classes", "model.num_classes")
-        | _unused("lm", "samples of {} have one length", "data.padding") | _no_labels("lm") | _no_messages("lm")
-        | _no_images("lm", "data.augment", "data.augment_repeats")),
-    "chat": TaskForm(
-        family="gpt", head="tokens", targets="tokens", samples="conversations", others=_DECODERS,
-        unused=_unused("chat", "{} learns from data.train", "data.corpus", "data.max_bytes")
-        | _unused("chat", "{} has no classes", "model.num_classes") | _no_labels("chat") | _no_text_column("chat")
-        | _no_images("chat")),
+    "lm": TaskForm(family="gpt", head="tokens", targets="tokens", samples="sequences", writes_text=True,
+                   others=_DECODERS, unused=_unused("lm")),
+    "chat": TaskForm(family="gpt", head="tokens", targets="tokens", samples="conversations", others=_DECODERS,
+                     unused=_unused("chat")),
     "preference": TaskForm(family="gpt", head="tokens", targets="pairs", samples="pairs", others=("llama",),
-                           unused=_of_pairs("preference")),
-    "reward": TaskForm(family="llama", head="score", targets="pairs", samples="pairs", unused=_of_pairs("reward")),
-    "classification": TaskForm(
-        family="bert", head="classes", targets="sentences", samples="sentences", takes_wordpiece=True,
-        others=("llama",),
-        unused=_labelled("classification") | _no_messages("classification") | _no_packing("classification")
-        | _no_images("classification")),
-    "qa": TaskForm(
-        family="bert", head="span", targets="questions", samples="questions", takes_wordpiece=True,
-        unused=_labelled("qa") | _no_images("qa") | _no_labels("qa") | _no_text_column("qa") | _no_messages("qa")
-        | _no_packing("qa") | _unused("qa", "{} has no classes", "model.num_classes")),
-    "images": TaskForm(
-        family="vit", head="classes", targets="images", samples="images",
-        unused=_labelled("images") | _no_labels("images") | _no_text_column("images") | _no_messages("images")
-        | _no_packing("images") | _unused("images", "samples of {} have one length", "data.padding")
-        | _unused("images", "{} has no tokens", "model.vocab", "model.sequence")
-        | _unused("images", "{} has no text", "data.tokenizer"))})
+                           unused=_unused("preference")),
+    "reward": TaskForm(family="llama", head="score", targets="pairs", samples="pairs", unused=_unused("reward")),
+    "classification": TaskForm(family="bert", head="classes", targets="sentences", samples="sentences",
+                               others=("llama",), takes_wordpiece=True, unused=_unused("classification")),
+    "qa": TaskForm(family="bert", head="span", targets="questions", samples="questions", takes_wordpiece=True,
+                   unused=_unused("qa")),
+    "images": TaskForm(family="vit", head="classes", targets="images", samples="images", unused=_unused("images"))})
 
 TASK_ATTRIBUTES = ("form", "problems()", "warnings()", "prepare()")
 """What a task has (`ranvier.data.task.Task`)."""

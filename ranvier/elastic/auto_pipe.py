@@ -62,10 +62,9 @@ def greedy(sizes: Sequence[float], devices: int, frozen: int = 0, factor: float 
     return (*counts, len(weights) - start)
 
 
-def stage_sizes(sizes: Sequence[float], counts: Sequence[int], frozen: int = 0,
-                factor: float = FROZEN_FACTOR) -> tuple[float, ...]:
+def stage_sizes(sizes: Sequence[float], counts: Sequence[int], frozen: int = 0) -> tuple[float, ...]:
     """What each device's blocks weigh together, with `counts` blocks per device."""
-    weights, edges = _weights(sizes, frozen, factor), accumulate(counts, initial=0)
+    weights, edges = _weights(sizes, frozen, FROZEN_FACTOR), accumulate(counts, initial=0)
     return tuple(sum(weights[start:stop]) for start, stop in pairwise(edges))
 
 

@@ -26,16 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from ranvier.block import State, carried, named
-from ranvier.elastic.cache_file import (
-    CHECKSUM_BYTES,
-    WHERE,
-    CacheFile,
-    Lengths,
-    NotCacheable,
-    Precision,
-    RowFormat,
-    RunFolder,
-)
+from ranvier.elastic.cache_file import WHERE, CacheFile, Lengths, NotCacheable, Precision, RowFormat, RunFolder
 from ranvier.elastic.cache_profile import Times
 
 
@@ -421,9 +412,8 @@ class AutoCache:
             else:
                 self.counts.upgraded += len(places)
             self.counts.bytes_read += rows.nbytes
-            payload = rows.to(self._device, non_blocking=True)[:, CHECKSUM_BYTES:]
             parts.append((places, store.depth, store.rows.decode(
-                payload, None if self._lengths is None else self._length)))
+                rows.to(self._device, non_blocking=True), None if self._lengths is None else self._length)))
         missing = is_missing.nonzero().flatten()
         self.counts.misses += len(missing)
         # Rows go through the blocks together where all do: no row is copied, and collectives need all of them.

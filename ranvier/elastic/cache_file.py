@@ -135,9 +135,10 @@ class RowFormat:
         payload = torch.cat(records, dim=-1).flatten(1)
         return functional.pad(payload, (CHECKSUM_BYTES, 0)), in_range
 
-    def decode(self, payload: Tensor, length: int | None) -> State:
-        """The rows of `payload` [n, bytes] uint8, on its device. length: positions of the state, where rows have
+    def decode(self, rows: Tensor, length: int | None) -> State:
+        """The state of `rows`, as `encode` gives them, on their device. length: positions of the state, where rows have
         lengths of their own; those that a row lacks are zero."""
+        payload = rows[:, CHECKSUM_BYTES:]
         lead = (len(payload),) if length is None else (len(payload), length)
         if length is not None:
             payload = functional.pad(payload, (0, length * self.record_bytes - payload.shape[1]))

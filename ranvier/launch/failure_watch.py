@@ -14,7 +14,7 @@ have ended it. The first one that leaves prints what every rank was doing.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 
 from ranvier.comm.board import call_with_timeout, read_actions
 from ranvier.comm.signed_store import SharedStore
@@ -76,15 +76,11 @@ class FailureWatch:
         if call_with_timeout(lambda: may_report_killed(self._store, self.rank)) is False:
             return None
         actions = call_with_timeout(lambda: read_actions(self._store, range(self.size))) or {}
-        return "\n".join([f"{cause}, and rank {self.rank} leaves, which waits for it. Ranks were in:",
-                          *_lines(actions, range(self.size), describe)])
+        return "\n".join([f"{cause}, and rank {self.rank} leaves, which waits for it. Ranks were in:", *(
+            f"  rank {rank} ({describe(rank)}): {actions[rank][1] if rank in actions else 'not heard from'}"
+            for rank in range(self.size))])
 
 
 def may_report_killed(store: SharedStore, rank: int) -> bool:
     """Whether `rank` is the first that asks: it reports the loss of a rank that could not report it itself."""
     return store.compare_set(_REPORTED, "", str(rank)).decode() == str(rank)
-
-
-def _lines(actions: Mapping[int, tuple[int, str]], ranks: Collection[int], describe: Callable[[int], str]) -> list[str]:
-    return [f"  rank {rank} ({describe(rank)}): {actions[rank][1] if rank in actions else 'not heard from'}"
-            for rank in ranks]

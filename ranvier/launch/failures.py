@@ -24,6 +24,7 @@ from typing import NoReturn
 from ranvier.comm.board import EXIT_THREAD, call_with_timeout, find_silent_ranks, find_waiting_rank, read_actions
 from ranvier.comm.hang import HangDetector
 from ranvier.comm.signed_store import SharedStore, clone_shared_store
+from ranvier.config.run import Launch
 from ranvier.errors import Hang, LaunchError, MessageTimeout, RanvierError, TransportError, UnsavedError
 from ranvier.launch.failure_watch import FAILED, FINISHED, may_report_killed
 from ranvier.launch.heartbeat import Heartbeat, find_launcher_processes, launcher_variable, store_is_gone
@@ -112,14 +113,13 @@ def abort_all_ranks(world: World, code: int) -> NoReturn:
         os._exit(code)
 
 
-def install_error_handlers(world: World, mesh: Mesh, *, stopped_seconds: float, hang_seconds: float | None,
-                           timeout_seconds: float) -> None:
+def install_error_handlers(world: World, mesh: Mesh, launch: Launch, *, timeout_seconds: float) -> None:
     """From now on an uncaught error on any thread of this rank is reported and ends all ranks.
 
-    So do a rank of this machine that a signal has stopped for `stopped_seconds` (0: never), and an action of this rank
-    that hangs (`HangDetector(hang_seconds)`). The normal end of the program waits for all ranks and then closes the
-    backend; it fails if a rank sends no heartbeat for `timeout_seconds`. sys.exit with an error code does not wait, but
-    ends the other ranks.
+    So do a rank of this machine that a signal has stopped for `launch.stopped_seconds`, and an action of this rank that
+    hangs, by `launch.hang_seconds` (`HangDetector`). The normal end of the program waits for all ranks and then closes
+    the backend; it fails if a rank sends no heartbeat for `timeout_seconds`. sys.exit with an error code does not wait,
+    but ends the other ranks.
     """
     if not faulthandler.is_enabled() and sys.__stderr__ is not None:  # a program may have its own object in sys.stderr
         with suppress(OSError, ValueError):  # standard error may be closed
@@ -152,9 +152,9 @@ def install_error_handlers(world: World, mesh: Mesh, *, stopped_seconds: float, 
 
     heartbeat = None
     if not world.is_alone:
-        heartbeat = Heartbeat(world, stopped_seconds=stopped_seconds, timeout_seconds=timeout_seconds,
+        heartbeat = Heartbeat(world, stopped_seconds=launch.stopped_seconds, timeout_seconds=timeout_seconds,
                               on_stopped=on_stopped, on_overdue=on_overdue, on_left_behind=on_left_behind)
-        world.hang = lambda: HangDetector(hang_seconds, fail)
+        world.hang = lambda: HangDetector(None if launch.hang_seconds == "auto" else launch.hang_seconds, fail)
     codes = [0]
 
     def on_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> NoReturn:

@@ -25,15 +25,10 @@ from typing import NoReturn
 
 from ranvier.comm.board import HEARTBEAT_KEY, call_with_timeout
 from ranvier.comm.signed_store import clone_shared_store
+from ranvier.launch import stopped_ranks
 from ranvier.launch.failure_watch import FailureWatch
 from ranvier.launch.launchers import Started
-from ranvier.launch.stopped_ranks import (
-    CHECK_SECONDS,
-    StoppedRankDetector,
-    find_rank_processes,
-    find_rank_processes_by_variable,
-    publish_pid,
-)
+from ranvier.launch.stopped_ranks import CHECK_SECONDS
 from ranvier.system import parent_death
 from ranvier.system.processes import Process, ancestors_with
 from ranvier.world import World
@@ -108,7 +103,7 @@ class Heartbeat:
         self._on_overdue, self._on_left_behind = on_overdue, on_left_behind
         # A connection of its own, since a blocking call on the shared one would hold up the heartbeat.
         self._world, self._store = world, clone_shared_store(world.store)
-        self._stopped, self._on_stopped = StoppedRankDetector(stopped_seconds), on_stopped
+        self._stopped, self._on_stopped = stopped_ranks.StoppedRankDetector(stopped_seconds), on_stopped
         self.timeout_seconds = timeout_seconds
         self._count = 0
         self._heard: dict[int, tuple[str, int]] = {}
@@ -118,10 +113,10 @@ class Heartbeat:
         self._launcher = next(reversed(find_launcher_processes(world.launcher)), None) if watches else None
         self._neighbours: dict[int, Process] = {}
         self._failures = FailureWatch(world.rank, world.size, self._store, world.lost)
-        publish_pid(self._store, world.rank)
+        stopped_ranks.publish_pid(self._store, world.rank)
         # The watch has a thread of its own: a store whose host is stopped holds up whoever asks it.
-        self._threads = [threading.Thread(target=target, name="ranvier-heartbeat", daemon=True)
-                         for target in (self._keep_beating, self._keep_watching)]
+        self._threads = [threading.Thread(target=self._repeat, args=(check,), name="ranvier-heartbeat", daemon=True)
+                         for check in (self._beat, self._watch)]
         for thread in self._threads:
             thread.start()
 
@@ -145,25 +140,18 @@ class Heartbeat:
             if threading.current_thread() is not thread:
                 thread.join(_STORE_HOST_SECONDS)
 
-    def _keep_beating(self) -> None:
+    def _repeat(self, check: Callable[[], None]) -> None:
+        """`check` once a second; without the store this rank leaves."""
         try:
             while not self._ending.wait(CHECK_SECONDS):
-                self._count += 1
-                self._store.set(f"{HEARTBEAT_KEY}{self._world.rank}", str(self._count))
+                check()
         except Exception as error:
-            self._leave_without_store(error)
+            if not self._ending.wait(_STORE_HOST_SECONDS):
+                exit_now(store_is_gone(self._world, error))
 
-    def _keep_watching(self) -> None:
-        try:
-            while not self._ending.wait(CHECK_SECONDS):
-                self._watch()
-        except Exception as error:
-            self._leave_without_store(error)
-
-    def _leave_without_store(self, error: Exception) -> None:
-        if self._ending.wait(_STORE_HOST_SECONDS):
-            return
-        exit_now(store_is_gone(self._world, error))
+    def _beat(self) -> None:
+        self._count += 1
+        self._store.set(f"{HEARTBEAT_KEY}{self._world.rank}", str(self._count))
 
     def _watch(self) -> None:
         overdue = self._world.overdue()
@@ -181,11 +169,11 @@ class Heartbeat:
             self._on_left_behind(cause, partial(self._failures.report, cause))
 
     def _find_neighbours(self, launcher: Process) -> dict[int, Process]:
-        published = call_with_timeout(lambda: find_rank_processes(self._store, self._world.size, launcher),
-                                      CHECK_SECONDS)
+        published = call_with_timeout(lambda: stopped_ranks.find_rank_processes(
+            self._store, self._world.size, launcher), CHECK_SECONDS)
         if published is not None or self._world.launcher in _STORE_HOSTS:
             return published or {}
-        return find_rank_processes_by_variable(launcher, launcher_variable(self._world.launcher))
+        return stopped_ranks.find_rank_processes_by_variable(launcher, launcher_variable(self._world.launcher))
 
 
 def store_is_gone(world: World, error: BaseException) -> str:

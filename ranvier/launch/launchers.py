@@ -96,8 +96,8 @@ def _detect(environ: Mapping[str, str], setting: Setting) -> Started | None:
     repeats = known and _AGENT not in environ and (
         "LOCAL_RANK" not in environ or exported == (str(known.rank), str(known.size)))
     torchrun = None if repeats else _torchrun(environ)
-    if torchrun and srun and _runs_torchrun(environ, srun):
-        srun = None
+    if torchrun and srun and environ.get("GROUP_WORLD_SIZE") == str(srun.size):
+        srun = None  # there are as many agents as tasks: each task of srun is one torchrun
     if srun and mpiexec and (srun.rank, srun.size) == (mpiexec.rank, mpiexec.size):
         srun, mpiexec = replace(srun, mpi=True), None
     all_found = [started for started in (torchrun, mpiexec, srun) if started]
@@ -199,11 +199,6 @@ def _srun(environ: Mapping[str, str]) -> Started | None:
 
 
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # Slurm numbers its batch, interactive and extern steps from here on
-
-
-def _runs_torchrun(environ: Mapping[str, str], srun: Started) -> bool:
-    """Whether each task of srun is one torchrun: there are as many agents as tasks."""
-    return environ.get("GROUP_WORLD_SIZE", "") == str(srun.size)
 
 
 def _given_master(environ: Mapping[str, str]) -> tuple[str, int] | None:

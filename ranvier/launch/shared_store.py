@@ -25,15 +25,8 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from ranvier.comm.signed_store import SharedStore, signed
 from ranvier.errors import LaunchError
+from ranvier.launch import stores
 from ranvier.launch.launchers import Started
-from ranvier.launch.stores import (
-    LOOPBACK,
-    TELL_SECONDS,
-    connect_store,
-    create_store,
-    create_store_everywhere,
-    tell_missing,
-)
 from ranvier.system.machine import address_towards
 
 _REMEDY = "Set MASTER_ADDR and MASTER_PORT, the same for all ranks, to a free port of rank 0's machine."
@@ -61,7 +54,7 @@ def open_store(started: Started, timeout_seconds: float) -> tuple[Store, SharedS
         _await_launchers_store(started, host, port, timeout_seconds)
     remedy = _TORCHRUN_REMEDY if started.agent_store and started.launcher == "torchrun" else _REMEDY
     try:
-        store = _host_store(host, port, started, timeout) if hosts else connect_store(
+        store = _host_store(host, port, started, timeout) if hosts else stores.connect_store(
             host, port, timeout, tells=not started.local_rank)
     except Exception as error:
         what = "cannot listen there" if hosts else "rank 0 cannot be reached there"
@@ -96,7 +89,7 @@ def agree_on_start(rank: int, size: int, store: SharedStore, timeout_seconds: fl
         return answer
     missing, answered = set(range(1, size)), set[str]()
     now = time.monotonic()
-    end, tell = now + timeout_seconds, now + TELL_SECONDS
+    end, tell = now + timeout_seconds, now + stores.TELL_SECONDS
     while missing:
         for other in sorted(missing):
             if store.check([f"{word}/{other}"]):
@@ -109,7 +102,7 @@ def agree_on_start(rank: int, size: int, store: SharedStore, timeout_seconds: fl
         if missing and time.monotonic() > end:
             raise _missing(min(missing), f"{timeout_seconds:g} s")
         if missing and time.monotonic() > tell:
-            tell_missing(missing, size)
+            stores.tell_missing(missing, size)
             tell = math.inf
         time.sleep(_POLL_SECONDS if missing else 0)
     return word
@@ -164,11 +157,11 @@ def _host_store(host: str, port: int, started: Started, timeout: timedelta) -> T
     for address in addresses:
         if alone or not (address.startswith("127.") or address == "::1"):
             try:
-                return create_store(address, port, timeout)
+                return stores.create_store(address, port, timeout)
             except OSError as error:
                 if error.errno != errno.EADDRNOTAVAIL:
                     raise
-    return create_store_everywhere(host, port, timeout)
+    return stores.create_store_everywhere(host, port, timeout)
 
 
 def _open_through_mpi(started: Started, timeout: timedelta) -> tuple[Store, SharedStore]:
@@ -182,11 +175,12 @@ def _open_through_mpi(started: Started, timeout: timedelta) -> tuple[Store, Shar
     contact: tuple[str, int, str] | None = None
     if hosts is not None:  # on rank 0, the root of the gather
         other = next((host for host in hosts if host != hosts[0]), None)
-        address = LOOPBACK if other is None else address_towards(other)
+        address = stores.LOOPBACK if other is None else address_towards(other)
         # If the route to the other machine is unknown: on all interfaces, under this machine's name.
-        store = create_store(address, 0, timeout) if address else create_store_everywhere(socket.getfqdn(), 0, timeout)
-        contact = (address or socket.getfqdn(), store.port, new_secret())
+        host = address or socket.getfqdn()
+        store = (stores.create_store if address else stores.create_store_everywhere)(host, 0, timeout)
+        contact = (host, store.port, new_secret())
     contact = MPI.COMM_WORLD.bcast(contact)
     assert contact is not None, "rank 0 sends it"
     host, port, secret = contact
-    return signed(store or connect_store(host, port, timeout), secret)
+    return signed(store or stores.connect_store(host, port, timeout), secret)

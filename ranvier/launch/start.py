@@ -28,7 +28,8 @@ from ranvier.comm.mpi_backend import MPIBackend
 from ranvier.comm.protocol import Backend
 from ranvier.comm.signed_store import SharedStore, clone_store
 from ranvier.comm.torch_backend import TorchBackend
-from ranvier.config.python_names import of_function
+from ranvier.config.python_names import naming_arguments
+from ranvier.config.run import Comm, Launch
 from ranvier.errors import ConfigError, LaunchError, RanvierError
 from ranvier.launch import failures as failure
 from ranvier.launch.cuda_environment import cuda_defaults
@@ -58,16 +59,13 @@ class Choice:
     reason: str
 
 
-@of_function("ranvier.start")
 def start(mesh: Mesh | None = None, *, data: int = 1, pipe: int = 1, row: int = 1, col: int = 1,
           transport: Literal["auto", "torch", "mpi"] = "auto",
           collectives: Literal["auto", "torch", "mpi"] = "auto", launcher: Setting = "auto",
           threads: int | Literal["auto"] = "auto", device: Literal["auto", "cpu", "cuda"] = "auto",
-          timeout_seconds: float = 300.0, rerun: Sequence[str] | None = None,
-          explain_kill: Callable[[], str] | None = None, saves_on_stop: bool = False, stopped_seconds: float = 5.0,
-          hang_seconds: float | Literal["auto"] = "auto", restart: Restart | None = None,
-          join_address: str | None = None, survive_losses: bool = False, flags: bool = False,
-          stream: TextIO | None = None) -> World:
+          timeout_seconds: float = 300.0, rerun: Sequence[str] | None = None, stopped_seconds: float = 5.0,
+          hang_seconds: float | Literal["auto"] = "auto", join_address: str | None = None,
+          survive_losses: bool = False) -> World:
     """Start the ranks of `mesh` (or of data x pipe x row x col); returns this rank, connected to all others.
 
     Under plain python with more than one rank this does not return: the command is run again as each rank, and the
@@ -82,35 +80,47 @@ def start(mesh: Mesh | None = None, *, data: int = 1, pipe: int = 1, row: int = 
         device: auto takes CUDA if each local rank has a device.
         timeout_seconds: limit of the wait for collectives, and for the other ranks at start.
         rerun: the command that starts a rank, under plain python; None for the command line of this process.
-        explain_kill: text to print when the kernel has killed a rank.
-        saves_on_stop: ranks handle `ranvier.launch.stop.STOP_SIGNALS` themselves, so the supervisor forwards these and
-            waits, instead of ending the ranks.
         stopped_seconds: a rank that a signal (SIGSTOP) has stopped for so long ends the run; 0 never.
         hang_seconds: an action that runs for longer ends the run; 0 never; auto as in `ranvier.comm.hang`.
-        restart: how to start again after a failure that a new start may avoid; None for never.
         join_address: address of this machine on which ranks may join later (`World.joins`); None lets none join.
         survive_losses: the ranks may go on without one that is killed (ranvier.launch.losses).
-        flags: errors name the command's flags rather than arguments.
-        stream: where rank 0 prints what `auto` stands for; standard output by default.
 
     ConfigError if the launcher has started another number of ranks, or a setting cannot work here; LaunchError if ranks
     cannot be started or reached.
     """
-    mesh = mesh or Mesh(data=data, pipe=pipe, row=row, col=col)
+    with naming_arguments("ranvier.start"):
+        return start_ranks(
+            mesh or Mesh(data=data, pipe=pipe, row=row, col=col),
+            Comm(transport=transport, collectives=collectives, timeout_seconds=timeout_seconds),
+            Launch(launcher=launcher, threads=threads, device=device, stopped_seconds=stopped_seconds,
+                   hang_seconds=hang_seconds, join_address=join_address, survive_losses=survive_losses), rerun=rerun)
+
+
+def start_ranks(mesh: Mesh, comm: Comm, launch: Launch, *, rerun: Sequence[str] | None = None,
+                explain_kill: Callable[[], str] | None = None, saves_on_stop: bool = False,
+                restart: Restart | None = None, stream: TextIO | None = None) -> World:
+    """`start` with the settings of a run, whose flags its errors name.
+
+    Args:
+        rerun: as of `start`.
+        explain_kill: text to print when the kernel has killed a rank.
+        saves_on_stop: ranks handle `ranvier.launch.stop.STOP_SIGNALS` themselves, so the supervisor forwards these and
+            waits, instead of ending the ranks.
+        restart: how to start again after a failure that a new start may avoid; None for never.
+        stream: where rank 0 prints what `auto` stands for; standard output by default.
+    """
     mesh.require_known_axes("the start of ranks")
     interactive = hasattr(sys, "ps1")  # an error at a prompt must not end the process
     if not interactive:
         failure.install_start_error_handlers(None)
-    started = detect(os.environ, launcher)
-    if join_address is not None:
-        _check_membership("launch.join-address", join_address, started, transport)
-        transport = "torch"
-    if survive_losses:
-        _check_membership("launch.survive-losses", "true", started, transport)
-        transport = "torch"
-    if started is None and (mesh.size > 1 or join_address is not None):
-        sys.exit(_run_local_ranks(mesh, transport, threads, device, rerun, explain_kill, saves_on_stop,
-                                  stopped_seconds, restart, join_address, survive_losses))
+    started = detect(os.environ, launch.launcher)
+    for setting, value in (("join-address", launch.join_address),
+                           ("survive-losses", "true" if launch.survive_losses else None)):
+        if value is not None:
+            _check_membership(f"launch.{setting}", value, started, comm.transport)
+            comm = replace(comm, transport="torch")
+    if started is None and (mesh.size > 1 or launch.join_address is not None):
+        sys.exit(_run_local_ranks(mesh, comm.transport, launch, rerun, explain_kill, saves_on_stop, restart))
     if started is not None:
         exit_with_launcher(started)
     started = started or Started(launcher="local", rank=0, size=1, local_rank=0, local_size=1)
@@ -118,61 +128,58 @@ def start(mesh: Mesh | None = None, *, data: int = 1, pipe: int = 1, row: int = 
         failure.install_start_error_handlers(started.local_rank)
     try:
         _check_size(mesh, started)
-        world = _connect_rank(mesh, started, transport, collectives, threads, device, timeout_seconds, stopped_seconds,
-                              stream, join_address, survive_losses)
+        world = _connect_rank(mesh, started, comm, launch, stream)
     except RanvierError:
         # When this process ends, which has printed the error by then: torchrun's agent ends it as soon as another one
         # is gone.
         atexit.register(failure.kill_local_stopped_ranks, started.launcher)
         raise
     if not interactive:
-        failure.install_error_handlers(world, mesh, stopped_seconds=stopped_seconds, timeout_seconds=timeout_seconds,
-                              hang_seconds=None if hang_seconds == "auto" else hang_seconds)
+        failure.install_error_handlers(world, mesh, launch, timeout_seconds=comm.timeout_seconds)
     return world
 
 
-def _connect_rank(mesh: Mesh, started: Started, transport: str, collectives: str, threads: int | Literal["auto"],
-                  device: str, timeout_seconds: float, stopped_seconds: float, stream: TextIO | None,
-                  join_address: str | None = None, survive_losses: bool = False) -> World:
+def _connect_rank(mesh: Mesh, started: Started, comm: Comm, launch: Launch, stream: TextIO | None) -> World:
     """Set this process up as rank `started`, and connect it."""
+    address, seconds, threads = launch.join_address, comm.timeout_seconds, launch.threads
     if started.launcher == "local" and started.size > 1:
         _use_terminals()
     for out in (sys.stdout, sys.stderr):
         if hasattr(out, "reconfigure"):
             out.reconfigure(line_buffering=True)
     os.environ.update(cuda_defaults(os.environ))  # CUDA reads them when it is first used, which is below
-    with mpi_start_watch(started, timeout_seconds, stopped_seconds):
+    with mpi_start_watch(started, seconds, launch.stopped_seconds):
         started, local_rank, local_size = _with_local_rank(started)
-        stores = None if started.size == 1 and join_address is None else _open_store(started, timeout_seconds)
+        stores = None if started.size == 1 and address is None else _open_store(started, seconds)
     torch.set_num_threads(threads_per_rank(local_size) if threads == "auto" else threads)
-    place, chosen_device, local_ranks = _agree_on_device(
-        started, device, transport if collectives == "auto" else f"{transport}, collectives {collectives}", stores)
-    chosen = choose_transport(transport, started, chosen_device.value)
-    if place.type == "cuda" and survive_losses:
+    place, device, local_ranks = _agree_on_device(started, launch.device, comm.transport if comm.collectives == "auto"
+                                                  else f"{comm.transport}, collectives {comm.collectives}", stores)
+    transport = choose_transport(comm.transport, started, device.value)
+    if place.type == "cuda" and launch.survive_losses:
         raise ConfigError("works between host memories only: a wait inside NCCL for a lost rank cannot be ended",
                           code="survive-losses-on-device", where="launch.survive-losses", value=str(place),
                           remedy="Set `--launch.device cpu`, or use `--max-restarts` instead.")
     if place.type == "cuda":
         torch.cuda.set_device(place)  # what names no device, in libraries too, must not take device 0
-    library = choose_collectives(collectives, chosen.value, chosen_device.value)
-    if join_address is not None:
-        use_interface_towards(join_address)
-    with mpi_start_watch(started, timeout_seconds, stopped_seconds) if chosen.value == "mpi" else nullcontext():
-        backend, store = _connect(started, chosen.value, library.value, place, timeout_seconds, stores)
+    library = choose_collectives(comm.collectives, transport.value, device.value)
+    if address is not None:
+        use_interface_towards(address)
+    with mpi_start_watch(started, seconds, launch.stopped_seconds) if transport.value == "mpi" else nullcontext():
+        backend, store = _connect(started, transport.value, library.value, place, seconds, stores)
     joins = None
-    if join_address is not None and stores is not None:
+    if address is not None and stores is not None:
         assert started.master is not None and started.secret is not None, "our own supervisor gives them"
         joins = JoinPoint(address=started.master[0], port=started.master[1], secret=started.secret)
     world = World(backend=backend, store=store, launcher=started.launcher, device=place, mesh=mesh, joins=joins,
                   local_rank=local_rank, local_size=local_size, local_ranks=local_ranks,
-                  torch_store=stores[0] if stores is not None and (survive_losses or joins is not None) else None)
+                  torch_store=stores[0] if stores is not None and (launch.survive_losses or joins) else None)
     if isinstance(backend, TorchBackend):
         world.sever = backend.sockets.sever
     if isinstance(backend, TorchBackend | MixedBackend):
         world.overdue, world.lost = backend.waits.overdue, backend.waits.lost
     if started.rank == 0 and started.size > 1:
-        _print_choices(world, chosen if transport == "auto" else None, chosen_device if device == "auto" else None,
-                       stream)
+        _print_choices(world, transport if comm.transport == "auto" else None,
+                       device if launch.device == "auto" else None, stream)
     return world
 
 
@@ -295,10 +302,8 @@ def _is_own_program(main: ModuleType | None) -> bool:
     return name == "ranvier"
 
 
-def _run_local_ranks(mesh: Mesh, transport: str, threads: int | Literal["auto"], device: str,
-                     rerun: Sequence[str] | None, explain_kill: Callable[[], str] | None, saves_on_stop: bool,
-                     stopped_seconds: float, restart: Restart | None, join_address: str | None = None,
-                     survive_losses: bool = False) -> int:
+def _run_local_ranks(mesh: Mesh, transport: str, launch: Launch, rerun: Sequence[str] | None,
+                     explain_kill: Callable[[], str] | None, saves_on_stop: bool, restart: Restart | None) -> int:
     """Supervise the ranks, and restart them as `restart` says; returns the exit code."""
     command: Sequence[str] = rerun if rerun is not None else rerun_command()
     if threading.current_thread() is not threading.main_thread():
@@ -306,11 +311,11 @@ def _run_local_ranks(mesh: Mesh, transport: str, threads: int | Literal["auto"],
                           remedy="Call ranvier.start before starting threads.")
     from ranvier.launch.supervision import supervise  # not needed on ranks
 
-    chosen = choose_transport(transport, None, choose_device(device, mesh.size).value)
+    chosen = choose_transport(transport, None, choose_device(launch.device, mesh.size).value)
     while True:
-        variables = rank_variables(mesh.size, threads, survive_losses)
+        variables = rank_variables(mesh.size, launch.threads, launch.survive_losses)
         outcome = supervise(mesh, chosen.value, chosen.reason, command, variables, explain_kill, saves_on_stop,
-                            stopped_seconds, join_address)
+                            launch.stopped_seconds, launch.join_address)
         again = restart and outcome.retryable and restart(max(mesh.size - outcome.num_lost, 1))
         if not again:
             return outcome.code
@@ -438,18 +443,16 @@ def _choose_interface(started: Started, store: Store) -> None:
 def _print_choices(world: World, transport: Choice | None, device: Choice | None, stream: TextIO | None) -> None:
     """Print the values chosen for `auto`."""
     if transport is not None:
-        version = f" ({_mpi_version()})" if transport.value == "mpi" else ""
+        version = ""
+        if transport.value == "mpi":
+            from mpi4py import MPI
+
+            vendor, numbers = MPI.get_vendor()
+            version = f" ({vendor} {'.'.join(map(str, numbers))})"
         print(f"transport {transport.value}{version}: {transport.reason}", file=stream)
     if device is not None:
         print(f"device {device.value}: {device.reason}; threads for each of {world.local_size} ranks on "
               f"{available_cores()} cores: {torch.get_num_threads()}", file=stream)
-
-
-def _mpi_version() -> str:
-    from mpi4py import MPI
-
-    name, version = MPI.get_vendor()
-    return f"{name} {'.'.join(map(str, version))}"
 
 
 def _use_terminals() -> None:

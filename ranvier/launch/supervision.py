@@ -91,15 +91,16 @@ class _RankEnd:
     def describe(self, mesh: Mesh, others: str = "; the other ranks were terminated") -> str:
         """One line for the user, with the rank's coordinates on `mesh`. others: what becomes of the other ranks."""
         name = "mpiexec" if self.rank is None else f"rank {self.rank} ({describe_rank(mesh, self.rank)})"
-        others = "" if mesh.size == 1 else others
-        if self.code == 0:
-            return f"ranvier: {name} exited with code 0 before the run had ended{others}"
-        if self.code == -signal.SIGSTOP:
-            return f"ranvier: {name} was stopped by SIGSTOP, and killed{others}"
-        if self.code > 0:
-            return f"ranvier: {name} exited with code {self.code}{others}"
-        hint = " (by the kernel, if memory ran out)" if self.code == -signal.SIGKILL else ""
-        return f"ranvier: {name} was killed by {signal.Signals(-self.code).name}{hint}{others}"
+        hint = {0: " before the run had ended", -signal.SIGKILL: " (by the kernel, if memory ran out)"}
+        return f"ranvier: {name} {self.how}{hint.get(self.code, '')}{'' if mesh.size == 1 else others}"
+
+    @property
+    def how(self) -> str:
+        """Its end, as in "was killed by SIGKILL"."""
+        if self.code >= 0:
+            return f"exited with code {self.code}"
+        stopped = self.code == -signal.SIGSTOP
+        return "was stopped by SIGSTOP, and killed" if stopped else f"was killed by {signal.Signals(-self.code).name}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,8 +211,7 @@ def _report_newcomer(end: _RankEnd, forwarded: int | None, children: _Children, 
         call_with_timeout(lambda: children.store.compare_set(FAILED, "", json.dumps(record)))
     if end.code != _USER_ERROR:
         what = "has not joined" if rank is None else f"was rank {rank} of the run"
-        ended = f"was killed by {signal.Signals(-end.code).name}" if end.code < 0 else f"exited with code {end.code}"
-        print(f"ranvier: joining rank {end.rank}, which {what}, {ended}", file=sys.stderr)
+        print(f"ranvier: joining rank {end.rank}, which {what}, {end.how}", file=sys.stderr)
     return Outcome(code=end.code if end.code == _USER_ERROR else 1)
 
 
@@ -342,13 +342,10 @@ def _lets_go(children: _Children, mesh: Mesh, wish: str | None, end: _RankEnd) -
     if end.code >= 0 or end.rank is None or (wish is None and end.rank == 0):
         return False
     name = str(end.rank) if wish is None else member_name(wish, end.rank)
-    how = "was stopped by SIGSTOP, and killed" if end.code == -signal.SIGSTOP else \
-        f"was killed by {signal.Signals(-end.code).name}"
-    loss = Loss(member=name, how=how)
     try:
         if wish is not None and rank_of_newcomer(children.store, wish, end.rank) is None:
             return False
-        if not report_loss(children.store, loss):
+        if not report_loss(children.store, Loss(member=name, how=end.how)):
             return False
     except RuntimeError:  # the run has ended
         return False
@@ -356,7 +353,7 @@ def _lets_go(children: _Children, mesh: Mesh, wish: str | None, end: _RankEnd) -
         mesh = read_mesh(children.store, mesh)
         print(children.named_now(end).describe(mesh, "; the others try to go on without it"), file=sys.stderr)
     else:
-        print(f"ranvier: joining rank {end.rank} {loss.how}; the run tries to go on without it", file=sys.stderr)
+        print(f"ranvier: joining rank {end.rank} {end.how}; the run tries to go on without it", file=sys.stderr)
     children.let_go(end)
     return True
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Literal
 
 import torch
@@ -106,7 +105,11 @@ class FlatOptimizer:
 
     def _place(self, places: StatePlaces) -> Placement:
         in_flight, ema = self._optim.buckets_in_flight, self._optim.ema
-        of_bucket = partial(_gradients_of, self._gradients, self._chunk_of)
+        gradients, chunk_of = self._gradients, self._chunk_of  # and not this object, which holds the placement
+
+        def of_bucket(bucket: Bucket) -> Tensor:
+            return gradients.of(chunk_of[bucket.number], bucket.start, bucket.stop)
+
         if self.offload == "hybrid":
             return Hybrid(self._rules, self.weights, of_bucket, on_device=self._homes[0], on_host=self._homes[1],
                           places=lambda buckets: state_places(self._gradients, self._rules, buckets),
@@ -302,11 +305,6 @@ class FlatOptimizer:
         return [replace(segment, missed_updates=missed) if (missed := self._missed.get(spec.name)) else segment
                 for spec, segment in self._groups
                 if spec.parameter.requires_grad and spec.parameter not in left_alone]
-
-
-def _gradients_of(gradients: Gradients, chunk_of: Mapping[int, Chunk], bucket: Bucket) -> Tensor:
-    """The gradients of a bucket. chunk_of: by its number."""
-    return gradients.of(chunk_of[bucket.number], bucket.start, bucket.stop)
 
 
 def uncut_places(gradients: Gradients) -> list[tuple[int, int]]:

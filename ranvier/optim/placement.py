@@ -127,14 +127,15 @@ class _Flat:
     """Flat parameters and gradients of a rank, and its states in one place.
 
     weights: [all elements], on the device. gradients: gives those of a bucket, on the device too. places: of all states
-    but copies of parameters. master: whether there are master copies. ema: decay of the moving average; 0 for none.
+    but copies of parameters. ema: decay of the moving average; 0 for none. master: whether there are master copies even
+    of parameters that are not in half precision.
     """
 
     def __init__(self, rules: Rules, weights: Tensor, gradients: GradientsOf, buckets: Sequence[Bucket],
-                 places: StatePlaces, *, master: bool, on_host: bool, ema: float) -> None:
+                 places: StatePlaces, *, ema: float = 0.0, master: bool = False, on_host: bool = False) -> None:
         self._rules, self._weights, self._gradients, self._places = rules, weights, gradients, places
         self._home: Literal["device", "host"] = "host" if on_host else "device"
-        self._ema, self._copies = ema, ("master",) * master + (EMA,) * bool(ema)
+        self._ema, self._copies = ema, ("master",) * (master or is_half(weights.dtype)) + (EMA,) * bool(ema)
         self._names, self._dtype = self._copies + tuple(places.sizes), wide(weights.dtype)
         self._largest = max((len(bucket) for bucket in buckets), default=0)
         self._buckets, size = tuple(buckets), sum(len(bucket) for bucket in buckets)
@@ -233,11 +234,6 @@ def _copy_updated(weights: Tensor, master: Tensor, bucket: Bucket, update: Updat
 class Resident(_Flat):
     """States on the device."""
 
-    def __init__(self, rules: Rules, weights: Tensor, gradients: GradientsOf, buckets: Sequence[Bucket],
-                 places: StatePlaces, *, ema: float = 0.0) -> None:
-        super().__init__(rules, weights, gradients, buckets, places, master=is_half(weights.dtype), on_host=False,
-                         ema=ema)
-
     def update(self, buckets: Sequence[Bucket], update: Update) -> Iterator[Bucket]:
         """See `Placement`."""
         # In one piece where possible: fewer launches, and a CPU gains nothing from buckets that fit its cache.
@@ -265,8 +261,7 @@ class Streamed(_Flat):
 
     def __init__(self, rules: Rules, weights: Tensor, gradients: GradientsOf, buckets: Sequence[Bucket],
                  places: StatePlaces, in_flight: int, *, ema: float = 0.0) -> None:
-        super().__init__(rules, weights, gradients, buckets, places, master=is_half(weights.dtype), on_host=True,
-                         ema=ema)
+        super().__init__(rules, weights, gradients, buckets, places, ema=ema, on_host=True)
         in_flight = max(1, min(in_flight, len(buckets)))
         largest = dict.fromkeys(self._copies, self._largest) | places.largest(buckets)
         room = {name: torch.empty(in_flight * largest[name], dtype=self._dtype, device=weights.device)
@@ -393,7 +388,7 @@ class OnHost(_Flat):
 
     def __init__(self, rules: Rules, weights: Tensor, gradients: GradientsOf, buckets: Sequence[Bucket],
                  places: StatePlaces, in_flight: int, *, gradient_dtype: torch.dtype, ema: float = 0.0) -> None:
-        super().__init__(rules, weights, gradients, buckets, places, master=True, on_host=True, ema=ema)
+        super().__init__(rules, weights, gradients, buckets, places, ema=ema, master=True, on_host=True)
         pinned = weights.is_cuda
 
         def host(dtype: torch.dtype) -> Tensor:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 _PROC = Path("/proc")
 _STATE, _PARENT, _STARTED = 0, 1, 19  # indices of fields in /proc/PID/stat after the command's name
 
@@ -26,7 +28,7 @@ class Process:
     def find(cls, pid: int) -> Process | None:
         """The running process with this id; None if there is none."""
         if not _PROC.joinpath("self").exists():
-            return cls(pid) if _answers(pid) else None
+            return cls(pid) if psutil.pid_exists(pid) else None
         found = _stat(pid)
         return None if found is None or found[_STATE] in "ZX" else cls(pid, int(found[_STARTED]))
 
@@ -116,13 +118,3 @@ def _stat(pid: int) -> list[str] | None:
         return (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
-
-
-def _answers(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -17,15 +17,7 @@ from ranvier.block import State
 from ranvier.config.named_object import lacks
 from ranvier.config.run import Run
 from ranvier.config.task_form import TASK_ATTRIBUTES, TaskForm
-from ranvier.data.task import (
-    Dataset,
-    Prepared,
-    Targets,
-    Task,
-    padded_inputs,
-    padded_targets,
-    sample_lengths,
-)
+from ranvier.data.task import Dataset, Prepared, Targets, Task, padded_inputs, padded_targets, sample_lengths
 from ranvier.errors import RanvierError
 from ranvier.tensor.split.loss import IGNORED
 

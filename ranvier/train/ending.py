@@ -12,12 +12,11 @@ from ranvier.pictures.timelines import gather_timelines
 from ranvier.planner.count import laid_out
 from ranvier.system.memory_tracker import peak_memory_bytes
 from ranvier.train.commands import EndRun
-from ranvier.train.evaluation import sample_text
+from ranvier.train.evaluation import expectation, frequency_entropy, sample_text
 from ranvier.train.events import EndEvent, NoteEvent
 from ranvier.train.logs import plain
 from ranvier.train.memory import report_text
 from ranvier.train.report import summarise, write_report
-from ranvier.train.sample_quality import expectation, frequency_entropy
 from ranvier.train.session import Session
 
 

@@ -1,16 +1,20 @@
-"""Held-out loss and the task's scores over all ranks and all held-out samples, and sample text of a language model."""
+"""Held-out loss and the task's scores over all ranks and all held-out samples; sample text of a language model, and
+what a reader can expect of it.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from ranvier.comm.protocol import Group
 from ranvier.config.resolve import ResolvedRun
-from ranvier.data.task import Prepared
+from ranvier.data.task import Dataset, Prepared
 from ranvier.data.tokenizer import Tokenizer
 from ranvier.inference.evaluation import evaluate as evaluate_samples
 from ranvier.mesh import Mesh
@@ -18,9 +22,13 @@ from ranvier.models.generate import Sampling, next_token
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.tensor.activations import layout_of
+from ranvier.tensor.split.loss import IGNORED
 from ranvier.train.events import EvalEvent
 from ranvier.train.runtime import RankRuntime
 from ranvier.train.setup import held_out_line
+
+COUNTED_TOKENS = 1 << 18
+"""Training tokens that `frequency_entropy` counts, at most about."""
 
 
 def evaluate(runtime: RankRuntime, data: Prepared, step: int) -> list[EvalEvent]:
@@ -77,3 +85,29 @@ def continue_tokens(engine: Engine, ranks: Group, mesh: Mesh, device: torch.devi
         ranks.broadcast(chosen, root=ranks.ranks.index(root)).wait()
         tokens.append(int(chosen))
     return tokens
+
+
+def frequency_entropy(data: Dataset) -> float:
+    """Entropy in nats of the frequencies of single tokens, over samples from all of `data`, whose targets are tokens.
+
+    A model with this loss has learnt how frequent each token is, and nothing of their order.
+    """
+    first = data.targets(np.zeros(1, np.int64))
+    assert isinstance(first, torch.Tensor)  # of a task that writes text
+    samples = np.unique(np.linspace(0, len(data) - 1, max(1, COUNTED_TOKENS // first.numel())).astype(np.int64))
+    targets = data.targets(samples)
+    assert isinstance(targets, torch.Tensor)
+    counts = torch.bincount(targets[targets != IGNORED])
+    frequencies = counts[counts > 0].double() / counts.sum()
+    return -float((frequencies * frequencies.log()).sum())
+
+
+def expectation(loss: float | None, entropy: float) -> str:
+    """One sentence above the sample text. loss: held-out, in nats per token. entropy: of `frequency_entropy`."""
+    if loss is None or not math.isfinite(loss):
+        return "sample text (no held-out loss says how good it can be):"
+    if loss >= entropy:
+        return (f"sample text: expect random tokens. The held-out loss is {loss:.2f} per token, and the frequencies of "
+                f"single tokens alone give {entropy:.2f}: the model has not learnt their order yet; train longer.")
+    return (f"sample text: the held-out loss is {loss:.2f} per token, as uncertain as a choice among "
+            f"{math.exp(loss):,.0f} tokens; the frequencies of single tokens alone give {entropy:.2f}.")

@@ -25,9 +25,6 @@ from ranvier.system.untrusted_file import read_bytes
 from ranvier.train.events import EndEvent, EvalEvent, Event, StartEvent, StepEvent, Tracker, TransitionEvent
 from ranvier.train.trackers import scalars
 
-PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "aim": "aim"}
-"""Name of a tracker -> the package that it needs; the extra has the tracker's name."""
-
 
 def tracker_problems(log: Log) -> Iterator[ConfigError]:
     """Trackers whose package is not installed here, and user information in the URL of their server."""
@@ -36,8 +33,8 @@ def tracker_problems(log: Log) -> Iterator[ConfigError]:
                           value=without_user_information(log.store),
                           remedy="Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead.")
     for name in log.tracker:
-        if find_spec(PACKAGES[name]) is None:
-            yield ConfigError(f"needs the package {PACKAGES[name]}, which is not installed", code="tracker-missing",
+        if find_spec(name) is None:
+            yield ConfigError(f"needs the package {name}, which is not installed", code="tracker-missing",
                               where="log.tracker", value=name,
                               remedy=f"Install the extra: pip install 'ranvier[{name}]'.")
 
@@ -58,10 +55,11 @@ class _ExperimentTracker(ABC):
     """
 
     kind: str
+    """As `log.tracker` names it, and the name of its package and of the extra."""
 
     def __init__(self, log: Log, run_dir: Path, *, continues: bool = False) -> None:
         self._log, self._run_dir, self._continues = log, run_dir, continues
-        self._package: Any = import_module(PACKAGES[self.kind])
+        self._package: Any = import_module(self.kind)
         self._is_open = self._has_failed = self._is_done = False
         self._run: Any = None  # there, as the package has it; from `_open` on
         self._client: Any = None  # where the package has one beside it

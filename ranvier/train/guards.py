@@ -10,20 +10,16 @@ Every rank knows at the end of a step whether it was bad, since nothing is updat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
 from ranvier.config.run import Guard
 from ranvier.errors import RanvierError
+from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.examine import Cause
+from ranvier.pipeline.microbatch import Microbatch
+from ranvier.pipeline.result import BatchResult
 from ranvier.train.events import Event, NoteEvent
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ranvier.pipeline.engine import Engine
-    from ranvier.pipeline.microbatch import Microbatch
-    from ranvier.pipeline.result import BatchResult
 
 
 class Guards:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ranvier.errors import RanvierError
-from ranvier.mesh import REQUIRED_AXES, Mesh
+from ranvier.mesh import REQUIRED_AXES
 from ranvier.system.atomic_file import write_atomically
 from ranvier.system.untrusted_file import append_file, open_regular_file
 from ranvier.train.events import EndEvent, EvalEvent, Event, NoteEvent, StartEvent, StepEvent, TransitionEvent
@@ -33,12 +33,6 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         raise RanvierError(f"cannot be written: {error.strerror or error}", code="log-not-writable", where=str(path),
                            remedy="Free space on that disk, or choose another folder with `--run-dir`.") from error
-
-
-def open_folder(path: Path) -> None:
-    """Make the run's folder and its parents. RanvierError when that cannot be."""
-    with writing(path):
-        path.mkdir(parents=True, exist_ok=True)
 
 
 def plain(value: object) -> Any:
@@ -82,28 +76,16 @@ class LineFile:
             self._file.close()
 
 
+_NOT_OF_A_LINE = frozenset({"against_published_peak", "num_ranks", "stepped", "eval_scores", "mesh"})
+
+
 def step_fields(event: StepEvent) -> dict[str, object]:
-    """One line of metrics.jsonl."""
-    fields: dict[str, object] = {
-        "step": event.step, "loss": event.loss, "tokens": int(event.tokens),
-        "tokens_per_second": event.tokens_per_second, "step_seconds": event.step_seconds,
-        "bubble_fraction": event.bubble_fraction, "wait_seconds": event.wait_seconds, "grad_norm": event.grad_norm,
-        "learning_rate": event.learning_rate, "flops_per_second": event.flops_per_second,
-        "model_flops_utilisation": event.model_flops_utilisation, "memory_bytes": event.memory_bytes}
-    for name in ("slowest_replica", "slowest_replica_ratio", "eval_loss", "loss_scale", "skipped_steps",
-                 "checkpoint_stall_seconds"):
-        if getattr(event, name) is not None:
-            fields[name] = getattr(event, name)
-    if event.frozen_layers is not None:
-        assert event.mesh is not None  # steps have both or neither
-        sizes = {axis: event.mesh[axis] for axis in event.mesh.over(divides_stages=False)}
-        fields |= {"frozen_layers": event.frozen_layers, **sizes}
-    return fields | dict(event.eval_scores)
-
-
-def mesh_fields(mesh: Mesh) -> dict[str, int]:
-    """Axis -> size, as JSON can hold it."""
-    return mesh.sizes
+    """One line of metrics.jsonl: the fields of a step that it has, and scores and sizes of the mesh one by one."""
+    found = {name: value for name, value in vars(event).items() if name not in _NOT_OF_A_LINE and value is not None}
+    found |= {"tokens": int(event.tokens), "tokens_per_second": event.tokens_per_second}
+    if event.mesh is not None:
+        found |= {axis: event.mesh[axis] for axis in event.mesh.over(divides_stages=False)}
+    return found | dict(event.eval_scores)
 
 
 class MetricsFile(LineFile):
@@ -141,14 +123,14 @@ class EventsFile(LineFile):
 def _event_fields(event: Event) -> dict[str, object] | None:
     match event:
         case StartEvent():
-            return {"step": 0, "event": "start", "recipe": event.recipe, "mesh": mesh_fields(event.mesh),
+            return {"step": 0, "event": "start", "recipe": event.recipe, "mesh": event.mesh.sizes,
                     "steps": event.steps, **event.settings}
         case EvalEvent():
             return {"step": event.step, "event": "eval", "loss": event.loss, "tokens": int(event.tokens),
                     "seconds": event.seconds, **event.scores, **({"name": event.name} if event.name else {})}
         case TransitionEvent():
             return {"step": event.step, "event": "transition", "text": str(event), "frozen_layers": len(event.frozen),
-                    "mesh": mesh_fields(event.mesh), "old_mesh": mesh_fields(event.old_mesh),
+                    "mesh": event.mesh.sizes, "old_mesh": event.old_mesh.sizes,
                     "bytes_moved": event.bytes_moved, "seconds": event.seconds, "cache": event.cache,
                     "reason": event.reason, "global_size": event.global_size,
                     "microbatch_size": event.microbatch_size, **({} if event.wish is None else {"wish": event.wish})}

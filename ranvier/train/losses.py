@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any
 
 from ranvier.comm.protocol import Group
@@ -95,19 +96,12 @@ def missing_state(parts: Sequence[Mapping[str, Mapping[str, Any]]], step: int, *
         axes = [axis for axis in mesh if sharded or axis not in first["replica_axes"]]
         ours = [one for one in have if one["mesh"] == mesh and one["frozen"] == have[0]["frozen"]]
         there = {tuple(place[axis] for axis in axes) for one in ours for place in one["places"]}
-        gone = [place for place in _places([mesh[axis] for axis in axes]) if place not in there]
+        gone = [place for place in product(*(range(mesh[axis]) for axis in axes)) if place not in there]
         if not gone:
             return None
         names = ", ".join(f"{axis} {number}" for axis, number in zip(axes, gone[0], strict=True) if mesh[axis] > 1)
         missing = f"no other rank has the state of {names}"
     return missing
-
-
-def _places(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    places: list[tuple[int, ...]] = [()]
-    for size in sizes:
-        places = [(*place, number) for place in places for number in range(size)]
-    return places
 
 
 def lost_note(agreement: Agreement, command: ChangeMesh) -> NoteEvent:

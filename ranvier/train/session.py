@@ -37,11 +37,10 @@ from ranvier.train.elasticity import Elasticity, ended_ties
 from ranvier.train.events import NoteEvent, Trackers, TransitionEvent
 from ranvier.train.guards import Guards
 from ranvier.train.history import History
-from ranvier.train.joining import RunFacts
+from ranvier.train.joining import Membership, RunFacts
 from ranvier.train.logs import writing
 from ranvier.train.losses import Survival
 from ranvier.train.measured_limits import MeasuredLimits, with_limits
-from ranvier.train.membership import Membership
 from ranvier.train.metrics import Meter, PendingStep
 from ranvier.train.progress import Progress
 from ranvier.train.report_page import ReportPage

@@ -17,6 +17,7 @@ from ranvier.launch.contact import NAME as CONTACT
 from ranvier.launch.stop import StopRequest
 from ranvier.pipeline.engine import Engine
 from ranvier.plan.fitting import schedule_note
+from ranvier.train import setup
 from ranvier.train.attention import choose_kernel, preferred_kernel
 from ranvier.train.best import best_of
 from ranvier.train.changes import change_mesh, consider
@@ -25,10 +26,9 @@ from ranvier.train.events import Event, NoteEvent, StartEvent, Tracker, Trackers
 from ranvier.train.experiment_trackers import experiment_trackers
 from ranvier.train.guards import Guards
 from ranvier.train.history import History
-from ranvier.train.joining import RunFacts, invite
+from ranvier.train.joining import Membership, RunFacts, invite
 from ranvier.train.logs import writing
 from ranvier.train.measured_limits import MeasuredLimits
-from ranvier.train.membership import Membership
 from ranvier.train.memory import check_fits
 from ranvier.train.metrics import Meter
 from ranvier.train.peak import peak_rate
@@ -39,14 +39,6 @@ from ranvier.train.resize import Requests
 from ranvier.train.runtime import build_runtime, with_frozen
 from ranvier.train.saving import Saving, checkpoint_folder
 from ranvier.train.session import Active, Idle, Session
-from ranvier.train.setup import (
-    agree_on_run,
-    initial_weights,
-    prepare_run,
-    resolve_remaining,
-    settings_text,
-    write_tokenizer,
-)
 from ranvier.train.trackers import console, open_outputs
 from ranvier.world import World
 
@@ -76,8 +68,8 @@ def start(run: ResolvedRun, recipe: str, world: World, trackers: Sequence[Tracke
     members, is_first = Membership(world), world.rank == 0
 
     # 1. The data tells what no setting says; then all ranks have one run, whose memory is compared with what is free.
-    run, data, pretrained = prepare_run(run, world, stream)
-    given = agree_on_run(run, recipe, data, members.everyone, world)
+    run, data, pretrained = setup.prepare_run(run, world, stream)
+    given = setup.agree_on_run(run, recipe, data, members.everyone, world)
     world.mesh = given.mesh
     run = check_fits(given, world, members.everyone)
     members.everyone.barrier()  # not before every rank has looked at what is free
@@ -118,8 +110,9 @@ def start(run: ResolvedRun, recipe: str, world: World, trackers: Sequence[Tracke
     if is_first:
         more = experiment_trackers(run.log, run.run_dir, continues=resumed.continues)
         page = ReportPage(run, recipe, run.run_dir, history, origins)
-        outputs, damaged = open_outputs(run.run_dir, history, [console(stream, run), page, *more, *trackers],
-                                        after=done if resumed.continues else None)
+        opened, damaged = open_outputs(run.run_dir, history, [console(stream, run), page, *more, *trackers],
+                                       after=done if resumed.continues else None)
+        outputs = Trackers(opened)
         notes += [*damaged, *requests.refuse_all(done, "it was made before the run began")]
         if note := schedule_note(given, run):
             notes.append(NoteEvent(step=done, event="schedule", text=note))
@@ -134,7 +127,7 @@ def start(run: ResolvedRun, recipe: str, world: World, trackers: Sequence[Tracke
     try:
         # 4. First weights, where they are not drawn: references are computed while adapters change nothing.
         session.kernel.enter_context(preferred_kernel(kernel))
-        notes += [NoteEvent(step=0, event="pretrained", text=text) for text in initial_weights(
+        notes += [NoteEvent(step=0, event="pretrained", text=text) for text in setup.initial_weights(
             engine, run, pretrained, from_step=None if resumed.loaded is None else resumed.loaded.step,
             before_adapters=partial(fill_reference, runtime, data, members.everyone, resumed))]
         notes += [NoteEvent(step=done, event="data", text=f"warning: {warning}") for warning in data.warnings]
@@ -143,15 +136,15 @@ def start(run: ResolvedRun, recipe: str, world: World, trackers: Sequence[Tracke
                       for warning in length_warnings(run.train)]
 
         # 5. What every setting has come to is written and told.
-        run = session.run = resolve_remaining(run, engine, world, saving.origin)
+        run = session.run = setup.resolve_remaining(run, engine, world, saving.origin)
         if page is not None:
             page.run = run
             session.write_settings(run)
             if data.tokenizer is not None:
-                write_tokenizer(data.tokenizer, session.run_dir)
+                setup.write_tokenizer(data.tokenizer, session.run_dir)
         outputs.event(StartEvent(
             recipe=recipe, run_dir=session.run_dir, mesh=run.mesh, steps=run.train.steps,
-            settings=settings_text(run, engine, world, data, elastic.text())
+            settings=setup.settings_text(run, engine, world, data, elastic.text())
             | ({"attention": attention} if attention else {}),
             stages=str(engine.stages), unit=form_of(run.data).targets))
         for event in notes:

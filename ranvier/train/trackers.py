@@ -26,28 +26,9 @@ from tensorboardX import SummaryWriter
 from ranvier.config.run import Run
 from ranvier.mesh import REQUIRED_AXES, mesh_text
 from ranvier.system.terminal import fields, fitted, prose
-from ranvier.train.events import (
-    EndEvent,
-    EvalEvent,
-    Event,
-    NoteEvent,
-    StartEvent,
-    StepEvent,
-    Tracker,
-    Trackers,
-    TransitionEvent,
-)
+from ranvier.train.events import EndEvent, EvalEvent, Event, NoteEvent, StartEvent, StepEvent, Tracker, TransitionEvent
 from ranvier.train.history import History
-from ranvier.train.logs import (
-    EventsFile,
-    Log,
-    MetricsFile,
-    open_folder,
-    read_events,
-    read_metrics,
-    step_fields,
-    writing,
-)
+from ranvier.train.logs import EventsFile, Log, MetricsFile, read_events, read_metrics, step_fields, writing
 
 MAX_SECONDS_BETWEEN_LINES = 30.0
 _VERBOSE_SETTINGS = frozenset({"pipeline", "attention"})
@@ -60,10 +41,11 @@ must not fall silent."""
 
 
 def open_outputs(run_dir: Path, history: History, trackers: Sequence[Tracker], after: int | None
-                 ) -> tuple[Trackers, list[NoteEvent]]:
+                 ) -> tuple[list[Tracker], list[NoteEvent]]:
     """All that take the run's events, and what was left out of its logs. after: the step after which a run goes on that
     began in this folder; None for one that begins."""
-    open_folder(run_dir)
+    with writing(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
     steps, events = Log(name="metrics.jsonl"), Log(name="events.jsonl")
     if after is not None:
         steps, events = read_metrics(run_dir, after), read_events(run_dir)
@@ -71,8 +53,8 @@ def open_outputs(run_dir: Path, history: History, trackers: Sequence[Tracker], a
             (run_dir / "summary.json").unlink()  # of a run that had ended, and is resumed now
         history.remember(steps.lines, [line for line in events.lines if line["step"] <= after])
         history.past_events = events.lines
-    outputs = Trackers([history, MetricsFile(run_dir, steps.lines), EventsFile(run_dir, events.lines),
-                        TensorBoard(run_dir, after or 0), *trackers])
+    outputs: list[Tracker] = [history, MetricsFile(run_dir, steps.lines), EventsFile(run_dir, events.lines),
+                              TensorBoard(run_dir, after or 0), *trackers]
     return outputs, [NoteEvent(step=after or 0, event="log-damaged", text=text) for log in (steps, events)
                      if (text := log.text()) is not None]
 

@@ -125,5 +125,5 @@ def test_a_batch_that_does_not_fit():
 def test_a_start_in_python():
     with raises("mesh-axis-size", where="Mesh(data=...)", value=0, settings={"mesh.data": 1}):
         ranvier.start(data=0)
-    with raises("mesh-axis-size", where="mesh.data"):
-        ranvier.start(data=0, flags=True)
+    with raises("malformed-argument", where="Launch(threads=...)", value=0):
+        ranvier.start(data=1, threads=0)

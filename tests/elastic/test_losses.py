@@ -580,7 +580,8 @@ def test_on_devices_that_are_found_late(monkeypatch):
         torch.device("cuda", 0), start.Choice(value="cuda", reason=""), (0,)))
     alone = Started(launcher="local", rank=0, size=1, local_rank=0, local_size=1)
     with raises("survive-losses-on-device"):
-        start._connect_rank(Mesh(), alone, "torch", "auto", torch.get_num_threads(), "auto", 1.0, 0.0, None, None, True)
+        start._connect_rank(Mesh(), alone, Comm(transport="torch"), Launch(
+            threads=torch.get_num_threads(), survive_losses=True), None)
 
 
 @pytest.mark.parametrize(("run", "reason"), [

@@ -125,14 +125,14 @@ def command_lines(folder: Path, count: int) -> int:
         command, recipe, words = value
         _run([command, *([recipe] if command in ("train", "check") else []), *words])
 
-    before, launch.start = launch.start, start
+    before, launch.start_ranks = launch.start_ranks, start
     try:
         return try_all(st.tuples(st.sampled_from(["train", "train", "train", "check", "doctor", "export", "import",
                                                   "trian", "", "--version", "-h"]), _RECIPES,
                                  st.lists(_WORDS, max_size=5)).filter(lambda value: value[0] != "doctor" or value[2]),
                        work, count)
     finally:
-        launch.start = before
+        launch.start_ranks = before
 
 
 def values(folder: Path, count: int) -> int:

@@ -8,6 +8,7 @@ import sys
 import time
 from types import SimpleNamespace
 
+from ranvier.config.run import Comm, Launch
 from ranvier.launch import start as launch
 from ranvier.launch import supervision as supervise
 from ranvier.launch.stop import StopRequest
@@ -17,7 +18,7 @@ from ranvier.train.metrics import Meter
 
 how, transport = sys.argv[1:3]
 supervise._GRACE_SECONDS = 0.3  # shorter than what a rank takes to save
-world = launch.start(Mesh(pipe=2), transport=transport, device="cpu", threads=1, saves_on_stop=True)
+world = launch.start_ranks(Mesh(pipe=2), Comm(transport=transport), Launch(device="cpu", threads=1), saves_on_stop=True)
 group = world.backend.group("train", [range(2)])
 
 

@@ -12,6 +12,7 @@ from torch.distributed import HashStore
 
 import ranvier
 from benchmarks.gpu.models.devices import JOBS, ranks
+from ranvier.config.run import Comm, Launch
 from ranvier.errors import ConfigError, LaunchError
 from ranvier.launch import start as launch
 from ranvier.launch.cuda_environment import cuda_defaults
@@ -105,7 +106,7 @@ def test_a_rank_takes_its_device_before_it_connects(monkeypatch):
     monkeypatch.setattr(launch.os, "environ", dict(os.environ))
     started = Started(launcher="torchrun", rank=1, size=2, local_rank=1, local_size=2)
     with FakeCuda(devices=2):
-        world = launch._connect_rank(Mesh(data=2), started, "auto", "auto", 1, "auto", 10.0, 5.0, None)
+        world = launch._connect_rank(Mesh(data=2), started, Comm(), Launch(threads=1), None)
     assert connected == [("torch", torch.device("cuda", 1), 1)]
     assert world.device == torch.device("cuda", 1)
     assert launch.os.environ["CUDA_MODULE_LOADING"] == "EAGER"
@@ -127,7 +128,8 @@ def test_a_rank_finds_the_ranks_of_its_machine_in_any_order(monkeypatch, local_r
     monkeypatch.setattr(launch.os, "environ", dict(os.environ))
     started = Started(launcher="torchrun", rank=1, size=4, local_rank=local_rank,
                       local_size=machines.count(machines[1]))
-    world = launch._connect_rank(Mesh(data=2, pipe=2), started, "torch", "auto", 1, "cpu", 10.0, 5.0, None)
+    world = launch._connect_rank(Mesh(data=2, pipe=2), started, Comm(transport="torch"),
+                                 Launch(threads=1, device="cpu"), None)
     assert world.local_ranks == neighbours
 
 
@@ -146,7 +148,8 @@ def test_our_own_ranks_start_with_the_defaults(monkeypatch):
         given.append(variables) or supervision.Outcome(code=0)))
     for name in ("CUDA_MODULE_LOADING", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    assert launch._run_local_ranks(Mesh(data=2), "torch", 1, "cpu", ["x"], None, False, 5.0, None) == 0
+    settings = Launch(threads=1, device="cpu")
+    assert launch._run_local_ranks(Mesh(data=2), "torch", settings, ["x"], None, False, None) == 0
     assert given[0]["CUDA_MODULE_LOADING"] == "EAGER" and "expandable" in given[0]["PYTORCH_CUDA_ALLOC_CONF"]
 
 

@@ -16,6 +16,7 @@ from torch.distributed import HashStore
 
 from ranvier.comm.inprocess import InProcessWorld
 from ranvier.comm.torch_group import WaitRegistry
+from ranvier.config.run import Launch
 from ranvier.errors import TransportError
 from ranvier.launch import failures
 from ranvier.launch.failure_watch import FAILED, FINISHED, LEAVE_CHECKS, FailureWatch
@@ -57,7 +58,7 @@ def test_what_a_rank_reports_of_others(monkeypatch):
     with mock.patch.multiple(failures, Heartbeat=mock.DEFAULT, EXIT_THREAD=mock.DEFAULT, atexit=mock.DEFAULT,
                              faulthandler=mock.DEFAULT, report_failure=report) as patched:
         patched["faulthandler"].is_enabled.return_value = False
-        failures.install_error_handlers(world, Mesh(pipe=2), stopped_seconds=5.0, hang_seconds=None, timeout_seconds=60)
+        failures.install_error_handlers(world, Mesh(pipe=2), Launch(), timeout_seconds=60)
         patched["faulthandler"].enable.assert_called_once_with(sys.__stderr__, all_threads=False)
         told = patched["Heartbeat"].call_args.kwargs
         with raises("rank-stopped", "data 0, pipe 1, row 0, col 0", value="process 7"):

@@ -160,16 +160,16 @@ class Reached(Exception):
 
 @pytest.fixture
 def train(monkeypatch, tmp_path):
-    """(run, arguments of launch.start) as the command has them when it starts its rank."""
+    """(mesh, arguments of launch.start_ranks) as the command has them when it starts its rank."""
     def command(rank, size, *flags):
         for name, value in {"PMI_RANK": rank, "PMI_SIZE": size, "MPI_LOCALRANKID": rank,
                             "MPI_LOCALNRANKS": size}.items():
             monkeypatch.setenv(name, str(value))
 
-        def start(mesh, **arguments):
+        def start(mesh, comm, settings, **arguments):
             raise Reached(mesh, arguments)
 
-        monkeypatch.setattr(launch, "start", start)
+        monkeypatch.setattr(launch, "start_ranks", start)
         with pytest.raises(Reached) as reached:
             cli.run_command(["train", "gpt-tiny", "--run-dir", str(tmp_path), *flags])
         return reached.value.args

@@ -13,7 +13,7 @@ import pytest
 
 from ranvier.config.other_mesh import refit
 from ranvier.config.resolve import ResolvedRun
-from ranvier.config.run import Batch, Optim, Transformer
+from ranvier.config.run import Batch, Launch, Optim, Transformer
 from ranvier.errors import ConfigError, Hang, MessageTimeout, RanvierError
 from ranvier.launch import failures as failure
 from ranvier.launch import start as launch
@@ -84,7 +84,7 @@ def test_what_is_started_again(monkeypatch, outcome, starts, code):
         return outcomes.pop(0)
 
     monkeypatch.setattr(supervise, "supervise", supervised)
-    ended = launch._run_local_ranks(Mesh(pipe=4), "torch", 1, "cpu", ["first"], None, True, 5.0,
+    ended = launch._run_local_ranks(Mesh(pipe=4), "torch", Launch(threads=1, device="cpu"), ["first"], None, True,
                                     lambda left: (Mesh(pipe=left), ["again"]))
     assert ended == code
     assert seen == [(size, [command]) for size, command in zip(starts, ("first", "again"), strict=False)]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ranvier.tensor.split.loss import IGNORED
-from ranvier.train import sample_quality
-from ranvier.train.sample_quality import expectation, frequency_entropy
+from ranvier.train import evaluation
+from ranvier.train.evaluation import expectation, frequency_entropy
 
 
 class Targets:
@@ -30,7 +30,7 @@ def test_the_entropy_is_that_of_single_tokens():
 
 
 def test_samples_come_from_all_of_the_text(monkeypatch):
-    monkeypatch.setattr(sample_quality, "COUNTED_TOKENS", 4)
+    monkeypatch.setattr(evaluation, "COUNTED_TOKENS", 4)
     assert frequency_entropy(Targets([[0, 0], [1, 1], [2, 2]])) == pytest.approx(math.log(2)), "the first and the last"
 
 

@@ -17,7 +17,7 @@ from ranvier.config.run import Run
 from ranvier.errors import RanvierError
 from ranvier.testing.trackers import check_tracker, example_run, example_step
 from ranvier.train.events import NoteEvent, StartEvent, Trackers
-from ranvier.train.logs import EventsFile, LineFile, MetricsFile, open_folder, write_json
+from ranvier.train.logs import EventsFile, LineFile, MetricsFile, write_json
 from ranvier.train.report import History
 from ranvier.train.trackers import (
     LiveConsole,
@@ -25,6 +25,7 @@ from ranvier.train.trackers import (
     TensorBoard,
     console,
     duration,
+    open_outputs,
     sparkline,
     step_parts,
     time_left,
@@ -248,7 +249,7 @@ def test_a_log_is_never_written_into_the_file_that_was_there(tmp_path):
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with raises("log-not-writable"):
-        open_folder(tmp_path / "file" / "run")
+        open_outputs(tmp_path / "file" / "run", History(), [], None)
     with raises("log-not-writable"):
         LineFile(tmp_path / "missing" / "metrics.jsonl")
     with raises("log-not-writable"):
