@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from ranvier.config.run import Data
@@ -77,15 +78,31 @@ def own_files(data: Data, names: Sequence[str]) -> list[tuple[str, Path]]:
     return [(setting, Path(name).expanduser()) for setting, name in given if name not in names and _exists(name)]
 
 
+def refusals(look: Callable[[], object]) -> list[DataError]:
+    """The DataError that `look` raises, if it does."""
+    try:
+        look()
+    except DataError as problem:
+        return [problem]
+    return []
+
+
 def first_looks(data: Data, names: Sequence[str], look: Callable[[Path, str], None]) -> list[DataError]:
     """The DataErrors that `look` raises for `own_files`, without reading all of them."""
-    found = []
-    for setting, path in own_files(data, names):
-        try:
-            look(path, setting)
-        except DataError as problem:
-            found.append(problem)
-    return found
+    return [problem for setting, path in own_files(data, names) for problem in refusals(partial(look, path, setting))]
+
+
+def first_rows(data: Data, names: Sequence[str], form: str, rows: Callable[[str, str], Iterator[object]]
+               ) -> list[DataError]:
+    """`table_name_problems`, else what `rows` of (name, setting) raises for the first row of each data set that is not
+    on the hub."""
+    def look(name: str, setting: str) -> None:
+        next(rows(name, setting), None)
+
+    given = [(name, setting) for setting, name in (("train", data.train), ("eval", data.eval)) if name is not None]
+    return table_name_problems(data, names, form) or [
+        problem for name, setting in given if not is_data_set(name)
+        for problem in refusals(partial(look, name, setting))]
 
 
 def read_bytes(path: Path, setting: str, form: str) -> bytes:
