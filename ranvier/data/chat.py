@@ -19,15 +19,13 @@ from ranvier.config.run import Data, Run
 from ranvier.config.task_form import SHIPPED
 from ranvier.data import quiz, token_numbers
 from ranvier.data.arrays import Arrays
-from ranvier.data.cache_folder import cache_folder
+from ranvier.data.cache import Progress, cache_folder, fingerprint
 from ranvier.data.chat_template import ChatTokenizer, Conversation, look_at_folder
 from ranvier.data.encoded_rows import about_counts, counts_in, encode_rows, stored_parts, write_runs
-from ranvier.data.fingerprint import fingerprint
 from ranvier.data.mixture import Source, join, shares, sources_of, spread
 from ranvier.data.named_files import first_rows, readable_file, refusals, text_only
 from ranvier.data.offline.pretrained_models import folder_of
 from ranvier.data.padding import padding_text
-from ranvier.data.publish import Progress
 from ranvier.data.row_forms import form_of_table
 from ranvier.data.run_tokenizer import BUILT_IN
 from ranvier.data.subset import chosen, some

@@ -26,12 +26,10 @@ from ranvier.config.task_form import SHIPPED
 from ranvier.data import run_tokenizer as tokenizers
 from ranvier.data.accuracy import Accuracy
 from ranvier.data.arrays import Arrays, made_once, write_arrays
-from ranvier.data.cache_folder import cache_folder
+from ranvier.data.cache import Progress, cache_folder, fingerprint
 from ranvier.data.class_numbers import with_labels_of_model
-from ranvier.data.fingerprint import fingerprint
 from ranvier.data.named_files import first_looks, table_name_problems, text_only, training_name
 from ranvier.data.padding import padding_of
-from ranvier.data.publish import Progress
 from ranvier.data.run_tokenizer import run_tokenizer, sentence_tokenizer
 from ranvier.data.sentences import NAMES, Columns, Sentence, Sentences, look_at_header, open_part, read_sentences
 from ranvier.data.subset import chosen, some

@@ -23,10 +23,9 @@ from typing import Protocol
 
 from ranvier.config.named_code import names_corpus
 from ranvier.config.named_object import blamed, load_object
-from ranvier.data.fingerprint import fingerprint
+from ranvier.data.cache import Progress, fingerprint
 from ranvier.data.named_files import readable_file
 from ranvier.data.offline.fetch import SOTU, fetch
-from ranvier.data.publish import Progress
 from ranvier.data.tables import (
     ENDINGS,
     INSTALL,

@@ -12,8 +12,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from ranvier.data.arrays import Arrays, made_once, write_arrays
+from ranvier.data.cache import Progress, advance, processes_of
 from ranvier.data.parallel import map_in_order
-from ranvier.data.publish import Progress, advance, processes_of
 from ranvier.data.subset import check_parted, held_out, parted
 
 _AT_ONCE = 100

@@ -30,12 +30,10 @@ from ranvier.config.run import Run
 from ranvier.config.task_form import SHIPPED
 from ranvier.data.accuracy import Accuracy
 from ranvier.data.arrays import Arrays, Form, made_once, write_arrays, write_in_pieces
-from ranvier.data.cache_folder import cache_folder
+from ranvier.data.cache import Progress, cache_folder, fingerprint
 from ranvier.data.class_numbers import with_labels_of_model
-from ranvier.data.fingerprint import fingerprint
 from ranvier.data.named_files import first_looks, name_problems, training_name
 from ranvier.data.offline.fetch import Package, fetch
-from ranvier.data.publish import Progress
 from ranvier.data.subset import chosen, first_of_order, held_out, some
 from ranvier.data.tables import read_known
 from ranvier.data.task import Dataset, Prepared, Task

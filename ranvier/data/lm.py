@@ -15,7 +15,7 @@ from ranvier.config.named_code import names_corpus
 from ranvier.config.run import Run
 from ranvier.config.task_form import SHIPPED
 from ranvier.data import tokenizer as tokenizers
-from ranvier.data.cache_folder import cache_folder
+from ranvier.data.cache import Progress, advance, cache_folder, fingerprint, make_once, processes_of
 from ranvier.data.corpus import (
     HELD_OUT_EVERY,
     Document,
@@ -27,11 +27,9 @@ from ranvier.data.corpus import (
     plain_bytes,
     split,
 )
-from ranvier.data.fingerprint import fingerprint
 from ranvier.data.mixture import join, shares, sources_of, spread
 from ranvier.data.padding import padding_text
 from ranvier.data.parallel import map_in_order
-from ranvier.data.publish import Progress, advance, make_once, processes_of
 from ranvier.data.run_tokenizer import text_tokenizer, text_tokenizer_problems
 from ranvier.data.task import Prepared, Task
 from ranvier.data.token_samples import PackedSamples, TokenSamples, best_fit, runs

@@ -24,16 +24,14 @@ from ranvier.config.run import Run
 from ranvier.config.task_form import SHIPPED
 from ranvier.data import quiz
 from ranvier.data.arrays import Arrays
-from ranvier.data.cache_folder import cache_folder
+from ranvier.data.cache import Progress, cache_folder, fingerprint
 from ranvier.data.chat import open_tokenizer, tokenizer_problems
 from ranvier.data.chat_template import ChatTokenizer, Conversation, Sample
 from ranvier.data.conversation_rows import MARGIN, OTHER_COLUMNS, PAIR_COLUMNS, Pair, pair_of
 from ranvier.data.encoded_rows import about_counts, counts_in, encode_rows, stored_parts, write_runs
-from ranvier.data.fingerprint import fingerprint
 from ranvier.data.named_files import first_rows, readable_file, text_only, training_name
 from ranvier.data.padding import padding_text
 from ranvier.data.preference_pairs import PreferencePairs, PreferenceScoring, ScoredPairs, WithReference
-from ranvier.data.publish import Progress
 from ranvier.data.row_forms import function_fingerprint, made_by_function
 from ranvier.data.subset import chosen, some
 from ranvier.data.table_sources import FILES, open_source

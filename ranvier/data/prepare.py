@@ -9,9 +9,9 @@ from pathlib import Path
 from ranvier.config.named_object import blamed, load_object
 from ranvier.config.run import Run
 from ranvier.config.task_form import SHIPPED, TASK_ATTRIBUTES, form_of
+from ranvier.data.cache import CacheOnly, NotInCache, Progress
 from ranvier.data.eval_sets import eval_set_runs
 from ranvier.data.named_files import is_data_set
-from ranvier.data.publish import CacheOnly, NotInCache, Progress
 from ranvier.data.task import EvalSet, Prepared, Task
 from ranvier.errors import ConfigError, DataError, RanvierError
 

@@ -29,11 +29,9 @@ from ranvier.config.run import Run
 from ranvier.config.task_form import SHIPPED
 from ranvier.data import run_tokenizer as tokenizers
 from ranvier.data.arrays import Arrays, made_once, write_arrays
-from ranvier.data.cache_folder import cache_folder
-from ranvier.data.fingerprint import fingerprint
+from ranvier.data.cache import Progress, cache_folder, fingerprint
 from ranvier.data.named_files import first_looks, name_problems, text_only, training_name
 from ranvier.data.padding import padding_of
-from ranvier.data.publish import Progress
 from ranvier.data.run_tokenizer import run_tokenizer
 from ranvier.data.squad import NAMES, Question, look_at_small, open_part, read_questions
 from ranvier.data.subset import chosen, first_of_order

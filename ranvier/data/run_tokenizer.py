@@ -12,11 +12,9 @@ from pathlib import Path
 from ranvier.config.run import Run
 from ranvier.data import token_numbers, wordpiece
 from ranvier.data import tokenizer as byte_level
-from ranvier.data.cache_folder import cache_folder
-from ranvier.data.fingerprint import fingerprint
+from ranvier.data.cache import Progress, cache_folder, fingerprint, make_once
 from ranvier.data.named_files import refusals
 from ranvier.data.offline.pretrained_models import folder_of
-from ranvier.data.publish import Progress, make_once
 from ranvier.data.tokenizer import GPT2_VOCAB, SMALLEST_VOCAB, Tokenizer
 from ranvier.data.wordpiece import WordPiece
 from ranvier.errors import DataError, RanvierError

@@ -11,10 +11,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ranvier.config.run import Data
-from ranvier.data.fingerprint import fingerprint
+from ranvier.data.cache import Progress, fingerprint
 from ranvier.data.named_files import is_data_set, read_bytes, readable_file
 from ranvier.data.offline.fetch import fetch, python_package
-from ranvier.data.publish import Progress
 from ranvier.data.subset import Part, check_parted, held_out, parted, read_parts
 from ranvier.data.tables import Row, Table, is_saved, no_column, open_dataset, open_file, read_known, text_of
 from ranvier.errors import DataError

@@ -24,8 +24,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
 
-from ranvier.data.fingerprint import fingerprint
-from ranvier.data.publish import Progress
+from ranvier.data.cache import Progress, fingerprint
 from ranvier.errors import DataError
 from ranvier.system.untrusted_file import parse_json
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
-from ranvier.data.publish import published
+from ranvier.data.cache import published
 
 
 class TextTokenizer:

@@ -23,8 +23,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
+from ranvier.data.cache import Progress
 from ranvier.data.offline.fetch import GPT2_TOKENIZER, Command, fetch, run_command
-from ranvier.data.publish import Progress
 from ranvier.data.text_samples import TextTokenizer
 from ranvier.errors import DataError
 from ranvier.system.untrusted_file import member, read_bytes, read_json

@@ -24,7 +24,7 @@ from ranvier.checkpoint.saved import Saved, run_folders
 from ranvier.config import read
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
-from ranvier.data.cache_folder import user_cache_folder
+from ranvier.data.cache import user_cache_folder
 from ranvier.data.class_numbers import named_labels_in, with_labels
 from ranvier.data.offline.pretrained_models import local_path
 from ranvier.data.task import Prepared

@@ -34,10 +34,9 @@ from ranvier.checkpoint.new_folder import check_free, new_folder
 from ranvier.checkpoint.saved import Saved, find
 from ranvier.config.named_object import is_object_name
 from ranvier.config.run import Lora, Run, Transformer
-from ranvier.data.cache_folder import user_cache_folder
+from ranvier.data.cache import CacheOnly, NotInCache, Progress, user_cache_folder
 from ranvier.data.offline import hub_model
 from ranvier.data.offline.pretrained_models import folder_of
-from ranvier.data.publish import CacheOnly, NotInCache, Progress
 from ranvier.errors import CheckpointError, RanvierError
 from ranvier.models import families
 from ranvier.models.lora import is_adapter
