@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from ranvier.data.corpus import (
     split,
 )
 from ranvier.data.mixture import join, shares, sources_of, spread
+from ranvier.data.named_files import refusals
 from ranvier.data.padding import padding_text
 from ranvier.data.parallel import map_in_order
 from ranvier.data.run_tokenizer import text_tokenizer, text_tokenizer_problems
@@ -163,18 +165,10 @@ def _with_held_out(run: Run, prepared: Prepared, tokenizer: Tokenizer, progress:
 def _missing(name: str, column: str | None, elsewhere: bool) -> list[RanvierError]:
     """What is wrong with a corpus, as far as a first look tells. elsewhere: it may lie on another machine."""
     missing = (None if elsewhere else missing_path(name)) or missing_package(name)
-    return [*([missing] if missing else []), *_first_look(name, column)]
-
-
-def _first_look(corpus: str, column: str | None) -> list[RanvierError]:
-    """What is wrong with the columns of a table, and with its first row."""
-    try:
-        look_at_columns(corpus, column)
-    except DataError as problem:
-        return [problem]
-    except (OSError, ValueError, RuntimeError):  # told where all of it is read
-        pass
-    return []
+    found: list[RanvierError] = [missing] if missing else []
+    with suppress(OSError, ValueError, RuntimeError):  # told where all of it is read
+        found += refusals(lambda: look_at_columns(name, column))
+    return found
 
 
 def _token_folder(run: Run, corpus: OpenCorpus, tokenizer: Tokenizer, progress: Progress, *, whole: bool = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -66,8 +67,7 @@ def export(run: Path, out: Path, *, dtype: str | None = None, shard_bytes: int =
     CheckpointError or DataError if that is not possible; nothing is left at `out` then.
     """
     check_free(out)
-    saved = newest_whole(run, tell)
-    try:
+    with closing(newest_whole(run, tell)) as saved:
         source = TrainedSource(saved, dtype, ema=ema)
         slots = source.slots()
         with new_folder(out, sum(slot.size_bytes for slot in slots)) as folder:
@@ -84,8 +84,6 @@ def export(run: Path, out: Path, *, dtype: str | None = None, shard_bytes: int =
             comparison = logits.compare(source.config, source.value, folder, head=source.head)
             logits.check(comparison, out)
             _report(tell, source, files, found, comparison)
-    finally:
-        saved.close()
 
 
 def export_adapters(run: Path, out: Path, *, dtype: str | None = None, tell: Progress = print, ema: bool = False
@@ -96,8 +94,7 @@ def export_adapters(run: Path, out: Path, *, dtype: str | None = None, tell: Pro
     CheckpointError if it has none; nothing is left at `out` then.
     """
     check_free(out)
-    saved = newest_whole(run, tell)
-    try:
+    with closing(newest_whole(run, tell)) as saved:
         source = TrainedSource(saved, dtype, ema=ema)
         adapters = source.adapters
         if adapters is None:
@@ -116,8 +113,6 @@ def export_adapters(run: Path, out: Path, *, dtype: str | None = None, tell: Pro
             AdapterFolder(folder).places(source.config, source.head)  # reads it again
         tell(f"{saved.folder}, step {saved.manifest.step}: {len(adapters.names)} adapters of rank {adapters.lora.rank}"
              + (f", and {', '.join(trained)}" if trained else ""))
-    finally:
-        saved.close()
 
 
 def _check_base(base: str | None, tell: Progress) -> None:
