@@ -28,7 +28,7 @@ from ranvier.data.offline.pretrained_models import folder_of
 from ranvier.data.padding import padding_text
 from ranvier.data.row_forms import form_of_table
 from ranvier.data.run_tokenizer import BUILT_IN
-from ranvier.data.subset import chosen, some
+from ranvier.data.subset import chosen, taken
 from ranvier.data.table_sources import FILES, open_source
 from ranvier.data.tables import Table
 from ranvier.data.task import Dataset, Prepared, Task
@@ -75,8 +75,8 @@ class Chat(Task):
         train, held = ([_dataset(run, part) for part in parts] for parts in zip(*stored, strict=True))
         lengths = np.concatenate([samples.sample_lengths for samples, _ in train])
         used = [put([dataset for _, dataset in parts]) for put, parts in ((join, train), (spread, held))]
-        used = [some(part, count, run.seed, f"data.{name}-samples") if len(sources) == 1 else part for part, count, name
-                in zip(used, (run.data.train_samples, run.data.eval_samples), ("train", "eval"), strict=True)]
+        if len(sources) == 1:
+            used = taken(run, used)
         targets = sum(samples.num_targets() for samples, _ in train)
         counts = [sum(len(samples) for samples, _ in parts) for parts in (train, held)]
         forms = {form_of_table(open_conversations(source.name, "train"), run.data).words: None for source in sources}

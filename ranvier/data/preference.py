@@ -33,10 +33,10 @@ from ranvier.data.named_files import first_rows, readable_file, text_only, train
 from ranvier.data.padding import padding_text
 from ranvier.data.preference_pairs import PreferencePairs, PreferenceScoring, ScoredPairs, WithReference
 from ranvier.data.row_forms import function_fingerprint, made_by_function
-from ranvier.data.subset import chosen, some
+from ranvier.data.subset import chosen, taken
 from ranvier.data.table_sources import FILES, open_source
 from ranvier.data.tables import Row, Table
-from ranvier.data.task import Dataset, Prepared, Task
+from ranvier.data.task import Prepared, Task
 from ranvier.data.token_samples import TokenSamples
 from ranvier.errors import DataError, RanvierError
 
@@ -70,9 +70,7 @@ class PreferenceTask(Task):
         parts = _stored(run, tokenizer, progress, scores=self._scores)
         counts = [_Counts(**counts_in(part)) for part in parts]
         whole = [_pairs_in(part, run.model.sequence, scores=self._scores) for part in parts]
-        used: list[Dataset] = [
-            some(part, count, run.seed, f"data.{name}-samples") for part, count, name in
-            zip(whole, (run.data.train_samples, run.data.eval_samples), ("train", "eval"), strict=True)]
+        used = taken(run, whole)
         train, held = used if self._scores else map(WithReference, used)
         told = [(f"data.train {training_name(run.data)}", counts[0])]
         if run.data.eval is not None:

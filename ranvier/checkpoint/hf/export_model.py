@@ -317,8 +317,8 @@ def _of_another_model(code: str, saved: Saved, what: str, value: object = None) 
 def _write_config(folder: Path, source: TrainedSource, ends: dict[str, object]) -> None:
     """Write config.json. ends: the tokens that begin and end texts."""
     dtype = str(source.dtype).removeprefix("torch.")  # under its old name and its new one
-    _write_json(folder / "config.json", {**source.write_config(), **_labels(source), **ends,
-                                         "torch_dtype": dtype, "dtype": dtype})
+    document = {**source.write_config(), **_labels(source), **ends, "torch_dtype": dtype, "dtype": dtype}
+    (folder / "config.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 def _labels(source: TrainedSource) -> dict[str, object]:
@@ -328,10 +328,6 @@ def _labels(source: TrainedSource) -> dict[str, object]:
             isinstance(name, str) for name in names):
         return {}
     return hf.label_keys(names)
-
-
-def _write_json(path: Path, document: dict[str, object]) -> None:
-    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 def _report(tell: Progress, source: TrainedSource, files: list[str], tokenizer: Path | None,
