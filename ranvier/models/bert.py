@@ -22,12 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ranvier.block import Initial, Model
+from ranvier.block import Model
 from ranvier.config.run import Transformer
 from ranvier.errors import ModelError, RanvierError
 from ranvier.models.family import (
     ModelFacts,
     heads_problem,
+    initial,
     num_classes,
     stacked,
     text_transformer_in_words,
@@ -149,13 +150,6 @@ def bert(config: Transformer, head: str, *, dtype: torch.dtype = torch.float32) 
     for problem in heads_problem(config):
         raise problem
     return BERT.model(config, head, dtype=dtype)
-
-
-def initial(config: Transformer, name: str) -> Initial:
-    """BERT's start of one parameter."""
-    if name.endswith(".bias"):
-        return Initial("constant", 0.0)
-    return Initial("constant", 1.0) if name.endswith(".norm.weight") else Initial("normal", 0.02)
 
 
 def flops_per_sequence(config: Transformer, *, recomputed: bool = False) -> float:

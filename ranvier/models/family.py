@@ -88,6 +88,13 @@ def heads_problem(settings: Transformer) -> list[ConfigError]:
                         where="model.heads", value=settings.heads, remedy=f"Set `--model.heads {near}`.")]
 
 
+def initial(config: Transformer, name: str) -> Initial:
+    """The start of one parameter of BERT or ViT."""
+    if name.endswith(".bias"):
+        return Initial("constant", 0.0)
+    return Initial("constant", 1.0) if name.endswith(".norm.weight") else Initial("normal", 0.02)
+
+
 def stacked(config: Transformer, dtype: torch.dtype, embedding: type[nn.Module], attention: type[nn.Module],
             mlp: type[nn.Module], head: type[nn.Module], *, loss: nn.Module,
             initial: Callable[[Transformer, str], Initial], tied: tuple[tuple[str, ...], ...] = ()) -> Model:

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ranvier.block import Initial, Model
+from ranvier.block import Model
 from ranvier.config.run import Transformer
 from ranvier.errors import ConfigError, ModelError, RanvierError
 from ranvier.models.family import (
     ModelFacts,
     heads_problem,
+    initial,
     num_classes,
     stacked,
     transformer_in_words,
@@ -150,13 +151,6 @@ def problems(config: Transformer) -> list[ConfigError]:
                                  code="image-size-not-patches", where="model.image_size", value=config.image_size,
                                  remedy=f"Set `--model.image-size {near}`."))
     return found
-
-
-def initial(config: Transformer, name: str) -> Initial:
-    """ViT's start of one parameter."""
-    if name.endswith(".bias"):
-        return Initial("constant", 0.0)
-    return Initial("constant", 1.0) if name.endswith(".norm.weight") else Initial("normal", 0.02)
 
 
 def flops_per_sequence(config: Transformer, *, recomputed: bool = False) -> float:
