@@ -116,7 +116,7 @@ def _copy(tokenizer, path):
 
 def _written(folder, tokenizer, documents, processes):
     """The tokens of training and held-out documents."""
-    from ranvier.data.publish import PreparationProgress
+    from ranvier.data.cache import PreparationProgress
 
     folder.mkdir()
     corpus = SimpleNamespace(name="corpus", documents=lambda *args: iter([one for one, _ in documents]))

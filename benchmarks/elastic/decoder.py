@@ -18,7 +18,7 @@ import tomli_w
 
 from ranvier.checkpoint.hf.from_pretrained import settled
 from ranvier.config.run import Batch, Data, Optim, Run, Train, Transformer
-from ranvier.data.cache_folder import user_cache_folder
+from ranvier.data.cache import user_cache_folder
 from ranvier.data.sentences import open_part, read_sentences
 from ranvier.mesh import Mesh
 

@@ -34,10 +34,9 @@ def prepare(recipe: str, processes: int | None, quiet: bool, as_json: bool, allo
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    from ranvier.data.cache_folder import cache_folder
+    from ranvier.data.cache import PreparationProgress, cache_folder
     from ranvier.data.prepare import prepare as prepare_data
     from ranvier.data.prepare import problems, warnings
-    from ranvier.data.publish import PreparationProgress
     from ranvier.planner.auto import with_pretrained
 
     _, resolved = options.read_valid_recipe(recipe, flags, allow_code=allow_code)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ranvier.data.publish import Progress, make_once, published
+from ranvier.data.cache import Progress, make_once, published
 from ranvier.errors import DataError
 from ranvier.system.untrusted_file import open_regular_file, read_json
 

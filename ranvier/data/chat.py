@@ -8,10 +8,9 @@ The loss is that of the tokens that the assistant wrote; the others are read and
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -19,19 +18,17 @@ import numpy as np
 from ranvier.config.run import Data, Run
 from ranvier.config.task_form import SHIPPED
 from ranvier.data import quiz, token_numbers
-from ranvier.data.arrays import Arrays, made_once, write_arrays
-from ranvier.data.cache_folder import cache_folder
+from ranvier.data.arrays import Arrays
+from ranvier.data.cache import Progress, cache_folder, fingerprint
 from ranvier.data.chat_template import ChatTokenizer, Conversation, look_at_folder
-from ranvier.data.fingerprint import fingerprint
+from ranvier.data.encoded_rows import about_counts, counts_in, encode_rows, stored_parts, write_runs
 from ranvier.data.mixture import Source, join, shares, sources_of, spread
-from ranvier.data.named_files import is_data_set, readable_file, table_name_problems, text_only
+from ranvier.data.named_files import first_rows, readable_file, refusals, text_only
 from ranvier.data.offline.pretrained_models import folder_of
 from ranvier.data.padding import padding_text
-from ranvier.data.parallel import map_in_order
-from ranvier.data.publish import Progress, advance, processes_of
 from ranvier.data.row_forms import form_of_table
 from ranvier.data.run_tokenizer import BUILT_IN
-from ranvier.data.subset import check_parted, chosen, held_out, parted, some
+from ranvier.data.subset import chosen, taken
 from ranvier.data.table_sources import FILES, open_source
 from ranvier.data.tables import Table
 from ranvier.data.task import Dataset, Prepared, Task
@@ -42,8 +39,6 @@ FORM = f"{FILES} with conversations, the name of a data set, or quiz"
 """What may be given, in words."""
 _WARNED_SHARE = 0.01
 """A larger share of left-out samples is warned of."""
-_AT_ONCE = 200
-"""Conversations that one process encodes at once."""
 
 
 class Chat(Task):
@@ -64,14 +59,7 @@ class Chat(Task):
             return [*found, problem]
         for source in sources:
             data = replace(run.data, train=source.name or None)
-            names = table_name_problems(data, (quiz.NAME,), FORM)
-            found += names
-            for setting, name in (("train", data.train), ("eval", data.eval)):
-                if name is not None and not names and not is_data_set(name):
-                    try:
-                        next(conversations(name, setting, run.data), None)
-                    except DataError as problem:
-                        found.append(problem)
+            found += first_rows(data, (quiz.NAME,), FORM, partial(conversations, data=run.data))
         return [*found, *tokenizer_problems(run)]
 
     def prepare(self, run: Run, progress: Progress) -> Prepared:
@@ -80,16 +68,15 @@ class Chat(Task):
         tokenizer = open_tokenizer(run, progress)
         sources = sources_of(run.data, run.data.train or "")
         stored = [_stored(run, source, tokenizer, progress) for source in sources]
-        told = [(f"data.train {source.name}", _counts(pair[0])) for source, pair in zip(sources, stored, strict=True)]
+        told = [(f"data.train {source.name}", Counts(**counts_in(train)))
+                for source, (train, _) in zip(sources, stored, strict=True)]
         if run.data.eval is not None:
-            told.append((f"data.eval {run.data.eval}", _counts(stored[0][1])))
-        left_out = [f"{where}: {text}" if len(told) > 1 else text for where, one in told
-                    if (text := one.text(run.model.sequence))]
+            told.append((f"data.eval {run.data.eval}", Counts(**counts_in(stored[0][1]))))
         train, held = ([_dataset(run, part) for part in parts] for parts in zip(*stored, strict=True))
         lengths = np.concatenate([samples.sample_lengths for samples, _ in train])
         used = [put([dataset for _, dataset in parts]) for put, parts in ((join, train), (spread, held))]
-        used = [some(part, count, run.seed, f"data.{name}-samples") if len(sources) == 1 else part for part, count, name
-                in zip(used, (run.data.train_samples, run.data.eval_samples), ("train", "eval"), strict=True)]
+        if len(sources) == 1:
+            used = taken(run, used)
         targets = sum(samples.num_targets() for samples, _ in train)
         counts = [sum(len(samples) for samples, _ in parts) for parts in (train, held)]
         forms = {form_of_table(open_conversations(source.name, "train"), run.data).words: None for source in sources}
@@ -99,8 +86,7 @@ class Chat(Task):
             padding=padding_text(lengths, run, can_pack=True),
             about=f"{', '.join(source.name for source in sources)}: {counts[0]:,} conversations in "
                   f"{' and '.join(forms)}, {counts[1]:,} held out, {targets:,} tokens of the assistant in "
-                  f"{int(lengths.sum()):,}"
-                  + "".join(f"; {text}" for text in left_out),
+                  f"{int(lengths.sum()):,}{about_counts(told, run.model.sequence)}",
             warnings=tuple(warning for setting, one in told
                            if (warning := one.warning(setting, run.model.sequence)) is not None),
             fingerprint=fingerprint("chat", tokenizer.fingerprint, [part.digest for parts in stored for part in parts],
@@ -152,13 +138,13 @@ def number_problems(run: Run, folder: Path) -> list[RanvierError]:
     model = token_numbers.local_folder(run)
     if model is None and run.model.pretrained is not None:
         return []
-    try:
+
+    def check() -> None:
         numbers = token_numbers.numbers_in(folder)
         assert numbers is not None  # the folder has been looked at
         token_numbers.check(numbers, run, model, None if model is None else token_numbers.numbers_in(model))
-    except DataError as problem:
-        return [problem]
-    return []
+
+    return [*refusals(check)]
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
@@ -195,32 +181,25 @@ def _dataset(run: Run, part: Arrays) -> tuple[TokenSamples, Dataset]:
 
 def _stored(run: Run, source: Source, tokenizer: ChatTokenizer, progress: Progress) -> tuple[Arrays, Arrays]:
     """Training and held-out conversations of one source, from the cache."""
-    sequence = run.model.sequence
+    sequence, held = run.model.sequence, run.data.eval
     tables = [open_conversations(name, setting)
-              for setting, name in (("train", source.name), ("eval", run.data.eval)) if name is not None]
+              for setting, name in (("train", source.name), ("eval", held)) if name is not None]
     forms = [(table.fingerprint, form_of_table(table, run.data).fingerprint) for table in tables]
     place = cache_folder(run) / "chat" / fingerprint(forms, tokenizer.content, sequence, "no added keys")
 
-    def make() -> None:
-        progress(f"tokenising {source.name}")
-        encode = partial(_encoded, tokenizer, sequence)
-        train, counts = _all(source.name, "train", run.data, encode, sequence, progress)
-        held_counts = counts
-        if run.data.eval is not None:
-            held, held_counts = _all(run.data.eval, "eval", run.data, encode, sequence, progress)
-        else:
-            train, held = parted(train, held_out([one.key for one in train]))
-        check_parted(train, held, "conversations", source.name)
-        for name, part, told in (("eval", held, held_counts), ("train", train, counts)):
-            _write(place / name, part, told, tokenizer.vocab)
+    def read(name: str, setting: str) -> tuple[list[_Encoded], Counts]:
+        return _all(name, setting, run.data, partial(_encoded, tokenizer, sequence), sequence, progress)
 
-    return made_once(place, make, progress)
+    def write(folder: Path, part: list[_Encoded], counts: Counts) -> None:
+        write_runs(folder, [(one.tokens, one.is_target) for one in part], tokenizer.vocab, counts, {})
+
+    return stored_parts(place, source.name, held, read, write, "conversations", progress)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Encoded:
-    """A sample of a conversation. key: by which it is held out, the same for all samples of a conversation. size:
-    tokens before the cut to the sequence. is_silent: whether nothing of all that is learnt."""
+    """A sample of a conversation. key: the same for all samples of a conversation. size: tokens before the cut to the
+    sequence. is_silent: whether nothing of all that is learnt."""
 
     tokens: np.ndarray
     is_target: np.ndarray
@@ -229,41 +208,21 @@ class _Encoded:
     is_silent: bool
 
 
-def _counts(part: Arrays) -> Counts:
-    return Counts(**{name: int(str(value)) for name, value in part.facts.items()})
+def _encoded(tokenizer: ChatTokenizer, sequence: int, one: Conversation) -> list[_Encoded]:
+    key = json.dumps([list(one.messages), one.tools, dict(one.variables)], sort_keys=True, default=str)
+    return [_Encoded(tokens=np.array(ids[:sequence + 1], dtype=np.uint32), is_target=is_target[:sequence + 1], key=key,
+                     size=len(ids), is_silent=not is_target[1:].any()) for ids, is_target in tokenizer.encode(one)]
 
 
-def _encoded(tokenizer: ChatTokenizer, sequence: int, piece: Sequence[Conversation | None]
-             ) -> list[list[_Encoded] | None]:
-    found: list[list[_Encoded] | None] = []
-    for one in piece:
-        if one is None:
-            found.append(None)
-            continue
-        samples = tokenizer.encode(one)
-        key = json.dumps([list(one.messages), one.tools, dict(one.variables)], sort_keys=True, default=str)
-        found.append([_Encoded(tokens=np.array(ids[:sequence + 1], dtype=np.uint32),
-                               is_target=is_target[:sequence + 1], key=key, size=len(ids),
-                               is_silent=not is_target[1:].any()) for ids, is_target in samples])
-    return found
-
-
-def _all(name: str, setting: str, data: Data,
-         encode: Callable[[list[Conversation | None]], list[list[_Encoded] | None]], sequence: int, progress: Progress
-         ) -> tuple[list[_Encoded], Counts]:
+def _all(name: str, setting: str, data: Data, encode: Callable[[Conversation], list[_Encoded]], sequence: int,
+         progress: Progress) -> tuple[list[_Encoded], Counts]:
     """The samples of a data set in which something is learnt, and what was left out. DataError if there is none."""
-    rows = conversations(name, setting, data)
-    pieces = iter(lambda: list(islice(rows, _AT_ONCE)), [])
-    found: list[_Encoded] = []
-    count = unanswered = 0
-    for piece in map_in_order(encode, pieces, processes_of(progress)):
-        count += len(piece)
-        unanswered += piece.count(None)
-        found += [sample for samples in piece if samples is not None for sample in samples]
-        advance(progress, f"conversations of {name}", count)
+    rows = encode_rows(conversations(name, setting, data), encode, f"conversations of {name}", progress)
+    unanswered = rows.count(None)
+    found = [sample for samples in rows if samples is not None for sample in samples]
     kept = [one for one in found if one.is_target[1:].any()]
     silent = sum(one.is_silent for one in found)
-    counts = Counts(conversations=count, samples=len(found) + unanswered, silent=silent + unanswered,
+    counts = Counts(conversations=len(rows), samples=len(found) + unanswered, silent=silent + unanswered,
                     too_long=len(found) - len(kept) - silent,
                     cut=sum(one.size > sequence + 1 for one in kept),
                     longest=max((one.size - 1 for one in found), default=0))
@@ -308,11 +267,3 @@ class Counts:
                          code="samples-left-out", where=setting, value=left_out,
                          remedy=f"Set a longer `--model.sequence`: all of it fits into {self.longest}." if self.too_long
                          else "Leave conversations without answers out of the data set.")
-
-
-def _write(folder: Path, part: Sequence[_Encoded], counts: Counts, vocab: int) -> None:
-    lengths = np.array([len(one.tokens) for one in part], dtype=np.int64)
-    write_arrays(folder, {
-        "tokens": np.concatenate([one.tokens for one in part]).astype(np.uint16 if vocab <= 1 << 16 else np.uint32),
-        "is_target": np.concatenate([one.is_target for one in part]).astype(np.uint8),
-        "offsets": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)}, asdict(counts))

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from ranvier.data import template_renderer
-from ranvier.data.fingerprint import fingerprint
+from ranvier.data.cache import fingerprint
 from ranvier.data.tables import has_package
 from ranvier.data.template_renderer import Rendered, TemplateError, TemplateLimitError
 from ranvier.errors import DataError

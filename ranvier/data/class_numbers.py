@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from ranvier.config.run import Run
-from ranvier.data.cache_folder import cache_folder
-from ranvier.data.fingerprint import fingerprint
+from ranvier.data.cache import Progress, cache_folder, fingerprint
 from ranvier.data.offline.pretrained_models import folder_of
-from ranvier.data.publish import Progress
 from ranvier.data.subset import Subset
 from ranvier.data.task import Dataset, Prepared, Targets
 from ranvier.system.untrusted_file import member, read_json

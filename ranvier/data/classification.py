@@ -26,15 +26,13 @@ from ranvier.config.task_form import SHIPPED
 from ranvier.data import run_tokenizer as tokenizers
 from ranvier.data.accuracy import Accuracy
 from ranvier.data.arrays import Arrays, made_once, write_arrays
-from ranvier.data.cache_folder import cache_folder
+from ranvier.data.cache import Progress, cache_folder, fingerprint
 from ranvier.data.class_numbers import with_labels_of_model
-from ranvier.data.fingerprint import fingerprint
 from ranvier.data.named_files import first_looks, table_name_problems, text_only, training_name
 from ranvier.data.padding import padding_of
-from ranvier.data.publish import Progress
 from ranvier.data.run_tokenizer import run_tokenizer, sentence_tokenizer
 from ranvier.data.sentences import NAMES, Columns, Sentence, Sentences, look_at_header, open_part, read_sentences
-from ranvier.data.subset import chosen, some
+from ranvier.data.subset import chosen, taken
 from ranvier.data.task import Prepared, Targets, Task
 from ranvier.data.tokenizer import Tokenizer
 from ranvier.data.wordpiece import WordPiece
@@ -121,8 +119,7 @@ class Classification(Task):
 
         arrays = made_once(folder, make, progress)
         kind = LabelledAtEnd if is_decoder else Labelled
-        used = [some(kind(part), count, run.seed, f"data.{name}-samples") for part, count, name in zip(
-            arrays, (data.train_samples, data.eval_samples), ("train", "eval"), strict=True)]
+        used = taken(run, list(map(kind, arrays)))
         classes = tuple(arrays[0].names("classes"))
         about = f"{data.train}: {len(used[0]):,} sentences, {len(used[1]):,} held out, {len(classes)} classes"
         found = Prepared(

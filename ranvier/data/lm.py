@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from ranvier.config.named_code import names_corpus
 from ranvier.config.run import Run
 from ranvier.config.task_form import SHIPPED
 from ranvier.data import tokenizer as tokenizers
-from ranvier.data.cache_folder import cache_folder
+from ranvier.data.cache import Progress, advance, cache_folder, fingerprint, make_once, processes_of
 from ranvier.data.corpus import (
     HELD_OUT_EVERY,
     Document,
@@ -27,11 +28,10 @@ from ranvier.data.corpus import (
     plain_bytes,
     split,
 )
-from ranvier.data.fingerprint import fingerprint
 from ranvier.data.mixture import join, shares, sources_of, spread
+from ranvier.data.named_files import refusals
 from ranvier.data.padding import padding_text
 from ranvier.data.parallel import map_in_order
-from ranvier.data.publish import Progress, advance, make_once, processes_of
 from ranvier.data.run_tokenizer import text_tokenizer, text_tokenizer_problems
 from ranvier.data.task import Prepared, Task
 from ranvier.data.token_samples import PackedSamples, TokenSamples, best_fit, runs
@@ -165,18 +165,10 @@ def _with_held_out(run: Run, prepared: Prepared, tokenizer: Tokenizer, progress:
 def _missing(name: str, column: str | None, elsewhere: bool) -> list[RanvierError]:
     """What is wrong with a corpus, as far as a first look tells. elsewhere: it may lie on another machine."""
     missing = (None if elsewhere else missing_path(name)) or missing_package(name)
-    return [*([missing] if missing else []), *_first_look(name, column)]
-
-
-def _first_look(corpus: str, column: str | None) -> list[RanvierError]:
-    """What is wrong with the columns of a table, and with its first row."""
-    try:
-        look_at_columns(corpus, column)
-    except DataError as problem:
-        return [problem]
-    except (OSError, ValueError, RuntimeError):  # told where all of it is read
-        pass
-    return []
+    found: list[RanvierError] = [missing] if missing else []
+    with suppress(OSError, ValueError, RuntimeError):  # told where all of it is read
+        found += refusals(lambda: look_at_columns(name, column))
+    return found
 
 
 def _token_folder(run: Run, corpus: OpenCorpus, tokenizer: Tokenizer, progress: Progress, *, whole: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from ranvier.config.run import Data
@@ -13,6 +14,11 @@ from ranvier.errors import DataError
 
 MOST_BYTES = 4 << 30
 """Largest file of text."""
+
+
+def _given(data: Data) -> list[tuple[str, str]]:
+    """(name, setting) of --data.train and --data.eval, as far as they are given."""
+    return [(name, setting) for setting, name in (("train", data.train), ("eval", data.eval)) if name is not None]
 
 
 def name_problems(data: Data, names: Sequence[str], form: str) -> list[DataError]:
@@ -25,13 +31,12 @@ def name_problems(data: Data, names: Sequence[str], form: str) -> list[DataError
                           where="data.train", remedy=f"Give {form}.")]
     return [DataError("is neither a known name nor a path that exists", code="unknown-data", where=f"data.{setting}",
                       value=name, remedy=f"Give {form}.")
-            for setting, name in (("train", data.train), ("eval", data.eval))
-            if name is not None and name not in names and not _exists(name)]
+            for name, setting in _given(data) if name not in names and not _exists(name)]
 
 
 def table_name_problems(data: Data, names: Sequence[str], form: str) -> list[DataError]:
     """As `name_problems`, where the name may be that of a data set on the Hugging Face hub, too."""
-    hub = tuple(name for name in (data.train, data.eval) if name is not None and is_data_set(name))
+    hub = tuple(name for name, _ in _given(data) if is_data_set(name))
     found = name_problems(data, (*names, *hub), form)
     if hub and not has_package("datasets"):
         found.append(missing_package("datasets", hub[0], "data.train", form))
@@ -71,21 +76,32 @@ def text_only(data: Data) -> list[DataError]:
                       remedy="Leave `--data.augment` and `--data.augment-repeats` out; only images have it.")]
 
 
-def own_files(data: Data, names: Sequence[str]) -> list[tuple[str, Path]]:
-    """(setting, path) of what --data.train and --data.eval name that is a file or folder which exists here."""
-    given = [(setting, name) for setting, name in (("train", data.train), ("eval", data.eval)) if name is not None]
-    return [(setting, Path(name).expanduser()) for setting, name in given if name not in names and _exists(name)]
+def refusals(look: Callable[[], object]) -> list[DataError]:
+    """The DataError that `look` raises, if it does."""
+    try:
+        look()
+    except DataError as problem:
+        return [problem]
+    return []
 
 
 def first_looks(data: Data, names: Sequence[str], look: Callable[[Path, str], None]) -> list[DataError]:
-    """The DataErrors that `look` raises for `own_files`, without reading all of them."""
-    found = []
-    for setting, path in own_files(data, names):
-        try:
-            look(path, setting)
-        except DataError as problem:
-            found.append(problem)
-    return found
+    """The DataErrors that `look` of (path, setting) raises for what --data.train and --data.eval name that is a file or
+    folder which exists here, without reading all of it."""
+    return [problem for name, setting in _given(data) if name not in names and _exists(name)
+            for problem in refusals(partial(look, Path(name).expanduser(), setting))]
+
+
+def first_rows(data: Data, names: Sequence[str], form: str, rows: Callable[[str, str], Iterator[object]]
+               ) -> list[DataError]:
+    """`table_name_problems`, else what `rows` of (name, setting) raises for the first row of each data set that is not
+    on the hub."""
+    def look(name: str, setting: str) -> None:
+        next(rows(name, setting), None)
+
+    return table_name_problems(data, names, form) or [
+        problem for name, setting in _given(data) if not is_data_set(name)
+        for problem in refusals(partial(look, name, setting))]
 
 
 def read_bytes(path: Path, setting: str, form: str) -> bytes:

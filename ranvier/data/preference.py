@@ -10,10 +10,10 @@ reference's log-probabilities before its first step (`ranvier.train.reference`).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -23,22 +23,20 @@ from ranvier.config.named_object import is_object_name
 from ranvier.config.run import Run
 from ranvier.config.task_form import SHIPPED
 from ranvier.data import quiz
-from ranvier.data.arrays import Arrays, made_once, write_arrays
-from ranvier.data.cache_folder import cache_folder
+from ranvier.data.arrays import Arrays
+from ranvier.data.cache import Progress, cache_folder, fingerprint
 from ranvier.data.chat import open_tokenizer, tokenizer_problems
-from ranvier.data.chat_template import ChatTokenizer, Conversation
+from ranvier.data.chat_template import ChatTokenizer, Conversation, Sample
 from ranvier.data.conversation_rows import MARGIN, OTHER_COLUMNS, PAIR_COLUMNS, Pair, pair_of
-from ranvier.data.fingerprint import fingerprint
-from ranvier.data.named_files import is_data_set, readable_file, table_name_problems, text_only, training_name
+from ranvier.data.encoded_rows import about_counts, counts_in, encode_rows, stored_parts, write_runs
+from ranvier.data.named_files import first_rows, readable_file, text_only, training_name
 from ranvier.data.padding import padding_text
-from ranvier.data.parallel import map_in_order
 from ranvier.data.preference_pairs import PreferencePairs, PreferenceScoring, ScoredPairs, WithReference
-from ranvier.data.publish import Progress, advance, processes_of
 from ranvier.data.row_forms import function_fingerprint, made_by_function
-from ranvier.data.subset import check_parted, chosen, held_out, parted, some
+from ranvier.data.subset import chosen, taken
 from ranvier.data.table_sources import FILES, open_source
 from ranvier.data.tables import Row, Table
-from ranvier.data.task import Dataset, Prepared, Task
+from ranvier.data.task import Prepared, Task
 from ranvier.data.token_samples import TokenSamples
 from ranvier.errors import DataError, RanvierError
 
@@ -46,10 +44,6 @@ FORM = f"{FILES} with the columns prompt, chosen and rejected, the name of a dat
 """What may be given, in words."""
 _WARNED_SHARE = 0.01
 """A larger share of left-out pairs is warned of."""
-_AT_ONCE = 100
-"""Pairs that one process encodes at once."""
-_Answer = tuple[list[int], np.ndarray]
-"""Tokens of a conversation, and which of them are learnt."""
 
 
 class PreferenceTask(Task):
@@ -66,14 +60,7 @@ class PreferenceTask(Task):
                                    where="data.form", value=run.data.form,
                                    remedy="Set `--data.form auto`, or `--data.task chat`."))
             return found
-        names = table_name_problems(run.data, (quiz.NAME,), FORM)
-        found += names
-        for setting, name in (("train", run.data.train), ("eval", run.data.eval)):
-            if name is not None and not names and not is_data_set(name):
-                try:
-                    next(pairs(name, setting, run.data.form), None)
-                except DataError as problem:
-                    found.append(problem)
+        found += first_rows(run.data, (quiz.NAME,), FORM, partial(pairs, form=run.data.form))
         return [*found, *tokenizer_problems(run)]
 
     def prepare(self, run: Run, progress: Progress) -> Prepared:
@@ -81,11 +68,9 @@ class PreferenceTask(Task):
         out. DataError when nothing is left."""
         tokenizer = open_tokenizer(run, progress)
         parts = _stored(run, tokenizer, progress, scores=self._scores)
-        counts = [_Counts(**{name: int(str(value)) for name, value in part.facts.items()}) for part in parts]
+        counts = [_Counts(**counts_in(part)) for part in parts]
         whole = [_pairs_in(part, run.model.sequence, scores=self._scores) for part in parts]
-        used: list[Dataset] = [
-            some(part, count, run.seed, f"data.{name}-samples") for part, count, name in
-            zip(whole, (run.data.train_samples, run.data.eval_samples), ("train", "eval"), strict=True)]
+        used = taken(run, whole)
         train, held = used if self._scores else map(WithReference, used)
         told = [(f"data.train {training_name(run.data)}", counts[0])]
         if run.data.eval is not None:
@@ -94,8 +79,7 @@ class PreferenceTask(Task):
             train=train, eval=held, tokenizer=tokenizer, weight=1.0, transform=tokenizer.fingerprint,
             padding=padding_text(whole[0].sample_lengths, run, can_pack=False),
             about=f"{training_name(run.data)}: {len(whole[0]):,} pairs of answers, {len(whole[1]):,} held out"
-                  + "".join(f"; {where}: {text}" if len(told) > 1 else f"; {text}" for where, one in told
-                            if (text := one.text(run.model.sequence))),
+                  f"{about_counts(told, run.model.sequence)}",
             warnings=tuple(warning for setting, one in told for warning in (
                 one.warning(setting, run.model.sequence), None if self._scores else one.unread(setting))
                 if warning is not None),
@@ -152,7 +136,7 @@ class _Encoded:
     """A pair. key: by which it is held out: its prompt, so that all pairs of a prompt lie together. length: positions
     of both answers together."""
 
-    answers: tuple[_Answer, _Answer]
+    answers: tuple[Sample, Sample]
     key: str
     length: int
     margin: float | None
@@ -208,70 +192,53 @@ def _pairs_in(part: Arrays, sequence: int, *, scores: bool) -> PreferencePairs:
 
 def _stored(run: Run, tokenizer: ChatTokenizer, progress: Progress, *, scores: bool) -> tuple[Arrays, Arrays]:
     """Training and held-out pairs, from the cache. scores: whether the last token of an answer has a position."""
-    name, sequence = training_name(run.data), run.model.sequence
-    form = run.data.form
+    name, held, sequence, form = training_name(run.data), run.data.eval, run.model.sequence, run.data.form
     tables = [open_pairs(each, setting, form).fingerprint
-              for setting, each in (("train", name), ("eval", run.data.eval)) if each is not None]
+              for setting, each in (("train", name), ("eval", held)) if each is not None]
     place = cache_folder(run) / "preference" / fingerprint(
         tables, tokenizer.content, sequence, function_fingerprint(form) if is_object_name(form) else form, scores,
         "no added keys")
 
-    def make() -> None:
-        progress(f"tokenising {name}")
-        encode = partial(_encoded, tokenizer, scores)
-        train, counts = _all(name, "train", form, encode, sequence, progress)
-        held_counts = counts
-        if run.data.eval is not None:
-            held, held_counts = _all(run.data.eval, "eval", form, encode, sequence, progress)
-        else:
-            train, held = parted(train, held_out([one.key for one in train]))
-        check_parted(train, held, "pairs", name)
-        for part, found, told in (("eval", held, held_counts), ("train", train, counts)):
-            _write(place / part, found, told, tokenizer.vocab)
+    def read(each: str, setting: str) -> tuple[list[_Encoded], _Counts]:
+        return _all(each, setting, form, partial(_encoded, tokenizer, scores), sequence, progress)
 
-    return made_once(place, make, progress)
+    def write(folder: Path, part: list[_Encoded], counts: _Counts) -> None:
+        margins = {} if part[0].margin is None else {
+            "margins": np.array([one.margin for one in part], dtype=np.float64)}
+        write_runs(folder, [answer for one in part for answer in one.answers], tokenizer.vocab, counts, margins)
+
+    return stored_parts(place, name, held, read, write, "pairs", progress)
 
 
-def _all(name: str, setting: str, form: str, encode: Callable[[Sequence[Pair | None]], list[_Encoded | None]],
-         sequence: int, progress: Progress) -> tuple[list[_Encoded], _Counts]:
+def _all(name: str, setting: str, form: str, encode: Callable[[Pair], _Encoded], sequence: int, progress: Progress
+         ) -> tuple[list[_Encoded], _Counts]:
     """The pairs of a data set that are learnt from, and what was left out. DataError if there is none."""
-    rows = pairs(name, setting, form)
-    found: list[_Encoded] = []
-    count = 0
-    for piece in map_in_order(encode, iter(lambda: list(islice(rows, _AT_ONCE)), []), processes_of(progress)):
-        count += len(piece)
-        found += [one for one in piece if one is not None]
-        advance(progress, f"pairs of {name}", count)
+    rows = encode_rows(pairs(name, setting, form), encode, f"pairs of {name}", progress)
+    found = [one for one in rows if one is not None]
     spoken = [one for one in found if not one.is_silent]
     kept = [one for one in spoken if one.length <= sequence]
-    counts = _Counts(pairs=count, same=count - len(found), silent=len(found) - len(spoken),
+    counts = _Counts(pairs=len(rows), same=len(rows) - len(found), silent=len(found) - len(spoken),
                      too_long=len(spoken) - len(kept), longest=max((one.length for one in spoken), default=0),
                      margins=sum(one.margin is not None for one in kept))
     if not kept:
         within = f"within `model.sequence {sequence}`" if counts.too_long else "that differ"
         raise DataError(f"has no pair of answers {within}", code="no-pairs",
-                        where=f"data.{setting} {name}", value=count,
+                        where=f"data.{setting} {name}", value=len(rows),
                         remedy=f"Give shorter pairs, or set `--model.sequence {counts.longest}` if the model has as "
                         "many positions." if counts.too_long else "Give pairs whose answers differ.")
     return kept, counts
 
 
-def _encoded(tokenizer: ChatTokenizer, scores: bool, piece: Sequence[Pair | None]) -> list[_Encoded | None]:
-    found: list[_Encoded | None] = []
-    for pair in piece:
-        if pair is None:
-            found.append(None)
-            continue
-        prompt = [one for one, _ in takewhile(lambda turns: turns[0] == turns[1],
-                                              zip(pair.chosen.messages, pair.rejected.messages, strict=False))]
-        key = json.dumps([prompt, pair.chosen.tools], sort_keys=True, default=str)
-        answers = _answer(tokenizer, pair.chosen, scores), _answer(tokenizer, pair.rejected, scores)
-        found.append(_Encoded(answers=answers, key=key, margin=pair.margin,
-                              length=sum(len(ids) - (not scores) for ids, _ in answers)))
-    return found
+def _encoded(tokenizer: ChatTokenizer, scores: bool, pair: Pair) -> _Encoded:
+    prompt = [one for one, _ in takewhile(lambda turns: turns[0] == turns[1],
+                                          zip(pair.chosen.messages, pair.rejected.messages, strict=False))]
+    key = json.dumps([prompt, pair.chosen.tools], sort_keys=True, default=str)
+    answers = _answer(tokenizer, pair.chosen, scores), _answer(tokenizer, pair.rejected, scores)
+    return _Encoded(answers=answers, key=key, margin=pair.margin,
+                    length=sum(len(ids) - (not scores) for ids, _ in answers))
 
 
-def _answer(tokenizer: ChatTokenizer, conversation: Conversation, scores: bool) -> _Answer:
+def _answer(tokenizer: ChatTokenizer, conversation: Conversation, scores: bool) -> Sample:
     """scores: without tokens for padding at its end: as in transformers, the score is that of the token before."""
     samples = tokenizer.encode(conversation)
     if len(samples) != 1:
@@ -283,12 +250,3 @@ def _answer(tokenizer: ChatTokenizer, conversation: Conversation, scores: bool) 
     while scores and ids[stop - 1] == tokenizer.padding and stop > 1:
         stop -= 1
     return ids[:stop], is_target[:stop]
-
-
-def _write(folder: Path, part: Sequence[_Encoded], counts: _Counts, vocab: int) -> None:
-    answers = [answer for one in part for answer in one.answers]
-    margins = {} if part[0].margin is None else {"margins": np.array([one.margin for one in part], dtype=np.float64)}
-    write_arrays(folder, margins | {
-        "tokens": np.concatenate([ids for ids, _ in answers]).astype(np.uint16 if vocab <= 1 << 16 else np.uint32),
-        "is_target": np.concatenate([is_target for _, is_target in answers]).astype(np.uint8),
-        "offsets": np.cumsum([0, *(len(ids) for ids, _ in answers)]).astype(np.int64)}, asdict(counts))

@@ -2,43 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from pathlib import Path
 
 from ranvier.config.named_object import blamed, load_object
 from ranvier.config.run import Run
 from ranvier.config.task_form import SHIPPED, TASK_ATTRIBUTES, form_of
+from ranvier.data.cache import CacheOnly, NotInCache, Progress
 from ranvier.data.eval_sets import eval_set_runs
 from ranvier.data.named_files import is_data_set
-from ranvier.data.publish import CacheOnly, NotInCache, Progress
 from ranvier.data.task import EvalSet, Prepared, Task
 from ranvier.errors import ConfigError, DataError, RanvierError
+
+_MODULES = {"reward": "preference"}
+"""Shipped task -> its module, where that has another name."""
 
 
 def task_of(run: Run) -> Task:
     """The run's task, imported when it is first asked for. ConfigError where a user's is none."""
-    match run.data.task:
-        case "lm":
-            from ranvier.data.lm import LM
-            return LM
-        case "chat":
-            from ranvier.data.chat import CHAT
-            return CHAT
-        case "preference":
-            from ranvier.data.preference import PREFERENCE
-            return PREFERENCE
-        case "reward":
-            from ranvier.data.preference import REWARD
-            return REWARD
-        case "classification":
-            from ranvier.data.classification import CLASSIFICATION
-            return CLASSIFICATION
-        case "qa":
-            from ranvier.data.qa import QA
-            return QA
-        case "images":
-            from ranvier.data.images import IMAGES
-            return IMAGES
+    name = run.data.task
+    if name in SHIPPED:
+        module = importlib.import_module(f"ranvier.data.{_MODULES.get(name, name)}")
+        shipped: Task = getattr(module, name.upper())
+        return shipped
     form_of(run.data)  # checks what the protocol says of it
     found: Task = load_object(run.data.task, "data.task", TASK_ATTRIBUTES, run.data.options)  # type: ignore[assignment]
     return found

@@ -29,14 +29,12 @@ from ranvier.config.run import Run
 from ranvier.config.task_form import SHIPPED
 from ranvier.data import run_tokenizer as tokenizers
 from ranvier.data.arrays import Arrays, made_once, write_arrays
-from ranvier.data.cache_folder import cache_folder
-from ranvier.data.fingerprint import fingerprint
+from ranvier.data.cache import Progress, cache_folder, fingerprint
 from ranvier.data.named_files import first_looks, name_problems, text_only, training_name
 from ranvier.data.padding import padding_of
-from ranvier.data.publish import Progress
 from ranvier.data.run_tokenizer import run_tokenizer
 from ranvier.data.squad import NAMES, Question, look_at_small, open_part, read_questions
-from ranvier.data.subset import chosen, first_of_order
+from ranvier.data.subset import chosen, numbers_taken
 from ranvier.data.task import Prepared, Task
 from ranvier.data.wordpiece import WordPiece
 from ranvier.errors import DataError, RanvierError
@@ -115,8 +113,10 @@ class QuestionAnswering(Task):
             _write(folder, *read_questions(train, held), tokenizer, sequence)
 
         arrays = made_once(folder, make, progress)
-        used = [_some(part, count, run.seed, f"data.{name}-samples") for part, count, name in zip(
-            arrays, (data.train_samples, data.eval_samples), ("train", "eval"), strict=True)]
+        asked = [part.arrays["questions"] for part in arrays]
+        used = [Windows(part, None if taken is None else np.flatnonzero(np.isin(questions, taken)))
+                for part, questions, taken in zip(arrays, asked, numbers_taken(run, [
+                    int(questions[-1]) + 1 for questions in asked]), strict=True)]
         numbers = [len(np.unique(part.questions)) for part in used]
         return Prepared(
             train=used[0], eval=used[1], tokenizer=tokenizer, weight=1.0, padding=padding_of(used[0], run),
@@ -133,12 +133,6 @@ QA = QuestionAnswering()
 
 def _texts(questions: list[Question]) -> list[str]:
     return [*dict.fromkeys(question.context for question in questions), *(question.text for question in questions)]
-
-
-def _some(arrays: Arrays, count: int | None, seed: int, setting: str) -> Windows:
-    questions = arrays.arrays["questions"]
-    numbers = first_of_order(int(questions[-1]) + 1, count, seed, setting)
-    return Windows(arrays, None if numbers is None else np.flatnonzero(np.isin(questions, numbers)))
 
 
 def _scoring(held: Windows, arrays: Arrays) -> Callable[[], Answers]:

@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 
-from ranvier.data.fingerprint import fingerprint
+from ranvier.data.cache import fingerprint
 from ranvier.data.tables import Row, Table
 
 NAME = "quiz"

@@ -21,6 +21,7 @@ from typing import Any
 
 from ranvier.config.named_object import blamed, is_object_name, load_object
 from ranvier.config.run import Data
+from ranvier.data.cache import fingerprint
 from ranvier.data.chat_template import Conversation, Message
 from ranvier.data.conversation_rows import (
     MESSAGES_SETTING,
@@ -29,7 +30,6 @@ from ranvier.data.conversation_rows import (
     conversation_of,
     turns_in,
 )
-from ranvier.data.fingerprint import fingerprint
 from ranvier.data.tables import Row, Table
 from ranvier.errors import DataError
 from ranvier.system.untrusted_file import parse_json

@@ -12,10 +12,9 @@ from pathlib import Path
 from ranvier.config.run import Run
 from ranvier.data import token_numbers, wordpiece
 from ranvier.data import tokenizer as byte_level
-from ranvier.data.cache_folder import cache_folder
-from ranvier.data.fingerprint import fingerprint
+from ranvier.data.cache import Progress, cache_folder, fingerprint, make_once
+from ranvier.data.named_files import refusals
 from ranvier.data.offline.pretrained_models import folder_of
-from ranvier.data.publish import Progress, make_once
 from ranvier.data.tokenizer import GPT2_VOCAB, SMALLEST_VOCAB, Tokenizer
 from ranvier.data.wordpiece import WordPiece
 from ranvier.errors import DataError, RanvierError
@@ -29,20 +28,20 @@ BUILT_IN = ("bpe", "gpt2")
 
 def text_tokenizer_problems(run: Run) -> list[RanvierError]:
     """What is wrong with the tokenizer of a decoder, as far as it is on this machine."""
+    return [*refusals(lambda: _look_at_text_tokenizer(run))]
+
+
+def _look_at_text_tokenizer(run: Run) -> None:
     name, folder = run.data.tokenizer, token_numbers.local_folder(run)
-    try:
-        if folder is not None and name != "gpt2":
-            _text_tokenizer_of_model(run, folder, None)
-        if run.model.pretrained is not None:
-            return []
-        smallest = {"bpe": SMALLEST_VOCAB, "gpt2": GPT2_VOCAB}.get(name) or byte_level.from_path(name).vocab
-        kind = {"bpe": "a byte-level tokenizer", "gpt2": "GPT-2's tokenizer"}.get(name, f"the tokenizer {name}")
-        if run.model.vocab < smallest:
-            return [DataError(f"is less than {kind} has: {smallest}", code="vocab-too-small", where="model.vocab",
-                              value=run.model.vocab, remedy=f"Set `--model.vocab {smallest}` or more.")]
-    except DataError as problem:
-        return [problem]
-    return []
+    if folder is not None and name != "gpt2":
+        _text_tokenizer_of_model(run, folder, None)
+    if run.model.pretrained is not None:
+        return
+    smallest = {"bpe": SMALLEST_VOCAB, "gpt2": GPT2_VOCAB}.get(name) or byte_level.from_path(name).vocab
+    kind = {"bpe": "a byte-level tokenizer", "gpt2": "GPT-2's tokenizer"}.get(name, f"the tokenizer {name}")
+    if run.model.vocab < smallest:
+        raise DataError(f"is less than {kind} has: {smallest}", code="vocab-too-small", where="model.vocab",
+                        value=run.model.vocab, remedy=f"Set `--model.vocab {smallest}` or more.")
 
 
 def sentence_tokenizer(run: Run, texts: Callable[[], Iterable[str]], source: str, progress: Progress) -> Tokenizer:
@@ -89,19 +88,10 @@ def problems(run: Run) -> list[RanvierError]:
     """What is wrong with the tokenizer of an encoder, as far as it is on this machine."""
     if run.model.pretrained is not None:
         folder = token_numbers.local_folder(run)
-        try:
-            if folder is not None:
-                _of_model(run, folder)
-        except DataError as problem:
-            return [problem]
-        return []
+        return [] if folder is None else [*refusals(lambda: _of_model(run, folder))]
     if run.data.tokenizer in BUILT_IN:
         return [wordpiece.too_small(run.model.vocab)] if run.model.vocab < wordpiece.SMALLEST_VOCAB else []
-    try:
-        _given(run)
-    except DataError as problem:
-        return [problem]
-    return []
+    return [*refusals(lambda: _given(run))]
 
 
 def _given(run: Run) -> WordPiece:

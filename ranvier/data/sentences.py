@@ -11,10 +11,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ranvier.config.run import Data
-from ranvier.data.fingerprint import fingerprint
+from ranvier.data.cache import Progress, fingerprint
 from ranvier.data.named_files import is_data_set, read_bytes, readable_file
-from ranvier.data.offline.fetch import check, fetch, python_package
-from ranvier.data.publish import Progress
+from ranvier.data.offline.fetch import fetch, python_package
 from ranvier.data.subset import Part, check_parted, held_out, parted, read_parts
 from ranvier.data.tables import Row, Table, is_saved, no_column, open_dataset, open_file, read_known, text_of
 from ranvier.errors import DataError
@@ -148,10 +147,6 @@ def open_part(name: str, setting: str, cache: Path, progress: Progress, columns:
         return Part(name=name, fingerprint=fingerprint("sentiment", SENTIMENT.sha256),
                     read=lambda: (_sentiment(fetch(SENTIMENT, cache, progress)), None))
     path = Path(name).expanduser()
-    if path.name == SENTIMENT.filename:
-        check(SENTIMENT, path)
-        return Part(name=name, fingerprint=fingerprint("sentiment", SENTIMENT.sha256),
-                    read=lambda: (_sentiment(path), None))
     if is_data_set(name) or is_saved(path):
         return _hub_part(name, setting, columns)
     data = read_bytes(path, setting, FORM)
@@ -216,8 +211,6 @@ def class_names(labels: Sequence[str], name: str) -> tuple[str, ...]:
 
 def look_at_header(path: Path, setting: str, columns: Columns = _DEFAULT) -> None:
     """Check that a file has the columns; of it only the header or the first row is read. DataError."""
-    if path.name == SENTIMENT.filename:
-        return
     if is_saved(path):
         columns.in_table(open_dataset(str(path), "train" if setting == "train" else "validation", f"data.{setting}",
                                       FORM))

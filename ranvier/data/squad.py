@@ -14,9 +14,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from ranvier.data.fingerprint import fingerprint
+from ranvier.data.cache import Progress, fingerprint
 from ranvier.data.named_files import read_bytes
-from ranvier.data.publish import Progress
 from ranvier.data.subset import Part, check_parted, held_out, parted, read_parts
 from ranvier.data.tables import read_known
 from ranvier.errors import DataError

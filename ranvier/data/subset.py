@@ -97,10 +97,16 @@ class Subset:
         return padded_targets(self.whole, self.chosen[samples], length)
 
 
-def some(whole: Dataset, count: int | None, seed: int, setting: str) -> Dataset:
-    """`count` samples of the whole, by the seed's order; see `first_of_order`."""
-    chosen = first_of_order(len(whole), count, seed, setting)
-    return whole if chosen is None else Subset(whole, chosen)
+def numbers_taken(run: Run, totals: Sequence[int]) -> list[np.ndarray | None]:
+    """Which of so many training and held-out samples the run takes; see `first_of_order`."""
+    return [first_of_order(total, count, run.seed, f"data.{name}-samples") for total, name, count in zip(
+        totals, ("train", "eval"), (run.data.train_samples, run.data.eval_samples), strict=True)]
+
+
+def taken(run: Run, parts: Sequence[Dataset]) -> list[Dataset]:
+    """The samples that the run takes of its training and its held-out part."""
+    return [part if numbers is None else Subset(part, numbers)
+            for part, numbers in zip(parts, numbers_taken(run, list(map(len, parts))), strict=True)]
 
 
 def chosen(run: Run) -> tuple[object, ...]:

@@ -9,7 +9,7 @@ import glob
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ranvier.data.fingerprint import fingerprint
+from ranvier.data.cache import fingerprint
 from ranvier.data.named_files import is_data_set, readable_file
 from ranvier.data.tables import (
     ROW_ENDINGS,

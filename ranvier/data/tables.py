@@ -24,8 +24,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
 
-from ranvier.data.fingerprint import fingerprint
-from ranvier.data.publish import Progress
+from ranvier.data.cache import Progress, fingerprint
 from ranvier.errors import DataError
 from ranvier.system.untrusted_file import parse_json
 
@@ -191,12 +190,7 @@ def json_array(path: Path, name: str) -> Iterator[Row]:
         raise DataError("is no JSON array", code="not-an-array", where=name, value=type(found).__name__, remedy=remedy)
     escaped = "\\ud" in text.lower()
     for number, values in enumerate(found):
-        if not isinstance(values, dict):
-            raise DataError("is no JSON object", code="row-not-object", where=f"{name} row {number}",
-                            value=repr(values)[:80], remedy=remedy)
-        if escaped:
-            _check_surrogates(values, f"{name} row {number}")
-        yield Row(f"{name} row {number}", values)
+        yield _object(values, f"{name} row {number}", None, escaped, remedy)
 
 
 def holds_lines(path: Path) -> bool:
@@ -224,22 +218,23 @@ def json_rows(path: Path, name: str) -> Iterator[Row]:
             except ValueError as error:
                 raise DataError("is no JSON", code="row-not-json", where=where, value=line.strip()[:80],
                                 remedy=remedy) from error
-            if not isinstance(values, dict):
-                raise DataError("is no JSON object", code="row-not-object", where=where, value=line.strip()[:80],
-                                remedy=remedy)
-            if "\\ud" in line.lower():
-                _check_surrogates(values, where)
-            yield Row(where, values)
+            yield _object(values, where, line.strip(), "\\ud" in line.lower(), remedy)
 
 
-def _check_surrogates(values: dict[str, object], where: str) -> None:
-    """DataError for a text with half of a surrogate pair, which no tokenizer takes and no file can hold."""
+def _object(values: object, where: str, text: str | None, escaped: bool, remedy: str) -> Row:
+    """The row of a JSON object. DataError for what is none, and for half of a surrogate pair, which no tokenizer takes
+    and no file can hold. text: of the row, where it has one. escaped: whether there may be such a half."""
+    if not isinstance(values, dict):
+        raise DataError("is no JSON object", code="row-not-object", where=where, value=(text or repr(values))[:80],
+                        remedy=remedy)
     try:
-        json.dumps(values, ensure_ascii=False).encode()
+        if escaped:
+            json.dumps(values, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise DataError("has half of a surrogate pair, which is no character", code="row-half-surrogate", where=where,
                         value=ascii(error.object[error.start:error.end])[1:-1],
                         remedy="Write the whole character, or U+FFFD in its place.") from error
+    return Row(where, values)
 
 
 def _separated(path: Path, name: str, separator: str, is_quoted: bool) -> tuple[tuple[str, ...], _Rows]:

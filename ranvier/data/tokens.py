@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ranvier.data.arrays import MOST_READ_BYTES
-from ranvier.data.publish import published
+from ranvier.data.cache import published
 from ranvier.errors import DataError
 from ranvier.system.untrusted_file import open_regular_file, read_json
 

@@ -14,9 +14,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from ranvier.data import text_samples
-from ranvier.data.publish import published
-from ranvier.data.text_samples import Sample
+from ranvier.data.text_samples import TextTokenizer
 from ranvier.errors import DataError
 from ranvier.system.untrusted_file import parse_json, read_bytes
 
@@ -33,7 +31,7 @@ _LONGEST_WORD = 100
 """Characters of a word that is split into tokens; a longer one is [UNK], so nothing is learnt from it."""
 
 
-class WordPiece:
+class WordPiece(TextTokenizer):
     """A tokenizer; immutable. A special token that is spelt out in a text is encoded as plain characters."""
 
     def __init__(self, vocab: Sequence[str], *, lowercase: bool = True, strip_accents: bool | None = None,
@@ -65,28 +63,6 @@ class WordPiece:
         """As `encode`, with the (start, stop) of every token among the characters of the text."""
         return [(encoding.ids, encoding.offsets)
                 for encoding in self._inner.encode_batch(list(texts), add_special_tokens=False)]
-
-    def encode_samples(self, texts: Sequence[tuple[str, str | None]], longest: int) -> list[Sample]:
-        """See `ranvier.data.text_samples.encode`."""
-        return text_samples.encode(self._inner, texts, longest)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The words of these tokens; case and white space may differ from those of the text."""
-        return self._inner.decode([int(token) for token in ids], skip_special_tokens=False)
-
-    def numbers(self) -> dict[str, int]:
-        """Token -> number, special ones included."""
-        found: dict[str, int] = self._inner.get_vocab()
-        return found
-
-    def text(self) -> str:
-        """The content of a tokenizer.json, as `from_folder` and Hugging Face's `tokenizers` read it."""
-        return self._inner.to_str(pretty=True)
-
-    def save(self, path: Path) -> None:
-        """Write `text` to a file. DataError if it cannot be written."""
-        with published(path) as file:
-            file.write(self.text().encode())
 
 
 def train(texts: Iterable[str], vocab: int) -> WordPiece:

@@ -1,4 +1,5 @@
-"""Log-likelihoods of continuations under a decoder, on any mesh, as lm-evaluation-harness asks for them.
+"""Log-likelihoods of continuations under a decoder, on any mesh, as lm-evaluation-harness asks for them; and of the
+answers of pairs, the reference of preference tuning.
 
 A request is a context and a continuation, as tokens. Of log p(continuation | context) each rank of the last stage
 computes those of its samples, so that logits never leave the rank that has them.
@@ -6,8 +7,9 @@ computes those of its samples, so that logits never leave the rank that has them
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 from ranvier.block import State
 from ranvier.comm.protocol import Group
 from ranvier.data.loader import Loader
+from ranvier.data.preference_pairs import answer_log_p
 from ranvier.data.sampler import Sampler
 from ranvier.data.token_samples import TokenSamples
 from ranvier.data.tokenizer import Tokenizer
@@ -55,20 +58,26 @@ def loglikelihoods(engine: Engine, ranks: Group, requests: Sequence[Request], *,
                     global_size=min(len(data), SAMPLES_AT_ONCE * engine.mesh.num_replicas),
                     **loader_options(engine, microbatch_size))
     mine: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-    for step in range(-(-len(data) // loader.global_size)):
-        batch = loader.microbatches(step)
-
-        def observe(place: int, output: State, batch: Sequence[Microbatch] = batch) -> None:
-            samples, targets = batch[place].samples, batch[place].targets
-            assert isinstance(output, Tensor) and isinstance(targets, Tensor) and samples is not None  # of a decoder
-            mine.append((samples, *continuation_scores(output, targets)))
-
-        engine.predict(batch, observe)
+    _predict_all(engine, loader, lambda samples, logits, targets: mine.append(
+        (samples, *continuation_scores(logits, targets))))
     counts = engine.coordinates.is_first_with_samples
     part = [entry for scores in mine for entry in _entries(*scores)] if counts else []
     for number, total, is_greedy in chain.from_iterable(ranks.gather_objects(part)):
         found[scored[number]] = total, is_greedy
     return found
+
+
+def _predict_all(engine: Engine, loader: Loader, see: Callable[[Tensor, Tensor, Any], None]) -> None:
+    """Go once through the samples of `loader`. see: takes (samples, logits, targets) of each microbatch."""
+    for step in range(-(-len(loader.data) // loader.global_size)):
+        batch = loader.microbatches(step)
+
+        def observe(place: int, output: State, batch: Sequence[Microbatch] = batch) -> None:
+            samples = batch[place].samples
+            assert isinstance(output, Tensor) and samples is not None  # of a decoder
+            see(samples, output, batch[place].targets)
+
+        engine.predict(batch, observe)
 
 
 def _dataset(requests: Sequence[Request], longest: int) -> TokenSamples:
@@ -128,3 +137,20 @@ def windows(tokens: Sequence[int], prefix: Sequence[int], longest: int) -> Itera
         stop = min(start + longest, len(tokens))
         end_context = tokens[max(stop - longest - 1, 0):start]
         yield end_context, tokens[start:stop]
+
+
+def log_p_of_pairs(engine: Engine, ranks: Group, loader: Loader) -> np.ndarray:
+    """[pairs, 2] float64: log p of the chosen and the rejected answer of each pair, without dropout. Collective over
+    `ranks`, those of the engine; all of them get the same. loader: goes through all pairs once."""
+    assert loader.total == len(loader.data)
+    found = torch.zeros(len(loader.data), 2, dtype=torch.float64, device=engine.world.device)
+
+    def add(samples: Tensor, logits_BSV: Tensor, targets: dict[str, Tensor]) -> None:
+        is_pair_B1 = (targets["tokens"] != IGNORED).any(1, keepdim=True)  # the others fill up a row
+        log_p_B2 = answer_log_p(logits_BSV, targets).double().where(is_pair_B1, 0)
+        if engine.coordinates.is_first_with_samples:  # all columns have the same
+            found.index_add_(0, samples.to(found.device), log_p_B2)
+
+    _predict_all(engine, loader, add)
+    ranks.all_reduce(found).wait()  # each pair is one rank's
+    return found.cpu().numpy()

@@ -24,7 +24,7 @@ from ranvier.checkpoint.saved import Saved, run_folders
 from ranvier.config import read
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
-from ranvier.data.cache_folder import user_cache_folder
+from ranvier.data.cache import user_cache_folder
 from ranvier.data.class_numbers import named_labels_in, with_labels
 from ranvier.data.offline.pretrained_models import local_path
 from ranvier.data.task import Prepared
@@ -58,7 +58,7 @@ class Trained:
     settings with paths that a checkpoint alone names; they are not among the others."""
 
     settings: Mapping[str, object]
-    fill: Callable[[Engine], None]
+    fill: Callable[[Engine], object]
     origin: Path
     labels: tuple[str, ...] = ()
     tokenizer: str | None = None
@@ -161,11 +161,8 @@ def _of_folder(path: Path, tell: Callable[[str], None]) -> Trained:
         values["model.image_size"] = config.image_size
     else:
         values["model.sequence"] = min(config.max_positions or config.sequence, _LONGEST)
-
-    def fill(engine: Engine) -> None:
-        load_pretrained(engine, found)
-
-    return Trained(settings=values, fill=fill, origin=path, pretrained=found, labels=named_labels_in(path))
+    return Trained(settings=values, fill=lambda engine: load_pretrained(engine, found), origin=path, pretrained=found,
+                   labels=named_labels_in(path))
 
 
 def _fill(engine: Engine, saved: Saved, averages: Collection[str]) -> None:

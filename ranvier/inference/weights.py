@@ -20,7 +20,7 @@ from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.checkpoint.hf.source_check import check_source
 from ranvier.checkpoint.hf.tokenizer_files import TOKENIZER
 from ranvier.config.run import TensorParallel, Transformer
-from ranvier.data.cache_folder import user_cache_folder
+from ranvier.data.cache import user_cache_folder
 from ranvier.data.offline.pretrained_models import local_path
 from ranvier.errors import CheckpointError
 from ranvier.layout import index_of, whole

@@ -18,17 +18,22 @@ ends there, nor has the loss a part of it (transformers lets padding take part).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ranvier.block import Initial, Model, repeated
+from ranvier.block import Model
 from ranvier.config.run import Transformer
-from ranvier.errors import ConfigError, ModelError, RanvierError
-from ranvier.models.family import ModelFacts, num_classes, text_transformer_in_words, wrong_head
+from ranvier.errors import ModelError, RanvierError
+from ranvier.models.family import (
+    ModelFacts,
+    heads_problem,
+    initial,
+    num_classes,
+    stacked,
+    text_transformer_in_words,
+    wrong_head,
+)
 from ranvier.tensor import layers as tensor
 from ranvier.tensor.split.loss import ClassLoss, SpanLoss
 
@@ -141,37 +146,10 @@ class SpanHead(nn.Module):
 
 def bert(config: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
     """The blocks of a BERT with the head "classes" or "span". Builders honour `torch.device(...)` contexts, "meta"
-    included; ConfigError as `problems`."""
-    for problem in problems(config):
+    included; ConfigError as `heads_problem`."""
+    for problem in heads_problem(config):
         raise problem
     return BERT.model(config, head, dtype=dtype)
-
-
-def _model(config: Transformer, head: str, dtype: torch.dtype) -> Model:
-    blocks: dict[str, Callable[[], nn.Module]] = {"embedding": partial(Embedding, config, dtype)}
-    layers = tuple((f"layer{index}.attention", f"layer{index}.mlp") for index in range(config.num_layers))
-    for attention, mlp in layers:
-        blocks[attention] = partial(Attention, config, dtype)
-        blocks[mlp] = partial(MLP, config, dtype)
-    blocks["head"] = partial(ClassHead if head == "classes" else SpanHead, config, dtype)
-    return Model(blocks=blocks, loss=ClassLoss() if head == "classes" else SpanLoss(), layers=layers,
-                 initial=partial(initial, config), alike=repeated(layers))
-
-
-def problems(config: Transformer) -> list[ConfigError]:
-    """Everything in `config` that no BERT can have."""
-    if config.hidden % config.heads == 0:
-        return []
-    near = next(heads for heads in range(config.heads, 0, -1) if config.hidden % heads == 0)
-    return [ConfigError(f"does not divide `model.hidden` {config.hidden}", code="heads-do-not-divide-hidden",
-                        where="model.heads", value=config.heads, remedy=f"Set `--model.heads {near}`.")]
-
-
-def initial(config: Transformer, name: str) -> Initial:
-    """BERT's start of one parameter."""
-    if name.endswith(".bias"):
-        return Initial("constant", 0.0)
-    return Initial("constant", 1.0) if name.endswith(".norm.weight") else Initial("normal", 0.02)
 
 
 def flops_per_sequence(config: Transformer, *, recomputed: bool = False) -> float:
@@ -189,10 +167,11 @@ class _BERT:
     """The family `bert`: the heads "classes", targets_B int64, and "span", {"start": [B], "end": [B]} int64."""
 
     def problems(self, settings: Transformer, head: str) -> list[RanvierError]:
-        return [*wrong_head("bert", head, ("classes", "span")), *problems(settings)]
+        return [*wrong_head("bert", head, ("classes", "span")), *heads_problem(settings)]
 
     def model(self, settings: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
-        return _model(settings, head, dtype)
+        last, loss = (ClassHead, ClassLoss()) if head == "classes" else (SpanHead, SpanLoss())
+        return stacked(settings, dtype, Embedding, Attention, MLP, last, loss=loss, initial=initial)
 
     def sample(self, settings: Transformer, head: str, count: int) -> tuple[State, Tensor | dict[str, Tensor]]:
         """Without padding."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from functools import lru_cache
 
@@ -20,6 +21,8 @@ from ranvier.tensor.split.loss import vocabulary_of
 from ranvier.tensor.split.preference_loss import PreferenceLoss
 
 _SETTING = "model.family"
+_MODULES = {"gpt": "gpt", "llama": "llama", "bert": "bert", "vit": "vit", "transformers": "any_transformers"}
+"""Shipped family -> its module, which has it in capital letters."""
 
 
 def family_name(run: Run) -> str:
@@ -30,22 +33,9 @@ def family_name(run: Run) -> str:
 
 def family_named(name: str, options: tuple[str, ...] = ()) -> ModelFamily:
     """The family of this name, imported when it is first asked for. ConfigError where a user's is none."""
-    match name:
-        case "gpt":
-            from ranvier.models.gpt import GPT
-            return GPT
-        case "llama":
-            from ranvier.models.llama import LLAMA
-            return LLAMA
-        case "bert":
-            from ranvier.models.bert import BERT
-            return BERT
-        case "vit":
-            from ranvier.models.vit import VIT
-            return VIT
-        case "transformers":
-            from ranvier.models.any_transformers import TRANSFORMERS
-            return TRANSFORMERS
+    if name in _MODULES:
+        shipped: ModelFamily = getattr(importlib.import_module(f"ranvier.models.{_MODULES[name]}"), name.upper())
+        return shipped
     if not is_object_name(name):
         raise ConfigError("must be gpt, llama, bert, vit, transformers or module:function", code="unknown-family",
                           where=_SETTING, value=name, remedy="Name a shipped family or one of your own.")

@@ -6,14 +6,15 @@ from the task's head, so `check`, `plan`, `simulate` and every rank of a run get
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ranvier.block import Model, State
+from ranvier.block import Initial, Model, State, repeated
 from ranvier.config.run import Transformer
 from ranvier.errors import ConfigError, RanvierError
 
@@ -76,6 +77,33 @@ def wrong_head(family: str, head: str, heads: Sequence[str]) -> list[RanvierErro
                         value=family,
                         remedy=f"Choose a `--data.task` with the head {' or '.join(map(repr, heads))}, or another "
                                "family.")]
+
+
+def heads_problem(settings: Transformer) -> list[ConfigError]:
+    """That the heads do not divide the width, where they do not."""
+    if settings.hidden % settings.heads == 0:
+        return []
+    near = next(heads for heads in range(settings.heads, 0, -1) if settings.hidden % heads == 0)
+    return [ConfigError(f"does not divide `model.hidden` {settings.hidden}", code="heads-do-not-divide-hidden",
+                        where="model.heads", value=settings.heads, remedy=f"Set `--model.heads {near}`.")]
+
+
+def initial(config: Transformer, name: str) -> Initial:
+    """The start of one parameter of BERT or ViT."""
+    if name.endswith(".bias"):
+        return Initial("constant", 0.0)
+    return Initial("constant", 1.0) if name.endswith(".norm.weight") else Initial("normal", 0.02)
+
+
+def stacked(config: Transformer, dtype: torch.dtype, embedding: type[nn.Module], attention: type[nn.Module],
+            mlp: type[nn.Module], head: type[nn.Module], *, loss: nn.Module,
+            initial: Callable[[Transformer, str], Initial], tied: tuple[tuple[str, ...], ...] = ()) -> Model:
+    """A model of layers that are alike, of these kinds of blocks."""
+    layers = tuple((f"layer{index}.attention", f"layer{index}.mlp") for index in range(config.num_layers))
+    kinds = {"embedding": embedding, **{name: kind for layer in layers for name, kind in zip(
+        layer, (attention, mlp), strict=True)}, "head": head}
+    return Model(blocks={name: partial(kind, config, dtype) for name, kind in kinds.items()}, loss=loss, layers=layers,
+                 initial=partial(initial, config), alike=repeated(layers), tied=tied)
 
 
 def transformer_in_words(family: str, settings: Transformer) -> str:

@@ -71,7 +71,8 @@ def from_transformers(model: nn.Module, sample: Mapping[str, Tensor] | Tensor | 
 def transformer_blocks(model: nn.Module, sample: Mapping[str, Tensor] | Tensor | None = None, *,
                        output: Callable[[Any], State] | None = None) -> dict[str, nn.Module]:
     """The blocks of `from_transformers` as modules by name."""
-    inputs = _sample(model) if sample is None else _named(model, sample)
+    inputs = _sample(model) if sample is None else (
+        {_main_input(model): sample} if isinstance(sample, Tensor) else dict(sample))
     take = output or _output
     with _in_evaluation(model):
         plan = _plan(model, inputs)
@@ -467,10 +468,6 @@ def _stand_ins(model: nn.Module, plan: _Plan, shell: nn.Module) -> list[tuple[nn
 
 def _main_input(model: nn.Module) -> str:
     return str(getattr(model, "main_input_name", "input_ids"))
-
-
-def _named(model: nn.Module, sample: Mapping[str, Tensor] | Tensor) -> dict[str, Tensor]:
-    return {_main_input(model): sample} if isinstance(sample, Tensor) else dict(sample)
 
 
 def _sample(model: nn.Module) -> dict[str, Tensor]:

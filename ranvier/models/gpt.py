@@ -14,18 +14,15 @@ declared as one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ranvier.block import Initial, Model, State, repeated
+from ranvier.block import Initial, Model, State
 from ranvier.config.run import Transformer
-from ranvier.errors import ConfigError, ModelError, RanvierError
+from ranvier.errors import ModelError, RanvierError
 from ranvier.models.decoding_cache import DecodingCache
-from ranvier.models.family import ModelFacts, text_transformer_in_words, wrong_head
+from ranvier.models.family import ModelFacts, heads_problem, stacked, text_transformer_in_words, wrong_head
 from ranvier.models.segments import attention_mask, hidden_and_segments, is_whole_causal, positions_of, with_hidden
 from ranvier.tensor import layers as tensor
 from ranvier.tensor.split.loss import NextTokenLoss
@@ -120,32 +117,11 @@ class Head(nn.Module):
 
 
 def gpt(config: Transformer, *, dtype: torch.dtype = torch.float32) -> Model:
-    """The blocks of a GPT. Builders honour `torch.device(...)` contexts, "meta" included; ConfigError as `problems`."""
-    for problem in problems(config):
+    """The blocks of a GPT. Builders honour `torch.device(...)` contexts, "meta" included; ConfigError as
+    `heads_problem`."""
+    for problem in heads_problem(config):
         raise problem
     return GPT.model(config, "tokens", dtype=dtype)
-
-
-def _model(config: Transformer, dtype: torch.dtype) -> Model:
-    blocks: dict[str, Callable[[], nn.Module]] = {"embedding": partial(Embedding, config, dtype)}
-    layers = tuple((f"layer{index}.attention", f"layer{index}.mlp") for index in range(config.num_layers))
-    for attention, mlp in layers:
-        blocks[attention] = partial(Attention, config, dtype)
-        blocks[mlp] = partial(MLP, config, dtype)
-    blocks["head"] = partial(Head, config, dtype)
-    tied = () if config.untied else (("embedding.token.weight", "head.projection.weight"),)
-    return Model(blocks=blocks, loss=NextTokenLoss(config.vocab), layers=layers, initial=partial(initial, config),
-                 alike=repeated(layers), tied=tied)
-
-
-def problems(config: Transformer) -> list[ConfigError]:
-    """Everything in `config` that no GPT can have."""
-    found = []
-    if config.hidden % config.heads:
-        near = next(heads for heads in range(config.heads, 0, -1) if config.hidden % heads == 0)
-        found.append(ConfigError(f"does not divide `model.hidden` {config.hidden}", code="heads-do-not-divide-hidden",
-                                 where="model.heads", value=config.heads, remedy=f"Set `--model.heads {near}`."))
-    return found
 
 
 def initial(config: Transformer, name: str) -> Initial:
@@ -173,10 +149,12 @@ class _GPT:
     """The family `gpt`: the head "tokens", inputs ids_BS and targets_BS int64."""
 
     def problems(self, settings: Transformer, head: str) -> list[RanvierError]:
-        return [*wrong_head("gpt", head, ("tokens",)), *problems(settings)]
+        return [*wrong_head("gpt", head, ("tokens",)), *heads_problem(settings)]
 
     def model(self, settings: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
-        return _model(settings, dtype)
+        tied = () if settings.untied else (("embedding.token.weight", "head.projection.weight"),)
+        return stacked(settings, dtype, Embedding, Attention, MLP, Head, loss=NextTokenLoss(settings.vocab),
+                       initial=initial, tied=tied)
 
     def sample(self, settings: Transformer, head: str, count: int) -> tuple[Tensor, Tensor]:
         ids_BS = torch.zeros(count, settings.sequence, dtype=torch.int64)

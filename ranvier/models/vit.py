@@ -14,17 +14,22 @@ token 0 and the mean of all patches, is one of token 0 here. Attention probabili
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ranvier.block import Initial, Model, repeated
+from ranvier.block import Model
 from ranvier.config.run import Transformer
 from ranvier.errors import ConfigError, ModelError, RanvierError
-from ranvier.models.family import ModelFacts, num_classes, transformer_in_words, wrong_head
+from ranvier.models.family import (
+    ModelFacts,
+    heads_problem,
+    initial,
+    num_classes,
+    stacked,
+    transformer_in_words,
+    wrong_head,
+)
 from ranvier.tensor import layers as tensor
 from ranvier.tensor.split.loss import ClassLoss
 
@@ -137,37 +142,15 @@ def vit(config: Transformer, *, dtype: torch.dtype = torch.float32) -> Model:
     return VIT.model(config, "classes", dtype=dtype)
 
 
-def _model(config: Transformer, dtype: torch.dtype) -> Model:
-    blocks: dict[str, Callable[[], nn.Module]] = {"embedding": partial(Embedding, config, dtype)}
-    layers = tuple((f"layer{index}.attention", f"layer{index}.mlp") for index in range(config.num_layers))
-    for attention, mlp in layers:
-        blocks[attention] = partial(Attention, config, dtype)
-        blocks[mlp] = partial(MLP, config, dtype)
-    blocks["head"] = partial(Head, config, dtype)
-    return Model(blocks=blocks, loss=ClassLoss(), layers=layers, initial=partial(initial, config),
-                 alike=repeated(layers))
-
-
 def problems(config: Transformer) -> list[ConfigError]:
     """Everything in `config` that no ViT can have."""
-    found = []
-    if config.hidden % config.heads:
-        near = next(heads for heads in range(config.heads, 0, -1) if config.hidden % heads == 0)
-        found.append(ConfigError(f"does not divide `model.hidden` {config.hidden}", code="heads-do-not-divide-hidden",
-                                 where="model.heads", value=config.heads, remedy=f"Set `--model.heads {near}`."))
+    found = heads_problem(config)
     if config.image_size % config.patch_size:
         near = max(1, round(config.image_size / config.patch_size)) * config.patch_size
         found.append(ConfigError(f"is not a multiple of model.patch_size {config.patch_size}",
                                  code="image-size-not-patches", where="model.image_size", value=config.image_size,
                                  remedy=f"Set `--model.image-size {near}`."))
     return found
-
-
-def initial(config: Transformer, name: str) -> Initial:
-    """ViT's start of one parameter."""
-    if name.endswith(".bias"):
-        return Initial("constant", 0.0)
-    return Initial("constant", 1.0) if name.endswith(".norm.weight") else Initial("normal", 0.02)
 
 
 def flops_per_sequence(config: Transformer, *, recomputed: bool = False) -> float:
@@ -190,7 +173,7 @@ class _ViT:
         return [*wrong_head("vit", head, ("classes",)), *problems(settings)]
 
     def model(self, settings: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
-        return _model(settings, dtype)
+        return stacked(settings, dtype, Embedding, Attention, MLP, Head, loss=ClassLoss(), initial=initial)
 
     def sample(self, settings: Transformer, head: str, count: int) -> tuple[Tensor, Tensor]:
         images_BCII = torch.zeros(count, CHANNELS, settings.image_size, settings.image_size)

@@ -22,10 +22,9 @@ from ranvier.config.resolve import Facts, ResolvedRun, resolve
 from ranvier.config.resolve import bucket_size as resolve_bucket_size
 from ranvier.config.task_form import form_of
 from ranvier.cost.tensor_traffic import tensor_mesh_facts
-from ranvier.data.cache_folder import cache_folder
+from ranvier.data.cache import RunProgress, cache_folder, process_name
 from ranvier.data.offline.pretrained_models import folder_of
 from ranvier.data.prepare import prepare
-from ranvier.data.publish import RunProgress, process_name
 from ranvier.data.task import AnyTokenizer, Prepared, TokenizerWithFiles
 from ranvier.data.tokenizer import Tokenizer
 from ranvier.errors import ConfigError, DataError

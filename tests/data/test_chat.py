@@ -16,9 +16,9 @@ import tokenizers
 from ranvier.cli import check
 from ranvier.config.run import Batch, Data, Run, Train, Transformer
 from ranvier.data import chat, chat_template, quiz
+from ranvier.data.cache import PreparationProgress
 from ranvier.data.chat_template import ChatTokenizer, Conversation
 from ranvier.data.prepare import cached, prepare, problems
-from ranvier.data.publish import PreparationProgress
 from ranvier.errors import DataError
 from ranvier.tensor.split.loss import IGNORED
 from ranvier.testing.ranks import run_ranks

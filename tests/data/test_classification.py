@@ -329,10 +329,8 @@ def test_the_sentiment_set_is_fetched_and_its_split_is_fixed(tmp_path, small_sen
     assert (len(prepared.train), len(prepared.eval)) == (33, 7)  # every fifth has the rating 0
     assert prepared.class_names == ("negative", "positive")
     assert prepare(replace(run, seed=5)).fingerprint == prepared.fingerprint
-    by_hand = replace(run, data=replace(run.data, train=str(small_sentiment)))
-    assert prepare(by_hand).fingerprint == prepared.fingerprint
-    small_sentiment.write_bytes(b"other")
-    refused(by_hand, "package-checksum")
+    (tmp_path / "cache" / "packages" / small_sentiment.name).write_bytes(b"other")
+    refused(replace(run, seed=6, model=replace(run.model, vocab=64)), "package-checksum")
 
 
 def test_ratings_become_classes_by_their_sign(tmp_path, small_sentiment):

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from ranvier.config.run import Data, Run, Transformer
+from ranvier.data.cache import RunProgress, one_writer, published
 from ranvier.data.prepare import prepare, problems
-from ranvier.data.publish import RunProgress, one_writer, published
 from ranvier.data.token_samples import TokenSamples
 from ranvier.data.tokens import exists, open_tokens, write_tokens
 from tests.errors import check, raises
@@ -231,7 +231,7 @@ def test_a_waiting_process_says_so(tmp_path):
 @pytest.mark.parametrize("own", [True, False])
 def test_a_wait_is_told_only_for_a_stranger(tmp_path, own):
     """The ranks of a run wait for the one of them that prepares, and that is nobody's business."""
-    program = ("import sys\nfrom pathlib import Path\nfrom ranvier.data.publish import one_writer, process_name\n"
+    program = ("import sys\nfrom pathlib import Path\nfrom ranvier.data.cache import one_writer, process_name\n"
                "with one_writer(Path(sys.argv[1]), print):\n    print(process_name(), flush=True)\n    input()\n")
     holder = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "train")], stdin=subprocess.PIPE,
                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)

@@ -18,8 +18,8 @@ from ranvier.checkpoint.saved import Saved
 from ranvier.cli import check
 from ranvier.cli.main import run_command
 from ranvier.config.run import Batch, Checkpoint, Data, Run, Train, Transformer
+from ranvier.data.cache import CacheOnly, NotInCache
 from ranvier.data.offline.pretrained_models import folder_of
-from ranvier.data.publish import CacheOnly, NotInCache
 from ranvier.mesh import Mesh
 from ranvier.testing.ranks import run_ranks
 from ranvier.train.loop import train

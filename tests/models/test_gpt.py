@@ -13,7 +13,8 @@ from ranvier.block import Initial, initialise
 from ranvier.checkpoint.hf import form as hf
 from ranvier.checkpoint.hf import gpt2 as hf_gpt2
 from ranvier.config.run import Transformer
-from ranvier.models.gpt import flops_per_sequence, gpt, problems
+from ranvier.models.family import heads_problem
+from ranvier.models.gpt import flops_per_sequence, gpt
 from ranvier.tensor.split.loss import next_token_loss
 from tests.errors import raises
 
@@ -153,8 +154,8 @@ def test_shorter_sequences_run_and_longer_ones_are_refused():
 
 def test_heads_must_divide_hidden():
     config = Transformer(hidden=128, heads=5)
-    assert problems(Transformer()) == []
-    assert [problem.where for problem in problems(config)] == ["model.heads"]
+    assert heads_problem(Transformer()) == []
+    assert [problem.where for problem in heads_problem(config)] == ["model.heads"]
     with raises("heads-do-not-divide-hidden", 128, 5, 4):
         gpt(config)
 

@@ -17,8 +17,8 @@ from ranvier.config.run import Run
 from ranvier.data.prepare import prepare
 from ranvier.data.prepare import problems as data_problems
 from ranvier.mesh import Mesh
+from ranvier.models.family import heads_problem as model_problems
 from ranvier.models.gpt import gpt
-from ranvier.models.gpt import problems as model_problems
 from ranvier.optim.learning_rate import learning_rate
 from ranvier.planner.auto import closed
 from ranvier.testing.ranks import run_ranks

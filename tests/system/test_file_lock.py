@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from ranvier.data.publish import one_writer
+from ranvier.data.cache import one_writer
 from ranvier.errors import DataError
 from ranvier.system import file_lock
 from ranvier.system.lease import Owner, heartbeat_content

@@ -9,7 +9,7 @@ import pytest
 
 from ranvier.checkpoint.hf.peft import AdapterFolder
 from ranvier.data.arrays import open_arrays, write_arrays
-from ranvier.data.publish import one_writer
+from ranvier.data.cache import one_writer
 from ranvier.data.tokens import open_tokens, write_tokens
 from ranvier.errors import CheckpointError, DataError, OwnershipError
 from ranvier.system.lease import Lease

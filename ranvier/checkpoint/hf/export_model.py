@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -34,10 +35,9 @@ from ranvier.checkpoint.new_folder import check_free, new_folder
 from ranvier.checkpoint.saved import Saved, find
 from ranvier.config.named_object import is_object_name
 from ranvier.config.run import Lora, Run, Transformer
-from ranvier.data.cache_folder import user_cache_folder
+from ranvier.data.cache import CacheOnly, NotInCache, Progress, user_cache_folder
 from ranvier.data.offline import hub_model
 from ranvier.data.offline.pretrained_models import folder_of
-from ranvier.data.publish import CacheOnly, NotInCache, Progress
 from ranvier.errors import CheckpointError, RanvierError
 from ranvier.models import families
 from ranvier.models.lora import is_adapter
@@ -67,8 +67,7 @@ def export(run: Path, out: Path, *, dtype: str | None = None, shard_bytes: int =
     CheckpointError or DataError if that is not possible; nothing is left at `out` then.
     """
     check_free(out)
-    saved = newest_whole(run, tell)
-    try:
+    with closing(newest_whole(run, tell)) as saved:
         source = TrainedSource(saved, dtype, ema=ema)
         slots = source.slots()
         with new_folder(out, sum(slot.size_bytes for slot in slots)) as folder:
@@ -85,8 +84,6 @@ def export(run: Path, out: Path, *, dtype: str | None = None, shard_bytes: int =
             comparison = logits.compare(source.config, source.value, folder, head=source.head)
             logits.check(comparison, out)
             _report(tell, source, files, found, comparison)
-    finally:
-        saved.close()
 
 
 def export_adapters(run: Path, out: Path, *, dtype: str | None = None, tell: Progress = print, ema: bool = False
@@ -97,8 +94,7 @@ def export_adapters(run: Path, out: Path, *, dtype: str | None = None, tell: Pro
     CheckpointError if it has none; nothing is left at `out` then.
     """
     check_free(out)
-    saved = newest_whole(run, tell)
-    try:
+    with closing(newest_whole(run, tell)) as saved:
         source = TrainedSource(saved, dtype, ema=ema)
         adapters = source.adapters
         if adapters is None:
@@ -117,8 +113,6 @@ def export_adapters(run: Path, out: Path, *, dtype: str | None = None, tell: Pro
             AdapterFolder(folder).places(source.config, source.head)  # reads it again
         tell(f"{saved.folder}, step {saved.manifest.step}: {len(adapters.names)} adapters of rank {adapters.lora.rank}"
              + (f", and {', '.join(trained)}" if trained else ""))
-    finally:
-        saved.close()
 
 
 def _check_base(base: str | None, tell: Progress) -> None:
@@ -323,8 +317,8 @@ def _of_another_model(code: str, saved: Saved, what: str, value: object = None) 
 def _write_config(folder: Path, source: TrainedSource, ends: dict[str, object]) -> None:
     """Write config.json. ends: the tokens that begin and end texts."""
     dtype = str(source.dtype).removeprefix("torch.")  # under its old name and its new one
-    _write_json(folder / "config.json", {**source.write_config(), **_labels(source), **ends,
-                                         "torch_dtype": dtype, "dtype": dtype})
+    document = {**source.write_config(), **_labels(source), **ends, "torch_dtype": dtype, "dtype": dtype}
+    (folder / "config.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 def _labels(source: TrainedSource) -> dict[str, object]:
@@ -334,10 +328,6 @@ def _labels(source: TrainedSource) -> dict[str, object]:
             isinstance(name, str) for name in names):
         return {}
     return hf.label_keys(names)
-
-
-def _write_json(path: Path, document: dict[str, object]) -> None:
-    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 def _report(tell: Progress, source: TrainedSource, files: list[str], tokenizer: Path | None,

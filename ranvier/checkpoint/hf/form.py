@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,10 +42,6 @@ class TensorMapping:
     shape: tuple[int, ...]
     join: Callable[[Sequence[Tensor]], Tensor]
     part: Callable[[Tensor], Sequence[Tensor]]
-
-
-def _no_ties(config: Transformer) -> Mapping[str, str]:
-    return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +75,7 @@ class Form:
     aside: str
     layers_key: str = "num_hidden_layers"
     any_head: bool = True
-    tied: Callable[[Transformer], Mapping[str, str]] = _no_ties
+    tied: Callable[[Transformer], Mapping[str, str]] = lambda config: {}
 
 
 def tensors_there(place: TensorMapping, tensor: Tensor) -> list[Tensor]:
@@ -107,57 +102,35 @@ def finite(tensor: Tensor, name: str, where: Path) -> Tensor:
 
 def same(name: str, *shape: int, there: tuple[int, ...] | None = None) -> TensorMapping:
     """A tensor that is equal here and there. there: its shape there, if that is another one."""
-    return TensorMapping(names=(name,), shapes=(there or shape,), shape=shape, join=partial(_reshaped, shape),
-                 part=partial(_reshaped_one, there or shape))
+    shape_there = there or shape
+    return TensorMapping(names=(name,), shapes=(shape_there,), shape=shape,
+                         join=lambda tensors: tensors[0].reshape(shape),
+                         part=lambda tensor: [tensor.reshape(shape_there)])
 
 
 def transposed(name: str, *shape: int) -> TensorMapping:
     """A matrix that is transposed there."""
-    return TensorMapping(names=(name,), shapes=(shape[::-1],), shape=shape, join=_transposed, part=_transposed_one)
+    return TensorMapping(names=(name,), shapes=(shape[::-1],), shape=shape,
+                         join=lambda tensors: tensors[0].t().contiguous(), part=lambda tensor: [tensor.t()])
 
 
 def parts_of_heads(names: Sequence[str], heads: int, *shape: int) -> TensorMapping:
     """Three tensors of queries, keys and values there; here the rows of one head are together."""
-    return TensorMapping(names=tuple(names), shapes=((shape[0] // 3, *shape[1:]),) * 3, shape=shape,
-                 join=partial(_heads_together, heads), part=partial(_heads_apart, heads))
+    def join(tensors: Sequence[Tensor]) -> Tensor:
+        return torch.stack([tensor.reshape(heads, -1, *tensor.shape[1:]) for tensor in tensors], dim=1).flatten(0, 2)
+
+    def part(tensor: Tensor) -> list[Tensor]:
+        return [part.flatten(0, 1) for part in tensor.reshape(heads, 3, -1, *tensor.shape[1:]).unbind(1)]
+
+    return TensorMapping(names=tuple(names), shapes=((shape[0] // 3, *shape[1:]),) * 3, shape=shape, join=join,
+                         part=part)
 
 
 def scaled(name: str, scale: str, *shape: int) -> TensorMapping:
     """A weight or bias whose rows are multiplied by another tensor there (a layer scale); here the product."""
-    return TensorMapping(names=(name, scale), shapes=(shape, shape[:1]), shape=shape, join=_scaled, part=_unscaled)
-
-
-def _reshaped(shape: tuple[int, ...], tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0].reshape(shape)
-
-
-def _reshaped_one(shape: tuple[int, ...], tensor: Tensor) -> list[Tensor]:
-    return [tensor.reshape(shape)]
-
-
-def _transposed(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0].t().contiguous()
-
-
-def _transposed_one(tensor: Tensor) -> list[Tensor]:
-    return [tensor.t()]
-
-
-def _heads_together(heads: int, tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack([tensor.reshape(heads, -1, *tensor.shape[1:]) for tensor in tensors], dim=1).flatten(0, 2)
-
-
-def _heads_apart(heads: int, tensor: Tensor) -> list[Tensor]:
-    return [part.flatten(0, 1) for part in tensor.reshape(heads, 3, -1, *tensor.shape[1:]).unbind(1)]
-
-
-def _scaled(tensors: Sequence[Tensor]) -> Tensor:
-    weight, scale = tensors
-    return weight * scale.view(-1, *[1] * (weight.dim() - 1))
-
-
-def _unscaled(tensor: Tensor) -> list[Tensor]:
-    return [tensor, tensor.new_ones(len(tensor))]
+    return TensorMapping(names=(name, scale), shapes=(shape, shape[:1]), shape=shape,
+                         join=lambda tensors: tensors[0] * tensors[1].view(-1, *[1] * (len(shape) - 1)),
+                         part=lambda tensor: [tensor, tensor.new_ones(len(tensor))])
 
 
 # --- config.json -----------------------------------------------------------------------------------------------------

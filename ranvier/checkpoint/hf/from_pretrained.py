@@ -26,7 +26,7 @@ from ranvier.checkpoint.hf.peft import with_adapter_settings
 from ranvier.checkpoint.hf.pretrained import Pretrained, PretrainedConfig
 from ranvier.config.named_object import is_object_name
 from ranvier.config.run import Run, Transformer
-from ranvier.data.cache_folder import cache_folder
+from ranvier.data.cache import cache_folder
 from ranvier.data.offline.pretrained_models import described_by, sizes_of
 from ranvier.errors import ConfigError, ModelError
 from ranvier.models import families

@@ -6,8 +6,7 @@ weights are [out, in], and one head's query, key and value rows lie together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -24,22 +23,15 @@ def places(config: Transformer, head: str = "tokens") -> dict[str, TensorMapping
     for layer in range(config.num_layers):
         there = f"transformer.h.{layer}"
         of_layer = {
-            "attention.norm.weight": same(f"{there}.ln_1.weight", hidden),
-            "attention.norm.bias": same(f"{there}.ln_1.bias", hidden),
+            **_norm("attention.norm", f"{there}.ln_1", hidden),
             "attention.qkv.weight": _qkv(f"{there}.attn.c_attn.weight", config.heads, 3 * hidden, hidden),
             "attention.qkv.bias": _qkv(f"{there}.attn.c_attn.bias", config.heads, 3 * hidden),
-            "attention.projection.weight": transposed(f"{there}.attn.c_proj.weight", hidden, hidden),
-            "attention.projection.bias": same(f"{there}.attn.c_proj.bias", hidden),
-            "mlp.norm.weight": same(f"{there}.ln_2.weight", hidden),
-            "mlp.norm.bias": same(f"{there}.ln_2.bias", hidden),
-            "mlp.fc1.weight": transposed(f"{there}.mlp.c_fc.weight", 4 * hidden, hidden),
-            "mlp.fc1.bias": same(f"{there}.mlp.c_fc.bias", 4 * hidden),
-            "mlp.fc2.weight": transposed(f"{there}.mlp.c_proj.weight", hidden, 4 * hidden),
-            "mlp.fc2.bias": same(f"{there}.mlp.c_proj.bias", hidden),
-        }
+            **_linear("attention.projection", f"{there}.attn.c_proj", hidden, hidden),
+            **_norm("mlp.norm", f"{there}.ln_2", hidden),
+            **_linear("mlp.fc1", f"{there}.mlp.c_fc", 4 * hidden, hidden),
+            **_linear("mlp.fc2", f"{there}.mlp.c_proj", hidden, 4 * hidden)}
         found |= {f"layer{layer}.{name}": place for name, place in of_layer.items()}
-    found |= {"head.norm.weight": same("transformer.ln_f.weight", hidden),
-              "head.norm.bias": same("transformer.ln_f.bias", hidden)}
+    found |= _norm("head.norm", "transformer.ln_f", hidden)
     return found | ({"head.projection.weight": same("lm_head.weight", config.vocab, hidden)} if config.untied else {})
 
 
@@ -48,18 +40,21 @@ def tied(config: Transformer) -> Mapping[str, str]:
     return {} if config.untied else {"head.projection.weight": "embedding.token.weight"}
 
 
+def _norm(ours: str, there: str, hidden: int) -> dict[str, TensorMapping]:
+    return {f"{ours}.{kind}": same(f"{there}.{kind}", hidden) for kind in ("weight", "bias")}
+
+
+def _linear(ours: str, there: str, *shape: int) -> dict[str, TensorMapping]:
+    return {f"{ours}.weight": transposed(f"{there}.weight", *shape), f"{ours}.bias": same(f"{there}.bias", shape[0])}
+
+
 def _qkv(name: str, heads: int, *shape: int) -> TensorMapping:
-    return TensorMapping(names=(name,), shapes=(shape[::-1],), shape=shape, join=partial(_heads_together, heads),
-                 part=partial(_heads_apart, heads))
+    def swapped(rows: Tensor, outer: int, inner: int) -> Tensor:
+        return rows.reshape(outer, inner, -1, *rows.shape[1:]).transpose(0, 1).flatten(0, 2)
 
-
-def _heads_together(heads: int, tensors: Sequence[Tensor]) -> Tensor:
-    rows = tensors[0].t()
-    return rows.reshape(3, heads, -1, *rows.shape[1:]).transpose(0, 1).flatten(0, 2)
-
-
-def _heads_apart(heads: int, tensor: Tensor) -> list[Tensor]:
-    return [tensor.reshape(heads, 3, -1, *tensor.shape[1:]).transpose(0, 1).flatten(0, 2).t()]
+    return TensorMapping(names=(name,), shapes=(shape[::-1],), shape=shape,
+                         join=lambda tensors: swapped(tensors[0].t(), 3, heads),
+                         part=lambda tensor: [swapped(tensor, heads, 3).t()])
 
 
 # --- config.json -----------------------------------------------------------------------------------------------------

@@ -34,8 +34,8 @@ from ranvier.checkpoint.new_folder import check_free, new_folder
 from ranvier.checkpoint.saved import Saved
 from ranvier.config import read
 from ranvier.config.run import Data
+from ranvier.data.cache import Progress
 from ranvier.data.class_numbers import named_labels_in
-from ranvier.data.publish import Progress
 from ranvier.data.tokenizer import GPT2_VOCAB
 from ranvier.layout import whole
 from ranvier.precision import DTYPES, is_half, wide

@@ -32,7 +32,7 @@ from ranvier.checkpoint.hf.forms import form_of
 from ranvier.checkpoint.hf.peft import AdapterFolder, Module, adapters_of
 from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.config.run import Transformer
-from ranvier.data.publish import Progress, one_writer, published
+from ranvier.data.cache import Progress, one_writer, published
 from ranvier.errors import CheckpointError, DataError, RanvierError
 from ranvier.models.families import family_named
 from ranvier.system.machine import available_memory_bytes

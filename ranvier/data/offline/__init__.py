@@ -1,2 +1,2 @@
-"""Models and datasets from published packages, for machines without a model hub. Of ranvier.data it imports publish
-and fingerprint only."""
+"""Models and datasets from published packages, for machines without a model hub. Of ranvier.data it imports cache
+only."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from subprocess import SubprocessError
 
-from ranvier.data.publish import Progress, one_writer
+from ranvier.data.cache import Progress, one_writer
 from ranvier.errors import DataError
 from ranvier.system import child
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ranvier.data.publish import CacheOnly, NotInCache, Progress
+from ranvier.data.cache import CacheOnly, NotInCache, Progress
 from ranvier.errors import DataError
 
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")

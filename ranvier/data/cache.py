@@ -1,13 +1,18 @@
-"""Files in the cache that appear only when they are complete, written by one process while others wait for it."""
+"""The cache of fetched files, tokenizers and prepared samples, which runs of one user share: where it is, names of
+content, and files that appear only when they are complete, written by one process while others wait for it."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+import platformdirs
+
+from ranvier.config.run import Run
 from ranvier.errors import DataError
 from ranvier.system.atomic_file import replace_atomically
 from ranvier.system.file_lock import StillLockError, file_lock
@@ -15,6 +20,23 @@ from ranvier.system.lease import Owner
 
 Progress = Callable[[str], None]
 """Takes one line of text about what is being done."""
+
+
+def cache_folder(run: Run) -> Path:
+    """`data.cache_dir`, or the cache folder of the user."""
+    return run.data.cache_dir.expanduser() if run.data.cache_dir else user_cache_folder()
+
+
+def user_cache_folder() -> Path:
+    """The cache folder of the user."""
+    return Path(platformdirs.user_cache_dir("ranvier"))
+
+
+def fingerprint(*parts: object) -> str:
+    """A short text that differs where the `repr` of the parts differs, such as corpora, tokenizers and settings: 16
+    hexadecimal digits."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
 
 @dataclass(frozen=True)
 class RunProgress:
