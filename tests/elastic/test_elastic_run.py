@@ -91,7 +91,7 @@ def test_several_stages_on_a_rank(sentences, tmp_path, in_one_process, monkeypat
 def test_a_run_with_several_stages_on_a_rank_is_resized_and_resumes_with_another_number(
         sentences, tmp_path, plain_losses, requests):
     """Of 14 blocks 2 x 7 are all; a mesh with more stages is refused in words."""
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(data=2, pipe=2), checkpoint=Checkpoint(every=8, keep=9),
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(data=2, pipe=2), checkpoint=Checkpoint(every=10, keep=9),
                pipeline=Pipeline(stages_per_rank=4, memory=None))
     wishes = {2: dict(data=1, pipe=4), 4: dict(data=4, pipe=1), 7: dict(data=1, pipe=2)}
     run_all(run, trackers=[Wishes(run, wishes), StopAfter(10, requests)])
@@ -99,13 +99,13 @@ def test_a_run_with_several_stages_on_a_rank_is_resized_and_resumes_with_another
     refused, = events(run, "resize-refused")
     assert "makes 16 stages on 4 ranks, more than the 14 blocks" in refused["text"]
     assert losses(run) == pytest.approx(plain_losses[:len(losses(run))], rel=1e-9) and len(losses(run)) > 10
-    again = replace(run, run_dir=tmp_path / "again", resume=str(run.run_dir / "checkpoint/step-8"),
+    again = replace(run, run_dir=tmp_path / "again", resume=str(run.run_dir / "checkpoint/step-10"),
                     pipeline=Pipeline(stages_per_rank=2, placement="interleaved"))
-    run_all(again, trackers=[StopAfter(10, requests)])
+    run_all(again, trackers=[StopAfter(12, requests)])
     steps = lines(again, "metrics.jsonl")
     assert {(line["data"], line["pipe"]) for line in steps} == {(1, 2)} and len(steps) > 2
     assert len(tomllib.loads((again.run_dir / "run.toml").read_text())["pipeline"]["boundaries"]) == 3
-    assert losses(again) == pytest.approx(plain_losses[8:8 + len(steps)], rel=1e-9)
+    assert losses(again) == pytest.approx(plain_losses[10:10 + len(steps)], rel=1e-9)
 
 
 @pytest.mark.slow
