@@ -42,7 +42,7 @@ def no_pictures(request):
         yield
 
 
-LONGEST = ("test_joining.py", "test_losses.py", "test_elastic_run.py", "test_real_starts.py", "test_site.py",
+LONGEST = ("test_losses.py", "test_elastic_run.py", "test_real_starts.py", "test_site.py",
            "test_stopped_ranks.py", "test_readme.py", "test_golden_runs.py", "test_mpi.py", "test_torch.py",
            "test_launcher_dies.py", "test_stop_signals.py", "test_release.py", "test_generate_command.py",
            "test_recorded.py", "test_together.py", "test_compiled_blocks.py", "test_types.py", "test_real_processes.py",

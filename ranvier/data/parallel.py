@@ -7,6 +7,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from itertools import chain, islice
 from typing import TypeVar
 
 from ranvier.system.child import safe_spawning
@@ -18,9 +19,13 @@ _PIECES_PER_PROCESS = 3
 
 
 def map_in_order(work: Callable[[_Piece], _Result], pieces: Iterable[_Piece], processes: int) -> Iterator[_Result]:
-    """`work` of each piece, in order. processes: 1 works in this process. Otherwise `work`, pieces and results are
-    pickled, and new interpreters are started (spawn): forked ones would have the locks of this one's threads."""
-    if processes == 1:
+    """`work` of each piece, in order. processes: 1 works in this process, as does a single piece. Otherwise `work`,
+    pieces and results are pickled, and new interpreters are started (spawn): forked ones would have the locks of this
+    one's threads."""
+    pieces = iter(pieces)
+    first = list(islice(pieces, 2))
+    pieces = chain(first, pieces)
+    if processes == 1 or len(first) < 2:
         yield from map(work, pieces)
         return
     waiting: deque[Future[_Result]] = deque()

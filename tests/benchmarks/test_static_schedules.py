@@ -28,7 +28,9 @@ OWN = [case for case in CASES if case.hop == OWN_HOP]
 
 
 def name_of(case):
-    return str(case) if isinstance(case, float) else f"{case.blocks}, {case.microbatches} microbatches on {case.pipe}"
+    if isinstance(case, float | str):
+        return str(case)
+    return f"{case.blocks}, {case.microbatches} microbatches on {case.pipe}"
 
 
 @pytest.mark.parametrize(("pipe", "microbatches"), [(4, 8), (4, 16), (8, 16)])
@@ -43,7 +45,7 @@ def test_the_fixed_orders_are_what_their_papers_say(pipe, microbatches):
     assert one_f_one_b(case).bubble == pytest.approx((pipe - 1) / (microbatches + pipe - 1))
 
 
-@pytest.mark.parametrize(("case", "memory"), quick(5, covering(OWN, [1.0, 1.1])), ids=name_of)
+@pytest.mark.parametrize(("case", "memory"), quick(3, covering(OWN, [1.0, 1.1])), ids=name_of)
 def test_half_the_bubble_of_1f1b_in_its_memory(case, memory):
     found, other = ours(case, 2, memory), one_f_one_b(case)
     assert found.bubble <= 0.5 * other.bubble and found.peak <= memory + 1e-9 and other.peak == 1.0
@@ -54,23 +56,23 @@ def slower(found, other):
     return found.seconds / other.seconds
 
 
-@pytest.mark.parametrize("case", quick(4, OWN), ids=name_of)
+@pytest.mark.parametrize("case", quick(2, OWN), ids=name_of)
 def test_within_three_percent_of_zb_v_with_more_memory(case):
     found = ours(case, 2, 1.5)
     assert slower(found, static(case, "ScheduleZBVZeroBubble")) <= 1.03 and found.peak <= 1.51
 
 
-@pytest.mark.parametrize("schedule", ["ScheduleZBVZeroBubble", "ScheduleDualPipeV"])
-@pytest.mark.parametrize("case", OWN, ids=name_of)
+@pytest.mark.parametrize(("case", "schedule"), quick(4, [
+    (case, schedule) for schedule in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV") for case in OWN
+    if schedule == "ScheduleZBVZeroBubble" or case.microbatches >= 2 * case.pipe]), ids=name_of)
 def test_within_three_percent_of_the_fixed_orders_at_their_memory(case, schedule):
-    if schedule == "ScheduleDualPipeV" and case.microbatches < 2 * case.pipe:
-        return  # it needs as many microbatches as stages
+    """DualPipeV needs as many microbatches as stages."""
     other = static(case, schedule)
     found = ours(case, 2, max(1.0, other.peak))
     assert slower(found, other) <= 1.03 and found.peak <= max(1.0, other.peak) + 1e-9
 
 
-@pytest.mark.parametrize("case", [case for case in OWN if case.blocks == "equal"], ids=name_of)
+@pytest.mark.parametrize("case", quick(2, [case for case in OWN if case.blocks == "equal"]), ids=name_of)
 def test_as_fast_as_zb_v_where_times_vary(case):
     """Each action takes up to 20 % more or less: a fixed order waits for what has not arrived."""
     placement = StagePlacement(num_ranks=case.pipe, per_rank=2)

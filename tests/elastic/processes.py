@@ -38,7 +38,7 @@ class Command:
                 name.replace("__", ".").replace("_", "-"): value
                 for name, value in flags.items()}}
         words = [str(word) for name, value in settings.items() for word in (f"--{name}", value)]
-        program = ["ranvier"] if not faults else [
+        program = ["tests.without_pictures"] if not faults else [
             "ranvier.cli.faults", *(word for fault in faults for word in ("--fault", fault)), "--"]
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COVERAGE"))}
         self.process = subprocess.Popen(

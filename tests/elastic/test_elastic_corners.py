@@ -30,8 +30,8 @@ def test_a_stop_at_the_step_of_a_transition(sentences, tmp_path, in_one_process,
     assert all(result == results[0] for result in results) and results[0].keys() == {"stopped_after"}
     assert transitions(run)[-1]["step"] == results[0]["stopped_after"]
     assert [line["mesh"]["pipe"] for line in transitions(run)] == [1, 2]
-    run_all(replace(run, resume="auto"))
-    assert losses(run) == pytest.approx(in_one_process, rel=1e-9)
+    run_all(replace(run, resume="auto"), trackers=[StopAfter(8, requests)])
+    assert losses(run) == pytest.approx(in_one_process[:len(losses(run))], rel=1e-9) and len(losses(run)) > 8
 
 
 @pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 2])
@@ -45,8 +45,8 @@ def test_a_run_that_had_lost_ranks_uses_all_of_them_when_it_is_resumed(sentences
     run_all(run, trackers=[Wishes(run, {1: dict(data=2, pipe=1)}), StopAfter(7, requests)])
     monkeypatch.undo()
     assert transitions(run)[-1]["mesh"]["data"] == 2
-    run_all(replace(run, resume="auto"))
-    assert losses(run) == pytest.approx(in_one_process, rel=1e-9)
+    run_all(replace(run, resume="auto"), trackers=[StopAfter(10, requests)])
+    assert losses(run) == pytest.approx(in_one_process[:len(losses(run))], rel=1e-9) and len(losses(run)) > 10
     sizes = transitions(run)[-1]["mesh"]
     assert (sizes["data"], sizes["pipe"]) == ((1, 4) if lost else (2, 1))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tomllib
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from ranvier.train.events import StepEvent
 from ranvier.train.history import History
 from tests.covering import quick
 from tests.elastic.runs import (
+    AT_ONCE,
     BY_HAND,
     NUM_STEPS,
     TRAIN,
@@ -87,23 +89,26 @@ def test_several_stages_on_a_rank(sentences, tmp_path, in_one_process, monkeypat
 
 
 def test_a_run_with_several_stages_on_a_rank_is_resized_and_resumes_with_another_number(
-        sentences, tmp_path, plain_losses):
+        sentences, tmp_path, plain_losses, requests):
     """Of 14 blocks 2 x 7 are all; a mesh with more stages is refused in words."""
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(data=2, pipe=2), checkpoint=Checkpoint(every=10, keep=9),
                pipeline=Pipeline(stages_per_rank=4, memory=None))
     wishes = {2: dict(data=1, pipe=4), 4: dict(data=4, pipe=1), 7: dict(data=1, pipe=2)}
-    run_all(run, trackers=[Wishes(run, wishes)])
+    run_all(run, trackers=[Wishes(run, wishes), StopAfter(10, requests)])
     assert [(line["mesh"]["data"], line["mesh"]["pipe"]) for line in transitions(run)] == [(4, 1), (1, 2)]
     refused, = events(run, "resize-refused")
     assert "makes 16 stages on 4 ranks, more than the 14 blocks" in refused["text"]
-    assert losses(run) == pytest.approx(plain_losses, rel=1e-9)
+    assert losses(run) == pytest.approx(plain_losses[:len(losses(run))], rel=1e-9) and len(losses(run)) > 10
     again = replace(run, run_dir=tmp_path / "again", resume=str(run.run_dir / "checkpoint/step-10"),
                     pipeline=Pipeline(stages_per_rank=2, placement="interleaved"))
-    results, _ = run_all(again)
-    assert results[0]["mesh"] == {"data": 1, "pipe": 2, "row": 1, "col": 1} and len(results[0]["boundaries"]) == 3
-    assert losses(again) == pytest.approx(plain_losses[10:], rel=1e-9)
+    run_all(again, trackers=[StopAfter(12, requests)])
+    steps = lines(again, "metrics.jsonl")
+    assert {(line["data"], line["pipe"]) for line in steps} == {(1, 2)} and len(steps) > 2
+    assert len(tomllib.loads((again.run_dir / "run.toml").read_text())["pipeline"]["boundaries"]) == 3
+    assert losses(again) == pytest.approx(plain_losses[10:10 + len(steps)], rel=1e-9)
 
 
+@pytest.mark.slow
 def test_idle_ranks_come_to_the_same_end(sentences, tmp_path, in_one_process, monkeypatch):
     always(monkeypatch)
     run = tiny(sentences, tmp_path / "run", elastic=replace(BY_HAND, auto_dp=False))
@@ -137,7 +142,7 @@ def test_the_cache_changes_nothing(sentences, tmp_path, in_one_process, monkeypa
 
 def test_half_precision_entries_change_little(sentences, tmp_path, in_one_process):
     elastic = replace(BY_HAND, cache=True, cache_from=1, cache_dir=tmp_path / "cache", auto_pipe=False, auto_dp=False)
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(), elastic=elastic)
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(), elastic=elastic, batch=AT_ONCE)
     results, _ = run_all(run)
     assert read_rows(results) > 0
     assert losses(run) == pytest.approx(in_one_process, rel=1e-2)
@@ -166,67 +171,48 @@ def test_the_global_batch_may_grow(sentences, tmp_path, monkeypatch, grows, fact
     assert_rates(run, places=[1, 2, 3, 4, *range(6, 25, 2)], factors=[1.0] * 4 + [factor] * 10)
 
 
-def test_a_run_is_resized_while_it_goes_on(sentences, tmp_path, plain_losses):
-    run = tiny(sentences, tmp_path / "run")
-    wishes = {2: dict(data=2, pipe=2), 6: dict(data=1, pipe=2), 10: dict(data=4, pipe=1), 14: dict(data=1, pipe=1),
-              18: dict(data=1, pipe=4), 21: dict(data=3, pipe=2)}
-    results, _ = run_all(run, trackers=[Wishes(run, wishes)])
-    assert losses(run) == pytest.approx(plain_losses, rel=1e-9)
-    assert_rates(run)
-    assert [(line["mesh"]["data"], line["mesh"]["pipe"]) for line in transitions(run)] == [
-        (2, 2), (1, 2), (4, 1), (1, 1), (1, 4)]
-    refused = events(run, "resize-refused")
-    assert "needs 6 ranks, and the run was started with 4" in refused[0]["text"]
-    assert all(result == results[0] for result in results)
-
-
-def test_what_cannot_be_resized(sentences, tmp_path):
-    """A FIFO in place of a request, too, stops no run."""
-    run = tiny(sentences, tmp_path / "run")
-
-    class Bad(Wishes):
-        def event(self, event):
-            if type(event).__name__ == "StepEvent" and event.step in self.wishes:
-                (self.run.run_dir / resize.NAME).write_text(self.wishes[event.step])
-            if type(event).__name__ == "StepEvent" and event.step == 17:
-                os.mkfifo(run.run_dir / resize.NAME)
-
-    run_all(run, trackers=[Bad(run, {2: "{", 5: '{"data": 0, "pipe": 1}', 8: '{"data": 1, "pipe": 4}', 11: "[1]",
-                                     14: '{"data": true, "pipe": 1}'})])
-    refused = [line["text"] for line in events(run, "resize-refused")]
-    assert len(refused) == 6 and not transitions(run) and len(losses(run)) == NUM_STEPS
-    assert sum("is no mesh" in text for text in refused) == 4 and "is the mesh that the run has" in refused[2]
-    assert "cannot be read: is not a regular file" in refused[5]
-    assert not (run.run_dir / resize.NAME).exists()
-
-
-def test_every_request_has_one_answer(sentences, tmp_path):
-    """Also when several are made at once, when one is withdrawn, and when the run ends before it has looked at them."""
+def test_a_run_is_resized_while_it_goes_on_and_answers_every_request_once(sentences, tmp_path, plain_losses):
+    """Also where several are made at once, one is withdrawn, one cannot be read or is a FIFO, which stops no run, and
+    where the run had not begun or ends before it has looked at one."""
     run = tiny(sentences, tmp_path / "run")
     asked, withdrawn = [], []
+    wishes = {2: [(2, 2), (3, 2), (1, 2)], 11: [(4, 1)], 14: [(1, 1)], 18: [(1, 4)], NUM_STEPS: [(1, 1)]}
+    files = {8: '{"data": 0, "pipe": 1}', 21: '{"data": 1, "pipe": 4}'}
 
-    class Many(Wishes):
+    class Requests:
         def event(self, event):
             step = event.step if type(event).__name__ == "StepEvent" else None
-            if step == 2:
-                asked.extend(resize.ask(run.run_dir, data=data, pipe=pipe)
-                             for data, pipe in ((2, 2), (9, 9), (1, 2), (4, 1)))
-            if step == 12:
+            asked.extend(resize.ask(run.run_dir, data=data, pipe=pipe) for data, pipe in wishes.get(step, ()))
+            if step in files:
+                (run.run_dir / resize.NAME).write_text(files[step])
+            if step == 13:
                 withdrawn.append(resize.ask(run.run_dir, data=1, pipe=1))
                 (run.run_dir / f"resize-{withdrawn[0]}.json").unlink()
-            if step == NUM_STEPS:
-                asked.append(resize.ask(run.run_dir, data=1, pipe=1))
+            if step == 16:
+                os.mkfifo(run.run_dir / resize.NAME)
+
+        def close(self):
+            pass
 
     run.run_dir.mkdir(parents=True)
     (run.run_dir / "run.toml").touch()
     asked.append(resize.ask(run.run_dir, data=1, pipe=3))
-    run_all(run, trackers=[Many(run, {})])
+    results, _ = run_all(run, trackers=[Requests()])
+    assert losses(run) == pytest.approx(plain_losses, rel=1e-9)
+    assert_rates(run)
+    assert all(result == results[0] for result in results), "of ranks that were idle, too"
+    assert [(line["mesh"]["data"], line["mesh"]["pipe"]) for line in transitions(run)] == [
+        (2, 2), (1, 2), (4, 1), (1, 1), (1, 4)]
     answers = {}
     for line in events(run, "transition") + events(run, "resize-refused"):
-        answers.setdefault(line["wish"], []).append(line["text"])
+        answers.setdefault(line.get("wish"), []).append(line["text"])
+    unreadable = answers.pop(None)
     assert sorted(answers) == sorted(asked) and all(len(texts) == 1 for texts in answers.values())
     assert "it was made before the run began" in answers[asked[0]][0] and "the run ends" in answers[asked[-1]][0]
-    assert [(line["mesh"]["data"], line["mesh"]["pipe"]) for line in transitions(run)] == [(2, 2), (1, 2), (4, 1)]
+    assert "needs 6 ranks, and the run was started with 4" in answers[asked[2]][0]
+    assert [("is no mesh" in text, "is the mesh that the run has" in text) for text in unreadable] == [
+        (True, False), (False, False), (False, True)]
+    assert "cannot be read: is not a regular file" in unreadable[1]
     assert not list(run.run_dir.glob("*resize*"))
 
 
@@ -248,10 +234,12 @@ def odd_file(path, kind):
         path.write_text("[" * 4000)
     elif kind == "bytes":
         path.write_bytes(b"\xff\0" * 50)
+    else:
+        path.write_text({"no JSON": "{", "a list": "[1]", "no numbers": '{"data": true, "pipe": "1"}'}[kind])
 
 
 @pytest.mark.parametrize("kind", ["a FIFO", "a link", "a device", "a folder", "a long one", "nested", "bytes",
-                                  "of another user"])
+                                  "no JSON", "a list", "no numbers", "of another user"])
 def test_a_request_that_is_no_plain_file_of_the_runs_user_is_refused(tmp_path, monkeypatch, kind):
     if kind == "of another user":
         (tmp_path / resize.NAME).write_text('{"data": 1, "pipe": 1}')

@@ -20,7 +20,7 @@ from ranvier.train import memory, runtime
 from ranvier.train.elasticity import Elasticity
 from ranvier.train.progress import Progress
 from tests.covering import quick
-from tests.elastic.runs import BY_HAND, always, lines, losses, run_all, tiny, transitions
+from tests.elastic.runs import AT_ONCE, BY_HAND, always, lines, losses, run_all, tiny, transitions
 
 
 @pytest.mark.parametrize("mesh", quick(1, [
@@ -57,7 +57,7 @@ def test_a_cache_of_other_data_is_not_read(sentences, tmp_path):
     other = tmp_path / "other.tsv"
     other.write_text("\n".join(["label\tsentence", *(f"{label}\t{text}" for (label, _, _), text in
                                                     zip(swapped[1:], reversed(texts), strict=True))]))
-    first = tiny(sentences, tmp_path / "first", mesh=Mesh(), elastic=cached, train=Train(steps=14))
+    first = tiny(sentences, tmp_path / "first", mesh=Mesh(), elastic=cached, train=Train(steps=14), batch=AT_ONCE)
     run_all(first)
     found = []
     for name, elastic in (("plain", frozen), ("cached", cached)):
@@ -72,7 +72,8 @@ def test_a_transition_that_does_not_pay_is_not_made(sentences, tmp_path, monkeyp
     always(monkeypatch)
     judge = Ledger.pays
     monkeypatch.setattr(Ledger, "pays", lambda ledger, **facts: replace(judge(ledger, **facts), pays=False))
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=BY_HAND)
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), train=Train(steps=7),
+               elastic=replace(BY_HAND, manual=("2:2", "5:4")))
     results, _ = run_all(run)
     assert [line["mesh"]["pipe"] for line in transitions(run)] == [2, 2]
     assert [entry["expected_cost"] for entry in results[0]["ledger"]] == [None, None]
@@ -83,7 +84,7 @@ def test_a_transition_that_does_not_pay_is_not_made(sentences, tmp_path, monkeyp
                                              (Times(compute=1e-6, read=1.0, write=1e-6), False)])
 def test_the_cache_stays_on_where_it_pays(sentences, tmp_path, monkeypatch, times, pays):
     monkeypatch.setattr(AutoCache, "times", lambda self, samples: times)
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(), elastic=Elastic(
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(), batch=AT_ONCE, elastic=Elastic(
         freeze="manual", manual=("5:2",), cache=True, cache_dir=tmp_path / "cache"))
     results, text = run_all(run)
     assert (results[0]["cache"][0]["hits"] > 0) == pays and ("cache off: reading takes no less" in text) != pays
@@ -141,12 +142,14 @@ class OneMoreByNorms:
 
 
 @pytest.mark.parametrize("elastic", quick(1, [
-    BY_HAND, Elastic(freeze="cap", alpha=0.4, every=5), Elastic(freeze="none", every=5)]), ids=lambda each: each.freeze)
+    replace(BY_HAND, manual=("5:2", "9:4")), Elastic(freeze="cap", alpha=0.4, every=5),
+    Elastic(freeze="none", every=5)]), ids=lambda each: each.freeze)
 def test_what_a_checkpoint_comes_before_is_frozen_when_the_run_goes_on(sentences, tmp_path, elastic):
     """The checkpoint after step 5 is written before the policy is asked after step 5."""
     elastic = replace(elastic, auto_pipe=False, auto_dp=False)
     own = OneMoreByNorms() if elastic.freeze == "none" else None
-    whole = tiny(sentences, tmp_path / "whole", mesh=Mesh(), elastic=elastic, checkpoint=Checkpoint(every=5, keep=9))
+    whole = tiny(sentences, tmp_path / "whole", mesh=Mesh(), elastic=elastic, checkpoint=Checkpoint(every=5, keep=9),
+                 train=Train(steps=12), batch=AT_ONCE)
     run_all(whole, freezing=own)
     assert transitions(whole)[0]["step"] == 5
     again = replace(whole, resume=str(whole.run_dir / "checkpoint" / "step-5"), run_dir=tmp_path / "again")
@@ -174,19 +177,19 @@ class EverySecond:
 
 
 def test_what_a_policy_of_ones_own_remembers_comes_back_with_a_checkpoint(sentences, tmp_path):
-    """It is asked after steps 4, 8, 12 ..., and freezes a layer after 4, 12, 20; the run goes on from step 6."""
+    """It is asked after steps 4, 8, 12 ..., and freezes a layer after 4, 12; the run goes on from step 6."""
     whole = tiny(sentences, tmp_path / "whole", mesh=Mesh(), elastic=Elastic(every=4),
-                 checkpoint=Checkpoint(every=6, keep=9))
+                 checkpoint=Checkpoint(every=6, keep=9), train=Train(steps=14), batch=AT_ONCE)
     run_all(whole, freezing=EverySecond())
     again = replace(whole, resume=str(whole.run_dir / "checkpoint" / "step-6"), run_dir=tmp_path / "again")
     run_all(again, freezing=EverySecond())
-    assert [line["step"] for line in transitions(whole)] == [4, 12, 20]
-    assert [line["step"] for line in transitions(again)] == [6, 12, 20]  # the first brings back what was frozen
+    assert [line["step"] for line in transitions(whole)] == [4, 12]
+    assert [line["step"] for line in transitions(again)] == [6, 12]  # the first brings back what was frozen
     assert losses(again) == losses(whole)[6:]
 
 
 def test_the_cache_reads_a_step_ahead_and_looks_again_each_epoch(sentences, tmp_path, monkeypatch):
-    """Two epochs of twelve steps of four microbatches of two, frozen from the first step on."""
+    """Two epochs of twelve steps of two microbatches of four, frozen from the first step on."""
     named, looked = [], []
     prefetch, check_weights = AutoCache.prefetch, AutoCache.check_weights
 
@@ -196,11 +199,11 @@ def test_the_cache_reads_a_step_ahead_and_looks_again_each_epoch(sentences, tmp_
 
     monkeypatch.setattr(AutoCache, "prefetch", noted)
     monkeypatch.setattr(AutoCache, "check_weights", lambda cache: (looked.append(1), check_weights(cache)))
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(), elastic=Elastic(
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(), batch=Batch(global_size=8, microbatch_size=4), elastic=Elastic(
         freeze="manual", manual=("0:2",), cache=True, cache_from=1, cache_dir=tmp_path / "cache"))
     results, _ = run_all(run)
-    assert len(named) == 24 and [len(each) for each in named] == [8] * 23 + [4]
-    assert all(now[4:] == following[:4] for now, following in pairwise(named))
+    assert len(named) == 24 and [len(each) for each in named] == [4] * 23 + [2]
+    assert all(now[2:] == following[:2] for now, following in pairwise(named))
     assert len(looked) == 2 and results[0]["cache"][0]["hits"] == 96
 
 
@@ -218,7 +221,8 @@ def test_another_batch_that_is_asked_for_is_taken(sentences, tmp_path):
 
 
 def test_depths_from_the_start(sentences, tmp_path):
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(), elastic=Elastic(freeze="manual", manual=("0:2", "7:3")))
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(), batch=AT_ONCE,
+               elastic=Elastic(freeze="manual", manual=("0:2", "7:3")))
     run_all(run)
     assert [line["frozen_layers"] for line in lines(run, "metrics.jsonl")] == [2] * 7 + [3] * 17
     # where a run goes on with depths that it did not have before, they hold at once; a dry run tells each of them once
@@ -252,8 +256,8 @@ def test_a_step_without_gradients_puts_the_policy_off(sentences, tmp_path, monke
         return engines[-1]
 
     monkeypatch.setattr(runtime, "build_engine", kept)
-    run = replace(tiny(sentences, tmp_path / "run", mesh=Mesh(), elastic=Elastic(freeze="cap", alpha=0.5)),
-                  precision="fp16")
+    run = replace(tiny(sentences, tmp_path / "run", mesh=Mesh(), elastic=Elastic(freeze="cap", alpha=0.5),
+                       batch=AT_ONCE), precision="fp16")
     run_all(run, trackers=[Overflows(10)])
     steps = lines(run, "metrics.jsonl")
     assert 12 in [line["step"] for line in lines(run, "events.jsonl") if line["event"] == "skipped"]

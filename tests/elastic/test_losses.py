@@ -29,8 +29,8 @@ from ranvier.config.run import Checkpoint, Comm, Elastic, Launch, Run, Train
 from ranvier.elastic.neighbour_copy import with_states_of_neighbour
 from ranvier.elastic.transition import Held
 from ranvier.errors import TransportError
+from ranvier.launch import contact, start
 from ranvier.launch import losses as launch_losses
-from ranvier.launch import start
 from ranvier.launch.contact import connect, read_contact
 from ranvier.launch.failure_watch import FAILED
 from ranvier.launch.launchers import Started
@@ -80,6 +80,32 @@ def check(run, tmp_path, count):
     return text
 
 
+def test_ranks_join_and_are_lost_and_nothing_changes_but_the_mesh(start_run, tmp_path):
+    """One rank, then three replicas, of which two are lost one after the other: the second one has another number then.
+    Nobody but the user can read the secret, which is gone in the end."""
+    run = begin(start_run, 1, model__num_layers=2, train__steps=60, checkpoint__every=7, train__eval_every=10)
+    with stopped(run):
+        assert (run.folder / contact.NAME).stat().st_mode & 0o777 == 0o600
+        joined = start_run[1](run, "--ranks", 2)
+        run.wait_until(lambda: list(run.folder.glob("resize-*.json")))
+    run.wait_until(lambda: run.transitions)
+    newcomers = joined.ranks()
+    kill(run, newcomers[0])
+    kill(run, newcomers[1])
+    text = check(run, tmp_path, 60)
+    assert text.count("rank 1, which was killed by SIGKILL, is lost: the run goes on with") == 2
+    assert [line["mesh"]["data"] for line in run.transitions] == [3, 2, 1]
+    assert "(for ranks that have joined)" in run.transitions[0]["text"]
+    assert [(line["ranks"], line["text"]) for line in events(run, "joined")] == [
+        (2, "2 ranks have joined: the run has 3")]
+    assert [(line["ranks"], line["left"], line["mesh"]["data"]) for line in events(run, "lost")] == [
+        ([1], 2, 2), ([1], 1, 1)]
+    assert not (run.folder / contact.NAME).exists()
+    code, text = joined.end()
+    assert code == 1 and f"joined {run.folder}: rank 1 to 2 of 3" in text, text
+
+
+@pytest.mark.slow
 def test_two_of_three_replicas_are_lost_one_after_the_other(start_run, tmp_path):
     """The survivors are the processes that they were, and the second one has another number then."""
     run = begin(start_run, 3, train__steps=60, checkpoint__every=7, train__eval_every=10, launch__stopped_seconds=1)

@@ -17,6 +17,7 @@ from ranvier.cost.tensor_traffic import tensor_mesh_facts
 from ranvier.mesh import Mesh
 from ranvier.optim.learning_rate import learning_rate
 from ranvier.testing.ranks import run_ranks
+from ranvier.train import report
 from ranvier.train import start as start_of_run
 from ranvier.train.events import EndEvent, StartEvent, StepEvent
 from ranvier.train.loop import train
@@ -59,6 +60,13 @@ def run_all(run, **options):
 
 def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(autouse=True)
+def no_more_pictures(monkeypatch):
+    """`finished` has those that are looked at."""
+    for draw in ("draw_loss", "timeline_picture"):
+        monkeypatch.setattr(report, draw, lambda *args: None)
 
 
 @pytest.fixture(scope="module")
