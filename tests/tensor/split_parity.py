@@ -156,7 +156,7 @@ def tiny_gpt(*, tied: bool = False, **changed) -> Model:
     return model if tied else replace(model, tied=())
 
 
-def token_batches(mesh: Mesh, *, count: int = 3, per_row: int = 1, vocab: int = 61, length: int = 8,
+def token_batches(mesh: Mesh, *, count: int = 2, per_row: int = 1, vocab: int = 61, length: int = 8,
                   seed: int = 0) -> Batches:
     """`count` microbatches for each replica, of which ever more targets do not count; in the first one all of the last
     row's."""

@@ -143,7 +143,7 @@ def test_deferred_weight_gradients(mesh, settings):
         engine._stages.first.weight = lambda *action: (queue.append(action), inner(*action))
         return queue
 
-    outcome = assert_parity(tiny_gpt, token_batches(mesh), mesh, settings=Settings(**settings), also=deferred,
+    outcome = assert_parity(tiny_gpt, token_batches(mesh, count=3), mesh, settings=Settings(**settings), also=deferred,
                             pipeline=Pipeline(defer_bytes=HUGE))
     assert all(outcome.others), "nothing was deferred, so nothing was tested"
 
@@ -152,7 +152,7 @@ def test_deferred_weight_gradients(mesh, settings):
                                               (Mesh(col=4), "megatron"), (Mesh(col=2), "stationary")], ids=str)
 def test_deferred_weight_gradients_on_columns_alone(mesh, scheme):
     """They are added to gradients where those lie."""
-    assert_parity(tiny_gpt, token_batches(mesh), mesh, scheme=scheme,
+    assert_parity(tiny_gpt, token_batches(mesh, count=3), mesh, scheme=scheme,
                   pipeline=Pipeline(defer_bytes=HUGE, boundaries=None))
 
 
