@@ -32,6 +32,8 @@ SCHEMES = {"stationary": Settings(), "summa": Settings(scheme="summa"), "megatro
            "sequence": Settings(scheme="megatron", sequence_sharding=True)}
 SHAPES = [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 3), (3, 2), (3, 3)]
 """Rows and columns."""
+EACH = [(2, 3, "stationary"), (2, 2, "summa"), (1, 2, "megatron"), (2, 2, "stationary-sequence"), (1, 2, "sequence")]
+"""(rows, columns, scheme): each scheme on one mesh."""
 Batches = Sequence[Sequence[Microbatch]]
 """One sequence of microbatches for each replica, whole: rows take their shares of each."""
 
