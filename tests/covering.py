@@ -8,6 +8,7 @@ from itertools import combinations, product
 
 import pytest
 from _pytest.mark.structures import ParameterSet
+from hypothesis import settings
 
 
 def covering(*axes: Sequence[object]) -> list:
@@ -52,6 +53,18 @@ def quick(count: int, values: Iterable[object]) -> list:
     fast = [place for place, value in enumerate(found) if not _is_slow(value)]
     kept = {fast[round(number * (len(fast) - 1) / max(count - 1, 1))] for number in range(count)}
     return [value if place in kept or _is_slow(value) else _slow(value) for place, value in enumerate(found)]
+
+
+def first(kept: Sequence[object], values: Iterable[object]) -> list:
+    """`values` as parametrize takes them: those in `kept` as they are, the rest slow."""
+    found = list(values)
+    assert all(value in found for value in kept)
+    return [value if value in kept else _slow(value) for value in found]
+
+
+def examples(count: int) -> settings:
+    """`count` examples of hypothesis, always the same, in `make test`; four times as many at random in `test-all`."""
+    return settings(max_examples=count if settings().derandomize else 4 * count)
 
 
 def _is_slow(value: object) -> bool:

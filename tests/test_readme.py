@@ -1,5 +1,6 @@
 """The commands and code of README and of the pages it leads to do what they say: as they stand there in `make
-test-all`; in `make test` most of them with fewer steps and ranks, and of those that differ in the mesh alone one."""
+test-all`; in `make test` most of them with fewer steps and one rank, in the tests' own process, and of those that
+differ in the mesh alone one. Ranks that are processes start in tests/launch."""
 
 import os
 import re
@@ -15,6 +16,7 @@ import pytest
 from ranvier.cli.main import run_command
 from ranvier.testing.freezing import check_freeze_policy
 
+pytestmark = pytest.mark.pictures
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "docs/train.md", "docs/memory.md", "docs/checkpoints.md", "docs/hugging-face.md",
          "docs/tensor-parallelism.md", "docs/own-model.md", "docs/elastic.md", "benchmarks/README.md")
@@ -41,10 +43,12 @@ SLOW = ("bert-sentiment", "vit-cifar10", "torchrun", "mpiexec", "runs/small", "r
         "runs/kept", "runs/frugal", "runs/own-family", "runs/upper", "runs/auto", "--explain", "runs/base")
 """In commands that wait for `make test-all`: recipes that fetch, and what tests of its own folder start as well."""
 FEW_STEPS = "--train.steps 3 --train.eval-sequences 8 --train.sample-tokens 8"
+ONE_RANK = "--mesh.data 1 --mesh.pipe 1"
+SMALL_CORPUS = "--data.max-bytes 300000"
 
 
 IN_PROCESS = ("check", "plan", "simulate", "resize")
-"""Subcommands that start no process: such a command runs in the tests' own, which has loaded torch."""
+"""Subcommands that start no process: as training on one rank, they run in the tests' own, which has loaded torch."""
 
 
 def run(command: str, folder: Path) -> subprocess.CompletedProcess:
@@ -76,9 +80,9 @@ def test_make_targets_exist(command: str) -> None:
 
 
 def quick(command: str) -> str:
-    """With fewer steps, and of gpt-tiny, which has two replicas of two stages, one replica."""
-    fewer = FEW_STEPS if "--mesh." in command else f"--mesh.data 1 {FEW_STEPS}"
-    return re.sub(r"--train\.steps \d+", fewer, command)
+    """With fewer steps; gpt-tiny, which has two replicas of two stages, on one rank and with less text."""
+    alone = " gpt-tiny " in command and "--mesh." not in command and "--data." not in command
+    return re.sub(r"--train\.steps \d+", f"{ONE_RANK} {FEW_STEPS} {SMALL_CORPUS}" if alone else FEW_STEPS, command)
 
 
 def in_make_test() -> list:
@@ -97,14 +101,14 @@ def in_make_test() -> list:
                                                         for command in RUNNABLE if quick(command) != command)])
 def test_command(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = shlex.split(command)
-    if words[0] == "ranvier" and words[1] in IN_PROCESS and "&&" not in words:
+    if words[0] == "ranvier" and "&&" not in words and (words[1] in IN_PROCESS or ONE_RANK in command):
         monkeypatch.chdir(tmp_path)
         assert run_command(words[1:]) == 0
-        return
-    if command.startswith("mpiexec"):
-        pytest.importorskip("mpi4py")
-    done = run(command, tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    else:
+        if command.startswith("mpiexec"):
+            pytest.importorskip("mpi4py")
+        done = run(command, tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
     if folder := re.search(r"--run-dir (\S+)", command):
         for name in ("run.toml", "metrics.jsonl", "events.jsonl", "summary.json", "timeline.png", "timeline.json",
                      "loss.png", "tensorboard"):
@@ -147,12 +151,23 @@ def test_the_five_lines_are_those_of_the_program() -> None:
     assert five in python_example("def batches")
 
 
-@pytest.mark.parametrize("mesh", ["pipe=2", pytest.param("data=2, pipe=2", marks=pytest.mark.slow)])
-def test_python_example_learns(tmp_path: Path, mesh: str) -> None:
+def test_python_example_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    """On one rank, which is this process."""
+    exec(python_example("def batches").replace("data=2, pipe=2", "data=1"), {"__name__": "__main__"})
+    assert final_loss(capsys.readouterr().out) < 0.5  # the targets vary by 0.67 around their mean, 16.7 around zero
+
+
+@pytest.mark.slow
+def test_python_example_learns_on_four_ranks(tmp_path: Path) -> None:
     code = python_example("def batches")
     assert "ranvier.start(data=2, pipe=2)" in code
-    (tmp_path / "example.py").write_text(code.replace("data=2, pipe=2", mesh))
+    (tmp_path / "example.py").write_text(code)
     done = run("python example.py", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    loss = float(re.search(r"^loss (\S+)$", done.stdout, flags=re.MULTILINE)[1])
-    assert loss < 0.5  # the targets have a variance of 0.67 around their mean, and a mean square of 16.7
+    assert final_loss(done.stdout) < 0.5
+
+
+def final_loss(said: str) -> float:
+    found = re.search(r"^loss (\S+)$", said, flags=re.MULTILINE)
+    assert found
+    return float(found[1])

@@ -24,13 +24,22 @@ def mpi(function):
     return pytest.mark.mpi(pytest.mark.skipif(UNUSABLE is not None, reason=str(UNUSABLE))(function))
 
 
+def told_by_rank(world: World, cases: list) -> list:
+    """The number of cases that hold, the largest error of a gradient on columns, and whether MPI ends in order."""
+    from tests.tensor.test_tensor_real_processes import errors
+
+    return [conformance.run_cases(world, cases), *errors(world, 1, world.size, "stationary"),
+            leave_messages_behind(world)]
+
+
 @mpi
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_conformance(size):
-    """All cases in one start, the failing one is named."""
+def test_conformance_gradients_and_an_orderly_shutdown(size):
+    """All in one start; a case that fails is named."""
     cases = [*conformance.MESSAGES, *conformance.COLLECTIVES]
-    assert run_processes("tests.comm.conformance:run_cases", size, "mpi", args=[cases],
-                         timeout_seconds=240) == [len(cases)] * size
+    for count, error, finalized in run_processes(f"{HERE}:told_by_rank", size, "mpi", args=[cases],
+                                                 timeout_seconds=240):
+        assert (count, finalized) == (len(cases), True) and error < 1e-10
 
 
 def gaps(world: World) -> float:
@@ -67,10 +76,10 @@ def leave_messages_behind(world: World) -> bool:
     return MPI.Is_finalized()
 
 
+@pytest.mark.slow
 @mpi
-@pytest.mark.parametrize("size", quick(1, [1, 2]))
-def test_orderly_shutdown(size):
-    assert run_processes(f"{HERE}:leave_messages_behind", size, "mpi") == [True] * size
+def test_orderly_shutdown_of_one_rank():
+    assert run_processes(f"{HERE}:leave_messages_behind", 1, "mpi") == [True]
 
 
 def raise_on_one(world: World) -> None:

@@ -18,7 +18,6 @@ from ranvier.testing.ranks import run_processes
 from ranvier.world import World
 from tests.comm import conformance
 from tests.comm.test_wire import OPERATIONS, over_sockets
-from tests.covering import quick
 from tests.errors import raises
 
 HERE = "tests.comm.test_torch"
@@ -33,7 +32,7 @@ def told_by_rank(world: World, cases: list, arguments: list) -> dict:
     world.store.set(f"rank {world.rank}", "here")
     return {"world": [world.rank, world.size, world.backend.name, world.launcher], "arguments": arguments,
             "store": type(world.store).__name__, "cases": conformance.run_cases(world, cases),
-            "wire": over_sockets(world) if sys.platform == "linux" else []}
+            "wire": over_sockets(world) if sys.platform == "linux" else [], "own": use_the_users_own(world)}
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +67,12 @@ def test_gloo_moves_what_is_counted(three):
 
 def lose_a_peer(world: World, how: str) -> list:
     transport = world.backend.transport("pipe")
-    others = [rank for rank in range(3) if rank != world.rank]
+    lost = world.size - 1
+    others = [rank for rank in range(world.size) if rank != world.rank]
     transport.connect(others, others, 4096)
-    group = world.backend.group("data", [range(3)])
+    group = world.backend.group("data", [range(world.size)])
     group.barrier()
-    if world.rank == 2:
+    if world.rank == lost:
         os._exit(7)
     started = time.monotonic()
     try:
@@ -86,7 +86,7 @@ def lose_a_peer(world: World, how: str) -> list:
             group.barrier()
         elif how == "send":
             while time.monotonic() < started + 30:
-                transport.send(2, conformance.message(0))
+                transport.send(lost, conformance.message(0))
                 time.sleep(0.01)
         text = "nothing was raised"
     except TransportError as error:
@@ -95,17 +95,18 @@ def lose_a_peer(world: World, how: str) -> list:
     if how == "collective":  # The other one may wait for this rank, and learns of the loss when this rank closes.
         return [text, seconds]
     world.store.set(f"seen {world.rank}", text)
-    world.store.get(f"seen {1 - world.rank}")
+    for other in range(lost):
+        world.store.get(f"seen {other}")
     return [text, seconds]
 
 
-@pytest.mark.parametrize("how", quick(1, [
-    "wait", pytest.param("poll", marks=SLOW), pytest.param("send", marks=SLOW), "collective"]))
-def test_a_lost_peer_is_named(how):
-    *results, lost = run_processes(f"{HERE}:lose_a_peer", 3, "torch", args=[how], may_fail=[2])
+@pytest.mark.parametrize(("how", "size"), [("wait", 2), *(
+    pytest.param(how, 3, marks=SLOW) for how in ("wait", "poll", "send", "collective"))])
+def test_a_lost_peer_is_named(how, size):
+    *results, lost = run_processes(f"{HERE}:lose_a_peer", size, "torch", args=[how], may_fail=[size - 1])
     assert lost is None
     for text, seconds in results:
-        assert ("member is gone" if how == "collective" else "rank 2 on 'pipe': is gone") in text
+        assert ("member is gone" if how == "collective" else f"rank {size - 1} on 'pipe': is gone") in text
         assert seconds < 20
 
 
@@ -135,13 +136,13 @@ def use_the_users_own(world: World) -> list:
     second.close()
     still = dist.is_initialized()
     with raises("torch-distributed-other-rank"):
-        TorchBackend(1 - world.rank, world.size, world.store, world.device, 30.0)
+        TorchBackend((world.rank + 1) % world.size, world.size, world.store, world.device, 30.0)
     return [still, leave_messages_behind(world)]
 
 
-def test_a_process_group_that_is_there_is_used_and_left():
+def test_a_process_group_that_is_there_is_used_and_left(three):
     """And that of the ranks themselves ends with messages under way."""
-    assert run_processes(f"{HERE}:use_the_users_own", 2, "torch") == [[True, False]] * 2
+    assert [told["own"] for told in three] == [[True, False]] * 3
 
 
 def test_a_rank_that_does_not_answer_while_groups_are_made(monkeypatch):

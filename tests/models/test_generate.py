@@ -11,7 +11,7 @@ from tests.errors import raises
 LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0, 2.5])
 
 
-def shares(count=4000, **options):
+def shares(count=2000, **options):
     sampling = Sampling(seed=1, **options)
     drawn = torch.tensor([next_token(LOGITS, sampling, position=position) for position in range(count)])
     return torch.bincount(drawn, minlength=len(LOGITS)) / count

@@ -17,6 +17,7 @@ from ranvier.planner.count import laid_out
 from ranvier.planner.run_cost import step_of
 from ranvier.precision import DTYPES
 from tests.checkpoint.anywhere import CONFIG, GLOBAL_SIZE, assert_same, everything, on, train
+from tests.covering import covering, quick
 from tests.elastic.test_transition import trained
 from tests.errors import raises
 
@@ -25,7 +26,7 @@ ROUND_TRIPS = [("muon", Mesh(data=2, pipe=2), {"shard": True}, Mesh(row=2, col=2
                ("adafactor", Mesh(pipe=2, col=2), {}, Mesh(data=2), {"shard": True})]
 
 
-@pytest.mark.parametrize(("algorithm", "first", "before", "second", "after"), ROUND_TRIPS, ids=str)
+@pytest.mark.parametrize(("algorithm", "first", "before", "second", "after"), quick(2, ROUND_TRIPS), ids=str)
 def test_checkpoints_fit_every_mesh(tmp_path, algorithm, first, before, second, after):
     """All state is bit-identical on another mesh, and on the same mesh training resumes bit-identically."""
     def saved(engine):
@@ -76,9 +77,8 @@ def test_state_dict_resumes(algorithm):
     on(Mesh(data=2), work, algorithm=algorithm, shard=True)
 
 
-@pytest.mark.parametrize(("algorithm", "optim"), [
-    ("muon", {"shard": True}), ("adafactor", {"shard": True, "offload": "stream"}),
-    ("muon", {"offload": "hybrid"})])
+@pytest.mark.parametrize(("algorithm", "optim"), quick(2, [
+    ("adafactor", {"shard": True, "offload": "stream"}), ("muon", {"offload": "hybrid"}), ("muon", {"shard": True})]))
 def test_transitions_keep_states(algorithm, optim):
     """To another mesh and back, where everything goes on bit-identically."""
     settings = Optim(bucket_size=64, algorithm=algorithm, **optim)
@@ -121,10 +121,10 @@ def test_plans_count_newton_schulz_steps():
     assert step_of(resolve(replace(run, optim=Optim(algorithm="adafactor"))), ()).update_flops == 0
 
 
-@pytest.mark.parametrize(("algorithm", "mesh", "options"), [
+@pytest.mark.parametrize(("algorithm", "mesh", "options", "precision"), covering([
     ("muon", Mesh(data=2, pipe=2), {"shard": True}), ("muon", Mesh(row=2, col=2), {"offload": "stream"}),
-    ("adafactor", Mesh(data=2, row=2), {"shard": True, "offload": "host"}), ("lion", Mesh(data=2), {"shard": True})])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+    ("adafactor", Mesh(data=2, row=2), {"shard": True, "offload": "host"}), ("lion", Mesh(data=2), {"shard": True})],
+    ["fp32", "bf16"]))
 def test_memory_is_predicted_to_the_byte(algorithm, mesh, options, precision):
     optim = Optim(**{"bucket_size": 200, "chunk_buckets": 2, "offload": "none", "algorithm": algorithm, **options})
     run = resolve(Run(model=CONFIG, mesh=mesh, optim=optim, precision=precision,

@@ -14,9 +14,9 @@ from ranvier.optim.chunks import GradientSpec
 from ranvier.optim.step import Updater
 from ranvier.schedule.spans import Timeline
 from ranvier.testing.ranks import run_ranks
-from tests.covering import quick
+from tests.covering import covering, pairwise, quick
 
-BLOCKS, STEPS, WEIGHT, LEARNING_RATE = 3, 3, 2.0, 1e-2
+BLOCKS, STEPS, WEIGHT, LEARNING_RATE = 3, 2, 2.0, 1e-2
 KINDS = {  # shape, axes along which it is cut, axes along which each copy has a part of the gradient (else all of it)
     "matrix": ((5, 3), ("row", "col"), ()),
     "bias": ((7,), ("col",), ("row",)),
@@ -128,29 +128,27 @@ def assert_equals_torch(mesh, *, dtype, apart, clip_norm, **options):
         torch.testing.assert_close(found, of_rank(parameters, at), **rounded, check_dtype=False)
 
 
-@pytest.mark.parametrize("clip_norm", [0.0, 0.5])
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("shard", [False, True])
-@pytest.mark.parametrize("mesh", quick(2, MESHES), ids=str)
+@pytest.mark.parametrize(("mesh", "shard", "apart", "clip_norm"), pairwise(
+    MESHES, [False, True], [False, True], [0.0, 0.5]), ids=str)
 def test_steps_equal_those_of_torch(mesh, shard, apart, clip_norm):
     """Each rank has gradients of its own; norms, mean gradients (apart) and parameters are those of the whole."""
     assert_equals_torch(mesh, dtype=torch.float64, shard=shard, apart=apart, clip_norm=clip_norm)
 
 
-@pytest.mark.parametrize("options", quick(3, [
+@pytest.mark.parametrize(("options", "mesh", "dtype"), covering([
     {"accumulate": "half"}, {"shard": True}, {"reduce_dtype": "fp32", "shard": True},
-    {"offload": "stream", "shard": True}, {"offload": "host"}, {"offload": "hybrid"}]))
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("mesh", [Mesh(data=2, row=2), Mesh(row=2, col=2)], ids=str)
+    {"offload": "stream", "shard": True}, {"offload": "host"}, {"offload": "hybrid"}],
+    [(mesh, dtype) for mesh in (Mesh(data=2, row=2), Mesh(row=2, col=2)) for dtype in (torch.bfloat16, torch.float16)]),
+    ids=str)
 def test_in_half_precision(mesh, dtype, options):
     assert_equals_torch(mesh, dtype=dtype, apart=False, clip_norm=0.5, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"shard": True}, {"clip_norm": 0.5, "clip_from": "previous-step"},
-                                     {"clip_norm": 0.5, "clip_from": "previous-step", "shard": True,
-                                      "offload": "hybrid", "offload_share": 0.5}], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("mesh", quick(2, MESHES), ids=str)
+@pytest.mark.parametrize(("options", "mesh", "dtype"), covering([
+    {}, {"shard": True}, {"clip_norm": 0.5, "clip_from": "previous-step"},
+    {"clip_norm": 0.5, "clip_from": "previous-step", "shard": True, "offload": "hybrid", "offload_share": 0.5}],
+    [(MESHES[0], torch.float64), (MESHES[-2], torch.bfloat16), (MESHES[-2], torch.float64),
+     (MESHES[0], torch.bfloat16)]), ids=str)
 def test_updates_in_the_backward(mesh, dtype, options):
     """Copies that count and others share a run's memory; what has a group of its own keeps its own. Clipped by the norm
     of the step before."""

@@ -19,7 +19,7 @@ from ranvier.plan.recomputation import (
     stage_segments,
     stored_bytes,
 )
-from tests.covering import quick
+from tests.covering import covering
 from tests.errors import raises
 from tests.pipeline.parity import assert_parity, chain, chunks_of, frozen, on_mesh, points, share, small_gpt, tokens
 from tests.pipeline.test_parity import of_blocks, residuals
@@ -84,9 +84,8 @@ def test_layers_and_segments_of_a_stage():
 
 # ---------------------------------------------------------------------- the same gradients
 
-@pytest.mark.parametrize("policy", quick(1, POLICIES))
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("checkpoint", [1, 2, "paper", "alternate", "selective"])
+@pytest.mark.parametrize(("checkpoint", "mesh", "policy"), covering(
+    [1, 2, "paper", "alternate", "selective"], MESHES, POLICIES), ids=str)
 def test_gpt_with_dropout(checkpoint, mesh, policy):
     """The recomputed forward drops the same elements."""
     assert_parity(partial(small_gpt, dropout=0.2), tokens([[2, 1, 2]] * mesh.data, ignored=0.3), mesh,
@@ -94,8 +93,7 @@ def test_gpt_with_dropout(checkpoint, mesh, policy):
                   memory=Memory(recompute=checkpoint))
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("checkpoint", [1, 3, 100, "selective"])
+@pytest.mark.parametrize(("checkpoint", "mesh"), covering([1, 3, 100, "selective"], MESHES), ids=str)
 def test_own_blocks(checkpoint, mesh):
     assert_parity(residuals, points([[3, 1, 2, 2]] * mesh.data), mesh, memory=Memory(recompute=checkpoint))
 

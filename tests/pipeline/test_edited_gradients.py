@@ -12,7 +12,7 @@ from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.testing.reference import Reference
-from tests.covering import covering
+from tests.covering import covering, label, pairwise
 from tests.pipeline.parity import SEED, assert_close, merge, on_mesh, points, share
 from tests.pipeline.test_ties import blocks
 
@@ -59,7 +59,7 @@ def by_torch(edit, steps, max_norm=None):
 
 
 def batches(mesh):
-    return [points([[2, 1], [1, 2]][:mesh.data], seed=seed) for seed in range(3)]
+    return [points([[2, 1], [1, 2]][:mesh.data], seed=seed) for seed in range(2)]
 
 
 def owned(engine):
@@ -94,9 +94,8 @@ def test_edits_are_obeyed(mesh, options, edit):
     assert_close(merge(on_mesh(make, mesh, work, learning_rate=1e-2, **options), mesh), expected)
 
 
-@pytest.mark.parametrize("edit", [lambda name, parameter: None, remove, replace], ids=["none", "remove", "replace"])
-@pytest.mark.parametrize("options", KINDS[:3], ids=["torch", "own", "sharded"])
-@pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2, pipe=2)], ids=str)
+@pytest.mark.parametrize(("edit", "options", "mesh"), pairwise(
+    [lambda name, parameter: None, remove, replace], KINDS[:3], [Mesh(), Mesh(data=2, pipe=2)]), ids=label)
 def test_clipping_by_the_norm_of_all_stages(mesh, options, edit):
     expected, expected_norms = by_torch(edit, batches(mesh), 0.05)
 

@@ -37,7 +37,7 @@ def partly_frozen():
     [("none", False), ("none", True), ("stream", True), ("host", False)]), ids=label)
 def test_steps_equal_those_of_torch(make, mesh, offload, shard):
     reference = Reference(make(), seed=SEED, dtype=torch.float64, optimizer=ADAMW)
-    batches = [batch_of(make, mesh, seed) for seed in range(3)]
+    batches = [batch_of(make, mesh, seed) for seed in range(2)]
     expected = [reference.train_batch([one for replica in batch for one in replica]) for batch in batches]
 
     def work(engine):
@@ -57,7 +57,7 @@ def test_clipping_by_the_global_norm_is_torchs(mesh, clip_norm, shard):
     """The norm of all stages together, each parameter once: the tied one too."""
     reference = Reference(small_gpt(), seed=SEED, dtype=torch.float64)
     optimizer = ADAMW(reference.parameters.values())
-    batches = [batch_of(small_gpt, mesh, seed) for seed in range(3)]
+    batches = [batch_of(small_gpt, mesh, seed) for seed in range(2)]
     norms = []
     for batch in batches:
         reference.forward_backward([one for replica in batch for one in replica])
@@ -184,18 +184,19 @@ def test_loss_scale():
         {}, {"offload": "host", "reduce_dtype": "fp32"}, {"accumulate": "half"}, {"offload": "stream", "shard": True},
     ], [torch.float16, torch.bfloat16])]), ids=str)
 def test_half_precision_follows_fp32(mesh, options, dtype):
-    """Losses over 15 steps stay near those of fp32."""
-    batches = [tokens([[2, 2]] * mesh.data, seed=seed) for seed in range(15)]
+    """Losses over 10 steps stay near those of fp32."""
+    batches = [tokens([[4]] * mesh.data, seed=seed) for seed in range(10)]
+    reference = Reference(small_gpt(), seed=SEED, dtype=torch.float64, optimizer=ADAMW)
+    expected = [reference.train_batch([one for replica in batch for one in replica]) for batch in batches]
 
-    def rank(world, dtype):
+    def rank(world):
         engine = Engine(small_gpt(), world, mesh=mesh, seed=SEED, dtype=dtype, learning_rate=1e-2,
                         nominal_weight=24.0 * mesh.data, optim=optim(**options))
         losses = [engine.train_batch(share(engine, batch)).loss for batch in batches]
         engine.close()
         return losses
 
-    expected = run_ranks(partial(rank, dtype=torch.float32), mesh.size)[0]
-    for losses in run_ranks(partial(rank, dtype=dtype), mesh.size):
+    for losses in run_ranks(rank, mesh.size):
         assert losses == pytest.approx(expected, rel=0.02)
 
 
@@ -206,7 +207,7 @@ def test_half_precision_follows_fp32(mesh, options, dtype):
     [("none", {}), (2, {"offload": "stream", "shard": True}), ("none", {"offload": "host"})]), ids=label)
 def test_updates_in_the_backward_equal_those_after_it(make, mesh, checkpoint, options):
     reference = Reference(make(), seed=SEED, dtype=torch.float64, optimizer=ADAMW)
-    batches = [(tokens if make is small_gpt else points)([[2]] * mesh.data, seed=seed) for seed in range(3)]
+    batches = [(tokens if make is small_gpt else points)([[2]] * mesh.data, seed=seed) for seed in range(2)]
     norms = []
     for batch in batches:
         reference.train_batch([one for replica in batch for one in replica])

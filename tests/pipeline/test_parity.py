@@ -10,7 +10,7 @@ from ranvier.config.run import Pipeline
 from ranvier.mesh import Mesh
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.testing.reference import Reference
-from tests.covering import quick
+from tests.covering import covering, label, pairwise, quick
 from tests.pipeline.parity import (
     IGNORED,
     SEED,
@@ -55,7 +55,7 @@ def whole(batches):
                        torch.cat([one.samples for one in every]))]
 
 
-@pytest.mark.parametrize("mesh", quick(9, MESHES), ids=mesh_id)
+@pytest.mark.parametrize("mesh", quick(6, MESHES), ids=mesh_id)
 def test_gpt_on_every_mesh(mesh):
     """Against one process that takes the global batch whole; each replica has tokens of its own, many do not count."""
     batches = tokens([[2, 2, 1]] * mesh.data, ignored=0.4)
@@ -67,16 +67,15 @@ def test_gpt_on_every_mesh(mesh):
     assert set(outcome.losses) == {outcome.losses[0]} and abs(outcome.losses[0] - loss) < 1e-12 * loss
 
 
-@pytest.mark.parametrize("mesh", quick(9, MESHES), ids=mesh_id)
+@pytest.mark.parametrize("mesh", quick(6, MESHES), ids=mesh_id)
 def test_own_blocks_on_every_mesh(mesh):
     batches = points([[3, 1, 2, 2]] * mesh.data)
     assert_parity(residuals, batches, mesh, pipeline=Pipeline(policy=POLICIES[(mesh.data + mesh.pipe + 1) % 3]),
                   optim=chunks_of(5))
 
 
-@pytest.mark.parametrize("chunk_size", [3, 40, 2000])
-@pytest.mark.parametrize("mesh", [Mesh(data=3), Mesh(data=2, pipe=2)], ids=mesh_id)
-@pytest.mark.parametrize("make", [small_gpt, residuals])
+@pytest.mark.parametrize(("make", "mesh", "chunk_size"), pairwise(
+    [small_gpt, residuals], [Mesh(data=3), Mesh(data=2, pipe=2)], [3, 40, 2000]), ids=label)
 def test_chunks_of_every_size(make, mesh, chunk_size):
     """A weight and its bias may lie in different chunks, of which one is complete before the other."""
     batches = tokens([[2, 2, 1]] * mesh.data) if make is small_gpt else points([[2, 2, 1]] * mesh.data)
@@ -85,8 +84,8 @@ def test_chunks_of_every_size(make, mesh, chunk_size):
 
 # ---------------------------------------------------------------------- cuts
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("boundaries", [(1, 2), (1, 7), (5, 6), (3, 4)], ids=str)
+@pytest.mark.parametrize(("boundaries", "policy"), covering([((1, 2),), ((1, 7),), ((5, 6),), ((3, 4),)], POLICIES),
+                         ids=str)
 def test_boundaries_by_hand(policy, boundaries):
     assert_parity(small_gpt, tokens([[2] * 4]), Mesh(pipe=3), pipeline=Pipeline(boundaries=boundaries, policy=policy))
 
@@ -99,18 +98,15 @@ def test_blocks_that_do_not_divide(count):
 
 # ---------------------------------------------------------------------- numbers of microbatches and samples
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("counts", [
+@pytest.mark.parametrize(("counts", "policy"), covering([
     [[3]], [[2, 2]], [[1] * 20], [[4, 4, 1]], [[2, 2], [1, 1]], [[2] * 3, [2] * 7], [[2, 2, 2], []], [[], [2]],
-    [[3, 2], [5]],
-], ids=str)
+    [[3, 2], [5]]], POLICIES), ids=str)
 def test_numbers_of_microbatches(policy, counts):
     """One, fewer than stages, many; a smaller last one; other numbers, or none, on another replica."""
     assert_parity(residuals, points(counts), Mesh(data=len(counts), pipe=3), pipeline=Pipeline(policy=policy))
 
 
-@pytest.mark.parametrize("in_flight", [1, 2, 3, 9])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("in_flight", "policy"), covering([1, 2, 3, 9], POLICIES))
 def test_in_flight_limits(policy, in_flight):
     assert_parity(residuals, points([[1] * 7]), Mesh(pipe=4), pipeline=Pipeline(policy=policy, in_flight=in_flight))
 
@@ -129,8 +125,7 @@ def without_targets(batches, replicas):
             if index in replicas else replica for index, replica in enumerate(batches)]
 
 
-@pytest.mark.parametrize("nominal", [1.0, 37.0])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("nominal", "policy"), covering([1.0, 37.0], POLICIES))
 def test_unequal_numbers_of_valid_targets(policy, nominal):
     batches = tokens([[2, 2]], ignored=0.9) + tokens([[2, 2, 2]], ignored=0.1, seed=5)
     assert_parity(small_gpt, batches, Mesh(data=2, pipe=2), pipeline=Pipeline(policy=policy), nominal_weight=nominal)
@@ -147,21 +142,20 @@ def of_blocks(*numbers):
     return lambda name: int(name.split(".")[0][1:]) in numbers
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("is_frozen", quick(6, [
-    pytest.param(of_blocks(0), id="first block"), pytest.param(of_blocks(0, 1, 2), id="prefix"),
-    pytest.param(of_blocks(0, 1), id="first stage"), pytest.param(of_blocks(2, 3), id="second stage"),
-    pytest.param(of_blocks(2, 3, 4, 5), id="middle stages"), pytest.param(of_blocks(6, 7), id="last stage"),
-    pytest.param(of_blocks(0, 1, 4, 5), id="every other stage"), pytest.param(of_blocks(3, 4, 5, 6, 7), id="suffix"),
-    pytest.param(lambda name: name != "b3.linear.weight", id="all but one weight"),
-    pytest.param(lambda name: name != "b0.linear.bias", id="all but the first bias"),
-    pytest.param(lambda name: name != "b7.linear.bias", id="all but the last bias"),
-    pytest.param(lambda name: name.endswith("weight"), id="biases only"),
-    pytest.param(lambda name: name.endswith("bias"), id="weights only"),
-]))
-def test_any_subset_frozen(policy, is_frozen):
+SUBSETS = {
+    "first block": of_blocks(0), "prefix": of_blocks(0, 1, 2), "first stage": of_blocks(0, 1),
+    "second stage": of_blocks(2, 3), "middle stages": of_blocks(2, 3, 4, 5), "last stage": of_blocks(6, 7),
+    "every other stage": of_blocks(0, 1, 4, 5), "suffix": of_blocks(3, 4, 5, 6, 7),
+    "all but one weight": lambda name: name != "b3.linear.weight",
+    "all but the first bias": lambda name: name != "b0.linear.bias",
+    "all but the last bias": lambda name: name != "b7.linear.bias",
+    "biases only": lambda name: name.endswith("weight"), "weights only": lambda name: name.endswith("bias")}
+
+
+@pytest.mark.parametrize(("subset", "policy"), quick(9, covering(list(SUBSETS), POLICIES)))
+def test_any_subset_frozen(subset, policy):
     """Two blocks on each of four stages."""
-    assert_parity(lambda: frozen(residuals(), is_frozen), points([[2, 1, 2], [2, 2, 2]]), Mesh(data=2, pipe=4),
+    assert_parity(lambda: frozen(residuals(), SUBSETS[subset]), points([[2, 1, 2], [2, 2, 2]]), Mesh(data=2, pipe=4),
                   pipeline=Pipeline(boundaries=(2, 4, 6), policy=policy), optim=chunks_of(5))
 
 
@@ -170,7 +164,7 @@ def test_everything_frozen():
     assert outcome.gradients == {} and outcome.norms == [0.0] * 3
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", quick(1, POLICIES))
 def test_gpt_with_a_frozen_prefix_that_is_untied(policy):
     def make():
         model = frozen(small_gpt(), lambda name: name.startswith(("embedding", "layer0")))

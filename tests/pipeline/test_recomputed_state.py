@@ -16,6 +16,7 @@ from ranvier.config.run import Memory, Pipeline
 from ranvier.mesh import Mesh
 from ranvier.pipeline.remembered import Remembered
 from ranvier.testing.reference import Reference
+from tests.covering import covering
 from tests.errors import raises
 from tests.pipeline.parity import SEED, assert_parity, gradients_on, on_mesh, points, share, squared
 
@@ -164,8 +165,7 @@ KEPT = {"batch norm": partial(Tanh, after=partial(nn.BatchNorm1d, 4)),
 
 
 @pytest.mark.filterwarnings("ignore:.*(weight_norm|lower than).*")
-@pytest.mark.parametrize("recompute", [1, 2])
-@pytest.mark.parametrize("block", KEPT)
+@pytest.mark.parametrize(("block", "recompute"), covering(list(KEPT), [1, 2]))
 def test_buffers_change_once(block, recompute):
     """Gradients and buffers of several steps are those of plain torch, with several microbatches under way."""
     make = partial(model, linear, KEPT[block], KEPT[block], linear)

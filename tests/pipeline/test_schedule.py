@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ranvier.mesh import StagePlacement
@@ -13,6 +13,7 @@ from ranvier.schedule.policies import POLICIES, GPipe, MessageDriven, OneForward
 from ranvier.schedule.schedule import Action, Done, Product, RankSchedule, Schedule, Wait, actions_text
 from ranvier.schedule.simulator import StageTimes, simulate
 from ranvier.testing.policies import check_policy, check_run
+from tests.covering import examples
 from tests.errors import raises
 
 EQUAL = StageTimes(forward=1.0, backward=1.0, weight=1.0)
@@ -38,7 +39,7 @@ def pipelines(draw):
                                                   defer_bytes=draw(st.sampled_from([0, 1, 5, 6, 17, 1 << 40])))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(50)
 @given(pipelines(), st.sampled_from(POLICIES), st.floats(0.0, 5.0), st.booleans(), st.randoms(use_true_random=False))
 def test_every_pipeline_ends_in_order_and_within_its_bounds(pipeline, policy, hop, alternating, chance):
     stages, microbatches, options = pipeline
@@ -49,7 +50,7 @@ def test_every_pipeline_ends_in_order_and_within_its_bounds(pipeline, policy, ho
     check_run(run, stages, microbatches, policy, **options)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(30)
 @given(pipelines(), st.sampled_from([MessageDriven(), GPipe()]), st.integers(1, 3),
        st.sampled_from(["v-shape", "interleaved"]), st.randoms(use_true_random=False))
 def test_ranks_with_several_stages_end_in_order_and_within_their_bounds(pipeline, policy, pipe, how, chance):
@@ -96,7 +97,7 @@ def held_in_order(placement, microbatches, in_flight):
     return most
 
 
-@settings(max_examples=75, deadline=None)
+@examples(40)
 @given(pipelines(), st.integers(1, 4), st.integers(0, 40), st.sampled_from(["v-shape", "interleaved"]),
        st.randoms(use_true_random=False))
 def test_what_is_due_first_ends_in_order_and_within_the_room(pipeline, pipe, room, how, chance):

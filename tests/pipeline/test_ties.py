@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -20,7 +20,7 @@ from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.ties import TiedParameters, TieMessages, gradient_specs, ties_of
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
-from tests.covering import quick
+from tests.covering import examples, quick
 from tests.errors import raises
 from tests.pipeline.parity import (
     SEED,
@@ -276,7 +276,7 @@ def ends_of(layout):
     return places, (layout.stage_of(owner.block), owner.name)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(50)
 @given(tied_layouts([split for split in SPLITS if not split.summed]), st.integers(0, 99))
 def test_ends_cut_in_any_way_make_one_sum_and_one_value(layout, seed):
     """To the bit: each element is the owner's, plus the ends' one after another. Copies count once."""
@@ -310,7 +310,7 @@ def test_ends_cut_in_any_way_make_one_sum_and_one_value(layout, seed):
     assert not any(queue for edges in ranks.edges for queue in edges.values())
 
 
-@settings(max_examples=150, deadline=None)
+@examples(50)
 @given(tied_layouts(SPLITS), st.integers(0, 99))
 def test_parts_of_gradients_are_added_once(layout, seed):
     """Where positions have parts of a gradient each, those of the owner sum up to all of them; whole numbers are

@@ -14,6 +14,7 @@ from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference, relative_error
+from tests.covering import covering
 from tests.pipeline.parity import assert_parity, chain, chunks_of, on_mesh, points, share, squared
 
 
@@ -207,26 +208,21 @@ class SparseGradient(Plain):
         return self.linear(x) + self.embedding((x[:, 0] > 0).long())
 
 
-BLOCKS = [
+BLOCKS = {block.__name__: block for block in (
     Twice, BesideItsWeight, Keyword, RowByRow, FourDims, NotContiguous, Expanded, InPlaceAfter, InPlaceAfterMoreDims,
-    InPlaceOnTheInput, FourTimesLarger, Assigned, WeightHook, BiasHook,
-    pytest.param(partial(WeightNorm, nn.utils.parametrizations.weight_norm), id="weight norm"),
-    pytest.param(partial(WeightNorm, nn.utils.weight_norm), id="old weight norm",
-                 marks=pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")),
-    pytest.param(partial(Checkpointed, False), id="checkpoint"),
-    pytest.param(partial(Checkpointed, True), id="reentrant checkpoint"),
-    SavedElsewhere, DifferentiatesInside, DifferentiatesAside, Detached, Unused, Unchanged, Buffered, Attention,
-    SparseGradient,
-]
+    InPlaceOnTheInput, FourTimesLarger, Assigned, WeightHook, BiasHook, SavedElsewhere, DifferentiatesInside,
+    DifferentiatesAside, Detached, Unused, Unchanged, Buffered, Attention, SparseGradient)} | {
+    "weight norm": partial(WeightNorm, nn.utils.parametrizations.weight_norm),
+    "old weight norm": partial(WeightNorm, nn.utils.weight_norm),
+    "checkpoint": partial(Checkpointed, False), "reentrant checkpoint": partial(Checkpointed, True)}
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize(("policy", "mesh"), [("message-driven", Mesh()), ("1f1b", Mesh(pipe=2)),
-                                              ("message-driven", Mesh(data=2, pipe=3))], ids=str)
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad", "ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize(("block", "policy", "mesh"), covering(list(BLOCKS), [
+    ("message-driven", Mesh(data=2, pipe=3)), ("message-driven", Mesh()), ("1f1b", Mesh(pipe=2))]), ids=str)
 def test_block(block, mesh, policy):
     """In the middle of a chain, where its products are deferred."""
-    assert_parity(partial(chain, Plain, block, Plain, Plain), points([[3, 2, 3]] * mesh.data), mesh,
+    assert_parity(partial(chain, Plain, BLOCKS[block], Plain, Plain), points([[3, 2, 3]] * mesh.data), mesh,
                   pipeline=Pipeline(policy=policy),
                   optim=chunks_of(5))
 

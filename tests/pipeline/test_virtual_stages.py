@@ -67,7 +67,7 @@ def test_uneven_stages_frozen_parts_and_recomputation(placement, boundaries, rec
 @pytest.mark.parametrize("mesh", [Mesh(pipe=2, row=2, col=2), Mesh(pipe=2, col=3)], ids=str)
 def test_rows_and_columns(mesh):
     """A leader orders the actions of all stages for its peers."""
-    split_parity.assert_parity(split_parity.tiny_gpt, split_parity.token_batches(mesh, per_row=2), mesh,
+    split_parity.assert_parity(split_parity.tiny_gpt, split_parity.token_batches(mesh, count=3, per_row=2), mesh,
                                pipeline=several())
 
 

@@ -32,6 +32,8 @@ SCHEMES = {"stationary": Settings(), "summa": Settings(scheme="summa"), "megatro
            "sequence": Settings(scheme="megatron", sequence_sharding=True)}
 SHAPES = [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 3), (3, 2), (3, 3)]
 """Rows and columns."""
+EACH = [(2, 3, "stationary"), (2, 2, "summa"), (1, 2, "megatron"), (2, 2, "stationary-sequence"), (1, 2, "sequence")]
+"""(rows, columns, scheme): each scheme on one mesh."""
 Batches = Sequence[Sequence[Microbatch]]
 """One sequence of microbatches for each replica, whole: rows take their shares of each."""
 
@@ -156,7 +158,7 @@ def tiny_gpt(*, tied: bool = False, **changed) -> Model:
     return model if tied else replace(model, tied=())
 
 
-def token_batches(mesh: Mesh, *, count: int = 3, per_row: int = 1, vocab: int = 61, length: int = 8,
+def token_batches(mesh: Mesh, *, count: int = 2, per_row: int = 1, vocab: int = 61, length: int = 8,
                   seed: int = 0) -> Batches:
     """`count` microbatches for each replica, of which ever more targets do not count; in the first one all of the last
     row's."""

@@ -37,11 +37,11 @@ def test_gradients_are_those_of_whole_messages(in_parts, mesh, options, is_froze
         model = tiny_gpt(num_layers=3, dropout=0.0)
         return frozen(model, lambda name: name.startswith(("embedding", "layer0"))) if is_frozen else model
 
-    assert_parity(make, token_batches(mesh), mesh, scheme="megatron", **options)
+    assert_parity(make, token_batches(mesh, count=3), mesh, scheme="megatron", **options)
 
 
 def test_a_stage_receives_half_over_two_columns_and_the_other_half_from_its_column(monkeypatch):
-    make, batches = partial(tiny_gpt, num_layers=2, dropout=0.0), token_batches(BETWEEN_NODES)
+    make, batches = partial(tiny_gpt, num_layers=2, dropout=0.0), token_batches(BETWEEN_NODES, count=3)
     found = []
     monkeypatch.setattr(column_parts, "SMALLEST_IN_PARTS", 64)
     for pays in (False, True):

@@ -43,13 +43,19 @@ CASES = [(scheme, row, col) for scheme, row, col in
 
 
 @pytest.mark.parametrize(("scheme", "row", "col"), quick(10, CASES))
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_counts_are_those_of_the_formulas(scheme, row, col, checkpointed):
-    expected = formulas(scheme, row, col, SIZES, checkpointed=checkpointed)
-    for at in ((0, 0), (row - 1, col - 1)):
-        parts = count_layer(Meter(scheme, row, col, at), SIZES, checkpointed=checkpointed).parts
-        assert parts == {name: expected[name] for name in PRODUCTS}
-        assert whole(parts) == expected["layer"]
+def test_counts_are_those_of_the_formulas(scheme, row, col):
+    """A layer is the sum of its parts."""
+    for checkpointed in (False, True):
+        expected = formulas(scheme, row, col, SIZES, checkpointed=checkpointed)
+        last, counted = (count_layer(Meter(scheme, row, col, at), SIZES, checkpointed=checkpointed)
+                         for at in ((row - 1, col - 1), (0, 0)))
+        parts = whole(counted.parts)
+        assert counted.parts == last.parts == {name: expected[name] for name in PRODUCTS}
+        assert parts == expected["layer"]
+        forward, backward = (a + b for a, b in ((parts.forward, counted.small.forward),
+                                                (parts.backward, counted.small.backward)))
+        assert whole_mesh_count(Meter(scheme, row, col), SIZES, checkpointed) == (
+            (forward.weights, forward.activations), (backward.weights, backward.activations))
     assert count_embedding(Meter(scheme, row, col), SIZES).parts == {"embedding": expected["embedding"]}
     assert count_head(Meter(scheme, row, col), SIZES).parts == {"head": expected["head"]}
 
@@ -100,17 +106,6 @@ def counted_pass(layer, mesh, x, checkpointed):
     end = received()
     return (tuple(b - a for a, b in zip(begin, middle, strict=True)),
             tuple(b - a for a, b in zip(middle, end, strict=True)))
-
-
-@pytest.mark.parametrize(("scheme", "row", "col"), quick(10, CASES))
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_layer_is_the_sum_of_its_parts(scheme, row, col, checkpointed):
-    counted = count_layer(Meter(scheme, row, col), SIZES, checkpointed=checkpointed)
-    parts = whole(counted.parts)
-    forward, backward = (a + b for a, b in ((parts.forward, counted.small.forward),
-                                            (parts.backward, counted.small.backward)))
-    assert whole_mesh_count(Meter(scheme, row, col), SIZES, checkpointed) == (
-        (forward.weights, forward.activations), (backward.weights, backward.activations))
 
 
 @pytest.mark.parametrize(("scheme", "row", "col"), [("summa", 2, 2), ("stationary", 2, 4), ("stationary", 3, 1),

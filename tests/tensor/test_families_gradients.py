@@ -65,8 +65,7 @@ def assert_as_one_process(kind, mesh, *, count=2, change=lambda model: model, **
                          batches_of(kind, mesh, count=count), mesh, least=1e-3 if kind == "span" else 0.0, **options)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("rows", "cols", "scheme"), quick(4, FEW))
+@pytest.mark.parametrize(("rows", "cols", "scheme", "kind"), quick(6, covering(FEW, KINDS)))
 def test_on_tensor_meshes(rows, cols, scheme, kind):
     mesh = Mesh(row=rows, col=cols)
     assert_as_one_process(kind, mesh, scheme=scheme)
@@ -80,11 +79,10 @@ def test_on_all_tensor_meshes(rows, cols, scheme, kind):
     assert_as_one_process(kind, mesh, count=3, scheme=scheme)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("mesh", "scheme"), quick(2, [
+@pytest.mark.parametrize(("mesh", "scheme", "kind"), quick(3, covering([
     (Mesh(data=2, pipe=2, row=2, col=2), "stationary"), (Mesh(pipe=2, row=2, col=2), "summa"),
     (Mesh(data=2, pipe=2, col=2), "sequence"), (Mesh(pipe=3, col=2), "megatron"),
-    (Mesh(data=2, pipe=3), "stationary")]), ids=str)
+    (Mesh(data=2, pipe=3), "stationary")], KINDS)), ids=str)
 def test_on_all_axes(mesh, scheme, kind):
     assert_as_one_process(kind, mesh, scheme=scheme)
 
@@ -125,11 +123,9 @@ def test_a_frozen_prefix_on_two_stages(kind, boundaries, backward):
     """Of two layers and a head, the embedding and the first layer are frozen. Where the cut is after or in them no
     gradient travels back; where the first stage has more than them, one does for each microbatch."""
     mesh = Mesh(pipe=2)
-    batches, change = batches_of(kind, mesh), partial(frozen, is_frozen=first_layer)
-    outcome = assert_as_one_process(kind, mesh, change=change, pipeline=Pipeline(boundaries=boundaries))
-    assert not any(map(first_layer, outcome.gradients)) and outcome.gradients
+    change = partial(frozen, is_frozen=first_layer)
 
-    def work(engine):
+    def watch(engine):
         sent, transport = [], engine._connections.transport
         send = transport.send
 
@@ -138,17 +134,16 @@ def test_a_frozen_prefix_on_two_stages(kind, boundaries, backward):
             send(to, message)
 
         transport.send = watched
-        engine.forward_backward(share(engine, batches))
-        return sent.count(MessageKind.BACKWARD)
+        return sent
 
-    _, last = on_mesh(lambda: change(make(kind, num_layers=2)), mesh, work, pipeline=Pipeline(boundaries=boundaries))
-    assert last == backward
+    outcome = assert_as_one_process(kind, mesh, change=change, pipeline=Pipeline(boundaries=boundaries), also=watch)
+    assert not any(map(first_layer, outcome.gradients)) and outcome.gradients
+    assert outcome.others[1].count(MessageKind.BACKWARD) == backward
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("mesh", "scheme"), quick(2, [
+@pytest.mark.parametrize(("kind", "mesh", "scheme"), quick(3, covering(KINDS, [
     (Mesh(pipe=2, row=2, col=2), "stationary"), (Mesh(pipe=2, col=2), "sequence"), (Mesh(row=2, col=2), "summa"),
-    (Mesh(data=2, pipe=2), "stationary")]), ids=str)
+    (Mesh(data=2, pipe=2), "stationary")])), ids=str)
 def test_a_frozen_prefix_on_meshes(kind, mesh, scheme):
     assert_as_one_process(kind, mesh, scheme=scheme, change=partial(frozen, is_frozen=first_layer))
 

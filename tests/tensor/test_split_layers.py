@@ -16,8 +16,9 @@ from ranvier.tensor.split.layers import split_layers
 from ranvier.tensor.split.loss import NextTokenLoss
 from ranvier.tensor.weight_gradients import WeightGradients, root_of
 from ranvier.testing.reference import relative_error
-from tests.covering import pairwise, quick
+from tests.covering import covering, first, pairwise, quick
 from tests.tensor.split_parity import (
+    EACH,
     IGNORED,
     SCHEMES,
     SEED,
@@ -34,7 +35,7 @@ from tests.tensor.split_parity import (
 
 SEQUENCE, HIDDEN, INNER, VOCAB = 12, 36, 24, 61
 MESHES = legal([(1, 2), (2, 1), (2, 2), (1, 4), (2, 3), (3, 3)])
-FEW = legal([(1, 2), (2, 2), (2, 3)])
+FEW = first(EACH, legal([(1, 2), (2, 2), (2, 3)]))
 HIDDEN_SPLIT = [one for one in MESHES if one[2] in ("stationary", "summa")]
 
 
@@ -92,15 +93,15 @@ def test_autograd_inside_the_backward_queues_nothing(stationary):
 
 
 @pytest.mark.parametrize("panel_bytes", quick(1, [None, 3000]))
-@pytest.mark.parametrize(("rows", "cols", "scheme", "stationary", "bias"), pairwise(
-    MESHES, ["output", "input"], [True, False]))
+@pytest.mark.parametrize(("rows", "cols", "scheme", "stationary", "bias"), covering(
+    MESHES, [("output", True), ("input", False), ("input", True), ("output", False)]))
 def test_linear(rows, cols, scheme, stationary, bias, panel_bytes):
     make, x, dy, enter, leave = linear(stationary, rows, bias=bias)
     assert_layer_parity(make, x, dy, rows, cols, scheme, enter=enter, leave=leave, panel_bytes=panel_bytes)
 
 
 @pytest.mark.parametrize(("rows", "cols", "scheme", "stationary", "frozen"), pairwise(
-    FEW, ["output", "input"], [["weight"], ["bias"], ["weight", "bias"]]))
+    EACH, ["output", "input"], [["weight"], ["bias"], ["weight", "bias"]]))
 def test_linear_partly_frozen(rows, cols, scheme, stationary, frozen):
     make, x, dy, enter, leave = linear(stationary, rows)
 
@@ -205,8 +206,7 @@ def test_embedding_with_a_padding_token(rows, cols, scheme):
                         rows, cols, scheme, enter=row_part, leave=stream_part)
 
 
-@pytest.mark.parametrize("length", [SEQUENCE, SEQUENCE + 4])
-@pytest.mark.parametrize(("rows", "cols", "scheme"), MESHES)
+@pytest.mark.parametrize(("rows", "cols", "scheme", "length"), covering(MESHES, [SEQUENCE, SEQUENCE + 4]))
 def test_position_embedding(rows, cols, scheme, length):
     """Of fewer positions than the table has, too; rows add their own sequences' gradients."""
     table = random(length, HIDDEN, seed=3)
@@ -235,8 +235,7 @@ def test_position_embedding(rows, cols, scheme, length):
 
 # ---------------------------------------------------------------------- norms
 
-@pytest.mark.parametrize("mean", [0.0, 1e4])
-@pytest.mark.parametrize(("rows", "cols", "scheme"), MESHES)
+@pytest.mark.parametrize(("rows", "cols", "scheme", "mean"), covering(MESHES, [0.0, 1e4]))
 def test_layer_norm(rows, cols, scheme, mean):
     assert_layer_parity(partial(filled, partial(layers.LayerNorm, HIDDEN)), stream(rows) + mean, stream(rows, 2), rows,
                         cols, scheme, enter=stream_part, leave=stream_part, tolerance=1e-10 if not mean else 1e-8)
@@ -292,7 +291,7 @@ def test_dropout_drops_what_the_unsplit_layer_drops(rows, cols, scheme):
 # ---------------------------------------------------------------------- heads and losses
 
 @pytest.mark.parametrize(("rows", "cols", "scheme", "token", "bias"), pairwise(
-    FEW, [0, 5, SEQUENCE - 1, -1, None], [True, False]))
+    EACH, [0, 5, SEQUENCE - 1, -1, None], [True, False]))
 def test_token_linear(rows, cols, scheme, token, bias):
     make = partial(filled, partial(layers.ClassifierHead, HIDDEN, 5, bias, token=token))
     dy = random(2 * rows, 5) if token is not None else random(2 * rows, SEQUENCE, 5)
@@ -367,8 +366,9 @@ def whole_loss(logits, targets):
     return total.detach(), int((targets != IGNORED).sum()), leaf.grad
 
 
-@pytest.mark.parametrize(("rows", "cols", "ignored", "scale"), pairwise(
-    [(1, 2), (2, 1), (2, 2), (1, 4), (2, 3), (3, 3)], ["none", "some", "a row", "all"], [1.0, 1e4]))
+@pytest.mark.parametrize(("rows", "cols", "ignored", "scale"), covering(
+    [(1, 2), (2, 1), (2, 2), (1, 4), (2, 3), (3, 3)],
+    [("none", 1.0), ("some", 1e4), ("a row", 1.0), ("all", 1.0), ("none", 1e4), ("some", 1.0), ("a row", 1e4)]))
 def test_next_token_loss(rows, cols, ignored, scale):
     """Logits of 1e4 overflow an exponential whose largest logit has not been taken off."""
     logits, targets = random(2 * rows, SEQUENCE, VOCAB) * scale, ids(rows)

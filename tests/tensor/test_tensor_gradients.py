@@ -14,15 +14,18 @@ from ranvier.mesh import Mesh
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.tensor.mesh import BUNDLE_ELEMENTS
 from ranvier.testing.reference import Reference, relative_error
-from tests.covering import covering, quick
+from tests.covering import covering, first, quick
 from tests.pipeline.parity import frozen
 from tests.tensor.split_parity import (
+    EACH,
     SCHEMES,
     SEED,
     TOLERANCE,
+    assemble,
     assert_close,
     assert_parity,
     every,
+    gradients_of,
     gradients_on,
     legal,
     on_mesh,
@@ -34,7 +37,7 @@ from tests.tensor.split_parity import (
 )
 
 HUGE = 1 << 40
-FEW = legal([(1, 2), (2, 2), (2, 3)])
+FEW = first(EACH, legal([(1, 2), (2, 2), (2, 3)]))
 ALL_AXES = Mesh(data=2, pipe=2, row=2, col=2)
 TIED = [True]
 
@@ -51,8 +54,8 @@ def test_gpt_on_every_mesh(rows, cols, scheme, count, tied):
 
 
 @pytest.mark.parametrize("tied", TIED)
-@pytest.mark.parametrize(("scheme", "boundaries"), quick(2, [
-    ("stationary", None), ("stationary", (1,)), ("summa", (4,))]))
+@pytest.mark.parametrize(("scheme", "boundaries"), quick(1, [
+    ("stationary", (1,)), ("stationary", None), ("summa", (4,))]))
 def test_gpt_on_all_four_axes(scheme, boundaries, tied):
     """Two replicas whose rows have unequal numbers of targets; layers lie unevenly on stages."""
     assert_parity(partial(two_layers, tied=tied), token_batches(ALL_AXES), ALL_AXES, scheme=scheme,
@@ -83,14 +86,18 @@ def test_weights_that_are_kept(mesh, checkpoint):
     """Gathered once in a step, so that fewer bytes go down the columns."""
     def work(engine):
         engine.forward_backward(share(engine, batches))
-        return engine.counters()["bytes_received_by_axis"]["row"]
+        return engine.counters()["bytes_received_by_axis"]["row"], gradients_of(engine), engine.layout
 
     batches = token_batches(mesh)
-    keeps = Settings(keep_weights=True)
-    assert_parity(tiny_gpt, batches, mesh, settings=keeps, memory=Memory(recompute=checkpoint))
-    kept, other = (on_mesh(tiny_gpt, mesh, work, settings=settings, memory=Memory(recompute=checkpoint))
-                   for settings in (keeps, Settings()))
-    assert all(few < many for few, many in zip(kept, other, strict=True))
+    reference = Reference(tiny_gpt(), seed=SEED, dtype=torch.float64)
+    reference.forward_backward(every(batches))
+    received = []
+    for settings in (Settings(keep_weights=True), Settings()):
+        counts, gradients, layouts = zip(*on_mesh(
+            tiny_gpt, mesh, work, settings=settings, memory=Memory(recompute=checkpoint)), strict=True)
+        assert_close(assemble(gradients, layouts[0]), reference.gradients())
+        received.append(counts)
+    assert all(few < many for few, many in zip(*received, strict=True))
 
 
 @pytest.mark.parametrize("mesh", [Mesh(row=2, col=2), Mesh(row=2, col=3)], ids=str)
@@ -112,26 +119,26 @@ def test_a_recomputed_layer_gathers_once_for_recomputation_and_backward(mesh):
 def test_policies_agree_to_the_bit(settings):
     """Weight gradients at once, some later, all later; in every order of microbatches."""
     mesh = Mesh(pipe=2, row=2, col=2)
-    batches = token_batches(mesh, count=5)
-    first = gradients_on(tiny_gpt, batches, mesh, settings=settings, pipeline=Pipeline(policy="gpipe"))
-    for options in (Pipeline(policy="1f1b"), Pipeline(defer_bytes=0), Pipeline(defer_bytes=HUGE, in_flight=5),
-                    Pipeline(defer_bytes=20_000, in_flight=3), Pipeline()):
+    batches = token_batches(mesh, count=4)
+    one = gradients_on(tiny_gpt, batches, mesh, settings=settings, pipeline=Pipeline(policy="gpipe"))
+    for options in (Pipeline(policy="1f1b"), Pipeline(defer_bytes=HUGE, in_flight=4),
+                    Pipeline(defer_bytes=20_000, in_flight=3)):
         other = gradients_on(tiny_gpt, batches, mesh, settings=settings, pipeline=options)
-        for mine, theirs in zip(first.of_ranks, other.of_ranks, strict=True):
+        for mine, theirs in zip(one.of_ranks, other.of_ranks, strict=True):
             wrong = [name for name in mine if not torch.equal(mine[name], theirs[name])]
             assert set(mine) == set(theirs) and not wrong, f"{options}: {wrong}"
-        assert first.losses == other.losses
+        assert one.losses == other.losses
 
 
 @pytest.mark.parametrize("scheme", quick(1, ["stationary", "summa"]))
 def test_gradients_agree_to_the_bit_whatever_arrives_when(scheme):
     """The ranks of a stage run the same actions, in an order that nobody knows before."""
-    mesh = Mesh(data=2, pipe=2, row=2, col=2)
+    mesh = Mesh(pipe=2, row=2, col=2)
     batches = token_batches(mesh, count=4)
-    first, second = (gradients_on(tiny_gpt, batches, mesh, scheme=scheme, pipeline=Pipeline(in_flight=3),
+    one, two = (gradients_on(tiny_gpt, batches, mesh, scheme=scheme, pipeline=Pipeline(in_flight=3),
                                   check_order=seed == 1,
                                   throttle=Link(jitter_seconds=1e-3, seed=seed)).gradients for seed in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 @pytest.mark.parametrize(("mesh", "settings"), covering(
@@ -143,7 +150,7 @@ def test_deferred_weight_gradients(mesh, settings):
         engine._stages.first.weight = lambda *action: (queue.append(action), inner(*action))
         return queue
 
-    outcome = assert_parity(tiny_gpt, token_batches(mesh), mesh, settings=Settings(**settings), also=deferred,
+    outcome = assert_parity(tiny_gpt, token_batches(mesh, count=3), mesh, settings=Settings(**settings), also=deferred,
                             pipeline=Pipeline(defer_bytes=HUGE))
     assert all(outcome.others), "nothing was deferred, so nothing was tested"
 
@@ -152,7 +159,7 @@ def test_deferred_weight_gradients(mesh, settings):
                                               (Mesh(col=4), "megatron"), (Mesh(col=2), "stationary")], ids=str)
 def test_deferred_weight_gradients_on_columns_alone(mesh, scheme):
     """They are added to gradients where those lie."""
-    assert_parity(tiny_gpt, token_batches(mesh), mesh, scheme=scheme,
+    assert_parity(tiny_gpt, token_batches(mesh, count=3), mesh, scheme=scheme,
                   pipeline=Pipeline(defer_bytes=HUGE, boundaries=None))
 
 
@@ -189,7 +196,7 @@ def test_partly_frozen_on_stages(which):
 
 
 @pytest.mark.parametrize(("rows", "cols", "scheme", "count"), covering(
-    [*FEW, (3, 3, "stationary"), (1, 4, "sequence")], [1, 2]))
+    [*EACH, (3, 3, "stationary"), (1, 4, "sequence")], [1, 2]))
 def test_predictions_are_whole(rows, cols, scheme, count):
     """Every rank of a row has all the logits of its sequences; an evaluation afterwards has its part again."""
     mesh = Mesh(pipe=count, row=rows, col=cols)
@@ -236,7 +243,7 @@ def test_no_valid_target_anywhere(rows, cols, scheme):
     assert not any(gradient.any() for gradient in outcome.gradients.values())
 
 
-@pytest.mark.parametrize(("rows", "cols", "scheme"), legal([(1, 2), (2, 2)]))
+@pytest.mark.parametrize(("rows", "cols", "scheme"), FEW)
 def test_a_microbatch_without_samples(rows, cols, scheme):
     """As on one rank: it adds nothing."""
     mesh = Mesh(row=rows, col=cols)
@@ -246,7 +253,7 @@ def test_a_microbatch_without_samples(rows, cols, scheme):
 
 
 @pytest.mark.parametrize("which", ["inputs", "targets"])
-@pytest.mark.parametrize(("rows", "cols", "scheme"), legal([(1, 2), (2, 2)]))
+@pytest.mark.parametrize(("rows", "cols", "scheme"), FEW)
 def test_tokens_outside_the_vocabulary_are_no_tokens(rows, cols, scheme, which):
     """One process raises; a mesh that took them for tokens of nobody's part would train on nonsense in silence."""
     def one_process():
@@ -260,7 +267,7 @@ def test_tokens_outside_the_vocabulary_are_no_tokens(rows, cols, scheme, which):
             run()
 
 
-@pytest.mark.parametrize(("rows", "cols", "scheme"), legal([(1, 2), (2, 2)]))
+@pytest.mark.parametrize(("rows", "cols", "scheme"), FEW)
 def test_shorter_sequences_and_other_sizes(rows, cols, scheme):
     """Microbatches of their own lengths and sizes; workspaces grow and are used again."""
     mesh = Mesh(row=rows, col=cols)
@@ -269,7 +276,7 @@ def test_shorter_sequences_and_other_sizes(rows, cols, scheme):
     assert_parity(tiny_gpt, batches, mesh, scheme=scheme)
 
 
-@pytest.mark.parametrize(("rows", "cols", "scheme"), legal([(1, 4), (2, 2), (3, 3)]))
+@pytest.mark.parametrize(("rows", "cols", "scheme"), quick(5, legal([(1, 4), (2, 2), (3, 3)])))
 def test_one_token_of_the_vocabulary_for_each(rows, cols, scheme):
     mesh, vocab = Mesh(row=rows, col=cols), max(rows, cols)
     assert_parity(partial(tiny_gpt, vocab=vocab), token_batches(mesh, count=1, vocab=vocab), mesh, scheme=scheme)

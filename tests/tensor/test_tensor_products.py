@@ -10,7 +10,7 @@ from ranvier.tensor.split import summa
 from ranvier.tensor.split.products import InputStationary, OutputStationary, SummaProduct, SummaVocabulary
 from ranvier.tensor.under_way import Arriving
 from ranvier.testing.reference import relative_error
-from tests.covering import covering, pairwise
+from tests.covering import covering, pairwise, quick
 from tests.tensor.split_parity import SCHEMES, SHAPES, inner_part, legal, on_tensor_mesh, own, random, stream_part
 
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -146,7 +146,7 @@ def test_one_element_of_something_wider_can_be_sent(one):
     assert on_tensor_mesh(1, 2, SCHEMES["summa"], work) == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(("rows", "cols", "scheme", "kind"), KINDS)
+@pytest.mark.parametrize(("rows", "cols", "scheme", "kind"), quick(20, KINDS))
 def test_panels_send_what_one_piece_sends(rows, cols, scheme, kind):
     def work(mesh):
         product, x, weight, bias, dy, *_ = split(mesh, scheme, kind, *operands(rows, kind))
@@ -160,7 +160,7 @@ def test_panels_send_what_one_piece_sends(rows, cols, scheme, kind):
     assert all((over_rows > 0) == (rows > 1) and (over_cols > 0) == (cols > 1) for over_rows, over_cols in one)
 
 
-@pytest.mark.parametrize(("rows", "cols", "scheme", "kind"), [one for one in KINDS if one[0] * one[1] == 4])
+@pytest.mark.parametrize(("rows", "cols", "scheme", "kind"), quick(10, (one for one in KINDS if one[0] * one[1] == 4)))
 def test_a_workspace_is_allocated_once(rows, cols, scheme, kind):
     """Its memory is the same in every step, and results do not lie in it."""
     def work(mesh):

@@ -34,21 +34,26 @@ def errors(world: World, rows: int, cols: int, scheme: str) -> list[float]:
     expected = reference.evaluate(every(batches))
     found.append(abs(engine.evaluate(mine).loss - expected) / expected)
     engine.close()
-    world.backend.close()
     return [float(max(found))]
+
+
+def errors_and_end(world: World, rows: int, cols: int, scheme: str) -> list[float]:
+    found = errors(world, rows, cols, scheme)
+    world.backend.close()
+    return found
 
 
 MPI = [pytest.mark.mpi, pytest.mark.skipif(UNUSABLE is not None, reason=str(UNUSABLE))]
 
 
-@pytest.mark.parametrize(("transport", "rows", "scheme"), [
-    pytest.param("mpi", 1, "stationary", marks=MPI),
-    *(pytest.param(transport, 2, scheme, marks=[*marks, pytest.mark.slow])
-      for transport, marks in (("torch", []), ("mpi", MPI)) for scheme in ("stationary", "summa"))])
-def test_gradients_equal_plain_pytorch(transport, rows, scheme):
-    """A process takes seconds to start: `make test` has two of them."""
-    ranks = run_processes("tests.tensor.test_tensor_real_processes:errors", 2 * rows, transport,
-                          args=[rows, 2, scheme], timeout_seconds=120)
+@pytest.mark.slow
+@pytest.mark.parametrize(("transport", "scheme"), [
+    pytest.param(transport, scheme, marks=marks)
+    for transport, marks in (("torch", []), ("mpi", MPI)) for scheme in ("stationary", "summa")])
+def test_gradients_equal_plain_pytorch(transport, scheme):
+    """A process takes seconds to start: in `make test` those of tests/comm/test_mpi.py do this too."""
+    ranks = run_processes("tests.tensor.test_tensor_real_processes:errors_and_end", 4, transport,
+                          args=[2, 2, scheme], timeout_seconds=120)
     assert max(max(found) for found in ranks) < 1e-10
 
 
@@ -57,6 +62,6 @@ def test_gradients_equal_plain_pytorch(transport, rows, scheme):
 @pytest.mark.skipif(UNUSABLE is not None, reason=str(UNUSABLE))
 def test_ranks_that_share_a_gpu(scheme):
     """What travels goes through host memory."""
-    ranks = run_processes("tests.tensor.test_tensor_real_processes:errors", 4, "mpi", args=[2, 2, scheme],
+    ranks = run_processes("tests.tensor.test_tensor_real_processes:errors_and_end", 4, "mpi", args=[2, 2, scheme],
                           timeout_seconds=240, device="cuda")
     assert max(max(found) for found in ranks) < 1e-10

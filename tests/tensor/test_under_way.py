@@ -318,10 +318,10 @@ def late(monkeypatch):
 def test_nothing_is_used_before_it_has_arrived(late, monkeypatch, mesh, scheme, options, tied):
     """The second batch too, in which weights arrive ahead, and in panels of a few tokens."""
     monkeypatch.setattr("ranvier.tensor.mesh.PANEL_BYTES", {"cpu": 600})
-    make, batches = partial(tiny_gpt, num_layers=2, tied=tied, dropout=0.0), token_batches(mesh)
+    make, batches = partial(tiny_gpt, num_layers=2, tied=tied, dropout=0.0), token_batches(mesh, count=3)
 
     def before(engine):
-        engine.forward_backward(share(engine, token_batches(mesh, seed=1)))
+        engine.forward_backward(share(engine, token_batches(mesh, count=3, seed=1)))
         engine.zero_grad()
 
     assert_parity(make, batches, mesh, scheme=scheme, also=before, **options)
@@ -330,7 +330,7 @@ def test_nothing_is_used_before_it_has_arrived(late, monkeypatch, mesh, scheme, 
 @pytest.mark.parametrize("mesh", [Mesh(row=2), Mesh(row=2, col=2)], ids=str)
 def test_tied_gradients_have_one_order_of_additions(mesh):
     """Whether other products are deferred or not: sums of weights that two modules hold are not added late."""
-    batches = token_batches(mesh)
+    batches = token_batches(mesh, count=3)
     make = partial(tiny_gpt, num_layers=2, tied=True)
     now, later = (gradients_on(make, batches, mesh, pipeline=Pipeline(defer_bytes=size)).gradients
                   for size in (0, 1 << 40))
@@ -351,11 +351,11 @@ def test_sums_of_a_failed_batch_are_forgotten(late, monkeypatch):
     def work(engine):
         begun.sums = engine._connections.tensor_mesh.sums
         with pytest.raises(ZeroDivisionError):
-            engine.forward_backward(share(engine, token_batches(mesh)))
+            engine.forward_backward(share(engine, token_batches(mesh, count=3)))
         assert begun.under_way > 0
         assert len(begun.sums._line) == 0
         with pytest.raises(RanvierError) as caught:
-            engine.forward_backward(share(engine, token_batches(mesh)))
+            engine.forward_backward(share(engine, token_batches(mesh, count=3)))
         assert caught.value.where == "Engine.forward_backward" and "ZeroDivisionError" in caught.value.what
 
     mesh = Mesh(row=2)
