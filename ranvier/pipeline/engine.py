@@ -73,6 +73,7 @@ from ranvier.pipeline.rank_stages import RankStages
 from ranvier.pipeline.replica_randomness import ReplicaRandomness
 from ranvier.pipeline.replicas import Replicas
 from ranvier.pipeline.result import BatchResult, KeptOutputs
+from ranvier.pipeline.same_rates import SameRates
 from ranvier.pipeline.same_targets import SameTargets
 from ranvier.pipeline.shared_buffers import BufferSync, SharedBuffers, unused_buffer_sync
 from ranvier.pipeline.shared_objects import SharedBufferChanges, StageCopies
@@ -245,8 +246,9 @@ class Engine:
         self._buffers = self._share_buffers(blocks, buffers)
         self._buffer_changes = SharedBufferChanges(self.stages.shared_buffers, blocks)
         self._connections.open_splits(self.layout)
+        self._rates = SameRates(self.coordinates, own=own)
         self._statistics = BatchStatistics(self._connections.all, SameTargets(self.coordinates, self.layout.stages),
-                                           on_device=world.device.type == "cuda")
+                                           self._rates, on_device=world.device.type == "cuda")
         tables = lookup_tables(module for _, _, module in blocks)
         self._updater = self._build_updater(optimizer, dtype, nominal_weight, guard, tables)
         self.optimizer_name = self._optimizer_name()
@@ -726,6 +728,7 @@ class Engine:
                                  remedy="Build a new engine to train more parameters.")
         self._step += 1
         self._stages.set_loss_factor(self._updater.loss_factor)
+        self._rates.begin(None if self._updater.flat is None else self.learning_rate, self._updater.users)
         self._statistics.begin_training(self._updater.gradients.were_zeroed, updates=updates)
         self._updater.begin(self._step, updates=updates, keep=self._statistics.continues_a_step)
         self._buffer_changes.begin()

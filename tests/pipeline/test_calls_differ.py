@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ranvier.config.run import Optim
+from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.testing.ranks import run_ranks
@@ -30,3 +31,45 @@ def test_one_rank_is_in_another_call_while_others_train(mesh, other):
 
     with raises("calls-differ"):
         run_ranks(work, mesh.size)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(data=2), Mesh(data=3), Mesh(data=2, pipe=2)], ids=str)
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_learning_rate_of_one_replica_is_refused(mesh, own, apart):
+    """The one of the last replica, which is set after the first step."""
+    def work(world):
+        how = {"optim": Optim()} if own else {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=1e-3)}
+        engine = Engine(chain(*[lambda: torch.nn.Linear(4, 4)] * 2, loss=squared), world, mesh=mesh,
+                        dtype=torch.float64, timeout_seconds=5, **how)
+        batch = points([[2, 2]] * mesh.data)[engine.coordinates.data]
+        for rate in (2e-3, 1e-3 * (engine.coordinates.data + 1)):
+            if own:
+                engine.learning_rate = rate
+            else:
+                engine.optimizer.param_groups[0]["lr"] = rate
+            before = [parameter.detach().clone() for parameter in engine.parameters()]
+            try:
+                if apart:
+                    engine.step(engine.forward_backward(batch))
+                else:
+                    engine.train_batch(batch)
+            except ConfigError:
+                assert all(map(torch.equal, before, engine.parameters()))
+                raise
+
+    with raises("learning-rates-differ"):
+        run_ranks(work, mesh.size)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(data=2, pipe=2)], ids=str)
+def test_stages_may_have_rates_of_their_own_in_a_users_optimizer(mesh):
+    def work(world):
+        def optimizer(parameters):
+            return torch.optim.SGD(parameters, lr=1e-3 * (1 + engine_at.pipe))
+        engine_at = mesh.coordinates(world.rank)
+        engine = Engine(chain(*[lambda: torch.nn.Linear(4, 4)] * 2, loss=squared), world, mesh=mesh,
+                        dtype=torch.float64, timeout_seconds=5, optimizer=optimizer)
+        engine.train_batch(points([[2, 2]] * mesh.data)[engine.coordinates.data])
+
+    run_ranks(work, mesh.size)
