@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -583,11 +583,12 @@ class Engine:
         """
         self.check_usable("full_state_dict")
         self._finish_update()
-        self._connections.board.action = "full_state_dict"
-        with self._working():
-            found = gather_full_state(self, self._connections.all)
-        self._connections.board.action = _OUTSIDE
-        return found
+        with self._working(), self.during("full_state_dict"):
+            return gather_full_state(self, self._connections.all)
+
+    def during(self, call: str) -> AbstractContextManager[None]:
+        """Inside, this rank waits for others in `call`: reports of hangs say so, here and on other ranks."""
+        return self._connections.board.during(call)
 
     @of_engine
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -50,8 +50,8 @@ class SameRates:
             raise ConfigError("differs between ranks whose parameters are the same; nothing was updated",
                               code="learning-rates-differ", where="learning rate",
                               value=_text(self._rates), remedy="Make it of what all ranks know alike: the step, or "
-                              "BatchResult.loss, which is that of the global batch; world.broadcast gives all ranks the "
-                              "value of one.")
+                              "BatchResult.loss, which is that of the global batch; world.broadcast gives all ranks "
+                              "the value of one.")
 
 
 def _text(rates: Sequence[float]) -> float | list[float] | None:

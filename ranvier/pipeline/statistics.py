@@ -57,8 +57,8 @@ class BatchStatistics:
     whether all ranks compute on CUDA devices."""
 
     sums: Tensor
-    """[10] fp64: sum of losses, weight, how many ranks have found their gradients set to zero, how many train (ranks + 1
-    times those that update by it), the numbers of `SameTargets` and that of `SameRates`."""
+    """[10] fp64: sum of losses, weight, how many ranks have found their gradients set to zero, how many train (ranks +
+    1 times those that update by it), the numbers of `SameTargets` and that of `SameRates`."""
     work: Work
     """The reduction of `sums`."""
 
