@@ -74,6 +74,7 @@ from ranvier.pipeline.replica_randomness import ReplicaRandomness
 from ranvier.pipeline.replicas import Replicas
 from ranvier.pipeline.result import BatchResult, KeptOutputs
 from ranvier.pipeline.same_rates import SameRates
+from ranvier.pipeline.same_settings import settings_of
 from ranvier.pipeline.same_targets import SameTargets
 from ranvier.pipeline.shared_buffers import BufferSync, SharedBuffers, unused_buffer_sync
 from ranvier.pipeline.shared_objects import SharedBufferChanges, StageCopies
@@ -242,7 +243,9 @@ class Engine:
         self._elsewhere = TrainedElsewhere(given, (name for _, name, _ in blocks), self._parameters.values())
         self._training_of = [(name, one, self._parameters[self.layout[name].owner], self.layout[name].trainable)
                              for name, one in self._parameters.items()]
-        self._connect(blocks, timeout_seconds)
+        self._connect(blocks, timeout_seconds, settings_of(
+            plan.optim, guard, dtype=dtype, autocast=autocast, float8=float8, nominal_weight=nominal_weight,
+            frozen=frozen, frozen_above=self.frozen_above, buffers=buffers))
         self._buffers = self._share_buffers(blocks, buffers)
         self._buffer_changes = SharedBufferChanges(self.stages.shared_buffers, blocks)
         self._connections.open_splits(self.layout)
@@ -364,11 +367,12 @@ class Engine:
         wanted = how is True or (how == "auto" and self.world.device.type == "cuda" and has_triton())
         return how if wanted else False
 
-    def _connect(self, blocks: Blocks, timeout_seconds: float) -> None:
+    def _connect(self, blocks: Blocks, timeout_seconds: float, settings: Mapping[str, str]) -> None:
         """Open the way to the other ranks, and start from the same values as those who hold the same."""
         ties, arrived = ties_of(self.layout, self.world.rank, self._parameters), TieMessages()
         self._connections.open([peer for tie in ties for peer in tie.peers], capacity_bytes=self._edge_capacity(),
-                               timeline=self.timeline, timeout_seconds=timeout_seconds, other=arrived.put)
+                               timeline=self.timeline, timeout_seconds=timeout_seconds, other=arrived.put,
+                               settings=settings)
         self.timeline.ranks = self._connections.all
         self._ties = TiedParameters(ties, arrived, self._connections.send, self._connections.inbox.wait)
         share_start_values(self.layout, blocks, self._parameters, self._connections)

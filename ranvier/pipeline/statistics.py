@@ -57,8 +57,9 @@ class BatchStatistics:
     whether all ranks compute on CUDA devices."""
 
     sums: Tensor
-    """[10] fp64: sum of losses, weight, how many ranks have found their gradients set to zero, how many train (ranks +
-    1 times those that update by it), the numbers of `SameTargets` and that of `SameRates`."""
+    """[11] fp64: sum of losses, weight, how many ranks have found their gradients set to zero, how many train (ranks +
+    1 times those that update by it), the numbers of `SameTargets`, how many add to an earlier batch, and the number of
+    `SameRates`."""
     work: Work
     """The reduction of `sums`."""
 
@@ -104,18 +105,21 @@ class BatchStatistics:
         """Start the sum over all ranks. mine: [2] fp64 of this rank, None where another rank counts the same.
         at_once: begin it now, also where the host waits for a device; otherwise the step asks for the weight before any
         other collective."""
-        earlier, sums = self._earlier, torch.zeros(5 + SAME_TARGETS, dtype=torch.float64)
+        earlier, sums = self._earlier, torch.zeros(6 + SAME_TARGETS, dtype=torch.float64)
         self.sums, same_targets, same_rates = sums, self._same_targets, self._same_rates
         size, of_targets = len(self._ranks.ranks), slice(4, 4 + SAME_TARGETS)
         sums[2], sums[3] = self._zeroed, self._training * (size + 1 if self._updates else 1)
         if self._training:
-            sums[-1] = same_rates.number()
+            sums[-2], sums[-1] = earlier is not None, same_rates.number()
 
         def add_earlier() -> None:
             updating, others = divmod(int(sums[3]), size + 1)
             if (updating, others) not in ((0, 0), (size, 0), (0, size)):
                 raise calls_differ(f"of {size} ranks {updating} are in train_batch, {others} in forward_backward, and "
                                    f"{size - updating - others} in others")
+            if 0 < (continuing := int(sums[-2])) < size:
+                raise calls_differ(f"of {size} ranks {continuing} add to the gradients of the batch before, and "
+                                   f"{size - continuing} have called step or zero_grad since")
             same_targets.check(sums[of_targets])
             same_rates.check(float(sums[-1]))
             if sums[1] < 0 or sums[1].isinf():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ranvier.config.run import Optim
+from ranvier.config.run import Guard, Optim
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
@@ -31,6 +31,22 @@ def test_one_rank_is_in_another_call_while_others_train(mesh, other):
 
     with raises("calls-differ"):
         run_ranks(work, mesh.size)
+
+
+@pytest.mark.parametrize("call", ["step", "zero_grad"])
+def test_one_replica_alone_ends_a_step(call):
+    """Neither call needs other ranks, so that the next batch is the first to show it."""
+    def work(world):
+        engine = Engine(chain(lambda: torch.nn.Linear(4, 4), loss=squared), world, mesh=Mesh(data=2),
+                        dtype=torch.float64, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3))
+        batch = points([[2, 2]] * 2)[world.rank]
+        result = engine.forward_backward(batch)
+        if world.rank == 0:
+            engine.step(result) if call == "step" else engine.zero_grad()
+        engine.train_batch(batch)
+
+    with raises("calls-differ"):
+        run_ranks(work, 2)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(data=2), Mesh(data=3), Mesh(data=2, pipe=2)], ids=str)
@@ -73,3 +89,27 @@ def test_stages_may_have_rates_of_their_own_in_a_users_optimizer(mesh):
         engine.train_batch(points([[2, 2]] * mesh.data)[engine.coordinates.data])
 
     run_ranks(work, mesh.size)
+
+
+@pytest.mark.parametrize(("where", "options"), [
+    ("optim.weight-decay", {"optim": lambda rank: Optim(weight_decay=0.1 * rank)}),
+    ("guard.loss-spike-factor", {"optim": lambda rank: Optim(),
+                                 "guard": lambda rank: Guard(bad_step="skip", loss_spike_factor=2.0 + rank)}),
+    ("Engine(nominal_weight=...)", {"nominal_weight": lambda rank: 1.0 + rank})])
+def test_settings_of_one_rank_are_refused(where, options):
+    def work(world):
+        Engine(chain(lambda: torch.nn.Linear(4, 4), loss=squared), world, mesh=Mesh(data=2), dtype=torch.float64,
+               **{name: make(world.rank) for name, make in options.items()})
+
+    with raises("settings-differ", 0, 1, where=where):
+        run_ranks(work, 2)
+
+
+def test_where_states_are_is_each_ranks_own():
+    def work(world):
+        engine = Engine(chain(lambda: torch.nn.Linear(4, 4), loss=squared), world, mesh=Mesh(data=2),
+                        dtype=torch.float64, optim=Optim(offload="host" if world.rank else "none"))
+        return engine.train_batch(points([[2, 2]] * 2)[world.rank]).loss
+
+    first, second = run_ranks(work, 2)
+    assert first == second
