@@ -92,9 +92,9 @@ def test_stages_may_have_rates_of_their_own_in_a_users_optimizer(mesh):
 
 
 @pytest.mark.parametrize(("where", "options"), [
-    ("optim.weight-decay", {"optim": lambda rank: Optim(weight_decay=0.1 * rank)}),
-    ("guard.loss-spike-factor", {"optim": lambda rank: Optim(),
-                                 "guard": lambda rank: Guard(bad_step="skip", loss_spike_factor=2.0 + rank)}),
+    ("Optim(weight_decay=...)", {"optim": lambda rank: Optim(weight_decay=0.1 * rank)}),
+    ("Guard(loss_spike_factor=...)", {"optim": lambda rank: Optim(),
+                                      "guard": lambda rank: Guard(bad_step="skip", loss_spike_factor=2.0 + rank)}),
     ("Engine(nominal_weight=...)", {"nominal_weight": lambda rank: 1.0 + rank})])
 def test_settings_of_one_rank_are_refused(where, options):
     def work(world):
