@@ -194,7 +194,8 @@ class Checkpoints:
         began = time.monotonic()
         _check_about({} if about is None else about)
         self.engine.check_usable("Checkpoints.save")
-        self.claim()
+        with self.engine.during("Checkpoints.save"):
+            self.claim()
         self._join()
         groups = state.optimizer_groups(self.engine)
         pieces = [*state.pieces_to_write(self.engine), *self._saved_objects().pieces()]
@@ -225,7 +226,9 @@ class Checkpoints:
         """Return when what `save` began has ended on every rank: all that has ended since the last call, on all."""
         self._join()
         found, self._ended = [{**asdict(one), "folder": str(one.folder)} for one in self._ended], []
-        return [Written(**{**one, "folder": Path(one["folder"])}) for one in self._ranks.gather_objects(found)[0]]
+        with self.engine.during("Checkpoints.wait"):
+            first = self._ranks.gather_objects(found)[0]
+        return [Written(**{**one, "folder": Path(one["folder"])}) for one in first]
 
     def of_first(self, value: str) -> str:
         """Rank 0's `value`, on all ranks: files may be seen by it alone."""
@@ -374,12 +377,13 @@ class Checkpoints:
         if engine_for is None:
             self.engine.check_usable("Checkpoints.load")
         self._join()
-        if path is None:
-            with suppress(CheckpointError):
-                self.claim()
         where = self.folder if path is None else Path(path)
-        found = [str(folder) for folder in find(where)] if self._rank == 0 else None
-        folders = self._ranks.gather_objects(found)[0]
+        with self.engine.during("Checkpoints.load"):
+            if path is None:
+                with suppress(CheckpointError):
+                    self.claim()
+            found = [str(folder) for folder in find(where)] if self._rank == 0 else None
+            folders = self._ranks.gather_objects(found)[0]
         skipped: list[str] = []
         for folder in map(Path, folders):
             saved, problem = self._open(folder)

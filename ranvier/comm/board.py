@@ -10,13 +10,15 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar
 
 from ranvier.comm.hang import HangDetector
 from ranvier.comm.signed_store import SharedStore
+from ranvier.errors import MessageTimeout
 from ranvier.mesh import Mesh
 from ranvier.system.compilation import COMPILATIONS
 
@@ -85,6 +87,23 @@ def read_actions(store: SharedStore, ranks: Sequence[int]) -> dict[int, tuple[in
             count, _, action = store.get(_action_key(rank)).decode().partition(" ")
             actions[rank] = (int(count), action)
     return actions
+
+
+@contextmanager
+def call_of_all_ranks(call: str, report: Callable[[], str]) -> Iterator[None]:
+    """Inside, ranks wait for each other in `call`. A wait that is over its time limit names it, with `report`: what
+    each rank does."""
+    try:
+        yield
+    except MessageTimeout as error:
+        error.extend(f": {call} is for all ranks to call, and they are in\n{report()}")
+        raise
+
+
+def describe_actions(store: SharedStore, size: int) -> str:
+    """One line for each rank that has published its action, where there is no engine that knows its mesh."""
+    actions = call_with_timeout(lambda: read_actions(store, range(size))) or {}
+    return "\n".join(f"  rank {rank}: {action}" for rank, (_, action) in actions.items())
 
 
 def find_silent_ranks(store: SharedStore, ranks: Sequence[int], seconds: float = 2.5) -> list[int] | None:
@@ -258,6 +277,14 @@ class Board:
         found = {rank: self._store.get(_compiled_key(rank)) for rank in range(self._mesh.size)
                  if rank != self._rank and self._store.check([_compiled_key(rank)])}
         return {rank: entry for rank, entry in found.items() if seen.get(rank) != entry}
+
+    @contextmanager
+    def during(self, call: str) -> Iterator[None]:
+        """Inside, `call` is this rank's action; see `call_of_all_ranks`."""
+        before, self.action = self._action, call
+        with call_of_all_ranks(call, self.report_all):
+            yield
+        self.action = before
 
     def name(self, rank: int) -> str:
         """The coordinates of `rank` on the axes of the mesh that have more than one rank: "data 1, pipe 0"."""

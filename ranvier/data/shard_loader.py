@@ -13,6 +13,7 @@ nor targets.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from numbers import Integral
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from ranvier.comm.board import call_of_all_ranks, describe_actions
 from ranvier.errors import ConfigError, DataError
 from ranvier.layout import part
 from ranvier.mesh import Mesh
@@ -62,7 +64,9 @@ class ShardedLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[list[Microbatch]]:
-        shares = [self._share(batch) for batch in self._batches()]
+        with call_of_all_ranks("the loop over shard_loader", partial(describe_actions, self._world.store,
+                                                                     self._world.size)):
+            shares = [self._share(batch) for batch in self._batches()]
         if not self._needs_samples:
             for share in shares:
                 yield [Microbatch(samples=torch.tensor(part, dtype=torch.int64)) for part in self._parts(share)]

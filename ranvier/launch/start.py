@@ -353,8 +353,13 @@ def use_interface_towards(address: str) -> None:
 def _check_size(mesh: Mesh, started: Started) -> None:
     if started.size == mesh.size:
         return
+    if started.launcher == "local":  # our own supervisor, which has started as many as its `start` asked for
+        raise ConfigError(f"needs {mesh.size} ranks ({mesh}), but another ranvier.start of this program has started "
+                          f"{started.size}", code="second-start", where="mesh",
+                          remedy="Start once, with as many ranks as any engine of the program needs, and give each "
+                                 "engine its mesh of all of them: Engine(mesh=...).")
     how = {"torchrun": f"torchrun --nproc-per-node {mesh.size}", "mpiexec": f"mpiexec -n {mesh.size}",
-           "srun": f"srun --ntasks {mesh.size}", "local": "plain python"}[started.launcher]
+           "srun": f"srun --ntasks {mesh.size}"}[started.launcher]
     raise ConfigError(f"needs {mesh.size} ranks ({mesh}), but {started.launcher} started {started.size}",
                       code="launcher-started-other-number", where="mesh",
                       remedy=f"Start the command with {how}, or change `--mesh.data` and `--mesh.pipe` so that data x "

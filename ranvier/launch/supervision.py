@@ -64,6 +64,8 @@ _LAUNCHER_VARIABLES = re.compile(r"PMI|PMIX_|OMPI_|MPI_LOCAL|HYDI_|HYDRA_|TORCHE
                       r"|MASTER_ADDR|MASTER_PORT)$")
 
 
+_MPIEXEC = -1
+"""Its number among ranks."""
 _KILL_SECONDS = 5.0
 """Until the kernel has ended a killed process, at most."""
 
@@ -81,8 +83,8 @@ class _Child:
 class _RankEnd:
     """How a rank ended.
 
-    rank: None if unknown. code: as of subprocess, negative for a signal; 0 for a rank that exited before the run had
-    ended, -SIGSTOP for a stopped one.
+    rank: None if unknown, or mpiexec. code: as of subprocess, negative for a signal; 0 for a rank that exited before
+    the run had ended, -SIGSTOP for a stopped one.
     """
 
     rank: int | None
@@ -246,12 +248,18 @@ class _Children:
                 self._ranks = find_rank_processes(self.store, self.num_ranks, own)
         return self._ranks
 
-    def stopped(self) -> int | None:
-        """A rank that a signal has stopped for too long. Ranks of mpiexec are unknown until they have connected."""
+    def stopped(self) -> _RankEnd | None:
+        """A rank that a signal has stopped for too long, or mpiexec. Ranks of mpiexec are unknown until they have
+        connected."""
         if time.monotonic() - self._checked < CHECK_SECONDS:
             return None
         self._checked = time.monotonic()
-        return next(iter(self._stopped.check(self.ranks())), None)
+        watched = dict(self.ranks())
+        if self.started and self.started[0].rank is None:
+            mpiexec = Process.find(self.started[0].process.pid)
+            watched |= {} if mpiexec is None else {_MPIEXEC: mpiexec}
+        found = next(iter(self._stopped.check(watched)), None)
+        return None if found is None else _RankEnd(None if found == _MPIEXEC else found, -signal.SIGSTOP)
 
     def exited_early(self) -> int | None:
         """A rank that has exited with code 0 although not all ranks have reached the end of their program."""
@@ -377,8 +385,7 @@ def _first_failure(children: _Children, received: Sequence[int], lets_go: Callab
             return children.lost.pop()
         if 0 in codes and (rank := children.exited_early()) is not None:
             return _RankEnd(rank, 0)
-        if (rank := children.stopped()) is not None:
-            end = _RankEnd(rank, -signal.SIGSTOP)
+        if (end := children.stopped()) is not None:
             if lets_go(end):
                 continue
             return end

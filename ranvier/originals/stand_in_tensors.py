@@ -4,6 +4,9 @@
     model.temperature = x                                                     another buffer
     model.temperature.fill_(x)                                                the same, of which the block may have a
                                                                               copy on its device and in its format
+
+Between batches the user's module has the block's own tensors, so that what its forward does to a buffer by itself adds
+to what training has done.
 """
 
 from __future__ import annotations
@@ -49,12 +52,19 @@ class StandInTensors:
                     mine.copy_(now)
                 noted[name] = ref(now), _version(now)
 
-    def settle(self) -> None:
-        """The stand-ins have their own parameters again, with the new values: originals get these."""
+    def settle(self, given: set[tuple[nn.Module, str]]) -> None:
+        """The stand-ins have their own parameters again, with the new values: originals get these, and the buffers.
+        given: originals and names of buffers that another stand-in has given, which this one follows."""
         for original, stand_in, noted in self._present():
             for name, (known, _) in noted.items():
                 now, mine = _tensor(original, name), _tensor(stand_in, name)
-                if isinstance(now, nn.Parameter) and now is not known() and mine is not None:
+                if now is None or mine is None or (isinstance(now, nn.Parameter) and now is known()):
+                    continue
+                if not isinstance(now, nn.Parameter):
+                    if (original, name) in given:
+                        continue
+                    given.add((original, name))
+                if now is not mine:
                     setattr(original, name, mine)
             noted |= _noted(original, stand_in, noted)
 

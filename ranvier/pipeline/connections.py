@@ -6,7 +6,7 @@ All ranks open the same in the same order; that order is the one of the calls he
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,11 +16,12 @@ from ranvier.comm.closing import Closing
 from ranvier.comm.message import Message
 from ranvier.comm.protocol import Group, Transport
 from ranvier.config.run import TensorParallel
-from ranvier.errors import TransportError
+from ranvier.errors import ConfigError, TransportError
 from ranvier.layout import Layout, TensorAxis
 from ranvier.pipeline.column_parts import ColumnParts
 from ranvier.pipeline.inbox import Inbox
 from ranvier.pipeline.replicas import Replicas
+from ranvier.pipeline.same_settings import check_same
 from ranvier.pipeline.sequencer import Sequencer
 from ranvier.schedule.spans import Timeline
 from ranvier.tensor.mesh import TensorMesh
@@ -76,11 +77,12 @@ class Connections:
             self.has_peers and self.transport.needs_progress)
 
     def open(self, peers: Iterable[int], *, capacity_bytes: int, timeline: Timeline, timeout_seconds: float,
-             other: Callable[[Message], None]) -> None:
-        """Everything but the tensor mesh.
+             other: Callable[[Message], None], settings: Mapping[str, str]) -> None:
+        """Everything but the tensor mesh. ConfigError for settings that are others on other ranks.
 
         peers: ranks of other stages that this one exchanges with, beside its neighbours. capacity_bytes: room for the
-        largest message. other: takes messages that are no part of the pipeline's flow.
+        largest message. other: takes messages that are no part of the pipeline's flow. settings: as
+        of `same_settings.check_same`, of this rank.
         """
         world, mesh, rank = self._world, self._mesh, self._world.rank
         self.board = Board(world.store, rank, mesh, hang=world.hang and world.hang())
@@ -89,7 +91,13 @@ class Connections:
             self.board.place = lambda: order.place
         self.data = self.group(" and ".join(mesh.replica_axes), mesh.replica_axes)
         self.all = world.backend.group("all", [range(mesh.size)])
-        self.board.engine = self.all.gather_objects(os.urandom(4).hex())[0]
+        of_ranks = self.all.gather_objects({"": os.urandom(4).hex(), **settings})
+        self.board.engine = of_ranks[0][""]
+        try:
+            check_same([{name: found[name] for name in settings} for found in of_ranks], rank)
+        except ConfigError:
+            self.board.close()
+            raise
         self._timeout_seconds = timeout_seconds
         self.sequencer = Sequencer(mesh, rank, world.backend, self.board, timeout_seconds, self._check_order)
         self.transport = world.backend.transport("pipeline")

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -69,6 +69,8 @@ from ranvier.pipeline.rank_stages import RankStages
 from ranvier.pipeline.replica_randomness import ReplicaRandomness
 from ranvier.pipeline.replicas import Replicas
 from ranvier.pipeline.result import BatchResult, KeptOutputs
+from ranvier.pipeline.same_rates import SameRates
+from ranvier.pipeline.same_settings import settings_of
 from ranvier.pipeline.same_targets import SameTargets
 from ranvier.pipeline.shared_buffers import BufferSync, SharedBuffers, unused_buffer_sync
 from ranvier.pipeline.shared_objects import SharedBufferChanges, StageCopies
@@ -230,12 +232,15 @@ class Engine:
                                            self._parameters.values())
         self._training_of = [(name, one, self._parameters[self.layout[name].owner], self.layout[name].trainable)
                              for name, one in self._parameters.items()]
-        self._connect(blocks, timeout_seconds)
+        self._connect(blocks, timeout_seconds, settings_of(
+            plan.optim, guard, dtype=dtype, autocast=autocast, float8=float8, nominal_weight=nominal_weight,
+            frozen=frozen, frozen_above=self.frozen_above, buffers=buffers))
         self._buffers = self._share_buffers(blocks, buffers)
         self._buffer_changes = SharedBufferChanges(self.stages.shared_buffers, blocks)
         self._connections.open_splits(self.layout)
+        self._rates = SameRates(self.coordinates, own=own)
         self._statistics = BatchStatistics(self._connections.all, SameTargets(self.coordinates, self.layout.stages),
-                                           on_device=world.device.type == "cuda")
+                                           self._rates, on_device=world.device.type == "cuda")
         tables = lookup_tables(module for _, _, module in blocks)
         self._updater = self._build_updater(optimizer, dtype, nominal_weight, guard, tables)
         self._stages = self._build_stages(split, blocks, seed=seed, compile=compile, autocast=autocast, float8=float8,
@@ -349,11 +354,12 @@ class Engine:
         wanted = how is True or (how == "auto" and self.world.device.type == "cuda" and has_triton())
         return how if wanted else False
 
-    def _connect(self, blocks: Blocks, timeout_seconds: float) -> None:
+    def _connect(self, blocks: Blocks, timeout_seconds: float, settings: Mapping[str, str]) -> None:
         """Open the way to the other ranks, and start from the same values as those who hold the same."""
         ties, arrived = ties_of(self.layout, self.world.rank, self._parameters), TieMessages()
         self._connections.open([peer for tie in ties for peer in tie.peers], capacity_bytes=self._edge_capacity(),
-                               timeline=self.timeline, timeout_seconds=timeout_seconds, other=arrived.put)
+                               timeline=self.timeline, timeout_seconds=timeout_seconds, other=arrived.put,
+                               settings=settings)
         self.timeline.ranks = self._connections.all
         self._ties = TiedParameters(ties, arrived, self._connections.send, self._connections.inbox.wait)
         share_start_values(self.layout, blocks, self._parameters, self._connections)
@@ -569,11 +575,12 @@ class Engine:
         """
         self.check_usable("full_state_dict")
         self._finish_update()
-        self._connections.board.action = "full_state_dict"
-        with self._working():
-            found = gather_full_state(self, self._connections.all)
-        self._connections.board.action = _OUTSIDE
-        return found
+        with self._working(), self.during("full_state_dict"):
+            return gather_full_state(self, self._connections.all)
+
+    def during(self, call: str) -> AbstractContextManager[None]:
+        """Inside, this rank waits for others in `call`: reports of hangs say so, here and on other ranks."""
+        return self._connections.board.during(call)
 
     @of_engine
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -714,6 +721,7 @@ class Engine:
                                  remedy="Build a new engine to train more parameters.")
         self._step += 1
         self._stages.set_loss_factor(self._updater.loss_factor)
+        self._rates.begin(None if self._updater.flat is None else self.learning_rate, self._updater.users)
         self._statistics.begin_training(self._updater.gradients.were_zeroed, updates=updates)
         self._updater.begin(self._step, updates=updates, keep=self._statistics.continues_a_step)
         self._buffer_changes.begin()

@@ -15,6 +15,7 @@ from ranvier.comm.collectives import ChainedWork
 from ranvier.comm.protocol import Group, Work
 from ranvier.errors import ModelError
 from ranvier.pipeline.microbatch import Microbatch
+from ranvier.pipeline.same_rates import SameRates
 from ranvier.pipeline.same_targets import SAME_TARGETS, SameTargets
 from ranvier.system.pinned_memory import HostCopy
 
@@ -56,13 +57,16 @@ class BatchStatistics:
     whether all ranks compute on CUDA devices."""
 
     sums: Tensor
-    """[9] fp64: sum of losses, weight, how many ranks have found their gradients set to zero, how many train (ranks + 1
-    times those that update by it), and the numbers of `SameTargets`."""
+    """[11] fp64: sum of losses, weight, how many ranks have found their gradients set to zero, how many train (ranks +
+    1 times those that update by it), the numbers of `SameTargets`, how many add to an earlier batch, and the number of
+    `SameRates`."""
     work: Work
     """The reduction of `sums`."""
 
-    def __init__(self, ranks: Group, same_targets: SameTargets, *, on_device: bool = False) -> None:
+    def __init__(self, ranks: Group, same_targets: SameTargets, same_rates: SameRates, *, on_device: bool = False
+                 ) -> None:
         self._ranks, self._same_targets, self._on_device = ranks, same_targets, on_device
+        self._same_rates = same_rates
         self._targets = torch.zeros(SAME_TARGETS, dtype=torch.float64)
         self._accumulated: Tensor | None = None  # losses and weights of batches since the last step
         self._earlier: Tensor | None = None  # the same, while another batch of that step runs
@@ -101,16 +105,23 @@ class BatchStatistics:
         """Start the sum over all ranks. mine: [2] fp64 of this rank, None where another rank counts the same.
         at_once: begin it now, also where the host waits for a device; otherwise the step asks for the weight before any
         other collective."""
-        earlier, sums = self._earlier, torch.zeros(4 + SAME_TARGETS, dtype=torch.float64)
-        self.sums, same_targets, size = sums, self._same_targets, len(self._ranks.ranks)
+        earlier, sums = self._earlier, torch.zeros(6 + SAME_TARGETS, dtype=torch.float64)
+        self.sums, same_targets, same_rates = sums, self._same_targets, self._same_rates
+        size, of_targets = len(self._ranks.ranks), slice(4, 4 + SAME_TARGETS)
         sums[2], sums[3] = self._zeroed, self._training * (size + 1 if self._updates else 1)
+        if self._training:
+            sums[-2], sums[-1] = earlier is not None, same_rates.number()
 
         def add_earlier() -> None:
             updating, others = divmod(int(sums[3]), size + 1)
             if (updating, others) not in ((0, 0), (size, 0), (0, size)):
                 raise calls_differ(f"of {size} ranks {updating} are in train_batch, {others} in forward_backward, and "
                                    f"{size - updating - others} in others")
-            same_targets.check(sums[4:])
+            if 0 < (continuing := int(sums[-2])) < size:
+                raise calls_differ(f"of {size} ranks {continuing} add to the gradients of the batch before, and "
+                                   f"{size - continuing} have called step or zero_grad since")
+            same_targets.check(sums[of_targets])
+            same_rates.check(float(sums[-1]))
             if sums[1] < 0 or sums[1].isinf():
                 raise ModelError("has a weight by which its gradient would be turned around, or lost",
                                  code="loss-weight-range", where="loss", value=f"{sums[1].item():.4g} in the batch",
@@ -118,7 +129,8 @@ class BatchStatistics:
             if earlier is not None and not sums[2]:  # unless somebody has set gradients to zero, on any rank
                 sums[:2].add_(earlier)
 
-        parts = [(self._targets, sums[4:])] if mine is None else [(mine, sums[:2]), (self._targets, sums[4:])]
+        parts = [(self._targets, sums[of_targets])] if mine is None else [
+            (mine, sums[:2]), (self._targets, sums[of_targets])]
         waits, late = self._on_device and not at_once, []
         for source, target in parts:
             if waits and source.is_cuda:

@@ -194,6 +194,12 @@ class Parts:
         if boundaries is not None:
             boundaries = check_boundaries(boundaries, count, num_stages)
         else:
+            if placement.num_ranks <= count < num_stages:
+                raise ConfigError(f"makes {num_stages} stages of the model's {count} blocks",
+                                  code="more-virtual-stages-than-blocks", where="pipeline.stages-per-rank",
+                                  value=placement.per_rank,
+                                  remedy=f"Set `--pipeline.stages-per-rank {count // placement.num_ranks}`, or use a "
+                                         "deeper model.")
             boundaries = uniform(count, num_stages) if how == "uniform" else partition_for(weights, placement)
         layout = Layout(mesh=mesh, num_blocks=count, boundaries=boundaries, parameters=self.parameters,
                         shards=self.shards, placement=placement)

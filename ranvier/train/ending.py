@@ -71,6 +71,8 @@ def finish(session: Session) -> dict[str, object]:
                             frozen=len(runtime.frozen))
         summary |= active.limits.summary(history.column("bubble_fraction"))
         summary |= {} if best is None else best.summary()
+        if run.checkpoint.best is not None:
+            summary["best_checkpoint"] = active.saving.marked_best()
         summary |= facts.peak.facts()
         pictures = write_report(session.run_dir, summary, history, timelines, run.mesh, run.pipeline.policy)
         for refused in session.requests.refuse_all(session.done, "the run ends"):

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
 from ranvier.checkpoint.checkpoints import Checkpoints, Loaded, Written
-from ranvier.checkpoint.manifest import Manifest, damaged, read_manifest, step_folder, step_of
+from ranvier.checkpoint.manifest import BEST, Manifest, damaged, read_manifest, step_folder, step_of
 from ranvier.checkpoint.manifest import checkpoints as listed
 from ranvier.config import read
 from ranvier.config.resolve import ResolvedRun
@@ -275,6 +275,12 @@ class Saving:
     def lacks_last(self) -> bool:
         """On rank 0: whether the last checkpoint that was begun is not on the disk. Does not wait for it."""
         return self.saved_step is not None and self._missing(self.saved_step) is not None
+
+    def marked_best(self) -> str | None:
+        """On rank 0: the checkpoint that is marked as the best. That of the best evaluation may have failed; then it is
+        the best before it."""
+        link = self.checkpoints.folder / BEST
+        return str(link.resolve()) if link.exists() else None
 
     def require(self, step: int) -> None:
         """UnsavedError, on all ranks, unless the checkpoint after `step`, the run's last, is on the disk."""

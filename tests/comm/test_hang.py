@@ -9,11 +9,12 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from ranvier.comm.board import Board, read_actions
+from ranvier.comm.board import Board, call_of_all_ranks, describe_actions, read_actions
 from ranvier.comm.hang import HangDetector, in_debugger
-from ranvier.errors import Hang
+from ranvier.errors import Hang, MessageTimeout
 from ranvier.mesh import Mesh
 from ranvier.system.compilation import Compilations
+from tests.errors import raises
 
 
 def watch(seconds=None):
@@ -161,3 +162,22 @@ def test_a_compilation_that_never_ends_does_hang(compilations):
     assert compilations.idle_seconds() == 0
     compilations._state = 0.0, time.monotonic() - 3700, None
     assert 99 < compilations.idle_seconds() < 200
+
+
+def test_a_call_of_one_rank_alone_names_itself_and_what_the_others_do():
+    store = HashStore()
+    boards = [Board(store, rank, Mesh(data=2), interval_seconds=0.05) for rank in range(2)]
+    try:
+        boards[1].action = "forward 3"
+        with raises("late", "data 0 (rank 0): full_state_dict", "data 1 (rank 1): forward 3"), \
+                boards[0].during("full_state_dict"):
+            raise MessageTimeout("a collective did not end", code="late", where="group", remedy="Wait.")
+        with boards[1].during("Checkpoints.save"):
+            assert boards[1].action == "Checkpoints.save"
+        assert boards[1].action == "forward 3"
+        with raises("late", "shard_loader", "rank 1: forward 3"), \
+                call_of_all_ranks("shard_loader", lambda: describe_actions(store, 2)):
+            raise MessageTimeout("a collective did not end", code="late", where="group", remedy="Wait.")
+    finally:
+        for board in boards:
+            board.close()

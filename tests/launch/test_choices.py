@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ranvier.launch import start as launch
-from ranvier.launch.launchers import Started
+from ranvier.launch.launchers import Started, local_variables
 from ranvier.mesh import Mesh
 from tests.errors import raises
 
@@ -107,6 +107,15 @@ def test_the_launchers_ranks_must_be_the_meshs(monkeypatch):
     for name, value in {"PMI_RANK": "0", "PMI_SIZE": "3"}.items():
         monkeypatch.setenv(name, value)
     with raises("launcher-started-other-number", 4, 3):
+        launch.start(Mesh(data=2, pipe=2))
+
+
+def test_a_second_start_of_a_program_has_the_ranks_of_the_first(monkeypatch):
+    for name in ("excepthook", "exit"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))
+    for name, value in local_variables(0, 2, ("127.0.0.1", 1), "torch", "").items():
+        monkeypatch.setenv(name, value)
+    with raises("second-start", 4, 2):
         launch.start(Mesh(data=2, pipe=2))
 
 

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from ranvier.launch import supervision
 from ranvier.launch.mpiexec import find_mpiexec
 from ranvier.launch.stopped_ranks import StoppedRankDetector, find_rank_processes, kill_stopped_ranks, read_pids
+from ranvier.mesh import Mesh
 from ranvier.system.processes import Process
 from tests.covering import quick
 from tests.launch.announced import LIMIT_SECONDS, LINUX, NO_MPI, torchrun
@@ -206,3 +208,15 @@ def test_stopped_ranks_are_killed_and_others_are_not(child):
     assert stopped.runs
     kill_stopped_ranks(me, "A_RANK_OF_THIS_TEST")
     assert child.wait(20) == -signal.SIGKILL
+
+
+@LINUX
+def test_mpiexec_itself_is_stopped(monkeypatch, child):
+    """Its ranks then wait for it at their end."""
+    monkeypatch.setattr(supervision, "CHECK_SECONDS", 0.05)
+    children = supervision._Children(2, StoppedRankDetector(1.0), supervision.LOOPBACK, None)
+    children.started = [supervision._Child(None, child)]
+    child.send_signal(signal.SIGSTOP)
+    end = supervision._first_failure(children, [], lambda end: supervision._lets_go(children, Mesh(data=2), None, end))
+    assert end == supervision._RankEnd(None, -signal.SIGSTOP) and end.describe(Mesh(data=2)).startswith(
+        "ranvier: mpiexec was stopped by SIGSTOP")

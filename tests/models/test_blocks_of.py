@@ -3,6 +3,7 @@
 import copy
 import random
 import sys
+import warnings
 from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
@@ -472,6 +473,38 @@ def test_what_is_written_into_the_module_is_in_its_blocks(mesh, write):
 
     found = {name: one for part in run_ranks(rank, mesh.size) for name, one in part.items()}
     assert_close(found, expected)
+
+
+class Seen(nn.Module):
+    """Changes a buffer of its own, in traced code."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x):
+        self.seen.mul_(0.5).add_(x.detach().mean(0))
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_the_users_module_does_to_a_buffer_adds_to_training(dtype):
+    module, ones = Seen(), torch.ones(2, 4, dtype=dtype)
+
+    def rank(world):
+        engine = Engine(blocks_of(module), world, loss=lambda y, t: (y.sum(), 1), dtype=dtype)
+        seen = []
+        for _ in range(2):
+            engine.forward_backward([(ones, ones)])
+            seen.append(engine.full_state_dict()["seen"][0].item())
+            module(5 * ones)
+            seen.append(module.seen[0].item())
+        return seen
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the buffer is cast
+        assert run_ranks(rank, 1) == [[1.0, 5.5, 3.75, 6.875]]
 
 
 def test_a_buffer_of_another_shape_is_refused():

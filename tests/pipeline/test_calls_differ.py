@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from ranvier.config.run import Optim
+from ranvier.config.run import Guard, Optim
+from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.testing.ranks import run_ranks
@@ -30,3 +31,85 @@ def test_one_rank_is_in_another_call_while_others_train(mesh, other):
 
     with raises("calls-differ"):
         run_ranks(work, mesh.size)
+
+
+@pytest.mark.parametrize("call", ["step", "zero_grad"])
+def test_one_replica_alone_ends_a_step(call):
+    """Neither call needs other ranks, so that the next batch is the first to show it."""
+    def work(world):
+        engine = Engine(chain(lambda: torch.nn.Linear(4, 4), loss=squared), world, mesh=Mesh(data=2),
+                        dtype=torch.float64, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3))
+        batch = points([[2, 2]] * 2)[world.rank]
+        result = engine.forward_backward(batch)
+        if world.rank == 0:
+            engine.step(result) if call == "step" else engine.zero_grad()
+        engine.train_batch(batch)
+
+    with raises("calls-differ"):
+        run_ranks(work, 2)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(data=2), Mesh(data=3), Mesh(data=2, pipe=2)], ids=str)
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_learning_rate_of_one_replica_is_refused(mesh, own, apart):
+    """The one of the last replica, which is set after the first step."""
+    def work(world):
+        how = {"optim": Optim()} if own else {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=1e-3)}
+        engine = Engine(chain(*[lambda: torch.nn.Linear(4, 4)] * 2, loss=squared), world, mesh=mesh,
+                        dtype=torch.float64, timeout_seconds=5, **how)
+        batch = points([[2, 2]] * mesh.data)[engine.coordinates.data]
+        for rate in (2e-3, 1e-3 * (engine.coordinates.data + 1)):
+            if own:
+                engine.learning_rate = rate
+            else:
+                engine.optimizer.param_groups[0]["lr"] = rate
+            before = [parameter.detach().clone() for parameter in engine.parameters()]
+            try:
+                if apart:
+                    engine.step(engine.forward_backward(batch))
+                else:
+                    engine.train_batch(batch)
+            except ConfigError:
+                assert all(map(torch.equal, before, engine.parameters()))
+                raise
+
+    with raises("learning-rates-differ"):
+        run_ranks(work, mesh.size)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(data=2, pipe=2)], ids=str)
+def test_stages_may_have_rates_of_their_own_in_a_users_optimizer(mesh):
+    def work(world):
+        def optimizer(parameters):
+            return torch.optim.SGD(parameters, lr=1e-3 * (1 + engine_at.pipe))
+        engine_at = mesh.coordinates(world.rank)
+        engine = Engine(chain(*[lambda: torch.nn.Linear(4, 4)] * 2, loss=squared), world, mesh=mesh,
+                        dtype=torch.float64, timeout_seconds=5, optimizer=optimizer)
+        engine.train_batch(points([[2, 2]] * mesh.data)[engine.coordinates.data])
+
+    run_ranks(work, mesh.size)
+
+
+@pytest.mark.parametrize(("where", "options"), [
+    ("Optim(weight_decay=...)", {"optim": lambda rank: Optim(weight_decay=0.1 * rank)}),
+    ("Guard(loss_spike_factor=...)", {"optim": lambda rank: Optim(),
+                                      "guard": lambda rank: Guard(bad_step="skip", loss_spike_factor=2.0 + rank)}),
+    ("Engine(nominal_weight=...)", {"nominal_weight": lambda rank: 1.0 + rank})])
+def test_settings_of_one_rank_are_refused(where, options):
+    def work(world):
+        Engine(chain(lambda: torch.nn.Linear(4, 4), loss=squared), world, mesh=Mesh(data=2), dtype=torch.float64,
+               **{name: make(world.rank) for name, make in options.items()})
+
+    with raises("settings-differ", 0, 1, where=where):
+        run_ranks(work, 2)
+
+
+def test_where_states_are_is_each_ranks_own():
+    def work(world):
+        engine = Engine(chain(lambda: torch.nn.Linear(4, 4), loss=squared), world, mesh=Mesh(data=2),
+                        dtype=torch.float64, optim=Optim(offload="host" if world.rank else "none"))
+        return engine.train_batch(points([[2, 2]] * 2)[world.rank]).loss
+
+    first, second = run_ranks(work, 2)
+    assert first == second

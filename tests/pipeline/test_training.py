@@ -339,6 +339,11 @@ def test_more_stages_than_blocks():
         on_mesh(partial(residuals, 3), Mesh(pipe=4), lambda engine: None)
 
 
+def test_more_virtual_stages_than_blocks():
+    with raises("more-virtual-stages-than-blocks", 4, 3, where="Pipeline(stages_per_rank=...)", value=2):
+        on_mesh(partial(residuals, 3), Mesh(pipe=2), lambda engine: None, pipeline=Pipeline(stages_per_rank=2))
+
+
 def test_a_mesh_of_another_size():
     with raises("mesh-of-other-size", 4, 2):
         run_ranks(lambda world: Engine(residuals(), world, mesh=Mesh(pipe=4)), 2)

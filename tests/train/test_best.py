@@ -128,6 +128,8 @@ def test_the_best_before_stays_where_a_better_one_cannot_be_written(settings, tm
                         "5"]) == 0
     assert checkpoints(run / "checkpoint") == ["step-2", "step-5"]
     assert (run / "checkpoint" / "best").resolve().name == "step-2"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["best_step"] == 3 and Path(summary["best_checkpoint"]).name == "step-2"
 
 
 def test_all_ranks_stop_together(settings, tmp_path, monkeypatch):
