@@ -22,7 +22,6 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import BertForSequenceClassification
 
 from ranvier.checkpoint.hf.from_pretrained import load_pretrained
 from ranvier.checkpoint.hf.pretrained import Pretrained
@@ -132,7 +131,8 @@ def open_torch(work: Work, contender: Contender, rank: int, store: dist.Store) -
     """A loop with dynamic padding over transformers' model and torch's AdamW, alone or under DDP over Gloo."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    network: nn.Module = BertForSequenceClassification.from_pretrained(work.model, attn_implementation="sdpa").train()
+    network: nn.Module = transformers.BertForSequenceClassification.from_pretrained(
+        work.model, attn_implementation="sdpa").train()
     is_ddp = contender.kind == "ddp"
     if is_ddp:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=contender.ranks, timeout=_TIMEOUT)

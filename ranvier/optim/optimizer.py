@@ -82,6 +82,8 @@ class FlatOptimizer:
             self._homes = split_by_share([bucket for group in buckets for bucket in group], optim.offload_share)
             placed = {bucket.number: bucket for home in self._homes for bucket in home}
             buckets = [[placed[bucket.number] for bucket in group] for group in buckets]
+        self.buckets = [bucket for group in buckets for bucket in group]
+        """All buckets of this rank, in the order in which they are updated."""
         self._buckets = dict(zip(map(id, self._chunks), buckets, strict=True))
         self._chunk_of = {bucket.number: chunk for chunk in self._chunks for bucket in self._buckets[id(chunk)]}
         self._missed: dict[str, int] = {}
@@ -122,11 +124,6 @@ class FlatOptimizer:
                 return Streamed(*given, in_flight, ema=ema)
             case "host":
                 return OnHost(*given, in_flight, gradient_dtype=self._gradients.dtype, ema=ema)
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        """All buckets of this rank, in the order in which they are updated."""
-        return [bucket for chunk in self._chunks for bucket in self._buckets[id(chunk)]]
 
     @property
     def steps(self) -> int:

@@ -138,7 +138,8 @@ class _Flat:
         self._ema, self._copies = ema, ("master",) * (master or is_half(weights.dtype)) + (EMA,) * bool(ema)
         self._names, self._dtype = self._copies + tuple(places.sizes), wide(weights.dtype)
         self._largest = max((len(bucket) for bucket in buckets), default=0)
-        self._buckets, size = tuple(buckets), sum(len(bucket) for bucket in buckets)
+        self._pieces = joined(buckets)
+        size = sum(len(piece) for piece in self._pieces)
         device = _host_of(weights) if on_host else weights.device
         sizes = dict.fromkeys(self._copies, size) | places.sizes
         self.states = {name: pinned_zeros(sizes[name], self._dtype) if on_host and weights.is_cuda
@@ -147,8 +148,8 @@ class _Flat:
         self.workspace: dict[str, Tensor] = {}
         self.staging: Sequence[Tensor] = ()
         self.take_parameters(0, len(weights))
-        for bucket in joined(self._buckets) if ema else ():  # what the average is before the first update
-            self._of(bucket, EMA).copy_(weights[bucket.start:bucket.stop])
+        for piece in self._pieces if ema else ():  # what the average is before the first update
+            self._of(piece, EMA).copy_(weights[piece.start:piece.stop])
 
     def states_of(self, bucket: Bucket, start: int, stop: int) -> dict[str, Tensor]:
         """See `Placement`."""
@@ -162,10 +163,10 @@ class _Flat:
 
     def take_parameters(self, start: int, stop: int) -> None:
         """Master copies of elements [start, stop) become what the parameters are now."""
-        for bucket in joined(self._buckets) if "master" in self.states else ():
-            first, last = max(start, bucket.start), min(stop, bucket.stop)
+        for piece in self._pieces if "master" in self.states else ():
+            first, last = max(start, piece.start), min(stop, piece.stop)
             if first < last:
-                at = bucket.state + first - bucket.start
+                at = piece.state + first - piece.start
                 self.states["master"][at:at + last - first].copy_(self._weights[first:last])
 
     def _of(self, bucket: Bucket, name: str) -> Tensor:

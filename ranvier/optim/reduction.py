@@ -172,18 +172,32 @@ class Reductions:
     def _largest(self, scatter: bool) -> Counter[str]:
         """Bytes of the memory that reductions have in turn, for one of them."""
         found: Counter[str] = Counter()
-        for chunk in self._chunks:
-            found |= Counter(self._needs(chunk, scatter))
+        for _, needs in self._needing(scatter):
+            for name, needed in needs.items():
+                found[name] = max(found[name], needed)
         del found["passing"]
+        return found
+
+    def _needing(self, scatter: bool) -> list[tuple[Chunk, dict[str, int]]]:
+        """The chunks whose reductions work in memory beside the gradients, and in how much. There may be tens of
+        thousands, of a few sizes: chunks that are alike are counted once."""
+        known: dict[object, dict[str, int]] = {}
+        found = []
+        for chunk in self._chunks:
+            alike = chunk.stop - chunk.start, chunk.group, chunk.sent_to_owner, chunk.adds_parts
+            if alike not in known:
+                known[alike] = self._needs(chunk, scatter)
+            if known[alike]:
+                found.append((chunk, known[alike]))
         return found
 
     def bytes(self, *, scatter: bool) -> tuple[int, int]:
         """What reductions work in, beside the buffer, when all that may be are under way: memory that stays, and what
         groups take meanwhile."""
-        needing = [chunk for chunk in self._chunks if self._needs(chunk, scatter)]
-        slots = max(min(self._in_flight, sum(not chunk.reused for chunk in needing)),
-                    any(chunk.reused for chunk in needing))
-        passing = sorted((self._needs(chunk, scatter).get("passing", 0) for chunk in needing), reverse=True)
+        needing = self._needing(scatter)
+        slots = max(min(self._in_flight, sum(not chunk.reused for chunk, _ in needing)),
+                    any(chunk.reused for chunk, _ in needing))
+        passing = sorted((needs.get("passing", 0) for _, needs in needing), reverse=True)
         return slots * sum(self._largest(scatter).values()), sum(passing[:slots])
 
     @property

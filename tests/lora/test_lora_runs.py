@@ -28,7 +28,6 @@ from tests.checkpoint.hf_folders import edit_manifest
 from tests.errors import raises
 
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from the brown bear "
-peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 
@@ -94,6 +93,7 @@ def test_resuming_on_another_mesh_trains_the_same_adapters(base, first, tmp_path
 
 
 def test_merged_weights_and_adapters_are_exported(base, first, tmp_path, capsys):
+    peft = pytest.importorskip("peft")
     told = []
     export(first, tmp_path / "merged", tell=told.append)
     assert "with 8 adapters merged" in told[0]

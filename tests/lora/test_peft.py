@@ -28,8 +28,6 @@ from tests import hf_peers
 from tests.errors import raises
 from tests.models.test_llama import in_fp64
 
-peft = pytest.importorskip("peft")
-
 KINDS = {
     "GPT2LMHeadModel": dict(n_embd=24, n_layer=2, n_head=4, vocab_size=37, n_positions=12, resid_pdrop=0.0,
                             embd_pdrop=0.0, attn_pdrop=0.0),
@@ -50,6 +48,7 @@ class Peer:
     """A model of transformers with PEFT's adapters, saved as a user would, and what it computes."""
 
     def __init__(self, kind, folder, *, dora):
+        peft = pytest.importorskip("peft")
         model = hf_peers.peer(kind, **KINDS[kind])
         self.base, self.folder = hf_peers.saved(model, folder / "base"), folder / "adapters"
         task = "CAUSAL_LM" if kind.endswith("LM") or "LMHead" in kind else "SEQ_CLS"
@@ -188,8 +187,8 @@ def test_merged_weights_and_written_files_are_pefts(peer, tmp_path, kind, dora):
     assert written.keys() == before.keys()
     assert all((written[name] - tensor).norm() < 1e-12 * tensor.norm() for name, tensor in before.items())
     with in_fp64(), torch.no_grad():
-        model = peft.PeftModel.from_pretrained(hf_peers.peer(kind, **KINDS[kind]), tmp_path / "again",
-                                               autocast_adapter_dtype=False).eval()
+        model = pytest.importorskip("peft").PeftModel.from_pretrained(
+            hf_peers.peer(kind, **KINDS[kind]), tmp_path / "again", autocast_adapter_dtype=False).eval()
         assert (model(there.ids).logits - there.logits).abs().max() < 1e-10
 
 
@@ -232,6 +231,7 @@ def test_refused_folders(peer, tmp_path, change, error):
 
 def test_every_key_of_peft_is_read_neutral_or_refused(peer, tmp_path):
     """PEFT's own fields, each with a value that no field has by default; and keys that PEFT does not have."""
+    peft = pytest.importorskip("peft")
     there = peer("GPT2LMHeadModel", False)
     folder = edited(there, tmp_path, {})
     document = json.loads((folder / hf_peft.CONFIG).read_text())
@@ -253,6 +253,7 @@ def test_every_key_of_peft_is_read_neutral_or_refused(peer, tmp_path):
 @pytest.mark.parametrize("method", ["pissa", "pissa_niter_4", "olora"])
 def test_adapters_of_changed_base_weights_are_refused(tmp_path, method):
     """PEFT has changed the base weights when it made them, so that they are wrong on those of the model."""
+    peft = pytest.importorskip("peft")
     model = torch.nn.Sequential(torch.nn.Linear(8, 8))
     changed = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=method))
     changed.save_pretrained(tmp_path)

@@ -7,6 +7,7 @@ import copy
 import pickle
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from tests.errors import raises
 from tests.lora.test_lora_gradients import adapted, users_blocks
 from tests.tensor.split_parity import assert_parity, on_mesh, token_batches
 
-bitsandbytes = pytest.importorskip("bitsandbytes")
+pytestmark = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs the package bitsandbytes")
 SIZES = dict(family="llama", num_layers=2, hidden=128, heads=4, kv_heads=2, head_dim=32, intermediate=256, vocab=61,
              sequence=8, bias="all")
 LORA = Lora(rank=3, alpha=5.0, targets=("attention.*", "mlp.*"), dropout=0.1, base_format="int8")
@@ -52,6 +53,8 @@ def test_its_values_are_near_and_become_the_same_codes_again(weight_format, larg
 
 
 def test_nf4_is_bitsandbytes():
+    import bitsandbytes
+
     values, weight = weight_of("nf4")
     layer = bitsandbytes.nn.Linear4bit(256, 96, bias=False, quant_type="nf4", compute_dtype=torch.float32,
                                        compress_statistics=False)
