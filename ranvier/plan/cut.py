@@ -174,6 +174,7 @@ class Parts:
 
     def __init__(self, model: Model, mesh: Mesh, tensor: TensorParallel, device: str) -> None:
         self._device = device
+        self._layouts: dict[object, Layout] = {}
         self.modules = modules = build_on_meta(model)
         self.names = tuple(modules)
         self.parameters, self.shards = global_parameters(model, modules), None
@@ -201,8 +202,11 @@ class Parts:
                                   remedy=f"Set `--pipeline.stages-per-rank {count // placement.num_ranks}`, or use a "
                                          "deeper model.")
             boundaries = uniform(count, num_stages) if how == "uniform" else partition_for(weights, placement)
-        layout = Layout(mesh=mesh, num_blocks=count, boundaries=boundaries, parameters=self.parameters,
-                        shards=self.shards, placement=placement)
+        key = mesh, boundaries, placement
+        if key not in self._layouts:
+            self._layouts[key] = Layout(mesh=mesh, num_blocks=count, boundaries=boundaries, parameters=self.parameters,
+                                        shards=self.shards, placement=placement)
+        layout = self._layouts[key]
         return _table(layout, self.names, weights, tuple(costs) if costs else None), layout
 
 

@@ -89,24 +89,26 @@ def partition_for(costs: Sequence[float], placement: StagePlacement) -> tuple[in
     if placement.per_rank == 1:
         return boundaries
     sums = list(accumulate(costs, initial=0.0))
+    held = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
 
     def work_of(chosen: tuple[int, ...]) -> tuple[float, float]:
         edges = (0, *chosen, len(costs))
-        if any(start >= stop for start, stop in pairwise(edges)):
+        if any([start >= stop for start, stop in pairwise(edges)]):
             return inf, inf
         stages = [sums[stop] - sums[start] for start, stop in pairwise(edges)]
-        ranks = [sum(stages[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks)]
-        return max(ranks), sum(work * work for work in ranks) + _LITTLE * sum(work * work for work in stages)
+        ranks = [sum([stages[stage] for stage in own]) for own in held]
+        return max(ranks), sum([work * work for work in ranks]) + _LITTLE * sum([work * work for work in stages])
 
     moves = [(one, other, *by) for one in range(len(boundaries)) for other in range(one, len(boundaries))
              for by in product((-1, 1), (-1, 0, 1))]
-    best, found = work_of(boundaries), True
+    best, found, seen = work_of(boundaries), True, {boundaries}  # none of these is better than the best
     while found:
         found = False
         for one, other, by, also in moves:
             tried = list(boundaries)
             tried[one] += by
             tried[other] += also
-            if (cost := work_of(tuple(tried))) < best:
-                best, boundaries, found = cost, tuple(tried), True
+            if (chosen := tuple(tried)) not in seen and (cost := work_of(chosen)) < best:
+                best, boundaries, found = cost, chosen, True
+            seen.add(chosen)
     return boundaries

@@ -30,7 +30,7 @@ from ranvier.config.rules import looks_before_update
 from ranvier.cost.blocks import BlockCost
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.memory import KEPT_STEPS, RankMemory, StoredMicrobatches, activation_bytes, checkpoint_bytes
-from ranvier.layout import Chunking, Layout
+from ranvier.layout import Chunking, Layout, Parameter
 from ranvier.models import families
 from ranvier.optim.average import averages_of
 from ranvier.optim.buckets import Bucket
@@ -116,11 +116,14 @@ def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, 
                 for stage in layout.stages.stages_of(pipe)]
         runs = tuple(each for *_, own in held for each in own)
         first = layout.blocks_on(pipe)[0]
-        alike = ("states", run.mesh, run.optim, run.guard, run.precision, run.checkpoint, run.launch, layout.boundaries,
-                 tuple(range(each.start - first, each.stop - first) for each in runs), _likeness(layout, pipe))
-        if alike not in known:
-            known[alike] = _states(run, layout, pipe, runs)
-        memory = {name: dict(parts) for name, parts in known[alike].items()}
+        alike = (run.mesh, run.guard, run.precision, run.checkpoint, run.launch, tuple(
+            range(each.start - first, each.stop - first) for each in runs if run.optim.update_in_backward),
+            _likeness(layout, pipe))
+        states = "states", run.optim, *alike
+        if states not in known:
+            gradients = "gradients", replace(run.optim, offload="none", offload_share="auto"), *alike
+            known[states] = _states(run, layout, pipe, runs, known.setdefault(gradients, {}))
+        memory = {name: dict(parts) for name, parts in known[states].items()}
         if stages.costs:
             copies = memory["device"].pop("workspace")  # when all backwards have run
             memory["device"] |= _together(run, [
@@ -197,40 +200,46 @@ def _computed(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout
 
 
 def _likeness(layout: Layout, pipe: int) -> object:
-    """What the bytes of the states of ranks depend on; their index along `pipe` where they have an end of a tie."""
+    """What the bytes of the states of ranks depend on; where they have an end of a tie, their place in the whole."""
     held, first = layout.parameters_of(pipe), layout.blocks_on(pipe)[0]
     if any(layout.is_tied(p) for p in held):
-        return pipe
+        return pipe, layout.boundaries
     return tuple((p.block - first, layout.box(p, layout.mesh.positions[0]), p.trainable, p.summed, p.quantized,
                   layout.copy_axes(p.name)) for p in held)
 
 
-def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range]) -> dict[str, dict[str, int]]:
-    """What lives from step to step, laid out as the run would: to the byte. Of ends of a tie, one has the states."""
+def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range],
+            known: dict[tuple[int, int], Gradients] | None = None) -> dict[str, dict[str, int]]:
+    """What lives from step to step, laid out as the run would: to the byte. Of ends of a tie, one has the states.
+    known: gradients of earlier calls that differ in nothing but the offload, to which this one adds."""
     optim, dtype = run.optim, DTYPES[run.precision]
     half, wide = precision.is_half(dtype), precision.wide(dtype)
     held = {layout.key(p): p for p in layout.parameters_of(pipe)}
     shapes = {key: [stop - start for start, stop in layout.box(p, layout.mesh.positions[0])]  # the largest
               for key, p in held.items()}
-    parameters = {key: nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=held[key].trainable)
-                  for key, shape in shapes.items()}
-    layout = replace(layout, chunking=Chunking(chunk_size=1, whole=whole_parameters(optim, layout)))
+    if whole := whole_parameters(optim, layout):
+        layout = replace(layout, chunking=Chunking(chunk_size=1, whole=whole))
     offload = "none" if optim.offload == "auto" else optim.offload
     optim = replace(optim, offload_share=0.5 if optim.offload_share == "auto" else optim.offload_share)
+    bucket_size, known = resolve_bucket_size(optim, run.launch.device), {} if known is None else known
 
-    def updater(member: int = 0, members: int = 1) -> tuple[Gradients, FlatOptimizer]:
+    def gradients_of(member: int, members: int) -> Gradients:
         """Of one of these members of the largest group; in smaller groups it is the one that is as far in them."""
         over = {axes: MetaGroup("data", size, member * size // members, device=device_kind(run))
                 for axes in {(), *(p.summed for p in held.values())}
                 for size in [run.mesh.num_replicas * run.mesh.count(axes)]}
+        parameters = {key: nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"),
+                                        requires_grad=held[key].trainable) for key, shape in shapes.items()}
         specs = gradient_specs(layout, layout.mesh.rank(layout.mesh.place(pipeline_rank=pipe)), parameters, over)
-        bucket_size = resolve_bucket_size(optim, run.launch.device)
-        gradients = Gradients(specs, over[()], bucket_size * optim.chunk_buckets, lambda spec: None, allocate=False,
-                              dtype=_gradient_dtype(run), reduce_dtype=precision.reduce_dtype(optim, dtype),
-                              reuse=runs if optim.update_in_backward else (), shard=optim.shard)
-        optimizer = FlatOptimizer(optim, gradients, offload=offload, bucket_size=bucket_size)
-        gradients.allocate()
-        return gradients, optimizer
+        return Gradients(specs, over[()], bucket_size * optim.chunk_buckets, lambda spec: None,
+                         dtype=_gradient_dtype(run), reduce_dtype=precision.reduce_dtype(optim, dtype),
+                         reuse=runs if optim.update_in_backward else (), shard=optim.shard)
+
+    def updater(member: int = 0, members: int = 1) -> tuple[Gradients, FlatOptimizer]:
+        if (member, members) not in known:
+            known[member, members] = gradients_of(member, members)
+        gradients = known[member, members]
+        return gradients, FlatOptimizer(optim, gradients, offload=offload, bucket_size=bucket_size)
 
     gradients, optimizer = updater()
     has_owners = any(chunk.shares is not None for chunk in gradients.chunks)
@@ -326,17 +335,19 @@ def _tensor_mesh(run: ResolvedRun, model: Model, stages: StageTable, layout: Lay
         state, targets = families.sample_of(run, run.row_microbatch_size)
     costs = stages.costs
     assert costs is not None  # the table was made with a sample
+    parameters: dict[int, list[Parameter]] = {block: [] for block in range(layout.num_blocks)}
+    for parameter in layout.parameters:
+        parameters[parameter.block].append(parameter)
     for row in stages.rows:
         blocks, pipe = layout.blocks(row.stage), row.pipeline_rank
         segments = _segments(run, model, row.blocks, costs[blocks.start:blocks.stop], row.stage, limit)
         recomputed = {place for segment in segments for place in segment} if (
             run.memory.recompute != "selective") else set[int]()
-        here = [p for p in layout.parameters if p.block in blocks]
-        times = Counter(layout.key(p) for p in here)
+        times = Counter(layout.key(p) for block in blocks for p in parameters[block])
         for place, name in enumerate(row.blocks):
             last = row is stages.rows[-1] and name == row.blocks[-1]
-            trains = tuple(p.trainable for p in layout.parameters_of(pipe) if p.block == blocks.start + place)
-            shares = any(times[layout.key(p)] > 1 for p in here if p.block == blocks.start + place)
+            here = parameters[blocks.start + place]
+            trains, shares = tuple(p.trainable for p in here), any(times[layout.key(p)] > 1 for p in here)
             alike = (model.alike.get(name, name), place in recomputed, last, trains, shares, tuple(
                 (leaf.shape, leaf.requires_grad) for leaf in tree_leaves(plain(state))))
             if alike not in known:

@@ -31,7 +31,7 @@ from ranvier.schedule.conditions import Conditions
 from ranvier.schedule.limits import Limits, rule_limits
 from ranvier.schedule.policies import MessageDriven
 from ranvier.schedule.schedule import Action, Policy, stored_in_even_flow
-from ranvier.schedule.simulator import PRODUCTS, StageTimes, simulate
+from ranvier.schedule.simulator import PRODUCTS, StageTimes, State, most_held, simulate
 
 MAX_SIMULATED_STAGES = 16
 """Deeper pipelines follow `rule_limits`; their simulation would take seconds."""
@@ -181,6 +181,17 @@ class _Case:
         """The stages of a rank."""
         return [self.stages[stage] for stage in self.placement.stages_of(rank)]
 
+    def times(self) -> tuple[StageTimes, ...]:
+        """As the simulator takes them. Of bytes it needs how those of a rank's stages compare: one simulation serves
+        many memories."""
+        largest = max(stage.operands for stage in self.stages) or 1.0
+        waits = [stage.operands / largest if self.placement.per_rank > 1 else float(round(_UNIT * stage.operands) > 0)
+                 for stage in self.stages]
+        return tuple(StageTimes(forward=stage.forward, backward=stage.backward, weight=stage.weight,
+                                trains=stage.trains, products=PRODUCTS, alive_bytes=round(_UNIT * alive),
+                                deferred_factor=stage.deferred_factor)
+                     for stage, alive in zip(self.stages, waits, strict=True))
+
     def windows(self) -> list[int | None]:
         """Candidate values for the number of last microbatches whose products may wait; None for all."""
         pipe, is_slower = self.placement.num_ranks, any(stage.deferred_factor > 1.0 for stage in self.stages)
@@ -329,7 +340,10 @@ def _outcome(case: _Case, limits: Limits) -> _Outcome:
 
 def _simulation(case: _Case, limits: Limits) -> _Outcome:
     """The mean of several draws, and the most that any of them needs."""
-    draws = [_one_simulation(case, limits, draw) for draw in range(case.draws)]
+    trace = _cached_trace if isinstance(case.policy, Hashable) else _trace
+    times = case.times()
+    draws = [_outcome_of(case, trace(times, case.policy, case.placement, case.count, case.conditions, limits, draw))
+             for draw in range(case.draws)]
     largest = max(draws, key=lambda each: max(each.peak))
     return _Outcome(seconds=fmean(each.seconds for each in draws), step=fmean(each.step for each in draws),
                     bubble_fraction=fmean(each.bubble_fraction for each in draws), at_peak=largest.at_peak,
@@ -341,36 +355,57 @@ def _most(draws: Iterable[tuple[_Number, ...]]) -> tuple[_Number, ...]:
     return tuple(map(max, zip(*draws, strict=True)))
 
 
-def _one_simulation(case: _Case, limits: Limits, draw: int) -> _Outcome:
-    ranks = [case.held(rank) for rank in range(case.placement.num_ranks)]
-    times = [StageTimes(forward=stage.forward, backward=stage.backward, weight=stage.weight, trains=stage.trains,
-                        products=PRODUCTS, kept_bytes=_UNIT * stage.graph, alive_bytes=round(_UNIT * stage.operands),
-                        deferred_factor=stage.deferred_factor)
-             for stage in case.stages]
-    units = [sum(times[stage].alive_bytes for stage in case.placement.stages_of(rank)) for rank in range(len(ranks))]
-    slowest = case.placement.per_rank * max(stage.forward for stage in case.stages)
-    made = simulate(times, case.count, case.policy, limits.in_flight, placement=case.placement,
-                    jitter=partial(_varied, case.conditions.variation, draw), hop=case.conditions.messages * slowest,
+@dataclass(frozen=True, kw_only=True)
+class _Trace:
+    """Of one simulation what does not depend on bytes. step: as of `Prediction`. states: as of `Simulated`."""
+
+    seconds: float
+    step: float
+    bubble_fraction: float
+    states: tuple[tuple[State, ...], ...]
+
+
+def _trace(times: tuple[StageTimes, ...], policy: Policy, placement: StagePlacement, count: int, conditions: Conditions,
+           limits: Limits, draw: int) -> _Trace:
+    held = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
+    slowest = placement.per_rank * max(stage.forward for stage in times)
+    made = simulate(times, count, policy, limits.in_flight, placement=placement,
+                    jitter=partial(_varied, conditions.variation, draw), hop=conditions.messages * slowest,
                     max_stored=limits.max_stored, defer_last=limits.last, alternating=limits.alternating,
-                    defer_bytes=[unit * waiting for unit, waiting in zip(units, limits.deferred, strict=True)])
+                    defer_bytes=[waiting * sum(times[stage].alive_bytes for stage in stages)
+                                 for stages, waiting in zip(held, limits.deferred, strict=True)])
     # Stages before the first one that trains have no backward.
     first = next((place for place, stage in enumerate(times) if stage.trains), len(times))
-    work = case.count * sum(each.microbatch_seconds if place >= first else each.forward
-                            for place, each in enumerate(times)) / len(ranks)
-    deferred = [held[action.turn] for held, actions in zip(ranks, made.actions, strict=True)
+    work = count * sum(each.microbatch_seconds if place >= first else each.forward
+                       for place, each in enumerate(times)) / len(held)
+    deferred = [times[stages[action.turn]] for stages, actions in zip(held, made.actions, strict=True)
                 for action, _, _ in actions if action.kind == "W"]
-    longer = sum((stage.deferred_factor - 1.0) * stage.weight / PRODUCTS for stage in deferred) / len(ranks)
-    fixed = [sum(stage.fixed for stage in held) for held in ranks]
-    return _Outcome(seconds=made.seconds, step=made.seconds / work if work else 1.0,
-                    bubble_fraction=max(0.0, 1.0 - (work + longer) / made.seconds) if made.seconds else 0.0,
-                    kept=tuple(own + most / _UNIT for own, most in zip(fixed, made.most_kept_bytes, strict=True)),
-                    peak=tuple(own + most / _UNIT for own, most in zip(fixed, made.most_alive_bytes, strict=True)),
-                    at_peak=made.at_most_alive,
+    longer = sum((stage.deferred_factor - 1.0) * stage.weight / PRODUCTS for stage in deferred) / len(held)
+    return _Trace(seconds=made.seconds, step=made.seconds / work if work else 1.0, states=made.states,
+                  bubble_fraction=max(0.0, 1.0 - (work + longer) / made.seconds) if made.seconds else 0.0)
+
+
+_cached_trace = lru_cache(maxsize=1024)(_trace)
+
+
+def _outcome_of(case: _Case, trace: _Trace) -> _Outcome:
+    """What a simulation comes to with the bytes of these stages."""
+    ranks = [case.held(rank) for rank in range(case.placement.num_ranks)]
+    alive = [[round(_UNIT * stage.operands) for stage in held] for held in ranks]
+    most = [most_held(states, [_UNIT * stage.graph for stage in held], [size // PRODUCTS for size in sizes])
+            for states, held, sizes in zip(trace.states, ranks, alive, strict=True)]
+    fixed, units = [sum(stage.fixed for stage in held) for held in ranks], list(map(sum, alive))
+    at_peak = {stage: (stored, queued / PRODUCTS) for rank, one in enumerate(most) for stage, (stored, queued) in zip(
+        case.placement.stages_of(rank), one.at_most_alive, strict=True)}
+    return _Outcome(seconds=trace.seconds, step=trace.step, bubble_fraction=trace.bubble_fraction,
+                    kept=tuple(own + one.kept / _UNIT for own, one in zip(fixed, most, strict=True)),
+                    peak=tuple(own + one.alive / _UNIT for own, one in zip(fixed, most, strict=True)),
+                    at_peak=tuple(at_peak[stage] for stage in range(len(case.stages))),
                     operands=tuple(unit / _UNIT for unit in units),
-                    used=tuple(-(-queued // unit) if unit else 0
-                               for queued, unit in zip(made.most_queued_bytes, units, strict=True)))
+                    used=tuple(-(-one.queued // unit) if unit else 0 for one, unit in zip(most, units, strict=True)))
 
 
+@lru_cache(maxsize=1 << 16)
 def _varied(variation: float, draw: int, rank: int, action: Action) -> float:
     """The factor on the time of an action: evenly spread, of mean 1, and the same whenever it is asked for."""
     if not variation:

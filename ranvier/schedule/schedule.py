@@ -17,9 +17,10 @@ hold is bounded (`max_stored`) it runs of all that is ready what is due first.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Literal, NamedTuple, Protocol
 
 from ranvier.errors import ConfigError
@@ -67,6 +68,9 @@ class Product(NamedTuple):
 
 Due = tuple[int, bool]
 _NEVER: Due = (1 << 62, False)
+Turn = tuple[bool, Due]
+"""Whether something is computed, and when it is due: credits are first, which cost nothing and may free the stages
+before."""
 
 
 def due(kind: ActionKind, microbatch: int, *, stage: int, num_stages: int, in_flight: int) -> Due:
@@ -166,6 +170,9 @@ class Schedule:
         self.in_flight, self.alternating = policy.in_flight(in_flight, num_microbatches), alternating
         self._most_stored = stored_in_even_flow(stage=stage, num_stages=num_stages, in_flight=self.in_flight) \
             if is_alone else num_microbatches
+        self._first_dues = [due(kind, 0, stage=stage, num_stages=num_stages, in_flight=self.in_flight)[0]
+                            for kind in ("F", "B")]
+        """When its forward and its return of the first microbatch are due."""
         self._first_deferred = 0 if defer_last is None else num_microbatches - defer_last
         self.forwards_done = 0
         self.returns_done = 0
@@ -173,7 +180,10 @@ class Schedule:
         self._arrived_forwards: deque[int] = deque()
         self._arrived_returns: deque[int] = deque()
         self._expects_backward: dict[int, int] = {}  # microbatch with a graph -> bytes its products would keep alive
-        self._queue: dict[tuple[int, int], Product] = {}  # (microbatch, product) in the order of queueing
+        self._queue: dict[Action, Product] = {}  # in the order in which they run
+        self._ready: list[tuple[Turn, Action]] | None = None
+        """As `ready` says, until something has happened."""
+        self._waiting: Counter[int] = Counter()  # microbatch with queued products -> how many of them
 
     @property
     def queued_bytes(self) -> int:
@@ -188,7 +198,7 @@ class Schedule:
     @property
     def held(self) -> int:
         """Microbatches that it stores, or that have queued products."""
-        return len(self._expects_backward) + len({microbatch for microbatch, _ in self._queue})
+        return len(self._expects_backward) + len(self._waiting)
 
     # ------------------------------------------------------------------ what happened
 
@@ -204,6 +214,7 @@ class Schedule:
                                  f"{expected if expected < end else 'none'} of {self.num_microbatches}; "
                                  f"so far: {self.text() or 'nothing'}")
         queue.append(microbatch)
+        self._ready = None
 
     def on_done(self, action: Action, *, expects_backward: bool = False, deferrable_bytes: int = 0,
                 products: Sequence[Product] = ()) -> None:
@@ -213,6 +224,7 @@ class Schedule:
         After B: products are those it has queued.
         """
         self.history.append(action)
+        self._ready = None
         match action.kind:
             case "F":
                 self.forwards_done += 1
@@ -226,12 +238,20 @@ class Schedule:
                 self._return(action.microbatch)
                 del self._expects_backward[action.microbatch]
                 for number, product in enumerate(products):
-                    self._queue[action.microbatch, number] = product
+                    self._queue[Action("W", action.microbatch, product=number, turn=self.turn)] = product
                     self.budget.used += product.alive_bytes
+                if products:
+                    self._waiting[action.microbatch] = len(products)
             case "C":
                 self._return(action.microbatch)
             case "W":
-                self.budget.used -= self._queue.pop((action.microbatch, action.product)).alive_bytes
+                self.budget.used -= self._queue.pop(action).alive_bytes
+                self._waiting[action.microbatch] -= 1
+                if not self._waiting[action.microbatch]:
+                    del self._waiting[action.microbatch]
+        if action.kind in "BC" and self.returns_done == self.num_microbatches:
+            # the last drain goes chunk by chunk in reduction order
+            self._queue = dict(sorted(self._queue.items(), key=lambda item: item[1].chunk))
 
     def _return(self, microbatch: int) -> None:
         assert self._arrived_returns.popleft() == microbatch
@@ -249,6 +269,11 @@ class Schedule:
                       len(self._expects_backward) < self._most_stored, self.alternating)
         chosen = self.policy.choose(ready)
         return self.wait_or_done() if chosen is None else self.possible(chosen)
+
+    def backward(self) -> Action | None:
+        """The next return, or the product that has to run before it; None where none has arrived."""
+        found = self._backward()
+        return None if found is None else self.possible(found)
 
     def possible(self, chosen: Action) -> Action:
         """`chosen`, or the product that has to run before it."""
@@ -289,19 +314,13 @@ class Schedule:
 
     def weight(self) -> Action | None:
         """The next queued product."""
-        if not self._queue:
-            return None
-        if self.returns_done == self.num_microbatches:  # the last drain goes chunk by chunk in reduction order
-            microbatch, product = min(self._queue, key=lambda key: (self._queue[key].chunk, key))
-        else:
-            microbatch, product = next(iter(self._queue))
-        return Action("W", microbatch, product=product, turn=self.turn)
+        return next(iter(self._queue), None)
 
     # ------------------------------------------------------------------ when it is due
 
     def due(self, kind: ActionKind, microbatch: int) -> Due:
         """When its forward or return of a microbatch should run; see `due`."""
-        return due(kind, microbatch, stage=self.stage, num_stages=self.num_stages, in_flight=self.in_flight)
+        return 2 * self.num_stages * microbatch + self._first_dues[kind != "F"], kind != "F"
 
     def next_due(self) -> Due:
         """The first due of its forwards and returns that have not run, arrived or not."""
@@ -311,14 +330,16 @@ class Schedule:
 
     def forwards_due_before(self, due: Due) -> int:
         """Number of forwards due before `due` that have not run."""
-        first, _ = self.due("F", 0)
-        before = -((first - due[0]) // (2 * self.num_stages))  # rounded up
+        before = -((self._first_dues[0] - due[0]) // (2 * self.num_stages))  # rounded up
         return max(0, min(before, self.num_microbatches) - self.forwards_done)
 
-    def ready(self) -> list[tuple[Due, Action]]:
-        """Its next forward and its next return, where they have arrived."""
-        return [(self.due(action.kind, action.microbatch), action)
-                for action in (self._forward(), self._backward()) if action is not None]
+    def ready(self) -> list[tuple[Turn, Action]]:
+        """Its next forward and its next return, where they have arrived. Whether the return defers is known when it is
+        chosen (`backward`)."""
+        if self._ready is None:
+            self._ready = [((action.kind != "C", self.due(action.kind, action.microbatch)), action)
+                           for action in (self._forward(), self._backward()) if action is not None]
+        return self._ready
 
     # ------------------------------------------------------------------ for people
 
@@ -363,10 +384,10 @@ class RankSchedule:
         if len(self._of_turn) == 1:
             return self._of_turn[0].next_action()
         answers = [(one, one.next_action()) for one in reversed(self._of_turn)]
-        actions = [(_NEVER if action.kind == "W" else one.due(action.kind, action.microbatch), action)
-                   for one, action in answers if isinstance(action, Action)]
+        actions = [((action.kind != "C", _NEVER if action.kind == "W" else one.due(action.kind, action.microbatch)),
+                    action) for one, action in answers if isinstance(action, Action)]
         if actions:
-            return min(actions, key=_when)[1]
+            return min(actions, key=itemgetter(0))[1]
         return next((answer for _, answer in answers if isinstance(answer, Wait)), Done())
 
     def _first_due(self, max_stored: int) -> Action | None:
@@ -376,27 +397,28 @@ class RankSchedule:
         always runs, needs no more than the even flow does. A batch ends: what is due first on all ranks is ready, since
         what it needs is due earlier. The more room, the more may run early.
         """
-        held, weights = sum(one.held for one in self._of_turn), [one.weight() for one in reversed(self._of_turn)]
-        weight = next((action for action in weights if action is not None), None)
-        for due, action in sorted((each for one in self._of_turn for each in one.ready()), key=_when):
+        held, ready = 0, list[tuple[Turn, Action]]()
+        for one in self._of_turn:
+            held += one.held
+            ready += one.ready()
+        ready.sort(key=itemgetter(0))
+        for (_, due), action in ready:
             if action.kind != "F":
-                return self._of_turn[action.turn].possible(action)
-            if held + sum(one.forwards_due_before(due) for one in self._of_turn) < max_stored:
+                return self._of_turn[action.turn].backward()
+            if held + sum([one.forwards_due_before(due) for one in self._of_turn]) < max_stored:
                 return action
             if all(due <= one.next_due() for one in self._of_turn):
-                return weight or action
-        return weight
+                return self._weight() or action
+        return self._weight()
+
+    def _weight(self) -> Action | None:
+        """The next queued product, of the last stage that has one."""
+        return next((action for one in reversed(self._of_turn) if (action := one.weight()) is not None), None)
 
     def _wait_or_done(self) -> Wait | Done:
         waits = [each for one in reversed(self._of_turn) if isinstance(each := one.wait_or_done(), Wait)]
         awaited = (each for each in waits if each.forward is not None or each.backward is not None)
         return next(awaited, waits[0] if waits else Done())
-
-
-def _when(ready: tuple[Due, Action]) -> tuple[bool, Due]:
-    """Credits first: they cost nothing and may free the stages before."""
-    due, action = ready
-    return action.kind != "C", due
 
 
 def actions_text(actions: Sequence[Action]) -> str:

@@ -12,7 +12,8 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from typing import Literal, NamedTuple
 
 from ranvier.mesh import StagePlacement
 from ranvier.schedule.limits import rule_limits
@@ -45,28 +46,82 @@ class StageTimes:
     """False: no parameter of this stage needs a gradient, and `weight` does not count."""
 
     @property
+    def product_bytes(self) -> int:
+        """What one deferred product keeps alive."""
+        return self.alive_bytes // self.products
+
+    @property
     def microbatch_seconds(self) -> float:
         """Seconds of all actions of one microbatch."""
         return self.forward + self.backward + (self.weight if self.trains else 0.0)
+
+
+State = tuple[int, ...]
+"""Of each stage of a rank in turn: microbatches between forward and return, and queued products."""
+
+
+class Held(NamedTuple):
+    """The most bytes of a rank at once: kept between forward and return, kept alive by deferred products, and of both
+    together; and of each stage at that last time the microbatches between forward and return, and the products."""
+
+    kept: float
+    queued: int
+    alive: float
+    at_most_alive: tuple[tuple[int, int], ...]
+
+
+def most_held(states: Sequence[State], kept_bytes: Sequence[float], product_bytes: Sequence[int]) -> Held:
+    """Of a rank with these bytes for each microbatch and each product on its stages. states: in the order in which
+    they came."""
+    most = Held(0.0, 0, 0.0, ((0, 0),) * len(kept_bytes))
+    for state in states:
+        stored, waiting = state[::2], state[1::2]
+        kept = sum(size * count for size, count in zip(kept_bytes, stored, strict=True))
+        queued = sum(size * count for size, count in zip(product_bytes, waiting, strict=True))
+        is_most = kept + queued > most.alive
+        most = Held(max(most.kept, kept), max(most.queued, queued), kept + queued if is_most else most.alive,
+                    tuple(zip(stored, waiting, strict=True)) if is_most else most.at_most_alive)
+    return most
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
     """Result of a simulation: seconds until the last rank was done, and each rank's (action, start, stop).
 
-    most_stored: per stage, the most microbatches between forward and return at once. most_queued_bytes: per rank, the
-    most that its deferred products kept alive at once. most_kept_bytes: per rank, the most that microbatches kept
-    between forward and return at once, on all its stages. most_alive_bytes: per rank, the most of both at once.
-    at_most_alive: per stage at that time, the microbatches between forward and return, and those with queued products.
+    states: of each rank, each once, in the order in which they came.
     """
 
     seconds: float
     actions: tuple[tuple[tuple[Action, float, float], ...], ...]
-    most_stored: tuple[int, ...]
-    most_queued_bytes: tuple[int, ...]
-    most_kept_bytes: tuple[float, ...]
-    most_alive_bytes: tuple[float, ...]
-    at_most_alive: tuple[tuple[int, float], ...]
+    states: tuple[tuple[State, ...], ...]
+    stages: tuple[StageTimes, ...]
+    placement: StagePlacement
+
+    @cached_property
+    def held(self) -> tuple[Held, ...]:
+        """The most bytes of each rank."""
+        return tuple(most_held(states, [self.stages[stage].kept_bytes for stage in held],
+                               [self.stages[stage].product_bytes for stage in held])
+                     for rank, states in enumerate(self.states) for held in [self.placement.stages_of(rank)])
+
+    @property
+    def most_stored(self) -> tuple[int, ...]:
+        """Per stage, the most microbatches between forward and return at once."""
+        found = [0] * len(self.stages)
+        for rank, states in enumerate(self.states):
+            for turn, stage in enumerate(self.placement.stages_of(rank)):
+                found[stage] = max((state[2 * turn] for state in states), default=0)
+        return tuple(found)
+
+    @property
+    def most_queued_bytes(self) -> tuple[int, ...]:
+        """Per rank, the most that its deferred products kept alive at once."""
+        return tuple(one.queued for one in self.held)
+
+    @property
+    def most_alive_bytes(self) -> tuple[float, ...]:
+        """Per rank, the most of these and of what microbatches kept between forward and return, at once."""
+        return tuple(one.alive for one in self.held)
 
     @property
     def bubble_fraction(self) -> float:
@@ -101,20 +156,19 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
     budgets = [defer_bytes] * len(ranks) if isinstance(defer_bytes, int) else defer_bytes
     held = [placement.stages_of(rank) for rank in ranks]
     rank_of = [placement.rank_of(stage) for stage in range(depth)]
-    queued = [[Product(times.alive_bytes // times.products, 0)] * times.products for times in stages]
+    queued = [[Product(times.product_bytes, 0)] * times.products for times in stages]
     schedules = [RankSchedule(stages=held[rank], num_stages=depth, num_microbatches=num_microbatches, policy=policy,
                               in_flight=in_flight, training=training, defer_bytes=budgets[rank],
                               defer_last=defer_last, max_stored=max_stored, alternating=alternating)
                  for rank in ranks]
+    schedule_of = [schedules[rank_of[stage]].stages[stage] for stage in range(depth)]
     hop_of = hop if callable(hop) else (lambda source, destination: hop)
     transfer_of = transfer if callable(transfer) else (lambda source, destination: transfer)
     events: list[tuple[float, int, int, _What, int | Action]] = []  # (time, number, stage, what, microbatch or action)
     busy: list[Action | None] = [None for _ in ranks]
     log: list[list[tuple[Action, float, float]]] = [[] for _ in ranks]
-    most_stored, most_queued = [0] * depth, [0 for _ in ranks]
-    stored, kept_now = [0] * depth, [0.0 for _ in ranks]
-    most_kept, most_alive = [0.0 for _ in ranks], [0.0 for _ in ranks]
-    at_most_alive = [(0, 0.0)] * depth
+    state = [[0, 0] * placement.per_rank for _ in ranks]
+    states: list[dict[State, None]] = [{} for _ in ranks]
     edge_free: dict[tuple[int, int], float] = {}
     arrived: dict[tuple[int, int], float] = {}
     without_core: deque[int] = deque()
@@ -128,7 +182,7 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
             return
         edge = source, destination = rank_of[stage], rank_of[to]
         if source == destination:
-            schedules[source].on_message(what, microbatch, to)
+            schedule_of[to].on_message(what, microbatch)
             return
         sent = max(now, edge_free.get(edge, 0.0)) + transfer_of(source, destination)
         arrival = max(sent + hop_of(source, destination), arrived.get(edge, 0.0))
@@ -136,7 +190,7 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
         post(arrival, to, what, microbatch)
 
     def start(now: float, rank: int) -> None:
-        if busy[rank] is not None or rank in without_core:
+        if busy[rank] is not None or (without_core and rank in without_core):
             return
         if cores is not None and len(busy) - busy.count(None) >= cores:
             without_core.append(rank)
@@ -161,7 +215,7 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
         post(now + seconds, stage, "done", action)
 
     def finish(now: float, rank: int, stage: int, action: Action) -> None:
-        times, schedule = stages[stage], schedules[rank]
+        times, schedule = stages[stage], schedule_of[stage]
         schedule.on_done(action, expects_backward=training and trained_below[stage],
                          deferrable_bytes=times.alive_bytes if times.trains else 0,
                          products=queued[stage] if action.defer else ())
@@ -171,15 +225,9 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
             send(now, stage, stage - 1, "return", action.microbatch)
         busy[rank] = None
         if action.kind != "W":
-            stored[stage] += 1 if action.kind == "F" else -1
-            kept_now[rank] = kept = sum(stages[each].kept_bytes * stored[each] for each in held[rank])
-            most_stored[stage], most_kept[rank] = max(most_stored[stage], stored[stage]), max(most_kept[rank], kept)
-        most_queued[rank] = max(most_queued[rank], schedule.budget.used)
-        alive = kept_now[rank] + schedule.budget.used
-        if alive > most_alive[rank]:
-            most_alive[rank] = alive
-            for each, one in schedule.stages.items():
-                at_most_alive[each] = stored[each], one.num_queued / stages[each].products
+            state[rank][2 * action.turn] += 1 if action.kind == "F" else -1
+        state[rank][2 * action.turn + 1] = schedule.num_queued
+        states[rank][tuple(state[rank])] = None
 
     now = 0.0
     for rank in ranks:
@@ -192,7 +240,7 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
             finish(now, rank, stage, payload)
         else:
             assert isinstance(payload, int)
-            schedules[rank].on_message(what, payload, stage)
+            schedule_of[stage].on_message(what, payload)
         start(now, rank)
         while without_core and len(busy) - busy.count(None) < (cores or 0):
             start(now, without_core.popleft())
@@ -202,6 +250,5 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
             f"rank {rank}: {actions_text([action for action, _, _ in log[rank]])} then {schedules[rank].next_action()}"
             for rank in stuck))
     return Simulated(seconds=max((stop for rank in log for _, _, stop in rank), default=0.0),
-                     actions=tuple(map(tuple, log)), most_stored=tuple(most_stored),
-                     most_queued_bytes=tuple(most_queued), most_kept_bytes=tuple(most_kept),
-                     most_alive_bytes=tuple(most_alive), at_most_alive=tuple(at_most_alive))
+                     actions=tuple(map(tuple, log)), states=tuple(map(tuple, states)), stages=tuple(stages),
+                     placement=placement)
