@@ -69,6 +69,9 @@ class BlockCost:
     """(tokens, inputs, outputs) of the products of its linear layers that could be computed in float8."""
     kernels: tuple[Kernel, ...] = ()
     """Kernels of its forward; the last block has those of the loss, too."""
+    num_repeated: int | None = None
+    """Number of them that run again where it ends a recomputed segment: a second run stops at the last tensor that the
+    backward needs, and so before the last product. None is all, as where the block is compiled as a whole."""
     number_bytes: int = 4
     """Bytes of an element of its parameters."""
     repeated: Repeated = Repeated()
@@ -95,6 +98,11 @@ class BlockCost:
     def repeated_kernels(self) -> Kernels:
         """Kernels of its second run."""
         return self.repeated.kernels if self.is_selective else self.kernels
+
+    @property
+    def last_repeated_kernels(self) -> Kernels:
+        """Kernels of its second run where it ends a recomputed segment."""
+        return self.repeated.kernels if self.is_selective else self.kernels[:self.num_repeated]
 
     @property
     def repeated_flops(self) -> int:

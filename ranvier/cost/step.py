@@ -65,10 +65,11 @@ sharded."""
 @dataclass(frozen=True, kw_only=True)
 class StageWork:
     """The blocks of one stage, as one of its ranks has them, and the places of those that are recomputed in the
-    backward."""
+    backward. ends: of the last ones of recomputed segments."""
 
     blocks: tuple[BlockCost, ...]
     recomputed: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +200,7 @@ def step_cost(step: Step, cluster: Cluster, *, exact: bool = True, as_published:
         as_published: as Megatron-LM, DeepSpeed and Optimus were published, where a stage does not compute while it
             sends or receives, on the tensor mesh as between stages, products are not cut into panels, a weight's
             gradient is added by a kernel of its own, the loss is a cast and a softmax, ranks of a stage that hold the
-            same activations each send a part of them, and a layer's last product is recomputed, too.
+            same activations each send a part of them, and a segment's last product is recomputed, too.
     """
     return _StepCost(step, cluster, as_published).cost(exact)
 
@@ -316,11 +317,12 @@ def _block_seconds(kernels: Same[tuple[Kernel, ...]], device: Same[Device], prec
 
 
 @lru_cache(maxsize=1024)
-def _repeated_seconds(kernels: Same[tuple[Kernel, ...]], device: Same[Device], precision: Precision, threads: float
-                      ) -> _Seconds:
-    """Times of one microbatch in a second run with these kernels."""
-    products = [kernel for kernel in kernels.it if kernel.kind in ("product", "attention")]
-    return _NO_SECONDS._replace(forward=device.it.seconds(kernels.it, precision, threads),
+def _repeated_seconds(kernels: Same[tuple[Kernel, ...]], device: Same[Device], precision: Precision, threads: float,
+                      num_repeated: int | None = None) -> _Seconds:
+    """Times of one microbatch in a second run with the first `num_repeated` of these kernels."""
+    run = kernels.it[:num_repeated]
+    products = [kernel for kernel in run if kernel.kind in ("product", "attention")]
+    return _NO_SECONDS._replace(forward=device.it.seconds(run, precision, threads),
                                 forward_products=device.it.seconds(products, precision, threads))
 
 
@@ -397,7 +399,7 @@ class _StepCost:
             forward.append(own.forward + sent[0])
             both.append(forward[-1] + sent[1] + (own.backward + own.weight if trains else 0.0))
             if place in again:
-                again[place] = own.forward
+                again[place] = self._repeated(block, place in self.step.stages[0].ends).forward
         return self._least_of(forward, both), self._least_of(forward, [
             seconds + again.get(place, 0.0) for place, seconds in enumerate(both)])
 
@@ -428,7 +430,8 @@ class _StepCost:
         """One rank of it."""
         costs, first, again = self.stages[stage], self._first(stage), self._again(stage)
         forward = sum(self._seconds(cost).forward for cost in costs)
-        recomputed = sum(self._repeated(costs[place]).forward for place in again)
+        ends = self.step.stages[stage].ends
+        recomputed = sum(self._repeated(costs[place], place in ends).forward for place in again)
         weight = sum(self._seconds(cost).weight for cost in self._deferring(stage))
         both = sum(each.backward + each.weight for each in map(self._seconds, costs[first:]))
         backward = both - weight + recomputed
@@ -470,12 +473,13 @@ class _StepCost:
             self._of_kernels[key] = found if cost.num_trainable else found._replace(weight=0.0)
         return self._of_kernels[key]
 
-    def _repeated(self, cost: BlockCost) -> _Seconds:
-        """Times of the second run of a block that is recomputed."""
-        if not cost.is_selective:
+    def _repeated(self, cost: BlockCost, ends: bool) -> _Seconds:
+        """Times of the second run of a block that is recomputed. ends: it is the last one of its segment."""
+        if not cost.is_selective and (self.as_published or not ends):
             return self._seconds(cost)
-        return _repeated_seconds(Same(cost.repeated.kernels), Same(self.cluster.device), self.run.precision,
-                                 self._threads())
+        kernels, count = (cost.repeated.kernels, None) if cost.is_selective else (cost.kernels, cost.num_repeated)
+        found = _repeated_seconds(Same(kernels), Same(self.cluster.device), self.run.precision, self._threads(), count)
+        return found if self.part == 1.0 else _Seconds(*(self.part * seconds for seconds in found))
 
     def _threads(self) -> float:
         return rank_threads(self.cluster, self.mesh)
@@ -522,19 +526,21 @@ class _StepCost:
         """Seconds for which messages of the tensor mesh hold up one microbatch's forward and backward."""
         if self.size == 1:
             return 0.0, 0.0
-        first, recomputed = self._first(stage), self._again(stage)
-        sent = [self._sent(block, place in recomputed, has_backward=place >= first)
+        first, recomputed, ends = self._first(stage), self._again(stage), self.step.stages[stage].ends
+        sent = [self._sent(block, place in recomputed, has_backward=place >= first, ends=place in ends)
                 for place, block in enumerate(self.stages[stage])]
         return sum(forward for forward, _ in sent), sum(backward for _, backward in sent)
 
-    def _sent(self, block: BlockCost, recomputed: bool, *, has_backward: bool) -> tuple[float, float]:
-        """The same of one block."""
-        key = self.step.split_layers[block.name], id(block.kernels), block.num_trainable > 0, recomputed, has_backward
+    def _sent(self, block: BlockCost, recomputed: bool, *, has_backward: bool, ends: bool = False
+              ) -> tuple[float, float]:
+        """The same of one block. ends: as for `_repeated`."""
+        key = (self.step.split_layers[block.name], id(block.kernels), block.num_trainable > 0, recomputed, has_backward,
+               ends)
         if key not in self._sent_seconds:
             sends_again = recomputed and not block.is_selective
             volume, layers = self._block_volume(block.name, sends_again), self._share_of_layer(block.name)
             alone, own = self._exposed(block.name, sends_again), self._seconds(block)
-            again = self._repeated(block) if recomputed else _NO_SECONDS
+            again = self._repeated(block, ends) if recomputed else _NO_SECONDS
             self._sent_seconds[key] = (
                 self._held_up(volume.forward, layers, 0, alone.forward, own.forward_products, own.forward),
                 self._held_up(volume.backward, layers, 1, alone.backward,

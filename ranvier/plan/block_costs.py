@@ -30,6 +30,7 @@ from ranvier.plan.kernel_count import (
     float8_kernels,
     kept_bytes,
     loss_kernels,
+    num_repeated,
     run_kernels,
     tensor_bytes,
 )
@@ -191,6 +192,7 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
         costs.append(BlockCost(
             name=name, flops=count.flops, written_bytes=count.written, allocated_bytes=memory.allocated,
             kernels=run_kernels(count, state, counting, dtype.itemsize), number_bytes=dtype.itemsize,
+            num_repeated=num_repeated(count, counting, dtype.itemsize),
             kept_bytes=(stored := kept_bytes(memory, kept.storages, counting)),
             operand_bytes=min(stored, kept.count_of(memory.operands())),
             input_bytes=entered, output_bytes=_state_bytes(outputs), weight_share=share, defers=defers,
@@ -211,7 +213,9 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
         costs[-1] = replace(costs[-1], kernels=(*costs[-1].kernels, *loss_kernels(count, state, counting)))
     if counting.float8:
         in_float8 = {id(cost.kernels): float8_kernels(cost.kernels, counting) for cost in costs[1:-1]}
-        costs[1:-1] = [replace(cost, kernels=in_float8[id(cost.kernels)]) for cost in costs[1:-1]]
+        costs[1:-1] = [replace(
+            cost, kernels=in_float8[id(cost.kernels)], num_repeated=None if cost.num_repeated is None else len(
+                float8_kernels(cost.kernels[:cost.num_repeated], counting))) for cost in costs[1:-1]]
     return costs
 
 

@@ -136,9 +136,13 @@ class KernelCount(TorchDispatchMode):
         """Autograd saves a tensor: a second run ends with the last one."""
         self._saved_at, self._written_when_saved = len(self.kernels), self._written_again
 
+    def until_saved(self) -> Kernels:
+        """Kernels before the last tensor that autograd saves."""
+        return tuple(self.kernels[:self._saved_at])
+
     def repeated(self, counting: Counting, element_bytes: int, kept_bytes: int, inside_bytes: int) -> Repeated:
         """Kernels that run again if the block is recomputed selectively. element_bytes: as for `run_kernels`."""
-        found = tuple(self.kernels[:self._saved_at])
+        found = self.until_saved()
         if counting.has_scores:
             found = with_scores(found, element_bytes)
         return Repeated(kernels=tuple(kernel for kernel in found if not kernel.is_kept), kept_bytes=kept_bytes,
@@ -276,6 +280,15 @@ def run_kernels(count: KernelCount, outputs: object, counting: Counting, element
     if counting.compiles:
         found = fused(found, {count.storage_of(leaf) for leaf in _tensors(outputs)})
     return found
+
+
+def num_repeated(count: KernelCount, counting: Counting, element_bytes: int) -> int | None:
+    """Number of `run_kernels` that run again before the block's second run has found all that autograd saves. None is
+    all: a compiled block saves when it has run."""
+    if counting.compiles:
+        return None
+    found = count.until_saved()
+    return len(with_scores(found, element_bytes) if counting.has_scores else found)
 
 
 def loss_kernels(count: KernelCount, outputs: object, counting: Counting) -> Kernels:

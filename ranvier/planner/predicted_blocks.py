@@ -31,10 +31,13 @@ def predicted_blocks(run: ResolvedRun, cluster: Cluster, work: Work, present: Pr
     blocks = [block for blocks in stages for block in blocks]
     known = {id(block.kernels): [cluster.device.seconds(kernels, run.precision, threads) / size for kernels in (
         block.kernels, backward_of(block.kernels), weight_gradients_of(block.kernels, step.bytes.gradient),
-        block.repeated_kernels)]
+        block.repeated_kernels, block.last_repeated_kernels)]
         for block in {id(block.kernels): block for block in blocks}.values()}
-    forward, backward, weight, repeated = zip(*(known[id(block.kernels)] for block in blocks), strict=True)
-    again = [place in stage.recomputed for stage in step.stages for place in range(len(stage.blocks))]
+    forward, backward, weight, repeated, last = zip(*(known[id(block.kernels)] for block in blocks), strict=True)
+    again = [0.0 if place not in stage.recomputed else ended if place in stage.ends else inside
+             for (stage, place), inside, ended in zip(
+                 ((stage, place) for stage in step.stages for place in range(len(stage.blocks))), repeated, last,
+                 strict=True)]
     outputs = [block.output_bytes for block in blocks]
     alone = replace(run, mesh=Mesh(), batch=replace(run.batch, microbatch_size=1))
     parameters = tuple(block.num_owned for block in work.blocks(alone))
@@ -46,9 +49,9 @@ def predicted_blocks(run: ResolvedRun, cluster: Cluster, work: Work, present: Pr
     bandwidth, latency = LINKS[usual if run.comm.transport == "auto" else run.comm.transport]
     facts = BlockFacts(
         forward_seconds=forward,
-        backward_seconds=tuple(of_inputs + of_weights * (block.num_trainable > 0) + recomputed * seconds
-                               for block, seconds, of_inputs, of_weights, recomputed in zip(
-                                   blocks, repeated, backward, weight, again, strict=True)),
+        backward_seconds=tuple(of_inputs + of_weights * (block.num_trainable > 0) + second_run
+                               for block, of_inputs, of_weights, second_run in zip(
+                                   blocks, backward, weight, again, strict=True)),
         update_seconds=tuple(update * count for count in parameters),
         output_bytes=tuple(-(-sent // max(1, size // mesh.microbatch_parts)) for sent in outputs),
         num_parameters=parameters,

@@ -67,7 +67,9 @@ def sample_step(run: ResolvedRun, blocks: Sequence[BlockCost]) -> Step:
     gains = all(sum(blocks[place].operand_bytes for place in places) > 2 * blocks[places.start].input_bytes
                 for places in layers)
     again = tuple(place for places in layers if places != largest for place in places) if gains else ()
-    return replace(step, stages=(StageWork(blocks=tuple(blocks), recomputed=again),), split_layers=split_layers(run))
+    ends = tuple(places.stop - 1 for places in layers)
+    return replace(step, stages=(StageWork(blocks=tuple(blocks), recomputed=again, ends=ends),),
+                   split_layers=split_layers(run))
 
 
 def least_run_seconds(run: ResolvedRun, cluster: Cluster, sample: Step) -> tuple[float, float]:
@@ -108,7 +110,8 @@ def step_of(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], cluster: Cl
             1, sum(block.flops for block in _blocks_of(stages, each)))
     return Step(
         run=run, policy=policy_named(run.pipeline.policy), limits=limits, bytes=element_bytes(run),
-        stages=tuple(StageWork(blocks=tuple(blocks), recomputed=tuple(place for places in again for place in places))
+        stages=tuple(StageWork(blocks=tuple(blocks), recomputed=tuple(place for places in again for place in places),
+                               ends=tuple(places.stop - 1 for places in again))
                      for blocks, again in zip(stages, recomputed, strict=True)),
         num_states=states_per_parameter(run), tokens=families.tokens_of(run),
         whole_tensors=rules_of(run.optim).tensors is not None, update_flops=_update_of(run)[1],

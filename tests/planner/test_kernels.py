@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
 from ranvier.block import Model
 from ranvier.config.resolve import ResolvedRun
-from ranvier.config.run import Batch, Launch, TensorParallel, Transformer
+from ranvier.config.run import Batch, Launch, Memory, TensorParallel, Transformer
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.hardware import Rate
 from ranvier.cost.kernels import (
@@ -27,9 +28,12 @@ from ranvier.cost.kernels import (
     without_panels,
 )
 from ranvier.mesh import Mesh
+from ranvier.models import families
+from ranvier.pipeline.segment import Segment
 from ranvier.plan.block_costs import block_costs
 from ranvier.plan.kernel_count import Counting, KernelCount
 from ranvier.planner import work
+from ranvier.planner.run_cost import run_cost
 from ranvier.planner.work import Work
 
 X, W, Y, Z = (Access(number, size, size) for number, size in enumerate((70, 30, 42, 42)))
@@ -313,3 +317,35 @@ def test_a_split_block_moves_no_more_than_its_tensors(tensor):
     whole, split = (sum(moved(block.kernels) for block in Work().blocks(each))
                     for each in (replace(run, mesh=Mesh()), run))
     assert split < 1.5 * whole
+
+
+@pytest.mark.parametrize("family, share", [("gpt", 2 / 3), ("llama", 3 / 4)])
+def test_a_second_run_ends_before_the_last_product_as_in_the_engine(family, share):
+    """The backward does not need what a segment's last product computes; as published it is computed all the same."""
+    run = ResolvedRun(model=Transformer(family=family, num_layers=1, hidden=64, heads=4, vocab=300, sequence=32),
+                      batch=Batch(global_size=2, microbatch_size=2))
+    model = families.model_of(run)
+    blocks = [(name, model.blocks[name]()) for name in model.layers[0]]
+    counted = {block.name: block for block in Work().blocks(run) if block.name in model.layers[0]}
+    first, last = counted.values()
+    again = sum(kernel.flops for kernel in (*first.repeated_kernels, *last.last_repeated_kernels)
+                if kernel.kind == "product")
+    state = torch.randn(2, 32, 64, requires_grad=True)
+
+    def compute(state):
+        for _, block in blocks:
+            state = block(state)
+        return state
+
+    def backward_flops(result):
+        with FlopCounterMode(display=False) as counter:
+            result.sum().backward()
+        return counter.get_total_flops()
+
+    assert backward_flops(Segment(blocks).run(compute, state)) - backward_flops(compute(state)) == again
+    forward = sum(kernel.flops for block in counted.values() for kernel in block.kernels if kernel.kind == "product")
+    assert again == pytest.approx(share * forward)
+    recomputed = replace(run, memory=Memory(recompute=1))
+    seconds = {published: run_cost(recomputed, load_cluster("h100"), Work().stages(recomputed),
+                                   as_published=published).stages[0].backward_seconds for published in (False, True)}
+    assert seconds[False] < seconds[True]
