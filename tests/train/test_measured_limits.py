@@ -137,7 +137,7 @@ def run(tmp_path_factory):
     for number in range(40):
         words = " ".join(choose.choices(("arrow", "flies", "over", "green", "fields"), k=200))
         (folder / "texts" / f"{number}.txt").write_text(words)
-    return Run(mesh=Mesh(pipe=2), batch=Batch(global_size=8, microbatch_size=2),
+    return Run(mesh=Mesh(pipe=2), batch=Batch(global_size=8, microbatch_size=1),
                train=Train(steps=STEPS + 3, sample_tokens=0, eval_sequences=4),
                model=Transformer(num_layers=2, hidden=16, heads=2, vocab=300, sequence=16), seed=1,
                data=Data(corpus=str(folder / "texts"), cache_dir=folder / "cache"), checkpoint=Checkpoint(every=0))
