@@ -3,17 +3,20 @@ sums are right, and nobody waits for ever."""
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ranvier.comm.meta import MetaGroup
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Batch, Optim, Transformer
 from ranvier.launch import mpiexec
 from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
+from ranvier.optim.chunks import Chunk
 from ranvier.optim.gradients import Gradients
 from ranvier.optim.optimizer import FlatOptimizer
 from ranvier.optim.reduction import MAX_COLLECTIVES, Reductions
@@ -182,3 +185,18 @@ def on_processes(world):
     pytest.mark.mpi, pytest.mark.skipif(mpiexec.mpi_available() is not None, reason="needs mpiexec")])]))
 def test_real_processes(transport):
     assert run_processes(f"{HERE}:on_processes", 3, transport) == [True] * 3
+
+
+def test_the_memory_of_chunks_that_are_alike_is_counted_once(monkeypatch):
+    """A rank of a large model has tens of thousands of chunks, of a few sizes."""
+    of_chunk, group = SimpleNamespace(sent_to_owner=False, group=None), MetaGroup("data", 2)
+    chunks = [Chunk(start=start, stop=start + size, specs=[of_chunk], share=(start, start + size // 2), group=group,
+                    counts=True) for start, size in [*((8 * number, 8) for number in range(100)), (800, 4)]]
+    counted, needs = [], Reductions._needs
+    monkeypatch.setattr(Reductions, "_needs", lambda self, chunk, scatter: counted.append(chunk.stop - chunk.start) or
+                        needs(self, chunk, scatter))
+    reductions = Reductions(chunks, dtype=torch.float32, reduce_dtype=torch.bfloat16, device=torch.device("cpu"),
+                            in_flight=3)
+    stays, passing = reductions.bytes(scatter=True)
+    assert stays == 3 * sum(needs(reductions, chunks[0], True).values()) and passing == 0
+    assert set(counted) == {8, 4} and len(counted) <= 4
