@@ -71,21 +71,6 @@ def test_processes_return_json():
         [rank, 2, "mpi", "run_processes", *args] for rank in range(2)]
 
 
-def fail_on_one(world: World) -> str:
-    print(f"printed by {world.rank}")
-    if world.rank == 1:
-        raise ValueError("as planned")
-    return "fine"
-
-
-def test_a_failing_process_is_shown_with_its_output():
-    with pytest.raises(RanksFailed, match="rank 1 of 2") as failure:
-        run_processes(f"{HERE}:fail_on_one", 2, "torch")
-    text = str(failure.value)
-    assert not failure.value.hung
-    assert "ValueError: as planned" in text and "printed by 1" in text and "printed by 0" not in text
-
-
 def write_pids(world: World, path: str) -> None:
     with open(f"{path}.{world.rank}", "w") as file:
         file.write(str(os.getpid()))

@@ -86,7 +86,7 @@ def test_it_trains(mesh, kind, pipeline, options):
     assert {"loss.loss.log_variance", "loss.loss.project.bias"} < set(expected[0])
     assert all(result == pytest.approx(held_out, rel=1e-10) for _, result, _ in ranks)
     seen = [float(buffers["loss.loss.seen"]) for _, _, buffers in ranks if "loss.loss.seen" in buffers]
-    assert seen == [9.0] * mesh.data
+    assert seen == [3.0 * len(batches)] * mesh.data
 
 
 def test_checkpoints_have_it(tmp_path):

@@ -21,7 +21,7 @@ from ranvier.config.run import Pipeline
 from ranvier.errors import ConfigError, TransportError
 from ranvier.launch.mpiexec import mpi_available
 from ranvier.testing.faults import faulty, flipped, parse
-from ranvier.testing.ranks import run_processes, run_ranks
+from ranvier.testing.ranks import RanksFailed, run_processes, run_ranks
 from ranvier.train.memory import is_out_of_memory
 from ranvier.world import World
 from tests.comm import conformance
@@ -235,26 +235,25 @@ def damaged(wire):
     return wire
 
 
-def then_kill(world: World, fault: str) -> list[str]:
-    """What rank 1 says of a damaged head, and how rank 0 finds that rank 1 is killed afterwards."""
+def say_and_fail(world: World) -> None:
+    print(f"printed by {world.rank}")
     text = damage_a_head(world)
-    try:
-        meet(world, fault)
-    except Exception as error:
-        return [text, str(error)]
-    return [text, ""]
+    if world.rank == 1:
+        raise ValueError(text)
 
 
 DAMAGED = re.compile(r"rank 0 on 'pipe': sent an invalid message \(got 'the header of this message was corrupted in "
                      r"transit'\)\. Install the same version")
 
 
-@pytest.mark.parametrize("moment", quick(1, ["call=3", "seconds=0.2"]))
-def test_a_damaged_head_is_a_clear_error_and_a_rank_is_killed(moment):
-    """At that call, and by the clock also outside of any. Two processes show both, as each takes long to start."""
-    (text, failure), killed = run_processes(f"{HERE}:then_kill", 2, "torch", args=[f"kill:rank=1,{moment}"],
-                                            may_fail=[1])
-    assert DAMAGED.match(text) and failure and killed is None
+def test_a_damaged_head_is_a_clear_error_and_a_failing_process_is_shown_with_its_output():
+    """Of the same two processes, as each takes long to start."""
+    with pytest.raises(RanksFailed, match="rank 1 of 2") as failure:
+        run_processes(f"{HERE}:say_and_fail", 2, "torch")
+    text = str(failure.value)
+    assert not failure.value.hung
+    assert "ValueError: rank 0 on" in text and DAMAGED.search(text)
+    assert "printed by 1" in text and "printed by 0" not in text
 
 
 @pytest.mark.slow
@@ -311,6 +310,15 @@ def meet(world: World, *faults: str) -> int:
         group.all_reduce(torch.ones(1)).wait()
         time.sleep(0.01)
     return 50
+
+
+@pytest.mark.parametrize("moment", quick(1, ["call=3", "seconds=0.2"]))
+def test_a_rank_is_killed(moment):
+    """At that call, and by the clock also outside of any."""
+    began = time.monotonic()
+    with pytest.raises(Exception, match=r"rank 0 of 2 .* failed"):
+        run_processes(f"{HERE}:meet", 2, "torch", args=[f"kill:rank=1,{moment}"], may_fail=[1])
+    assert time.monotonic() - began < 50
 
 
 # ---------------------------------------------------------------------- a run
