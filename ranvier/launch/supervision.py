@@ -385,10 +385,10 @@ def _first_failure(children: _Children, received: Sequence[int], lets_go: Callab
             return children.lost.pop()
         if 0 in codes and (rank := children.exited_early()) is not None:
             return _RankEnd(rank, 0)
-        if (end := children.stopped()) is not None:
-            if lets_go(end):
+        if (stopped := children.stopped()) is not None:
+            if lets_go(stopped):
                 continue
-            return end
+            return stopped
         time.sleep(_POLL_SECONDS)
     return None
 

@@ -79,9 +79,9 @@ class HeldParameters:
         if not self._as_they_were():
             self._adopt_replaced()
             self._look()
-        given: set[tuple[nn.Module, str]] = set()
+        buffers: set[tuple[nn.Module, str]] = set()
         for one in stand_ins:
-            one.settle(given)
+            one.settle(buffers)
         for block, name, held, known in self._formats:
             if (now := (held.shape, held.dtype, held.device)) != known:
                 raise _error("parameter-form-changed", block, name,
