@@ -213,7 +213,7 @@ class Engine:
         self.names_in_whole, self._came_in_evaluation = given.names_in_whole, given.in_evaluation
         self._learning_rate, self.timeline = learning_rate, timeline_of(world.device, plan.mesh, plan.policy)
         self._policy = policy or policy_named(plan.policy)
-        self._step, self._closed = 0, False
+        self._step, self._closed, self._is_averaged = 0, False, False
         self._failure: str | None = None
         self._replicas: Replicas | None = None
         self._refuses_bad_losses = guard is None
@@ -589,6 +589,7 @@ class Engine:
         Raises CheckpointError, before anything is written, for a state of another mesh, rank, model or optimizer.
         """
         self.check_usable("load_state_dict")
+        self._refuse_training("load_state_dict")
         load_state(self, state)
         self._statistics.forget()
 
@@ -622,6 +623,7 @@ class Engine:
             so all of them say so alike.
         """
         self.check_usable("train_batch")
+        self._refuse_training("train_batch")
         if not self._updater.updates:
             raise ConfigError("is missing", code="optimizer-missing", where="Engine(optimizer=...)",
                               remedy="Give the engine an optimizer, or call forward_backward and update by hand.")
@@ -649,6 +651,7 @@ class Engine:
         setting all gradients to None or zero.
         """
         self.check_usable("forward_backward")
+        self._refuse_training("forward_backward")
         if self._updater.in_backward:
             raise ConfigError("keeps no gradients", code="in-backward-keeps-no-gradients",
                               where="optim.update-in-backward", value=True,
@@ -670,6 +673,7 @@ class Engine:
         them as they are now.
         """
         self.check_usable("step")
+        self._refuse_training("step")
         if result.status is None:
             raise ConfigError("is of an evaluation, which has no gradients", code="step-after-evaluation",
                               where="Engine.step(result)", remedy="Give the result of forward_backward.")
@@ -888,21 +892,30 @@ class Engine:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Inside, parameters are their moving averages (`optim.ema`), for evaluation; collective. They are there twice
-        meanwhile. ConfigError without averages."""
+        meanwhile. ConfigError without averages, and for a step inside, which the end would undo."""
         self.check_usable("averaged")
         flat = self._updater.flat
         if flat is None or not self._updater.has_averages:
             raise ConfigError("keeps no moving average of the parameters", code="ema-not-kept", where="optim.ema",
                               value=0.0, remedy="Set `--optim.ema`, for example to 0.999.")
         self._finish_update()
-        before = flat.take_averages()
+        self._refuse_training("averaged")
+        before, self._is_averaged = flat.take_averages(), True
         self._share_values()
         try:
             yield
         finally:
+            self._is_averaged = False
             self._finish_update()
             flat.weights.copy_(before)
             self._share_values()
+
+    def _refuse_training(self, call: str) -> None:
+        """ConfigError inside `averaged`."""
+        if self._is_averaged:
+            raise ConfigError("is called inside Engine.averaged(), whose end restores the parameters from before it",
+                              code="step-inside-averages", where=f"Engine.{call}",
+                              remedy="Leave averaged() first; evaluate, predict and exports may be inside.")
 
     def _share_values(self) -> None:
         """Parameters have other values: what was gathered of them is let go, and other ends of ties get theirs."""

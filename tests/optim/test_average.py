@@ -111,7 +111,11 @@ def test_parameters_are_their_averages_inside_and_themselves_afterwards(tmp_path
             with engine.averaged():
                 inside = engine.evaluate(loader.microbatches(0)).loss
             with engine.averaged():
-                pass
+                for call in (engine.train_batch, engine.forward_backward):
+                    with raises("step-inside-averages"):
+                        call(loader.microbatches(0))
+                with raises("step-inside-averages"), engine.averaged():
+                    pass
         return inside, engine.evaluate(loader.microbatches(0)).loss, train(engine, 2)
 
     options = {"dtype": torch.float64, **OPTIM, "offload": offload, "shard": shard}
