@@ -19,9 +19,18 @@ from typing import Any
 
 from ranvier.config.other_mesh import microbatch_size, resized
 from ranvier.config.resolve import ResolvedRun
-from ranvier.elastic import freezing
 from ranvier.elastic.change import Change, MeshRequest
-from ranvier.elastic.freezing import NONE_FROZEN, FreezePolicy, FrozenLayers, Manual, Remembers, layers_text
+from ranvier.elastic.freezing import (
+    NONE_FROZEN,
+    Facts,
+    FreezePolicy,
+    FrozenLayers,
+    Manual,
+    Remembers,
+    decide,
+    frozen_layers,
+    layers_text,
+)
 from ranvier.elastic.ledger import Entry
 from ranvier.elastic.mesh_candidates import MeshCandidate, StageMemory, mesh_candidates
 from ranvier.elastic.microbatch_profile import MicrobatchProfile, microbatch_counts, size_of
@@ -192,7 +201,7 @@ class Controller:
                 notes = (Note(event="would-freeze", text=f"would freeze {more} (a dry run: nothing changes)",
                               fields={"layers": len(wanted), "gradient_norms": list(norms)}),)
                 wanted = facts.frozen
-        wanted = freezing.frozen_layers(wanted.layers | frozenset(range(self._untrained)))
+        wanted = frozen_layers(wanted.layers | frozenset(range(self._untrained)))
         moves, chosen = wanted != facts.frozen, None
         if request is not None:  # 2. a mesh: the one that is requested, or the best of those that pay
             found = self._requested(facts, request, wanted)
@@ -309,7 +318,7 @@ class Controller:
         """What the policy answers."""
         policy, inputs, frozen = self.policy, state.inputs, facts.frozen
         _load_policy(self.policy, state)
-        wanted = freezing.decide(policy, freezing.Facts(
+        wanted = decide(policy, Facts(
             step=facts.step, evaluation=state.evaluations + 1, frozen=frozen.prefix, num_layers=len(norms),
             gradient_norms=norms, lowest=self.lowest(state, frozen.prefix), frozen_above=frozen.above,
             stages=facts.stages, stage_seconds=facts.stage_seconds, activation_change=facts.activation_change,
