@@ -370,7 +370,7 @@ class _StepCost:
             last = max(last, (pipeline - slack + row.after_seconds, row), key=lambda pair: pair[0])
             slack += row.backward_seconds
         total, ends = last
-        recomputed = any(self._again(stage) for stage in range(len(self.stages)))
+        again = (step.recomputed_flops_per_sample - step.flops_per_sample) * self._repeated_share()
         size = self.run.batch.global_size
         blocks = [block for stage in self.stages for block in stage]
         left_out = sum(block.flops - (block.weight_flops if block.num_trainable else 0)
@@ -382,10 +382,20 @@ class _StepCost:
             reduction_seconds=ends.reduction_seconds, update_seconds=ends.update_seconds, stages=tuple(rows),
             link_bytes=self._link_bytes(), sequences=size, tokens=size * step.tokens,
             model_flops=size * (step.flops_per_sample - unneeded),
-            hardware_flops=size * ((step.recomputed_flops_per_sample if recomputed else step.flops_per_sample)
-                                   - unneeded),
+            hardware_flops=size * (step.flops_per_sample + again - unneeded),
             peak_flops=self._ranks_worth() * rate.peak_flops, cores_seconds=shared, partial_seconds=partial,
             edge_seconds=max(self.way().transfer, default=0.0))
+
+    def _repeated_share(self) -> float:
+        """What part of the operations of blocks that are recomputed is computed again; 0 where none are."""
+        whole = left_out = 0
+        for stage, work in enumerate(self.step.stages):
+            for place in self._again(stage):
+                block = work.blocks[place]
+                whole += block.repeated_flops
+                if place in work.ends and not (block.is_selective or block.num_repeated is None or self.as_published):
+                    left_out += sum(kernel.flops for kernel in block.kernels[block.num_repeated:])
+        return 1.0 - left_out / whole if whole else 0.0
 
     def least(self) -> tuple[float, float]:
         """Result of `least_seconds`. Stage i begins after the forwards of those before it, and then has all
