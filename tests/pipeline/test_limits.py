@@ -186,7 +186,8 @@ def test_one_simulation_serves_all_memories(data, per_rank, count, in_flight):
     limits = Limits(in_flight=in_flight, max_stored=max_stored,
                     deferred=(max_stored,) * 2 if max_stored else (data.draw(st.integers(0, 5)), 3))
     times = [StageTimes(forward=one.forward, backward=one.backward, weight=one.weight, trains=one.trains, products=4,
-                        kept_bytes=_UNIT * one.graph, alive_bytes=round(_UNIT * one.operands)) for one in case.stages]
+                        kept_bytes=_UNIT * one.graph, alive_bytes=round(_UNIT * one.operands),
+                        deferred_factor=one.deferred_factor) for one in case.stages]
     units = [sum(times[stage].alive_bytes for stage in placement.stages_of(rank)) for rank in range(2)]
     direct = simulate(times, count, case.policy, in_flight, placement=placement, max_stored=max_stored,
                       hop=0.1 * per_rank * max(one.forward for one in case.stages),
