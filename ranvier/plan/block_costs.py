@@ -7,6 +7,7 @@ that its operations move.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -172,8 +173,8 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
                 count, products = _count_of(module, tensors), _Float8Products()
                 kept, found = KeptBytes(tensors.values(), count.saved), count.kept_outputs
                 entered_state = _as_leaves(arrived, arrived_trains)  # which the block may change
-                with (torch.enable_grad(), kept, found.recorded(by_caller=True), count, FusedAttention(), products,
-                      count.chains(counting)):
+                with (torch.enable_grad(), kept, found.recorded(by_caller=True), count, FusedAttention(),
+                      products if counting.float8 else nullcontext(), count.chains(counting)):
                     state = functional_call(module, tensors, (entered_state,), tie_weights=False)
                 memory = count
                 if counting.has_scores:

@@ -83,7 +83,7 @@ class StageTable:
                              words=(len(columns) - 1,)))
 
 
-def global_parameters(model: Model, modules: dict[str, nn.Module]) -> tuple[Parameter, ...]:
+def global_parameters(model: Model, modules: Mapping[str, nn.Module]) -> tuple[Parameter, ...]:
     """All parameters of the model by global name, with the owner of tied ones. ModelError for ties that cannot be."""
     found: dict[str, Parameter] = {}
     objects: dict[str, nn.Parameter] = {}
@@ -169,13 +169,14 @@ class Parts:
     """A model on a tensor mesh, whatever the number of stages: its parameters, and who holds what of them.
 
     model: with one rank's part of each block, as it runs on such a device. modules: the whole blocks, of which those
-        that are built lazily have no storage.
+        that are built lazily have no storage; those of another tensor mesh are the same.
     """
 
-    def __init__(self, model: Model, mesh: Mesh, tensor: TensorParallel, device: str) -> None:
+    def __init__(self, model: Model, mesh: Mesh, tensor: TensorParallel, device: str,
+                 modules: Mapping[str, nn.Module] | None = None) -> None:
         self._device = device
         self._layouts: dict[object, Layout] = {}
-        self.modules = modules = build_on_meta(model)
+        self.modules = modules = build_on_meta(model) if modules is None else modules
         self.names = tuple(modules)
         self.parameters, self.shards = global_parameters(model, modules), None
         self._sizes = [1.0 + sum(parameter.numel() for parameter in module.parameters())

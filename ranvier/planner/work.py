@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import nn
 
 from ranvier.block import Model, freeze
 from ranvier.config.resolve import ResolvedRun
@@ -21,7 +22,7 @@ from ranvier.cost.step import Same
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.mesh import Mesh
 from ranvier.models import families
-from ranvier.plan.block_costs import block_costs
+from ranvier.plan.block_costs import block_costs, build_on_meta
 from ranvier.plan.cut import Parts, meta_mesh, split_model
 from ranvier.plan.kernel_count import Counting, counting_of
 from ranvier.plan.partition import partition_for, uniform
@@ -41,6 +42,7 @@ class Work:
         self._selective: dict[int, list[BlockCost]] = {}
         """By the identity of those in `_counted`."""
         self._cuts: dict[object, tuple[int, ...]] = {}
+        self._models: dict[object, tuple[Model, Mapping[str, nn.Module]]] = {}
         self._parts: dict[object, tuple[Model, Parts]] = {}
         self._needs: dict[object, Needs] = {}
         self._memories: dict[object, tuple[RankMemory, ...]] = {}
@@ -87,8 +89,12 @@ class Work:
     def _memory(self, run: ResolvedRun, frozen: int, cluster: Cluster | None) -> tuple[RankMemory, ...]:
         kind = _kind(run), frozen
         if kind not in self._parts:
-            model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen)
-            self._parts[kind] = model, Parts(model, run.mesh, run.tensor, device_kind(run))
+            whole = run.precision, run.model, run.lora, *_data(run), frozen
+            if whole not in self._models:
+                model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen)
+                self._models[whole] = model, build_on_meta(model)
+            model, modules = self._models[whole]
+            self._parts[kind] = model, Parts(model, run.mesh, run.tensor, device_kind(run), modules)
         model, parts = self._parts[kind]
         table, layout = parts.cut(run.mesh.shaped(num_replicas=1), self.blocks(run, frozen),
                                   boundaries=self.boundaries(run, frozen), how="cost", placement=run.placement)
@@ -112,8 +118,12 @@ class Work:
 def _kind(run: ResolvedRun) -> object:
     """What one rank's part of each block depends on, the microbatch aside."""
     sizes = tuple(run.mesh[axis] for axis in run.mesh.stage_axes)
-    data = run.data.task, run.data.options, run.data.packing
-    return sizes, run.tensor, run.precision, run.model, run.lora, data, device_kind(run)
+    return sizes, run.tensor, run.precision, run.model, run.lora, _data(run), device_kind(run)
+
+
+def _data(run: ResolvedRun) -> tuple[object, ...]:
+    """What a model depends on of the data's settings."""
+    return run.data.task, run.data.options, run.data.packing
 
 
 def _cut(run: ResolvedRun, blocks: Sequence[BlockCost], freezes: bool) -> tuple[int, ...]:

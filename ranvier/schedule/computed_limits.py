@@ -181,16 +181,14 @@ class _Case:
         """The stages of a rank."""
         return [self.stages[stage] for stage in self.placement.stages_of(rank)]
 
-    def times(self) -> tuple[StageTimes, ...]:
-        """As the simulator takes them. Of bytes it needs how those of a rank's stages compare: one simulation serves
-        many memories."""
+    def without_bytes(self) -> _Case:
+        """All on which the order of actions depends: of bytes how the operands of a rank's stages compare. One
+        simulation of it serves many memories."""
         largest = max(stage.operands for stage in self.stages) or 1.0
         waits = [stage.operands / largest if self.placement.per_rank > 1 else float(round(_UNIT * stage.operands) > 0)
                  for stage in self.stages]
-        return tuple(StageTimes(forward=stage.forward, backward=stage.backward, weight=stage.weight,
-                                trains=stage.trains, products=PRODUCTS, alive_bytes=round(_UNIT * alive),
-                                deferred_factor=stage.deferred_factor)
-                     for stage, alive in zip(self.stages, waits, strict=True))
+        return replace(self, stages=tuple(replace(stage, fixed=0.0, graph=0.0, operands=alive)
+                                          for stage, alive in zip(self.stages, waits, strict=True)))
 
     def windows(self) -> list[int | None]:
         """Candidate values for the number of last microbatches whose products may wait; None for all."""
@@ -341,9 +339,8 @@ def _outcome(case: _Case, limits: Limits) -> _Outcome:
 def _simulation(case: _Case, limits: Limits) -> _Outcome:
     """The mean of several draws, and the most that any of them needs."""
     trace = _cached_trace if isinstance(case.policy, Hashable) else _trace
-    times = case.times()
-    draws = [_outcome_of(case, trace(times, case.policy, case.placement, case.count, case.conditions, limits, draw))
-             for draw in range(case.draws)]
+    timed = case.without_bytes()
+    draws = [_outcome_of(case, trace(timed, limits, draw)) for draw in range(case.draws)]
     largest = max(draws, key=lambda each: max(each.peak))
     return _Outcome(seconds=fmean(each.seconds for each in draws), step=fmean(each.step for each in draws),
                     bubble_fraction=fmean(each.bubble_fraction for each in draws), at_peak=largest.at_peak,
@@ -365,12 +362,15 @@ class _Trace:
     states: tuple[tuple[State, ...], ...]
 
 
-def _trace(times: tuple[StageTimes, ...], policy: Policy, placement: StagePlacement, count: int, conditions: Conditions,
-           limits: Limits, draw: int) -> _Trace:
-    held = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
-    slowest = placement.per_rank * max(stage.forward for stage in times)
-    made = simulate(times, count, policy, limits.in_flight, placement=placement,
-                    jitter=partial(_varied, conditions.variation, draw), hop=conditions.messages * slowest,
+def _trace(case: _Case, limits: Limits, draw: int) -> _Trace:
+    """case: as of `without_bytes`."""
+    held, count = [case.placement.stages_of(rank) for rank in range(case.placement.num_ranks)], case.count
+    times = [StageTimes(forward=stage.forward, backward=stage.backward, weight=stage.weight, trains=stage.trains,
+                        products=PRODUCTS, alive_bytes=round(_UNIT * stage.operands),
+                        deferred_factor=stage.deferred_factor) for stage in case.stages]
+    slowest = case.placement.per_rank * max(stage.forward for stage in times)
+    made = simulate(times, count, case.policy, limits.in_flight, placement=case.placement,
+                    jitter=partial(_varied, case.conditions.variation, draw), hop=case.conditions.messages * slowest,
                     max_stored=limits.max_stored, defer_last=limits.last, alternating=limits.alternating,
                     defer_bytes=[waiting * sum(times[stage].alive_bytes for stage in stages)
                                  for stages, waiting in zip(held, limits.deferred, strict=True)])

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import add, mul
 from typing import Literal, NamedTuple
 
 from ranvier.mesh import StagePlacement
@@ -73,15 +74,12 @@ class Held(NamedTuple):
 def most_held(states: Sequence[State], kept_bytes: Sequence[float], product_bytes: Sequence[int]) -> Held:
     """Of a rank with these bytes for each microbatch and each product on its stages. states: in the order in which
     they came."""
-    most = Held(0.0, 0, 0.0, ((0, 0),) * len(kept_bytes))
-    for state in states:
-        stored, waiting = state[::2], state[1::2]
-        kept = sum(size * count for size, count in zip(kept_bytes, stored, strict=True))
-        queued = sum(size * count for size, count in zip(product_bytes, waiting, strict=True))
-        is_most = kept + queued > most.alive
-        most = Held(max(most.kept, kept), max(most.queued, queued), kept + queued if is_most else most.alive,
-                    tuple(zip(stored, waiting, strict=True)) if is_most else most.at_most_alive)
-    return most
+    kept = [sum(map(mul, kept_bytes, state[::2])) for state in states]
+    queued = [sum(map(mul, product_bytes, state[1::2])) for state in states]
+    alive = list(map(add, kept, queued))
+    most = max(alive, default=0.0)
+    state = states[alive.index(most)] if most else (0, 0) * len(kept_bytes)
+    return Held(max(kept, default=0.0), max(queued, default=0), most, tuple(zip(state[::2], state[1::2], strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True)

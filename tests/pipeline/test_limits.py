@@ -22,8 +22,10 @@ from ranvier.planner.report import schedule_text
 from ranvier.planner.run_cost import run_cost
 from ranvier.planner.work import Work
 from ranvier.schedule.computed_limits import (
+    _UNIT,
     MAX_SIMULATED_STAGES,
     StageLoad,
+    _cached_trace,
     _Case,
     _outcome,
     _rounded,
@@ -171,6 +173,34 @@ def test_nor_with_any_memory_and_any_stages(stages, num_microbatches, memories):
     several = StagePlacement(num_ranks=2, per_rank=2)
     if len(stages) == several.num_stages:
         assert_more_memory_is_never_slower(stages, several, num_microbatches, sorted(memories))
+
+
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(data=st.data(), per_rank=st.sampled_from([1, 1, 2]), count=st.integers(1, 12), in_flight=st.integers(2, 6))
+def test_one_simulation_serves_all_memories(data, per_rank, count, in_flight):
+    """What is predicted of bytes is what a simulation with these bytes has; with other fixed bytes none is run."""
+    placement = StagePlacement(num_ranks=2, per_rank=per_rank)
+    case = _Case(stages=_rounded([data.draw(LOADS) for _ in range(placement.num_stages)]), policy=MessageDriven(),
+                 placement=placement, count=count, conditions=Conditions(messages=0.1, variation=0.0))
+    max_stored = None if per_rank == 1 else data.draw(st.integers(in_flight, 8))
+    limits = Limits(in_flight=in_flight, max_stored=max_stored,
+                    deferred=(max_stored,) * 2 if max_stored else (data.draw(st.integers(0, 5)), 3))
+    times = [StageTimes(forward=one.forward, backward=one.backward, weight=one.weight, trains=one.trains, products=4,
+                        kept_bytes=_UNIT * one.graph, alive_bytes=round(_UNIT * one.operands),
+                        deferred_factor=one.deferred_factor) for one in case.stages]
+    units = [sum(times[stage].alive_bytes for stage in placement.stages_of(rank)) for rank in range(2)]
+    direct = simulate(times, count, case.policy, in_flight, placement=placement, max_stored=max_stored,
+                      hop=0.1 * per_rank * max(one.forward for one in case.stages),
+                      defer_bytes=[unit * most for unit, most in zip(units, limits.deferred, strict=True)])
+    made, before = _outcome(case, limits), _cached_trace.cache_info().misses
+    fixed = [sum(one.fixed for one in case.held(rank)) for rank in range(2)]
+    assert made.seconds == direct.seconds
+    assert made.kept == tuple(own + one.kept / _UNIT for own, one in zip(fixed, direct.held, strict=True))
+    assert made.peak == tuple(own + one.alive / _UNIT for own, one in zip(fixed, direct.held, strict=True))
+    assert made.used == tuple(-(-one.queued // unit) if unit else 0
+                              for one, unit in zip(direct.held, units, strict=True))
+    more = replace(case, stages=tuple(replace(one, fixed=one.fixed + 1.0) for one in case.stages))
+    assert _outcome(more, limits).seconds == made.seconds and _cached_trace.cache_info().misses == before
 
 
 def test_the_choice_is_about_the_microbatches_of_a_batch():
