@@ -53,24 +53,24 @@ _STORE = "ranvier/checkpoint"
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """How the writing of a checkpoint ended. error: why there is none."""
+    """Outcome of writing a checkpoint. error: why there is none."""
 
     step: int
     folder: Path
     size_bytes: int = 0
     stall_seconds: float = 0.0
-    """How long rank 0's training waited: for the write before, and for the copy."""
+    """Seconds that rank 0's training waited: for the write before, and for the copy."""
     write_seconds: float = 0.0
-    """From the copy until the checkpoint had its name."""
+    """Seconds from the copy until the checkpoint had its name."""
     error: str | None = None
     remedy: str = ""
-    """What to do about the error."""
+    """Advice about the error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What an engine resumes from. skipped: why newer checkpoints were not taken. frozen: parameters that were not
-    being trained, and are frozen again now; whoever wants to train them says so afterwards."""
+    """The checkpoint from which an engine resumes. skipped: why newer checkpoints were not taken. frozen: parameters
+    that were not being trained, and are frozen again now; whoever wants to train them says so afterwards."""
 
     folder: Path
     step: int
@@ -95,7 +95,7 @@ class _Job:
     stall_seconds: float = 0.0
     began: float = field(default_factory=time.monotonic)
     part: dict[str, object] | None = None
-    """What rank 0 must know of this rank's part, if it is written already."""
+    """This rank's entry for rank 0, if its part is written already."""
 
 
 class Checkpoints:
@@ -217,8 +217,8 @@ class Checkpoints:
         return job.stall_seconds
 
     def written(self) -> list[Written]:
-        """What has ended since the last call, well or not; on rank 0, and never waits. Empty elsewhere, and once what
-        is under way is given up."""
+        """Outcomes since the last call, on rank 0; never waits. Empty elsewhere, and once what is under way is given
+        up."""
         done, self._untold = self._untold, []
         return [] if self._closing.is_set() else done
 
@@ -237,7 +237,7 @@ class Checkpoints:
 
     @property
     def host_bytes(self) -> int:
-        """What the copies of this rank's part take; they stay for the next save."""
+        """Bytes of the copies of this rank's part, which stay for the next save."""
         return sum(tensor.nbytes for tensor in self._room)
 
     def give_up(self) -> None:
@@ -329,7 +329,7 @@ class Checkpoints:
                        error=error if isinstance(error, str) else _said(error), remedy=remedy)
 
     def _entries(self, number: int) -> list[dict[str, Any]] | None:
-        """What every rank says of its part; None when this is closed first. OSError when a rank is gone: however long
+        """Entries of every rank for its part; None when this is closed first. OSError when a rank is gone: however long
         a disk takes, its rank still publishes what it does (ranvier.comm.board)."""
         names = [self._name(number, rank) for rank in range(self._size)]
         heard: dict[int, tuple[int, str]] | None = None
@@ -490,7 +490,7 @@ def _described(pieces: list[Piece]) -> dict[str, dict[str, Any]]:
 
 
 def _manifest(job: _Job, entries: list[dict[str, Any]]) -> Manifest:
-    """What all ranks have written, as one."""
+    """The manifest of what all ranks have written."""
     parts: list[File] = []
     tensors: dict[str, dict[str, Any]] = {}
     for entry in entries:

@@ -40,7 +40,7 @@ from ranvier.tensor.quantized_weight import dense
 
 
 def temporary_folder(folder: Path, step: int, token: str) -> Path:
-    """Where the checkpoint of `step` is while it is being written; token: tells this writing from all others."""
+    """Folder of the checkpoint of `step` while it is being written; token: tells this writing from all others."""
     return folder / f".step-{step}.{token}.tmp"
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: manifest.json, read as if a stranger had written it.
+"""The manifest of a checkpoint: manifest.json, read as if a stranger had written it.
 
     step-120/
       manifest.json             tensors by kind, global name and shape; where their pieces are; numbers; the run
@@ -111,7 +111,7 @@ class Manifest:
     tensors: dict[str, dict[str, SavedTensor]]
     """Kind -> global name -> tensor."""
     about: dict[str, object] = field(default_factory=dict)
-    """What the run wants to know of itself: its settings, its place in the data, versions. Plain JSON."""
+    """Metadata of the run: its settings, its place in the data, versions. Plain JSON."""
     crc32: Count = 0
     """CRC-32 of manifest.json as `encode` writes it with 0 here, whatever its white space has become since."""
 
@@ -137,7 +137,7 @@ def _own_checksum(manifest: Manifest) -> int:
 
 
 def _json(manifest: Manifest) -> bytes:
-    """As files had it before there were these fields, where there is nothing in them."""
+    """The manifest as JSON, without fields that are empty, as in files from before those fields existed."""
     absent = {name for name in ("last_norm", "missed_updates", "optimizer_groups")
               if getattr(manifest, name) in (None, {}, ())}
     return _adapter.dump_json(manifest, exclude=absent)
@@ -176,7 +176,7 @@ def damaged(code: str, folder: Path | str, what: str, value: object = None) -> C
 
 
 def contradictions(manifest: Manifest) -> Iterator[str]:
-    """What cannot be true of any checkpoint. Files are looked at elsewhere."""
+    """Contradictions that no checkpoint can have. Files are checked elsewhere."""
     names = [file.name for file in manifest.files]
     for name in names:
         if not _PART.fullmatch(name):
@@ -242,7 +242,7 @@ def _overlap(boxes: list[Box]) -> bool:
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint after `step` steps is."""
+    """Folder of the checkpoint after `step` steps."""
     return folder / f"step-{step}"
 
 

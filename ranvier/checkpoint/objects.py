@@ -29,7 +29,7 @@ _LISTS: dict[str, type[list[Any]] | type[tuple[Any, ...]]] = {"list": list, "tup
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What can be saved and loaded, as torch's schedulers can."""
+    """An object that can be saved and loaded, as torch's schedulers can."""
 
     def state_dict(self) -> dict[str, Any]:
         """Its state: numbers, texts, tensors, lists, tuples and dicts."""
@@ -55,8 +55,8 @@ class SavedObjects:
         self._mesh, self._rank = str(mesh), rank
 
     def pieces(self) -> list[Piece]:
-        """What this rank writes. CheckpointError for a state that is not made of numbers, texts, tensors and the like.
-        """
+        """The pieces that this rank writes. CheckpointError for a state that is not made of numbers, texts, tensors and
+        the like."""
         pieces = []
         for name, found in self._objects.items():
             tensors: list[Tensor] = []

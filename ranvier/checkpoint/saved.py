@@ -28,7 +28,7 @@ class Saved:
         self._open: dict[int, Any] = {}
 
     def damage(self, files: Iterable[int] | None = None) -> Iterator[CheckpointError]:
-        """What is wrong with these files (all by default), by their sizes and checksums. Reads all of them."""
+        """Errors for damage to these files (all by default), by their sizes and checksums. Reads all of them."""
         for number in range(len(self.manifest.files)) if files is None else files:
             file = self.manifest.files[number]
             path = self.folder / file.name
@@ -46,7 +46,7 @@ class Saved:
                               f"{file.name} cannot be read: {error.strerror or error}")
 
     def tensor(self, kind: str, name: str) -> SavedTensor:
-        """What the manifest says of a tensor. CheckpointError when it has none."""
+        """The manifest's entry for a tensor. CheckpointError when it has none."""
         try:
             return self.manifest.tensors[kind][name]
         except KeyError:
@@ -145,15 +145,15 @@ def find(path: Path) -> list[Path]:
 
 
 def run_folders(path: Path, checkpoint: Path) -> list[Path]:
-    """Where the files of the run may be from which `checkpoint` is, which was found at `path`."""
+    """Folders that may hold the files of the run that wrote `checkpoint`, which was found at `path`."""
     folder, above = checkpoint.parent.resolve(), checkpoint.parent.parent
     return [path, *([path.parent] if path.name == BEST else []),
             *([above] if folder in (one.resolve() for one in _folders(above)) else [])]
 
 
 def _folders(run: Path) -> list[Path]:
-    """Where a run's folder may have its checkpoints. A relative `checkpoint.dir` belongs to the directory where the run
-    was started: a relative `run_dir` tells which that was, otherwise it is taken for this process's."""
+    """Folders in which a run may have its checkpoints. A relative `checkpoint.dir` belongs to the directory where the
+    run was started: a relative `run_dir` tells which that was, otherwise it is taken for this process's."""
     own = read.own_settings(run)
     named, given = own.get("checkpoint.dir"), own.get("run_dir")
     if not isinstance(named, str):

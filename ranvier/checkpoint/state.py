@@ -1,4 +1,5 @@
-"""What an engine needs to resume, as pieces of the whole model's state: views of what lives, by kind, name and box.
+"""State that an engine needs to resume, as pieces of the whole model's state: views of live tensors, by kind, name and
+box.
 
     kind         what                                               who writes it
     parameter    as computed with                                   of the ranks that hold an element, one
@@ -53,8 +54,8 @@ class Piece:
 
 
 def pieces_to_write(engine: Engine) -> list[Piece]:
-    """What this rank writes: over all ranks, every element of every tensor once. CheckpointError for state that has no
-    place in a checkpoint."""
+    """The pieces that this rank writes: over all ranks, every element of every tensor once. CheckpointError for state
+    that has no place in a checkpoint."""
     own: dict[str, list[Slice]] = {}
     for owned in engine.layout.owned(engine.world.rank):
         own.setdefault(owned.parameter, []).append(owned)
@@ -243,16 +244,16 @@ def _is_import_without_adapters(saved: StateSource) -> bool:
 
 
 class StateSource(Protocol):
-    """Where an engine's state comes from: a checkpoint on disk (`Saved`), or other ranks."""
+    """Source of an engine's state: a checkpoint on disk (`Saved`), or other ranks."""
 
     manifest: Manifest
 
     @property
     def folder(self) -> Path | str:
-        """Where that is, for errors."""
+        """Location of the source, for errors."""
 
     def tensor(self, kind: str, name: str) -> SavedTensor:
-        """What is known of a tensor. CheckpointError where there is none."""
+        """The entry for a tensor. CheckpointError where there is none."""
 
     def read(self, kind: str, name: str) -> Tensor:
         """All of a tensor, on the CPU."""
@@ -395,7 +396,7 @@ def _load_parameters(engine: Engine, saved: StateSource) -> None:
 
 
 def _load_states(engine: Engine, saved: StateSource) -> None:
-    """What the optimizer remembers. A checkpoint from before the first update may have none of it."""
+    """Load the optimizer's states. A checkpoint from before the first update may have none of it."""
     tensors, frozen = saved.manifest.tensors, set(saved.manifest.frozen)
     fresh = saved.manifest.optimizer_steps == 0
     _make_room(engine, saved)
@@ -420,7 +421,7 @@ def _load_states(engine: Engine, saved: StateSource) -> None:
 
 
 def _names_of_updated(engine: Engine) -> dict[nn.Parameter, str]:
-    """What the user's optimizer updates -> the parameter's name."""
+    """Tensor that the user's optimizer updates -> the parameter's name."""
     return {engine.updated(parameter): name for name, parameter in _trained_here(engine).items()}
 
 

@@ -39,7 +39,7 @@ _MAX_LOCAL_RANKS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What `ranvier check` knows. `stages` is None where problems prevent a cut."""
+    """Result of `ranvier check`. `stages` is None where problems prevent a cut."""
 
     problems: tuple[RanvierError, ...]
     warnings: tuple[RanvierError, ...]
@@ -47,11 +47,12 @@ class Report:
     memory: tuple[RankMemory, ...]
     tensor_mesh: TensorMeshFacts | None
     machine: MachineMemory | None
-    """What all ranks would need together here, and what there is; None for more ranks than a machine has."""
+    """Memory that all ranks would need together on this machine, and what is available; None for more ranks than a
+    machine has."""
     planned: str | None = None
     """The mesh and microbatch in the place of auto."""
     schedule_note: str = ""
-    """What the memory has made of the schedule, in words."""
+    """Note on how the available memory has changed the schedule."""
     schedule: tuple[MemoryChoice, ...] = ()
     """The schedule's limits for the run's `pipeline.memory`, then for others."""
     learning_rate: str = ""
@@ -63,7 +64,7 @@ class Report:
     """The memory of a device of the cluster that was named, and what ranks need of it, in words."""
 
     def document(self) -> dict[str, object]:
-        """As JSON can hold it."""
+        """The report for JSON."""
         rows = self.stages.rows if self.stages else ()
         return {"problems": [as_dict(problem) for problem in self.problems],
                 "warnings": [as_dict(warning) for warning in self.warnings],
@@ -93,7 +94,7 @@ class MachineMemory:
 
 
 def this_machine(run: ResolvedRun, memory: Sequence[RankMemory]) -> MachineMemory:
-    """What all ranks of the run would need together on this machine."""
+    """Memory that all ranks of the run would need together on this machine."""
     on_cpu = run.launch.device != "cuda"
     return MachineMemory(available_bytes=available_memory_bytes(), needed_bytes=sum(
         entry.ranks * (PROCESS_BYTES + entry.host_bytes + (entry.device_bytes if on_cpu else 0)) for entry in memory))
@@ -118,7 +119,7 @@ def _fits(run: ResolvedRun, cluster: Cluster | None, memory: Sequence[RankMemory
 
 
 def _too_small(run: ResolvedRun, cluster: Cluster, memory: Sequence[RankMemory]) -> ConfigError | None:
-    """What the cluster has too little of for this run: devices, or memory."""
+    """The error for a cluster with too few devices or too little memory for this run; None if it suffices."""
     if run.mesh.size > cluster.num_devices:
         return ConfigError(f"has more ranks than {cluster.name} has devices ({cluster.num_devices:,})",
                            code="mesh-above-cluster", where="mesh", value=run.mesh.size,
@@ -191,7 +192,7 @@ def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = N
 
 
 _SHOWN_STAGES = 6
-"""Of more stages the first and last ones, and between them the one that needs most memory."""
+"""Most stages that are shown; of more, the first and last ones, and between them the one that needs most memory."""
 
 
 def print_report(report: Report, values: Sequence[tuple[str, str, str]], *, everything: bool = False) -> None:
@@ -246,7 +247,7 @@ def print_report(report: Report, values: Sequence[tuple[str, str, str]], *, ever
 
 
 def _stages_and_memory(stages: StageTable, memory: Sequence[RankMemory]) -> TextTable:
-    """Of each rank of a pipeline its blocks, and what it needs most of its memory for."""
+    """Table of each pipeline rank's blocks, and of the categories that need most of its memory."""
     rows: list[tuple[str, ...]] = []
     largest = max(memory, key=lambda entry: entry.device_bytes).pipeline_rank
     last = len(memory) - 1

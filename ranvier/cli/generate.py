@@ -168,7 +168,7 @@ def _held_back(answer: str, stop: Sequence[str]) -> int:
 
 
 def answer_of(text: Text, writer: Writer, stop: Sequence[str]) -> str:
-    """What has been written, up to the first stop word."""
+    """The generated text, up to the first stop word."""
     answer = writer.decode(text.written)
     places = [place for place in map(answer.find, stop) if place >= 0]
     return answer[:min(places)] if places else answer

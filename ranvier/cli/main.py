@@ -91,7 +91,7 @@ def _check_characters(words: Sequence[str]) -> None:
 
 
 def _usage_text(error: click.exceptions.UsageError) -> str:
-    """What is wrong with the command line. A setting that is called otherwise in other programs is named, and what a
+    """The message for a wrong command line. A setting that is called otherwise in other programs is named, and what a
     missing RECIPE may be."""
     from ranvier.config.aliases import NAMES
     from ranvier.config.read import flag, name_elsewhere, recipe_names

@@ -23,13 +23,13 @@ cluster_option = click.option("--cluster", required=True,
 
 
 def complete_recipe(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
-    """For a shell: the shipped recipes that begin so, and files."""
+    """Completions for a shell: the shipped recipes that begin so, and files."""
     found = [CompletionItem(name) for name in read.recipe_names() if name.startswith(begun)]
     return [*found, CompletionItem(begun, type="file")]
 
 
 def _values(setting: read.Setting) -> Callable[[click.Context, click.Parameter, str], list[str]]:
-    """For a shell: the values of a setting that begin as what is there."""
+    """Completions for a shell: the values of a setting that begin as the given text."""
     known = ["true", "false"] if setting.is_yes_no else words(setting.annotation)
     return lambda context, parameter, begun: [word for word in known if word.startswith(begun)]
 
@@ -103,14 +103,14 @@ COMMON = ("mesh.data", "mesh.pipe", "mesh.row", "mesh.col", "batch.global_size",
 """Settings that --help shows, with the first sentence of each; --help-all and --help-section show the rest."""
 OF_EVALUATION = ("mesh.data", "mesh.pipe", "mesh.row", "mesh.col", "batch.global_size", "batch.microbatch_size",
                  "train.eval_sequences", "precision", "data.eval", "data.corpus")
-"""Those of `evaluate`."""
+"""Settings of `evaluate`."""
 OF_DATA = ("data.task", "data.corpus", "data.train", "data.eval", "data.text_column", "data.tokenizer", "data.packing",
            "data.max_bytes", "data.cache_dir", "model.vocab", "model.sequence")
-"""Those of `data prepare`."""
+"""Settings of `data prepare`."""
 
 
 def _with_sections(section: str | None) -> Callable[[click.Context, click.Parameter, str | bool | None], None]:
-    """What --help-all and --help-section do."""
+    """Callback of --help-all and --help-section."""
     def show(context: click.Context, option: click.Parameter, value: str | bool | None) -> None:
         if value and not context.resilient_parsing:
             context.meta[_SECTION] = section or value

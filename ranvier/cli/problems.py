@@ -41,7 +41,7 @@ def print_problems(problems: Sequence[RanvierError], *, as_json: bool = False) -
 
 
 def missing_data(resolved: read.Merged) -> list[ConfigError]:
-    """What a model without a recipe needs beside it: data, and a preset the tokenizer of its vocabulary."""
+    """Problems of a model without a recipe: it needs data, and a preset needs the tokenizer of its vocabulary."""
     run, origins = resolved.run, resolved.origins
     is_preset = run.model.preset is not None and run.model.pretrained is None
     if not is_preset and not origins["model.pretrained"].startswith("folder "):
@@ -62,7 +62,7 @@ def missing_data(resolved: read.Merged) -> list[ConfigError]:
 
 
 def settings_of(problem: RanvierError) -> dict[str, object]:
-    """What the remedy sets, as JSON has it: null for any other value than now."""
+    """Settings that the remedy changes, for JSON: null for any other value than now."""
     return {name: None if value is ... else value for name, value in problem.settings.items()}
 
 

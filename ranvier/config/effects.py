@@ -1,4 +1,4 @@
-"""Which settings have no effect, and when: one table for `ranvier check`, the start of a run and the tests.
+"""Settings without effect: one table for `ranvier check`, the start of a run and the tests.
 
 A setting that always has an effect is listed in the test, which knows every setting, so that a new one cannot be left
 out. A warning is given only for a value that a user has chosen, and not for one that switches the setting off.
@@ -34,8 +34,8 @@ def _is(run: ResolvedRun, name: str) -> str:
 
 
 def _needs(name: str, *values: object) -> Reason:
-    """For a setting that only does something where another one, `name`, has one of `values`; without any, where that is
-    switched on."""
+    """The reason for a setting that only has an effect if another one, `name`, has one of `values`; without values, if
+    that is switched on."""
     def reason(run: ResolvedRun) -> str | None:
         value = _value(run, name)
         return None if (value in values if values else value not in _OFF) else _is(run, name)
@@ -44,7 +44,7 @@ def _needs(name: str, *values: object) -> Reason:
 
 
 def _unless(name: str, *values: object) -> Reason:
-    """For a setting that does nothing where another one, `name`, has one of `values`."""
+    """The reason for a setting that has no effect if another one, `name`, has one of `values`."""
     return lambda run: _is(run, name) if _value(run, name) in values else None
 
 
@@ -132,7 +132,7 @@ def _not_offloaded(run: ResolvedRun) -> str | None:
 
 
 def _freeze_is(*policies: str) -> Reason:
-    """For a setting that these policies do not read; "module:name" stands for a user's own."""
+    """The reason for a setting that these policies do not read; "module:name" stands for a user's own."""
     def reason(run: ResolvedRun) -> str | None:
         named = "module:name" if is_object_name(run.elastic.freeze) else run.elastic.freeze
         return f"elastic.freeze is {run.elastic.freeze}" if named in policies else None

@@ -1,4 +1,4 @@
-"""Who may name Python objects in settings: whoever imports a module runs it, so a user must want it.
+"""Permission to name Python objects in settings: importing a module runs it, so a user must allow it.
 
     flags, recipes as module:function, shipped recipes    may name objects
     TOML files                                            with --allow-code, or where a flag names the object again

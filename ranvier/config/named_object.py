@@ -185,7 +185,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Where a user looks: the last line of the traceback, that of a syntax error itself."""
+    """The line to show a user: the last one of the traceback, that of a syntax error itself."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"in {error.filename}, line {error.lineno}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]

@@ -93,7 +93,7 @@ def resized(first: Mesh, **sizes: int) -> Mesh:
 
 
 def difference(old: Mesh, new: Mesh) -> str:
-    """In words, what of `old` has changed in `new`."""
+    """Description of the changes from `old` to `new`."""
     axes = sorted(old.axes, key=lambda axis: (not axis.divides_stages) + axis.replicates_parameters)
     changed = [(axis.plural, old[axis.name], new[axis.name]) for axis in axes]
     return ", ".join(f"{'more' if after > before else 'fewer'} {name}" for name, before, after in changed

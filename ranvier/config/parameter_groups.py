@@ -1,4 +1,4 @@
-"""Which learning rate and weight decay each parameter has: groups by the parameters' global names.
+"""Learning rate and weight decay of each parameter: groups by the parameters' global names.
 
     --optim.groups "*.bias:1:0, embedding.*:0.5:0.01"       pattern : factor on the learning rate : weight decay
 

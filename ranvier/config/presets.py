@@ -39,11 +39,12 @@ PRETRAINING: _Settings = MappingProxyType({
     "precision": "bf16", "train.steps": 1000, "train.learning_rate": 3e-4, "train.warmup_steps": 100,
     "train.schedule": "cosine", "train.final_learning_rate": 3e-5, "optim.betas": (0.9, 0.95),
     "optim.weight_decay": 0.1, "optim.clip_norm": 1.0})
-"""How `ranvier train PRESET` trains: as Llama's published runs (Touvron et al., 2023, section 2.3), for fewer steps."""
+"""Settings of `ranvier train PRESET`: as Llama's published runs (Touvron et al., 2023, section 2.3), for fewer
+steps."""
 FINE_TUNING: _Settings = MappingProxyType({
     "precision": "bf16", "train.steps": 1000, "train.learning_rate": 2e-5, "train.warmup_steps": 30,
     "train.schedule": "cosine", "optim.clip_norm": 1.0})
-"""How `ranvier train FOLDER` trains: as Alpaca's and Tulu's published fine-tuning of 7B models, with clipping."""
+"""Settings of `ranvier train FOLDER`: as Alpaca's and Tulu's published fine-tuning of 7B models, with clipping."""
 
 
 def _sizes(*sizes: int, **more: object) -> _Settings:

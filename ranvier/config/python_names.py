@@ -1,4 +1,4 @@
-"""How errors name settings to those who call Ranvier from Python: by the arguments that take them.
+"""Names of settings in errors for those who call Ranvier from Python: the arguments that take them.
 
     pipeline.in-flight                              Pipeline(in_flight=...)
     --optim.clip-norm 0                             Optim(clip_norm=0)
@@ -50,7 +50,7 @@ class PythonNames:
                        for call, group in groupby(joined, key=lambda one: one[0]))
 
     def _call(self, setting: NamedSetting) -> tuple[str, str]:
-        """What takes it, and the argument; "" and a phrase for one that is no argument."""
+        """The callable that takes a setting, and the argument; "" and a phrase if no argument does."""
         if setting.name == "batch.microbatch-size":
             return "", "the size of microbatches"
         if setting.name == "resume" and setting.is_flag:

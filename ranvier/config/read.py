@@ -1,4 +1,4 @@
-"""From a recipe and flags to one `Run`: every value with its origin, every fault at once.
+"""Reads a recipe and flags into one `Run`: every value with its origin, every fault at once.
 
 Layers, in rising order: the fields' defaults, the recipe (shipped, a TOML file, or a Python function), flags. A value
 from a TOML file must have the field's own type; a flag is text, and is read as the field's type. A value that does not
@@ -62,7 +62,7 @@ class Setting:
 
     @property
     def expected(self) -> str:
-        """What a value must be, in words."""
+        """Description of valid values."""
         return describe(self.annotation)
 
     @property

@@ -1,4 +1,4 @@
-"""From what a person asked for to what a formation of ranks works with: `auto` gives way to answers.
+"""Resolves a run's settings: every `auto` becomes a value.
 
     resolve(run, facts) -> ResolvedRun
 
@@ -74,12 +74,12 @@ class ResolvedRun(Run):
 
     @property
     def placement(self) -> StagePlacement:
-        """Which stages each rank of the pipeline has."""
+        """Stages of each rank of the pipeline."""
         return stage_placement(self.mesh.pipe, self.pipeline)
 
 
 def stage_placement(pipe: int, pipeline: Pipeline) -> StagePlacement:
-    """Which stages each of `pipe` ranks has; one rank has one."""
+    """Stages of each of `pipe` ranks; a single rank has one."""
     return StagePlacement(num_ranks=pipe, per_rank=pipeline.stages_per_rank if pipe > 1 else 1, how=pipeline.placement)
 
 

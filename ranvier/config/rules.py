@@ -1,4 +1,4 @@
-"""What cannot work, or has not the effect that was meant, as far as it follows from the settings alone.
+"""Problems and warnings that follow from the settings alone.
 
     problems(run)      each a reason to refuse the run
     warnings(run)      settings that contradict each other without harm
@@ -140,7 +140,7 @@ def tensor_problems(mesh: Mesh, tensor: TensorParallel) -> Iterator[ConfigError]
 
 
 def float8_problems(mesh: Mesh, *, is_fp64: bool) -> Iterator[ConfigError]:
-    """What cannot be together with products in float8."""
+    """Problems of settings that are incompatible with products in float8."""
     if is_fp64:
         yield ConfigError("would round the products of an fp64 run to 8 bits", code="float8-in-fp64",
                           where="model.float8", value=True, remedy="Set `--precision bf16`, or `--model.float8 false`.")
@@ -235,7 +235,7 @@ def batch_problems(run: ResolvedRun) -> Iterator[ConfigError]:
 
 
 def update_problems(run: ResolvedRun) -> Iterator[ConfigError]:
-    """What contradicts the way in which parameters are updated."""
+    """Problems of settings that contradict the way in which parameters are updated."""
     count = run.num_microbatches
     if run.optim.update_in_backward and count > 1:
         yield ConfigError(f"needs batches of one microbatch, not {count}: blocks share the memory of gradients, in "
@@ -267,7 +267,7 @@ def looks_before_update(guard: Guard, optim: Optim) -> bool:
 
 
 def guard_problems(guard: Guard, optim: Optim) -> Iterator[ConfigError]:
-    """What a guard cannot do with these settings."""
+    """Problems of a guard with these settings."""
     if optim.update_in_backward and guard.bad_step in ("skip", "rollback"):
         yield ConfigError("cannot look at a step before blocks are updated: `optim.update-in-backward` is set",
                           code="guard-with-in-backward", where="guard.bad-step", value=guard.bad_step,
@@ -319,7 +319,7 @@ def warnings(run: ResolvedRun) -> Iterator[ConfigError]:
 
 
 def length_warnings(train: Train) -> Iterator[ConfigError]:
-    """What does not fit into the number of steps, which must be known."""
+    """Warnings about lengths that exceed the number of steps, which must be known."""
     if train.warmup_steps >= train.steps:
         how = "`--train.steps`" if train.epochs is None else "`--train.epochs`"
         yield ConfigError(f"ends the run of {train.steps} steps before the full learning rate is reached",
@@ -331,7 +331,7 @@ def length_warnings(train: Train) -> Iterator[ConfigError]:
 
 
 def elastic_problems(run: ResolvedRun) -> Iterator[ConfigError]:
-    """What cannot be asked of an elastic run."""
+    """Problems of the settings of an elastic run."""
     elastic = run.elastic
     yield from freeze_problems(elastic, run.model.num_layers)
     if elastic.freeze != "none" and elastic.auto_pipe and elastic.cut == "reference" and run.placement.per_rank > 1:
@@ -376,7 +376,7 @@ def manual_depth(text: str) -> tuple[int, int]:
 
 
 def freeze_problems(elastic: Elastic, num_layers: int) -> Iterator[ConfigError]:
-    """What is wrong with the freezing that is asked for, for a model of so many layers."""
+    """Problems of the freeze settings, for a model of so many layers."""
     if elastic.freeze != "manual":
         if elastic.manual:
             yield ConfigError(f"is given, but `elastic.freeze` is {elastic.freeze}", code="manual-freeze-unused",

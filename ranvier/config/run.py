@@ -276,7 +276,7 @@ class Optim:
 
 @section
 class Memory:
-    """What is recomputed to save memory."""
+    """Activation recomputation, to save memory."""
 
     recompute: Literal["none", "auto", "selective", "alternate", "axonn"] | Positive = "none"
     """Activation recomputation (activation checkpointing): layers between stored activations; the others are computed
@@ -317,17 +317,17 @@ class Checkpoint:
     """Copy parameters and optimizer states to host memory, and write them while training continues. false: training
     waits until they are written, and no memory is needed for copies."""
     on_error: Literal["continue", "stop"] = "continue"
-    """What a run does when a checkpoint cannot be written: continue and try again at the next one, or stop."""
+    """Reaction to a checkpoint that cannot be written: continue and try again at the next one, or stop."""
 
 
 @section
 class Guard:
-    """What happens at a bad step: NaN, infinity, or a loss spike."""
+    """Reaction to a bad step: NaN, infinity, or a loss spike."""
 
     bad_step: Literal["stop", "skip", "rollback", "none"] = "stop"
-    """What a run does when a loss or gradient is NaN or infinite, or at a loss spike. stop: end the run before the step
-    is applied, and name the block and the microbatch; skip: skip the step; rollback: roll back to the last checkpoint
-    and skip the data since then; none: check the loss alone, after the step, and end the run."""
+    """Reaction to a loss or gradient that is NaN or infinite, or to a loss spike. stop: end the run before the step is
+    applied, and name the block and the microbatch; skip: skip the step; rollback: roll back to the last checkpoint and
+    skip the data since then; none: check the loss alone, after the step, and end the run."""
     loss_spike_factor: Annotated[float, Ge(0)] = 0.0
     """Loss spikes: a step is bad when its loss is more than this times the median of the last 20 good steps; 0 for no
     limit."""
@@ -339,7 +339,7 @@ class Guard:
 
 @section
 class Log:
-    """What the console prints, and experiment trackers beside the run's own files and TensorBoard."""
+    """Console output, and experiment trackers beside the run's own files and TensorBoard."""
 
     tracker: tuple[Literal["wandb", "mlflow", "aim"], ...] = ()
     """Experiment trackers that get the curves and settings of the run: wandb (Weights & Biases), mlflow, aim; several
@@ -358,7 +358,7 @@ class Log:
 
 @section
 class Launch:
-    """How ranks are started, and on which devices."""
+    """Start of the ranks, and their devices."""
 
     launcher: Literal["auto", "local", "torchrun", "mpiexec", "srun"] = "auto"
     """Launcher that started the ranks; auto reads the launchers' environment variables, and contradictions are
@@ -537,7 +537,7 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """What the output of an adapter is multiplied by."""
+        """Factor of an adapter's output."""
         return self.alpha / self.rank
 
 

@@ -79,7 +79,7 @@ def words(annotation: Any) -> list[str]:
 
 
 def describe(annotation: Any) -> str:
-    """What a value must be, in words: "a whole number of at least 1, or auto"."""
+    """Description of valid values: "a whole number of at least 1, or auto"."""
     return ", or ".join(map(_describe_one, alternatives(annotation)))
 
 

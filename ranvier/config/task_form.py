@@ -1,4 +1,4 @@
-"""What the rest of a run must know of a task before its data is there: its model, what it counts, what it ignores.
+"""Facts about a task that a run needs before its data is there: its model, its unit, and what it ignores.
 
     task             family    head       counts
     lm               gpt       tokens     tokens of sequences (llama too)
@@ -85,7 +85,7 @@ SHIPPED: Mapping[str, TaskForm] = MappingProxyType({
     "images": TaskForm(family="vit", head="classes", targets="images", samples="images", unused=_unused("images"))})
 
 TASK_ATTRIBUTES = ("form", "problems()", "warnings()", "prepare()")
-"""What a task has (`ranvier.data.task.Task`)."""
+"""Attributes that a task must have (`ranvier.data.task.Task`)."""
 
 
 def form_of(data: Data) -> TaskForm:

@@ -1,4 +1,4 @@
-"""How a classifier is judged: the share of samples whose class it finds."""
+"""Accuracy of a classifier: the share of samples whose class it finds."""
 
 from __future__ import annotations
 

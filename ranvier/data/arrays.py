@@ -24,14 +24,15 @@ from ranvier.system.untrusted_file import open_regular_file, read_json
 _ABOUT = "about.json"
 _MOST_ABOUT_BYTES = 1 << 30
 MOST_READ_BYTES = 256 << 20
-"""Of a larger file only the size is checked when it is opened: to read terabytes would hold up every start."""
+"""Largest file whose content is checked when it is opened; of a larger one only the size is, since reading terabytes
+would delay every start."""
 _PIECE_BYTES = 16 << 20
 _TYPES = ("uint8", "uint16", "uint32", "int32", "int64", "float64")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """Of one array: its number format, little-endian, its shape, and the hash of its bytes."""
+    """Form of one array: its number format, little-endian, its shape, and the hash of its bytes."""
 
     dtype: str
     shape: tuple[int, ...]

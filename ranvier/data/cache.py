@@ -76,7 +76,7 @@ class CacheOnly:
 
 
 def processes_of(progress: Progress) -> int:
-    """How many processes may work on the data."""
+    """Number of processes that may work on the data."""
     return progress.processes if isinstance(progress, PreparationProgress) else 1
 
 
@@ -138,7 +138,7 @@ def make_once(path: Path, is_there: Callable[[], bool], make: Callable[[], None]
 
 
 def _in_words(holder: Owner | None) -> str:
-    """Who holds a lock, and since when."""
+    """Description of the holder of a lock, and of the time since when."""
     if holder is None:
         return "another process"
     return f"{holder} (since {holder.since})" if holder.since else str(holder)

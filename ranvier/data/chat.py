@@ -36,7 +36,7 @@ from ranvier.data.token_samples import PackedSamples, TokenSamples, best_fit
 from ranvier.errors import DataError, RanvierError
 
 FORM = f"{FILES} with conversations, the name of a data set, or quiz"
-"""What may be given, in words."""
+"""Description of the accepted forms of data."""
 _WARNED_SHARE = 0.01
 """A larger share of left-out samples is warned of."""
 
@@ -47,7 +47,7 @@ class Chat(Task):
     form = SHIPPED["chat"]
 
     def problems(self, run: Run, *, elsewhere: bool) -> list[RanvierError]:
-        """What is wrong with the settings, the tokenizer's folder and the columns; one row of each file is read."""
+        """Problems of the settings, the tokenizer's folder and the columns; one row of each file is read."""
         found: list[RanvierError] = [*text_only(run.data)]
         if run.data.mixture and run.data.eval is not None:
             found.append(DataError("is not used with `data.mixture`, of which each part holds out a tenth",
@@ -112,7 +112,7 @@ def tokenizer_folder(run: Run, progress: Progress | None = None) -> Path | None:
 
 
 def tokenizer_problems(run: Run) -> list[RanvierError]:
-    """What is wrong with the run's chat tokenizer, as far as it is on this machine."""
+    """Problems of the run's chat tokenizer, if it is on this machine."""
     try:
         folder = tokenizer_folder(run)
     except DataError as problem:
@@ -236,7 +236,7 @@ def _all(name: str, setting: str, data: Data, encode: Callable[[Conversation], l
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """What has become of a data set's conversations.
+    """Counts of a data set's conversations by how they were used.
 
     samples: of all conversations. silent: of these, where nothing is learnt; too_long: where all that is learnt lies
     beyond the sequence. cut: of the others, those that are longer than the sequence. longest: positions of the longest.
@@ -250,7 +250,7 @@ class Counts:
     longest: int
 
     def text(self, sequence: int) -> str:
-        """In words, for the line of the data; empty where all of it is learnt."""
+        """The counts in words, for the line about the data; empty if all of it is learnt."""
         several = f" in {self.samples:,} samples" if self.samples != self.conversations else ""
         parts = [f"{count:,} of {self.conversations:,}{several} {what}" for count, what in (
             (self.too_long, f"left out, whose answers lie beyond {sequence} tokens"),
@@ -259,7 +259,7 @@ class Counts:
         return "; ".join(parts)
 
     def warning(self, setting: str, sequence: int) -> DataError | None:
-        """Where more than 1 % of the samples are left out."""
+        """A warning if more than 1 % of the samples are left out."""
         left_out = self.too_long + self.silent
         if left_out <= _WARNED_SHARE * self.samples:
             return None

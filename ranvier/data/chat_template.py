@@ -36,7 +36,7 @@ _FORM = "a folder with tokenizer.json, tokenizer_config.json and a chat template
 _MOST_TEMPLATE = 1 << 18
 _MOST_BYTES = 1 << 24
 _MOST_OBJECTS = 50_000
-"""In tokenizer_config.json, of which transformers makes copies; Gemma's has 6,500."""
+"""Most objects in tokenizer_config.json, of which transformers makes copies; Gemma's has 6,500."""
 Message = Mapping[str, Any]
 """A turn: `role` (system, user, assistant, ...) and `content`, and what else the template reads."""
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -110,7 +110,7 @@ class ChatTokenizer:
         self.fingerprint: str = hashlib.blake2b(repr((self._document, self._inner.chat_template)).encode(),
                                                 digest_size=8).hexdigest()
         self.content: str = fingerprint(self.fingerprint, self._beside)
-        """Of all that decides the tokens of a conversation, special tokens that the template names among it."""
+        """Hash of all that decides the tokens of a conversation, including special tokens that the template names."""
 
     def __reduce__(self) -> tuple[Callable[..., ChatTokenizer], tuple[object, ...]]:
         return _rebuild, (*self._place, self.content)
@@ -233,7 +233,7 @@ class ChatTokenizer:
         return "{% generation" in self._source or "{%- generation" in self._source
 
     def _span(self, conversation: Conversation, number: int) -> tuple[int, str]:
-        """Of a turn of the assistant: its first character, and the text of the conversation that ends with it.
+        """First character of a turn of the assistant, and the text of the conversation that ends with it.
 
         A template whose prompt has more than the turn itself, such as the beginning of a thought, has the turn begin
         at the first token that is not the prompt's.
@@ -288,7 +288,8 @@ class ChatTokenizer:
 
 @lru_cache(maxsize=1)
 def _rebuild(folder: Path, template: Path | None, content: str) -> ChatTokenizer:
-    """In another process, which encodes piece after piece. content: another one is read again."""
+    """Rebuild the tokenizer in another process, which encodes piece after piece. content: a tokenizer with another one
+    is read again."""
     return ChatTokenizer(folder, template)
 
 
@@ -328,7 +329,7 @@ def _begin_in(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int
 
 
 def look_at_folder(folder: Path, template: Path | None) -> DataError | None:
-    """What is missing for a chat tokenizer, without loading it."""
+    """The error for what a chat tokenizer's folder lacks, without loading it; None if it is complete."""
     if not (folder / _TOKENIZER).is_file():
         return DataError("has no tokenizer.json", code="chat-tokenizer-missing", where="data.tokenizer",
                          value=str(folder), remedy=f"Give {_FORM}.")

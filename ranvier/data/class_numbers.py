@@ -72,6 +72,6 @@ class Renumbered(Subset):
         self._numbers = torch.tensor(numbers)
 
     def targets(self, samples: np.ndarray, length: int | None = None) -> Targets:
-        """As `Subset.targets`: a tensor of classes, or a dict with one."""
+        """Targets as of `Subset.targets`: a tensor of classes, or a dict with one."""
         found = super().targets(samples, length)
         return self._numbers[found] if isinstance(found, Tensor) else found | {"class": self._numbers[found["class"]]}

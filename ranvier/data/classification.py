@@ -41,7 +41,7 @@ from ranvier.errors import DataError, RanvierError
 SHORTEST_SEQUENCE = 3
 """[CLS], a token, [SEP]."""
 FORM = "sst2, sentiment, or a TSV file with the columns label and sentence"
-"""What may be given, in words."""
+"""Description of the accepted forms of data."""
 
 
 class Labelled:
@@ -88,7 +88,7 @@ class Classification(Task):
     form = SHIPPED["classification"]
 
     def problems(self, run: Run, *, elsewhere: bool) -> list[RanvierError]:
-        """What is wrong with the data settings, as far as it shows without reading more than a header."""
+        """Problems of the data settings that show without reading more than a header."""
         found: list[RanvierError] = [
             *table_name_problems(run.data, NAMES, FORM),
             *first_looks(run.data, NAMES, partial(look_at_header, columns=Columns.of(run.data))), *text_only(run.data),

@@ -128,7 +128,7 @@ _NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "
 _SETTING = "data.corpus"
 _INSTEAD = "a path to files of text, python-stdlib or sotu"
 CORPUS_ATTRIBUTES = ("fingerprint", "read()")
-"""What a corpus of a user's own has."""
+"""Attributes that a user's own corpus must have."""
 
 
 class Corpus(Protocol):
@@ -260,7 +260,7 @@ def _is_visible(folder: str) -> bool:
 
 
 def missing_path(name: str) -> DataError | None:
-    """What is wrong with a corpus name that can only be a path, and is none that exists."""
+    """The error for a corpus name that can only be a path and does not exist; None otherwise."""
     is_path = not name or name.startswith((".", "~", os.sep)) or name.count("/") > 1 or name.endswith(
         (".txt", "/", ".tgz"))
     if not is_path:
@@ -273,7 +273,7 @@ def missing_path(name: str) -> DataError | None:
 
 
 def _stat(path: Path) -> os.stat_result | None:
-    """None where nothing is, or can be, of this name."""
+    """Status of a file; None if nothing has, or can have, this name."""
     try:
         return path.stat()
     except (OSError, ValueError):

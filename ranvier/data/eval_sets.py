@@ -29,5 +29,5 @@ def eval_set_runs(run: _AnyRun) -> dict[str, _AnyRun]:
 
 
 def metric_name(name: str, metric: str) -> str:
-    """How a metric of a named set is called: eval_NAME_loss for eval_loss. The set of the run itself has no name."""
+    """Name of a metric of a named set: eval_NAME_loss for eval_loss. The set of the run itself has no name."""
     return metric if not name else f"eval_{name}_{metric.removeprefix('eval_')}"

@@ -46,7 +46,7 @@ ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".w
 _IMAGENET = "ILSVRC/imagenet-1k"
 _MOST_PIXELS = 1 << 27
 _LONGEST = 8
-"""Of an image whose sides have a larger ratio only the middle is resized."""
+"""Largest ratio of an image's sides; of a longer image only the middle is resized."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,7 +291,7 @@ def _cifar100(progress: Progress) -> tuple[_Part, _Part, tuple[str, ...]]:
 NAMES = ("cifar10", "cifar100", "imagenet")
 """Datasets that are known by name."""
 FORM = "cifar10, cifar100, imagenet, or a folder with one folder of images for each class"
-"""What may be given, in words."""
+"""Description of the accepted forms of data."""
 MOST_CACHED_BYTES = 16 << 30
 """Decoded images that are kept in the cache; larger datasets are decoded each time they are read."""
 _PIECE = 64
@@ -358,7 +358,7 @@ class ImageClassification(Task):
     form = SHIPPED["images"]
 
     def problems(self, run: Run, *, elsewhere: bool) -> list[RanvierError]:
-        """What is wrong with the data settings, as far as it shows without reading an image."""
+        """Problems of the data settings that show without reading an image."""
         found: list[RanvierError] = [*name_problems(run.data, NAMES, FORM),
                                      *first_looks(run.data, NAMES, look_at_folders)]
         if run.data.augment_repeats and run.data.augment == "none":

@@ -89,7 +89,7 @@ class LanguageModelling(Task):
         return found
 
     def warnings(self, run: Run) -> list[RanvierError]:
-        """What of a corpus is left out, as far as its size tells."""
+        """Warnings about parts of a corpus that are left out, from its size."""
         limit = run.data.max_bytes
         found: list[RanvierError] = []
         for source in sources_of(run.data, run.data.corpus) if limit != "auto" else ():
@@ -163,7 +163,7 @@ def _with_held_out(run: Run, prepared: Prepared, tokenizer: Tokenizer, progress:
 
 
 def _missing(name: str, column: str | None, elsewhere: bool) -> list[RanvierError]:
-    """What is wrong with a corpus, as far as a first look tells. elsewhere: it may lie on another machine."""
+    """Problems of a corpus that a first look shows. elsewhere: it may lie on another machine."""
     missing = (None if elsewhere else missing_path(name)) or missing_package(name)
     found: list[RanvierError] = [missing] if missing else []
     with suppress(OSError, ValueError, RuntimeError):  # told where all of it is read

@@ -78,8 +78,8 @@ class Loader:
         return ahead.batch
 
     def prefetch(self, step: int) -> None:
-        """On a CUDA device: read step `step` now, and copy it on a stream of its own while the device computes. The
-        next `microbatches` returns it, if it asks for the same. Elsewhere this does nothing."""
+        """Read step `step` now and copy it on a stream of its own while a CUDA device computes. The next `microbatches`
+        returns it, if it asks for the same. Elsewhere this does nothing."""
         if self.device.type != "cuda":
             return
         if self._copies is None:
@@ -140,7 +140,8 @@ class Loader:
         return np.concatenate([mine, np.repeat(samples[-1:], each - len(mine))]), len(mine)
 
     def _on_device(self, tensors: Targets) -> Targets:
-        """On a CUDA device the copies are started only: from ordinary memory the host would wait for each."""
+        """The tensors on the device. On a CUDA device the copies are only started: from ordinary memory the host would
+        wait for each."""
         def move(tensor: Tensor) -> Tensor:
             if self.device.type != "cuda":
                 return tensor.to(self.device)

@@ -35,7 +35,7 @@ class Source:
 
 
 def sources_of(data: Data, alone: str) -> list[Source]:
-    """What the run learns from: its mixture, or `alone`. DataError for a weight that is no positive number, and where
+    """Sources of the run's data: its mixture, or `alone`. DataError for a weight that is no positive number, and where
     only some sources have one."""
     if not data.mixture:
         return [Source(name=alone)]
@@ -65,7 +65,7 @@ def _source(entry: str) -> Source:
 
 
 def shares(sources: Sequence[Source], sizes: Sequence[int]) -> tuple[Share, ...]:
-    """How many samples of each source an epoch takes. sizes: samples of each. Empty for a single source."""
+    """Number of samples of each source in an epoch. sizes: samples of each. Empty for a single source."""
     if len(sources) == 1:
         return ()
     weights = [size if source.weight is None else source.weight for source, size in zip(sources, sizes, strict=True)]
@@ -120,7 +120,8 @@ def join(parts: Sequence[Dataset]) -> Dataset:
 
 
 def spread(parts: Sequence[Dataset]) -> Dataset:
-    """As `join`, with the samples of all parts evenly spread: an evaluation of the first ones sees each part."""
+    """The parts as one data set, as of `join`, with the samples of all parts evenly spread: an evaluation of the first
+    ones sees each part."""
     if len(parts) == 1:
         return parts[0]
     places = np.concatenate([(np.arange(len(part)) + 0.5) / len(part) for part in parts])

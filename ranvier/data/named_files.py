@@ -22,7 +22,7 @@ def _given(data: Data) -> list[tuple[str, str]]:
 
 
 def name_problems(data: Data, names: Sequence[str], form: str) -> list[DataError]:
-    """What is wrong with the names: none is given, or one is neither known nor that of something that exists.
+    """Problems of the names: none is given, or one is neither known nor exists.
 
     form: what may be given, in words.
     """
@@ -35,7 +35,7 @@ def name_problems(data: Data, names: Sequence[str], form: str) -> list[DataError
 
 
 def table_name_problems(data: Data, names: Sequence[str], form: str) -> list[DataError]:
-    """As `name_problems`, where the name may be that of a data set on the Hugging Face hub, too."""
+    """Problems as of `name_problems`, where the name may also be that of a data set on the Hugging Face hub."""
     hub = tuple(name for name, _ in _given(data) if is_data_set(name))
     found = name_problems(data, (*names, *hub), form)
     if hub and not has_package("datasets"):

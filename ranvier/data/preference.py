@@ -41,7 +41,7 @@ from ranvier.data.token_samples import TokenSamples
 from ranvier.errors import DataError, RanvierError
 
 FORM = f"{FILES} with the columns prompt, chosen and rejected, the name of a data set, or quiz"
-"""What may be given, in words."""
+"""Description of the accepted forms of data."""
 _WARNED_SHARE = 0.01
 """A larger share of left-out pairs is warned of."""
 
@@ -53,7 +53,7 @@ class PreferenceTask(Task):
         self.form, self._scores = SHIPPED[name], name == "reward"
 
     def problems(self, run: Run, *, elsewhere: bool) -> list[RanvierError]:
-        """What is wrong with the settings, the tokenizer's folder and the columns; one row of each file is read."""
+        """Problems of the settings, the tokenizer's folder and the columns; one row of each file is read."""
         found: list[RanvierError] = [*text_only(run.data)]
         if run.data.form != "auto" and not is_object_name(run.data.form):
             found.append(DataError("is a form of conversations, and not of pairs of answers", code="form-of-other-task",
@@ -149,9 +149,8 @@ class _Encoded:
 
 @dataclass(frozen=True, kw_only=True)
 class _Counts:
-    """What has become of a data set's pairs: of all, those that are left out since their answers are the same, since
-    nothing is learnt in one, and since they are too long. longest: positions of the longest.
-    margins: pairs with one."""
+    """Counts of a data set's pairs: all, and those that are left out since their answers are the same, since nothing is
+    learnt in one, and since they are too long. longest: positions of the longest. margins: pairs with one."""
 
     pairs: int
     same: int
@@ -161,19 +160,19 @@ class _Counts:
     margins: int
 
     def text(self, sequence: int) -> str:
-        """In words; empty where no pair is left out."""
+        """The counts in words; empty if no pair is left out."""
         return "; ".join(f"{count:,} of {self.pairs:,} left out, {what}" for count, what in (
             (self.too_long, f"whose answers have more than {sequence} tokens together"),
             (self.silent, "with an empty answer"), (self.same, "whose answers are the same")) if count)
 
     def unread(self, setting: str) -> DataError | None:
-        """Where pairs have a margin, for a task that reads none."""
+        """A warning if pairs have a margin and the task reads none."""
         return DataError("has margins, which the task reward alone reads", code="margin-without-effect", where=setting,
                          value=self.margins, remedy="Leave the column out, or set `--data.task reward`."
                          ) if self.margins else None
 
     def warning(self, setting: str, sequence: int) -> DataError | None:
-        """Where more than 1 % of the pairs are left out."""
+        """A warning if more than 1 % of the pairs are left out."""
         left_out = self.too_long + self.silent + self.same
         if left_out <= _WARNED_SHARE * self.pairs:
             return None

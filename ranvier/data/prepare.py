@@ -1,4 +1,4 @@
-"""From a run's configuration to its data, by the run's task."""
+"""Prepares a run's data from its configuration, by the run's task."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def task_of(run: Run) -> Task:
 
 
 def problems(run: Run, *, elsewhere: bool = False) -> list[RanvierError]:
-    """What is wrong with the data settings, as far as it shows without reading much. elsewhere: for another machine."""
+    """Problems of the data settings that show without reading much. elsewhere: for another machine."""
     try:
         task = task_of(run)
         with blamed(run.data.task, "data.task", "`problems`"):
@@ -45,7 +45,7 @@ def problems(run: Run, *, elsewhere: bool = False) -> list[RanvierError]:
 
 
 def warnings(run: Run) -> list[RanvierError]:
-    """What of the data settings works, but probably otherwise than the user means. None where the task is none."""
+    """Warnings about data settings that work, but probably not as the user means. None if the task is unknown."""
     try:
         task = task_of(run)
     except RanvierError:  # one of the problems

@@ -41,7 +41,7 @@ from ranvier.errors import DataError, RanvierError
 from ranvier.tensor.split.loss import IGNORED
 
 FORM = "squad or a JSON file in SQuAD 1.1's form"
-"""What may be given, in words."""
+"""Description of the accepted forms of data."""
 SHORTEST_SEQUENCE = 5
 """[CLS], a question, [SEP], a token of the context, [SEP]."""
 
@@ -76,7 +76,7 @@ class Windows:
                 "end": torch.from_numpy(self._ends[samples].astype(np.int64))}
 
     def characters(self, window: int, first: int, last: int) -> tuple[int, int]:
-        """Where the text of these tokens is in the context; of held-out windows."""
+        """Start and stop of these tokens' text in the context; for held-out windows."""
         assert self._places is not None, "training windows have no places of tokens"
         places = self._places[self._chosen[window]]
         return int(places[first, 0]), int(places[last, 1])
@@ -88,7 +88,7 @@ class QuestionAnswering(Task):
     form = SHIPPED["qa"]
 
     def problems(self, run: Run, *, elsewhere: bool) -> list[RanvierError]:
-        """What is wrong with the data settings, as far as it shows without reading a large file."""
+        """Problems of the data settings that show without reading a large file."""
         found: list[RanvierError] = [
             *name_problems(run.data, NAMES, FORM), *first_looks(run.data, NAMES, look_at_small), *text_only(run.data),
             *tokenizers.problems(run)]
@@ -286,8 +286,8 @@ class Answers:
 
 
 def best_spans(logits: Tensor, firsts: Tensor, stops: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each window [b] the best span's score (-inf where there is none), first and last token. The context's tokens
-    are from `firsts` up to before `stops`."""
+    """Score (-inf if there is none), first and last token of each window's [b] best span. The context's tokens are from
+    `firsts` up to before `stops`."""
     place = torch.arange(logits.shape[1], device=logits.device)
     outside = (place < firsts[:, None]) | (place >= stops[:, None])
     scores = torch.nan_to_num(logits.float(), nan=-math.inf).masked_fill(outside[..., None], -math.inf)

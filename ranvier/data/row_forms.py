@@ -186,7 +186,7 @@ def _by_function(name: str, row: Row) -> Conversation | None:
 
 
 def made_by_function(name: str, row: Row) -> Any:
-    """What a user's function makes of a row, whose columns it gets as a dict."""
+    """Result of a user's function for a row, whose columns it gets as a dict."""
     function: Any = load_object(name, SETTING, ())
     with blamed(name, SETTING, f"the function, for {row.place}"):
         return function(dict(row.values))

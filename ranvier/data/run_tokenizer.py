@@ -27,7 +27,7 @@ BUILT_IN = ("bpe", "gpt2")
 
 
 def text_tokenizer_problems(run: Run) -> list[RanvierError]:
-    """What is wrong with the tokenizer of a decoder, as far as it is on this machine."""
+    """Problems of a decoder's tokenizer, if it is on this machine."""
     return [*refusals(lambda: _look_at_text_tokenizer(run))]
 
 
@@ -85,7 +85,7 @@ def _text_tokenizer_of_model(run: Run, folder: Path, gpt2: Tokenizer | None) -> 
 
 
 def problems(run: Run) -> list[RanvierError]:
-    """What is wrong with the tokenizer of an encoder, as far as it is on this machine."""
+    """Problems of an encoder's tokenizer, if it is on this machine."""
     if run.model.pretrained is not None:
         folder = token_numbers.local_folder(run)
         return [] if folder is None else [*refusals(lambda: _of_model(run, folder))]

@@ -1,4 +1,4 @@
-"""Which sequences are in which step, and who takes which of them: a matter of the seed alone, never of the mesh.
+"""Assignment of sequences to steps, by the seed alone and never the mesh, and to ranks.
 
 The only state is the number of samples taken so far, so a run resumes anywhere and on any mesh.
 """

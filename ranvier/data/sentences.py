@@ -39,7 +39,7 @@ class Columns:
 
     @staticmethod
     def of(data: Data) -> Columns:
-        """Those that a run names."""
+        """Columns that a run names."""
         return Columns(text=data.text_column, pair=data.pair_column, label=data.label_column)
 
     def in_table(self, table: Table) -> Columns:
@@ -126,7 +126,7 @@ _RATED = ("vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz",
           "hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt")
 _HUB = "nyu-mll/glue"
 FORM = "a TSV file with the columns label and sentence, sst2 or sentiment"
-"""What may be given, in words."""
+"""Description of the accepted forms of data."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,12 +97,12 @@ class ShardedLoader:
         return (numbers[start:stop] for start, stop in pairwise(edges))
 
     def _share(self, batch: Sequence[int]) -> list[int]:
-        """What this replica has of a batch: replicas' shares follow each other, and differ by one sample at most."""
+        """This replica's share of a batch: replicas' shares follow each other, and differ by one sample at most."""
         count = self._mesh.batch_shares
         return list(batch[len(batch) * self._share_index // count:len(batch) * (self._share_index + 1) // count])
 
     def _parts(self, share: Sequence[int]) -> list[list[int]]:
-        """What this row has of each microbatch of a replica's share."""
+        """This row's part of each microbatch of a replica's share."""
         found = []
         for start in range(0, len(share), self._size):
             samples = share[start:start + self._size]

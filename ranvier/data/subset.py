@@ -1,4 +1,4 @@
-"""Which samples of a set a run takes: the held-out ones where a set names none, and fewer than there are."""
+"""Selection of a set's samples: held-out ones where a set names none, and fewer than there are."""
 
 from __future__ import annotations
 
@@ -110,6 +110,6 @@ def taken(run: Run, parts: Sequence[Dataset]) -> list[Dataset]:
 
 
 def chosen(run: Run) -> tuple[object, ...]:
-    """What decides which samples the run takes, for fingerprints."""
+    """Settings that decide which samples the run takes, for fingerprints."""
     data = run.data
     return data.train_samples, data.eval_samples, run.seed if data.train_samples or data.eval_samples else None

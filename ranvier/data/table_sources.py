@@ -24,7 +24,7 @@ from ranvier.data.tables import (
 from ranvier.errors import DataError
 
 FILES = "a file of rows (.jsonl, .json, .csv, .tsv, .parquet; .gz behind it), a folder or a pattern of such files"
-"""What may be given beside the names of data sets, in words."""
+"""Description of what is accepted beside the names of data sets."""
 
 
 def open_source(name: str, setting: str, form: str) -> Table:

@@ -43,7 +43,7 @@ ROW_ENDINGS = (*ENDINGS, JSON)
 _MOST_JSON_BYTES = 4 << 30
 _MOST_LINE, _PIECE = 1 << 26, 1 << 20
 INSTALL = "Run pip install 'ranvier[hub]'"
-"""How the packages `datasets` and `pyarrow` are installed."""
+"""Remedy that installs the packages `datasets` and `pyarrow`."""
 
 _Read = TypeVar("_Read")
 _BATCH_ROWS = 1024
@@ -346,8 +346,8 @@ def readable_rows(name: str, setting: str, instead: str) -> Iterator[None]:
 
 def read_known(name: str, splits: Sequence[str], progress: Progress, instead: str, read: Callable[[str, Any], _Read]
                ) -> list[_Read]:
-    """What `read` makes of each split, by its name and its rows, of a data set on the hub that is known by a name of
-    ours. DataError where its rows are not as expected."""
+    """Results of `read` for each split (its name and its rows) of a data set on the hub that Ranvier has a name for.
+    DataError where its rows are not as expected."""
     found = []
     for split in splits:
         progress(f"reading {name} ({split}) from the Hugging Face hub")

@@ -23,7 +23,7 @@ from ranvier.data.cache import Progress
 from ranvier.errors import RanvierError
 
 Targets = Tensor | dict[str, Tensor]
-"""What a loss compares with: one tensor or several by name, with the samples in dim 0."""
+"""Targets of a loss: one tensor or several by name, with the samples in dim 0."""
 
 
 class AnyTokenizer(Protocol):
@@ -76,12 +76,12 @@ class VariableLengthDataset(Dataset, Protocol):
     """[len(self)] int64: positions of each sample, from 1 to those that the model has."""
 
     def inputs(self, samples: np.ndarray, epochs: np.ndarray, length: int | None = None) -> State:
-        """As `Dataset.inputs`, with `length` positions in dim 1 of each tensor; None is the model's maximum. What a
-        sample computes at its own positions must not depend on how many follow."""
+        """Inputs as of `Dataset.inputs`, with `length` positions in dim 1 of each tensor; None is the model's maximum.
+        What a sample computes at its own positions must not depend on how many follow."""
         ...
 
     def targets(self, samples: np.ndarray, length: int | None = None) -> Targets:
-        """As `Dataset.targets`; targets of positions are `IGNORED` from the sample's length on."""
+        """Targets as of `Dataset.targets`; those of positions are `IGNORED` from the sample's length on."""
         ...
 
 
@@ -104,7 +104,7 @@ def padded_targets(data: Dataset, samples: np.ndarray, length: int | None) -> Ta
 
 
 class Scoring(Protocol):
-    """How good outputs are, in one evaluation: every rank of the last stage adds what it sees, rank 0 sums up."""
+    """Score of the outputs in one evaluation: every rank of the last stage adds its part, and rank 0 sums up."""
 
     def add(self, output: State, targets: Any, samples: Tensor) -> None:
         """Add the outputs of one microbatch, on any device. targets: the task's `Targets`; rows without a target are
@@ -112,7 +112,7 @@ class Scoring(Protocol):
         ...
 
     def part(self) -> object:
-        """What this rank has seen, as JSON can hold it."""
+        """This rank's part of the score, for JSON."""
         ...
 
     def total(self, parts: Sequence[Any]) -> dict[str, float]:
@@ -153,7 +153,7 @@ class Prepared:
     padding: str = ""
     """The share of padding in words (`ranvier.data.padding`); empty where nothing is padded."""
     warnings: tuple[RanvierError, ...] = ()
-    """What of the data is used otherwise than the user probably means; every run says it, and so does `check`."""
+    """Warnings about data that is used otherwise than the user probably means; every run and `check` print them."""
     weight: float
     """Targets of one sample, of which the loss is an average: 1, or the tokens of a sequence."""
     tokenizer: AnyTokenizer | None = None
@@ -168,7 +168,7 @@ class Prepared:
     repeats: bool = True
     """Whether a sample has the same inputs in every epoch."""
     shares: tuple[Share, ...] = ()
-    """Of a mixture: how many samples an epoch takes of each of its parts. Empty: every sample once."""
+    """Number of samples of each part of a mixture in an epoch. Empty: every sample once."""
     scoring: Callable[[], Scoring] | None = None
     """Makes the scoring of one evaluation, which then goes over all held-out samples. None: evaluations give the loss
     of `train.eval_sequences` samples."""
@@ -188,14 +188,14 @@ class Task(Protocol):
     """The model that it takes, and what it counts."""
 
     def problems(self, run: Run, *, elsewhere: bool) -> Sequence[RanvierError]:
-        """What is wrong with the settings of the data, all at once, without reading much.
+        """All problems of the data settings that show without reading much.
 
         elsewhere: the run is checked for another machine, which may have files that are missing here.
         """
         return []
 
     def warnings(self, run: Run) -> Sequence[RanvierError]:
-        """What works, but probably otherwise than the user means."""
+        """Warnings about settings that work, but probably not as the user means."""
         return []
 
     def prepare(self, run: Run, progress: Progress) -> Prepared:

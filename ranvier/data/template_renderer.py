@@ -22,8 +22,8 @@ from ranvier.data import template_process
 from ranvier.system import child
 
 _WAIT_SECONDS = 300.0
-"""For an answer, with the start of the process before the first one. The kernel ends a template that computes much
-earlier; this is for a process that is stopped."""
+"""Longest wait for an answer, with the start of the process before the first one. The kernel ends a template that
+computes much earlier; this is for a process that is stopped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,5 +131,5 @@ class _Process:
 
 @lru_cache(maxsize=1)
 def _process(pid: int) -> _Process:
-    """Of this process; after a fork the child has its own."""
+    """The renderer of this process; after a fork the child has its own."""
     return _Process()

@@ -23,7 +23,7 @@ _MOST_TOKENIZER_BYTES, _MOST_CONFIG_BYTES = 1 << 30, 1 << 24
 
 def problem_of(numbers: Mapping[str, int], run: Run, folder: Path | None, own: Mapping[str, int] | None
                ) -> DataError | None:
-    """What makes a tokenizer unfit for the run's model.
+    """The error for a tokenizer that does not fit the run's model; None if it does.
 
     numbers: token -> number. folder: of `model.pretrained`, in Hugging Face's format; None without one. own: token ->
     number of the tokenizer in this folder, where it has one.

@@ -88,7 +88,8 @@ class Tokenizer(TextTokenizer):
         return [token for part in self.encode_in_parts(text) for token in part]
 
     def encode_in_parts(self, text: str) -> Iterator[list[int]]:
-        """As `encode`, part by part, so that the tokens of a long text need not be in memory together."""
+        """Encode a text as `encode` does, part by part, so that the tokens of a long text need not be in memory
+        together."""
         left = pieces(text) if self._cuts else iter([text] if text else [])
         while part := list(itertools.islice(left, _PIECES_AT_ONCE)):
             yield [token for piece in self._inner.encode_batch_fast(part, add_special_tokens=False)
@@ -105,7 +106,7 @@ class Tokenizer(TextTokenizer):
 
 @lru_cache(maxsize=1)
 def _rebuild(text: str, end: str, begin: str | None, cuts: bool, ends: frozenset[int], pad: int | None) -> Tokenizer:
-    """In another process, where nobody writes its files."""
+    """Rebuild the tokenizer in another process, where nobody writes its files."""
     return Tokenizer(tokenizers.Tokenizer.from_str(text), end=end, begin=begin, cuts=cuts, ends=ends, pad=pad)
 
 
@@ -326,8 +327,8 @@ def _splits_at_lines(inner: tokenizers.Tokenizer) -> bool:
 
 
 def _other_prefix_space(document: Any, path: Path) -> bool | None:
-    """What tokenizer_config.json says of a space before a text, where tokenizer.json says otherwise: of transformers
-    some classes take the one, and some the other."""
+    """The setting of a space before a text in tokenizer_config.json, if tokenizer.json contradicts it: some classes of
+    transformers take the one, and some the other."""
     told = _beside(path, "tokenizer_config.json").get("add_prefix_space")
     step = document.get("pre_tokenizer") if isinstance(document, dict) else None
     differs = isinstance(told, bool) and any(bool(one.get("add_prefix_space")) != told for one in _byte_steps(step))

@@ -60,7 +60,7 @@ class WordPiece(TextTokenizer):
         return [encoding.ids for encoding in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_with_places(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """As `encode`, with the (start, stop) of every token among the characters of the text."""
+        """Encode texts as `encode` does, with the (start, stop) of every token among the characters of the text."""
         return [(encoding.ids, encoding.offsets)
                 for encoding in self._inner.encode_batch(list(texts), add_special_tokens=False)]
 

@@ -1,4 +1,4 @@
-"""Where a model is cut into stages when some of its layers are frozen, and how long a step then takes.
+"""Cut of a model into stages when some of its layers are frozen, and the predicted time of a step.
 
 Two modes. The paper's (PipeTransformer, He et al., 2021, sections 3.2 and 3.3): blocks are assigned by size, greedily,
 and the pipeline is halved while its largest stage stays within what the largest was at the start. And the exact one:
@@ -63,7 +63,7 @@ def greedy(sizes: Sequence[float], devices: int, frozen: int = 0, factor: float 
 
 
 def stage_sizes(sizes: Sequence[float], counts: Sequence[int], frozen: int = 0) -> tuple[float, ...]:
-    """What each device's blocks weigh together, with `counts` blocks per device."""
+    """Total weight of each device's blocks, with `counts` blocks per device."""
     weights, edges = _weights(sizes, frozen, FROZEN_FACTOR), accumulate(counts, initial=0)
     return tuple(sum(weights[start:stop]) for start, stop in pairwise(edges))
 
@@ -98,7 +98,7 @@ class CandidateStage:
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """What the cut of one mesh depends on. Per-block tuples are in the model's order; times are of one sample on one
+    """Facts that decide the cut of one mesh. Per-block tuples are in the model's order; times are of one sample on one
     rank that computes alone; with row x col > 1, a rank's share of a sample."""
 
     num_replicas: int
@@ -110,13 +110,14 @@ class Situation:
     backward_seconds: tuple[float, ...]
     """With recomputation, where there is any; of blocks that train."""
     output_bytes: tuple[int, ...]
-    """What leaves each block, per sample."""
+    """Bytes that leave each block, per sample."""
     gradient_bytes: tuple[int, ...]
-    """What each block's gradients send when replicas average them."""
+    """Bytes that each block's gradients send when replicas average them."""
     update_seconds: tuple[float, ...] | None = None
-    """Of each block's optimizer step; None leaves it out."""
+    """Seconds of each block's optimizer step; None leaves it out."""
     call_seconds: float = 0.0
-    """What a block's forward or backward takes beside its samples' time: this makes small microbatches expensive."""
+    """Fixed seconds of a block's forward or backward beside its samples' time, which make small microbatches
+    expensive."""
     weight_share: float = 0.5
     """The part of a backward that the schedule may defer: the weights' gradients."""
     frozen: int = 0
@@ -124,26 +125,25 @@ class Situation:
     cached: int = 0
     """Blocks whose output is read from the cache: a part of the frozen prefix, on the first stage."""
     read_seconds: float = 0.0
-    """To read one sample from the cache."""
+    """Seconds to read one sample from the cache."""
     memory_bytes: Callable[[CandidateStage], int] | None = None
-    """What a rank of a stage needs; None takes no account of memory."""
+    """Bytes that a rank of a stage needs; None ignores memory."""
     limit_bytes: int | None = None
-    """What a rank may need."""
+    """Most bytes that a rank may need."""
     cores: float | None = None
     """Cores that all these ranks share, in units of what one rank computes with; None gives each its own."""
     bandwidth: float = inf
     """Bytes per second between two ranks."""
     latency_seconds: float = 0.0
-    """Of one message."""
+    """Seconds of latency of one message."""
     microbatches: tuple[int, ...] = ()
     """Counts per replica to choose from; () takes those of `microbatch_counts`."""
     policy: Policy | None = None
-    """As pipeline.policy; None is message-driven."""
+    """The value of `pipeline.policy`; None is message-driven."""
     in_flight: int | None = None
-    """As pipeline.in-flight; None is auto."""
+    """The value of `pipeline.in-flight`; None is auto."""
     placement: StagePlacement | None = None
-    """Which stages each rank has; None is one each. With several, memory is not looked at here: a rank's stages share
-    it."""
+    """Stages of each rank; None is one each. With several, memory is not considered here: a rank's stages share it."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.forward_seconds), len(self.backward_seconds), len(self.output_bytes),
@@ -158,7 +158,7 @@ class Situation:
 
     @property
     def stages(self) -> StagePlacement:
-        """Which stages each rank has."""
+        """Stages of each rank."""
         return self.placement or StagePlacement(num_ranks=self.pipeline_size)
 
 
@@ -173,7 +173,7 @@ class Cut:
     seconds: float | None = None
     """Predicted, of one step; None where there is no cut."""
     reason: str
-    """What decides its time, or why there is none."""
+    """The bottleneck that decides its time, or why there is none."""
     too_large: bool = False
     """Whether there is none because none fits the memory."""
 
@@ -291,7 +291,7 @@ class _Candidate:
         return self._needs(stage, start, stop) - self.situation.limit_bytes
 
     def _too_much(self, boundaries: tuple[int, ...]) -> str | None:
-        """What the stage says that is farthest above the memory limit; None where all are within it."""
+        """The message of the stage that exceeds the memory limit most; None if all are within it."""
         excess, place = max((self._excess(*place), place) for place in self._stages(boundaries))
         if excess <= 0:
             return None

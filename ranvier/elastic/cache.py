@@ -45,7 +45,7 @@ Block = tuple[int, str, nn.Module]
 
 _HASHED_AT_ONCE = 1 << 24
 _PART_DIGITS = 8
-"""Of a key that say which part of the state its file has."""
+"""Digits of a key that identify the part of the state in its file."""
 _TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Relative difference, in norm, of the results of one computation that sums in another order, by number format."""
 _TF32_TOLERANCE = 1e-2
@@ -203,7 +203,7 @@ class AutoCache:
         self._folder, self._blocks, self._num_samples, self._max_bytes = folder, list(blocks), num_samples, max_bytes
         self._precision, self._device, self._part = precision, torch.device(device), part
         self._part_digest = hashlib.blake2b(part.encode()).hexdigest()[:_PART_DIGITS]
-        """How the keys of all files of this part of the state begin."""
+        """Prefix of the keys of all files of this part of the state."""
         self._lengths = lengths
         self._agree, self._is_shared = agree or (lambda mine: mine), agree is not None
         self._gather_over_rows = gather_over_rows or (lambda mine: [mine])
@@ -212,17 +212,17 @@ class AutoCache:
         self.writes = True
         """Whether computed states are written; if not, existing entries are still read."""
         self._inputs: RowFormat | None = None
-        """Of the first microbatch; the others must have the same."""
+        """Form of the first microbatch's inputs; the others must have the same."""
         self._rows: RowFormat | None = None
-        """Of the state after the frozen blocks, as they have last computed it."""
+        """Row format of the state after the frozen blocks, as they last computed it."""
         self._length: int | None = None
         """Positions of this microbatch, where samples have lengths of their own."""
         self._versions: tuple[tuple[int, int, int], ...] | None = None
-        """Of the weights to which the open files belong; None if files have to be opened."""
+        """Version counters of the weights to which the open files belong; None if files have to be opened."""
         self._own_digests: list[str] = []
-        """Of this rank's part of the weights."""
+        """Digests of this rank's part of the weights."""
         self._digests: list[str] = []
-        """Of those of all rows."""
+        """Digests of the weights of all rows."""
         self._newest: CacheFile | None = None
         self._source: CacheFile | None = None
         """The file of the greatest smaller depth, whose entries the newly frozen blocks make those of this depth."""

@@ -47,7 +47,7 @@ Precision = Literal["half", "full"]
 """Number format of stored fp32 and fp64 values: fp16 or their own."""
 
 WHERE = "the frozen blocks"
-"""Who returned a state, in the errors of `ranvier.block.named`."""
+"""The source of a state in the errors of `ranvier.block.named`."""
 
 CHECKSUM_BYTES = 4
 _DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16,
@@ -82,7 +82,7 @@ class Part:
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How one sample's row of a carried state becomes bytes: its tensors in the order of their bytes.
+    """Format of one sample's row of a carried state: its tensors in the order of their bytes.
 
     With the precision "half", fp32 and fp64 are stored as fp16, which has 11 significant bits where bf16 has 8;
     activations behind a norm and their residuals stay far within its range. Half precision, integers and masks are

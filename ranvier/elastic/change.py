@@ -15,7 +15,7 @@ from ranvier.plan.fitting import first_that_fits, schedule_settings
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """From one mesh and depth to others.
+    """A change from one mesh and number of frozen layers to others.
 
     mesh: sizes by axis. boundaries: None cuts by cost. microbatch_size, global_size: samples. reason: why, in a few
     words. schedule: settings of the pipeline in place of the run's own, whose schedule does not fit the memory there
@@ -50,7 +50,7 @@ class Change:
         return own if found == there else replace(own, schedule=schedule_settings(found)), why
 
     def document(self) -> dict[str, object]:
-        """As JSON can hold it; `read` is the inverse."""
+        """The change for JSON; `read` is the inverse."""
         return asdict(self)
 
     @classmethod
@@ -82,5 +82,5 @@ class MeshRequest:
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
 
     def fields(self) -> dict[str, object]:
-        """As events have it."""
+        """The fields of the request in events."""
         return {**self.sizes, **({} if self.ranks is None else {"ranks": self.ranks}), "wish": self.wish}

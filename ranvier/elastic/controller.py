@@ -43,16 +43,16 @@ from ranvier.mesh import Mesh, mesh_text
 
 @dataclass(frozen=True, kw_only=True)
 class DecisionFacts:
-    """What a decision depends on beside the state: measured by a run, predicted by a plan."""
+    """Facts that decide beside the state: measured by a run, predicted by a plan."""
 
     step: int
     """Optimizer steps done."""
     samples: int
     """Consumed by these steps."""
     remaining_steps: int
-    """Of the present global batch."""
+    """Remaining steps of the present global batch."""
     num_ranks: int
-    """Those of the run now, idle ones too."""
+    """Number of ranks of the run now, idle ones included."""
     present: PresentMesh
     frozen: FrozenLayers
     blocks: Callable[[], BlockFacts]
@@ -60,15 +60,15 @@ class DecisionFacts:
     problem: Callable[[ResolvedRun, FrozenLayers], RanvierError | None]
     """Why the run cannot continue in this form with these frozen layers; None where it can."""
     stage_memory: Callable[[FrozenLayers], StageMemory | None]
-    """What cuts must fit into."""
+    """Memory into which cuts must fit."""
     caches: Callable[[int], bool]
     """Whether outputs of so many frozen layers would be cached, as far as that is known."""
     stages: tuple[int, ...] = ()
-    """As in `ranvier.elastic.freezing.Facts`; likewise below."""
+    """The field of `ranvier.elastic.freezing.Facts`; likewise below."""
     stage_seconds: tuple[float, ...] = ()
     activation_change: tuple[float, ...] | None = None
     similarities: Similarities | None = None
-    """Of the layers' outputs now, for the next evaluation of the policy."""
+    """Similarities of the layers' outputs now, for the next evaluation of the policy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +154,7 @@ class Controller:
         return state.profile if self.run.elastic.profile_microbatches else None
 
     def lowest(self, state: ElasticState, frozen: int) -> int:
-        """How many of the first `frozen` layers, which are frozen, stay so whatever the policy answers."""
+        """Number of the first `frozen` layers, which are frozen, stay so whatever the policy answers."""
         return max(min(self._untrained, frozen), self._still_frozen(frozen), min(state.kept, frozen))
 
     # ------------------------------------------------------------------ steps
@@ -189,7 +189,7 @@ class Controller:
     # ------------------------------------------------------------------ decisions
 
     def decide(self, state: ElasticState, facts: DecisionFacts, request: MeshRequest | None = None) -> Decision:
-        """What is to change now. request: a user's request for another mesh."""
+        """The change to make now. request: a user's request for another mesh."""
         norms, compares_all = state.norms, state.unmeasured and bool(state.recent)
         state = replace(state, norms=None, compares=False, due=state.due and norms is None,
                         unmeasured=not state.recent and self.run.elastic.auto_pipe, ledger=state.with_measured().ledger)
@@ -307,7 +307,7 @@ class Controller:
 
     def _here(self, state: ElasticState, facts: DecisionFacts, wanted: FrozenLayers, reason: str
               ) -> tuple[Change, RanvierError | None]:
-        """To other frozen layers, on the present mesh and cut; and why that may not fit."""
+        """The change to other frozen layers on the present mesh and cut; and the error if that may not fit."""
         here = self.change_to(facts.present.mesh, facts.frozen, wanted, facts.present.boundaries or None, reason,
                               schedule=state.schedule)
         there, problem = here.fitted(self.run, lambda run: facts.problem(run, wanted))
@@ -315,7 +315,7 @@ class Controller:
 
     def _evaluate(self, state: ElasticState, facts: DecisionFacts, norms: tuple[float, ...]
                   ) -> tuple[ElasticState, FrozenLayers]:
-        """What the policy answers."""
+        """Evaluate the freeze policy."""
         policy, inputs, frozen = self.policy, state.inputs, facts.frozen
         _load_policy(self.policy, state)
         wanted = decide(policy, Facts(

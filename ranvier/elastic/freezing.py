@@ -1,4 +1,4 @@
-"""How many layers are frozen: policies behind one small interface, and what their answers must satisfy.
+"""Freeze policies behind one small interface, and the conditions that their answers must satisfy.
 
 PipeTransformer (He et al., 2021, section 3.1) freezes a growing prefix of a model's layers while it is fine-tuned. At
 evaluation T, with L layers of which L_f are frozen, and layers numbered from 0:
@@ -22,12 +22,12 @@ from ranvier.elastic.rules import depth_by_hand
 from ranvier.errors import ConfigError
 
 _SPURIOUS = 1e-9
-"""What a product of floats may be above the integer that it stands for."""
+"""Most by which a product of floats may exceed the integer for which it stands."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a policy decides on, at one evaluation."""
+    """Input of a policy at one evaluation."""
 
     step: int
     """Optimizer steps done."""
@@ -46,21 +46,20 @@ class Facts:
     """Training loss, averaged over the valid targets of the steps since the last evaluation of the policy. NaN where
     there was none."""
     learning_rate: float = nan
-    """Of the last step."""
+    """Learning rate of the last step."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the newest evaluation on held-out data, by the names in metrics.jsonl: eval_loss, eval_accuracy, ...; empty
-    before the first."""
+    """Metrics of the newest evaluation on held-out data, by the names in metrics.jsonl: eval_loss, eval_accuracy, ...;
+    empty before the first."""
     frozen_above: tuple[int, ...] = ()
     """Layers above the first one that trains whose weights are frozen."""
     stages: tuple[int, ...] = ()
     """The rank along the pipeline that has each layer: with one stage on each, its stage."""
     stage_seconds: tuple[float, ...] = ()
-    """What each rank along the pipeline computed in a step, on average since the last transition; 0.0 where nothing was
-    measured."""
+    """Seconds that each rank along the pipeline computed in a step, on average since the last transition; 0.0 where
+    nothing was measured."""
     activation_change: tuple[float, ...] | None = None
-    """How much the outputs of each layer on the same held-out samples have changed since the last evaluation of the
-    policy (`ranvier.elastic.similarity`); NaN where there was none before. None unless the policy has
-    `needs_activations`."""
+    """Change of the outputs of each layer on the same held-out samples since the last evaluation of the policy
+    (`ranvier.elastic.similarity`); NaN where there was none before. None unless the policy has `needs_activations`."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.lowest <= self.frozen <= self.num_layers == len(self.gradient_norms) and self.evaluation >= 1
@@ -68,7 +67,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class FrozenLayers:
-    """Which layers are frozen: those numbered below `prefix`, and the weights of those `above`, in rising order."""
+    """The frozen layers: those numbered below `prefix`, and the weights of those `above`, in rising order."""
 
     prefix: int
     above: tuple[int, ...] = ()
@@ -110,7 +109,7 @@ class Remembers(Protocol):
     JSON-serialisable."""
 
     def state_dict(self) -> dict[str, object]:
-        """What a checkpoint keeps of the policy."""
+        """State of the policy for a checkpoint."""
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Restore what `state_dict` returned."""

@@ -31,24 +31,25 @@ class MeshCandidate:
     """Predicted, of a step; None where it cannot be, or is not known."""
     fits: bool
     reason: str
-    """What decides its time, or why it cannot be."""
+    """The bottleneck that decides its time, or why it is impossible."""
     too_large: bool = False
     """Whether it cannot be because no cut fits the ranks' devices."""
 
     @property
     def seconds_per_sample(self) -> float:
-        """What candidates are compared by; infinite where the time is not known."""
+        """Seconds per sample, by which candidates are compared; infinite if the time is unknown."""
         return inf if self.seconds is None else self.seconds / self.samples
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """What cuts must fit into, where each rank has a device of its own."""
+    """Memory into which cuts must fit, where each rank has a device of its own."""
 
     limit_bytes: int | None
-    """What a rank may need."""
+    """Most bytes that a rank may need."""
     needed: Callable[[ResolvedRun], Callable[[CandidateStage], int] | None]
-    """What a rank of a stage of this run needs; None where it is not judged stage by stage, or the run cannot be."""
+    """Bytes that a rank of a stage of this run needs; None where it is not judged stage by stage, or the run cannot
+    be."""
 
 
 def mesh_candidates(rules: ElasticRules, present: PresentMesh, depth: int, facts: BlockFacts, *, num_ranks: int,

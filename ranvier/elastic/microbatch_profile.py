@@ -1,4 +1,4 @@
-"""How many microbatches a replica's share is cut into: a search over measured steps, once per (pipe, data).
+"""Search for the number of microbatches of a replica's share over measured steps, once per (pipe, data).
 
 PipeTransformer (He et al., 2021, section 3.2) tries K to 6 K microbatches on K stages. So does this; what was measured
 is plain data and goes into checkpoints.
@@ -54,7 +54,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class MicrobatchProfile:
-    """What was measured so far. Each method is a function of it: the state changes by taking the new one.
+    """Measurements so far. Each method is a function of it: the state changes by taking the new one.
 
     A search tries every candidate once at one (pipe, data, frozen). It is made once per (pipe, data): at later depths
     the count that was best holds, as in the paper. A depth that changes in the middle of a search starts it again,

@@ -15,7 +15,7 @@ from ranvier.elastic.freezing import Cap, FreezePolicy, GradientNorm, Manual, No
 from ranvier.models import families
 
 POLICY_METHODS = ("frozen_layers()",)
-"""What a user's policy must have."""
+"""Methods that a user's policy must have."""
 
 
 def controller_of(run: ResolvedRun, epoch_samples: int, *, policy: FreezePolicy | None = None,

@@ -1,4 +1,4 @@
-"""What the decisions of an elastic run depend on: the settings, the state of the run, and facts of its blocks. Pure.
+"""Inputs of an elastic run's decisions: the settings, the state of the run, and facts of its blocks. Pure.
 
 A run fills these with what its ranks have measured (`ranvier.train.measured_blocks`), a plan with what a cluster's
 constants predict (`ranvier.planner.predicted_blocks`). All decisions are functions of them
@@ -25,7 +25,7 @@ LINKS: Mapping[str, tuple[float, float]] = {"in-process": (inf, 0.0), "mpi": (4e
 
 @dataclass(frozen=True)
 class ElasticRules:
-    """What the settings decide. run: as it was started, so its mesh, batch and microbatch are the first ones."""
+    """The part that settings decide. run: as it was started, so its mesh, batch and microbatch are the first ones."""
 
     run: ResolvedRun
 
@@ -51,7 +51,7 @@ class ElasticRules:
 
 @dataclass(frozen=True, kw_only=True)
 class PresentMesh:
-    """Where a run is: its mesh, its cut, and what is frozen and cached."""
+    """The present state of a run: its mesh, its cut, and what is frozen and cached."""
 
     mesh: Mesh
     boundaries: tuple[int, ...]
@@ -72,29 +72,29 @@ class PresentMesh:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockFacts:
-    """What the blocks of a model cost on these ranks, and what they hold. Tuples have one entry for each block."""
+    """Costs and sizes of a model's blocks on these ranks. Tuples have one entry for each block."""
 
     forward_seconds: tuple[float, ...]
-    """Of one sample on a rank that computes alone; with row x col > 1, of a rank's share of a sample."""
+    """Seconds of one sample on a rank that computes alone; with row x col > 1, of a rank's share of a sample."""
     backward_seconds: tuple[float, ...]
     """With recomputation, where there is any; of blocks that train."""
     update_seconds: tuple[float, ...]
-    """Of the optimizer's step, on a rank that has all of the block's states."""
+    """Seconds of the optimizer's step, on a rank that has all of the block's states."""
     output_bytes: tuple[int, ...]
-    """What leaves each block, per sample."""
+    """Bytes that leave each block, per sample."""
     num_parameters: tuple[int, ...]
     parameter_bytes: tuple[int, ...]
     """Also those of its gradients, when replicas average them."""
     state_bytes: tuple[int, ...]
-    """Of the optimizer's states."""
+    """Bytes of the optimizer's states."""
     cores: float | None
     """Cores that all ranks share, in units of what one rank computes with; None where each has a device."""
     bandwidth: float
     """Bytes per second between two ranks."""
     latency_seconds: float
-    """Of one message."""
+    """Seconds of latency of one message."""
     seconds: float | None = None
-    """Of a step on the present mesh, as the model predicts it."""
+    """Predicted seconds of a step on the present mesh."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""How much a layer's outputs have changed, by what they say of the same samples: the similarity-preserving loss.
+"""Change of a layer's outputs for the same samples: the similarity-preserving loss.
 
 A layer's outputs A [b, n] for b samples become G = A A^T [b, b], with rows of length 1. Two states of a layer are as
 far from each other as |G - G'|^2 / b^2 (Tung and Mori, "Similarity-Preserving Knowledge Distillation", 2019); Egeria
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 Similarity = list[list[float]]
-"""Of the samples of one row: [b, b], rows of length 1."""
+"""Similarity matrix of the samples of one row: [b, b], rows of length 1."""
 
 
 def products(outputs: Tensor) -> Tensor:

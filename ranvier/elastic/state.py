@@ -1,4 +1,4 @@
-"""What an elastic run remembers between decisions, and its form in checkpoints. Pure.
+"""State of an elastic run between decisions, and its form in checkpoints. Pure.
 
     policy evaluations    how many there were, whether one is due, and what the next one is given
     transitions           the ledger, refused meshes, measured numbers of microbatches
@@ -24,7 +24,7 @@ RECENT_STEPS = 8
 """Steps whose median says how long one takes now."""
 
 Similarities = list[list[list[list[float]]]]
-"""Of each layer and each row of the mesh: [samples, samples] (`ranvier.elastic.similarity`)."""
+"""Similarity matrix of each layer and each row of the mesh: [samples, samples] (`ranvier.elastic.similarity`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +36,12 @@ class StepFigures:
     """Valid targets of the global batch, by weight."""
     learning_rate: float = nan
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the evaluation after the step; empty without one."""
+    """Metrics of the evaluation after the step; empty without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyInputs:
-    """What the next evaluation of the freeze policy is given of the steps since the last one."""
+    """Input of the freeze policy's next evaluation, from the steps since the last one."""
 
     loss: float = 0.0
     """Sum over the valid targets of these steps."""
@@ -49,9 +49,9 @@ class PolicyInputs:
     """Their weight."""
     learning_rate: float = nan
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the newest evaluation on held-out data."""
+    """Metrics of the newest evaluation on held-out data."""
     similarities: Similarities | None = None
-    """Of each layer's outputs at the last evaluation of the policy."""
+    """Similarities of each layer's outputs at the last evaluation of the policy."""
 
     def with_step(self, step: StepFigures) -> PolicyInputs:
         """The inputs after one more step."""
@@ -70,9 +70,9 @@ class MicrobatchTrial:
     frozen: int
     count: int
     steps: tuple[int, ...] = ()
-    """Those that have been started with it."""
+    """Steps that have been started with it."""
     seconds: tuple[float, ...] = ()
-    """Of those that have been measured."""
+    """Seconds of the steps that have been measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,18 +80,18 @@ class ElasticState:
     """The state of `ranvier.elastic.controller.Controller`, whose methods return a new one."""
 
     evaluations: int = 0
-    """Of the freeze policy, so far."""
+    """Evaluations of the freeze policy so far."""
     due: bool = False
     """Whether the policy is to be evaluated: the step after which it was due may have had no gradients."""
     norms: tuple[float, ...] | None = None
-    """Of the layers' gradients in the last step, where the policy is evaluated after it."""
+    """Norms of the layers' gradients in the last step, where the policy is evaluated after it."""
     inputs: PolicyInputs = field(default_factory=PolicyInputs)
     policy: Mapping[str, Any] | None = None
     """The policy's own state, where it has one."""
     kept: int = 0
     """Layers that stay frozen on this mesh, for want of memory to train them."""
     schedule: Mapping[str, Any] | None = None
-    """As of the `Change` to the present mesh."""
+    """Schedule of the `Change` to the present mesh."""
     compares: bool = False
     """Whether meshes are to be compared without an evaluation of the policy."""
     unmeasured: bool = False
@@ -114,7 +114,7 @@ class ElasticState:
 
     @property
     def seconds(self) -> float | None:
-        """Of a step on this mesh; None before one was measured."""
+        """Seconds of a step on this mesh; None before one was measured."""
         return median(self.recent) if self.recent else None
 
     def with_gradients(self, norms: Sequence[float]) -> ElasticState:
@@ -143,7 +143,7 @@ class ElasticState:
         return self
 
     def document(self) -> dict[str, object]:
-        """What checkpoints and other ranks get; JSON holds it exactly."""
+        """The state for checkpoints and other ranks; JSON holds it exactly."""
         found: dict[str, object] = _as_json(asdict(self))
         return found
 

@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 MESSAGE_BYTES = 16 << 20
 """Larger boxes travel in several messages."""
 ROUND_BYTES = 64 << 20
-"""What one rank sends before it waits until that has left."""
+"""Bytes that a rank sends before it waits for their completion."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What one rank had: copies in host memory, and the numbers that all ranks share."""
+    """State of one rank before a transition: copies in host memory, and the numbers that all ranks share."""
 
     pieces: list[Piece]
     numbers: dict[str, Any]
@@ -101,7 +101,7 @@ def hand_over(held: Held | None, engine: Engine | None, backend: Backend, *, tim
 
 
 def _announced(held: Held | None) -> dict[str, object]:
-    """What this rank has, as JSON can hold it. Tensors without dims come with their value."""
+    """Description of this rank's state for JSON. Tensors without dims come with their value."""
     if held is None:
         return {"pieces": [], "numbers": None, "frozen": [], "missed_updates": {}}
     return {"pieces": [[piece.kind, piece.name, piece.shape, piece.box, state.dtype_name(piece.tensor),
@@ -241,7 +241,7 @@ def _carry_out(moves: Sequence[Move], source: _Ranks, transport: Transport, rank
 
 
 def _whole(message: Message) -> Tensor:
-    """What a message has brought, as it was sent: a bit that changed on its way would stay in the weights."""
+    """The tensor of a message, checked to be as it was sent: a bit changed on its way would stay in the weights."""
     elements = message.tensors[""]
     if int(message.tensors["checksum"]) != int(checksum(elements)):
         raise invalid_message("transition", message.source, "its elements have been changed on their way")

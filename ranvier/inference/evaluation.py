@@ -25,7 +25,7 @@ SAMPLES_AT_ONCE = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated:
-    """What an evaluation has found; the same on every rank.
+    """Result of an evaluation; the same on every rank.
 
     loss: sum of losses over the valid targets, over their weight; NaN where nothing was valid.
     weight: of the valid targets. scores: "eval_accuracy", "eval_count", ..., as the task's scoring names them.
@@ -90,6 +90,6 @@ def lengths_of(run: ResolvedRun, data: Dataset) -> np.ndarray | None:
 
 
 def length_multiple(run: ResolvedRun) -> int:
-    """What divides the length of a microbatch: the columns that share it, with sequence parallelism."""
+    """Number that must divide the length of a microbatch: the columns that share it, with sequence parallelism."""
     shares = layout_of(run.tensor) == "sequence"
     return run.mesh.feature_parts if shares else 1

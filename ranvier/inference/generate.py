@@ -106,7 +106,7 @@ def _microbatch(engine: Engine, text: Text) -> Microbatch:
 
 
 def _idle(engine: Engine) -> Microbatch:
-    """What a replica without prompts computes, so that all replicas make the same calls."""
+    """The microbatch of a replica without prompts, with which all replicas make the same calls."""
     return _ids(engine, [0], -1)
 
 

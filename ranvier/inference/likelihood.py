@@ -92,7 +92,7 @@ def _dataset(requests: Sequence[Request], longest: int) -> TokenSamples:
 
 
 def continuation_scores(logits_BSV: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each sample [B]: the sum of log p over its targets, in fp32 or the logits' wider format; the number of them;
+    """For each sample [B]: the sum of log p over its targets, in fp32 or the logits' wider format; the number of them;
     and how many have the largest logit. The softmax is over the whole vocabulary of the model."""
     counts_BS = targets_BS != IGNORED
     rows = counts_BS.nonzero()[:, 0]

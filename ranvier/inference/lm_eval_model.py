@@ -40,7 +40,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     @property
     def tokenizer_name(self) -> str:
-        """By which the package caches requests."""
+        """Name by which the package caches requests."""
         return self._shared.tokenizer.fingerprint
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:

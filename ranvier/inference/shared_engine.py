@@ -26,7 +26,7 @@ class SharedEngine:
         self._vocab = min(vocab, tokenizer.vocab)
 
     def loglikelihoods(self, requests: Sequence[Request]) -> list[tuple[float, bool]]:
-        """As `ranvier.inference.likelihood.loglikelihoods`. Called by rank 0."""
+        """Result of `ranvier.inference.likelihood.loglikelihoods`. Called by rank 0."""
         found: list[tuple[float, bool]] = self._all({"do": "score", "requests": [list(map(list, one))
                                                                                  for one in requests]})
         return found
@@ -40,7 +40,7 @@ class SharedEngine:
         return found
 
     def serve(self) -> None:
-        """What the other ranks do until rank 0 calls `end`."""
+        """Serve rank 0's requests on another rank until rank 0 calls `end`."""
         while (command := self._ranks.gather_objects(None)[0]) is not None:
             self._execute(command)
 

@@ -31,7 +31,7 @@ from ranvier.pipeline.microbatch import Microbatch
 from ranvier.world import World
 
 _SAMPLE_TOKENS = 128
-"""Of the sequence by whose costs blocks are assigned to stages."""
+"""Tokens of the sequence by whose costs blocks are assigned to stages."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

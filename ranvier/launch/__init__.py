@@ -1,1 +1,1 @@
-"""From a command under any launcher to started ranks, and from a fault to an end in words."""
+"""Start of ranks under any launcher, and their end with a clear message after a fault."""

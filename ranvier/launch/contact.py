@@ -1,4 +1,4 @@
-"""How ranks that join a run under way find it: `join.json` in the run's folder, which only the run's user may read.
+"""The address at which ranks join a running run: `join.json` in the run's folder, which only the run's user may read.
 
     {"version": ..., "address": ..., "port": ..., "secret": ...}
 

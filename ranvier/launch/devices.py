@@ -32,7 +32,7 @@ _POLL_SECONDS = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class RankDevices:
-    """What one rank sees.
+    """Devices that one rank sees.
 
     machine: what ranks on one machine have in common. devices: UUIDs of the CUDA devices that the rank may use, by
     number. setting: its `launch.device`. transport: its `comm.transport`. nccl: version of NCCL; "" without CUDA.
@@ -58,7 +58,7 @@ class DeviceChoice:
 
 
 def visible_devices(*, rank: int, local_rank: int, local_size: int, setting: str, transport: str) -> RankDevices:
-    """What this process sees. A setting of cpu looks at no device, which would take memory on it."""
+    """Devices that this process sees. With the setting cpu no device is touched, which would take memory on it."""
     count = torch.cuda.device_count() if setting != "cpu" and torch.cuda.is_available() else 0
     devices = tuple(str(getattr(torch.cuda.get_device_properties(number), "uuid", number)) for number in range(count))
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if count and torch.distributed.is_nccl_available() else ""
@@ -67,7 +67,8 @@ def visible_devices(*, rank: int, local_rank: int, local_size: int, setting: str
 
 
 def exchange(seen: RankDevices, size: int, store: SharedStore) -> list[RankDevices]:
-    """What all ranks see, in rank order. LaunchError if a rank has not published it within the store's time limit."""
+    """Devices that all ranks see, in rank order. LaunchError if a rank has not published it within the store's time
+    limit."""
     store.set(f"{DEVICES_KEY}{seen.rank}", json.dumps(asdict(seen)))
     ranks, tell = [], time.monotonic() + TELL_SECONDS
     while seen.rank == 0 and not store.check([f"{DEVICES_KEY}{rank}" for rank in range(size)]):
@@ -135,7 +136,7 @@ def claim_device(seen: RankDevices, store: SharedStore) -> int | None:
 
 
 def _published(store: SharedStore) -> list[RankDevices]:
-    """What the ranks with which a run was started have published."""
+    """Devices that the ranks with which a run was started have published."""
     ranks: list[RankDevices] = []
     while store.check([key := f"{DEVICES_KEY}{len(ranks)}"]):
         row = json.loads(store.get(key))
@@ -205,6 +206,6 @@ def _check_version(ranks: Sequence[RankDevices], name: str, value: Callable[[Ran
 
 
 def machine_name() -> str:
-    """What ranks on one machine have in common: a boot of one kernel, and a host name (a container's own)."""
+    """Identifier of a machine, which its ranks share: the boot of its kernel, and a host name (a container's own)."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{boot.read_text().strip() if boot.exists() else ''} {platform.node()}"

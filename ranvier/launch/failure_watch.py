@@ -32,7 +32,7 @@ _GONE_CHECKS = 2
 
 
 class FailureWatch:
-    """What one rank knows of failures elsewhere. `check` is to be called once a second.
+    """Watches, on one rank, for failures of others. `check` is to be called once a second.
 
     Args:
         rank, size: of this rank; both may change.
@@ -69,7 +69,7 @@ class FailureWatch:
         return None if record["rank"] == self.rank else f"rank {record['rank']} has failed"
 
     def report(self, cause: str, describe: Callable[[int], str]) -> str | None:
-        """What all ranks are doing, for the first rank that asks; None for the others.
+        """Report of what all ranks are doing, for the first rank that asks; None for the others.
 
         describe: coordinates of a rank, in words.
         """

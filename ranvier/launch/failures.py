@@ -114,7 +114,7 @@ def abort_all_ranks(world: World, code: int) -> NoReturn:
 
 
 def install_error_handlers(world: World, mesh: Mesh, launch: Launch, *, timeout_seconds: float) -> None:
-    """From now on an uncaught error on any thread of this rank is reported and ends all ranks.
+    """Have an uncaught error on any thread of this rank reported, and end all ranks.
 
     So do a rank of this machine that a signal has stopped for `launch.stopped_seconds`, and an action of this rank that
     hangs, by `launch.hang_seconds` (`HangDetector`). The normal end of the program waits for all ranks and then closes

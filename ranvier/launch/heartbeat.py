@@ -64,7 +64,7 @@ def find_launcher_processes(launcher: str) -> list[Process]:
 
 
 def exit_with_launcher(started: Started) -> None:
-    """From now on this process ends when one of its launcher's processes on this machine does."""
+    """Have this process end when one of its launcher's processes on this machine does."""
     watched = find_launcher_processes(started.launcher)
     # The kernel also ends a rank that is stopped, which a thread cannot do. Its signal is tied to the thread that
     # started us, not to the process: use it only if that has a single thread, or is our supervisor's main thread.

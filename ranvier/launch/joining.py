@@ -1,4 +1,5 @@
-"""How ranks join a run under way: what they, rank 0 and the run's other ranks agree on in the run's store.
+"""Protocol by which ranks join a running run: messages between them, rank 0 and the run's other ranks in the run's
+store.
 
     newcomers                      rank 0                              all ranks of the run
     say that they are ready
@@ -35,10 +36,10 @@ _CONNECT_SECONDS = 20.0
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What newcomers are to become: ranks `first` to `size` - 1. wish: ID of their request. local_size: that of the
-    run's ranks. timeout_seconds: the run's limit, of which each wait here takes a third at most, since ranks that are
-    through wait for the others. members: the names of the ranks before `first` (ranvier.launch.losses). num_losses:
-    those that the run has survived."""
+    """Call to newcomers to become ranks `first` to `size` - 1. wish: ID of their request. local_size: that of the run's
+    ranks. timeout_seconds: the run's limit, of which each wait here takes a third at most, since ranks that are through
+    wait for the others. members: the names of the ranks before `first` (ranvier.launch.losses). num_losses: those that
+    the run has survived."""
 
     wish: str
     first: int
@@ -49,7 +50,7 @@ class Call:
     num_losses: int = 0
 
     def document(self) -> dict[str, object]:
-        """As JSON can hold it; `Call(**document)` is the inverse."""
+        """The call for JSON; `Call(**document)` is the inverse."""
         return asdict(self)
 
     @property
@@ -108,9 +109,9 @@ def give_verdict(store: SharedStore, wish: str, problem: str | None) -> None:
 
 
 def rank_of_newcomer(store: SharedStore, wish: str, number: int) -> int | None:
-    """Which rank of the run the `number`-th newcomer of a request is, or is about to be; None if the run has not called
-    it, refuses it, or says nothing. For its supervisor, after its death, of which the run must hear: the verdict may
-    still come, and be that it is taken."""
+    """Rank of the `number`-th newcomer of a request in the run, present or future; None if the run has not called it,
+    refuses it, or says nothing. For its supervisor, after its death, of which the run must hear: the verdict may still
+    come, and be that it is taken."""
     if not store.check([f"{_KEYS}{wish}/call"]):
         return None
     call = Call(**json.loads(store.get(f"{_KEYS}{wish}/call")))
@@ -133,7 +134,7 @@ def _connect(world: World, rank: int, call: Call, seconds: float, before: TorchB
 
 
 def _answers(store: SharedStore, call: Call, what: str, seconds: float) -> dict[int, str]:
-    """What newcomers have said under `what`, by their number among them, once all have, or when the time is over."""
+    """Answers of newcomers under `what`, by their number among them, once all have answered or the time is over."""
     deadline, found = time.monotonic() + seconds, dict[int, str]()
     while True:
         for number in range(call.size - call.first):

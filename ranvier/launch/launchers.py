@@ -24,7 +24,7 @@ from ranvier.errors import ConfigError
 SECRET = "RANVIER_SECRET"
 """Environment variable in which our own supervisor, or a job script, passes the run's secret to ranks."""
 Launcher = Literal["local", "torchrun", "mpiexec", "srun"]
-"""What started a rank; "local" is our own supervisor."""
+"""Program that started a rank; "local" is our own supervisor."""
 Setting = Literal["auto", "local", "torchrun", "mpiexec", "srun"]
 """Values of launch.launcher."""
 

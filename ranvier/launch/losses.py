@@ -1,4 +1,5 @@
-"""How a run lets go of lost ranks: what supervisors, rank 0 and the other survivors agree on in the run's store.
+"""Protocol by which a run continues without lost ranks: messages between supervisors, rank 0 and the other survivors in
+the run's store.
 
     supervisors             rank 0                                    survivors
     write who was killed
@@ -55,8 +56,8 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """What survivors go on with. number: of losses so far. lost: by their ranks before. members: the survivors, by
-    their new ranks. decision: rank 0's, as JSON can hold it."""
+    """Agreement with which survivors continue. number: of losses so far. lost: by their ranks before. members: the
+    survivors, by their new ranks. decision: rank 0's, as JSON can hold it."""
 
     number: int
     lost: Mapping[int, Loss]
@@ -89,7 +90,7 @@ def why_given_up(store: SharedStore) -> str | None:
 
 
 class Losses:
-    """On one rank of a run that survives losses.
+    """Losses of ranks, on one rank of a run that survives them.
 
     Args:
         world: of this rank, which `connect` changes.
@@ -105,14 +106,14 @@ class Losses:
         self._thread = threading.Thread(target=self._watch, name="ranvier-losses", daemon=True)
 
     def begin(self) -> None:
-        """From now on losses are survived: all ranks have what it takes. Not before `begin` on rank 0 do supervisors
-        report them."""
+        """Begin to survive losses: all ranks have the copies for it. Not before `begin` on rank 0 do supervisors report
+        them."""
         self._thread.start()
         if self._world.rank == 0:
             self._world.store.set(_SURVIVES, "")
 
     def end(self) -> None:
-        """On rank 0: from now on a loss ends the run. TransportError where one has just been reported."""
+        """On rank 0: have a loss end the run from now on. TransportError where one has just been reported."""
         if self._world.store.compare_set(f"{_LOST}{self._known}", "", _CLOSED).decode() != _CLOSED:
             raise TransportError("was lost", code="rank-lost", where="a rank", remedy="See which rank has stopped.")
 
@@ -191,7 +192,7 @@ class Losses:
                          members=tuple(verdict["members"]))
 
     def _await(self, found: Callable[[], Any], seconds: float, losses: Sequence[Loss] | None = None) -> Any:
-        """What `found` gives once it is not None; None where that takes too long, a rank fails, or there are more than
+        """Result of `found` once it is not None; None if that takes too long, a rank fails, or there are more than
         these `losses`."""
         deadline, store = time.monotonic() + seconds, self._world.store
         while (result := found()) is None:

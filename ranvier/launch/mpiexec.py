@@ -55,7 +55,7 @@ def _output(*command: str) -> str:
 
 
 def mpi_available() -> str | None:
-    """None if MPI ranks can be started and would connect; otherwise the reason, with the remedy."""
+    """The reason why MPI ranks cannot be started or would not connect, with the remedy; None if they can."""
     if importlib.util.find_spec("mpi4py") is None:
         return "mpi4py is not installed (pip install 'ranvier[mpi]')"
     mpiexec = find_mpiexec()

@@ -30,7 +30,7 @@ class StopRequest:
         self.install(signals)
 
     def install(self, signals: Sequence[int] = STOP_SIGNALS) -> None:
-        """From now on the signals request a stop. On a thread that is not the main one this does nothing."""
+        """Have these signals request a stop. On a thread that is not the main one this does nothing."""
         if threading.current_thread() is threading.main_thread():
             for number in signals:
                 if signal.getsignal(number) is not signal.SIG_IGN:

@@ -32,7 +32,7 @@ class StoppedRankDetector:
         self._counts: dict[int, int] = {}
 
     def check(self, ranks: Mapping[int, Process]) -> list[int]:
-        """Those of `ranks` (by number) that have been stopped for so long; to be called every CHECK_SECONDS."""
+        """Numbers of the `ranks` that have been stopped for so long; to be called every CHECK_SECONDS."""
         self._counts = {rank: self._counts.get(rank, 0) + 1 for rank, process in ranks.items() if process.is_stopped}
         return [rank for rank, count in self._counts.items() if self._enabled and count >= self._min_checks]
 
@@ -67,7 +67,8 @@ def find_rank_processes(store: SharedStore, num_ranks: int, launcher: Process) -
 
 
 def find_rank_processes_by_variable(launcher: Process, variable: str) -> dict[int, Process]:
-    """As `find_rank_processes`, by the environment variable that has the rank: for a store that does not answer.
+    """Find rank processes, as `find_rank_processes` does, by the environment variable that has the rank: for a store
+    that does not answer.
 
     A shell between the launcher and its rank has the variable, too, and is then taken for the rank.
     """

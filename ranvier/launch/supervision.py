@@ -81,7 +81,7 @@ class _Child:
 
 @dataclass(frozen=True)
 class _RankEnd:
-    """How a rank ended.
+    """End of a rank.
 
     rank: None if unknown, or mpiexec. code: as of subprocess, negative for a signal; 0 for a rank that exited before
     the run had ended, -SIGSTOP for a stopped one.
@@ -107,7 +107,7 @@ class _RankEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How the ranks ended.
+    """End of all ranks.
 
     code: the exit code for this process: 0 if all ranks succeeded, 2 if the first failure is a RanvierError, 130 or 143
         if this process was asked to stop, otherwise 1.

@@ -165,7 +165,7 @@ def _check_files(folder: Path) -> None:
 
 
 def _items(document: object) -> Iterator[tuple[str, object]]:
-    """Of a JSON document and all that it holds."""
+    """Keys and values of a JSON document, nested ones included."""
     if isinstance(document, dict):
         yield from document.items()
     for one in document.values() if isinstance(document, dict) else document if isinstance(document, list) else ():
@@ -233,7 +233,7 @@ class _Transformers:
         return ids_BS, ids_BS
 
     def flops_per_sample(self, settings: Transformer, *, recomputed: bool = False) -> float:
-        """Of a mixture of experts all are counted."""
+        """FLOPs per sample; all experts of a mixture are counted."""
         assert settings.pretrained is not None, "a problem"
         s = settings.sequence
         forward = 2 * s * _num_parameters(settings.pretrained) + 4 * s * s * settings.hidden * settings.num_layers

@@ -38,7 +38,7 @@ from ranvier.tensor import layers as tensor
 from ranvier.tensor.split.loss import ClassLoss, SpanLoss
 
 NORM_EPSILON = 1e-12
-"""As BERT was published."""
+"""Epsilon of the norms of the published BERT."""
 NUM_TYPES = 2
 """Texts that one input may consist of."""
 State = dict[str, Tensor]

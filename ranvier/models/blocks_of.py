@@ -157,7 +157,7 @@ def _inputs(module: nn.Module, inputs: Sequence[str] | None) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """What a block does in one mode.
+    """Computation of a block in one mode.
 
     run: (block, values of `takes`) -> values of `gives`, or what the module returns. takes, gives: names of values.
     keeps: names of values that are handed on as they are.
@@ -250,7 +250,7 @@ class _Block(nn.Module):
 
 
 class _Around(nn.Module):
-    """In the place of a module with a cut inside: has what a block needs of it."""
+    """Replaces a module with a cut inside: has what a block needs of it."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ from ranvier import keyed_random
 
 
 class DecodingCache(nn.Module):
-    """What one block keeps of each text that is being generated, by the samples of the microbatch."""
+    """Keys and values that one block keeps of each text that is being generated, by the samples of the microbatch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class DecodingCache(nn.Module):
         self._kept: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
 
     def open(self) -> None:
-        """From now on texts continue: with each call, a block has seen the tokens of the calls before."""
+        """Begin to continue texts: with each call, a block has seen the tokens of the calls before."""
         self._is_open = True
 
     def close(self) -> None:

@@ -54,7 +54,8 @@ def config_of(run: Run) -> Transformer:
 
 
 def head_of(run: Run) -> str:
-    """What the last block gives in this run: "tokens", "score", "classes", "span", or what a user's task calls it."""
+    """Kind of the last block's output in this run: "tokens", "score", "classes", "span", or what a user's task calls
+    it."""
     return form_of(run.data).head
 
 
@@ -116,7 +117,7 @@ def _built(family: ModelFamily, name: str, settings: Transformer, head: str, dty
 
 
 def _contract_problems(run: Run, model: Model) -> list[RanvierError]:
-    """What a user's model says of its layers that the run's settings contradict."""
+    """Problems of a user's model whose layers contradict the run's settings."""
     count = len(model.layers)
     if count and count != run.model.num_layers:
         return [ConfigError(f"is not the number of layers that {run.model.family} declares, {count}",

@@ -20,7 +20,7 @@ from ranvier.errors import ConfigError, RanvierError
 
 Targets = Tensor | dict[str, Tensor]
 FAMILY_ATTRIBUTES = ("problems()", "model()", "sample()", "flops_per_sample()", "describe()")
-"""What an object must have to be a family."""
+"""Attributes that an object must have to be a family."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,5 +117,5 @@ def text_transformer_in_words(family: str, settings: Transformer) -> str:
 
 
 def num_classes(config: Transformer) -> int:
-    """What the head tells apart; 2 where nobody has looked at the data."""
+    """Number of classes of the head; 2 if the data has not been read."""
     return 2 if config.num_classes == "auto" else config.num_classes

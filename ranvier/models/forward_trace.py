@@ -155,7 +155,7 @@ def _sizes_joined() -> Iterator[None]:
 
 
 def _modes() -> tuple[bool, ...]:
-    """What a graph does not record."""
+    """Modes that a graph does not record."""
     return torch.is_grad_enabled(), *(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
 
 
@@ -164,7 +164,7 @@ _DRAWING_TRACES = 5
 
 
 def _random_states() -> tuple[object, ...]:
-    """Of the generators whose numbers a graph does not record."""
+    """States of the generators whose numbers a graph does not record."""
     parts = numpy.random.get_state(legacy=False)["state"].values()
     return random.getstate(), *(part.tobytes() if isinstance(part, numpy.ndarray) else part for part in parts)
 
@@ -230,7 +230,7 @@ def trace_forward(module: nn.Module, cuts: Sequence[str], inputs: Sequence[str],
 
 
 def _untraceable(module: nn.Module, error: Exception) -> ModelError:
-    """What of the traced code could not be traced, and where it is."""
+    """The error for code that could not be traced, with its place."""
     own = [frame for frame, _ in traceback.walk_tb(error.__traceback__)
            if not frame.f_globals.get("__name__", "").startswith(("torch.", "ranvier."))]
     line = [(frame, number) for frame, number in traceback.walk_tb(error.__traceback__) if own and frame is own[-1]]
@@ -277,8 +277,8 @@ def unchanged(module: nn.Module) -> Iterator[None]:
 
 
 def _entries(container: dict[Any, Any] | list[Any] | set[Any]) -> set[tuple[Any, type, Any]]:
-    """What is where in it: numbers and strings by value, since who computes them again stores what was there, and
-    others by identity."""
+    """Entries of a container: numbers and strings by value, since storing an equal one changes nothing, and others by
+    identity."""
     pairs = container.items() if isinstance(container, dict) else enumerate(container) if isinstance(
         container, list) else ((id(one), one) for one in container)
     return {(key, type(value), value if isinstance(value, (int, float, str)) else id(value)) for key, value in pairs}

@@ -95,7 +95,7 @@ def transformer_blocks(model: nn.Module, sample: Mapping[str, Tensor] | Tensor |
 
 @dataclass(kw_only=True, eq=False)
 class _Plan:
-    """What was seen while the model ran on the sample.
+    """Record of the model's run on the sample.
 
     path: of the list of layers. count: of layers. calls: of each layer, as it was called. tuples: how many values each
     layer returned, 0 for a tensor by itself. phases: module beside the layers -> "before" or "after" them. outputs:
@@ -121,7 +121,7 @@ class _Call:
 
     @property
     def names(self) -> set[str]:
-        """Of the tensors that it takes."""
+        """Names of the tensors that it takes."""
         return {leaf.name for leaf in self.leaves if isinstance(leaf, _Slot)}
 
 
@@ -289,7 +289,8 @@ class _First(WholeTexts):
         self._called, self._hidden = [], None
 
     def record(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Tensor:
-        """Of a call of the next layer: note its arguments, and return the hidden states; `_Reached` at the last one."""
+        """Record the arguments of a call of the next layer, and return the hidden states; `_Reached` at the last
+        one."""
         hidden = args[0] if args else kwargs.get("hidden_states")
         if not isinstance(hidden, Tensor) or (self._hidden is not None and hidden is not self._hidden):
             raise ModelError("changes its hidden states between two layers",
@@ -394,8 +395,8 @@ class _Last(nn.Module):
 
 
 class _NoValues(TorchFunctionMode):
-    """On the meta device: conditions on values, which it does not have, hold, such as that no sample is padded or
-    packed; and products of experts, which torch has for bf16 alone there, have the shapes of other formats, too."""
+    """A mode for the meta device: conditions on values, which it does not have, hold, such as that no sample is padded
+    or packed; and products of experts, which torch has for bf16 alone there, have the shapes of other formats, too."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:

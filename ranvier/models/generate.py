@@ -1,4 +1,4 @@
-"""Which token comes next: sampling from logits, keyed so that a text can be written again."""
+"""Sampling of the next token from logits, keyed so that a text can be generated again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ranvier.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a token is drawn from softmax(logits / temperature).
+    """Settings by which a token is drawn from softmax(logits / temperature).
 
     Attributes:
         temperature: 0 takes the most likely token (greedy decoding).

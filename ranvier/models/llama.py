@@ -38,7 +38,7 @@ from ranvier.tensor.split.loss import LastTokenLoss, NextTokenLoss
 from ranvier.tensor.split.preference_loss import RewardLoss
 
 NORM_EPSILON = 1e-5
-"""Of Llama 2 and 3."""
+"""Epsilon of the norms of Llama 2 and 3."""
 
 
 def kv_heads(config: Transformer) -> int:

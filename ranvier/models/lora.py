@@ -27,7 +27,7 @@ from ranvier.tensor.quantized_weight import BLOCK, check_available
 from ranvier.tensor.splittable import ActivationKind, Layer
 
 AUTO_TARGETS = ("query", "value", "qkv")
-"""What `targets` auto stands for, as far as a model has it."""
+"""Layers for which `targets` auto stands, if a model has them."""
 _NAMES_THERE = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "attention.projection",
                 "gate_proj": "gate", "up_proj": "up", "down_proj": "fc2", "c_attn": "qkv"}
 """Names of transformers, which PEFT's targets have, for models that have none of this name -> ours."""

@@ -24,7 +24,7 @@ def positions_of(segments_BS: Tensor) -> Tensor:
 
 def attention_mask(q_BNSD: Tensor, k_BKSD: Tensor, segments_BS: Tensor | None = None, *, window: int | None = None,
                    needed: bool = False) -> Tensor | None:
-    """Which keys each query attends to in causal attention, bool [queries, keys] or [B, 1, queries, keys].
+    """Mask of the keys to which each query attends in causal attention, bool [queries, keys] or [B, 1, queries, keys].
 
     Queries are the last of the keys' positions. None where a query attends to all keys at its place and before, as
     `scaled_dot_product_attention(..., is_causal=True)` does (with one query and cached keys: to all keys).

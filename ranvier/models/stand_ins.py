@@ -1,4 +1,4 @@
-"""What is in the place of modules that another block has, in the model's own code around its layers.
+"""Replacements of modules that another block has, in the model's own code around its layers.
 
     embedding    the model's forward, with recorders in the place of its layers, and nothing behind them
     head         the model's forward, with stand-ins before the layers, and injectors in the place of these
@@ -21,9 +21,9 @@ REMEDY = "Write its blocks by hand: pass a list of modules to ranvier.Engine (do
 
 
 class Elsewhere(nn.Module):
-    """In the place of a module that another block has. Its attributes are that module's; parameters, buffers and
-    submodules that are read for the sample become its own too, so that they are tied, or refused where stages would not
-    agree on them.
+    """Replaces a module that another block has. Its attributes are that module's; parameters, buffers and submodules
+    that are read for the sample become its own too, so that they are tied, or refused where stages would not agree on
+    them.
 
     shares: whether it may have parameters that the other block has; parameters of a layer are the layer's alone.
     """
@@ -58,8 +58,8 @@ class Elsewhere(nn.Module):
 
 
 class Recorder(Elsewhere):
-    """In the place of a layer before it: gives its arguments to `record`, and returns the hidden states that this
-    returns. size: how many values the layer returns."""
+    """Replaces a layer before it: gives its arguments to `record`, and returns the hidden states that this returns.
+    size: how many values the layer returns."""
 
     def __init__(self, layer: nn.Module, name: str, record: Callable[[tuple[object, ...], dict[str, object]], Tensor],
                  size: int) -> None:
@@ -71,7 +71,7 @@ class Recorder(Elsewhere):
 
 
 class Injector(Elsewhere):
-    """In the place of a layer after it: returns the hidden states that the last one gave."""
+    """Replaces a layer after it: returns the hidden states that the last one gave."""
 
     def __init__(self, layer: nn.Module, name: str, state: list[Tensor], size: int) -> None:
         super().__init__(layer, name, shares=False)
@@ -83,8 +83,8 @@ class Injector(Elsewhere):
 
 
 class StandIn(Elsewhere):
-    """In the place of a module that runs before the layers: zeros of the shapes that it returned. output: `shapes_of`
-    that. samples: of the sample."""
+    """Replaces a module that runs before the layers: zeros of the shapes that it returned. output: `shapes_of` that.
+    samples: of the sample."""
 
     def __init__(self, module: nn.Module, name: str, output: object, state: list[Tensor], samples: int) -> None:
         super().__init__(module, name, shares=True)
@@ -116,12 +116,12 @@ class _Shape:
 
 
 def shapes_of(output: object) -> object:
-    """What a module returned, with shapes in the place of tensors."""
+    """A module's output with shapes in place of tensors."""
     return tree_map(lambda leaf: _Shape(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf, output)
 
 
 class Absent(Elsewhere):
-    """In the place of a module that runs after the layers."""
+    """Replaces a module that runs after the layers."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         super().__init__(module, name, shares=True)

@@ -34,12 +34,12 @@ from ranvier.tensor import layers as tensor
 from ranvier.tensor.split.loss import ClassLoss
 
 NORM_EPSILON = 1e-6
-"""As the article's own code has it."""
+"""Epsilon of the norms in the article's own code."""
 CHANNELS = 3
 
 
 def num_tokens(config: Transformer) -> int:
-    """Of one image: its patches, and token 0."""
+    """Number of tokens of one image: its patches, and token 0."""
     return (config.image_size // config.patch_size) ** 2 + 1
 
 

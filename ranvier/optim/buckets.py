@@ -1,4 +1,4 @@
-"""Which pieces of the flat buffer are updated together: buckets, and within them segments that are updated alike.
+"""Buckets: pieces of the flat buffer that are updated together, and within them segments that are updated alike.
 
     chunk     |           0           |           1           |      reduced in one piece
     share     |     | mine|           |     | mine|           |      updated here, where states are sharded

@@ -73,7 +73,7 @@ class Gradients:
         self._specs = [specs[number] for number in order.order]
         self.places: dict[nn.Parameter, tuple[int, int]] = {
             specs[number].parameter: order.places[number] for number in order.order}
-        """Where each parameter's gradient begins and ends in the buffer."""
+        """Start and stop of each parameter's gradient in the buffer."""
         self._chunks_of = {spec.parameter: numbers for spec, numbers in zip(specs, order.chunks_of, strict=True)}
         self.chunks: list[Chunk] = []
         for cut in order.chunks:
@@ -318,7 +318,7 @@ class Gradients:
         return self.reductions.in_order()
 
     def _place(self, spec: GradientSpec) -> Tensor:
-        """Where the gradient of a parameter is in the buffer, flat."""
+        """The part of the buffer that holds a parameter's gradient, flat."""
         start, stop = self.places[spec.parameter]
         offset = self.chunks[self._chunks_of[spec.parameter].start].offset
         return self.flat[start + offset:stop + offset]

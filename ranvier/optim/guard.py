@@ -1,4 +1,4 @@
-"""Which steps are bad: the same answer on every rank, from numbers that all of them have anyway.
+"""Detection of bad steps: the same answer on every rank, from numbers that all of them have anyway.
 
 A step is bad when its loss or the norm of its gradients is not finite, or when its loss is far above the usual.
 Whoever looks before it updates (stop, skip and rollback) updates nothing from a bad step. An overflow in fp16 is no bad
@@ -30,7 +30,7 @@ class BadSteps:
         self._last = 0.0
 
     def by_loss(self) -> str | None:
-        """What is bad about the loss ("loss is nan"), or None."""
+        """Description of a bad loss ("loss is nan"), or None."""
         loss = self._last = self._loss()
         if not math.isfinite(loss):
             return f"loss is {loss}"
@@ -41,7 +41,7 @@ class BadSteps:
         return None
 
     def by_norm(self, norm: float) -> str | None:
-        """What is bad about the gradients' norm, or None."""
+        """Description of a bad norm of the gradients, or None."""
         return None if math.isfinite(norm) else f"gradient norm is {norm}"
 
     def judge(self, norm: float) -> str | None:
@@ -56,7 +56,7 @@ class BadSteps:
         self._usual.append(self._last)
 
     def state(self) -> dict[str, object]:
-        """What a checkpoint keeps: a short list of numbers. JSON-serialisable, the same on every rank."""
+        """State for a checkpoint: a short list of numbers. JSON-serialisable, the same on every rank."""
         return {"losses": list(self._usual)}
 
     def load(self, state: Mapping[str, Sequence[float]]) -> None:

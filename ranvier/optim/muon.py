@@ -17,7 +17,7 @@ from torch import Tensor
 from ranvier.optim.tensor_update import TensorUpdate
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic polynomial, whose slope at zero is as large as convergence allows."""
+"""Coefficients of the quintic polynomial, whose slope at zero is as large as convergence allows."""
 STEPS = 5
 _EPSILON = 1e-7
 

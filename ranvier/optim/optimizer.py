@@ -244,7 +244,7 @@ class FlatOptimizer:
 
     @property
     def gather_buffers(self) -> list[Tensor]:
-        """What this rank's shares of parameters are sent from."""
+        """Buffers from which this rank's shares of parameters are sent."""
         return list(self._sent.values())
 
     # ------------------------------------------------------------------ what a checkpoint keeps
@@ -291,14 +291,15 @@ class FlatOptimizer:
         return found
 
     def _segment(self, spec: GradientSpec) -> Segment:
-        """Where a parameter is and how it is updated."""
+        """The segment of a parameter: its place, and how it is updated."""
         start, stop = self._gradients.places[spec.parameter]
         group = group_of(self._optim, spec.rule_name, spec.parameter.dim())
         whole = self._rules.needs_whole(spec.rule_name, spec.whole_shape, in_layer=spec.in_layer)
         return Segment(start, stop, group.learning_rate_factor, group.weight_decay, spec if whole else None)
 
     def _segments(self, left_alone: set[nn.Parameter]) -> list[Segment]:
-        """What is updated now: parameters that have not been frozen since, and which a loss has reached."""
+        """Segments that are updated now: of parameters that have not been frozen since, and which a loss has
+        reached."""
         return [replace(segment, missed_updates=missed) if (missed := self._missed.get(spec.name)) else segment
                 for spec, segment in self._groups
                 if spec.parameter.requires_grad and spec.parameter not in left_alone]
@@ -311,7 +312,7 @@ def uncut_places(gradients: Gradients) -> list[tuple[int, int]]:
 
 
 def state_places(gradients: Gradients, rules: Rules, buckets: Sequence[Bucket]) -> StatePlaces:
-    """Where the states of these buckets lie. With one rule for all elements padding has states too, so that states
+    """Places of the states of these buckets. With one rule for all elements padding has states too, so that states
     begin where buckets do."""
     if rules.tensors is None:
         return StatePlaces(buckets, [StateOwner(0, gradients.size, dict.fromkeys(rules.elementwise.states))])
@@ -335,7 +336,8 @@ def resolve_offload(optim: Optim, gradients: Gradients, device: torch.device) ->
 
 
 def gather_bytes(gradients: Gradients, itemsize: int) -> int:
-    """What shares of parameters are sent from, where each member of a chunk's group updates its own."""
+    """Bytes of the buffers from which shares of parameters are sent, where each member of a chunk's group updates its
+    own."""
     chunks = [chunk for chunk in gradients.chunks if not chunk.sent_to_owner]
     gathered = sum(len(chunk.group.ranks) > 1 and chunk.shares is None for chunk in chunks)
     return min(MAX_COLLECTIVES, gathered) * _largest_share(chunks) * itemsize
@@ -367,7 +369,7 @@ def _move_into(weights: Tensor, places: Mapping[nn.Parameter, tuple[int, int]]) 
 
 def tensors_by_category(parameters: Sequence[Tensor], gradients: Gradients,
                         optimizer: FlatOptimizer | None) -> dict[str, dict[str, list[Tensor]]]:
-    """What lives from step to step: {"device": {category: tensors}, "host": {...}}.
+    """Tensors that persist between steps: {"device": {category: tensors}, "host": {...}}.
 
     Frozen parameters and those outside the flat buffer count as parameters too. On a CPU as the device, offloaded
     states count as the host's.

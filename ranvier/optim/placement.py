@@ -1,4 +1,4 @@
-"""Where optimizer states live while parameters are updated bucket by bucket.
+"""Placement of optimizer states while parameters are updated bucket by bucket.
 
     Resident   states on the device: bucket after bucket, nothing moves
     Streamed   states in host memory; up to d buckets of them on the device at once:
@@ -38,14 +38,14 @@ from ranvier.system.pinned_memory import pinned_zeros
 
 @dataclass(kw_only=True)
 class Update:
-    """What all buckets of one step have in common."""
+    """Values that all buckets of one step share."""
 
     step: int
     learning_rate: float
     factor: float | Tensor
-    """What every gradient is multiplied by first; a zero-dimensional tensor on the device where only that knows."""
+    """Factor of every gradient; a zero-dimensional tensor if only the device knows it."""
     skip: Tensor | None = None
-    """Where only the device knows whether there is an update: fp32, zero-dimensional, 1 for none."""
+    """If only the device knows whether there is an update: fp32, zero-dimensional, 1 for none."""
     segments: Sequence[Segment]
 
 
@@ -65,7 +65,7 @@ class Placement(Protocol):
         their own, and "ema" where they are averaged. Views of what lives."""
 
     def homes(self) -> Sequence[tuple[Literal["device", "host"], Mapping[str, Tensor]]]:
-        """Where states live: (place, name -> all of them there)."""
+        """Places of the states: (place, name -> all of them there)."""
 
     def take_parameters(self, start: int, stop: int) -> None:
         """Master copies of elements [start, stop) become what the parameters are now."""
@@ -434,7 +434,7 @@ class OnHost(_Flat):
 
 
 def _host_of(weights: Tensor) -> torch.device:
-    """Where offloaded states are: in host memory, or nowhere, where the weights have no data."""
+    """Device of offloaded states: host memory, or meta if the weights have no data."""
     return weights.device if weights.is_meta else torch.device("cpu")
 
 

@@ -97,7 +97,7 @@ class Reductions:
             chunk.work.wait()
 
     def forget(self) -> None:
-        """What was started has been waited for: its memory is free."""
+        """Forget reductions that have been waited for: their memory is free."""
         self._under_way.clear()
 
     def in_order(self) -> Iterator[Chunk]:
@@ -192,8 +192,8 @@ class Reductions:
         return found
 
     def bytes(self, *, scatter: bool) -> tuple[int, int]:
-        """What reductions work in, beside the buffer, when all that may be are under way: memory that stays, and what
-        groups take meanwhile."""
+        """Bytes of reductions beside the buffer, with as many in flight as may be: memory that stays, and what groups
+        take meanwhile."""
         needing = self._needing(scatter)
         slots = max(min(self._in_flight, sum(not chunk.reused for chunk, _ in needing)),
                     any(chunk.reused for chunk, _ in needing))
@@ -202,7 +202,7 @@ class Reductions:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """What reductions have worked in so far, and will again."""
+        """Work buffers of reductions, which are reused."""
         return list(self._memory.values())
 
 

@@ -1,4 +1,4 @@
-"""What updates parameters: the protocols of update rules, AdamW and SGD, and which rule updates which parameter.
+"""Update rules: their protocols, AdamW and SGD, and the assignment of rules to parameters.
 
     ElementwiseRule   AdamW, SGD, Lion        flat pieces of parameters, cut anywhere
     TensorRule        Muon, Adafactor         whole tensors by name; it may leave some of them to AdamW
@@ -53,7 +53,7 @@ class SkippingRule(Protocol):
 
     def update_unless(self, skip: Tensor, parameters: Tensor, gradients: Tensor, states: dict[str, Tensor], *,
                       step: int, learning_rate: float, weight_decay: float) -> None:
-        """As `update`, but nothing changes where `skip` (fp32, zero-dimensional) is 1."""
+        """Update as `update` does, unless `skip` (fp32, zero-dimensional) is 1."""
 
 
 class TensorRule(Protocol):
@@ -121,7 +121,7 @@ class SGD:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Which rule updates which parameter: `elementwise` all that `tensors` does not."""
+    """Assignment of rules to parameters: `elementwise` updates all that `tensors` does not."""
 
     elementwise: ElementwiseRule
     tensors: TensorRule | None = None

@@ -1,4 +1,4 @@
-"""Where the states of each parameter lie in a rank's flat states, one tensor for each name.
+"""Places of each parameter's states in a rank's flat states, one tensor for each name.
 
     weights          | wte ....... | qkv ..... | bias |  up ........ |
     momentum_buffer                | qkv ..... |      |  up ........ |      Muon's
@@ -64,7 +64,7 @@ class StatePlaces:
         return {name: max((part.stop - part.start for part in found), default=0) for name, found in parts.items()}
 
     def of(self, name: str, start: int, stop: int) -> slice:
-        """Where the states of elements [start, stop) lie, which are in one bucket or in neighbouring ones."""
+        """Place of the states of elements [start, stop), which are in one bucket or in neighbouring ones."""
         return slice(self._offset(name, start), self._offset(name, stop))
 
     def _offset(self, name: str, element: int) -> int:

@@ -1,4 +1,4 @@
-"""From the gradients of a batch to new parameters, or to a step that everyone skips.
+"""Updates parameters from the gradients of a batch, or skips the step on all ranks.
 
 Where nothing may skip or shorten the step, a chunk is updated as soon as it is reduced, while the next one is still
 under way:
@@ -55,15 +55,15 @@ _MAX_WEIGHT_RATIO = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """What the norm says of a step. bad: why it is a bad one, or None. overflow: whether a gradient was not finite in
-    fp16."""
+    """Judgement of a step by its norm. bad: why it is a bad one, or None. overflow: whether a gradient was not finite
+    in fp16."""
 
     bad: str | None = None
     overflow: bool = False
 
 
 class Verdict:
-    """What a norm that a device knows says of a step. `judge` is called once, when somebody asks."""
+    """Judgement of a step by a norm that is on a device. `judge` is called once, when somebody asks."""
 
     def __init__(self, norm: Tensor, judge: Callable[[float], Judged]) -> None:
         self._norm, self._judge = HostCopy(norm), judge
@@ -78,7 +78,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientStatus:
-    """What is known of a batch's gradients, on every rank alike.
+    """Facts about a batch's gradients, equal on every rank.
 
     squared_norm: [1] fp64, of the gradients of the mean loss, being summed over all ranks by `work`.
     factor: what turns the buffer's gradients into those of the mean loss.
@@ -124,7 +124,7 @@ class GradientStatus:
 
 
 OptimizerFactory = Callable[[list[Any]], torch.optim.Optimizer]
-"""From parameters to a torch optimizer; from (name, parameter) pairs where its first parameter is called
+"""Makes a torch optimizer from parameters; from (name, parameter) pairs if its first parameter is called
 `named_parameters`."""
 
 
@@ -136,8 +136,8 @@ def _takes_names(optimizer: OptimizerFactory) -> bool:
 
 
 def _judge_norm(guard: BadSteps | None, scale: LossScale | None, kept: GradientStatus | None, norm: float) -> Judged:
-    """What the norm says of a step whose loss is good, to the guard and the loss scale, too. kept: of the batches
-    before it in the same step, of whose overflow the scale knows."""
+    """Judge a step whose loss is good by its norm, and inform the guard and the loss scale. kept: of the batches before
+    it in the same step, of whose overflow the scale knows."""
     if scale is None:
         return Judged(bad=None if guard is None else guard.judge(norm))
     overflow = not math.isfinite(norm)
@@ -263,7 +263,7 @@ class Updater:
 
     @property
     def loss_factor(self) -> float:
-        """What a loss is multiplied by before its backward."""
+        """Factor of a loss before its backward."""
         scale = self.loss_scale
         return (1.0 if scale is None else scale.scale) / self.nominal_weight
 
@@ -320,7 +320,8 @@ class Updater:
         return status
 
     def _bad_before_update(self) -> str | None:
-        """What is bad about the loss, which is known with its weight, so that nobody waits for this."""
+        """Description of a bad loss, or None; the loss is known together with its weight, so this waits for nothing
+        more."""
         return self._bad_loss() if self._bad_loss is not None and self._weight() else None
 
     def apply(self, status: GradientStatus) -> None:
@@ -375,7 +376,7 @@ class Updater:
     # ------------------------------------------------------------------ checked gradients
 
     def _factor(self, weight: float) -> float:
-        """What turns the buffer's gradients into those of the mean loss."""
+        """Factor that turns the buffer's gradients into those of the mean loss."""
         scale = self.loss_scale
         return self.nominal_weight / (weight * (1.0 if scale is None else scale.scale)) if weight else 0.0
 
@@ -451,7 +452,7 @@ class Updater:
 
     @property
     def last_norm(self) -> float | None:
-        """By what the next step is clipped, where that is the norm of the step before, and there is one."""
+        """Norm by which the next step is clipped, if that is the norm of the step before, and there is one."""
         norm = self._last_norm() if self._clips_late else None
         return None if norm is None else float(norm)
 
@@ -554,7 +555,7 @@ class Updater:
             self._scale = LossScale(**loss_scale)
 
     def tensors(self, parameters: Sequence[Tensor]) -> dict[str, dict[str, list[Tensor]]]:
-        """What lives from step to step: {"device": {category: tensors}, "host": {...}}."""
+        """Tensors that persist between steps: {"device": {category: tensors}, "host": {...}}."""
         found = tensors_by_category(parameters, self.gradients, self.flat)
         if self.users is not None:
             found["device"]["moments"] = [tensor for state in self.users.state.values() for tensor in state.values()

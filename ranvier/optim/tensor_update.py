@@ -21,7 +21,7 @@ from ranvier.layout import Box, box_size, index_of, whole
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TensorSplit:
-    """How a tensor is split over the row x col ranks of a stage.
+    """Sharding of a tensor over the row x col ranks of a stage.
 
     boxes: what each member of `group` holds. device: on which the group communicates.
     """
@@ -32,7 +32,7 @@ class TensorSplit:
 
     @property
     def mine(self) -> Box:
-        """What this rank holds."""
+        """The box that this rank holds."""
         return self.boxes[self.group.index]
 
 

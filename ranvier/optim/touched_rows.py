@@ -23,7 +23,7 @@ _ROWS_PER_FOUND = 4
 
 
 class TouchedRows:
-    """What a batch has added to one table's gradient.
+    """Rows of one table's gradient that a batch has touched.
 
     start: where the gradient begins in the buffer. rows, width: the table's shape.
     """
@@ -58,7 +58,7 @@ class TouchedRows:
 
 
 class PackedChunk:
-    """What is summed of a chunk: all that is in no table's whole rows, and the found rows.
+    """Elements of a chunk that are summed: all that is in no table's whole rows, and the found rows.
 
     gradients: the chunk's, which begin at `start` in the buffer. tables: those with found rows.
     """

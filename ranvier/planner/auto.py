@@ -133,8 +133,8 @@ def _devices(run: Run, ranks: int) -> int:
 
 
 def cluster_for(run: Run, ranks: int, ranks_per_node: int, *, otherwise: str | None = None) -> Cluster:
-    """What `launch.cluster` names; else nominal figures of the devices here. otherwise: the shipped cluster whose
-    figures unknown GPUs have; ConfigError for them where there is none."""
+    """The cluster that `launch.cluster` names; else nominal figures of the devices here. otherwise: the shipped cluster
+    whose figures unknown GPUs have; ConfigError for them where there is none."""
     if run.launch.cluster is not None:
         return load_cluster(run.launch.cluster)
     def here(cluster: Cluster) -> Cluster:

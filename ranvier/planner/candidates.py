@@ -1,4 +1,4 @@
-"""What a search looks at: every mesh and microbatch, and variants of one that need less memory or less time."""
+"""Candidates of a search: every mesh and microbatch, and variants of one that need less memory or less time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Setting = Literal["mesh", "microbatch", "in-flight", "recompute", "offload", "sh
                   "stages-per-rank", "precision"]
 SEARCHED: tuple[Setting, ...] = ("mesh", "microbatch", "in-flight", "recompute", "offload", "shard", "chunks",
                                  "elastic", "scheme", "stages-per-rank")
-"""What is chosen by default; precision stays as the run has it."""
+"""Settings that are chosen by default; precision stays as the run has it."""
 AnyRun = TypeVar("AnyRun", bound=Run)
 LARGEST_STAGE = 64
 """Ranks of one tensor mesh, at most."""
@@ -54,11 +54,12 @@ class Candidate:
     course: Course | None = None
 
     def expected_seconds(self, measured_over_predicted: float) -> float:
-        """Of a step: as measured, else as predicted and corrected."""
+        """Seconds of a step: as measured, else as predicted and corrected."""
         return self.measured_seconds or measured_over_predicted * self.cost.seconds
 
     def ranked_seconds(self, measured_over_predicted: float = 1.0) -> float:
-        """Of the whole run, if its layers freeze, else of a step: as measured, else as predicted and corrected."""
+        """Seconds of the whole run, if its layers freeze, else of a step: as measured, else as predicted and
+        corrected."""
         step = self.expected_seconds(measured_over_predicted)
         return self.course.seconds * step / self.cost.seconds if self.course else step
 
@@ -97,7 +98,7 @@ def with_share(run: ResolvedRun, cluster: Cluster, work: Work, *, fits_without: 
 
 def variants(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] = SEARCHED
              ) -> Iterator[ResolvedRun]:
-    """Those `possible` ones whose settings can be together."""
+    """The `possible` runs whose settings are compatible."""
     return (candidate for candidate in possible(run, cluster, ranks, searched) if not problems(candidate))
 
 
@@ -172,7 +173,7 @@ def _microbatches(run: Run, mesh: Mesh) -> list[int]:
 
 
 def _schemes(run: Run, mesh: Mesh) -> list[TensorParallel]:
-    """Those that compute differently on this mesh: on rows alone stationary does what all do, SUMMA is for both, and
+    """Schemes that compute differently on this mesh: on rows alone stationary does what all do, SUMMA is for both, and
     Megatron-LM's for columns."""
     if mesh.stage_size == 1:
         return [run.tensor]

@@ -1,4 +1,4 @@
-"""What a run's model comes to before anything is built: its cut into stages, and the bytes on each rank by category.
+"""Sizes of a run's model before anything is built: its cut into stages, and the bytes on each rank by category.
 
 Counted with the code that runs, on the meta device: one model for `check`, the start of a run, the planner and the
 report. The arithmetic on these counts is `ranvier.cost.memory`'s.
@@ -60,7 +60,7 @@ from ranvier.tensor.under_way import WeightUse
 from ranvier.tensor.weight_gradients import WeightGradients
 
 Needs = dict[object, Any]
-"""What earlier predictions for one model on one tensor mesh have found, by what it depends on."""
+"""Cache of partial results of predictions for one model on one tensor mesh, by the facts on which they depend."""
 _CANDIDATES = 4
 """Replicas with most elements of which the one with most bytes is taken."""
 
@@ -86,7 +86,7 @@ _laid_out = Known[tuple[StageTable, tuple[RankMemory, ...]]](16)
 
 
 def _planned(run: ResolvedRun, frozen: int, frozen_above: Sequence[int]) -> tuple[Model, Plan]:
-    """Of one replica: there may be very many of them, and they change neither cut nor limits."""
+    """Model and plan of one replica: there may be very many, and they change neither cut nor limits."""
     with torch.device("meta"):
         sample = families.sample_of(run, run.row_microbatch_size)
     model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen, frozen_above)
@@ -147,7 +147,7 @@ def _largest_values(run: ResolvedRun, layout: Layout, pipe: int) -> int:
 
 
 def _together(run: ResolvedRun, stages: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """What all stages of a rank keep alive, of which one at a time computes. A budget in bytes is the rank's."""
+    """Bytes that all stages of a rank keep alive, of which one at a time computes. A budget in bytes is the rank's."""
     found = {name: sum(stage[name] for stage in stages) for name in stages[0]}
     found["workspace"] = max(stage["workspace"] for stage in stages)
     if run.pipeline.defer_bytes != "auto":
@@ -200,7 +200,8 @@ def _computed(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout
 
 
 def _likeness(layout: Layout, pipe: int) -> object:
-    """What the bytes of the states of ranks depend on; where they have an end of a tie, their place in the whole."""
+    """Key of the facts that decide the bytes of ranks' states; where they have an end of a tie, their place in the
+    whole."""
     held, first = layout.parameters_of(pipe), layout.blocks_on(pipe)[0]
     if any(layout.is_tied(p) for p in held):
         return pipe, layout.boundaries
@@ -210,7 +211,7 @@ def _likeness(layout: Layout, pipe: int) -> object:
 
 def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range],
             known: dict[tuple[int, int], Gradients] | None = None) -> dict[str, dict[str, int]]:
-    """What lives from step to step, laid out as the run would: to the byte. Of ends of a tie, one has the states.
+    """Bytes that persist between steps, laid out as the run would, exactly. Of ends of a tie, one has the states.
     known: gradients of earlier calls that differ in nothing but the offload, to which this one adds."""
     optim, dtype = run.optim, DTYPES[run.precision]
     half, wide = precision.is_half(dtype), precision.wide(dtype)
@@ -224,7 +225,7 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range],
     bucket_size, known = resolve_bucket_size(optim, run.launch.device), {} if known is None else known
 
     def gradients_of(member: int, members: int) -> Gradients:
-        """Of one of these members of the largest group; in smaller groups it is the one that is as far in them."""
+        """Updater of one member of the largest group; in smaller groups it is the one that is as far in them."""
         over = {axes: MetaGroup("data", size, member * size // members, device=device_kind(run))
                 for axes in {(), *(p.summed for p in held.values())}
                 for size in [run.mesh.num_replicas * run.mesh.count(axes)]}
@@ -372,7 +373,7 @@ def _tensor_mesh(run: ResolvedRun, model: Model, stages: StageTable, layout: Lay
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _BlockNeeds:
-    """What one block takes on a tensor mesh, and the state after it, without values."""
+    """Memory of one block on a tensor mesh, and the state after it, without values."""
 
     workspace: dict[tuple[str, torch.dtype], int]
     uses: list[WeightUse]
@@ -424,7 +425,7 @@ def _block_needs(run: ResolvedRun, part: Model, mesh: TensorMesh, name: str, sta
 
 
 def _rule(run: ResolvedRun, layout: Layout) -> Limits:
-    """What the pipeline may have under way by the rule, which needs no counted blocks."""
+    """Limits of the pipeline by the rule, which needs no counted blocks."""
     stages = [layout.blocks(stage) for stage in range(layout.stages.num_stages)]
     trained = {parameter.block for parameter in layout.parameters if parameter.trainable}
     rule = rule_limits([not trained.isdisjoint(blocks) for blocks in stages], layout.stages)
@@ -432,7 +433,7 @@ def _rule(run: ResolvedRun, layout: Layout) -> Limits:
 
 
 def recomputed_runs(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]]) -> list[list[range]]:
-    """Of each stage the runs of its blocks that are computed again, as places on it. They follow from the rule's limit,
+    """Per stage, the runs of its blocks (places on the stage) that are recomputed. They follow from the rule's limit,
     as in the engine, since simulated limits follow from them."""
     rule = rule_limits([any(block.num_trainable for block in blocks) for blocks in stages], run.placement).given(
         run.pipeline.in_flight, None, None)
@@ -451,7 +452,7 @@ def memory_curve(run: ResolvedRun, table: StageTable, cluster: Cluster | None = 
 
 def _segments(run: ResolvedRun, model: Model, blocks: Sequence[str], costs: Sequence[BlockCost], stage: int,
               limit: int) -> list[range]:
-    """As `recomputed_runs`, of one stage, also without costs. limit: in flight, by the rule or as it is set."""
+    """`recomputed_runs` of one stage, also without costs. limit: in flight, by the rule or as it is set."""
     if run.memory.recompute == "auto" and not costs:
         return []
     return recomputed_segments(run.memory.recompute, blocks, model.layers, costs, policy_named(run.pipeline.policy),
@@ -461,8 +462,8 @@ def _segments(run: ResolvedRun, model: Model, blocks: Sequence[str], costs: Sequ
 def _activations(run: ResolvedRun, costs: Sequence[BlockCost], layout: Layout, stage: int, segments: Sequence[range],
                  kept_again: Mapping[str, int], limits: Limits, at_peak: tuple[int, float] | None = None
                  ) -> dict[str, int]:
-    """What the microbatches under way keep alive on a stage of these blocks. kept_again: block ->
-    what it keeps when it is recomputed, where that differs. at_peak: as of `StoredMicrobatches`."""
+    """Bytes that the microbatches in flight keep alive on a stage of these blocks. kept_again: block -> what it keeps
+    when it is recomputed, where that differs. at_peak: as of `StoredMicrobatches`."""
     num_stages = layout.stages.num_stages
     found = activation_bytes(costs, segments, StoredMicrobatches(
         stage=stage, num_stages=num_stages, num_microbatches=run.num_microbatches,

@@ -1,4 +1,5 @@
-"""What freezing would make of a run: the mesh and the time of each depth, the transitions, and the run as a whole.
+"""Prediction of a run whose layers freeze: the mesh and the time of each depth, the transitions, and the run as a
+whole.
 
 Decisions are those of the run, by the same controller (`ranvier.elastic.controller`), with facts that a cluster's
 constants predict in place of measured ones. The policy is asked with gradients that are smaller the nearer they are to
@@ -54,7 +55,7 @@ class Period:
 
     @property
     def seconds(self) -> float:
-        """Of all its steps and the transition before them."""
+        """Seconds of all its steps and the transition before them."""
         return self.steps * self.step_seconds + self.transition_seconds
 
 
@@ -67,20 +68,20 @@ class Course:
 
     @property
     def seconds(self) -> float:
-        """Of the whole run."""
+        """Seconds of the whole run."""
         return sum(period.seconds for period in self.periods)
 
     @property
     def speedup(self) -> float:
-        """How many times as fast the run is as without freezing."""
+        """Speedup of the run over one without freezing."""
         return self.unfrozen_seconds / self.seconds
 
 
 def course(run: ResolvedRun, cluster: Cluster, work: Work) -> Course | None:
-    """Of a configuration that a search has chosen; None where the run freezes nothing, where what freezes depends on
-    what the layers compute, and where it takes or freezes with epochs of which nobody knows how many steps they have
-    before the data is read. RanvierError for a run that cannot be as it is (without data, say): neither could it be on
-    any other mesh, and it would seem to be best where it is."""
+    """The course of a configuration that a search has chosen; None where the run freezes nothing, where what freezes
+    depends on what the layers compute, and where it takes or freezes with epochs of which nobody knows how many steps
+    they have before the data is read. RanvierError for a run that cannot be as it is (without data, say): neither could
+    it be on any other mesh, and it would seem to be best where it is."""
     for problem in problems(run):
         raise problem
     steps, samples = known_steps(run), _epoch_samples(run)
@@ -110,7 +111,7 @@ def elastic_variants(run: ResolvedRun) -> list[ResolvedRun]:
 
 
 def _epoch_samples(run: Run) -> int | None:
-    """Of texts nobody says how many sequences they have."""
+    """Samples of an epoch; None for texts, whose number of sequences is not known beforehand."""
     return None if "data.train_samples" in form_of(run.data).unused else run.data.train_samples
 
 
@@ -287,7 +288,7 @@ class _PredictedRun:
         return replace(present, cached_blocks=min(first, present.frozen_blocks(min(self.cached, self.depth))))
 
     def _stage_memory(self, depth: int) -> StageMemory | None:
-        """What cuts must fit into, where each rank has a device of its own."""
+        """Memory into which cuts must fit, where each rank has a device of its own."""
         device = self.cluster.device
         if device.cores is not None:
             return None
@@ -335,13 +336,13 @@ class _PredictedRun:
         return stages[0], min(present.frozen_blocks(cached), len(stages[0]))
 
     def _entry_bytes(self, blocks: list[BlockCost], known: int) -> float:
-        """Of a microbatch's entries in the cache, in its number format."""
+        """Bytes of a microbatch's entries in the cache, in its number format."""
         half = self.first.elastic.cache_precision == "half"
         share = _HALVED[self.run.precision] if half else 1.0
         return blocks[known - 1].output_bytes * share
 
     def _seconds(self, run: ResolvedRun, frozen: int, cached: int) -> float:
-        """Of a step with so many frozen layers, where outputs of `cached` of them are read."""
+        """Seconds of a step with so many frozen layers, where outputs of `cached` of them are read."""
         stages = self.work.stages(run, frozen)
         plain = run_cost(run, self.cluster, stages).seconds
         blocks, known = self._first_stage(run, frozen, cached)
@@ -360,7 +361,7 @@ class _PredictedRun:
 
 
 _HALVED: Mapping[str, float] = {"fp64": 0.25, "fp32": 0.5, "bf16": 1.0, "fp16": 1.0}
-"""What half precision takes of an entry's bytes."""
+"""Share of an entry's bytes that it takes in half precision."""
 
 
 def _nothing(block: BlockCost) -> BlockCost:

@@ -22,7 +22,8 @@ Launcher = Literal["slurm", "torchrun", "kubernetes"]
 _SUFFIXES: dict[Launcher, str] = {"slurm": ".sbatch", "torchrun": ".sh", "kubernetes": ".yaml"}
 _MOST_BYTES = 1 << 20
 _SAVING_SECONDS = 120
-"""For the checkpoint of a run that is told to stop, beside its bytes, after the step in progress and one more."""
+"""Seconds for the checkpoint of a run that is told to stop, beside its bytes, after the step in progress and one
+more."""
 LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
 
 
@@ -55,7 +56,7 @@ def write_job(launcher: Launcher, run: ResolvedRun, cluster: Cluster, run_file: 
 
 
 def start_command(launcher: Launcher, path: Path) -> str:
-    """What a user types."""
+    """The command that a user types."""
     name = shlex.quote(str(path))
     return {"slurm": f"sbatch {name}", "torchrun": f"bash {name} FIRST_MACHINE (on each machine)",
             "kubernetes": f"kubectl apply -f {name}"}[launcher]

@@ -1,4 +1,4 @@
-"""What a rank needs of its device at least, by arithmetic on counted blocks: below `Work.memory`, in no time.
+"""Lower bounds of the device memory of a rank, by arithmetic on counted blocks: fast, and below `Work.memory`.
 
 `least_device_bytes` has the blocks of each stage as its ranks have them, `least_bytes_of_any_cut` the blocks of the
 whole model on one rank. Of the states parameters, gradients and the optimizer's own; of the activations what a stage
@@ -20,8 +20,8 @@ from ranvier.planner.run_cost import element_bytes, states_per_parameter
 
 
 def least_device_bytes(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]]) -> tuple[float, float]:
-    """Of the rank that needs most; and of these the optimizer's states, all of which hybrid offload has there. stages:
-    the blocks of each, counted for the run."""
+    """Least bytes of the rank that needs most; and the part of the optimizer's states, all of which hybrid offload
+    keeps there. stages: the blocks of each, counted for the run."""
     optim, sizes, pipe = run.optim, element_bytes(run), run.mesh.pipeline_size
     states = 0.0 if optim.offload in ("stream", "host") else sizes.state * states_per_parameter(run) / (
         run.mesh.num_replicas if optim.shard else 1)
@@ -47,8 +47,8 @@ def least_device_bytes(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]]) 
 
 
 def least_bytes_of_any_cut(run: ResolvedRun, sample: Sequence[BlockCost]) -> float:
-    """Of the rank that needs most, however the blocks are cut into stages, and with all states of the optimizer on the
-    host. sample: all blocks, counted for one sample on one rank.
+    """Least bytes of the rank that needs most, however the blocks are cut into stages, and with all states of the
+    optimizer on the host. sample: all blocks, counted for one sample on one rank.
 
     Of w_r(b), what a block needs on rank r, and any factors f_r that add up to 1, the rank that needs most has at least
     the sum over blocks of the least f_r w_r(b); here f_r is in proportion to 1 / sum of w_r.

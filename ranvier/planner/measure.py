@@ -51,11 +51,11 @@ _BETWEEN = (512, 256)
 between two of a tensor mesh."""
 _MOST_PROCESSES = 16
 _FORMATS: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16")
-"""Of a CPU."""
+"""Number formats of a CPU."""
 Sample = tuple[Sequence[tuple[float, float]], float]
 """FLOPs and bytes moved of each kernel, and the seconds that all of them took."""
 _ROUNDS = 20
-"""At most, until each kernel is found to take either its FLOPs or its bytes."""
+"""Most rounds until each kernel is found to be bound by either its FLOPs or its bytes."""
 
 
 def measure(progress: Callable[[str], None] = lambda line: None) -> Cluster:
@@ -81,7 +81,7 @@ def measure(progress: Callable[[str], None] = lambda line: None) -> Cluster:
 
 
 def _on_ranks(function: str, count: int, transport: Literal["torch", "mpi"], **more: Any) -> list[Any]:
-    """What a function of this file returns on each of `count` ranks. ConfigError where they fail, or take too long."""
+    """Results of a function of this file on each of `count` ranks. ConfigError where they fail, or take too long."""
     try:
         return run_processes(f"ranvier.planner.measure:{function}", count, transport, timeout_seconds=120.0, **more)
     except RanksFailed as error:
@@ -185,9 +185,8 @@ def _collective(world: World) -> float | None:
 
 
 def _crowded(alone: Sequence[Mapping[str, Any]], crowded: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """What is lost where two ranks take turns on each core: of the rates, and what a collective takes longer than it
-    takes by itself, once for each turn. On one core no collective is by itself: it has its turns in all that is
-    measured."""
+    """Slowdown where two ranks take turns on each core: of the rates, and what a collective takes longer than it takes
+    by itself, once for each turn. On one core no collective is by itself: it has its turns in all that is measured."""
     blocks = [fmean(one["blocks"] for one in ranks) for ranks in (alone, crowded)]
     by_itself, in_turns = ([one["collective"] for one in ranks if one["collective"] is not None]
                            for ranks in (alone, crowded))
@@ -267,7 +266,7 @@ def _copy(kind: str) -> float:
 
 
 def _slowest(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What all of them reach: the mean of their times."""
+    """The figures that all of them reach: the mean of their times."""
     merged = dict(found[0])
     merged["precisions"] = {
         name: {"samples": [(rows[0][0], sum(seconds for _, seconds in rows) / len(rows)) for rows in zip(
@@ -361,7 +360,7 @@ def _error(samples: Sequence[Sample], constants: tuple[float, float, float]) -> 
 
 
 def seconds_of_a_flop(samples: Sequence[Sample], byte: float, launch: float) -> float:
-    """What comes nearest where a byte and a launch take so long, likewise; 0 where these explain all of it."""
+    """The best fit, likewise, for these times of a byte and a launch; 0 if these explain all of it."""
     flop = float("inf")
     for _ in range(_ROUNDS):
         rows = []

@@ -1,7 +1,6 @@
-"""What a GPU reaches in each kind of kernel, timed by itself: products by shape, attention forward and backward, passes
-over memory, sums over rows, and launches. Of products the rate and the start of a tile are those that come nearest to
-all shapes by `whole_waves_flops`.
-"""
+"""Microbenchmarks of a GPU, one for each kind of kernel: products by shape, attention forward and backward, passes over
+memory, sums over rows, and launches. Of products the rate and the start of a tile are those that come nearest to all
+shapes by `whole_waves_flops`."""
 
 from __future__ import annotations
 
@@ -36,8 +35,8 @@ _MESSAGE_MULTIPROCESSORS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What is timed. products: (m, n, k). attention: sequences, heads, positions, width of a head. elements: of a pass
-    over memory."""
+    """Sizes of the timed kernels. products: (m, n, k). attention: sequences, heads, positions, width of a head.
+    elements: of a pass over memory."""
 
     products: Sequence[tuple[int, int, int]]
     attention: tuple[int, int, int, int]

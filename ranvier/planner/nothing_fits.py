@@ -1,4 +1,4 @@
-"""What to say where a search finds nothing: what is missing, and the nearest mesh, cluster or model that would do."""
+"""The error of a search that finds nothing: what is missing, and the nearest mesh, cluster or model that would fit."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def no_mesh(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting])
 
 
 def does_not_fit(run: Run, cluster: Cluster, ranks: int, dropped: Sequence[Candidate], work: Work) -> ConfigError:
-    """What is missing where nothing fits, and the nearest thing that would."""
+    """The error where nothing fits: what is missing, and the nearest change that would fit."""
     frugal = list(_frugal(run, cluster, ranks, work))
     fits = next((found for found in frugal if found.fits), None)
     least = min((found for found in (*dropped, *frugal) if not found.fits), key=lambda found: _share_needed(
@@ -109,7 +109,7 @@ def _larger_cluster(run: Run, cluster: Cluster, ranks: int, work: Work) -> str:
 
 
 def _smaller_model(run: Run, cluster: Cluster, ranks: int) -> str:
-    """How many layers of this width would do, or of half, a quarter ... of it."""
+    """The number of layers of this width that would fit, or of half, a quarter ... of it."""
     model = run.model
     for halvings in range(8):
         narrow = 2 ** halvings
@@ -133,7 +133,7 @@ def any_fits(run: Run, cluster: Cluster, ranks: int, work: Work) -> bool:
 
 
 def _frugal(run: Run, cluster: Cluster, ranks: int, work: Work) -> Iterator[Candidate]:
-    """Those of as many stages as can be, on one column or many."""
+    """Candidates with as many stages as possible, on one column or many."""
     run = on_cluster(run, cluster)
     widest = [col for col in _cols(run) if ranks % col == 0]
     for col in dict.fromkeys((1, *widest[-2:])):
@@ -143,7 +143,7 @@ def _frugal(run: Run, cluster: Cluster, ranks: int, work: Work) -> Iterator[Cand
 
 
 def _cols(run: Run) -> list[int]:
-    """By how many columns the run's heads can be divided."""
+    """Numbers of columns that divide the run's heads."""
     return [col for col in divisors(run.model.heads) if col <= LARGEST_STAGE]
 
 

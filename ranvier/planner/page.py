@@ -72,7 +72,7 @@ def _row(plan: SearchResult, number: int, found: Candidate, reason: str) -> tupl
 
 
 def _lost(best: Candidate, found: Candidate) -> str:
-    """In what a step spends more time than the best one, and in what less: the largest three."""
+    """The three largest differences between the times of a step and of the best one."""
     if found is best:
         return "the fastest"
     more = {name: share * found.cost.seconds - report.shares(best.cost).get(name, 0.0) * best.cost.seconds

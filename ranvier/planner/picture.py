@@ -24,7 +24,7 @@ from ranvier.schedule.spans import Category
 _KINDS: dict[str, Category] = {"F": "forward", "B": "backward", "W": "weight"}
 _LABELS = {"F": "forward", "B": "backward", "W": "weight gradient"}
 _MOST_ACTIONS = 100
-"""Of a stage."""
+"""Most actions of a stage in a picture."""
 _MOST_STAGES = 24
 _UNIT = 1 << 20  # bytes, of which products are parts
 
@@ -73,8 +73,8 @@ def mean_stage(stages: Sequence[StageTimes]) -> StageTimes:
 
 def bubble(stage: StageTimes, pipe: int, count: int, policy: Policy, *, in_flight: int | None = None, hop: float = 0.0,
            noise: Noise = STEADY) -> float:
-    """Of `pipe` equal stages and `count` microbatches, with the limits that `auto` chooses in 1F1B's memory, or for
-    `in_flight` in that of so many. Deferred products of a microbatch keep half of its activations."""
+    """Bubble of `pipe` equal stages and `count` microbatches, with the limits that `auto` chooses in 1F1B's memory, or
+    for `in_flight` in that of so many. Deferred products of a microbatch keep half of its activations."""
     load = StageLoad(forward=stage.forward, backward=stage.backward, weight=stage.weight, trains=True, fixed=0.0,
                      graph=1.0, operands=0.5)
     memory = max(1.0, (in_flight or pipe) / pipe)

@@ -54,8 +54,8 @@ from ranvier.system.terminal import Screen, TextTable, fitted, terminal_width
 
 
 def ranks_for(run: Run, cluster: Cluster, ranks: int | None) -> int:
-    """As many devices as are asked for; else as the run's mesh has ranks, or all where it has one; of a CPU one for
-    each core."""
+    """Number of ranks to plan for: the requested devices; else the ranks of the run's mesh, or all devices if it has
+    one rank; on CPUs one for each core."""
     if ranks is not None:
         return ranks
     size = 1 if open_axes_of(run) else closed(run).mesh.size
@@ -65,7 +65,7 @@ def ranks_for(run: Run, cluster: Cluster, ranks: int | None) -> int:
 
 
 def settings_of(text: str | None) -> tuple[Setting, ...]:
-    """What may change, from a flag. ConfigError for a name that is none."""
+    """The settings that may change, from a flag. ConfigError for a name that is none."""
     if text is None:
         return SEARCHED
     names = tuple(part.strip() for part in text.split(",") if part.strip())
@@ -79,12 +79,12 @@ def settings_of(text: str | None) -> tuple[Setting, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What `ranvier plan` is asked beside the recipe and the clusters. ranks: devices; None for what the recipe's
-    mesh or the cluster has. nodes, price: of each cluster, and of a device and hour, instead of its file's.
-    searched: what may change. takes_bf16: whether the plan is in bf16 where a device computes faster so, because
-    nobody chose the number format. measure: how many are run here. goal: a whole training. what_if: factors on
-    numbers of the cluster. out: the run file, beside which `launcher` has a job's file. out_html: the page;
-    origins: where each setting comes from, for it."""
+    """Options of `ranvier plan` beside the recipe and the clusters. ranks: devices; None for what the recipe's mesh or
+    the cluster has. nodes, price: of each cluster, and of a device and hour, instead of its file's. searched: what may
+    change. takes_bf16: whether the plan is in bf16 where a device computes faster so, because nobody chose the number
+    format. measure: how many are run here. goal: a whole training. what_if: factors on numbers of the cluster. out: the
+    run file, beside which `launcher` has a job's file. out_html: the page; origins: where each setting comes from, for
+    it."""
 
     ranks: int | None = None
     nodes: int | None = None
@@ -160,7 +160,8 @@ def _progress(line: str) -> None:
 
 
 class Progress:
-    """Of a search, on standard error: on a terminal one line, which the next one overwrites; elsewhere the first."""
+    """Progress of a search, on standard error: on a terminal one line, which the next one overwrites; elsewhere the
+    first."""
 
     def __init__(self) -> None:
         self._on_terminal, self._shown = sys.stderr.isatty(), 0
@@ -297,7 +298,7 @@ def _write_page(page: Page, path: Path) -> None:
 
 
 def print_plan(found: SearchResult, name: str, explain: bool, goal: Goal | None = None) -> None:
-    """For people, on standard output."""
+    """Print the plan on standard output."""
     screen = Screen(sys.stdout)
     screen.print(f"{name} on {found.ranks} of the {found.cluster.num_devices:,} devices of {found.cluster.name} "
                   f"({found.cluster.device.name}), {report.numbers(found)}")

@@ -20,7 +20,8 @@ from ranvier.planner.work import Work
 
 def predicted_blocks(run: ResolvedRun, cluster: Cluster, work: Work, present: PresentMesh,
                      profile: MicrobatchProfile | None = None) -> BlockFacts:
-    """Of `run`, which is on the present mesh: seconds of one sample in each block on one rank, and bytes.
+    """Facts of the blocks of `run`, which is on the present mesh: seconds of one sample in each block on one rank, and
+    bytes.
 
     Links are the nominal ones by which a run decides (`ranvier.elastic.rules.LINKS`), not the cluster's.
     """

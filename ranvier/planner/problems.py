@@ -25,7 +25,7 @@ PREVENT_A_CUT = ("model.", "lora.", "mesh.", "tensor.", "pipeline.boundaries", "
                  "optim.algorithm", "optim.options", "data.task", "data.options")
 """Beginnings of the settings whose problems leave no model to cut into stages."""
 TOO_LARGE = (RuntimeError, OverflowError, MemoryError, ValueError, TypeError)
-"""What torch raises for sizes that no tensor can have."""
+"""Errors that torch raises for sizes that no tensor can have."""
 
 
 def problems(run: ResolvedRun, num_ranks: int | None = None) -> list[RanvierError]:
@@ -44,7 +44,7 @@ def warnings(run: ResolvedRun, chosen: Collection[str] | None = None, asked: Run
 
 
 def cannot_be_laid_out(error: Exception) -> ConfigError:
-    """What torch raised for a model whose sizes no tensor can have, in words."""
+    """The error for a model whose sizes no tensor can have, from what torch raised."""
     return ConfigError(f"cannot be laid out: {str(error).partition(chr(10))[0]}", code="model-not-laid-out",
                        where="model", remedy="Choose smaller sizes: a tensor of the model is larger than any can be.")
 

@@ -20,7 +20,7 @@ from ranvier.system.terminal import TextTable
 
 _GIB = 2**30
 _ALIKE = 0.01
-"""Of a step: a difference that is far less than the errors of predictions."""
+"""Share of a step below which times count as equal: far less than the errors of predictions."""
 
 
 def table(plan: SearchResult, rows: int = 8, goal: Goal | None = None) -> TextTable:
@@ -84,7 +84,7 @@ _WORDS = ("recompute", "offload", "shard", "deferred", "precision", "scheme")
 
 
 def numbers(plan: SearchResult) -> str:
-    """What all configurations have in common: the batch, and the number format where only one was searched."""
+    """Numbers that all configurations share: the batch, and the number format where only one was searched."""
     run, tokens = plan.best[0].run, plan.best[0].cost.tokens
     formats = {found.run.precision for found in plan.best}
     parts = [f"batch {run.batch.global_size} of {tokens // run.batch.global_size:,} tokens",
@@ -104,7 +104,7 @@ def _further(plan: SearchResult, shown: Sequence[Candidate]) -> dict[str, list[s
 
 
 def scheme(run: ResolvedRun) -> str:
-    """How the products of the tensor mesh are computed; empty where a stage is one rank."""
+    """The scheme by which the products of the tensor mesh are computed; empty if a stage is one rank."""
     if run.mesh.stage_size == 1:
         return ""
     return run.tensor.scheme + " by sequence" * run.tensor.shards_sequence
@@ -121,7 +121,7 @@ def device_bytes(found: Candidate) -> int:
 
 
 def shares(cost: Cost) -> dict[str, float]:
-    """Where the time of a step goes, on the stage that all others wait for; they add up to 1."""
+    """Shares of a step's time on the slowest stage; they add up to 1."""
     slowest = max(cost.stages, key=lambda stage: stage.microbatch_seconds)
     busy = 1.0 - cost.bubble_fraction
     pipeline = cost.pipeline_seconds / cost.seconds
@@ -135,7 +135,7 @@ def shares(cost: Cost) -> dict[str, float]:
 
 
 PUBLISHED_STEPS, PUBLISHED_ERROR, LONGER_THAN_PREDICTED = 114, 0.09, 0.74
-"""How good predictions for GPUs are (`benchmarks/planner/standing`): rows, their median error, and the part of them
+"""Accuracy of predictions for GPUs (`benchmarks/planner/standing`): rows, their median error, and the share of them
 that took longer."""
 
 
@@ -241,7 +241,7 @@ def waits_for_link(cost: Cost) -> bool:
 
 
 def offload_text(run: ResolvedRun) -> str:
-    """Where optimizer states live, with their share in host memory where that is a part of them."""
+    """Placement of the optimizer states, with the share in host memory if that is a part of them."""
     share = run.optim.offload_share
     return f"hybrid {share:.1%}" if run.optim.offload == "hybrid" and share != "auto" else run.optim.offload
 
@@ -266,7 +266,7 @@ def describe(run: ResolvedRun) -> str:
 
 
 def document(plan: SearchResult, recipe: str, goal: Goal | None = None) -> dict[str, object]:
-    """As JSON can hold it. goal: a training, which "training" is about."""
+    """The plan for JSON. goal: a training, which "training" is about."""
     whole = None if goal is None else training(plan.best[0], plan.cluster, goal, plan.measured_over_predicted)
     return {"training": None if goal is None or whole is None else {"tokens": goal.tokens, **asdict(whole)},
             "recipe": recipe, "cluster": plan.cluster.name, "ranks": plan.ranks, "considered": plan.considered,
@@ -313,7 +313,7 @@ def course_dict(course: Course | None) -> dict[str, object] | None:
 
 
 def course_lines(found: Candidate) -> list[str]:
-    """For people; nothing where nothing freezes."""
+    """Lines about a run whose layers freeze; none if nothing freezes."""
     course, elastic = found.course, found.run.elastic
     if course is None:
         return []

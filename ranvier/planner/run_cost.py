@@ -1,4 +1,4 @@
-"""What a step of a run costs: its settings and counted blocks as input of `ranvier.cost.step`.
+"""Cost of a run's step: its settings and counted blocks as input of `ranvier.cost.step`.
 
 Above the pipeline and the models, since it asks them which blocks are recomputed, what a sample is, and which layers of
 a block are split over the tensor mesh.
@@ -44,9 +44,9 @@ from ranvier.tensor.layers import Embedding, Linear, SharedInputLinear, Vocabula
 
 def run_cost(run: ResolvedRun, cluster: Cluster, stages: Sequence[Sequence[BlockCost]], *, exact: bool = True,
              as_published: bool = False, unlimited: bool = False) -> Cost:
-    """Of a run with these blocks on each stage, counted for its microbatch on its tensor mesh. exact, as_published: as
-    for `step_cost`. unlimited: as if any number of microbatches might be under way, which is no slower, and takes no
-    simulation to find limits."""
+    """Cost of a run with these blocks on each stage, counted for its microbatch on its tensor mesh. exact,
+    as_published: as for `step_cost`. unlimited: as if any number of microbatches might be under way, which is no
+    slower, and takes no simulation to find limits."""
     return step_cost(step_of(run, stages, cluster, _unlimited(run) if unlimited else None), cluster, exact=exact,
                      as_published=as_published)
 
@@ -73,10 +73,10 @@ def sample_step(run: ResolvedRun, blocks: Sequence[BlockCost]) -> Step:
 
 
 def least_run_seconds(run: ResolvedRun, cluster: Cluster, sample: Step) -> tuple[float, float]:
-    """What a step of the run takes at least, by the operations of its products and the messages of its tensor mesh: as
-    if devices did nothing else, at the full rate of large products, and shared that equally; without recomputation, and
-    under `auto`. Of several layers, or of several microbatches under way, `auto` recomputes every layer of a stage, so
-    that one layer of the model at most is computed once. sample: as of `sample_step`."""
+    """Lower bounds of the time of a run's step, by the operations of its products and the messages of its tensor mesh:
+    as if devices did nothing else, at the full rate of large products, and shared that equally; without recomputation,
+    and under `auto`. Of several layers, or of several microbatches under way, `auto` recomputes every layer of a stage,
+    so that one layer of the model at most is computed once. sample: as of `sample_step`."""
     stages = (sample.stages[0], *(StageWork(blocks=()),) * (run.placement.num_stages - 1))
     ideal = replace(cluster, device=_without_latency(Same(cluster.device)))
     least, recomputing = least_seconds(replace(sample, run=run, stages=stages), ideal,
@@ -94,7 +94,7 @@ def _without_latency(device: Same[Device]) -> Device:
 
 def run_pipeline(run: ResolvedRun, cluster: Cluster, stages: Sequence[Sequence[BlockCost]], *,
                  as_published: bool = False) -> PipelineNumbers:
-    """What the simulator needs of such a run."""
+    """Input of the simulator for such a run."""
     return step_pipeline(step_of(run, stages, cluster), cluster, as_published=as_published)
 
 
@@ -127,7 +127,7 @@ def _blocks_of(stages: Sequence[Sequence[BlockCost]], segments: Segments) -> lis
 
 
 def element_bytes(run: ResolvedRun) -> ElementBytes:
-    """Of each number format of the run."""
+    """Bytes of an element in each number format of the run."""
     dtype, optim = DTYPES[run.precision], run.optim
     state_bytes = wide(dtype).itemsize
     return ElementBytes(
@@ -142,11 +142,11 @@ def states_per_parameter(run: ResolvedRun) -> float:
 
 
 SAVED_BYTES_PER_SECOND = 2e9
-"""Of all ranks together, to a file system that they share: careful, so that a large checkpoint is not cut off."""
+"""Writing speed of all ranks together, to a shared file system: cautious, so that a large checkpoint is not cut off."""
 
 
 def saved_bytes(run: ResolvedRun) -> float:
-    """Of a checkpoint of the run: its parameters, and the states of those that train."""
+    """Bytes of a checkpoint of the run: its parameters, and the states of those that train."""
     model, sizes = families.model_of(run), element_bytes(run)
     states = sizes.state * states_per_parameter(run)
     return sum(one.numel * (sizes.parameter + states * one.trainable)
@@ -164,7 +164,7 @@ def _update_of(run: ResolvedRun) -> tuple[float, float]:
 
 @lru_cache(maxsize=32)
 def _update_of_tensors(run: Run) -> tuple[float, float]:
-    """Of a run of which nothing counts but the model, the task and the optimizer."""
+    """Cost of an update, which depends on the run's model, task and optimizer alone."""
     model, rules = families.model_of(run), rules_of(run.optim)
     parameters = global_parameters(model, build_on_meta(model))
     return states_per_element(rules, parameters), update_flops(rules, parameters)
@@ -178,7 +178,7 @@ def split_layers(run: Run) -> Mapping[str, tuple[SplitLayer, ...]]:
 
 @lru_cache(maxsize=32)
 def _split_layers(run: Run) -> Mapping[str, tuple[SplitLayer, ...]]:
-    """Of a run of which nothing counts but the model and the task."""
+    """Split layers of each block, which depend on the run's model and task alone."""
     model = families.model_of(run)
     ends = {layer[-1] for layer in model.layers or [(name,) for name in model.blocks]}
     found: dict[str, tuple[SplitLayer, ...]] = {}

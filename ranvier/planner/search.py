@@ -1,4 +1,4 @@
-"""Which of all configurations is fastest on a cluster, and why the others are not.
+"""Search for the fastest configuration on a cluster, and why the others lose.
 
 A best-first search. Each configuration waits in a queue with the least time that it can take, by what is known of it so
 far, and is looked at more closely when its turn comes:
@@ -64,22 +64,22 @@ _REPORTED = 50
 _NEAR = 2.0
 """Times the memory that there is: what needs more at least says nothing of a device's memory, and is not told."""
 _COMPARED = 3
-"""Of those that do not fit, how many are simulated as the others are."""
+"""Number of misfits that are simulated as the others are."""
 _TUNED = 4
-"""Of those that fit, for how many other in-flight limits are tried."""
+"""Number of fitting configurations for which other in-flight limits are tried."""
 _WORTH = 0.995
 """Part of a step's time that other settings of its schedule must take at most."""
 _FOLLOWED = 6
-"""Of those that fit, how many are followed through a run whose layers freeze."""
+"""Number of fitting configurations that are followed through a run whose layers freeze."""
 _ALIKE = 1.03
-"""Where ranks share cores, times that differ by less are alike: of such plans that comes first whose ranks wait for
-each other least, since waiting costs more there than the model knows."""
+"""Share of a step below which times count as equal where ranks share cores. Of such plans the one whose ranks wait
+least comes first, since waiting costs more there than the model knows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """What a search has found: those that fit, the chosen one first and then by time; those that would be faster and do
-    not fit; and how many there were."""
+    """Result of a search: the configurations that fit, the chosen one first and then by time; those that would be
+    faster and do not fit; and how many there were."""
 
     cluster: Cluster
     ranks: int
@@ -87,7 +87,7 @@ class SearchResult:
     dropped: tuple[Candidate, ...]
     considered: int
     measured_over_predicted: float = 1.0
-    """Where some were measured: the median over those."""
+    """Median of measured over predicted time, if some were measured."""
     interrupted: bool = False
     """Whether Ctrl-C ended the search before it had looked at all that could be faster."""
 
@@ -177,7 +177,7 @@ def check_precision(run: Run, cluster: Cluster) -> None:
 
 
 class _Known(IntEnum):
-    """By what the time of a configuration is known."""
+    """Key by which the time of a configuration is cached."""
 
     BOUND = 0
     COUNTED = 1
@@ -197,7 +197,7 @@ class _Queue:
         self.waiting: list[_Waiting] = []
         self._samples: dict[object, Step] = {}
         self.too_large: list[tuple[float, int, ResolvedRun]] = []
-        """Those that can only fit if layers are recomputed, by their bounds without."""
+        """Configurations that fit only with recomputation, by their bounds without."""
         self.added = 0
 
     def add(self, run: ResolvedRun, known: _Known) -> None:
@@ -288,8 +288,7 @@ class _Queue:
                                                 exact=False, unlimited=not limited))
 
     def _with_least_share(self, run: ResolvedRun) -> ResolvedRun:
-        """Where the share of the states in the host's memory is open, with the share without which a rank needs too
-        much."""
+        """The run with the least share of the states in host memory with which a rank fits, if that share is open."""
         if run.optim.offload_share != "auto":
             return run
         share = 0.0
@@ -299,8 +298,7 @@ class _Queue:
         return replace(run, optim=replace(run.optim, offload_share=share))
 
     def least_excess(self, run: ResolvedRun, times: float = 1.0) -> str:
-        """What a rank needs at least beyond what its device has, so many times, in words; empty where that is not
-        known."""
+        """The least excess of a rank's memory over its device's, in words; empty if unknown."""
         if self.cluster.device.cores is not None:
             return ""
         (least, states), usable = least_device_bytes(run, self.work.stages(run)), usable_bytes(self.cluster.device)
@@ -312,7 +310,8 @@ class _Queue:
 
 
 def never_resting_seconds(run: ResolvedRun, cost: Cost) -> float:
-    """What the step of this cost takes at least: each rank begins after the forwards before it, and then has work."""
+    """Lower bound of the time of a step of this cost: each rank begins after the forwards before it, and then has
+    work."""
     if run.placement.per_rank > 1:
         return cost.seconds
     count = run.num_microbatches

@@ -73,20 +73,20 @@ class StepSimulation:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What `ranvier simulate` knows."""
+    """Result of `ranvier simulate`."""
 
     run: ResolvedRun
     cluster: Cluster
     cost: Cost
     step: StepSimulation
     pipeline_seconds: float
-    """As simulated, a partial last microbatch and shared cores considered."""
+    """Simulated seconds of the pipeline, with a partial last microbatch and shared cores considered."""
     seconds: float
-    """Of the whole step: the pipeline, and what follows it."""
+    """Seconds of the whole step: the pipeline, and what follows it."""
     memory: tuple[RankMemory, ...]
-    """Of each stage, as predicted."""
+    """Predicted memory of each stage."""
     excess: str
-    """What does not fit; empty where all does."""
+    """Description of what does not fit; empty if all does."""
 
 
 def simulate_step(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy, in_flight: int, *,
@@ -194,8 +194,8 @@ _LARGEST_EXPONENT = 700.0
 
 
 def goodput(step_seconds: float, ranks: int, failures: Failures) -> Goodput:
-    """What is expected to be left of a run's time when ranks fail at random: each failure loses the steps since the
-    last checkpoint that is on the disk, and a restart (Daly, 2006, equation 13)."""
+    """Expected goodput of a run whose ranks fail at random: each failure loses the steps since the last checkpoint that
+    is on the disk, and a restart (Daly, 2006, equation 13)."""
     rate = ranks / failures.mtbf_seconds
     work = failures.checkpoint_steps * step_seconds
     interval = failures.stall_seconds + max(work, failures.write_seconds)

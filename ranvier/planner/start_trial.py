@@ -23,11 +23,11 @@ from ranvier.planner.search import search
 from ranvier.planner.trial import step_seconds
 
 STEPS, WARMUP = 7, 3
-"""Of each trial, and those at its start that do not count."""
+"""Steps of each trial, and those at its start that do not count."""
 _START_SECONDS = 10.0
 """Until the ranks of a trial have started and loaded their data, about."""
 _LARGEST_SHARE = 0.1
-"""Of the run's predicted time: a longer trial costs more than it is likely to save."""
+"""Largest share of the run's predicted time: a longer trial costs more than it is likely to save."""
 _ALIKE = 1.03
 """Times that differ by less are alike: the best predicted of them is taken."""
 

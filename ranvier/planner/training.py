@@ -1,4 +1,4 @@
-"""What a whole training comes to by a plan: days, device hours, dollars and kilowatt hours for a number of tokens."""
+"""Cost of a whole training by a plan: days, device hours, dollars and kilowatt hours for a number of tokens."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def tokens_of(text: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """What a training is for. tokens: of all steps together. deadline_days, budget: dollars; None for none.
-    mtbf_hours: between two failures of one rank, on average; None for no failures."""
+    """Goal of a training. tokens: of all steps together. deadline_days, budget: dollars; None for none. mtbf_hours:
+    between two failures of one rank, on average; None for no failures."""
 
     tokens: float
     deadline_days: float | None = None
@@ -78,7 +78,7 @@ class Training:
 
 
 def training(found: Candidate, cluster: Cluster, goal: Goal, measured_over_predicted: float = 1.0) -> Training:
-    """What `goal.tokens` take by a configuration."""
+    """Cost of training on `goal.tokens` with a configuration."""
     longer = found.expected_seconds(measured_over_predicted) / found.cost.seconds
     devices, share, best_steps = found.run.mesh.size, 1.0, None
     if goal.mtbf_hours is not None:
@@ -104,7 +104,7 @@ def with_length(found: Candidate, cluster: Cluster, goal: Goal | None) -> Resolv
 
 def failures_of(run: ResolvedRun, cluster: Cluster, memory: Sequence[RankMemory], mtbf_hours: float, *,
                 steps: int | None = None) -> Failures:
-    """What failures cost a run. memory: of its stages, as predicted, which has the copies that a checkpoint makes.
+    """Cost of failures for a run. memory: of its stages, as predicted, which has the copies that a checkpoint makes.
     steps: of the whole run; None: its own."""
     copied = max((entry.host.get("checkpoint", 0) for entry in memory), default=0)
     writing = saved_bytes(run) / SAVED_BYTES_PER_SECOND

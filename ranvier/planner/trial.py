@@ -21,7 +21,7 @@ from ranvier.planner.search import SearchResult
 from ranvier.system import child
 
 STEPS, WARMUP = 10, 4
-"""Of each run, and those at its start that do not count."""
+"""Steps of each run, and those at its start that do not count."""
 _SECONDS = 600.0
 _EVALUATED = 32
 """Samples of the evaluation at the end, of tasks that have samples: it is not measured."""

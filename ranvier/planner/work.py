@@ -40,7 +40,7 @@ class Work:
     def __init__(self) -> None:
         self._counted: dict[object, list[BlockCost]] = {}
         self._selective: dict[int, list[BlockCost]] = {}
-        """By the identity of those in `_counted`."""
+        """Counts with selective recomputation, by the identity of those in `_counted`."""
         self._cuts: dict[object, tuple[int, ...]] = {}
         self._models: dict[object, tuple[Model, Mapping[str, nn.Module]]] = {}
         self._parts: dict[object, tuple[Model, Parts]] = {}
@@ -59,7 +59,7 @@ class Work:
         return self._selective[id(blocks)]
 
     def _of_share(self, run: ResolvedRun, share: int, frozen: int) -> list[BlockCost]:
-        """For so many samples of a row."""
+        """Costs of the blocks for so many samples of a row."""
         key = _kind(run), _counting(run), frozen, share
         if key not in self._counted:
             self._counted[key] = _count(run, share, frozen) if share <= _MOST_COUNTED else _all_larger(
@@ -80,7 +80,8 @@ class Work:
         return self._cuts[key]
 
     def memory(self, run: ResolvedRun, frozen: int = 0, *, cluster: Cluster | None = None) -> tuple[RankMemory, ...]:
-        """What `ranvier check` predicts, with the blocks that are counted already. cluster: as for `run_limits`."""
+        """Memory as `ranvier check` predicts it, with the blocks that are counted already. cluster: as for
+        `run_limits`."""
         key = run, frozen, Same(cluster)
         if key not in self._memories:
             self._memories[key] = self._memory(run, frozen, cluster)
@@ -108,7 +109,7 @@ class Work:
             return error
 
     def stage_bytes(self, run: ResolvedRun, frozen: int) -> Callable[[int, int, int], int]:
-        """As `device_bytes_of_stages`, made once for each run and depth."""
+        """`device_bytes_of_stages`, made once for each run and number of frozen layers."""
         key = _kind(run), run.mesh, run.batch, run.pipeline, run.optim, run.memory, frozen
         if key not in self._stage_bytes:
             self._stage_bytes[key] = device_bytes_of_stages(run, frozen)
@@ -116,7 +117,7 @@ class Work:
 
 
 def _kind(run: ResolvedRun) -> object:
-    """What one rank's part of each block depends on, the microbatch aside."""
+    """Key of the facts that decide one rank's part of each block, without the microbatch."""
     sizes = tuple(run.mesh[axis] for axis in run.mesh.stage_axes)
     return sizes, run.tensor, run.precision, run.model, run.lora, _data(run), device_kind(run)
 
@@ -156,8 +157,7 @@ _GROWING = ("flops", "written_bytes", "allocated_bytes", "kept_bytes", "operand_
 
 
 def _all_larger(half: Sequence[BlockCost], most: Sequence[BlockCost], share: int) -> list[BlockCost]:
-    """As `_larger`, of all blocks. Those that are alike share their kernels, as one object: whoever asks for their time
-    asks once."""
+    """`_larger` of all blocks. Equal blocks share their kernels as one object, whose time is computed once."""
     kernels: dict[int, Kernels] = {}
     for block in most:
         if id(block.kernels) not in kernels:
@@ -184,13 +184,13 @@ def _larger(half: BlockCost, most: BlockCost, share: int, kernels: Mapping[int, 
 
 
 def excess(run: ResolvedRun, cluster: Cluster, memory: Sequence[RankMemory]) -> str:
-    """What these ranks need beyond what the cluster has, in words; empty where they fit."""
+    """Description of the memory that these ranks need beyond the cluster's; empty if they fit."""
     problem = shortage(run, cluster, memory)
     return f"{problem.where} {problem.what}" if problem is not None else ""
 
 
 def shortage(run: ResolvedRun, cluster: Cluster, memory: Sequence[RankMemory]) -> ConfigError | None:
-    """What these ranks need beyond what the cluster has; None where they fit."""
+    """The error for memory that these ranks need beyond the cluster's; None if they fit."""
     on_cpu, device, problem = cluster.device.cores is not None, cluster.device, None
     if not on_cpu:
         problem = too_large(memory, place="device", processes=1, run=run,

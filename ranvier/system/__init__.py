@@ -1,1 +1,1 @@
-"""What Ranvier needs of the operating system: whole files, leases on folders, cores, memory, processes."""
+"""Services of the operating system: whole files, leases on folders, cores, memory, processes."""

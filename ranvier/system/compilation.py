@@ -53,7 +53,7 @@ class Compilations:
 
 
 COMPILATIONS = Compilations()
-"""Of this process."""
+"""Compilations of this process."""
 
 
 def watch() -> None:

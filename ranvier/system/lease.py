@@ -40,7 +40,7 @@ HEARTBEAT_SECONDS = 2.0
 EXPIRY_SECONDS = 30.0
 """An owner on another machine without a heartbeat for so long is gone."""
 WAIT_SECONDS = 5.0
-"""How long a start waits for an owner that may be about to exit."""
+"""Seconds that a start waits for an owner that may be about to exit."""
 _POLL_SECONDS = 0.1
 _LEASE = re.compile(r"\.owner\.([1-9][0-9]{0,11})")
 _COUNT_DIGITS = 12

@@ -160,7 +160,7 @@ def _storages(tree: object) -> Iterator[torch.UntypedStorage]:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """On CUDA the most that tensors have taken on the device, elsewhere the process's largest resident size."""
+    """Peak memory: on CUDA of tensors on the device, elsewhere the process's largest resident size."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts kilobytes except on macOS

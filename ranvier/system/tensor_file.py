@@ -33,7 +33,7 @@ class Slot:
 
     @property
     def size_bytes(self) -> int:
-        """Of the tensor in the file."""
+        """Bytes of the tensor in the file."""
         return prod(self.shape) * self.dtype.itemsize
 
 

@@ -1,4 +1,4 @@
-"""What fits into a line: tables and sentences for terminals, files and pipes.
+"""Tables and sentences that fit into lines, for terminals, files and pipes.
 
     COLUMNS is set      tables and sentences have at most that many characters in a line
     a terminal          its width is that of COLUMNS

@@ -57,7 +57,7 @@ def open_regular_file(path: Path, *, links: bool = True, own: bool = False, unsh
 
 
 def _writers(found: os.stat_result) -> str | None:
-    """Who else may write a file; None where nobody may. Its group may: the user chooses that."""
+    """Description of others who may write a file; None if nobody may. Its group may: the user chooses that."""
     if found.st_uid not in (os.geteuid(), 0):
         return f"belongs to another user (uid {found.st_uid})"
     return "may be written by everybody" if found.st_mode & stat.S_IWOTH else None

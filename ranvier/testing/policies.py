@@ -110,7 +110,7 @@ def check_run(run: Simulated, stages: list[StageTimes], num_microbatches: int, p
 
 
 def _spans_of(run: Simulated, stage: int, placement: StagePlacement) -> list[tuple[Action, float, float]]:
-    """What `stage` did, and when."""
+    """Actions of `stage` with their start and stop."""
     return [span for span in run.actions[placement.rank_of(stage)] if span[0].turn == placement.local(stage)]
 
 

@@ -87,7 +87,7 @@ def _check_elements(rule: ElementwiseRule, dtype: torch.dtype, seed: int, tolera
 
 
 def _halves(shape: tuple[int, ...], mesh: Mesh) -> list[Box]:
-    """What each rank of a 2 x 2 mesh holds: the last two dims are halved."""
+    """The box that each rank of a 2 x 2 mesh holds: the last two dims are halved."""
     boxes = []
     for rank in range(mesh.size):
         at = mesh.coordinates(rank)

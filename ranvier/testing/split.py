@@ -50,7 +50,7 @@ SCHEMES: dict[Scheme, TensorParallel] = {
     "stationary-sequence": TensorParallel(sequence_sharding=True),
     "megatron-sequence": TensorParallel(scheme="megatron", sequence_sharding=True)}
 Feed = Literal["replicated", "stream"]
-"""What floats [B, S, H] are: the same on every column, or split as the scheme splits the residual stream."""
+"""Meaning of floats [B, S, H]: the same on every column, or split as the scheme splits the residual stream."""
 MESHES = ((1, 2), (2, 1), (2, 2), (2, 3))
 """Rows and columns."""
 Sample = Microbatch | tuple[Any, ...] | Tensor | dict[str, Tensor]
@@ -80,7 +80,7 @@ class SplitOutcome:
     reason: str = ""
     """Why the model did not run."""
     inputs: Feed = "replicated"
-    """How it was given floats [B, S, H]."""
+    """Way in which it was given floats [B, S, H]."""
 
     def __str__(self) -> str:
         about = self.reason.partition(" (got ")[0] if self.error is None else f"{self.error:.1e} ({self.tensor})"
@@ -203,7 +203,7 @@ def check_named(target: str, *, as_json: bool = False) -> None:
 
 
 def _called(target: str) -> tuple[Model | nn.Module, Sample, Loss | None]:
-    """What the function "module:function" returns, with None for a loss that it leaves out."""
+    """Result of the function "module:function", with None for a loss that it leaves out."""
     module, _, function = target.partition(":")
     try:
         made: Any = import_named(module, function)
@@ -245,7 +245,7 @@ def _raise_first(outcomes: tuple[SplitOutcome, ...], tolerance: float) -> None:
 
 
 def _no_loss(outputs: State, targets: object) -> tuple[Tensor, float]:
-    """In place of a loss where outputs are compared: never called."""
+    """Replaces a loss where outputs are compared: never called."""
     raise AssertionError("outputs are compared")
 
 

@@ -1,4 +1,4 @@
-"""What every tracker must stand: the events of a good run, of a run that fails, and of one that never starts.
+"""Conformance test of trackers: the events of a good run, of a run that fails, and of one that never starts.
 
     check_tracker(lambda: MyTracker(folder))
 """

@@ -62,12 +62,12 @@ class BestEvaluation:
         return f"early stopping: {self.metric} has not improved{least} in {count}{best}"
 
     def summary(self) -> dict[str, object]:
-        """What the run's summary says of it."""
+        """The best evaluation's part of the run's summary."""
         return {"best_metric": self.metric, "best_value": self.value, "best_step": self.step,
                 **({"ended_by": self.reason} if self.stops else {})}
 
     def state(self) -> dict[str, object]:
-        """What a checkpoint keeps; JSON-serialisable."""
+        """State for a checkpoint; JSON-serialisable."""
         return {"metric": self.metric, "value": self.value, "step": self.step, "reference": self._reference,
                 "since": self._since}
 
@@ -81,7 +81,8 @@ class BestEvaluation:
 
 
 def best_of(run: Run, data: Prepared) -> BestEvaluation | None:
-    """What a run watches; None where it watches nothing. ConfigError for a metric that its evaluations do not have."""
+    """The record of the metric that a run watches; None if it watches none. ConfigError for a metric that its
+    evaluations do not have."""
     if run.checkpoint.best is None and not run.train.early_stopping:
         return None
     metric, known = run.checkpoint.best or LOSS, metrics_of(data)

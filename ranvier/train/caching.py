@@ -141,7 +141,7 @@ class Caching:
             self._cache.check_weights()
 
     def facts(self) -> dict[str, object]:
-        """What was read and computed, for the summary."""
+        """Numbers of outputs read and computed, for the summary."""
         if self._cache is None:
             return {}
         counts = self._cache.counts

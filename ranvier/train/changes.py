@@ -1,4 +1,5 @@
-"""What leads a run from one mesh to another: its policy and planner, requests, ranks that join, ranks that are lost.
+"""Causes that lead a run from one mesh to another: its policy and planner, requests, ranks that join, ranks that are
+lost.
 
 All of it ends in `Session.advance` on every rank of the world, with one `ChangeMesh`: ranks of the mesh come to it by
 themselves, idle ones hear it from rank 0, and survivors of a loss agree on it.
@@ -19,7 +20,7 @@ from ranvier.train.resize import join_note
 from ranvier.train.session import Active, Idle, Session
 
 _LAST_WRITE_SECONDS = 1.0
-"""For a checkpoint under way when a rank is lost, of which that rank may have written its part."""
+"""Longest wait for a checkpoint that is being written when a rank is lost, which may have written its part."""
 
 
 def consider(session: Session, save: bool = False) -> None:
@@ -87,7 +88,7 @@ def _admit(session: Session, request: MeshRequest) -> MeshRequest | None:
 
 
 def begin_survival(session: Session) -> None:
-    """From now on the run survives losses, if it is to. Collective over the world."""
+    """Make the run survive losses from now on, if it is set to. Collective over the world."""
     run, world = session.facts.run, session.world
     if not run.launch.survive_losses or world.torch_store is None or session.summary is not None:
         return

@@ -36,7 +36,7 @@ class RunState:
     guards: Mapping[str, int]
     bad_steps: Mapping[str, Any] | None
     elastic: Mapping[str, Any]
-    """As of `Elasticity.document`."""
+    """Result of `Elasticity.document`."""
     best: Mapping[str, Any] | None
     saved_step: int | None
     """After which the last checkpoint was begun."""

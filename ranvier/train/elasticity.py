@@ -52,7 +52,7 @@ class Elasticity:
         self.state = self.controller.initial()
         self.caching = Caching(run, data, tell)
         self.num_ranks = run.mesh.size
-        """Those of the run now, idle ones too."""
+        """Number of ranks of the run now, idle ones included."""
 
     # ------------------------------------------------------------------ steps
 
@@ -88,7 +88,7 @@ class Elasticity:
 
     def document(self, run: ResolvedRun, frozen: FrozenLayers, progress: Progress, unseen: StepFigures | None = None
                  ) -> dict[str, object]:
-        """What a rank that joins or comes back needs; JSON-serialisable. unseen: the last step, where its numbers are
+        """State for a rank that joins or comes back; JSON-serialisable. unseen: the last step, where its numbers are
         not known yet (`saw`)."""
         state = self.state if unseen is None else replace(self.state, inputs=self.state.inputs.with_step(unseen))
         return {"frozen": frozen.prefix, "frozen_above": list(frozen.above),
@@ -133,7 +133,7 @@ class Elasticity:
         return self.caching.enter(runtime, reads=reads)
 
     def facts(self) -> dict[str, object]:
-        """What this rank adds to the summary."""
+        """Facts that this rank adds to the summary."""
         ledger = self.state.with_measured().ledger
         return self.caching.facts() | (
             {"ledger": [asdict(entry) for entry in ledger.entries]} if ledger.entries else {})
@@ -156,7 +156,7 @@ class Elasticity:
 
     def decide(self, runtime: RankRuntime, step: int, progress: Progress, *, resize: MeshRequest | None,
                busy: Mapping[str, float], busy_steps: int) -> Change | None:
-        """What is to change after `step`; the same on every rank. resize: a user's request for another mesh.
+        """The change to make after `step`, or None; the same on every rank. resize: a user's request for another mesh.
 
         busy: seconds in each category of span on this rank, in `busy_steps` steps. Collective.
         """
@@ -203,8 +203,8 @@ class Elasticity:
 
 
 def ended_ties(before: Layout | None, after: Layout, step: int) -> list[NoteEvent]:
-    """What is told of ties that have ended because layers froze. before: the layout of the mesh before, on its ranks;
-    None on others."""
+    """Notes about ties that have ended because layers froze. before: the layout of the mesh before, on its ranks; None
+    on others."""
     known = set() if before is None else {parameter.name for parameter in before.parameters
                                           if parameter.origin is not None}
     notes = []

@@ -32,7 +32,7 @@ class StartEvent:
     settings: Mapping[str, str]
     stages: str
     unit: str = "tokens"
-    """What a valid target is of: tokens, sentences, questions, images."""
+    """Unit of valid targets: tokens, sentences, questions, images."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,15 +40,15 @@ class StepEvent:
     """One optimizer step. Means over ranks are over all ranks of the mesh."""
 
     step: int
-    """From 1."""
+    """Number of the step, from 1."""
     loss: float
     """Sum over the valid targets of the global batch, over their weight; not a number when that weight is zero."""
     tokens: float
     """Valid targets of the global batch."""
     step_seconds: float
-    """From the end of the step before to the end of this one, loading of data included; mean over ranks."""
+    """Seconds from the end of the step before to the end of this one, loading of data included; mean over ranks."""
     wait_seconds: float
-    """Of those, spent waiting (timeline spans of category wait); mean over ranks."""
+    """Seconds of those spent waiting (timeline spans of category wait); mean over ranks."""
     bubble_fraction: float
     """Waited share of the step: wait over step seconds of each rank, mean over ranks. Waits for other stages count;
     those within sums and gathers of replicas, rows and columns do not."""
@@ -61,9 +61,9 @@ class StepEvent:
     """MFU: flops_per_second over the published peak rate of the ranks' devices; without such a rate, as on CPUs, over
     what the ranks reach together in bare matrix products, measured at the start."""
     against_published_peak: bool = False
-    """Which of the two model_flops_utilisation is against."""
+    """Whether model_flops_utilisation is relative to the published peak, else to the measured one."""
     num_ranks: int = 1
-    """Of the mesh."""
+    """Number of ranks of the mesh."""
     memory_bytes: int = 0
     """The most that a rank has needed so far: on CUDA what its allocator has reserved, elsewhere the process's
     resident memory. The largest over the ranks."""
@@ -83,14 +83,14 @@ class StepEvent:
     eval_loss: float | None = None
     """Held-out loss after this step, where it was evaluated."""
     eval_scores: Mapping[str, float] = field(default_factory=dict)
-    """What the task is judged by, likewise: "eval_accuracy", "eval_count" (samples), ..., and all metrics of named
-    evaluation sets: "eval_NAME_loss", ..."""
+    """Metrics of the task, likewise: "eval_accuracy", "eval_count" (samples), ..., and all metrics of named evaluation
+    sets: "eval_NAME_loss", ..."""
     frozen_layers: int | None = None
     """Number of layers that did not train in this step; None in a run in which none ever do."""
     mesh: Mesh | None = None
-    """On which it was taken, likewise."""
+    """Mesh on which the step was taken, likewise."""
     checkpoint_stall_seconds: float | None = None
-    """Of step_seconds, what rank 0 waited for a checkpoint that was begun in this step."""
+    """Part of step_seconds that rank 0 waited for a checkpoint begun in this step."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -108,7 +108,7 @@ class EvalEvent:
     tokens: float
     seconds: float
     scores: Mapping[str, float] = field(default_factory=dict)
-    """What the task is judged by: "eval_accuracy", "eval_count", ... """
+    """Metrics of the task: "eval_accuracy", "eval_count", ..."""
     name: str = ""
 
     def metrics(self) -> dict[str, float]:
@@ -128,11 +128,11 @@ class TransitionEvent:
     old_frozen: FrozenLayers
     frozen: FrozenLayers
     bytes_moved: int
-    """From one rank to another, over all ranks."""
+    """Bytes that moved from one rank to another, over all ranks."""
     seconds: float
-    """From the decision until training went on."""
+    """Seconds from the decision until training resumed."""
     began_ns: int
-    """Of rank 0's monotonic clock."""
+    """Start on rank 0's monotonic clock."""
     cache: bool
     """Whether rank 0 keeps the outputs of frozen layers from now on."""
     reason: str
@@ -165,7 +165,7 @@ class NoteEvent:
     fields: Mapping[str, object] = field(default_factory=dict)
     """JSON-serialisable details, for machines."""
     verbose: bool = False
-    """Of interest to experts only: the console prints it with --verbose, files have it always."""
+    """Whether the console prints it only with --verbose; files always have it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,7 @@ def experiment_trackers(log: Log, run_dir: Path, *, continues: bool) -> list[Tra
 
 
 class _ExperimentTracker(ABC):
-    """What all three have in common. What fails after the start ends tracking, and not the run: a server may be away.
+    """Base of all three. A failure after the start ends tracking, and not the run: a server may be unreachable.
 
     The number of the run, by which a resumed one finds its curves, is in a file of the run's folder.
     """
@@ -186,7 +186,7 @@ class MLflow(_ExperimentTracker):
 
 
 _MOST_CHARACTERS = 500
-"""Of a text in MLflow: older servers take no longer parameters."""
+"""Longest text in MLflow: older servers take no longer parameters."""
 
 
 class Aim(_ExperimentTracker):

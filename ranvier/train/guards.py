@@ -1,4 +1,4 @@
-"""What a run does about bad steps and about replicas that diverge.
+"""A run's reaction to bad steps and to replicas that diverge.
 
     stop       the step is reported, with the block and microbatch that it began with, and the run ends
     skip       the same as a note; the next step takes the next batch
@@ -37,7 +37,7 @@ class Guards:
         self._in_a_row, self._last_bad = (counts["in_a_row"], counts["last_bad"]) if counts else (0, 0)
 
     def state(self) -> dict[str, int]:
-        """What ranks of the mesh know alike, as JSON can hold it."""
+        """State that all ranks of the mesh share, for JSON."""
         return {"in_a_row": self._in_a_row, "last_bad": self._last_bad}
 
     def after_step(self, step: int, result: BatchResult, microbatches: Sequence[Microbatch], *,

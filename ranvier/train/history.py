@@ -1,4 +1,4 @@
-"""What the summary and the pictures need of a run's stream of events, those before it resumed included."""
+"""History of a run's events for the summary and the pictures, those before it resumed included."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class History:
         """Step -> held-out loss, where it was evaluated; likewise below."""
         self.accuracies: dict[int, float] = {}
         self.scores: dict[str, float] = {}
-        """Of the last evaluation: eval_accuracy, eval_count, ..."""
+        """Metrics of the last evaluation: eval_accuracy, eval_count, ..."""
         self.frozen: dict[int, int] = {}
         """Step -> layers that are frozen from the next step on."""
         self.meshes: dict[int, tuple[int, int]] = {}
@@ -46,7 +46,7 @@ class History:
         return {line["step"]: line[name] for line in self.steps if line.get(name) is not None}
 
     def on_this_mesh(self, name: str) -> list[float]:
-        """As `values`, of the steps since the mesh has changed last; of all where none has been taken since."""
+        """`values` of the steps since the mesh last changed; of all steps if none has been taken since."""
         meshes, since = sorted(self.meshes.items()), 0
         for (_, before), (step, mesh) in pairwise(meshes):
             since = step if mesh != before else since
@@ -88,7 +88,7 @@ class History:
                 self._at(event.step, len(event.frozen), event.mesh)
 
     def _at(self, step: int, frozen: int, mesh: Mesh) -> None:
-        """From `step` on. A start that changes neither is no mark."""
+        """Record frozen layers and mesh from `step` on. A start that changes neither leaves no mark."""
         now, last = (mesh.pipeline_size, mesh.num_replicas), max(self.meshes, default=0)
         if (self.meshes.get(last), self.frozen.get(last)) != (now, frozen):
             self.frozen[step], self.meshes[step] = frozen, now

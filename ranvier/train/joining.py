@@ -36,8 +36,8 @@ _MOST_RANKS = 1 << 12
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What stays the same in a run, as a rank that joins it needs to know it, too. run: before `auto` gave way to what
-    its ranks have measured, as each change of mesh begins. origin: `Saving.origin`."""
+    """Facts that stay the same in a run, for a rank that joins it. run: before `auto` gave way to what its ranks have
+    measured, as each change of mesh begins. origin: `Saving.origin`."""
 
     run: ResolvedRun
     recipe: str
@@ -47,7 +47,7 @@ class RunFacts:
 
 
 def invite(world: World, facts: RunFacts) -> None:
-    """On rank 0: from now on ranks may join. OSError where the run's folder cannot be written."""
+    """On rank 0: let ranks join from now on. OSError where the run's folder cannot be written."""
     assert world.joins is not None and facts.run.run_dir is not None
     run = facts.run
     world.store.set(RUN, json.dumps({
@@ -86,7 +86,8 @@ def wanted_mesh(request: MeshRequest, mesh: Mesh, num_ranks: int) -> MeshRequest
 
 
 class Membership:
-    """Of one run, on one rank. Methods are collective over the ranks of the world, but for `call`."""
+    """Membership of one run's ranks, on one rank. Methods are collective over the ranks of the world, but for
+    `call`."""
 
     def __init__(self, world: World) -> None:
         self.world = world

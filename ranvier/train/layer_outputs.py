@@ -1,4 +1,4 @@
-"""What the layers of a run make of the same few held-out samples, for freeze policies that look at it."""
+"""Outputs of a run's layers for the same few held-out samples, for freeze policies that use them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def check_samples(data: Dataset, rows: int, policy: str) -> None:
 
 
 def layer_similarities(runtime: RankRuntime, data: Dataset) -> list[list[Similarity]]:
-    """Of each layer and each row, on every rank; the same on every mesh with as many rows. NaN for a layer whose output
-    does not have the samples as its first dim. Collective."""
+    """Similarities of each layer and each row, on every rank; the same on every mesh with as many rows. NaN for a layer
+    whose output does not have the samples as its first dim. Collective."""
     engine, run = runtime.engine, runtime.run
     rows, per_row = engine.mesh.microbatch_parts, min(SAMPLES, len(data) // engine.mesh.microbatch_parts)
     lengths = lengths_of(run, data)

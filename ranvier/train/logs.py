@@ -161,7 +161,7 @@ class Log:
     problems: list[str] = field(default_factory=list)
 
     def text(self) -> str | None:
-        """What was left out, for people; None where nothing was."""
+        """Description of the lines that were left out; None if none were."""
         if not self.problems:
             return None
         count = f"{len(self.problems)} damaged line{'s' if len(self.problems) > 1 else ''} of {self.name}"
@@ -176,7 +176,7 @@ def read_metrics(run_dir: Path, step: int | None = None) -> Log:
 
 
 def read_events(run_dir: Path) -> Log:
-    """What events.jsonl has."""
+    """Read events.jsonl."""
     return _read(run_dir / "events.jsonl", _event_problem)
 
 
@@ -238,7 +238,7 @@ def _no_number(text: str) -> None:
 
 
 def _depth(value: object) -> int:
-    """How many objects and lists are in one another."""
+    """Depth of nested objects and lists."""
     level, depth = [value], 0
     while level and depth <= _MOST_DEPTH:
         level = [inner for outer in level if isinstance(outer, (dict, list))

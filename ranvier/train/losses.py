@@ -1,4 +1,4 @@
-"""What a run keeps to go on without lost ranks, and where it goes on then.
+"""Copies of state that let a run continue without lost ranks, and the step from which it then continues.
 
     each rank       copies of its state after the last two finished steps and, with sharded optimizer states, of the
                     share of the replica before
@@ -36,7 +36,7 @@ from ranvier.world import World
 class _Copy:
     held: Held
     part: dict[str, object]
-    """Which part of the model's state it is, as JSON can hold it."""
+    """The part of the model's state that it copies, for JSON."""
 
 
 class LastSteps:
@@ -74,11 +74,11 @@ class LastSteps:
 
     @property
     def host_bytes(self) -> int:
-        """What the copies take."""
+        """Bytes of the copies."""
         return sum(piece.tensor.nbytes for copy in self._copies.values() for piece in copy.held.pieces)
 
     def parts(self) -> dict[str, dict[str, object]]:
-        """What this rank has, by step, as JSON can hold it."""
+        """The parts that this rank has, by step, for JSON."""
         return {str(step): copy.part for step, copy in self._copies.items()}
 
     def held(self, step: int) -> Held | None:
@@ -87,8 +87,8 @@ class LastSteps:
 
 
 def missing_state(parts: Sequence[Mapping[str, Mapping[str, Any]]], step: int, *, sharded: bool) -> str | None:
-    """What of the state after `step` no survivor has; None where nothing is missing. parts: `LastSteps.parts` of each.
-    sharded: each replica has a share of the optimizer's states for itself, and a copy of another one's."""
+    """Description of the state after `step` that no survivor has; None if nothing is missing. parts: `LastSteps.parts`
+    of each. sharded: each replica has a share of the optimizer's states for itself, and a copy of another one's."""
     have = [one[str(step)] for one in parts if str(step) in one]
     missing = "no survivor has the state of the last step"
     for first in {tuple(one["mesh"].items()): one for one in have}.values():
@@ -105,7 +105,7 @@ def missing_state(parts: Sequence[Mapping[str, Mapping[str, Any]]], step: int, *
 
 
 def lost_note(agreement: Agreement, command: ChangeMesh) -> NoteEvent:
-    """What is told of lost ranks, and of the decision to which they lead."""
+    """The note about lost ranks, and the decision to which they lead."""
     mesh = command.change.mesh
     sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one"
     ranks = [f"rank {rank}, which {loss.how}," for rank, loss in agreement.lost.items()]

@@ -17,20 +17,20 @@ from ranvier.train.runtime import RankRuntime
 
 
 class RankMeasurement(TypedDict):
-    """What one rank has measured since the last transition."""
+    """Measurements of one rank since the last transition."""
 
     busy: Mapping[str, float]
     """Seconds by category of span."""
     steps: int
     """Over which they add up."""
     cores: Sequence[int]
-    """Those that the rank may use."""
+    """Cores that the rank may use."""
     device_bytes: int | None
-    """What it may use of its device; None where device and host are the same memory."""
+    """Bytes of its device that it may use; None where device and host are the same memory."""
 
 
 def present_mesh(runtime: RankRuntime) -> PresentMesh:
-    """Where the run is."""
+    """The run's present mesh and cut."""
     engine = runtime.engine
     return PresentMesh(mesh=runtime.run.mesh, boundaries=tuple(engine.boundaries), frozen=runtime.frozen.prefix,
                        cached_blocks=engine.cached_blocks, global_size=runtime.run.samples_of(1),
@@ -83,7 +83,8 @@ def measured_blocks(runtime: RankRuntime, measured: Sequence[RankMeasurement], p
 
 
 def stage_seconds(runtime: RankRuntime, measured: Sequence[RankMeasurement]) -> tuple[float, ...]:
-    """What a rank of each stage computed in a step, on average since the last transition; 0.0 without a measurement."""
+    """Seconds that a rank of each stage computed in a step, on average since the last transition; 0.0 without a
+    measurement."""
     found = [0.0] * runtime.run.mesh.pipeline_size
     for rank, row in enumerate(measured):
         busy = sum(row["busy"].get(name, 0.0) for name in ("forward", "backward", "weight"))

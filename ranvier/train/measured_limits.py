@@ -26,8 +26,8 @@ MEASURED_STEPS = 8
 
 
 class MeasuredLimits:
-    """Of one run on one rank, on one mesh. asked: the run before `auto` was resolved. before: what `block_times` has
-    returned on the mesh before, also after a passage through JSON."""
+    """Limits by measured times, of one run on one rank and one mesh. asked: the run before `auto` was resolved. before:
+    what `block_times` has returned on the mesh before, also after a passage through JSON."""
 
     def __init__(self, asked: ResolvedRun, before: Sequence[Sequence[float]] | None = None) -> None:
         self._asked, self._steps = asked, 0
@@ -54,8 +54,8 @@ class MeasuredLimits:
                             _conditions_of_ranks(runtime, latest))
 
     def block_times(self, runtime: RankRuntime, busy: Mapping[str, float]) -> Factors | None:
-        """What the blocks have taken on this mesh so far, or on the last one with enough steps, as JSON can hold it.
-        Collective."""
+        """Measured over counted times of the blocks on this mesh so far, or on the last one with enough steps, for
+        JSON. Collective."""
         if self._steps < MEASURED_STEPS:
             return self._before
         costs = runtime.engine.stages.stage_costs()
@@ -64,8 +64,7 @@ class MeasuredLimits:
                                 _cached_blocks(runtime)) or self._before
 
     def summary(self, bubbles: Mapping[int, float]) -> dict[str, object]:
-        """What the run's summary says of the last choice, with what has come of it. bubbles: by step, what was
-        measured."""
+        """The last choice and its outcome, for the run's summary. bubbles: by step, what was measured."""
         if not self._chosen:
             return {}
         after = [bubble for step, bubble in bubbles.items() if step > cast(int, self._chosen["step"])]
@@ -108,7 +107,7 @@ _MEASURED_SPANS = 3  # steps
 
 
 def _conditions_of_ranks(runtime: RankRuntime, latest: Sequence[StepWindow]) -> Conditions:
-    """What messages take and how much times vary, in the pipeline of the first replica. Collective."""
+    """Message delays and variation of times in the first replica's pipeline. Collective."""
     mine = [(spans.step, span.label, span.start_ns, span.stop_ns)
             for spans in latest[-_MEASURED_SPANS:] for span in spans.spans if span.category in ("forward", "backward")]
     mesh, of_ranks = runtime.run.mesh, runtime.ranks.gather_objects(mine)

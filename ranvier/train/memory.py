@@ -124,8 +124,8 @@ class Measured:
 
 
     def _overhead(self, peak: int) -> dict[str, int]:
-        """Of the device, beside tensors: what the allocator holds more than them at its peak; what the process takes
-        that is not the allocator's (context, libraries, communicators), with other processes on the same device."""
+        """Memory of the device beside tensors: the allocator's excess over them at its peak; and what the process takes
+        outside the allocator (context, libraries, communicators), with other processes on the same device."""
         free, total = torch.cuda.mem_get_info(self._device)
         reserved = torch.cuda.max_memory_reserved(self._device)
         return {"allocator": max(0, reserved - peak),
@@ -158,16 +158,16 @@ def folded(device: Mapping[str, int]) -> dict[str, int]:
 
 
 def device_bytes(device: torch.device) -> int | None:
-    """What this process could use of its device: what is free, and what it holds already, which a transition frees.
-    None where device and host are the same memory."""
+    """Bytes of its device that this process could use: what is free, and what it holds already, which a transition
+    frees. None where device and host are the same memory."""
     if device.type != "cuda":
         return None
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
 
 
 def memory_or_problem(run: ResolvedRun, frozen: FrozenLayers) -> Sequence[RankMemory] | RanvierError:
-    """What each rank of `run` needs with these layers frozen; or why there can be no such run, whatever memory it has.
-    """
+    """Memory of each rank of `run` with these layers frozen; or the error if there can be no such run, whatever its
+    memory."""
     if found := problems(run):
         return found[0]
     try:
@@ -178,7 +178,7 @@ def memory_or_problem(run: ResolvedRun, frozen: FrozenLayers) -> Sequence[RankMe
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBudget:
-    """For a run that was started as `first`, with these layers frozen.
+    """The memory budget of a run that was started as `first`, with these layers frozen.
 
     device_bytes: what each rank may need of its device; None where device and host are the same memory.
     """
@@ -204,8 +204,8 @@ class MemoryBudget:
                          available_bytes=available_memory_bytes() + before)
 
     def stage_bytes(self, run: ResolvedRun) -> Callable[[CandidateStage], int] | None:
-        """What a rank of a stage that might be would need of its device. None where ranks are judged together, which
-        hardly depends on the cut, and where `run` cannot be at all."""
+        """A function that gives the bytes that a rank of a candidate stage would need of its device. None where ranks
+        are judged together, which hardly depends on the cut, and where `run` cannot be at all."""
         if self.device_bytes is None or problems(run):
             return None
         try:

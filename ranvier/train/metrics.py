@@ -1,4 +1,4 @@
-"""What each step cost and gave, over all ranks, without stopping any of them.
+"""Metrics of each step over all ranks, collected without stopping any of them.
 
 A step's numbers are known only when all ranks have finished it, and asking for them at once would hold every rank until
 the slowest is done. So each step starts one small asynchronous sum over the ranks, which is read one step later:
@@ -60,7 +60,7 @@ class PendingStep:
     mesh: Mesh | None = None
     checkpoint_stall_seconds: float | None = None
     loss_scale: LossScale | None = None
-    """As it is after this step, with fp16."""
+    """Loss scale after this step, with fp16."""
 
     @property
     def stop_requested(self) -> bool:
@@ -101,7 +101,7 @@ class PendingStep:
 
 
 def slowest_replica(work: Sequence[Sequence[float]]) -> tuple[int, float] | None:
-    """Which of at least two replicas is the furthest behind in one of its stages, and its seconds there over the median
+    """The replica, of at least two, that is furthest behind in one of its stages, and its seconds there over the median
     of the others; None until all are known. work: of each stage the seconds of each replica."""
     if not work or not all(seconds > 0 for stage in work for seconds in stage):
         return None

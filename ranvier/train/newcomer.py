@@ -80,7 +80,7 @@ def run_to_join(contact: JoinPoint, run_dir: Path) -> ResolvedRun:
 
 
 def _said(store: SharedStore, run_dir: Path) -> dict[str, Any]:
-    """What the run says of itself."""
+    """The facts that the run has published."""
     if not store.check([RUN]):
         raise LaunchError("says nothing of itself in its store", code="join-run-silent", where=f"run {run_dir}",
                           remedy="Join once it has taken its first step.")

@@ -1,4 +1,4 @@
-"""What this rank's arithmetic can reach: measured with a matrix product, and as the device's maker states it.
+"""Peak FLOP/s of this rank's device: measured with a matrix product, and as its maker states it.
 
 Model FLOPs utilisation (MFU) is against the published rate, as other programs report it. A CPU, or a device that the
 table lacks, has none: there it is against the measured one, and is called a share of matrix products.
@@ -50,11 +50,11 @@ class PeakRate:
 
     @property
     def reference(self) -> float:
-        """What utilisation is against."""
+        """The peak to which utilisation is relative."""
         return self.published or self.measured
 
     def facts(self) -> dict[str, Any]:
-        """For summary.json: what model_flops_utilisation is against, and both rates."""
+        """For summary.json: the peak to which model_flops_utilisation is relative, and both rates."""
         return {"model_flops_utilisation_of": "published peak" if self.published else "measured matrix products",
                 "measured_peak_flops": self.measured, "published_peak_flops": self.published}
 

@@ -1,4 +1,4 @@
-"""How far a run has come: samples, steps, learning rate, what is left, when it evaluates and saves. Every run has one.
+"""Progress of a run: samples, steps, learning rate, what is left, when it evaluates and saves. Every run has one.
 
 The length of a run and its learning rates are counted in steps of the global batch that it was started with, so both
 stay at the same place in the data when the global batch changes during the run. Pure.
@@ -28,7 +28,7 @@ class Progress:
 
     @classmethod
     def begin(cls, run: ResolvedRun) -> Progress:
-        """Of a run that has only ever had the global batch that it is started with."""
+        """Progress at the start of a run, which has only had the global batch with which it is started."""
         return cls(run=run, size=run.batch.global_size)
 
     def samples(self, step: int) -> int:
@@ -70,7 +70,7 @@ class Progress:
         return replace(self, since=(step, samples + (step - since) * size))
 
     def state(self) -> dict[str, object]:
-        """What a checkpoint keeps; JSON-serialisable."""
+        """State for a checkpoint; JSON-serialisable."""
         return {"since": list(self.since), "size": self.size, "first_size": self.run.batch.global_size}
 
     def restored(self, saved: Mapping[str, Any]) -> Progress:

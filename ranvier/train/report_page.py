@@ -20,7 +20,7 @@ from ranvier.train.memory import folded
 
 NAME = "report.html"
 SECONDS_BETWEEN = 20.0
-"""From one rewriting to the next while a run goes on; longer where writing takes more than a hundredth of that."""
+"""Seconds between two updates of the page during a run; longer where writing takes more than a hundredth of that."""
 _MAX_MARKS = 200
 _FAULTS = frozenset({"bad-step", "went-back", "replicas-differ", "lost", "checkpoint-failed", "log-damaged", "skipped",
                      "checkpoint-skipped", "stopped", "failed"})
@@ -143,7 +143,7 @@ def curves(history: History) -> dict[str, list[float | None]]:
 
 def memory_rows(predicted: Sequence[RankMemory], summary: Mapping[str, Any], mesh: Mesh, *, on_cpu: bool
                 ) -> list[dict[str, object]]:
-    """Of each stage the predicted categories, beside what its rank with most memory has measured (with memory_report),
+    """For each stage the predicted categories, beside those measured on its rank with most memory (with memory_report),
     and a row with the whole, as the device or a CPU's process has it."""
     rows: list[dict[str, object]] = []
     for entry in predicted:

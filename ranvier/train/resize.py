@@ -38,13 +38,13 @@ _POLL_SECONDS = 0.1
 
 
 class Requests:
-    """Those of one run, on one rank. run_dir: the run's folder, on rank 0, where its requests come in; None on other
-    ranks."""
+    """Resize requests of one run, on one rank. run_dir: the run's folder, on rank 0, where its requests come in; None
+    on other ranks."""
 
     def __init__(self, world: World, run_dir: Path | None) -> None:
         self._world, self._folder = world, run_dir
         self.current: MeshRequest | None = None
-        """From when the run takes it until it is fulfilled or refused."""
+        """The request being handled, until it is fulfilled or refused."""
         self._again: MeshRequest | None = None
 
     def are_waiting(self) -> bool:
@@ -67,8 +67,8 @@ class Requests:
         return found
 
     def after_loss(self, step: int) -> NoteEvent | None:
-        """On rank 0: the answer to the current request, at which a loss has interrupted the run; None if none is due.
-        Where ranks of it have joined all the same, the run takes it again, for the mesh of those that are left."""
+        """On rank 0: the answer to the current request, which a loss has interrupted; None if none is due. Where ranks
+        of it have joined all the same, the run takes it again, for the mesh of those that are left."""
         request = self.current
         if request is None:
             return None
@@ -89,7 +89,7 @@ class Requests:
 
 
 def join_note(request: MeshRequest, step: int, size: int, problem: str | None) -> NoteEvent:
-    """What is told of ranks that have joined, or why they are refused. size: ranks of the run now."""
+    """The note about ranks that have joined, or why they are refused. size: ranks of the run now."""
     fields = {"wish": request.wish, "ranks": request.ranks}
     if problem is not None:
         return NoteEvent(step=step, event="join-refused", fields=fields,

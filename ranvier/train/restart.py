@@ -22,7 +22,7 @@ from ranvier.planner.problems import problems
 
 
 class Restarts:
-    """How `run`, which `command` starts, restarts after a fault; called with the number of remaining ranks."""
+    """Restarts of `run`, which `command` starts, after a fault; called with the number of remaining ranks."""
 
     def __init__(self, run: ResolvedRun, command: Sequence[str]) -> None:
         self._run, self._command, self._count = run, list(command), 0

@@ -35,13 +35,13 @@ class RankRuntime:
     engine: Engine
     train_data: Loader
     eval_data: Mapping[str, Loader]
-    """By the name of the evaluation set; "" for the run's own held-out data, which comes first."""
+    """Evaluation data by the name of its set; "" for the run's own held-out data, which comes first."""
     measured: Measured
     own: bool
 
     def work_share(self) -> float:
-        """What of a step's operations is done, of those of one in which all layers train and samples have the model's
-        length: frozen blocks have no backward, frozen weights no gradients, of blocks that this rank reads from the
+        """Share of the operations of a step in which all layers train and samples have the model's length that a step
+        performs: frozen blocks have no backward, frozen weights no gradients, of blocks that this rank reads from the
         cache nothing is computed, and padding does not count."""
         costs = self.engine.stages.costs
         assert costs is not None  # `build_engine` gives a sample

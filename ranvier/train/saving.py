@@ -31,8 +31,8 @@ from ranvier.train.report import versions
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a run begins. step: steps done before. offset: what is added to a sample's place in the data. continues:
-    whether the run's folder has the first part of the same run."""
+    """The point from which a run starts. step: steps done before. offset: what is added to a sample's place in the
+    data. continues: whether the run's folder has the first part of the same run."""
 
     step: int = 0
     offset: int = 0
@@ -45,7 +45,7 @@ class Start:
 
 @checked(frozen=True, kw_only=True, config=ConfigDict(extra="ignore", strict=True))
 class BestState:
-    """What `BestEvaluation.state` gives."""
+    """Result of `BestEvaluation.state`."""
 
     metric: str
     value: float | None
@@ -56,7 +56,7 @@ class BestState:
 
 @checked(frozen=True, kw_only=True, config=ConfigDict(extra="ignore", strict=True))
 class CheckpointMetadata:
-    """What a checkpoint says of its run, as `Saving.save` has written it; all defaults where another loop wrote it."""
+    """A run's metadata in a checkpoint, as `Saving.save` has written it; all defaults where another loop wrote it."""
 
     samples: Annotated[int, Ge(0), Lt(1 << 62)] | None = None
     """Sequences consumed."""
@@ -69,7 +69,7 @@ class CheckpointMetadata:
     guard: dict[str, list[float]] = field(default_factory=lambda: {"losses": []})
     run: dict[str, object] = field(default_factory=dict)
     elastic: dict[str, object] = field(default_factory=dict)
-    """What layers are frozen, and how the run came to its mesh: `Elasticity.document`."""
+    """Frozen layers, and how the run came to its mesh: `Elasticity.document`."""
     best: BestState | None = None
     """The best evaluation so far."""
 
@@ -82,7 +82,7 @@ class CheckpointMetadata:
 
 
 def read_metadata(loaded: Loaded) -> CheckpointMetadata:
-    """What a checkpoint says of its run. CheckpointError where a field has an impossible value."""
+    """Read a run's metadata from a checkpoint. CheckpointError where a field has an impossible value."""
     try:
         found = TypeAdapter(CheckpointMetadata).validate_json(json.dumps(dict(loaded.about)))
         ElasticState.read(found.elastic)
@@ -101,7 +101,7 @@ def _checkpoints(run: ResolvedRun, engine: Engine, lease: Lease | None) -> Check
 
 
 def checkpoint_folder(run: ResolvedRun) -> Path:
-    """Where the checkpoints of a run are whose folder is known."""
+    """Folder of the checkpoints of a run whose folder is known."""
     if run.checkpoint.dir is not None:
         return run.checkpoint.dir
     assert run.run_dir is not None
@@ -109,7 +109,7 @@ def checkpoint_folder(run: ResolvedRun) -> Path:
 
 
 class Saving:
-    """What the loop does with checkpoints. Methods are collective, but for `tell`.
+    """The training loop's use of checkpoints. Methods are collective, but for `tell`.
 
     data: what the run reads. lease: rank 0's, of the folder of checkpoints. origin: as below, on a rank that has joined
     a run under way.
@@ -225,7 +225,7 @@ class Saving:
                          fields={"folder": str(loaded.folder), "mesh": now, "written_on": was})
 
     def _differences(self, step: int, metadata: CheckpointMetadata) -> Iterator[NoteEvent]:
-        """What makes the run another one than it was before it resumed."""
+        """Notes about settings and data that differ from those before the run resumed."""
         if metadata.text not in (None, self._text):
             yield NoteEvent(step=step, event="resume", text="the text is another one than before: samples differ from "
                                                             "here on")
@@ -259,7 +259,8 @@ class Saving:
             best=best.step if best is not None and self._run.checkpoint.best is not None else None)
 
     def tell(self) -> Iterator[NoteEvent]:
-        """What has been written since the last call; only rank 0 knows. CheckpointError where the run is to stop."""
+        """Notes about checkpoints written since the last call; only rank 0 has them. CheckpointError where the run is
+        to stop."""
         for written in self.checkpoints.written():
             yield self._event(written)
             if written.error and self._run.checkpoint.on_error == "stop":
@@ -273,7 +274,7 @@ class Saving:
             self.saved_step = None
 
     def lacks_last(self) -> bool:
-        """On rank 0: whether the last checkpoint that was begun is not on the disk. Does not wait for it."""
+        """On rank 0: whether the last checkpoint that was begun is not on the disk yet. Does not wait for it."""
         return self.saved_step is not None and self._missing(self.saved_step) is not None
 
     def marked_best(self) -> str | None:

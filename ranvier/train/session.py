@@ -60,7 +60,7 @@ class Active:
     meter: Meter
     limits: MeasuredLimits
     result: BatchResult | None = None
-    """Of the last step."""
+    """Result of the last step."""
     pending: PendingStep | None = None
     """The last step, until its numbers are told."""
 
@@ -75,7 +75,7 @@ class Idle:
     """A rank that the mesh does not use."""
 
     saving: Saving | None = None
-    """Of its last part in a mesh, if it had one."""
+    """Saving of its last part in a mesh, if it had one."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -103,14 +103,14 @@ class Session:
     kernel: ExitStack = field(default_factory=ExitStack)
     """The kernel of attention, which is preferred until this closes."""
     settings: ResolvedRun | None = None
-    """As the run's file has them, on rank 0."""
+    """Settings as in the run's file, on rank 0."""
     stops: bool = False
     """Whether a rank was told to stop; all ranks know it after the same step. So `resizes`: to take another mesh."""
     resizes: bool = False
     survival: Survival | None = None
-    """Where the run survives the loss of ranks."""
+    """Survival of lost ranks, if the run is set to it."""
     summary: dict[str, object] | None = None
-    """What the run has come to, once it has ended."""
+    """Summary of the run, once it has ended."""
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -235,7 +235,7 @@ class Session:
 
     @contextmanager
     def span(self, category: Category, label: str) -> Iterator[None]:
-        """What this rank does inside is a span of its timeline."""
+        """Record the time inside as a span of this rank's timeline."""
         started, engine = time.monotonic_ns(), self.active.engine
         yield
         engine.timeline.add(category, label, engine.steps, started)
@@ -272,7 +272,7 @@ class Session:
                                       "raise `--train.warmup-steps`; metrics.jsonl shows how it came about.")
 
     def tell_of_checkpoints(self) -> None:
-        """What has been written since the last call. CheckpointError where the run is to stop."""
+        """Report checkpoints written since the last call. CheckpointError where the run is to stop."""
         for note in self.active.saving.tell():
             self.outputs.event(note)
 

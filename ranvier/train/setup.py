@@ -138,7 +138,7 @@ def write_tokenizer(tokenizer: AnyTokenizer, run_dir: Path) -> None:
 
 
 def fingerprint(data: Prepared) -> str:
-    """Of all its sets, in which all ranks agree."""
+    """Fingerprint of all sets of the data, equal on all ranks."""
     return " ".join([data.fingerprint, *(one.fingerprint for one in data.eval_sets.values())])
 
 
@@ -151,7 +151,7 @@ def held_out_line(data: Prepared) -> list[int]:
 
 
 def settings_text(run: ResolvedRun, engine: Engine, world: World, data: Prepared, elastic: str) -> dict[str, str]:
-    """What a reader wants to know of a run, in words. elastic: how it transforms itself; empty where it does not."""
+    """Description of a run in words. elastic: how it transforms itself; empty if it does not."""
     model, unit = run.model, "packed sequences" if run.data.packing else form_of(run.data).samples
     num_parameters = sum(parameter.numel for parameter in engine.layout.parameters
                          if parameter.owner == parameter.name)

@@ -1,4 +1,4 @@
-"""How a rank comes into a run: with all others at its start, or later, into a run under way."""
+"""Entry of a rank into a run: with all others at its start, or later into a running one."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ _VERBOSE_SETTINGS = frozenset({"pipeline", "attention"})
 NOTES_OF_A_KIND = 3
 """Notes with the same name that are shown one after the other; events.jsonl has them all."""
 SECONDS_BETWEEN_NOTES = 60.0
-"""From a shown note to the next one of its name, after these: what recurs, such as a checkpoint that cannot be written,
-must not fall silent."""
+"""Seconds between shown notes of one name, after the first ones: a recurring fault, such as a checkpoint that cannot be
+written, must not fall silent."""
 
 
 def open_outputs(run_dir: Path, history: History, trackers: Sequence[Tracker], after: int | None
@@ -73,7 +73,7 @@ def duration(seconds: float) -> str:
 
 
 def time_left(seconds: float) -> str:
-    """As `duration` within an hour; then in hours and minutes."""
+    """`duration` within an hour; beyond, hours and minutes."""
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours}h{minutes:02}" if seconds >= 3600 else duration(seconds)
 
@@ -138,7 +138,7 @@ def _without_room() -> Iterator[None]:
 
 
 class _Console(ABC):
-    """What both consoles print, and when; they differ in how.
+    """Base of both consoles, which print the same at the same time in different ways.
 
     every: steps from one line to the next. verbose: notes for experts too. clock: seconds.
     """
@@ -228,7 +228,7 @@ class LiveConsole(_Console):
         self._live = Live(console=self._console, auto_refresh=False, transient=False)
 
     def event(self, event: Event) -> None:
-        """As every console; the live line is there from the heading to the end."""
+        """Print an event; the live line is there from the heading to the end."""
         if isinstance(event, EndEvent):
             self._live.stop()
         super().event(event)

@@ -47,7 +47,7 @@ from ranvier.system.tensor_file import STORED, Slot, write_model
 
 SHARD_BYTES = 1_000_000_000
 _PARAMETERS_OF_LAYER = 9
-"""At least."""
+"""Least number of parameters of a layer."""
 _run = TypeAdapter(Run)
 
 
@@ -209,7 +209,7 @@ class TrainedSource:
                 raise _of_another_model("export-number-format", saved, f"has a {kind} {name} in {tensor.dtype}")
             formats.add(getattr(torch, tensor.dtype))
         self.adapters = self._adapters(adapters, masters, averages) if adapters else None
-        """Those of the checkpoint, which `exact` and `value` merge into the weights."""
+        """Adapters of the checkpoint, which `exact` and `value` merge into the weights."""
         self.dtype = DTYPES[dtype] if dtype else max(formats, key=lambda one: (one.itemsize, str(one)))
         self.rounds = bool(formats - {self.dtype, *_WITHIN.get(self.dtype, ())})
         """Whether values are rounded."""

@@ -34,8 +34,8 @@ CLASSIFIERS = frozenset({"head.classifier.weight", "head.score.weight"})
 
 @dataclass(frozen=True, kw_only=True)
 class TensorMapping:
-    """Where a parameter is: names and shapes of its tensors there, its shape here. join: tensors there -> ours; part:
-    the inverse."""
+    """Place of a parameter in a folder in Hugging Face form: names and shapes of its tensors there, its shape here.
+    join: tensors there -> ours; part: the inverse."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]

@@ -232,4 +232,4 @@ def with_rows(value: Tensor, count: int, name: str) -> Tensor:
 
 
 _DEVIATION = 1e-9 ** 0.5
-"""Of further rows from their mean, as a part of the others' deviation."""
+"""Deviation of further rows from their mean, as a part of the others' deviation."""

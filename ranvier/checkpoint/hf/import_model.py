@@ -43,7 +43,7 @@ from ranvier.system.tensor_file import Slot, shards, write_tensors
 
 PART_BYTES = 1_000_000_000
 LEARNING_RATE = 1e-4
-"""Of the recipe: the default is meant for weights that start from random values."""
+"""Learning rate of the recipe: the default is meant for weights that start from random values."""
 
 
 def import_model(model: Path, out: Path, *, precision: str | None = None, part_bytes: int = PART_BYTES,

@@ -41,7 +41,8 @@ from ranvier.models.llama import NORM_EPSILON, head_dim, inner_width, kv_heads, 
 
 MOST_LAYERS = 10_000
 LONGEST_SEQUENCE = 2048
-"""Of the settings that are read: models have positions for far more than a training sequence usually has."""
+"""Longest sequence in the settings that are read: models have positions for far more than a training sequence usually
+has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +107,7 @@ def _class_of(kind: _Kind) -> Mapping[str, str]:
 
 
 _FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "olmo3": 4}
-"""Of the layers without layer_types, where not all have the window."""
+"""Interval of layers with full attention, without layer_types and where not all have the window."""
 _SWITCHED = ("qwen2", "qwen3", "smollm3")
 """Types whose window counts with use_sliding_window alone."""
 _TWO_ROTARY = ("gemma3_text", "olmo3")

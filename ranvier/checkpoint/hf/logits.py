@@ -29,7 +29,7 @@ from ranvier.models.vit import CHANNELS
 from ranvier.system.machine import available_memory_bytes
 
 TOLERANCE = 1e-3
-"""In standard deviations of the logits. Both models have equal weights and compute in fp32, so rounding makes
+"""Tolerance in standard deviations of the logits. Both models have equal weights and compute in fp32, so rounding makes
 differences of about 1e-6, and a wrong weight differences of 0.1 and more."""
 _TOKENS = 32
 _COPIES = 2
@@ -172,7 +172,7 @@ def _theirs(config: Transformer, head: str, read: Read, folder: Path, source: Pr
 
 
 def needed_bytes(shapes: Iterable[tuple[int, ...]]) -> int:
-    """What transformers may need while it loads a model with parameters of these shapes."""
+    """Bytes that transformers may need while it loads a model with parameters of these shapes."""
     return _SPARE_BYTES + _COPIES * 4 * sum(map(prod, shapes))
 
 

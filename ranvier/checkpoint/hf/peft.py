@@ -78,7 +78,7 @@ class Module:
     units: int = 1
 
     def rows(self, weight: Tensor) -> Tensor:
-        """Of our weight, the module's rows."""
+        """The module's rows of our weight."""
         return self._in_units(weight)[:, self.part[0]].flatten(0, 1) if self.part else weight
 
     def with_rows(self, weight: Tensor, rows: Tensor) -> Tensor:

@@ -224,7 +224,7 @@ def _exists(path: Path) -> bool:
 
 
 def _key(folders: list[Path]) -> str:
-    """What the comparison of these folders depends on: their files and the packages."""
+    """Key of the comparison of these folders: their files and the packages."""
     found = hashlib.blake2b(digest_size=16)
     versions = [__version__]
     for package in ("transformers", "peft", "torch"):

@@ -42,7 +42,7 @@ def import_tokenizer(model: Path, path: Path, config: Transformer, tell: Callabl
 
 
 def _import_bpe(model: Path, path: Path) -> tuple[int, str | None]:
-    """From tokenizer.json, or else vocab.json and merges.txt: the number of tokens, and the fingerprint."""
+    """Import tokenizer.json, or else vocab.json and merges.txt; returns the number of tokens, and the fingerprint."""
     if (model / TOKENIZER).exists():
         tokenizer = tokenizers.load(shutil.copyfile(own_file(model, TOKENIZER), path))
     elif (model / "vocab.json").exists() and (model / "merges.txt").exists():
@@ -55,8 +55,8 @@ def _import_bpe(model: Path, path: Path) -> tuple[int, str | None]:
 
 
 def _import_wordpiece(model: Path, path: Path) -> tuple[int, str | None]:
-    """From tokenizer.json, or else vocab.txt: as `_import_bpe`. A tokenizer.json that training cannot read is copied
-    too, without a fingerprint."""
+    """Import tokenizer.json, or else vocab.txt; returns as `_import_bpe`. A tokenizer.json that training cannot read is
+    copied too, without a fingerprint."""
     if (model / TOKENIZER).exists():
         vocab = _vocab_of(shutil.copyfile(own_file(model, TOKENIZER), path))
         with suppress(DataError):

