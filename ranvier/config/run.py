@@ -119,15 +119,15 @@ class Pipeline:
     """Pipeline parallelism: schedule, in-flight limit, partition into stages, deferred weight gradients."""
 
     policy: Literal["message-driven", "1f1b", "gpipe"] = "message-driven"
-    """Pipeline schedule: a stage runs of what has arrived what is due first (message-driven), or follows a fixed
-    order (1f1b, gpipe)."""
+    """Pipeline schedule: message-driven runs, of the work that has arrived, the part that is due first; 1f1b and gpipe
+    follow a fixed order."""
     in_flight: Positive | Literal["auto"] = "auto"
     """In-flight limit: microbatches of one replica that may be in the pipeline at once. auto: the fastest in a
     simulation of the schedule, within `memory`. Unused with gpipe, which has all of them in flight."""
     boundaries: tuple[Positive, ...] | None = None
     """First block of each stage after the first, by number; overrides `partition`."""
     partition: Literal["cost", "uniform"] = "cost"
-    """How blocks are partitioned into stages: the slowest stage as fast as possible (cost), or equal numbers of blocks
+    """Partition of blocks into stages: the slowest stage as fast as possible (cost), or equal numbers of blocks
     (uniform)."""
     defer_bytes: Bytes | Literal["auto"] = "auto"
     """Memory budget of deferred weight gradients on a rank: bytes of the inputs and output gradients that they keep. 0
@@ -141,8 +141,8 @@ class Pipeline:
     with `deferred`, those of any microbatch; without, what the fastest simulated schedule uses."""
     memory: Annotated[float, Ge(1)] | None = 1.1
     """Memory limit for automatic `in_flight`, `deferred` and `defer_last`: this multiple of what the largest stage
-    needs under 1f1b. If nothing within it is simulated to be as fast as the limits of none, those hold, although they
-    may need more.
+    needs under 1f1b. If no limits within it are predicted to be as fast as those of none, the limits of none are
+    used, although they may need more.
     The simulation has counted times; after the first steps on each mesh it is repeated once with measured times (not
     with `memory_report`). Where the limits do not fit the memory of the ranks, those within 1 are taken, and else the
     schedule 1f1b (with several stages per rank, one that defers nothing). none: no simulation, and as many microbatches
@@ -386,8 +386,8 @@ class Launch:
     machine only, or an address by which other machines reach this one; none lets no rank join. Under plain python, with
     comm.transport torch, which auto then is."""
     survive_losses: bool = False
-    """Go on without ranks that are killed, where other replicas have all of their state: the survivors return to the
-    last finished step, on the largest mesh that is legal for them. Each rank keeps copies of its state after the last
+    """Continue without killed ranks, if other replicas have all of their state: the survivors return to the last
+    finished step, on the largest mesh that is legal for them. Each rank keeps copies of its state after the last
     two steps in host memory, with optim.shard also of the share of the replica before. Rank 0 must survive. Under plain
     python, on CPUs, with comm.transport torch, which auto then is; other losses end the run, or restart it
     (max-restarts)."""
@@ -660,8 +660,8 @@ class Elastic:
     auto_dp: bool = False
     """AutoDP: add data parallel replicas on the ranks that a shorter pipeline frees. Otherwise these ranks are idle."""
     cut: Literal["exact", "reference"] = "exact"
-    """How AutoPipe chooses the new partition: by predicted time and memory of all meshes (exact), or by the greedy rule
-    of PipeTransformer (reference)."""
+    """Choice of the new partition by AutoPipe: by predicted time and memory of all meshes (exact), or by the greedy
+    rule of PipeTransformer (reference)."""
     global_batch: Literal["keep", "scale", "grow"] = "keep"
     """Global batch size when replicas are added. keep: unchanged; scale: in proportion to the replicas, and the
     learning rate with it; grow: in proportion, with the same learning rate, as in PipeTransformer."""

@@ -387,7 +387,7 @@ class _StepCost:
             edge_seconds=max(self.way().transfer, default=0.0))
 
     def _repeated_share(self) -> float:
-        """What part of the operations of blocks that are recomputed is computed again; 0 where none are."""
+        """Share of the operations of recomputed blocks that run again; 0 if no block is recomputed."""
         whole = left_out = 0
         for stage, work in enumerate(self.step.stages):
             for place in self._again(stage):

@@ -32,7 +32,7 @@ class Keyed(Protocol):
 
 
 class Counts(Protocol):
-    """What has become of a data set's rows: a dataclass of numbers."""
+    """Counts of a data set's rows by how they were used: a dataclass of numbers."""
 
     def text(self, sequence: int) -> str:
         """In words, for the line of the data; empty where nothing is left out or cut."""
@@ -44,7 +44,7 @@ _Keyed = TypeVar("_Keyed", bound=Keyed)
 
 def encode_rows(rows: Iterator[_Row | None], encode: Callable[[_Row], _Encoded], what: str, progress: Progress
                 ) -> list[_Encoded | None]:
-    """What `encode` makes of each row, by several processes where `progress` allows that; None stays None. what: the
+    """Encode each row by `encode`, with several processes where `progress` allows that; None stays None. what: the
     rows, in words."""
     found: list[_Encoded | None] = []
     pieces = iter(lambda: list(islice(rows, _AT_ONCE)), [])
@@ -96,7 +96,7 @@ def counts_in(part: Arrays) -> dict[str, int]:
 
 
 def about_counts(told: Sequence[tuple[str, Counts]], sequence: int) -> str:
-    """What was left out, behind the line of the data. told: (data set, its counts), all that have counts of their
-    own."""
+    """Description of rows that were left out, for the end of the line about the data. told: (data set, its counts), all
+    that have counts of their own."""
     texts = [(where, text) for where, counts in told if (text := counts.text(sequence))]
     return "".join(f"; {where}: {text}" if len(told) > 1 else f"; {text}" for where, text in texts)

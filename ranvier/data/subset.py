@@ -98,7 +98,7 @@ class Subset:
 
 
 def numbers_taken(run: Run, totals: Sequence[int]) -> list[np.ndarray | None]:
-    """Which of so many training and held-out samples the run takes; see `first_of_order`."""
+    """Numbers of the samples that the run takes, of so many for training and held out; see `first_of_order`."""
     return [first_of_order(total, count, run.seed, f"data.{name}-samples") for total, name, count in zip(
         totals, ("train", "eval"), (run.data.train_samples, run.data.eval_samples), strict=True)]
 

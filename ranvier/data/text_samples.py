@@ -12,7 +12,7 @@ from ranvier.data.cache import published
 
 
 class TextTokenizer:
-    """What tokenizers of texts have in common: a tokenizer of the package `tokenizers`, `_inner`."""
+    """Base of tokenizers of texts, around a tokenizer of the package `tokenizers`, `_inner`."""
 
     _inner: Tokenizer
 

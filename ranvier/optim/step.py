@@ -180,7 +180,7 @@ class Updater:
             raise problem
         self._optim, self._ranks = optim, ranks
         self.nominal_weight = nominal_weight
-        """What a loss is divided by before its backward; the same on every rank."""
+        """Divisor of a loss before its backward; the same on every rank."""
         self._weight, self._timeline, self._move_messages, self._device = weight, timeline, progress, device
         bucket_size, half = resolve_bucket_size(optim, device.type), is_half(dtype)
         self.gradients = Gradients(

@@ -34,7 +34,7 @@ _CATEGORIES: dict[str, Category] = {"F": "forward", "B": "backward", "W": "weigh
 
 
 class ActionResult(TypedDict, total=False):
-    """What an action reports to the schedule when it is done."""
+    """Report of an action to the schedule when it is done."""
 
     expects_backward: bool
     deferrable_bytes: int

@@ -40,7 +40,7 @@ class SameRates:
             isinstance(rate, Tensor) and rate.device.type == "cpu" and rate.numel() == 1))
 
     def number(self) -> float:
-        """What this rank adds."""
+        """The number that this rank adds to the sums."""
         packed = struct.pack(f"{len(self._rates)}d", *self._rates)
         return float(self._factor * (crc32(packed) >> 32 - _NUMBER_BITS))
 

@@ -54,7 +54,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Counting:
-    """Which operations a device runs as one kernel.
+    """Fusion of operations: which of them a device runs as one kernel.
 
     compiles: whole blocks are compiled; compiles_chains: chains of layers are, on several rows and columns. on_cuda:
     the loss is one pass. has_scores: attention writes its scores. float8: products of the blocks between the first and

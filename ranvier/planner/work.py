@@ -123,7 +123,7 @@ def _kind(run: ResolvedRun) -> object:
 
 
 def _data(run: ResolvedRun) -> tuple[object, ...]:
-    """What a model depends on of the data's settings."""
+    """Settings of the data on which a model depends."""
     return run.data.task, run.data.options, run.data.packing
 
 

@@ -354,7 +354,8 @@ def _most(draws: Iterable[tuple[_Number, ...]]) -> tuple[_Number, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Trace:
-    """Of one simulation what does not depend on bytes. step: as of `Prediction`. states: as of `Simulated`."""
+    """The part of a simulation's result that does not depend on bytes. step: as of `Prediction`. states: as of
+    `Simulated`."""
 
     seconds: float
     step: float
@@ -389,7 +390,7 @@ _cached_trace = lru_cache(maxsize=1024)(_trace)
 
 
 def _outcome_of(case: _Case, trace: _Trace) -> _Outcome:
-    """What a simulation comes to with the bytes of these stages."""
+    """The outcome of a simulation with the bytes of these stages."""
     ranks = [case.held(rank) for rank in range(case.placement.num_ranks)]
     alive = [[round(_UNIT * stage.operands) for stage in held] for held in ranks]
     most = [most_held(states, [_UNIT * stage.graph for stage in held], [size // PRODUCTS for size in sizes])

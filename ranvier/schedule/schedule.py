@@ -182,7 +182,7 @@ class Schedule:
         self._expects_backward: dict[int, int] = {}  # microbatch with a graph -> bytes its products would keep alive
         self._queue: dict[Action, Product] = {}  # in the order in which they run
         self._ready: list[tuple[Turn, Action]] | None = None
-        """As `ready` says, until something has happened."""
+        """Cached result of `ready`, until something happens."""
         self._waiting: Counter[int] = Counter()  # microbatch with queued products -> how many of them
 
     @property

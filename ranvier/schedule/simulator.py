@@ -48,7 +48,7 @@ class StageTimes:
 
     @property
     def product_bytes(self) -> int:
-        """What one deferred product keeps alive."""
+        """Bytes that one deferred product keeps alive."""
         return self.alive_bytes // self.products
 
     @property
@@ -58,7 +58,7 @@ class StageTimes:
 
 
 State = tuple[int, ...]
-"""Of each stage of a rank in turn: microbatches between forward and return, and queued products."""
+"""State of a rank, for each of its stages in turn: microbatches between forward and return, and queued products."""
 
 
 class Held(NamedTuple):
@@ -72,8 +72,8 @@ class Held(NamedTuple):
 
 
 def most_held(states: Sequence[State], kept_bytes: Sequence[float], product_bytes: Sequence[int]) -> Held:
-    """Of a rank with these bytes for each microbatch and each product on its stages. states: in the order in which
-    they came."""
+    """Peaks of a rank with these bytes for each microbatch and each product on its stages. states: in the order in
+    which they came."""
     kept = [sum(map(mul, kept_bytes, state[::2])) for state in states]
     queued = [sum(map(mul, product_bytes, state[1::2])) for state in states]
     alive = list(map(add, kept, queued))

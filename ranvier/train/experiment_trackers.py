@@ -55,7 +55,7 @@ class _ExperimentTracker(ABC):
     """
 
     kind: str
-    """As `log.tracker` names it, and the name of its package and of the extra."""
+    """Name in `log.tracker`, of its package, and of the extra."""
 
     def __init__(self, log: Log, run_dir: Path, *, continues: bool = False) -> None:
         self._log, self._run_dir, self._continues = log, run_dir, continues
