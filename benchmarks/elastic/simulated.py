@@ -57,7 +57,7 @@ def situation(shape: Shape, devices: int, flops_per_second: float, bandwidth: fl
     """The start on pipe `devices`. bandwidth: bytes a second between two devices."""
     block = shape.layer_flops / flops_per_second / 2
     blocks = 2 * shape.layers
-    return Situation(data=1, pipe=devices, samples=shape.batch, bandwidth=bandwidth,
+    return Situation(num_replicas=1, pipeline_size=devices, samples=shape.batch, bandwidth=bandwidth,
                      forward_seconds=(block,) * blocks, backward_seconds=(2 * block,) * blocks,
                      output_bytes=(4 * shape.tokens * shape.hidden,) * blocks,
                      gradient_bytes=tuple(4 * count for count in shape.parameters))
@@ -65,14 +65,14 @@ def situation(shape: Shape, devices: int, flops_per_second: float, bandwidth: fl
 
 def course(start: Situation, frozen: Sequence[int], *, cache: bool, cut: Literal["exact", "reference"]) -> list[Epoch]:
     """The epochs with so many frozen layers in each. An epoch reads what the one before it had frozen."""
-    found, before, pipe = [], 0, start.pipe
+    found, before, pipe = [], 0, start.pipeline_size
     for number, depth in enumerate(frozen):
         here = replace(start, frozen=2 * depth, cached=2 * before if cache else 0)
-        ranks = start.data * start.pipe
+        ranks = start.num_replicas * start.pipeline_size
         if number == 0:
-            pipe = start.pipe
+            pipe = start.pipeline_size
         elif cut == "exact":
-            cuts = {pipe: best_cut(replace(here, data=ranks // pipe, pipe=pipe)).seconds
+            cuts = {pipe: best_cut(replace(here, num_replicas=ranks // pipe, pipeline_size=pipe)).seconds
                     for pipe in range(ranks, 0, -1) if ranks % pipe == 0}
             pipe = min((pipe for pipe in cuts if cuts[pipe] is not None), key=lambda pipe: float(f"{cuts[pipe]:.9g}"))
         else:
@@ -86,13 +86,13 @@ def course(start: Situation, frozen: Sequence[int], *, cache: bool, cut: Literal
 def _seconds_on(here: Situation, data: int, pipe: int) -> float:
     """Of the best cut of one mesh; with fewer cached layers where its stages need them."""
     fewer = min(here.cached, here.num_blocks - pipe + 1)
-    return best_cut(replace(here, data=data, pipe=pipe, cached=fewer)).seconds
+    return best_cut(replace(here, num_replicas=data, pipeline_size=pipe, cached=fewer)).seconds
 
 
 def _packed(start: Situation, pipe: int, frozen: int) -> int:
     """The article's pipeline length, by sizes."""
     sizes = [size / 4e6 for size in start.gradient_bytes]
-    largest = max(stage_sizes(sizes, greedy(sizes, start.pipe)))
+    largest = max(stage_sizes(sizes, greedy(sizes, start.pipeline_size)))
     return compress(sizes, pipe, frozen, largest)
 
 

@@ -144,11 +144,11 @@ def _leave_with(body: Callable[[], int]) -> None:
 
 
 def _as_parent(args: Sequence[str], faults: Sequence[Fault]) -> int:
-    def spawn(command: Sequence[str], environ: Mapping[str, str], end_signal: int, output: int | None) -> _Forked:
-        return _Forked(os.getpid(), dict(environ), end_signal, partial(
+    def start_child(command: Sequence[str], *, environ: Mapping[str, str]) -> _Forked:
+        return _Forked(os.getpid(), dict(environ), signal.SIGKILL, partial(
             run_command, args, change_world=partial(_with_faults, faults)))
 
-    supervise._spawn = spawn
+    supervise.start_child = start_child
     return run_command(args)
 
 

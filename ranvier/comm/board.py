@@ -282,9 +282,11 @@ class Board:
     def during(self, call: str) -> Iterator[None]:
         """Inside, `call` is this rank's action; see `call_of_all_ranks`."""
         before, self.action = self._action, call
-        with call_of_all_ranks(call, self.report_all):
-            yield
-        self.action = before
+        try:
+            with call_of_all_ranks(call, self.report_all):
+                yield
+        finally:
+            self.action = before
 
     def name(self, rank: int) -> str:
         """The coordinates of `rank` on the axes of the mesh that have more than one rank: "data 1, pipe 0"."""

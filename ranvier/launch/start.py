@@ -11,8 +11,8 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -88,12 +88,32 @@ def start(mesh: Mesh | None = None, *, data: int = 1, pipe: int = 1, row: int = 
     ConfigError if the launcher has started another number of ranks, or a setting cannot work here; LaunchError if ranks
     cannot be started or reached.
     """
+    _end_on_errors()
     with naming_arguments("ranvier.start"):
-        return start_ranks(
-            mesh or Mesh(data=data, pipe=pipe, row=row, col=col),
-            Comm(transport=transport, collectives=collectives, timeout_seconds=timeout_seconds),
-            Launch(launcher=launcher, threads=threads, device=device, stopped_seconds=stopped_seconds,
-                   hang_seconds=hang_seconds, join_address=join_address, survive_losses=survive_losses), rerun=rerun)
+        mesh = mesh or Mesh(data=data, pipe=pipe, row=row, col=col)
+        with _own_arguments():
+            comm = Comm(transport=transport, collectives=collectives, timeout_seconds=timeout_seconds)
+            launch = Launch(launcher=launcher, threads=threads, device=device, stopped_seconds=stopped_seconds,
+                            hang_seconds=hang_seconds, join_address=join_address, survive_losses=survive_losses)
+        return start_ranks(mesh, comm, launch, rerun=rerun)
+
+
+@contextmanager
+def _own_arguments() -> Iterator[None]:
+    """Errors about arguments of the sections that are made inside name those of `start`."""
+    try:
+        yield
+    except ConfigError as error:
+        where = f"ranvier.start({error.where.partition('(')[2]}"
+        raise ConfigError(**(error.texts | {"where": where}), value=error.value) from None
+
+
+def _end_on_errors() -> bool:
+    """Have an error end this process with one line, but not at a prompt. Whether there is one."""
+    interactive = hasattr(sys, "ps1")
+    if not interactive:
+        failure.install_start_error_handlers(None)
+    return interactive
 
 
 def start_ranks(mesh: Mesh, comm: Comm, launch: Launch, *, rerun: Sequence[str] | None = None,
@@ -110,9 +130,7 @@ def start_ranks(mesh: Mesh, comm: Comm, launch: Launch, *, rerun: Sequence[str] 
         stream: where rank 0 prints what `auto` stands for; standard output by default.
     """
     mesh.require_known_axes("the start of ranks")
-    interactive = hasattr(sys, "ps1")  # an error at a prompt must not end the process
-    if not interactive:
-        failure.install_start_error_handlers(None)
+    interactive = _end_on_errors()
     started = detect(os.environ, launch.launcher)
     for setting, value in (("join-address", launch.join_address),
                            ("survive-losses", "true" if launch.survive_losses else None)):

@@ -188,7 +188,7 @@ def _report_failure(end: _RankEnd, forwarded: int | None, output: MpiexecOutput,
     end = _first_to_fail(end, record, output, read_pids(store, mesh.size))
     if forwarded is not None and end.code == -forwarded:
         return Outcome(code=_report_stop(forwarded))  # the signal came before this rank had installed its handler
-    lost = int(end.code in (0, -signal.SIGSTOP) or end.code < 0)
+    lost = int(end.code <= 0 and not (end.rank is None and end.code == -signal.SIGSTOP))  # a stopped mpiexec is no rank
     if record is not None and record["reported"] and end.code == record["code"] and end.code > 0:
         return Outcome(code=end.code, num_lost=record["num_lost"], retryable=record["retryable"])
     print(end.describe(read_mesh(store, mesh)), file=sys.stderr)

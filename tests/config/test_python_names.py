@@ -125,5 +125,7 @@ def test_a_batch_that_does_not_fit():
 def test_a_start_in_python():
     with raises("mesh-axis-size", where="Mesh(data=...)", value=0, settings={"mesh.data": 1}):
         ranvier.start(data=0)
-    with raises("malformed-argument", where="Launch(threads=...)", value=0):
+    with raises("malformed-argument", where="ranvier.start(threads=...)", value=0):
         ranvier.start(data=1, threads=0)
+    with raises("malformed-argument", where="ranvier.start(timeout_seconds=...)", value=0.0):
+        ranvier.start(data=1, timeout_seconds=0.0)

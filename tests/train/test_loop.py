@@ -17,8 +17,7 @@ from ranvier.cost.tensor_traffic import tensor_mesh_facts
 from ranvier.mesh import Mesh
 from ranvier.optim.learning_rate import learning_rate
 from ranvier.testing.ranks import run_ranks
-from ranvier.train import report
-from ranvier.train import start as start_of_run
+from ranvier.train import report, setup
 from ranvier.train.events import EndEvent, StartEvent, StepEvent
 from ranvier.train.loop import train
 from tests.covering import covering, quick
@@ -264,8 +263,8 @@ def test_ranks_with_different_text_are_refused(corpus, tmp_path, monkeypatch):
         run, data, model = prepared(run, world, stream)
         return run, replace(data, fingerprint="other") if world.rank == 1 else data, model
 
-    prepared = start_of_run.prepare_run
-    monkeypatch.setattr(start_of_run, "prepare_run", other_text)
+    prepared = setup.prepare_run
+    monkeypatch.setattr(setup, "prepare_run", other_text)
     with raises("data-differs-between-ranks", 1):
         run_all(tiny(corpus, tmp_path, mesh=Mesh(data=2)))
 

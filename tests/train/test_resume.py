@@ -28,7 +28,7 @@ from ranvier.mesh import Mesh
 from ranvier.system import atomic_file
 from ranvier.system.lease import Lease, Owner
 from ranvier.testing.ranks import run_ranks
-from ranvier.train import loop, report, start
+from ranvier.train import loop, report, setup
 from ranvier.train.loop import train
 from ranvier.train.saving import differences
 from tests.checkpoint.anywhere import everything, write_manifest
@@ -522,10 +522,10 @@ def test_a_run_that_is_told_to_stop_saves(text, whole, tmp_path, monkeypatch, ra
 
 def test_signals_end_a_run_at_once_that_has_not_begun(text, tmp_path, monkeypatch):
     """They are requests to stop once there is something to save, and not while data and ranks are prepared."""
-    order, prepare_run, step, install = [], start.prepare_run, loop.take_step, StopRequest.install
+    order, prepare_run, step, install = [], setup.prepare_run, loop.take_step, StopRequest.install
     monkeypatch.setattr(StopRequest, "install", lambda stop, signals=STOP_SIGNALS: (
         order.append("signals") if signals else None, install(stop, signals)))
-    monkeypatch.setattr(start, "prepare_run", lambda *args: (order.append("data"), prepare_run(*args))[1])
+    monkeypatch.setattr(setup, "prepare_run", lambda *args: (order.append("data"), prepare_run(*args))[1])
     monkeypatch.setattr(loop, "take_step", lambda session, number: (
         order.append("step"), step(session, number))[1])
     run_all(tiny(text, tmp_path, mesh=Mesh(), steps=1))
