@@ -376,6 +376,7 @@ class Checkpoints:
         """
         if engine_for is None:
             self.engine.check_usable("Checkpoints.load")
+            self.engine.refuse_in_averages("Checkpoints.load")
         self._join()
         where = self.folder if path is None else Path(path)
         with self.engine.during("Checkpoints.load"):

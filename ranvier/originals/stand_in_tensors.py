@@ -5,14 +5,14 @@
     model.temperature.fill_(x)                                                the same, of which the block may have a
                                                                               copy on its device and in its format
 
-Between batches the user's module has the block's own tensors, so that what its forward does to a buffer by itself adds
-to what training has done.
+Between batches the user's module gets what training has done to buffers, so that what its forward does to one by itself
+adds to that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import NamedTuple
 from weakref import ref
 
 import torch
@@ -35,13 +35,15 @@ class StandInTensors:
         """Put replaced parameters into the stand-ins, too, and copy the values of buffers that have been written.
         ModelError for a buffer of another shape."""
         for original, stand_in, noted in self._present():
-            for name, (known, version) in noted.items():
+            for name, known in noted.items():
                 now, mine = _tensor(original, name), _tensor(stand_in, name)
-                if now is None or mine is None or now is mine or (now is known() and (
-                        _version(now) == version or isinstance(now, nn.Parameter))):
+                if now is None or mine is None or now is mine:
                     continue
                 if isinstance(now, nn.Parameter):
-                    setattr(stand_in, name, now)
+                    if not known.original.is_same(now):
+                        setattr(stand_in, name, now)
+                    continue
+                if known.original.is_unchanged(now):
                     continue
                 if now.shape != mine.shape:
                     raise ModelError(f"was replaced by one of shape {tuple(now.shape)}, and its block has "
@@ -50,25 +52,30 @@ class StandInTensors:
                                      remedy="Give a value of the same shape, or build blocks and engine again.")
                 with torch.no_grad():
                     mine.copy_(now)
-                noted[name] = ref(now), _version(now)
+                noted[name] = _Noted(_Seen.of(now), _Seen.of(mine))
 
     def settle(self, given: set[tuple[nn.Module, str]]) -> None:
-        """The stand-ins have their own parameters again, with the new values: originals get these, and the buffers.
-        given: originals and names of buffers that another stand-in has given, which this one follows."""
+        """The stand-ins have their own parameters again, with the new values: originals get these, and the values of
+        buffers that blocks have changed. given: originals and names of buffers that another stand-in has given, which
+        this one follows next."""
         for original, stand_in, noted in self._present():
-            for name, (known, _) in noted.items():
+            for name, known in noted.items():
                 now, mine = _tensor(original, name), _tensor(stand_in, name)
-                if now is None or mine is None or (isinstance(now, nn.Parameter) and now is known()):
+                if now is None or mine is None:
                     continue
-                if not isinstance(now, nn.Parameter):
+                if isinstance(now, nn.Parameter):
+                    if not known.original.is_same(now):
+                        setattr(original, name, mine)
+                        now = mine
+                elif now is not mine and not known.stand_in.is_unchanged(mine):
                     if (original, name) in given:
                         continue
                     given.add((original, name))
-                if now is not mine:
-                    setattr(original, name, mine)
-            noted |= _noted(original, stand_in, noted)
+                    with torch.no_grad():
+                        now.copy_(mine)
+                noted[name] = _Noted(_Seen.of(now), _Seen.of(mine))
 
-    def _present(self) -> list[tuple[nn.Module, nn.Module, dict[str, tuple[ref[Tensor], int]]]]:
+    def _present(self) -> list[tuple[nn.Module, nn.Module, dict[str, _Noted]]]:
         return [(one, two, noted) for original, stand_in, noted in self._pairs
                 if (one := original()) is not None and (two := stand_in()) is not None]
 
@@ -76,9 +83,32 @@ class StandInTensors:
         return StandInTensors, ()
 
 
+class _Seen(NamedTuple):
+    """A tensor and its version, which grows with each change in place; those of inference tensors are not counted."""
+
+    tensor: ref[Tensor]
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Seen:
+        return cls(ref(tensor), _version(tensor))
+
+    def is_same(self, tensor: Tensor) -> bool:
+        return self.tensor() is tensor
+
+    def is_unchanged(self, tensor: Tensor) -> bool:
+        return self.tensor() is tensor and self.version == _version(tensor)
+
+
 def _version(tensor: Tensor) -> int:
-    """Grows with each change in place; those of inference tensors are not counted."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+class _Noted(NamedTuple):
+    """The tensors of one name as they last were."""
+
+    original: _Seen
+    stand_in: _Seen
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor | None:
@@ -86,9 +116,7 @@ def _tensor(module: nn.Module, name: str) -> Tensor | None:
     return module._buffers.get(name) if found is None else found
 
 
-def _noted(original: nn.Module, stand_in: nn.Module, names: Iterable[str] | None = None
-           ) -> dict[str, tuple[ref[Any], int]]:
-    """Name -> the original's tensor and its version, of those that both have."""
-    both = [*stand_in._parameters, *stand_in._buffers] if names is None else names
-    return {name: (ref(one), _version(one)) for name in both if (one := _tensor(original, name)) is not None
-            and _tensor(stand_in, name) is not None}
+def _noted(original: nn.Module, stand_in: nn.Module) -> dict[str, _Noted]:
+    """Name -> the tensors that both have."""
+    return {name: _Noted(_Seen.of(one), _Seen.of(two)) for name in (*stand_in._parameters, *stand_in._buffers)
+            if (one := _tensor(original, name)) is not None and (two := _tensor(stand_in, name)) is not None}

@@ -589,7 +589,7 @@ class Engine:
         Raises CheckpointError, before anything is written, for a state of another mesh, rank, model or optimizer.
         """
         self.check_usable("load_state_dict")
-        self._refuse_training("load_state_dict")
+        self.refuse_in_averages("load_state_dict")
         load_state(self, state)
         self._statistics.forget()
 
@@ -623,7 +623,7 @@ class Engine:
             so all of them say so alike.
         """
         self.check_usable("train_batch")
-        self._refuse_training("train_batch")
+        self.refuse_in_averages("train_batch")
         if not self._updater.updates:
             raise ConfigError("is missing", code="optimizer-missing", where="Engine(optimizer=...)",
                               remedy="Give the engine an optimizer, or call forward_backward and update by hand.")
@@ -651,7 +651,7 @@ class Engine:
         setting all gradients to None or zero.
         """
         self.check_usable("forward_backward")
-        self._refuse_training("forward_backward")
+        self.refuse_in_averages("forward_backward")
         if self._updater.in_backward:
             raise ConfigError("keeps no gradients", code="in-backward-keeps-no-gradients",
                               where="optim.update-in-backward", value=True,
@@ -673,7 +673,7 @@ class Engine:
         them as they are now.
         """
         self.check_usable("step")
-        self._refuse_training("step")
+        self.refuse_in_averages("step")
         if result.status is None:
             raise ConfigError("is of an evaluation, which has no gradients", code="step-after-evaluation",
                               where="Engine.step(result)", remedy="Give the result of forward_backward.")
@@ -899,7 +899,7 @@ class Engine:
             raise ConfigError("keeps no moving average of the parameters", code="ema-not-kept", where="optim.ema",
                               value=0.0, remedy="Set `--optim.ema`, for example to 0.999.")
         self._finish_update()
-        self._refuse_training("averaged")
+        self.refuse_in_averages("averaged")
         before, self._is_averaged = flat.take_averages(), True
         self._share_values()
         try:
@@ -910,11 +910,11 @@ class Engine:
             flat.weights.copy_(before)
             self._share_values()
 
-    def _refuse_training(self, call: str) -> None:
+    def refuse_in_averages(self, call: str) -> None:
         """ConfigError inside `averaged`."""
         if self._is_averaged:
             raise ConfigError("is called inside Engine.averaged(), whose end restores the parameters from before it",
-                              code="step-inside-averages", where=f"Engine.{call}",
+                              code="step-inside-averages", where=call if "." in call else f"Engine.{call}",
                               remedy="Leave averaged() first; evaluate, predict and exports may be inside.")
 
     def _share_values(self) -> None:

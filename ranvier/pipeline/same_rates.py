@@ -8,7 +8,6 @@ stages may have groups of their own.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from zlib import crc32
 
@@ -40,9 +39,10 @@ class SameRates:
             isinstance(rate, Tensor) and rate.device.type == "cpu" and rate.numel() == 1))
 
     def number(self) -> float:
-        """The number that this rank adds to the sums."""
-        packed = struct.pack(f"{len(self._rates)}d", *self._rates)
-        return float(self._factor * (crc32(packed) >> 32 - _NUMBER_BITS))
+        """The number that this rank adds to the sums: of rates to six digits, since the last bits of a cosine differ between
+        machines, and sorted, since groups of parameters may be in any order."""
+        shown = " ".join(sorted(f"{rate:.6g}" for rate in self._rates))
+        return float(self._factor * (crc32(shown.encode()) >> 32 - _NUMBER_BITS))
 
     def check(self, total: float) -> None:
         """ConfigError where the sum over all ranks is that of different rates."""

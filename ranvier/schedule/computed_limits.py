@@ -386,7 +386,7 @@ def _trace(case: _Case, limits: Limits, draw: int) -> _Trace:
                   bubble_fraction=max(0.0, 1.0 - (work + longer) / made.seconds) if made.seconds else 0.0)
 
 
-_cached_trace = lru_cache(maxsize=1024)(_trace)
+_cached_trace = lru_cache(maxsize=128)(_trace)
 
 
 def _outcome_of(case: _Case, trace: _Trace) -> _Outcome:

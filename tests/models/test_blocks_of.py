@@ -507,6 +507,30 @@ def test_what_the_users_module_does_to_a_buffer_adds_to_training(dtype):
         assert run_ranks(rank, 1) == [[1.0, 5.5, 3.75, 6.875]]
 
 
+def test_a_buffer_that_only_the_user_writes_stays_the_users_own():
+    """In its own number format, and wherever the user keeps it."""
+    module, ones = Token(), torch.ones(2, 4, dtype=torch.bfloat16)
+
+    def rank(world):
+        engine = Engine(blocks_of(module), world, loss=lambda y, t: (y.sum(), 1), dtype=torch.bfloat16)
+        kept, losses = module.scale, []
+        for _ in range(20):
+            engine.forward_backward([(ones, ones)])
+            module.scale.add_(0.001)
+        for value in (0.0, 2.0):
+            kept.fill_(value)
+            losses.append(engine.evaluate([(ones, ones)]).loss)
+        module.scale = mine = torch.ones(4)
+        engine.evaluate([(ones, ones)])
+        mine.fill_(2.0)
+        return kept is not mine, module.scale.dtype, *losses, engine.evaluate([(ones, ones)]).loss
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the buffer is cast
+        (apart, dtype, at_zero, at_two, again), = run_ranks(rank, 1)
+    assert apart and dtype is torch.float32 and at_zero != at_two == again
+
+
 def test_a_buffer_of_another_shape_is_refused():
     module = Token()
 
