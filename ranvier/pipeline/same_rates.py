@@ -39,8 +39,8 @@ class SameRates:
             isinstance(rate, Tensor) and rate.device.type == "cpu" and rate.numel() == 1))
 
     def number(self) -> float:
-        """The number that this rank adds to the sums: of rates to six digits, since the last bits of a cosine differ between
-        machines, and sorted, since groups of parameters may be in any order."""
+        """The number that this rank adds to the sums: of rates to six digits, since the last bits of a cosine differ
+        between machines, and sorted, since groups of parameters may be in any order."""
         shown = " ".join(sorted(f"{rate:.6g}" for rate in self._rates))
         return float(self._factor * (crc32(shown.encode()) >> 32 - _NUMBER_BITS))
 
