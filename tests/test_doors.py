@@ -10,6 +10,8 @@ from tests.references import ROOT, Reference, references, references_of_files
 NAMED_CODE = {
     "__init__.py": "Ranvier's own names",
     "config/named_object.py": "the door",
+    "data/prepare.py": "modules of shipped tasks, by a constant table",
+    "models/families.py": "modules of shipped families, by a constant table",
     "train/experiment_trackers.py": "packages of a constant table",
     "checkpoint/hf/pretrained.py": "torch.load(weights_only=True)",
     "launch/function_rank.py": "the function of ranvier.run, in a folder of this process",

@@ -314,7 +314,7 @@ class Schedule:
 
     def weight(self) -> Action | None:
         """The next queued product."""
-        return next(iter(self._queue), None)
+        return next(iter(self._queue)) if self._queue else None
 
     # ------------------------------------------------------------------ when it is due
 

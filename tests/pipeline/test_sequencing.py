@@ -215,10 +215,18 @@ def test_without_a_leader_the_order_check_finds_ranks_that_differ(monkeypatch):
 
 
 def test_without_a_leader_collectives_mix(monkeypatch):
+    """Sooner or later: which message is first is chance."""
     monkeypatch.setattr(connections, "Sequencer", EachForItself)
-    with pytest.raises(Disorder, match="met"):
-        run(Mesh(pipe=2, col=2), numbered([[1] * 6]), SecondColumnIsLate(), seconds=4e-3,
-            pipeline=Pipeline(in_flight=6))
+
+    def mixes():
+        try:
+            run(Mesh(pipe=2, col=2), numbered([[1] * 6]), SecondColumnIsLate(), seconds=4e-3,
+                pipeline=Pipeline(in_flight=6))
+        except Disorder:
+            return True
+        return False
+
+    assert any(mixes() for _ in range(20))
 
 
 def test_with_a_leader_the_same_delays_do_no_harm():
