@@ -64,7 +64,7 @@ def train(context: click.Context, /, recipe: str, allow_code: bool, quiet: bool,
     rerun = None if started is not None else [*launch.rerun_command(), "--run-dir", str(run_dir),
                                               *_planned_flags(asked, run)]
     world = launch.start_ranks(run.mesh, run.comm, run.launch, rerun=rerun, explain_kill=lambda: _after_a_kill(run),
-                               saves_on_stop=True, stream=stream,
+                               saves_on_stop=True, stream=stream, explain_stop=lambda: _newest(run),
                                restart=Restarts(run, rerun) if rerun and run.max_restarts else None)
     origins = {**resolved.origins, **dict.fromkeys(filter(None, planned.split(",")), "auto")}
     return _train_as_rank(run, run_dir, name, world, context.obj, stream, as_json, origins)
@@ -152,14 +152,20 @@ def _planned_flags(before: Run, after: ResolvedRun) -> list[str]:
 
 def _after_a_kill(run: ResolvedRun) -> str:
     """The predicted memory, since the kernel may have killed for lack of it, and how to go on."""
-    from ranvier.checkpoint.manifest import checkpoints
     from ranvier.train.memory import prediction_text
+
+    return f"{prediction_text(run)}\n{_newest(run)}"
+
+
+def _newest(run: ResolvedRun) -> str:
+    """How to go on."""
+    from ranvier.checkpoint.manifest import checkpoints
     from ranvier.train.saving import checkpoint_folder
 
     newest = next(iter(checkpoints(checkpoint_folder(run))), None)
-    return prediction_text(run) + ("\nThere is no checkpoint yet." if newest is None else
-                                   f"\nThe newest checkpoint is {newest}; the same command with --resume auto "
-                                   f"--run-dir {run.run_dir} resumes from it.")
+    return ("There is no checkpoint yet." if newest is None else
+            f"The newest checkpoint is {newest}; the same command with --resume auto --run-dir {run.run_dir} resumes "
+            "from it.")
 
 
 def _train_as_rank(run: ResolvedRun, run_dir: Path, name: str, world: World,
@@ -170,7 +176,12 @@ def _train_as_rank(run: ResolvedRun, run_dir: Path, name: str, world: World,
     def work() -> None:
         if world.rank == 0:  # not before `start`, where the other ranks would wait for a rank 0 that has exited
             check_folder(run_dir, run.resume)
-        summary = train_loop(run, name, world, stream=stream, origins=origins)
+        try:
+            summary = train_loop(run, name, world, stream=stream, origins=origins)
+        except KeyboardInterrupt as error:
+            if world.is_alone and not error.args:  # not saved; of other ranks the supervisor tells
+                print(f"ranvier: interrupted\n{_newest(run)}", file=sys.stderr)
+            raise
         if as_json and world.rank == 0:
             print(json.dumps({"run_dir": str(run_dir), **summary}), flush=True)
 

@@ -118,7 +118,8 @@ def _end_on_errors() -> bool:
 
 def start_ranks(mesh: Mesh, comm: Comm, launch: Launch, *, rerun: Sequence[str] | None = None,
                 explain_kill: Callable[[], str] | None = None, saves_on_stop: bool = False,
-                restart: Restart | None = None, stream: TextIO | None = None) -> World:
+                restart: Restart | None = None, stream: TextIO | None = None,
+                explain_stop: Callable[[], str] | None = None) -> World:
     """`start` with the settings of a run, whose flags its errors name.
 
     Args:
@@ -128,6 +129,7 @@ def start_ranks(mesh: Mesh, comm: Comm, launch: Launch, *, rerun: Sequence[str] 
             waits, instead of ending the ranks.
         restart: how to start again after a failure that a new start may avoid; None for never.
         stream: where rank 0 prints what `auto` stands for; standard output by default.
+        explain_stop: text to print when a second signal has ended ranks that save.
     """
     mesh.require_known_axes("the start of ranks")
     interactive = _end_on_errors()
@@ -138,7 +140,8 @@ def start_ranks(mesh: Mesh, comm: Comm, launch: Launch, *, rerun: Sequence[str] 
             _check_membership(f"launch.{setting}", value, started, comm.transport)
             comm = replace(comm, transport="torch")
     if started is None and (mesh.size > 1 or launch.join_address is not None):
-        sys.exit(_run_local_ranks(mesh, comm.transport, launch, rerun, explain_kill, saves_on_stop, restart))
+        sys.exit(_run_local_ranks(mesh, comm.transport, launch, rerun, explain_kill, saves_on_stop, restart,
+                                  explain_stop))
     if started is not None:
         exit_with_launcher(started)
     started = started or Started(launcher="local", rank=0, size=1, local_rank=0, local_size=1)
@@ -321,7 +324,8 @@ def _is_own_program(main: ModuleType | None) -> bool:
 
 
 def _run_local_ranks(mesh: Mesh, transport: str, launch: Launch, rerun: Sequence[str] | None,
-                     explain_kill: Callable[[], str] | None, saves_on_stop: bool, restart: Restart | None) -> int:
+                     explain_kill: Callable[[], str] | None, saves_on_stop: bool, restart: Restart | None,
+                     explain_stop: Callable[[], str] | None = None) -> int:
     """Supervise the ranks, and restart them as `restart` says; returns the exit code."""
     command: Sequence[str] = rerun if rerun is not None else rerun_command()
     if threading.current_thread() is not threading.main_thread():
@@ -333,7 +337,7 @@ def _run_local_ranks(mesh: Mesh, transport: str, launch: Launch, rerun: Sequence
     while True:
         variables = rank_variables(mesh.size, launch.threads, launch.survive_losses)
         outcome = supervise(mesh, chosen.value, chosen.reason, command, variables, explain_kill, saves_on_stop,
-                            launch.stopped_seconds, launch.join_address)
+                            launch.stopped_seconds, launch.join_address, explain_stop=explain_stop)
         again = restart and outcome.retryable and restart(max(mesh.size - outcome.num_lost, 1))
         if not again:
             return outcome.code

@@ -1,19 +1,25 @@
-"""Requests to stop a run: Slurm's preemption, kubectl, torchrun and our own supervisor all send a signal.
+"""Requests to stop a run: Slurm's preemption, kubectl, torchrun, Ctrl-C and our own supervisor all send a signal.
 
 The signal handler only sets a flag. The training loop reduces the flags of all ranks with each step's metrics
 (ranvier.train.metrics), so that all ranks stop after the same step, whichever of them received a signal; it then saves
-a checkpoint and ends with exit code 0.
+a checkpoint and ends. A second Ctrl-C is a KeyboardInterrupt: who presses it again waits for nothing.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """Signals that ask a rank to stop. Nearly everything sends SIGTERM; Slurm can be told to send SIGUSR1 earlier."""
+
+
+def signal_name(number: int) -> str:
+    """A signal in words for whoever sent it: a user presses Ctrl-C."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
 class StopRequest:
@@ -24,6 +30,8 @@ class StopRequest:
     """
 
     def __init__(self, signals: Sequence[int] = STOP_SIGNALS) -> None:
+        self.announces = False
+        """Whether a signal is answered with a line at once: the step may take minutes. Of a rank without supervisor."""
         self.reason = ""
         """The first request, such as "SIGTERM"; "" if there was none."""
         self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
@@ -41,6 +49,11 @@ class StopRequest:
         """Whether this rank was asked to stop."""
         return bool(self.reason)
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C asked for it."""
+        return self.reason == signal.SIGINT.name
+
     def request(self, reason: str) -> None:
         """Ask this rank to stop. The reason of the first request is kept."""
         self.reason = self.reason or reason
@@ -52,7 +65,12 @@ class StopRequest:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not installed from Python
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.requested:
+            raise KeyboardInterrupt
         self.request(signal.Signals(number).name)
+        if self.announces:  # not through sys.stderr, in whose write the signal may have come
+            os.write(2, f"ranvier: {signal_name(number)}: the run saves and stops after this step; Ctrl-C ends it at "
+                        "once\n".encode())
 
     def __enter__(self) -> StopRequest:
         return self

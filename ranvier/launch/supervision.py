@@ -5,7 +5,7 @@
     a rank exits with 0 before the end       likewise
     a rank is stopped (SIGSTOP)              likewise, after some seconds
     Ctrl-C, SIGTERM, SIGHUP here             the same signal to all ranks, SIGKILL after a grace period
-    SIGTERM, SIGUSR1 if ranks save           the same signal to all ranks, which exit themselves; a second one kills
+    Ctrl-C, SIGTERM, SIGUSR1 if ranks save   the same signal to all ranks, which exit themselves; a second one kills
     this process is killed outright          the kernel ends the ranks (ranvier.system.parent_death)
 
 Each child has a process group of its own, so that Ctrl-C in a terminal reaches only this process, which forwards it
@@ -38,13 +38,13 @@ from ranvier.comm.signed_store import SignedStore, private_prefix
 from ranvier.errors import LaunchError
 from ranvier.launch.contact import connect
 from ranvier.launch.failure_watch import FAILED, FINISHED
-from ranvier.launch.failures import describe_rank, read_mesh
+from ranvier.launch.failures import INTERRUPTED, describe_rank, read_mesh
 from ranvier.launch.joining import WISH, member_name, rank_of_newcomer
 from ranvier.launch.launchers import SECRET, local_variables
 from ranvier.launch.losses import Loss, report_loss, why_given_up
 from ranvier.launch.mpiexec import MpiexecOutput, mpiexec_command
 from ranvier.launch.shared_store import new_secret
-from ranvier.launch.stop import STOP_SIGNALS
+from ranvier.launch.stop import STOP_SIGNALS, signal_name
 from ranvier.launch.stopped_ranks import CHECK_SECONDS, StoppedRankDetector, find_rank_processes, read_pids
 from ranvier.launch.stores import LOOPBACK, create_store
 from ranvier.mesh import Mesh
@@ -96,6 +96,10 @@ class _RankEnd:
         hint = {0: " before the run had ended", -signal.SIGKILL: " (by the kernel, if memory ran out)"}
         return f"ranvier: {name} {self.how}{hint.get(self.code, '')}{'' if mesh.size == 1 else others}"
 
+    def is_by(self, number: int) -> bool:
+        """Whether signal `number` ended the rank; Python exits with INTERRUPTED after Ctrl-C."""
+        return self.code in (-number, INTERRUPTED)
+
     @property
     def how(self) -> str:
         """Its end, as in "was killed by SIGKILL"."""
@@ -110,7 +114,7 @@ class Outcome:
     """End of all ranks.
 
     code: the exit code for this process: 0 if all ranks succeeded, 2 if the first failure is a RanvierError, 130 or 143
-        if this process was asked to stop, otherwise 1.
+        if this process was asked to stop, otherwise 1. Ranks that saved because of Ctrl-C leave 130, of others 0.
     num_lost: number of ranks that were killed, stopped or hung; their devices are assumed to be unusable.
     retryable: whether a new start may succeed; False if the run was asked to stop or its settings were rejected.
     """
@@ -122,7 +126,8 @@ class Outcome:
 
 def supervise(mesh: Mesh, transport: str, reason: str, command: Sequence[str], variables: Mapping[str, str],
               explain_kill: Callable[[], str] | None = None, saves_on_stop: bool = False,
-              stopped_seconds: float = 0.0, address: str | None = None, joins: JoinPoint | None = None) -> Outcome:
+              stopped_seconds: float = 0.0, address: str | None = None, joins: JoinPoint | None = None,
+              explain_stop: Callable[[], str] | None = None) -> Outcome:
     """Run `command` as each rank of `mesh` on this machine, until all have ended.
 
     Args:
@@ -138,6 +143,7 @@ def supervise(mesh: Mesh, transport: str, reason: str, command: Sequence[str], v
         address: on which the store listens; None for the loopback address.
         joins: the store of a run under way, which these ranks join; None for one of their own. `mesh` is then only
             their number, and `variables` has the ID of their request (`ranvier.launch.joining.WISH`).
+        explain_stop: text to print when ranks that save were ended before they had saved.
 
     LaunchError if nothing can listen on `address`, or the store of `joins` cannot be reached.
 
@@ -166,9 +172,9 @@ def supervise(mesh: Mesh, transport: str, reason: str, command: Sequence[str], v
             if forwarded is not None:
                 _send(signal.SIGKILL, children)
             _stop(children, received[-1], received)
-            return Outcome(code=_report_stop(received[-1], could_save=saves_on_stop))
+            return Outcome(code=_report_stop(received[-1], explain_stop if forwarded is not None else None))
         if end is None:
-            return Outcome(code=0 if children.started else 1)
+            return Outcome(code=(INTERRUPTED if forwarded == signal.SIGINT else 0) if children.started else 1)
         if saves_on_stop or end.code == -signal.SIGSTOP:
             _send(signal.SIGKILL, children)  # on SIGTERM they would wait for the failed rank
         _stop(children, signal.SIGTERM, received)
@@ -186,7 +192,7 @@ def _report_failure(end: _RankEnd, forwarded: int | None, output: MpiexecOutput,
     """Print which rank failed, unless that rank has printed its error itself."""
     record = json.loads(store.get(FAILED)) if store.check([FAILED]) else None
     end = _first_to_fail(end, record, output, read_pids(store, mesh.size))
-    if forwarded is not None and end.code == -forwarded:
+    if forwarded is not None and end.is_by(forwarded):
         return Outcome(code=_report_stop(forwarded))  # the signal came before this rank had installed its handler
     lost = int(end.code <= 0 and not (end.rank is None and end.code == -signal.SIGSTOP))  # a stopped mpiexec is no rank
     if record is not None and record["reported"] and end.code == record["code"] and end.code > 0:
@@ -200,7 +206,7 @@ def _report_failure(end: _RankEnd, forwarded: int | None, output: MpiexecOutput,
 def _report_newcomer(end: _RankEnd, forwarded: int | None, children: _Children, wish: str) -> Outcome:
     """Print which of the ranks that have joined a run has failed, unless it has printed its error itself, and tell the
     run, whose ranks wait for it: it may be the only one of its machine."""
-    if forwarded is not None and end.code == -forwarded:
+    if forwarded is not None and end.is_by(forwarded):
         return Outcome(code=_report_stop(forwarded))
     number = end.rank
     assert number is not None, "these ranks are children of this process"
@@ -400,7 +406,7 @@ def _forward_stop(children: _Children, received: Sequence[int]) -> int | None:
     """
     if not received or received[0] not in STOP_SIGNALS or not _send(received[0], children):
         return None
-    print(f"ranvier: {signal.Signals(received[0]).name}: the ranks save and stop after this step; another signal ends "
+    print(f"ranvier: {signal_name(received[0])}: the ranks save and stop after this step; another signal ends "
           "them at once", file=sys.stderr)
     return received[0]
 
@@ -423,11 +429,12 @@ def _send(number: int, children: _Children) -> bool:
     return len(ranks) == children.num_ranks
 
 
-def _report_stop(number: int, *, could_save: bool = False) -> int:
-    """Print that signal `number` ended the run; returns the exit code. could_save: ranks save at other signals."""
-    lost = "; what was not in a checkpoint is lost, and SIGTERM would have saved it" if could_save else ""
-    print(f"ranvier: interrupted{lost}" if number == signal.SIGINT else
-          f"ranvier: stopped by {signal.Signals(number).name}", file=sys.stderr)
+def _report_stop(number: int, explain: Callable[[], str] | None = None) -> int:
+    """Print that signal `number` ended the run, and what `explain` says; returns the exit code."""
+    print("ranvier: interrupted" if number == signal.SIGINT else f"ranvier: stopped by {signal.Signals(number).name}",
+          file=sys.stderr)
+    if explain is not None:
+        print(explain(), file=sys.stderr)
     return 128 + number
 
 

@@ -18,7 +18,8 @@ from ranvier.train.metrics import Meter
 
 how, transport = sys.argv[1:3]
 supervise._GRACE_SECONDS = 0.3  # shorter than what a rank takes to save
-world = launch.start_ranks(Mesh(pipe=2), Comm(transport=transport), Launch(device="cpu", threads=1), saves_on_stop=True)
+world = launch.start_ranks(Mesh(pipe=2), Comm(transport=transport), Launch(device="cpu", threads=1), saves_on_stop=True,
+                           explain_stop=lambda: "The newest checkpoint is step-1.")
 group = world.backend.group("train", [range(2)])
 
 

@@ -58,15 +58,17 @@ def end(process, pids):
     return process.returncode, out, err
 
 
-@pytest.mark.parametrize(("number", "transport"), quick(1, [
+@pytest.mark.parametrize(("number", "transport"), quick(2, [
     (signal.SIGTERM, "torch"), pytest.param(signal.SIGUSR1, "torch", marks=pytest.mark.slow),
-    pytest.param(signal.SIGTERM, "mpi", marks=SLOW_MPI.marks), pytest.param(signal.SIGUSR1, "mpi", marks=MPI.marks)]))
+    (signal.SIGINT, "torch"), pytest.param(signal.SIGINT, "mpi", marks=SLOW_MPI.marks),
+    pytest.param(signal.SIGTERM, "mpi", marks=SLOW_MPI.marks),
+    pytest.param(signal.SIGUSR1, "mpi", marks=SLOW_MPI.marks)]))
 def test_ranks_save_in_their_own_time_when_the_command_is_told_to_stop(start, number, transport):
     process, pids = start("save", transport)
     process.send_signal(number)
     code, out, err = end(process, pids)
-    assert code == 0
-    assert re.fullmatch(PASSED_ON.format(number.name), err)
+    assert code == (130 if number == signal.SIGINT else 0)
+    assert re.fullmatch(PASSED_ON.format("Ctrl-C" if number == signal.SIGINT else number.name), err)
     saved = re.findall(r"^rank (\d) saved after step (\d+) for (\w+)$", out, re.MULTILINE)
     assert sorted(rank for rank, _, _ in saved) == ["0", "1"]
     assert len({step for _, step, _ in saved}) == 1
@@ -99,23 +101,25 @@ def test_a_second_signal_ends_the_ranks_at_once(start, transport):
 
 @pytest.mark.slow
 @BOTH
-def test_interrupting_ranks_that_are_saving(start, transport):
+@pytest.mark.parametrize(("first", "name"), [(signal.SIGUSR1, "SIGUSR1"), (signal.SIGINT, "Ctrl-C")])
+def test_interrupting_ranks_that_are_saving(start, transport, first, name):
     process, pids = start("deaf", transport)
-    process.send_signal(signal.SIGUSR1)
-    assert re.fullmatch(PASSED_ON.format("SIGUSR1"), process.stderr.readline())
+    process.send_signal(first)
+    assert re.fullmatch(PASSED_ON.format(name), process.stderr.readline())
     process.send_signal(signal.SIGINT)
-    code, _, err = end(process, pids)
-    assert code == 130 and "interrupted" in err and "SIGTERM" in err
+    assert end(process, pids)[::2] == (130, "ranvier: interrupted\nThe newest checkpoint is step-1.\n")
 
 
 @MOSTLY_TORCH
-def test_ranks_that_do_not_take_signals_yet_are_ended(start, transport):
+@pytest.mark.parametrize(("number", "code", "text"), quick(1, [
+    (signal.SIGTERM, 143, "stopped by SIGTERM"), (signal.SIGINT, 130, "interrupted")]))
+def test_ranks_that_do_not_take_signals_yet_are_ended(start, transport, number, code, text):
     process, pids = start("early", transport)
-    process.send_signal(signal.SIGTERM)
-    code, _, err = end(process, pids)
-    assert code == 143
-    assert err.splitlines()[-1] == "ranvier: stopped by SIGTERM"
-    assert "BAD TERMINATION" not in err and "killed" not in err
+    process.send_signal(number)
+    found, _, err = end(process, pids)
+    assert found == code
+    assert err.splitlines()[-1] == f"ranvier: {text}"
+    assert "BAD TERMINATION" not in err and "killed" not in err and "Traceback" not in err
 
 
 @pytest.mark.slow
@@ -176,6 +180,18 @@ def test_a_signal_leaves_a_note_until_the_request_is_closed(number):
         assert calls == ["ours"]
     finally:
         signal.signal(number, before)
+
+
+def test_a_second_ctrl_c_interrupts_and_the_first_says_so(capfd):
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not stop.interrupted and capfd.readouterr().err == "", "the supervisor tells"
+    with StopRequest() as stop:
+        stop.announces = True
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.interrupted and capfd.readouterr().err.startswith("ranvier: Ctrl-C: the run saves and stops")
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_signals_that_are_ignored_stay_ignored():

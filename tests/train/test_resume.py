@@ -520,6 +520,20 @@ def test_a_run_that_is_told_to_stop_saves(text, whole, tmp_path, monkeypatch, ra
     assert losses(tmp_path) == losses(whole)
 
 
+def test_ctrl_c_on_a_rank_without_others_interrupts_its_caller_once_it_has_saved(text, tmp_path, monkeypatch):
+    def told(session, step):
+        session.stop.request("SIGINT")
+        return step_of_loop(session, step)
+
+    step_of_loop = loop.take_step
+    monkeypatch.setattr(loop, "take_step", told)
+    with pytest.raises(KeyboardInterrupt, match="after step 2, which is saved"):
+        run_ranks(lambda world: train(tiny(text, tmp_path, mesh=Mesh(), checkpoint=Checkpoint(every=0)), "tiny", world,
+                                      stream=io.StringIO()), 1)
+    assert lines(tmp_path / "events.jsonl")[-1]["reason"] == "SIGINT"
+    assert Saved(tmp_path / "checkpoint" / "step-2").manifest.step == 2
+
+
 def test_signals_end_a_run_at_once_that_has_not_begun(text, tmp_path, monkeypatch):
     """They are requests to stop once there is something to save, and not while data and ranks are prepared."""
     order, prepare_run, step, install = [], setup.prepare_run, loop.take_step, StopRequest.install
