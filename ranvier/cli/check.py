@@ -20,6 +20,7 @@ from ranvier.cost.memory import PROCESS_BYTES, RankMemory, remedies
 from ranvier.cost.memory_table import memory_table
 from ranvier.cost.tensor_traffic import TensorMeshFacts, tensor_mesh_facts
 from ranvier.data.prepare import cached
+from ranvier.data.prepare import problems as data_problems
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.optim.learning_rate import describe
 from ranvier.plan.cut import StageTable
@@ -110,6 +111,12 @@ def _machine_warnings(run: ResolvedRun, machine: MachineMemory | None) -> Iterat
 remedies(run, shared=run.launch.device != "cuda")) + ".")
 
 
+def _missing_here(run: ResolvedRun, found: Sequence[RanvierError]) -> list[RanvierError]:
+    """Data that is not on this machine: likewise."""
+    told = set(map(str, found))
+    return [problem for problem in data_problems(run) if str(problem) not in told]
+
+
 def _fits(run: ResolvedRun, cluster: Cluster | None, memory: Sequence[RankMemory]) -> bool:
     """Whether it fits the devices of the cluster, or without one this machine."""
     if cluster is not None:
@@ -181,7 +188,7 @@ def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = N
     machine = this_machine(run, memory) if memory and place is None and run.mesh.size <= _MAX_LOCAL_RANKS else None
     data = None if found else cached(run)
     return Report(problems=tuple(found),
-                  warnings=(*warnings(run, chosen, asked), *_machine_warnings(run, machine),
+                  warnings=(*warnings(run, chosen, asked), *_missing_here(run, found), *_machine_warnings(run, machine),
                             *(() if data is None else data.warnings)),
                   stages=stages, memory=memory, tensor_mesh=tensor_mesh_facts(run, ranks_per_node), machine=machine,
                   schedule=() if stages is None else memory_curve(run, stages, place),

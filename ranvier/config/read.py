@@ -232,7 +232,7 @@ def _with_preset(layer: Layer) -> tuple[Layer, ...]:
 def _overruled(layer: Layer, before: Mapping[str, object], values: Mapping[str, object], chosen: Collection[str]
                ) -> Iterator[tuple[str, str]]:
     """(setting, other): what `layer` says of a setting overrules what the layers below it say of the other. Steps
-    overrule epochs; a limit on the bytes of one corpus is not meant for another; pretrained weights have sizes of their
+    overrule epochs; a limit on one corpus or data set is not meant for another; pretrained weights have sizes of their
     own, in place of a recipe's; the stages, limits and threads in a run's own run.toml are those of its mesh, unless a
     user has chosen them."""
     for shape, resolved in _RESOLVED:
@@ -240,7 +240,9 @@ def _overruled(layer: Layer, before: Mapping[str, object], values: Mapping[str, 
         for other in resolved if reshaped else ():
             if other not in layer.values and other not in chosen:
                 yield reshaped, other
-    for name, other in (("train.steps", "train.epochs"), ("data.corpus", "data.max_bytes")):
+    for name, other in (("train.steps", "train.epochs"), ("data.corpus", "data.max_bytes"),
+                        ("data.train", "data.train_samples"), ("data.train", "data.eval_samples"),
+                        ("data.eval", "data.eval_samples")):
         new = name == "train.steps" or values[name] != before[name]
         if name in layer.values and other not in layer.values and new:
             yield name, other
@@ -375,7 +377,7 @@ def as_text(value: object) -> str:
 def _unknown(name: str, value: object, origin: str) -> ConfigError:
     name = name or '""'
     if isinstance(value, Mapping) and (near := difflib.get_close_matches(name, sections(), n=1)):
-        return ConfigError("is not a section", code="unknown-section", where=name, value=f"in {origin}",
+        return ConfigError(f"is not a section, in {origin}", code="unknown-section", where=name,
                            remedy=f"Did you mean [{near[0]}]?")
     if (elsewhere := name_elsewhere(name)) is not None:
         return ConfigError(f"is not a setting, in {origin}", code="unknown-setting", where=name, value=value,

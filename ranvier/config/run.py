@@ -565,7 +565,8 @@ class Data:
     """Further evaluation data in the same formats, as NAME=DATA, for example wiki=wiki.jsonl,code=code.jsonl. Each set
     is evaluated separately, and its metrics have its name, such as eval_wiki_loss."""
     train_samples: Positive | None = None
-    """Number of training samples to use, the first in the order of the seed; none is all."""
+    """Number of training samples to use, the first in the order of the seed; none is all. A recipe's holds for its own
+    data."""
     eval_samples: Positive | None = None
     """Number of evaluation samples to use, likewise."""
     text_column: str | None = None

@@ -38,8 +38,8 @@ def with_pretrained(run: Run) -> tuple[Run, list[RanvierError]]:
 
 def with_plan(run: Run, num_ranks: int | None, ranks_per_node: int | None = None, *, trial: StartTrial | None = None
               ) -> tuple[ResolvedRun, list[RanvierError]]:
-    """The run with a number in the place of each auto of mesh and microbatch, and why that may not be possible: they
-    are 1 then.
+    """The run with a number in the place of each auto of mesh and microbatch, and why that may not be possible, where
+    `problems` does not say it of the run: they are 1 then.
 
     num_ranks: all ranks, as their launcher or the user says. trial: runs the best plans here, and may choose one for a
     single rank.
@@ -57,7 +57,8 @@ def with_plan(run: Run, num_ranks: int | None, ranks_per_node: int | None = None
     try:  # a given mesh has its own number of ranks: where others were started, that is for others to say
         return planned(run, own if num_ranks is None or not open_axes else num_ranks, ranks_per_node, trial), []
     except RanvierError as problem:
-        return closed(run), [problem]
+        alone = closed(run)
+        return alone, [] if str(problem) in map(str, problems(alone)) else [problem]
     except TOO_LARGE as error:
         return closed(run), [cannot_be_laid_out(error)]
 

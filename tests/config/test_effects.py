@@ -244,6 +244,12 @@ def test_a_limit_is_of_the_corpus_that_it_was_given_for():
     for values in ({}, {"data__corpus": "python-stdlib"}):
         assert read.merge([recipe, flags(**values)]).run.data.max_bytes == 8_000_000
     assert read.merge([recipe, flags(data__corpus="mine.txt", data__max_bytes="5")]).run.data.max_bytes == 5
+    images = read.load("vit-cifar10")[1]
+    for values, counts in (({}, (2000, 500)), ({"data__train": "cifar10"}, (2000, 500)),
+                           ({"data__train": "mine"}, (None, None)), ({"data__eval": "mine"}, (2000, None)),
+                           ({"data__train": "mine", "data__eval_samples": "7"}, (None, 7))):
+        data = read.merge([images, flags(**values)]).run.data
+        assert (data.train_samples, data.eval_samples) == counts
 
 
 def test_a_warm_up_that_is_longer_than_the_epochs_is_told_when_their_steps_are_known(runs, tmp_path):

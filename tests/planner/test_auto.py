@@ -15,6 +15,7 @@ from ranvier.cost.cluster_files import load_cluster
 from ranvier.mesh import Mesh
 from ranvier.planner import auto
 from ranvier.planner.auto import cluster_for, planned, with_plan
+from ranvier.planner.problems import problems as problems_of
 from ranvier.planner.run_cost import run_cost
 from ranvier.planner.work import Work
 from tests.errors import raises
@@ -145,3 +146,14 @@ def test_a_run_plans_itself_and_its_ranks_take_the_plan(tmp_path):
     from ranvier.system.machine import available_cores
 
     assert shape[0] * shape[1] == available_cores() and shape[2:] == [1, 1]
+
+
+def test_a_problem_of_the_data_is_told_once(tmp_path):
+    """By those that look at the run, and not again by the search, which meets it, too."""
+    asked = {"question": "Who?", "id": "a", "answers": [], "is_impossible": True}
+    document = {"data": [{"paragraphs": [{"context": "No one.", "qas": [asked]}]}]}
+    (tmp_path / "squad.json").write_text(json.dumps(document))
+    run = replace(OPEN, data=replace(OPEN.data, task="qa", train=str(tmp_path / "squad.json")),
+                  model=replace(OPEN.model, family="bert"))
+    found, more = with_plan(run, 2)
+    assert more == [] and [problem.code for problem in problems_of(found)] == ["question-without-answer"]
