@@ -157,3 +157,9 @@ def test_a_problem_of_the_data_is_told_once(tmp_path):
                   model=replace(OPEN.model, family="bert"))
     found, more = with_plan(run, 2)
     assert more == [] and [problem.code for problem in problems_of(found)] == ["question-without-answer"]
+
+
+def test_a_corpus_that_is_not_on_this_machine_is_a_warning_of_check(tmp_path):
+    run = Run(model=OPEN.model, data=replace(OPEN.data, corpus=str(tmp_path / "none.txt")), launch=Launch(device="cpu"))
+    report = check.check(run)
+    assert not report.problems and "corpus-missing" in [warning.code for warning in report.warnings]
