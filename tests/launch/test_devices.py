@@ -144,7 +144,7 @@ def test_our_own_ranks_start_with_the_defaults(monkeypatch):
     from ranvier.launch import supervision
 
     given = []
-    monkeypatch.setattr(supervision, "supervise", lambda mesh, transport, reason, command, variables, *rest: (
+    monkeypatch.setattr(supervision, "supervise", lambda mesh, transport, reason, command, variables, *rest, **more: (
         given.append(variables) or supervision.Outcome(code=0)))
     for name in ("CUDA_MODULE_LOADING", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)

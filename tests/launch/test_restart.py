@@ -79,7 +79,7 @@ def test_a_run_that_began_elsewhere_begins_there_again_until_it_has_a_checkpoint
 def test_what_is_started_again(monkeypatch, outcome, starts, code):
     outcomes, seen = [outcome, Outcome(code=0)], []
 
-    def supervised(mesh, transport, reason, command, *more):
+    def supervised(mesh, transport, reason, command, *more, **options):
         seen.append((mesh.size, command))
         return outcomes.pop(0)
 
