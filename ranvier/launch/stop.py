@@ -69,8 +69,8 @@ class StopRequest:
             raise KeyboardInterrupt
         self.request(signal.Signals(number).name)
         if self.announces:  # not through sys.stderr, in whose write the signal may have come
-            os.write(2, f"ranvier: {signal_name(number)}: the run saves and stops after this step; Ctrl-C ends it at "
-                        "once\n".encode())
+            more = "; another Ctrl-C ends it at once" if number == signal.SIGINT else ""
+            os.write(2, f"ranvier: {signal_name(number)}: the run saves and stops after this step{more}\n".encode())
 
     def __enter__(self) -> StopRequest:
         return self
