@@ -21,6 +21,7 @@ from ranvier import __version__
 from ranvier.errors import LaunchError, RanvierError
 from ranvier.launch.stores import connect_store
 from ranvier.system.atomic_file import write_atomically
+from ranvier.system.lease import is_abandoned
 from ranvier.system.untrusted_file import open_regular_file, parse_json
 from ranvier.world import JoinPoint
 
@@ -47,9 +48,14 @@ def check_under_way(run_dir: Path) -> None:
         raise RanvierError("is no run's folder: it has no run.toml", code="not-a-run-folder", where="RUN",
                            value=str(run_dir),
                            remedy="Name the folder that the run has printed as its own (`--run-dir`).")
-    if (run_dir / "summary.json").exists():
+    if has_ended(run_dir):
         raise RanvierError("has ended", code="run-has-ended", where=f"run {run_dir}",
-                           remedy="Name a run that is under way.")
+                           remedy="Name a run that is under way, or go on with this one: `ranvier train RUN`.")
+
+
+def has_ended(run_dir: Path) -> bool:
+    """Whether nothing of a run is under way: it is finished, or was stopped or killed, as far as its lease tells."""
+    return (run_dir / "summary.json").exists() or is_abandoned(run_dir)
 
 
 def read_contact(run_dir: Path) -> JoinPoint:

@@ -84,6 +84,10 @@ class Owner:
         boot, _, namespace = self.machine.partition(" ")
         return self.machine == own or (boot != own.partition(" ")[0] and namespace in ("", _MACHINES_OWN))
 
+    def has_exited(self, state: tuple[str, str] | None) -> bool:
+        """Whether its process, one of this machine, is gone. state: `process_state` of its pid."""
+        return state is None or state[0] in "ZX" or state[1] != self.started
+
     def __str__(self) -> str:
         name = f"process {self.pid}" if self.has_known_pid else "a process in a container"
         return f"{name} on {self.host}"
@@ -129,6 +133,18 @@ def owner_in(content: bytes) -> Owner | None:
         return None
 
 
+def is_abandoned(folder: Path) -> bool:
+    """Whether the newest owner of `folder` is known to be gone: it has released it, or was a process of this machine.
+    False where nothing is known: no lease, an owner elsewhere."""
+    try:
+        owner = owner_in(_read(_path(folder, _generations(folder)[-1])))
+    except (OSError, IndexError):
+        return False
+    if owner is None or owner.released:
+        return owner is not None
+    return bool(owner.machine) and owner.machine == _this_machine() and owner.has_exited(process_state(owner.pid))
+
+
 class _Watch:
     """Observes the newest lease of a folder until it is known whether its owner is gone."""
 
@@ -157,8 +173,9 @@ class _Watch:
             if (owner.pid, owner.started) == (self._owner.pid, self._owner.started):
                 return True  # within one process the last acquisition wins; the previous one fails when it publishes
             state = process_state(owner.pid)
-            if state is None or state[0] in "ZX" or state[1] != owner.started:
+            if owner.has_exited(state):
                 return True
+            assert state is not None, "a process that has not exited has a state"
             if now - self._began >= self._wait:
                 raise self._refusal(generation, owner, stopped=state[0] in "Tt")
             return False

@@ -22,7 +22,7 @@ from pathlib import Path
 from ranvier.comm.protocol import Group
 from ranvier.elastic.change import MeshRequest
 from ranvier.errors import RanvierError
-from ranvier.launch.contact import check_under_way
+from ranvier.launch.contact import check_under_way, has_ended
 from ranvier.launch.joining import give_verdict
 from ranvier.mesh import AXES, REQUIRED_AXES
 from ranvier.system.atomic_file import write_atomically
@@ -162,7 +162,7 @@ def ask_and_wait(run_dir: Path, *, seconds: float, **sizes: int | None) -> str:
         return f"asked {run_dir} for {mesh}; its events.jsonl will say what came of it"
     deadline = time.monotonic() + seconds
     while True:
-        ended = (run_dir / "summary.json").exists()
+        ended = has_ended(run_dir)
         for line in read_events(run_dir).lines:
             if line.get("wish") == wish and line["event"] == "transition":
                 return f"step {line['step']}: {line.get('text')}"

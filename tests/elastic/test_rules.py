@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from ranvier.cli.main import run_command
 from ranvier.config import rules
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Data, Elastic, Optim, Transformer
+from ranvier.launch.contact import has_ended
 from ranvier.mesh import Mesh
 from ranvier.planner.problems import warnings
+from ranvier.system.lease import Lease, Owner, heartbeat_content
 from tests.errors import raises
 
 BERT = ResolvedRun(model=Transformer(num_layers=4, hidden=16, heads=2, vocab=100, sequence=8),
@@ -75,6 +78,19 @@ def test_resize_says_what_is_wrong(tmp_path, capsys):
     assert "has not answered within 0.1 s" in capsys.readouterr().err
     assert run_command(["resize", str(tmp_path), "--data", "1", "--pipe", "2", "--wait", "0"]) == 0
     assert "asked" in capsys.readouterr().out
+    lease = Lease.acquire([tmp_path])
+    assert run_command(["resize", str(tmp_path), "--data", "1", "--pipe", "2", "--wait", "0"]) == 0
+    lease.release()  # it was stopped
+    assert run_command(["resize", str(tmp_path), "--data", "1", "--pipe", "2"]) == 2
+    assert "has ended" in capsys.readouterr().err
+    with subprocess.Popen(["true"]) as killed:
+        owner = replace(Owner.this_process(), pid=killed.pid)
+    Lease.acquire([tmp_path], owner=owner).release()
+    (tmp_path / ".owner.2").write_bytes(heartbeat_content(3, owner))
+    assert run_command(["resize", str(tmp_path), "--data", "1", "--pipe", "2"]) == 2
+    assert "has ended" in capsys.readouterr().err
+    (tmp_path / ".owner.2").write_bytes(heartbeat_content(3, replace(owner, machine="another")))
+    assert not has_ended(tmp_path)
     (tmp_path / "summary.json").write_text("{}")
     assert run_command(["resize", str(tmp_path), "--data", "1", "--pipe", "2"]) == 2
     assert "has ended" in capsys.readouterr().err
