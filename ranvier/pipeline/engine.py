@@ -322,7 +322,8 @@ class Engine:
             tables=tables, may_wait=self.mesh.pipeline_size > 1 or sets_deferral,  # under any policy: all agree
             autocast=autocast,
             in_float8=float8_layers(blocks, len(self.block_names), self.world.device) if float8 else (),
-            weight_gradients=self._weight_gradients())
+            weight_gradients=self._weight_gradients(),
+            check_left=self._buffer_changes.check_reached if placement.per_rank > 1 else None)
             for stage in placement.stages_of(self.coordinates.pipeline_rank)],
             eval_blocks=range(0 if frozen_dropout else self.frozen_blocks))
 

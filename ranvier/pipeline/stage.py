@@ -111,6 +111,7 @@ class Stage:
             backward. Their weight gradients are never deferred: their operands have only just been recomputed.
         selective: whether outputs of their expensive operations are kept. Then no block is compiled, since a compiled
             one is a single operation.
+        check_left: called after each forward in training, where the rank has several stages.
     """
 
     def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], *, loss: Loss | None, seed: int,
@@ -120,7 +121,8 @@ class Stage:
                  selective: bool = False,
                  mesh: TensorMesh | None = None, compile: bool | Literal["auto"] = False,
                  in_float8: Collection[nn.Module] = (), may_wait: bool = True,
-                 autocast: torch.dtype | None = None) -> None:
+                 autocast: torch.dtype | None = None, check_left: Callable[[], None] | None = None) -> None:
+        self._check_left = check_left
         self.blocks, self._loss, self._seed, self._device = blocks, loss, seed, device
         self._autocast = autocast
         self.training = self._trains = False
@@ -249,6 +251,8 @@ class Stage:
                 notes = {SHARED: self._shared.names_in(outputs), HOOKED: hooked_states.hooked(outputs)}
                 outputs = with_notes(outputs, notes, self._device)
         self._shared.check()
+        if training and self._check_left is not None:
+            self._check_left()
         sent, roots = dict[str, Tensor](), dict[str, GradientEdge]()
         for name, tensor in outputs.items():
             sent[name] = one = tensor.detach()

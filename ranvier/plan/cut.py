@@ -23,7 +23,7 @@ from ranvier.plan.block_costs import block_costs, build_on_meta
 from ranvier.plan.kernel_count import AS_WRITTEN, Counting
 from ranvier.plan.known_costs import known_or_counted
 from ranvier.plan.partition import partition_for, uniform
-from ranvier.plan.shared_buffers import buffers_of_several_stages
+from ranvier.plan.shared_buffers import buffers_of_several_stages, refuse_parameters_over_one_memory
 from ranvier.system.terminal import TextTable
 from ranvier.tensor.layers import VocabularyLinear, block_splits
 from ranvier.tensor.mesh import TensorMesh
@@ -89,8 +89,19 @@ def global_parameters(model: Model, modules: Mapping[str, nn.Module]) -> tuple[P
     objects: dict[str, nn.Parameter] = {}
     layers = {block for layer in model.layers for block in layer} or set(modules)
     for number, (block, module) in enumerate(modules.items()):
+        for path, part in module.named_modules(prefix=block):
+            if isinstance(part, torch.jit.ScriptModule):
+                raise ModelError("is compiled by torch.jit, whose modules take no hooks and do not run again under "
+                                 "recomputation", code="scripted-module", where=f"module {path}",
+                                 value=type(part).__name__,
+                                 remedy="Give the module from before torch.jit.script or torch.jit.trace; "
+                                        "torch.compile and scripted functions are taken.")
         for name, parameter in module.named_parameters():
             full = f"{block}.{name}"
+            if nn.parameter.is_lazy(parameter):
+                raise ModelError("has no shape yet", code="lazy-parameter", where=f"parameter {full}",
+                                 value=type(parameter).__name__,
+                                 remedy="Run the modules on a sample, model(sample), before the engine gets them.")
             if parameter.is_complex() and parameter.requires_grad:
                 raise ModelError("is complex and trains, and gradients add up as real numbers",
                                  code="complex-parameter", where=f"parameter {full}", value=parameter.dtype,
@@ -100,6 +111,7 @@ def global_parameters(model: Model, modules: Mapping[str, nn.Module]) -> tuple[P
             found[full] = Parameter(full, tuple(parameter.shape), number, full, parameter.requires_grad,
                                     in_layer=block in layers, origin=model.untied.get(full),
                                     quantized=model.quantized.get(full))
+    refuse_parameters_over_one_memory(objects)
     grouped: set[str] = set()
     for group in model.tied:
         for name in group:
@@ -148,7 +160,8 @@ def cut(model: Model, mesh: Mesh, *, boundaries: Sequence[int] | None, how: Lite
     stages, layout = parts.cut(mesh, costs, boundaries=boundaries, how=how, placement=placement)
     layout.check()
     _check_quantized(layout)
-    return replace(stages, shared_buffers=buffers_of_several_stages(layout, parts.modules)), layout
+    shared = buffers_of_several_stages(layout, parts.modules, model.loss)
+    return replace(stages, shared_buffers=shared), layout
 
 
 def _check_quantized(layout: Layout) -> None:

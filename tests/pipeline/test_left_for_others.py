@@ -1,0 +1,188 @@
+"""Tensors with gradients that a forward leaves outside of the carried state, where code of another stage would find
+them in a plain loop: refused by name, and taken where nobody else reaches them."""
+
+import threading
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from ranvier.config.run import Memory, Pipeline
+from ranvier.mesh import Mesh
+from ranvier.pipeline.engine import Engine
+from ranvier.testing.ranks import run_ranks
+from tests.errors import raises
+from tests.pipeline.parity import points, share, squared
+
+V_SHAPE = Pipeline(stages_per_rank=2)
+PENALTIES = threading.local()  # each rank, a thread, has its own
+
+
+class Penalised(nn.Module):
+    """A layer that leaves a penalty, by `leave`, and adds those that it finds by `find`."""
+
+    def __init__(self, leave=None, find=None):
+        super().__init__()
+        self.linear, self.leave, self.find = nn.Linear(4, 4), leave, find
+        self.penalty = torch.zeros(())
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x))
+        if self.leave is not None:
+            self.leave(self, y.square().mean())
+        return y if self.find is None else y + self.find()
+
+
+def keep(module, penalty):
+    module.penalty = penalty
+
+
+def read_by_a_list():
+    blocks = [Penalised(keep) for _ in range(3)]
+    return [*blocks, Penalised(find=lambda: sum(block.penalty for block in blocks))], squared
+
+
+def read_by_a_bound_method():
+    class Reads(Penalised):
+        def read(self):
+            return self.penalty
+
+    block = Reads(keep)
+    return [block, Penalised(), Penalised(), Penalised(find=block.read)], squared
+
+
+def in_an_object():
+    class Context:
+        total = 0.0
+
+    context = Context()
+
+    def leave(_, penalty):
+        context.total = context.total + penalty
+
+    def find():
+        found, context.total = context.total, 0.0
+        return found
+
+    return [*(Penalised(leave) for _ in range(3)), Penalised(find=find)], squared
+
+
+def in_a_global_object():
+    def leave(_, penalty):
+        PENALTIES.total = penalty
+
+    def find():
+        return getattr(PENALTIES, "total", 0.0)
+
+    return [Penalised(leave), Penalised(), Penalised(), Penalised(find=find)], squared
+
+
+def in_a_class():
+    class Collects(Penalised):
+        penalties: ClassVar[list[torch.Tensor]] = []
+
+    def find():
+        total = sum(Collects.penalties)
+        Collects.penalties.clear()
+        return total
+
+    blocks = [Collects(lambda module, penalty: module.penalties.append(penalty)) for _ in range(3)]
+    return [*blocks, Penalised(find=find)], squared
+
+
+def by_hooks():
+    blocks, found = [Penalised() for _ in range(4)], {}
+    for number, block in enumerate(blocks):
+        block.register_forward_hook(lambda _, __, y, number=number: found.__setitem__(number, y))
+    return blocks, lambda y, t: (squared(y, t)[0] + sum(one.square().sum() for one in found.values()), t.numel())
+
+
+def read_by_the_loss():
+    blocks = nn.Sequential(*(Penalised(keep) for _ in range(4)))
+    return blocks, lambda y, t: (squared(y, t)[0] + sum(block.penalty for block in blocks), t.numel())
+
+
+def train(make, mesh, **options):
+    models = [make() for _ in range(mesh.size)]
+    batches = points([[2, 1, 3]])
+
+    def rank(world):
+        blocks, loss = models[world.rank]
+        engine = Engine(blocks, world, mesh=mesh, loss=loss, dtype=torch.float64, **options)
+        engine.forward_backward(share(engine, batches))
+        engine.close()
+
+    run_ranks(rank, mesh.size)
+
+
+@pytest.mark.parametrize("options", [{}, {"pipeline": V_SHAPE}], ids=["two ranks", "four stages"])
+@pytest.mark.parametrize(("make", "attribute"), [
+    (read_by_a_list, "penalty"), (read_by_a_bound_method, "penalty"), (in_an_object, "context.total"),
+    (in_a_global_object, "PENALTIES.total"), (in_a_class, "penalties"), (by_hooks, "found"),
+    (read_by_the_loss, "penalty")])
+def test_what_another_stage_would_find_is_refused(make, attribute, options):
+    with raises("shared-container-changes") as caught:
+        train(make, Mesh(pipe=2), **options)
+    assert caught.value.where.startswith("attribute ") and caught.value.where.endswith(attribute)
+
+
+def test_under_recomputation():
+    with raises("shared-container-changes", "3.find.blocks[0].penalty", where="attribute 0.penalty"):
+        train(read_by_a_list, Mesh(pipe=2), memory=Memory(recompute=1))
+
+
+def detached():
+    blocks, loss = read_by_a_list()
+    for block in blocks[:3]:
+        block.leave = lambda module, penalty: keep(module, penalty.detach())
+    return blocks, loss
+
+
+def read_by_nobody():
+    return [Penalised(keep) for _ in range(4)], squared
+
+
+def normalised_beside_a_loss_that_has_the_model():
+    blocks = nn.Sequential(*(nn.utils.weight_norm(nn.Linear(4, 4)) for _ in range(4)))
+    return blocks, lambda y, t: (squared(y, t)[0] * len(blocks), t.numel())
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize(("make", "mesh"), [(detached, Mesh(pipe=2)), (read_by_nobody, Mesh(pipe=2)),
+                                            (normalised_beside_a_loss_that_has_the_model, Mesh(pipe=2)),
+                                            (read_by_a_list, Mesh()), (in_an_object, Mesh()), (by_hooks, Mesh())])
+def test_what_no_other_stage_would_find_is_taken(make, mesh):
+    train(make, mesh)
+
+
+# ---------------------------------------------------------------------- what has no parameters of its own
+
+def tied_by_memory():
+    blocks = [nn.Linear(4, 4) for _ in range(4)]
+    blocks[3].weight = nn.Parameter(blocks[0].weight.data)
+    return blocks, squared
+
+
+def columns_of_one_tensor():
+    whole, blocks = torch.randn(4, 8), [nn.Linear(4, 4) for _ in range(4)]
+    blocks[0].weight, blocks[3].weight = nn.Parameter(whole[:, :4]), nn.Parameter(whole[:, 4:])
+    return blocks, squared
+
+
+def test_two_parameters_over_one_memory_are_refused():
+    """Each update of one would change the other, if it is on the same rank."""
+    with raises("parameters-over-one-memory", "0.weight", where="parameter 3.weight"):
+        train(tied_by_memory, Mesh())
+    train(columns_of_one_tensor, Mesh(pipe=2))
+
+
+def test_a_parameter_without_a_shape_is_refused():
+    with raises("lazy-parameter", where="parameter 1.weight"):
+        train(lambda: ([nn.Linear(4, 4), nn.LazyLinear(4)], squared), Mesh())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_scripted_module_is_refused():
+    with raises("scripted-module", where="module 1.0"):
+        train(lambda: ([nn.Linear(4, 4), nn.Sequential(torch.jit.script(nn.Linear(4, 4)))], squared), Mesh())
