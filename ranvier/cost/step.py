@@ -445,11 +445,12 @@ class _StepCost:
     def stage(self, stage: int) -> StageCost:
         """One rank of it."""
         costs, first, again = self.stages[stage], self._first(stage), self._again(stage)
-        forward = sum(self._seconds(cost).forward for cost in costs)
-        ends = self.step.stages[stage].ends
+        seconds = [self._seconds(cost) for cost in costs]
+        forward = sum([each.forward for each in seconds])
+        ends = set(self.step.stages[stage].ends)
         recomputed = sum(self._repeated(costs[place], place in ends).forward for place in again)
         weight = sum(self._seconds(cost).weight for cost in self._deferring(stage))
-        both = sum(each.backward + each.weight for each in map(self._seconds, costs[first:]))
+        both = sum([each.backward + each.weight for each in seconds[first:]])
         backward = both - weight + recomputed
         sent_forward, sent_backward = self._exchanged(stage)
         rank = self.placement.rank_of(stage)
@@ -473,7 +474,7 @@ class _StepCost:
 
     def _deferring(self, stage: int) -> list[BlockCost]:
         """Blocks whose weights' gradients may wait: not those that are recomputed, nor the model's last one."""
-        costs, first, again = self.stages[stage], self._first(stage), self._again(stage)
+        costs, first, again = self.stages[stage], self._first(stage), set(self._again(stage))
         stop = len(costs) - (stage == len(self.stages) - 1)
         return [cost for place, cost in enumerate(costs[:stop])
                 if place >= first and place not in again and cost.num_trainable and cost.defers]
@@ -542,7 +543,7 @@ class _StepCost:
         """Seconds for which messages of the tensor mesh hold up one microbatch's forward and backward."""
         if self.size == 1:
             return 0.0, 0.0
-        first, recomputed, ends = self._first(stage), self._again(stage), self.step.stages[stage].ends
+        first, recomputed, ends = self._first(stage), set(self._again(stage)), set(self.step.stages[stage].ends)
         sent = [self._sent(block, place in recomputed, has_backward=place >= first, ends=place in ends)
                 for place, block in enumerate(self.stages[stage])]
         return sum(forward for forward, _ in sent), sum(backward for _, backward in sent)
