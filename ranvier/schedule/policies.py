@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ranvier.errors import ConfigError
-from ranvier.schedule.schedule import Action, Policy, Ready, stored_in_even_flow
+from ranvier.schedule.schedule import Action, Policy, Ready, due, stored_in_even_flow
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,8 @@ class MessageDriven:
         elif ready.alternating and ready.forwards_done < ready.num_microbatches:
             backward = None
         if forward is not None and backward is not None:
-            hops = 2 * (ready.num_stages - 1 - ready.stage)  # from its forward to its return, see `due`
-            later = 2 * ready.num_stages * (backward.microbatch - forward.microbatch) + ready.in_flight * hops
-            return forward if later >= 0 else backward
+            return min(forward, backward, key=lambda each: due(
+                each.kind, each.microbatch, stage=ready.stage, num_stages=ready.num_stages, in_flight=ready.in_flight))
         return forward or backward or ready.weight
 
     def in_flight(self, in_flight: int, num_microbatches: int) -> int:

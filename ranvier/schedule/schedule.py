@@ -173,7 +173,6 @@ class Schedule:
         self._first_dues = [due(kind, 0, stage=stage, num_stages=num_stages, in_flight=self.in_flight)[0]
                             for kind in ("F", "B")]
         """When its forward and its return of the first microbatch are due."""
-        self._between_dues = 2 * num_stages
         self._first_deferred = 0 if defer_last is None else num_microbatches - defer_last
         self.forwards_done = 0
         self.returns_done = 0
@@ -297,20 +296,21 @@ class Schedule:
 
     def _forward(self) -> Action | None:
         if self.is_first:
-            done = self.forwards_done
-            free = done < self.num_microbatches and done - self.returns_done < self.in_flight
-            return Action("F", done, False, 0, self.turn) if free else None
-        return Action("F", self._arrived_forwards[0], False, 0, self.turn) if self._arrived_forwards else None
+            outstanding = self.forwards_done - self.returns_done
+            free = self.forwards_done < self.num_microbatches and outstanding < self.in_flight
+            return Action("F", self.forwards_done, turn=self.turn) if free else None
+        return Action("F", self._arrived_forwards[0], turn=self.turn) if self._arrived_forwards else None
 
     def _backward(self) -> Action | None:
         if not self._arrived_returns:
             return None
         microbatch = self._arrived_returns[0]
-        needed = self._expects_backward.get(microbatch)
-        if needed is None:
-            return Action("C", microbatch, False, 0, self.turn)
+        if microbatch not in self._expects_backward:
+            return Action("C", microbatch, turn=self.turn)
+        needed = self._expects_backward[microbatch]
         fits = 0 < needed <= self.budget.limit - self.budget.used
-        return Action("B", microbatch, fits and microbatch >= self._first_deferred and self.policy.defers, 0, self.turn)
+        defer = self.policy.defers and fits and microbatch >= self._first_deferred
+        return Action("B", microbatch, defer=defer, turn=self.turn)
 
     def weight(self) -> Action | None:
         """The next queued product."""
@@ -320,8 +320,7 @@ class Schedule:
 
     def due(self, kind: ActionKind, microbatch: int) -> Due:
         """When its forward or return of a microbatch should run; see `due`."""
-        back = kind != "F"
-        return self._between_dues * microbatch + self._first_dues[back], back
+        return 2 * self.num_stages * microbatch + self._first_dues[kind != "F"], kind != "F"
 
     def next_due(self) -> Due:
         """The first due of its forwards and returns that have not run, arrived or not."""
@@ -331,21 +330,15 @@ class Schedule:
 
     def forwards_due_before(self, due: Due) -> int:
         """Number of forwards due before `due` that have not run."""
-        before = -((self._first_dues[0] - due[0]) // self._between_dues)  # rounded up
-        if before > self.num_microbatches:
-            before = self.num_microbatches
-        return before - self.forwards_done if before > self.forwards_done else 0
+        before = -((self._first_dues[0] - due[0]) // (2 * self.num_stages))  # rounded up
+        return max(0, min(before, self.num_microbatches) - self.forwards_done)
 
     def ready(self) -> list[tuple[Turn, Action]]:
         """Its next forward and its next return, where they have arrived. Whether the return defers is known when it is
         chosen (`backward`)."""
         if self._ready is None:
-            self._ready = []
-            for action in (self._forward(), self._backward()):
-                if action is not None:
-                    back, computes = action.kind != "F", action.kind != "C"
-                    due = self._between_dues * action.microbatch + self._first_dues[back], back
-                    self._ready.append(((computes, due), action))
+            self._ready = [((action.kind != "C", self.due(action.kind, action.microbatch)), action)
+                           for action in (self._forward(), self._backward()) if action is not None]
         return self._ready
 
     # ------------------------------------------------------------------ for people
@@ -406,10 +399,9 @@ class RankSchedule:
         """
         held, ready = 0, list[tuple[Turn, Action]]()
         for one in self._of_turn:
-            held += len(one._expects_backward) + len(one._waiting)
-            ready += one.ready() if one._ready is None else one._ready
-        if len(ready) > 1:
-            ready.sort(key=itemgetter(0))
+            held += one.held
+            ready += one.ready()
+        ready.sort(key=itemgetter(0))
         for (_, due), action in ready:
             if action.kind != "F":
                 return self._of_turn[action.turn].backward()
@@ -421,10 +413,7 @@ class RankSchedule:
 
     def _weight(self) -> Action | None:
         """The next queued product, of the last stage that has one."""
-        for one in reversed(self._of_turn):
-            if one._queue:
-                return one.weight()
-        return None
+        return next((action for one in reversed(self._of_turn) if (action := one.weight()) is not None), None)
 
     def _wait_or_done(self) -> Wait | Done:
         waits = [each for one in reversed(self._of_turn) if isinstance(each := one.wait_or_done(), Wait)]

@@ -8,11 +8,11 @@ measured step is judged.
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from heapq import heappop, heappush
 from operator import add, mul
 from typing import Literal, NamedTuple
 
@@ -166,10 +166,6 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
                               defer_last=defer_last, max_stored=max_stored, alternating=alternating)
                  for rank in ranks]
     schedule_of = [schedules[rank_of[stage]].stages[stage] for stage in range(depth)]
-    seconds_of = [{"F": times.forward, "C": 0.0, "W": times.deferred_factor * times.weight / times.products,
-                   "B": times.backward + (times.weight if times.trains else 0.0)} for times in stages]
-    expects = [training and trained for trained in trained_below]
-    deferrable = [times.alive_bytes if times.trains else 0 for times in stages]
     hop_of = hop if callable(hop) else (lambda source, destination: hop)
     transfer_of = transfer if callable(transfer) else (lambda source, destination: transfer)
     events: list[tuple[float, int, int, _What, int | Action]] = []  # (time, number, stage, what, microbatch or action)
@@ -182,6 +178,9 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
     without_core: deque[int] = deque()
     counter = iter(range(1 << 62))
 
+    def post(when: float, stage: int, what: _What, payload: int | Action) -> None:
+        heapq.heappush(events, (when, next(counter), stage, what, payload))
+
     def send(now: float, stage: int, to: int, what: Literal["forward", "return"], microbatch: int) -> None:
         if not 0 <= to < depth:
             return
@@ -192,7 +191,7 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
         sent = max(now, edge_free.get(edge, 0.0)) + transfer_of(source, destination)
         arrival = max(sent + hop_of(source, destination), arrived.get(edge, 0.0))
         edge_free[edge], arrived[edge] = sent, arrival
-        heappush(events, (arrival, next(counter), to, what, microbatch))
+        post(arrival, to, what, microbatch)
 
     def start(now: float, rank: int) -> None:
         if busy[rank] is not None or (without_core and rank in without_core):
@@ -204,15 +203,25 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
         if isinstance(action, (Wait, Done)):
             return
         stage = held[rank][action.turn]
-        seconds = stages[stage].backward if action.defer else seconds_of[stage][action.kind]
-        end = now + seconds * jitter(rank, action)
+        times = stages[stage]
+        match action.kind:
+            case "F":
+                seconds = times.forward
+            case "B":
+                seconds = times.backward + (times.weight if times.trains and not action.defer else 0.0)
+            case "W":
+                seconds = times.deferred_factor * times.weight / times.products
+            case "C":
+                seconds = 0.0
+        seconds *= jitter(rank, action)
         busy[rank] = action
-        log[rank].append((action, now, end))
-        heappush(events, (end, next(counter), stage, "done", action))
+        log[rank].append((action, now, now + seconds))
+        post(now + seconds, stage, "done", action)
 
     def finish(now: float, rank: int, stage: int, action: Action) -> None:
-        schedule = schedule_of[stage]
-        schedule.on_done(action, expects_backward=expects[stage], deferrable_bytes=deferrable[stage],
+        times, schedule = stages[stage], schedule_of[stage]
+        schedule.on_done(action, expects_backward=training and trained_below[stage],
+                         deferrable_bytes=times.alive_bytes if times.trains else 0,
                          products=queued[stage] if action.defer else ())
         if action.kind == "F":
             send(now, stage, stage + 1, "forward", action.microbatch)
@@ -228,7 +237,7 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
     for rank in ranks:
         start(now, rank)
     while events:
-        now, _, stage, what, payload = heappop(events)
+        now, _, stage, what, payload = heapq.heappop(events)
         rank = rank_of[stage]
         if what == "done":
             assert isinstance(payload, Action)
