@@ -43,6 +43,7 @@ from ranvier.cli.problems import missing_data, print_warnings
               help="With --out: a job's file, slurm, torchrun, kubernetes.")
 @click.option("--explain", is_flag=True, help="More about the bottleneck, and memory against speed.")
 @options.json_option
+@options.rare_collections()
 def plan(recipe: str, clusters: Sequence[str], tokens: str | None, deadline: float | None, budget: float | None,
          mtbf_hours: float | None, as_json: bool, allow_code: bool, **flags: Any) -> int:
     """Find the fastest configuration of RECIPE on a cluster, before anything is started there."""

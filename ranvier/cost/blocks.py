@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Generic, TypeVar
 
 from ranvier.cost.kernels import Kernel, Kernels
+
+_Object = TypeVar("_Object")
 
 _CPU_BALANCE = 4.0
 """Operations that a core does in the time in which it writes one byte: nominal, for the cut and the order of work."""
@@ -14,12 +18,30 @@ _CUDA_BALANCE, _CUDA_BALANCE_FP32 = 250.0, 20.0
 too."""
 
 
+class Same(Generic[_Object]):
+    """An object as a key: equal to itself alone."""
+
+    def __init__(self, it: _Object) -> None:
+        self.it = it
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.it is other.it
+
+    def __hash__(self) -> int:
+        return id(self.it)
+
+
 def _weight(device: str, kernels: Kernels, number_bytes: int, flops: int, written_bytes: int) -> float:
     """Relative time, in floating-point operations: on a GPU each kernel takes as long as it computes or moves bytes."""
     if device != "cuda":
         return flops + _CPU_BALANCE * written_bytes
     balance = _CUDA_BALANCE if number_bytes <= 2 else _CUDA_BALANCE_FP32
-    return sum(max(kernel.flops, balance * kernel.moved_bytes) for kernel in kernels)
+    return _kernels_weight(Same(kernels), balance)
+
+
+@lru_cache(maxsize=1024)  # alike blocks share their kernels, and each cut asks for all of them
+def _kernels_weight(kernels: Same[Kernels], balance: float) -> float:
+    return sum(max(kernel.flops, balance * kernel.moved_bytes) for kernel in kernels.it)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,10 +23,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import inf
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from ranvier.config.resolve import ResolvedRun, chunk_size
-from ranvier.cost.blocks import BlockCost
+from ranvier.cost.blocks import BlockCost, Same
 from ranvier.cost.collectives import (
     Placed,
     all_reduce_seconds,
@@ -265,7 +265,6 @@ def update_seconds(step: Step, cluster: Cluster, count: float, *, local: int, th
             return cluster.device.update_seconds(moved) / threads * crowded
 
 
-_Object = TypeVar("_Object")
 _ROW, _COL = "row", "col"
 _GROUPED = ("data", _ROW, _COL)
 
@@ -285,19 +284,6 @@ class _Seconds(NamedTuple):
 
 
 _NO_SECONDS = _Seconds(0.0, 0.0, 0.0, 0.0, 0.0)
-
-
-class Same(Generic[_Object]):
-    """An object as a key: equal to itself alone."""
-
-    def __init__(self, it: _Object) -> None:
-        self.it = it
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.it is other.it
-
-    def __hash__(self) -> int:
-        return id(self.it)
 
 
 @lru_cache(maxsize=1024)  # a search asks the same of very many candidates
@@ -326,6 +312,18 @@ def _repeated_seconds(kernels: Same[tuple[Kernel, ...]], device: Same[Device], p
                                 forward_products=device.it.seconds(products, precision, threads))
 
 
+@lru_cache(maxsize=64)  # a search has one sample for very many candidates
+def _first_alike(work: Same[StageWork], layers: Same[Mapping[str, tuple[SplitLayer, ...]]], begins: int
+                 ) -> tuple[int, ...]:
+    """For each block of a stage the place of the first one that takes the same time. begins: the place of the first
+    that has a backward."""
+    first: dict[object, int] = {}
+    return tuple(first.setdefault((
+        id(block.kernels), id(block.repeated.kernels), block.num_repeated, block.is_selective, block.num_trainable > 0,
+        layers.it.get(block.name), place >= begins, place in work.it.recomputed, place in work.it.ends), place)
+        for place, block in enumerate(work.it.blocks))
+
+
 class _StepCost:
     """Everything that the parts of a cost need."""
 
@@ -340,7 +338,7 @@ class _StepCost:
         self.as_published, self.part = as_published, part
         self._agains: dict[int, list[int]] = {}
         self._of_kernels: dict[tuple[int, bool], _Seconds] = {}
-        self._volumes: dict[tuple[tuple[SplitLayer, ...], bool], Volume] = {}
+        self._volumes: dict[tuple[int, bool], Volume] = {}
         self._sent_seconds: dict[object, tuple[float, float]] = {}
         self.held = [self.placement.stages_of(rank) for rank in range(mesh.pipeline_size)]
         """The stages of each rank of a pipeline."""
@@ -357,7 +355,8 @@ class _StepCost:
         step = self.step
         rows = [self.stage(stage) for stage in range(len(self.stages))]
         times = self.times(rows)
-        passed = passage(times, self.count, step.policy, step.limits.in_flight, way=self.way(), exact=exact,
+        way = self.way()
+        passed = passage(times, self.count, step.policy, step.limits.in_flight, way=way, exact=exact,
                          defer_bytes=self.defer(times), cores=self.at_once(), placement=self.placement,
                          defer_last=self.defer_last, max_stored=step.limits.max_stored,
                          alternating=step.limits.alternating)
@@ -384,7 +383,7 @@ class _StepCost:
             model_flops=size * (step.flops_per_sample - unneeded),
             hardware_flops=size * (step.flops_per_sample + again - unneeded),
             peak_flops=self._ranks_worth() * rate.peak_flops, cores_seconds=shared, partial_seconds=partial,
-            edge_seconds=max(self.way().transfer, default=0.0))
+            edge_seconds=max(way.transfer, default=0.0))
 
     def _repeated_share(self) -> float:
         """Share of the operations of recomputed blocks that run again; 0 if no block is recomputed."""
@@ -403,7 +402,14 @@ class _StepCost:
         less than r t / (1 - (1 - r / m)^p), in which one takes t. Where a batch's last microbatch is not whole, less
         counts."""
         forward, both, again = list[float](), list[float](), dict.fromkeys(self._again(0), 1.0)
-        for place, block in enumerate(self.stages[0]):
+        alike = _first_alike(Same(self.step.stages[0]), Same(self.step.split_layers), self.begins)
+        for place, (block, first) in enumerate(zip(self.stages[0], alike, strict=True)):
+            if first < place:
+                forward.append(forward[first])
+                both.append(both[first])
+                if place in again:
+                    again[place] = again[first]
+                continue
             own, trains = self._seconds(block), place >= self.begins
             sent = self._sent(block, False, has_backward=trains) if self.size > 1 else (0.0, 0.0)
             forward.append(own.forward + sent[0])
@@ -439,11 +445,12 @@ class _StepCost:
     def stage(self, stage: int) -> StageCost:
         """One rank of it."""
         costs, first, again = self.stages[stage], self._first(stage), self._again(stage)
-        forward = sum(self._seconds(cost).forward for cost in costs)
-        ends = self.step.stages[stage].ends
+        seconds = [self._seconds(cost) for cost in costs]
+        forward = sum([each.forward for each in seconds])
+        ends = set(self.step.stages[stage].ends)
         recomputed = sum(self._repeated(costs[place], place in ends).forward for place in again)
         weight = sum(self._seconds(cost).weight for cost in self._deferring(stage))
-        both = sum(each.backward + each.weight for each in map(self._seconds, costs[first:]))
+        both = sum([each.backward + each.weight for each in seconds[first:]])
         backward = both - weight + recomputed
         sent_forward, sent_backward = self._exchanged(stage)
         rank = self.placement.rank_of(stage)
@@ -467,7 +474,7 @@ class _StepCost:
 
     def _deferring(self, stage: int) -> list[BlockCost]:
         """Blocks whose weights' gradients may wait: not those that are recomputed, nor the model's last one."""
-        costs, first, again = self.stages[stage], self._first(stage), self._again(stage)
+        costs, first, again = self.stages[stage], self._first(stage), set(self._again(stage))
         stop = len(costs) - (stage == len(self.stages) - 1)
         return [cost for place, cost in enumerate(costs[:stop])
                 if place >= first and place not in again and cost.num_trainable and cost.defers]
@@ -536,7 +543,7 @@ class _StepCost:
         """Seconds for which messages of the tensor mesh hold up one microbatch's forward and backward."""
         if self.size == 1:
             return 0.0, 0.0
-        first, recomputed, ends = self._first(stage), self._again(stage), self.step.stages[stage].ends
+        first, recomputed, ends = self._first(stage), set(self._again(stage)), set(self.step.stages[stage].ends)
         sent = [self._sent(block, place in recomputed, has_backward=place >= first, ends=place in ends)
                 for place, block in enumerate(self.stages[stage])]
         return sum(forward for forward, _ in sent), sum(backward for _, backward in sent)
@@ -544,8 +551,8 @@ class _StepCost:
     def _sent(self, block: BlockCost, recomputed: bool, *, has_backward: bool, ends: bool = False
               ) -> tuple[float, float]:
         """The same of one block. ends: as for `_repeated`."""
-        key = (self.step.split_layers[block.name], id(block.kernels), block.num_trainable > 0, recomputed, has_backward,
-               ends)
+        key = (id(self.step.split_layers[block.name]), id(block.kernels), block.num_trainable > 0, recomputed,
+               has_backward, ends)
         if key not in self._sent_seconds:
             sends_again = recomputed and not block.is_selective
             volume, layers = self._block_volume(block.name, sends_again), self._share_of_layer(block.name)
@@ -604,16 +611,17 @@ class _StepCost:
 
     def _block_volume(self, block: str, recomputed: bool) -> Volume:
         layers = self.step.split_layers[block]
-        if (layers, recomputed) not in self._volumes:
+        key = id(layers), recomputed
+        if key not in self._volumes:
             again: Recompute = "again" if self.as_published else "kept"
-            self._volumes[layers, recomputed] = block_volume(
+            self._volumes[key] = block_volume(
                 layers, self.scheme, row=self.mesh.row, col=self.mesh.col, batch=self.run.batch.microbatch_size,
                 sequence=self.step.tokens, hidden=self.run.model.hidden, itemsize=self.step.bytes.parameter,
                 sum_itemsize=self.step.bytes.summed, recompute=again if recomputed else "none",
                 last=not self.as_published,
                 weights_kept_for=self.count if self.run.tensor.keep_weights else None,
                 gradient_itemsize=self.step.bytes.gradient)
-        return self._volumes[layers, recomputed]
+        return self._volumes[key]
 
     def _received(self, sizes: Bytes, layers: float, way: int) -> float:
         """Seconds in which a block receives this, its norms' sums aside. layers: its part of a layer. way: 0 forward, 1

@@ -149,7 +149,8 @@ def flat_order(gradients: Sequence[FlatGradient], members: Mapping[Any, Member],
 
     order = sorted(range(len(gradients)), key=turn)
     places: dict[int, tuple[int, int]] = {}
-    chunks_of: dict[int, range] = {}
+    first_of: dict[int, int] = {}  # number of a gradient -> that of its first chunk, and of its last one
+    last_of: dict[int, int] = {}
     chunks: list[ChunkCut] = []
     offset = 0
     owners = _owners([number for number in order if not is_cut(number)], gradients, members) if packs and shard else {}
@@ -178,19 +179,22 @@ def flat_order(gradients: Sequence[FlatGradient], members: Mapping[Any, Member],
         for begin, end in cuts:
             inside = tuple(together[bisect_right(stops, begin):bisect_left(starts, end)])
             for number in inside:
-                chunks_of[number] = range(chunks_of.get(number, range(len(chunks), 0)).start, len(chunks) + 1)
+                first_of.setdefault(number, len(chunks))
+                last_of[number] = len(chunks)
             width = (end - begin) // size
-            equal = [(begin + member * width, begin + (member + 1) * width) for member in range(size)]
             shares = _owned(inside, owners, places, size, begin) if is_whole and shard else None
-            chunks.append(ChunkCut(start=begin, stop=end, gradients=inside, share=(shares or equal)[index],
-                                   group=first.group, counts=first.counts, run=run, shares=shares))
-        empty = tuple(number for number in together if number not in chunks_of)
-        chunks[-1] = replace(chunks[-1], gradients=chunks[-1].gradients + empty)
-        chunks_of |= dict.fromkeys(empty, range(len(chunks) - 1, len(chunks)))
+            share = shares[index] if shares else (begin + index * width, begin + (index + 1) * width)
+            chunks.append(ChunkCut(start=begin, stop=end, gradients=inside, share=share, group=first.group,
+                                   counts=first.counts, run=run, shares=shares))
+        if empty := tuple(number for number in together if number not in first_of):
+            chunks[-1] = replace(chunks[-1], gradients=chunks[-1].gradients + empty)
+            first_of |= dict.fromkeys(empty, len(chunks) - 1)
+            last_of |= dict.fromkeys(empty, len(chunks) - 1)
     placed, length = (_share_memory(chunks) if runs else (chunks, offset))
     numbers = range(len(gradients))
     return FlatOrder(order=tuple(order), places=tuple(places[number] for number in numbers), chunks=tuple(placed),
-                     chunks_of=tuple(chunks_of[number] for number in numbers), size=offset, length=length)
+                     chunks_of=tuple(range(first_of[number], last_of[number] + 1) for number in numbers),
+                     size=offset, length=length)
 
 
 def _run_of(gradient: FlatGradient, runs: Sequence[range]) -> range | None:

@@ -57,7 +57,8 @@ def joined(buckets: Sequence[Bucket]) -> list[Bucket]:
     stops: list[int] = []
     before: Bucket | None = None
     for bucket in buckets:
-        if before is not None and before.stop == bucket.start and before.state + len(before) == bucket.state:
+        if before is not None and before.stop == bucket.start and (
+                before.state + before.stop - before.start == bucket.state):
             stops[-1] = bucket.stop
         else:
             first.append(bucket)
@@ -74,16 +75,17 @@ def buckets_of(shares: Sequence[tuple[int, int]], size: int, uncut: Sequence[tup
     """
     stops = [stop for _, stop in uncut]
     found: list[list[Bucket]] = []
+    inside: list[Bucket]
     number = state = 0
     for first, last in shares:
-        found.append([])
+        found.append(inside := [])
         start = first
         while start < last:
-            stop = min(start + size, last)
-            near = bisect_left(stops, stop)  # the first that ends at `stop` or later
+            stop = start + size if start + size < last else last
+            near = bisect_left(stops, stop) if uncut else 0  # the first that ends at `stop` or later
             if near < len(uncut) and uncut[near][0] < stop < uncut[near][1]:
                 stop = uncut[near][0] if uncut[near][0] > start else uncut[near][1]
-            found[-1].append(Bucket(number, start, stop, state))
+            inside.append(Bucket(number, start, stop, state))
             number, state, start = number + 1, state + stop - start, stop
     return found
 

@@ -285,9 +285,10 @@ class FlatOptimizer:
         for chunk in self._chunks:
             start, stop = chunk.share if self.sharded else (chunk.start, chunk.stop)
             for spec in chunk.specs:
-                first, last = self._gradients.places[spec.parameter]
-                if max(first, start) < min(last, stop):
-                    found.add(spec.name)
+                if spec.name not in found:
+                    first, last = self._gradients.places[spec.parameter]
+                    if max(first, start) < min(last, stop):
+                        found.add(spec.name)
         return found
 
     def _segment(self, spec: GradientSpec) -> Segment:

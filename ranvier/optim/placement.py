@@ -137,7 +137,7 @@ class _Flat:
         self._home: Literal["device", "host"] = "host" if on_host else "device"
         self._ema, self._copies = ema, ("master",) * (master or is_half(weights.dtype)) + (EMA,) * bool(ema)
         self._names, self._dtype = self._copies + tuple(places.sizes), wide(weights.dtype)
-        self._largest = max((len(bucket) for bucket in buckets), default=0)
+        self._largest = max((bucket.stop - bucket.start for bucket in buckets), default=0)
         self._pieces = joined(buckets)
         size = sum(len(piece) for piece in self._pieces)
         device = _host_of(weights) if on_host else weights.device

@@ -151,12 +151,13 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
     kernels are not those of the meta device).
     """
     state, costs, before, trains = _to_meta(inputs), [], "the inputs", False
-    known: dict[object, tuple[BlockCost, State]] = {}
+    shapes = _shapes(state)
+    known: dict[object, tuple[BlockCost, State, tuple[object, ...]]] = {}
     borrowed = {name for group in model.tied for name in group[1:]}
     for name, build in model.blocks.items():
-        alike = model.alike.get(name, name), trains, _shapes(state)
+        alike = model.alike.get(name, name), trains, shapes
         if alike in known:
-            cost, state = known[alike]
+            cost, state, shapes = known[alike]
             costs.append(replace(cost, name=name))
             trains |= cost.num_trainable > 0
             before = f"what block {name} returns"
@@ -204,7 +205,8 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
             num_trainable=sum(p.numel() for p in module.parameters() if p.requires_grad),
             num_owned=sum(p.numel() for key, p in module.named_parameters()
                           if p.requires_grad and f"{name}.{key}" not in borrowed)))
-        known[alike] = costs[-1], state
+        shapes = _shapes(state)
+        known[alike] = costs[-1], state, shapes
         before = f"what block {name} returns"
     if targets is not None:
         targets = _to_meta(targets)

@@ -229,8 +229,10 @@ def _split(parameters: Sequence[Parameter], modules: Mapping[str, nn.Module], me
     """The parameters with the axes along which their gradients are summed, and who holds what of each."""
     splits = {f"{block}.{name}": split for block, module in modules.items()
               for name, split in block_splits(block, module, tensor, mesh.col).items()}
+    kinds = {(splits[parameter.name], parameter.shape) for parameter in parameters}  # few, of very many
+    boxes = {(split, shape): split.boxes(shape, mesh) for split, shape in kinds}
     return (tuple(replace(parameter, summed=splits[parameter.name].summed) for parameter in parameters),
-            {parameter.name: splits[parameter.name].boxes(parameter.shape, mesh) for parameter in parameters})
+            {parameter.name: boxes[splits[parameter.name], parameter.shape] for parameter in parameters})
 
 
 def _check_loss(model: Model, last: nn.Module, mesh: Mesh) -> None:

@@ -252,7 +252,7 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range],
                     for place in ("device", "host"))
     device["parameters"] += sum(_stored_bytes(prod(shapes[key]), p.quantized, dtype)
                                 for key, p in held.items() if not p.trainable)
-    largest = max(map(len, optimizer.buckets), default=0)
+    largest = max((bucket.stop - bucket.start for bucket in optimizer.buckets), default=0)
     if gradients.dtype is not wide and offload != "host":  # room that the first update makes
         device["buckets"] += largest * wide.itemsize
     owners = [prod(shapes[key]) for key in held if layout.pipe_of(layout[key].block) == pipe]

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import chain
 
 from ranvier.config.resolve import ResolvedRun
-from ranvier.cost.blocks import BlockCost
+from ranvier.cost.blocks import BlockCost, Same
 from ranvier.cost.memory import segment_bytes
 from ranvier.planner.count import recomputed_runs
 from ranvier.planner.run_cost import element_bytes, states_per_parameter
@@ -58,12 +59,26 @@ def least_bytes_of_any_cut(run: ResolvedRun, sample: Sequence[BlockCost]) -> flo
     share = run.batch.microbatch_size / mesh.stage_size
     in_flight = mesh.pipeline_size if run.pipeline.in_flight == "auto" else run.pipeline.in_flight
     most = min(run.num_microbatches, in_flight) if run.placement.per_rank == 1 else 1
-    needs = []
-    for block in sample:
-        kept = {"none": block.operand_bytes, "selective": block.input_bytes + block.repeated.kept_bytes}.get(
-            str(run.memory.recompute), 0)
-        needs.append((of_each * block.num_owned, share * kept))
+    kinds, kind_of = _kinds(Same(sample), str(run.memory.recompute))
+    needs = [(of_each * owned, share * kept) for owned, kept in kinds]
     stored = Counter(min(most, mesh.pipeline_size - rank) for rank in range(mesh.pipeline_size))
-    sums = {count: sum(fixed + count * kept for fixed, kept in needs) or 1.0 for count in stored}
-    return sum(min((fixed + count * kept) / sums[count] for count in stored) for fixed, kept in needs) / sum(
+
+    def total(values: Sequence[float]) -> float:
+        """Of all blocks, one after the other. values: of each kind."""
+        return sum([values[kind] for kind in kind_of])
+
+    sums = {count: total([fixed + count * kept for fixed, kept in needs]) or 1.0 for count in stored}
+    return total([min((fixed + count * kept) / sums[count] for count in stored) for fixed, kept in needs]) / sum(
         ranks / sums[count] for count, ranks in stored.items())
+
+
+@lru_cache(maxsize=64)
+def _kinds(sample: Same[Sequence[BlockCost]], recompute: str) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
+    """Parameters of each kind of block, and the bytes that it keeps; and the kind of each block."""
+    kinds: dict[tuple[int, int], int] = {}
+    kind_of = []
+    for block in sample.it:
+        kept = {"none": block.operand_bytes, "selective": block.input_bytes + block.repeated.kept_bytes}.get(
+            recompute, 0)
+        kind_of.append(kinds.setdefault((block.num_owned, kept), len(kinds)))
+    return tuple(kinds), tuple(kind_of)

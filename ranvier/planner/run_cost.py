@@ -15,13 +15,12 @@ from torch import nn
 from ranvier.block import meta_device
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
-from ranvier.cost.blocks import BlockCost
+from ranvier.cost.blocks import BlockCost, Same
 from ranvier.cost.hardware import Cluster, Device
 from ranvier.cost.step import (
     Cost,
     ElementBytes,
     PipelineNumbers,
-    Same,
     StageWork,
     Step,
     least_seconds,

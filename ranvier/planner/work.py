@@ -13,12 +13,11 @@ from torch import nn
 from ranvier.block import Model, freeze
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.rules import check_boundaries
-from ranvier.cost.blocks import BlockCost, Repeated, selectively
+from ranvier.cost.blocks import BlockCost, Repeated, Same, selectively
 from ranvier.cost.device_overhead import usable_bytes
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.kernels import Kernels, scaled
 from ranvier.cost.memory import PROCESS_BYTES, RankMemory, too_large
-from ranvier.cost.step import Same
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.mesh import Mesh
 from ranvier.models import families
