@@ -6,8 +6,9 @@
             ring sends it 2 (n - 1) / n times; inside a node it goes down and up a chain at the same time (NCCL's trees)
 
 The members of a group that share a node are neighbours in the ring, so that one message a step leaves the node for each
-group that has members there; these groups take turns on the node's link. A step lasts as long as its slowest message.
-Thakur et al., 2005, for the algorithms. Pure.
+group that has members there; these groups take turns on the node's link. Steps follow one another as fast as the slowest
+link passes pieces on; a piece's latency is that of the hops on its way, most of them inside nodes. Thakur et al., 2005,
+for the algorithms. Pure.
 """
 
 from __future__ import annotations
@@ -66,8 +67,9 @@ def all_reduce_seconds(size: float, group: Placed, cluster: Cluster) -> float:
     faster."""
     if group.members == 1 or not size:
         return cluster.collective_seconds if group.members > 1 else 0.0
-    start = cluster.collective_seconds
-    ring = start + ring_seconds(size, group.members, lambda piece: _step_seconds(piece, group, cluster))
+    start, (link, together) = cluster.collective_seconds, slowest(group, cluster)
+    ring = start + ring_seconds(size, group.members, lambda piece: hop_latency(group, cluster)
+                                + piece / link.rate(together))
     return min(ring, start + _pair_seconds(size, group, cluster))
 
 
@@ -85,9 +87,13 @@ def _pair_seconds(size: float, group: Placed, cluster: Cluster) -> float:
     return latency + max(size / cluster.between.rate(group.together), 2 * size / cluster.inside.rate())
 
 
-def _step_seconds(piece: float, group: Placed, cluster: Cluster) -> float:
-    inside = cluster.inside.seconds(piece) if group.inside > 1 else 0.0
-    return max(inside, cluster.between.seconds(piece, group.together) if group.crosses else 0.0)
+def hop_latency(group: Placed, cluster: Cluster) -> float:
+    """Mean latency of the hops of a ring along the group: of the `inside` hops that leave a node's members one leads to
+    the next node."""
+    if not group.crosses:
+        return cluster.inside.latency_seconds
+    return cluster.inside.latency_seconds + (
+        cluster.between.latency_seconds - cluster.inside.latency_seconds) / group.inside
 
 
 def received_seconds(size: float, steps: int, group: Placed, cluster: Cluster) -> float:
@@ -95,7 +101,7 @@ def received_seconds(size: float, steps: int, group: Placed, cluster: Cluster) -
     if group.members == 1:
         return 0.0
     link, together = slowest(group, cluster)
-    return steps * link.latency_seconds + size / link.rate(together)
+    return steps * hop_latency(group, cluster) + size / link.rate(together)
 
 
 def reduced_seconds(size: float, steps: int, group: Placed, cluster: Cluster) -> float:

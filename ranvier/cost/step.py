@@ -30,6 +30,7 @@ from ranvier.cost.blocks import BlockCost
 from ranvier.cost.collectives import (
     Placed,
     all_reduce_seconds,
+    hop_latency,
     placed,
     received_seconds,
     reduced_seconds,
@@ -703,9 +704,8 @@ class _StepCost:
         return max(found)
 
     def _chunk_start(self, group: Placed) -> float:
-        link = self.cluster.between if group.crosses else self.cluster.inside
         return self.cluster.chunk_seconds + self.cluster.collective_seconds + 2 * (
-            group.members - 1) * link.latency_seconds
+            group.members - 1) * hop_latency(group, self.cluster)
 
     def _chunks(self, rank: int) -> int:
         size = chunk_size(self.run.optim, "cuda" if self.cluster.device.cores is None else "cpu")
