@@ -34,8 +34,8 @@ _ATTENTION_BACKWARD_LAUNCHES = 4
 """Zeros, sums of dY y, the gradients, and the cast of that of the queries."""
 _BIAS_LAUNCHES, _NORM_LAUNCHES = 3, 4
 """Launches beside the sum that is the gradient of a bias: zeros, a cast, and the addition to the gradient so far; of a
-norm's weight and bias: a cast and an addition each. (A profile of one H100 has 72 launches for a GPT layer and a microbatch,
-forward and backward, of which these rules count 66.)"""
+norm's weight and bias: a cast and an addition each. (Of a GPT layer's microbatch a profile of one H100 has 72 launches,
+of which these rules count 66.)"""
 _SCORE_PASSES = 3
 """Kernels between the two products of attention with scores, each of which reads and writes all scores: scale and mask,
 softmax, and dropout or a cast."""

@@ -41,9 +41,15 @@ def test_a_gpu_launches_more_than_is_counted():
     assert [kernel.launches for kernel in (product, *kernels)] == [2, 2, 4]
     attention = backward_of([Kernel(kind="attention", reads=moved, writes=moved)])
     assert [kernel.launches for kernel in attention] == [4]
-    gpu, cpu = replace(cluster().device, multiprocessors=1), cluster().device
+    gpu, cpu = replace(cluster().device, multiprocessors=1, reduction_share=0.25), cluster().device
     (_, bias) = kernels
-    assert gpu.kernel_seconds(bias, "fp32") - cpu.kernel_seconds(bias, "fp32") == pytest.approx(3 * 0.25)
+    assert gpu.kernel_seconds(bias, "fp32") == 100 / 25 + 4 * 0.25
+    assert cpu.kernel_seconds(bias, "fp32") == 100 / 50 + 0.25
+    (backward,) = attention
+    assert gpu.beside_attention_seconds(100) == 200 / 25 + 300 / 50
+    more = replace(backward, flops=10_000)
+    assert gpu.kernel_seconds(more, "fp32") == 10_000 / 500 + 14 + 4 * 0.25
+    assert cpu.kernel_seconds(more, "fp32") == 10_000 / 500 + 0.25
 
 
 def test_sums_over_a_dim_reach_a_share_of_their_own():
@@ -75,9 +81,14 @@ def test_collectives():
     one = Placed(members=4, inside=4, together=0)
     assert all_reduce_seconds(400.0, one, cluster()) == 6 * (1 + 1)
     across = Placed(members=4, inside=2, together=2)
-    assert all_reduce_seconds(400.0, across, cluster()) == 2 + 2 * 1 + 400 / 5  # a pair of trees over two nodes
+    assert all_reduce_seconds(400.0, across, cluster()) == 2 * (2 + 1) + 400 / 5  # a pair of trees over two nodes
+    assert all_reduce_seconds(400.0, across, cluster(), scatters=True) == 6 * (3 / 2 + 100 / 5)
     four_nodes = Placed(members=8, inside=2, together=2)
     assert all_reduce_seconds(400.0, four_nodes, cluster()) == 14 * ((2 + 1) / 2 + 50 / 5)  # every second hop is inside
+    assert all_reduce_seconds(4.0, four_nodes, cluster()) == 2 * (2 * 2 + 1) + 2 * 4 / 5  # two trees over four nodes
+    assert all_reduce_seconds(4.0, four_nodes, cluster(collective_seconds=5.0), pieces=3) == 3 * (5 + 10) + 8 / 5
+    assert all_reduce_seconds(4.0, four_nodes, cluster(), pieces=3, scatters=True) == pytest.approx(
+        3 * 14 * 3 / 2 + 14 * 4 / 8 / 5)
     assert all_reduce_seconds(400.0, one, cluster(collective_seconds=5.0)) == 5 + 12
     assert all_reduce_seconds(400.0, Placed(members=1), cluster(collective_seconds=5.0)) == 0
     assert received_seconds(300.0, 3, one, cluster()) == 3 * 1 + 3 and received_seconds(1.0, 1, Placed(members=1),
