@@ -86,7 +86,7 @@ def test_slow_links_have_more_in_flight_and_no_slower_step(pipe, memory, gain):
     run = replace(RUN, mesh=Mesh(pipe=pipe), pipeline=Pipeline(memory=memory))
     stages, forward = WORK.stages(run), forward_seconds(run)
     segments, limits = recomputed_runs(run, stages), []
-    for cluster, less in ((linked(0.0), -0.03), (linked(forward), gain)):
+    for cluster, less in ((linked(0.0), -0.03), (linked(1.25 * forward), gain)):
         step = step_of(run, stages, cluster)
         assert step.limits == run_limits(run, stages, segments, cluster)
         limits.append(step.limits)
