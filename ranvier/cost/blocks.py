@@ -131,10 +131,17 @@ class BlockCost:
         """Operations of products of its second run."""
         return sum(kernel.flops for kernel in self.repeated.kernels) if self.is_selective else self.flops
 
-    def repeated_weight(self, device: str = "cpu") -> float:
-        """`weight` of its second run."""
-        return self.weight(device) if not self.is_selective else _weight(
-            device, self.repeated.kernels, self.number_bytes, self.repeated_flops, self.repeated.written_bytes)
+    def repeated_weight(self, device: str = "cpu", *, ends: bool = False) -> float:
+        """`weight` of its second run. ends: it ends a recomputed segment."""
+        if self.is_selective:
+            return _weight(device, self.repeated.kernels, self.number_bytes, self.repeated_flops,
+                           self.repeated.written_bytes)
+        if not ends or self.num_repeated is None:
+            return self.weight(device)
+        left_out = self.kernels[self.num_repeated:]
+        return self.weight(device) - _weight(
+            device, left_out, self.number_bytes, sum(kernel.flops for kernel in left_out),
+            sum(access.bytes for kernel in left_out for access in kernel.writes))
 
     def weight(self, device: str = "cpu") -> float:
         """Relative time, in floating-point operations."""

@@ -2,12 +2,12 @@
 
     ring    n members, n - 1 steps of size / n each (all-gather, reduce-scatter), twice that for an all-reduce
     tree    ceil(log2 n) steps of the whole size (broadcast, reduce)
-    pair    an all-reduce over two nodes: each is the root for one half, so that the size leaves a node once, where a
-            ring sends it 2 (n - 1) / n times; inside a node it goes down and up a chain at the same time (NCCL's trees)
+    trees   an all-reduce over nodes (NCCL's double binary trees): up and down log2 nodes hops and a chain inside each
+            node. Nearly twice the size leaves a node, as of a ring; of two nodes, each the root for one half, the size
 
 The members of a group that share a node are neighbours in the ring, so that one message a step leaves the node for each
-group that has members there; these groups take turns on the node's link. A step lasts as long as its slowest message.
-Thakur et al., 2005, for the algorithms. Pure.
+group that has members there; these groups take turns on the node's link. The slowest link bounds the bytes; a piece's
+latency is that of the hops on its way, most of them inside nodes. Thakur et al., 2005, for the algorithms. Pure.
 """
 
 from __future__ import annotations
@@ -61,14 +61,17 @@ def placed(mesh: Mesh, axes: str | tuple[str, ...], ranks_per_node: int) -> Plac
     return worst
 
 
-def all_reduce_seconds(size: float, group: Placed, cluster: Cluster) -> float:
-    """Seconds of an all-reduce of `size` bytes: by a ring, or over two nodes by a pair of trees where that is
-    faster."""
-    if group.members == 1 or not size:
-        return cluster.collective_seconds if group.members > 1 else 0.0
-    start = cluster.collective_seconds
-    ring = start + ring_seconds(size, group.members, lambda piece: _step_seconds(piece, group, cluster))
-    return min(ring, start + _pair_seconds(size, group, cluster))
+def all_reduce_seconds(size: float, group: Placed, cluster: Cluster, *, pieces: int = 1, scatters: bool = False
+                       ) -> float:
+    """Seconds of all-reduces of `size` bytes in all, in so many pieces one after another: by rings, or over several
+    nodes by trees where that is faster. scatters: they are a reduce-scatter and an all-gather each, which are rings."""
+    if group.members == 1:
+        return 0.0
+    link, together = slowest(group, cluster)
+    ring = ring_seconds(size, group.members, lambda piece: pieces * hop_latency(group, cluster)
+                        + piece / link.rate(together))
+    trees = inf if scatters else _trees_seconds(size, group, cluster, pieces)
+    return pieces * cluster.collective_seconds + (min(ring, trees) if size else 0.0)
 
 
 def ring_seconds(size: float, members: int, step_seconds: Callable[[float], float]) -> float:
@@ -77,17 +80,25 @@ def ring_seconds(size: float, members: int, step_seconds: Callable[[float], floa
     return 2 * (members - 1) * step_seconds(size / members)
 
 
-def _pair_seconds(size: float, group: Placed, cluster: Cluster) -> float:
-    """Seconds of an all-reduce by a pair of trees."""
-    if not group.crosses or group.members > 2 * group.inside or group.inside == 1:
+def _trees_seconds(size: float, group: Placed, cluster: Cluster, pieces: int = 1) -> float:
+    """Seconds of such all-reduces by trees over nodes."""
+    if not group.crosses:
         return inf
-    latency = cluster.between.latency_seconds + 2 * (group.inside - 1) * cluster.inside.latency_seconds
-    return latency + max(size / cluster.between.rate(group.together), 2 * size / cluster.inside.rate())
+    nodes = -(-group.members // group.inside)
+    latency = 2 * (ceil(log2(nodes)) * cluster.between.latency_seconds
+                   + (group.inside - 1) * cluster.inside.latency_seconds)
+    leaving = size if nodes == 2 else 2 * size
+    inside = 2 * size / cluster.inside.rate() if group.inside > 1 else 0.0
+    return pieces * latency + max(leaving / cluster.between.rate(group.together), inside)
 
 
-def _step_seconds(piece: float, group: Placed, cluster: Cluster) -> float:
-    inside = cluster.inside.seconds(piece) if group.inside > 1 else 0.0
-    return max(inside, cluster.between.seconds(piece, group.together) if group.crosses else 0.0)
+def hop_latency(group: Placed, cluster: Cluster) -> float:
+    """Mean latency of the hops of a ring along the group: of the `inside` hops that leave a node's members one leads to
+    the next node."""
+    if not group.crosses:
+        return cluster.inside.latency_seconds
+    return cluster.inside.latency_seconds + (
+        cluster.between.latency_seconds - cluster.inside.latency_seconds) / group.inside
 
 
 def received_seconds(size: float, steps: int, group: Placed, cluster: Cluster) -> float:
@@ -95,14 +106,14 @@ def received_seconds(size: float, steps: int, group: Placed, cluster: Cluster) -
     if group.members == 1:
         return 0.0
     link, together = slowest(group, cluster)
-    return steps * link.latency_seconds + size / link.rate(together)
+    return steps * hop_latency(group, cluster) + size / link.rate(together)
 
 
 def reduced_seconds(size: float, steps: int, group: Placed, cluster: Cluster) -> float:
     """Seconds of all-reduces, in which each member of a ring receives `size` bytes in all, in so many messages."""
     ring = received_seconds(size, steps, group, cluster)
     whole = size / 2 * group.members / max(1, group.members - 1)
-    return min(ring, _pair_seconds(whole, group, cluster)) if size else ring
+    return min(ring, _trees_seconds(whole, group, cluster)) if size else ring
 
 
 def tree_seconds(size: float, group: Placed, cluster: Cluster) -> float:

@@ -4,7 +4,7 @@
     device   computes at a share of its peak, moves bytes to and from its own memory, and starts an operation
     link     seconds of a message = latency + bytes / bandwidth, each way on its own
 
-A kernel takes the longer of what it computes and what it moves (the roofline), and its launch. So large products come
+A kernel takes the longer of what it computes and what it moves (the roofline), and its launches. So large products come
 near the peak, thin ones are bound by their weights' bytes, and tiny ones by the number of kernels; every constant means
 something and can be measured (`ranvier doctor --measure`). On a device of several multiprocessors a product is computed
 tile by tile, as many at once as there are multiprocessors: the last wave takes as long as a full one (wave
@@ -80,7 +80,7 @@ class Rate:
     attention_share: Share | None = None
     """The same of attention's forward without scores in memory (flash); none is that of products."""
     attention_backward_share: Share | None = None
-    """The same share in the backward, which computes 2.5 times as much; none: as in the forward."""
+    """The same share in the products of its backward, which are 2.5 times as many; none: as in the forward."""
 
     def attention(self, *, backward: bool) -> float:
         """FLOP/s of attention."""
@@ -105,7 +105,8 @@ class Device:
     update_bandwidth: Size | None = None
     """Bytes a second that the optimizer reaches; none is memory_bandwidth x memory_share."""
     operation_seconds: Seconds = 5e-6
-    """Seconds that launching one kernel takes."""
+    """Seconds between two kernels: of a launch on a GPU (`Kernel.launches`), of an operation on a CPU. The host is
+    ahead of the device, so its own time does not count."""
     multiprocessors: Count | None = None
     """Number of tiles of a product that are computed at once; none where products are not computed in waves of
     tiles."""
@@ -149,9 +150,18 @@ class Device:
                 computing = flops / (rate.peak_flops * rate.share * threads)
             case "attention":
                 computing = kernel.flops / (rate.attention(backward=kernel.is_backward) * threads)
+                if kernel.is_backward and self.multiprocessors is not None:
+                    computing += self.beside_attention_seconds(kernel.writes[0].bytes)
             case _:
                 computing = 0.0
-        return max(computing, moving) + self.operation_seconds
+        launches = 1 if self.multiprocessors is None else kernel.launches
+        return max(computing, moving) + launches * self.operation_seconds
+
+    def beside_attention_seconds(self, query_bytes: float) -> float:
+        """Seconds of the two passes beside the products of flash attention's backward (Dao, 2023): sums of dY y, and
+        the cast of the gradient of the queries, which adds up in fp32."""
+        return (2 / (self.reduction_share or self.memory_share) + 3 / self.memory_share
+                ) * query_bytes / self.memory_bandwidth
 
     def seconds(self, kernels: Iterable[Kernel], precision: Precision, threads: float = 1.0) -> float:
         """Seconds of these kernels, one after the other."""

@@ -28,6 +28,14 @@ ATTENTION_BACKWARD = 2.5
 """Operations of the backward of attention over those of its forward: five products to two (Dao, 2023)."""
 REDUCES = 16
 """A kernel is a reduction if it reads so many times as many bytes as it writes."""
+_PRODUCT_LAUNCHES = 2
+"""The product, and the zeros that its tiles count with."""
+_ATTENTION_BACKWARD_LAUNCHES = 4
+"""Zeros, sums of dY y, the gradients, and the cast of that of the queries."""
+_BIAS_LAUNCHES, _NORM_LAUNCHES = 3, 4
+"""Launches beside the sum that is the gradient of a bias: zeros, a cast, and the addition to the gradient so far; of a
+norm's weight and bias: a cast and an addition each. (Of a GPT layer's microbatch a profile of one H100 has 72 launches,
+of which these rules count 66.)"""
 _SCORE_PASSES = 3
 """Kernels between the two products of attention with scores, each of which reads and writes all scores: scale and mask,
 softmax, and dropout or a cast."""
@@ -64,6 +72,14 @@ class Kernel:
     """Whether a pointwise kernel sums over a dim of what it reads, as norms and the gradients of biases do."""
     is_kept: bool = False
     """Whether selective recomputation keeps what it writes, or what it is a part of."""
+    more_launches: int = 0
+    """Launches beside those of its kind."""
+
+    @property
+    def launches(self) -> int:
+        """Launches of a GPU that uncompiled code makes for it."""
+        own = _PRODUCT_LAUNCHES if self.kind == "product" else _ATTENTION_BACKWARD_LAUNCHES if self.is_backward else 1
+        return own + self.more_launches
 
     @cached_property
     def moved_bytes(self) -> int:
@@ -133,7 +149,8 @@ def weight_gradients_of(kernels: Iterable[Kernel], gradient_bytes: int, product_
     found: list[Kernel] = []
     for kernel in kernels:
         if kernel.weight == "trains" and kernel.kind == "pointwise":  # sums over all rows are a pass of their own
-            found.append(Kernel(kind="pointwise", reads=(*kernel.reads[:1], *kernel.writes[:1]), is_reduction=True))
+            found.append(Kernel(kind="pointwise", reads=(*kernel.reads[:1], *kernel.writes[:1]), is_reduction=True,
+                                more_launches=_NORM_LAUNCHES))
         if kernel.kind != "product" or kernel.weight != "trains":
             continue
         batch, m, n, k = kernel.shape  # of all rows at once
@@ -148,7 +165,7 @@ def weight_gradients_of(kernels: Iterable[Kernel], gradient_bytes: int, product_
             found += [replace(product, writes=(written,)),
                       Kernel(kind="copy", reads=(written, gradient), writes=(gradient,))]
         if kernel.has_bias:
-            found.append(Kernel(kind="pointwise", reads=dy, is_reduction=True))
+            found.append(Kernel(kind="pointwise", reads=dy, is_reduction=True, more_launches=_BIAS_LAUNCHES))
     return tuple(found)
 
 

@@ -28,7 +28,6 @@ from typing import NamedTuple
 from ranvier.config.resolve import ResolvedRun, chunk_size
 from ranvier.cost.blocks import BlockCost, Same
 from ranvier.cost.collectives import (
-    Placed,
     all_reduce_seconds,
     placed,
     received_seconds,
@@ -696,8 +695,10 @@ class _StepCost:
         if group.members == 1:
             return 0.0
         size = self._beside(rank) if group.crosses else self.trained[rank]
-        return all_reduce_seconds(size * self._gradient_bytes(), group, self.cluster) \
-            + (self._chunks(rank) - 1) * self._chunk_start(group)
+        chunks, optim = self._chunks(rank), self.run.optim
+        return (chunks - 1) * self.cluster.chunk_seconds + all_reduce_seconds(
+            size * self._gradient_bytes(), group, self.cluster, pieces=chunks,
+            scatters=optim.shard and not self.step.whole_tensors)
 
     def _beside(self, place: int) -> float:
         """Parameters of a rank on the node of this one of a pipeline, on average: they take turns on its link."""
@@ -709,11 +710,6 @@ class _StepCost:
                     if 0 <= rank - first < size * self.mesh.pipeline_size}
             found.append(max(sum(self.trained[other] for other in here), self.trained[place]) / len(here))
         return max(found)
-
-    def _chunk_start(self, group: Placed) -> float:
-        link = self.cluster.between if group.crosses else self.cluster.inside
-        return self.cluster.chunk_seconds + self.cluster.collective_seconds + 2 * (
-            group.members - 1) * link.latency_seconds
 
     def _chunks(self, rank: int) -> int:
         size = chunk_size(self.run.optim, "cuda" if self.cluster.device.cores is None else "cpu")

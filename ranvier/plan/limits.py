@@ -241,12 +241,13 @@ class _BlockTimes:
 
 def _block_times(stages: Sequence[Sequence[BlockCost]], device: str, segments: Segments, defers: bool = True
                  ) -> list[list[_BlockTimes]]:
-    """Times of each stage's blocks. A recomputed block has one more forward in its backward, and none of its products
-    wait."""
+    """Times of each stage's blocks. A recomputed block runs once more in its backward, the last one of its segment
+    without its last product, and none of its products wait."""
     found, trains = [], False
     for stage, blocks in enumerate(stages):
         found.append(list[_BlockTimes]())
-        again = {place for segment in segments[stage] for place in segment} if segments else set()
+        again = {place: place == segment.stop - 1 for segment in segments[stage] for place in segment
+                 } if segments else {}
         for place, block in enumerate(blocks):
             trains = trains or block.num_trainable > 0
             own = block.weight_flops if block.num_trainable else 0
@@ -254,7 +255,8 @@ def _block_times(stages: Sequence[Sequence[BlockCost]], device: str, segments: S
             forward = block.weight(device)
             found[-1].append(_BlockTimes(
                 forward=forward, weight=own if waits else 0,
-                backward=(forward + (block.repeated_weight(device) if place in again else 0) if trains else 0)
+                backward=(forward + (block.repeated_weight(device, ends=again[place]) if place in again else 0)
+                          if trains else 0)
                 + (0 if waits else own)))
     return found
 

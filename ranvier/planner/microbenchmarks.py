@@ -86,7 +86,8 @@ def measured_device(name: str, formats: Sequence[Format], *, memory_bytes: int, 
         starts.append(start)
         peak = max(reached, 0.0 if number_format == "fp8" else published_peak(name, number_format) or 0.0)
         forward, backward = (None, None) if number_format == "fp8" else (
-            min(1.0, max(LEAST_SHARE, flops / peak)) for flops in _attention_flops(sizes, number_format))
+            min(1.0, max(LEAST_SHARE, flops / peak))
+            for flops in _attention_flops(sizes, number_format, 2 / reducing + 3 / bandwidth))
         rates[number_format] = Rate(peak_flops=peak, share=reached / peak, attention_share=forward,
                                     attention_backward_share=backward)
     return Device(name=name, memory_bytes=memory_bytes, reserved_bytes=1_500_000_000, rates=rates,
@@ -128,8 +129,9 @@ def _product(shape: tuple[int, int, int], number_format: Format) -> Callable[[],
                    output_dtype=torch.bfloat16)
 
 
-def _attention_flops(sizes: Sizes, number_format: Format) -> tuple[float, float]:
-    """FLOP/s of causal attention, forward and backward."""
+def _attention_flops(sizes: Sizes, number_format: Format, beside: float) -> tuple[float, float]:
+    """FLOP/s of causal attention, forward and backward. beside: seconds of the passes beside the backward's products
+    (`Device.beside_attention_seconds`) for each byte of the queries."""
     sequences, heads, positions, width = sizes.attention
     query, key, value = (torch.randn(sizes.attention).to(DTYPES[number_format]).requires_grad_() for _ in range(3))
     attention = partial(functional.scaled_dot_product_attention, query, key, value, is_causal=True)
@@ -139,4 +141,4 @@ def _attention_flops(sizes: Sizes, number_format: Format) -> tuple[float, float]
     out = attention()
     backward = timed(partial(torch.autograd.grad, out, (query, key, value), torch.ones_like(out), retain_graph=True),
                      sizes.seconds, calls=_calls(flops))
-    return flops / forward, ATTENTION_BACKWARD * flops / backward
+    return flops / forward, ATTENTION_BACKWARD * flops / max(backward - beside * query.nbytes, CLOCK_SECONDS)

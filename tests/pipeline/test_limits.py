@@ -16,7 +16,7 @@ from ranvier.mesh import Mesh, StagePlacement
 from ranvier.models import families
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.plan.limits import memory_choices, run_limits
+from ranvier.plan.limits import expected_seconds, memory_choices, run_limits
 from ranvier.planner.count import laid_out, recomputed_runs
 from ranvier.planner.report import schedule_text
 from ranvier.planner.run_cost import run_cost
@@ -304,6 +304,20 @@ def test_a_runs_engine_and_predictions_agree(settings, follows_rule):
         assert of_engine == run_limits(replace(run, batch=replace(run.batch, global_size=20)), costs, segments)
         assert [list(each) for each in again] == [segments[rank]] * 2
     assert (expected == rule_limits([True] * 2)) == follows_rule
+
+
+def test_a_second_run_ends_before_the_last_product_of_its_segment():
+    """Of each layer fc2 and the sum after it: their operations, and four for each byte that they write."""
+    run = replace(RUN, memory=Memory(recompute=1))
+    costs = laid_out(run)[0].stage_costs()
+    segments = recomputed_runs(run, costs)
+    factors = ((1.0, 1.0),) * sum(map(len, costs))
+    plain, again = (expected_seconds(run, costs, factors, each) for each in ((), segments))
+    fc2 = 2 * 2 * 16 * 4 * 32 * 32
+    for rank, blocks in enumerate(costs):
+        whole = sum(blocks[place].weight() for segment in segments[rank] for place in segment)
+        left_out = len(segments[rank]) * (fc2 + 4.0 * 2 * (2 * 16 * 32 * 4))
+        assert segments[rank] and again[rank][1] - plain[rank][1] == pytest.approx(whole - left_out)
 
 
 def test_memory_against_speed():

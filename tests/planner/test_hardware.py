@@ -6,7 +6,7 @@ import pytest
 
 from ranvier.cost.collectives import Placed, all_reduce_seconds, placed, received_seconds, tree_seconds
 from ranvier.cost.hardware import Cluster, Device, Host, Link, Rate
-from ranvier.cost.kernels import Access, Kernel
+from ranvier.cost.kernels import Access, Kernel, backward_of, weight_gradients_of
 from ranvier.mesh import Mesh
 
 INSIDE, BETWEEN = Link(bandwidth=100.0, latency_seconds=1.0), Link(bandwidth=20.0, share=0.5, latency_seconds=2.0)
@@ -31,6 +31,25 @@ def test_a_kernel_is_computing_or_moving_and_its_launch():
     product, copy = Kernel(kind="product", flops=1500, reads=moved), Kernel(kind="copy", reads=moved)
     assert device.seconds([product, copy], "fp32") == 1500 / 500 + 100 / 50 + 0.5
     assert device.update_seconds(100.0) == 2.0
+
+
+def test_a_gpu_launches_more_than_is_counted():
+    """Beside a product zeros, beside the sum that is a bias's gradient a cast and an addition, too."""
+    moved = (Access(0, 100, 100),)
+    product = Kernel(kind="product", reads=moved, writes=moved, shape=(1, 4, 4, 4), weight="trains", has_bias=True)
+    kernels = weight_gradients_of([product], 4)
+    assert [kernel.launches for kernel in (product, *kernels)] == [2, 2, 4]
+    attention = backward_of([Kernel(kind="attention", reads=moved, writes=moved)])
+    assert [kernel.launches for kernel in attention] == [4]
+    gpu, cpu = replace(cluster().device, multiprocessors=1, reduction_share=0.25), cluster().device
+    (_, bias) = kernels
+    assert gpu.kernel_seconds(bias, "fp32") == 100 / 25 + 4 * 0.25
+    assert cpu.kernel_seconds(bias, "fp32") == 100 / 50 + 0.25
+    (backward,) = attention
+    assert gpu.beside_attention_seconds(100) == 200 / 25 + 300 / 50
+    more = replace(backward, flops=10_000)
+    assert gpu.kernel_seconds(more, "fp32") == 10_000 / 500 + 14 + 4 * 0.25
+    assert cpu.kernel_seconds(more, "fp32") == 10_000 / 500 + 0.25
 
 
 def test_sums_over_a_dim_reach_a_share_of_their_own():
@@ -62,9 +81,14 @@ def test_collectives():
     one = Placed(members=4, inside=4, together=0)
     assert all_reduce_seconds(400.0, one, cluster()) == 6 * (1 + 1)
     across = Placed(members=4, inside=2, together=2)
-    assert all_reduce_seconds(400.0, across, cluster()) == 2 + 2 * 1 + 400 / 5  # a pair of trees over two nodes
+    assert all_reduce_seconds(400.0, across, cluster()) == 2 * (2 + 1) + 400 / 5  # a pair of trees over two nodes
+    assert all_reduce_seconds(400.0, across, cluster(), scatters=True) == 6 * (3 / 2 + 100 / 5)
     four_nodes = Placed(members=8, inside=2, together=2)
-    assert all_reduce_seconds(400.0, four_nodes, cluster()) == 14 * (2 + 50 / 5)
+    assert all_reduce_seconds(400.0, four_nodes, cluster()) == 14 * ((2 + 1) / 2 + 50 / 5)  # every second hop is inside
+    assert all_reduce_seconds(4.0, four_nodes, cluster()) == 2 * (2 * 2 + 1) + 2 * 4 / 5  # two trees over four nodes
+    assert all_reduce_seconds(4.0, four_nodes, cluster(collective_seconds=5.0), pieces=3) == 3 * (5 + 10) + 8 / 5
+    assert all_reduce_seconds(4.0, four_nodes, cluster(), pieces=3, scatters=True) == pytest.approx(
+        3 * 14 * 3 / 2 + 14 * 4 / 8 / 5)
     assert all_reduce_seconds(400.0, one, cluster(collective_seconds=5.0)) == 5 + 12
     assert all_reduce_seconds(400.0, Placed(members=1), cluster(collective_seconds=5.0)) == 0
     assert received_seconds(300.0, 3, one, cluster()) == 3 * 1 + 3 and received_seconds(1.0, 1, Placed(members=1),
@@ -72,6 +96,9 @@ def test_collectives():
     assert tree_seconds(300.0, across, cluster()) == 400 / 100 + 400 / 5
 
 
-def test_a_ring_waits_for_its_slowest_link():
+def test_a_ring_waits_for_its_slowest_link_and_each_hop_has_its_latency():
     slow_inside = cluster(inside=Link(bandwidth=2.0))
-    assert all_reduce_seconds(400.0, Placed(members=8, inside=2, together=1), slow_inside) == 14 * 50 / 2
+    across = Placed(members=8, inside=2, together=1)
+    assert all_reduce_seconds(400.0, across, slow_inside) == 14 * (2 / 2 + 50 / 2)
+    assert received_seconds(0.0, 7, replace(across, inside=4), cluster()) == 7 * (2 + 3 * 1) / 4
+    assert received_seconds(0.0, 7, replace(across, inside=1), cluster()) == 7 * 2
