@@ -221,6 +221,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_no_link_of_the_site_is_dead(site: Path) -> None:
     pages = {path: Tags(path.read_text()) for path in site.rglob("*.html")}
     assert len(pages) > 50

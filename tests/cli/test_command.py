@@ -224,6 +224,7 @@ def test_the_ranks_command_says_what_auto_chose():
     assert not _planned_flags(Run(), resolve(Run()))
 
 
+@pytest.mark.slow
 def test_an_error_of_the_ranks_is_one_line(tmp_path):
     """With --quiet it is all that is printed."""
     done = ranvier("train", "gpt-tiny", "--quiet", "--mesh.data", 1, "--mesh.pipe", 2,

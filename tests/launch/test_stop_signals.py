@@ -108,6 +108,7 @@ def test_interrupting_ranks_that_are_saving(start, transport):
     assert code == 130 and "interrupted" in err and "SIGTERM" in err
 
 
+@pytest.mark.slow
 @MOSTLY_TORCH
 def test_ranks_that_do_not_take_signals_yet_are_ended(start, transport):
     process, pids = start("early", transport)

@@ -70,6 +70,7 @@ def test_candidates_are_all_meshes_and_all_of_them_can_be():
     assert {run.batch.microbatch_size for run in only} == {1, 2, 4, 8, 16}
 
 
+@pytest.mark.slow
 def test_the_plan_is_the_fastest_of_all_that_fit():
     cluster = load_cluster("h100")
     plan = plan_for_four()
@@ -81,6 +82,7 @@ def test_the_plan_is_the_fastest_of_all_that_fit():
     assert plan.considered == len(everything) > len(plan.best) and seconds[0] <= min(everything)
 
 
+@pytest.mark.slow
 def test_what_saves_memory_waits_for_its_turn():
     """Little memory: the plan is the fastest of all variants that fit, each looked at by itself."""
     cluster = load_cluster("h100")
@@ -246,6 +248,7 @@ def test_what_would_fit_is_named_where_it_was_not_looked_for():
         search(run, small, 4, ("microbatch",))
 
 
+@pytest.mark.slow
 def test_auto_where_nothing_fits():
     cluster = load_cluster("h100")
     small = replace(cluster, nodes=4, device=replace(cluster.device, memory_bytes=1_500_600_000))
@@ -354,6 +357,7 @@ def test_what_cannot_be_measured(monkeypatch, tmp_path):
         trial.step_seconds(replace(TINY, launch=replace(TINY.launch, device="cuda")), tmp_path / "none")
 
 
+@pytest.mark.slow
 def test_the_command_prints_json(capsys):
     code, out, _ = command(capsys, "plan", "gpt-tiny", "--cluster", "h100", "--ranks", "2", "--json")
     found = json.loads(out)
