@@ -138,12 +138,13 @@ def sets_in_one_process(sentences, tmp_path_factory):
 def test_sets_of_layers_on_a_mesh_that_changes(sentences, tmp_path, sets_in_one_process, monkeypatch):
     """tests/elastic/test_freezing_ties.py compares with plain PyTorch. The run goes on from a checkpoint, too."""
     always(monkeypatch)
-    run = tiny(sentences, tmp_path / "run", elastic=replace(CACHED, freeze="none", manual=(), every=5,
-                                                            cache_dir=tmp_path / "cache"),
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=replace(
+        CACHED, freeze="none", manual=(), every=5, cache_dir=tmp_path / "cache"),
                checkpoint=Checkpoint(every=12, keep=3))
-    _, text = run_all(run, freezing=Sets())
+    results, text = run_all(run, freezing=Sets())
     assert losses(run) == pytest.approx(sets_in_one_process, rel=1e-9)
     assert [line["frozen_layers"] for line in transitions(run)] == [2, 3, 2, 2]
+    assert transitions(run)[-1]["mesh"]["data"] == 2 and read_rows(results) > 0
     for told in ("step 5: froze layers 1 and 3; ", "step 10: froze layer 0; ",
                  "step 15: froze layer 4; unfroze layers 1 and 3; ", "step 20: froze layer 1; unfroze layer 4; "):
         assert told in text

@@ -124,7 +124,8 @@ def test_values_are_the_same_on_every_mesh(weight_format):
     assert torch.equal(alone, torch.cat([left, right], dim=1))
 
 
-@pytest.mark.parametrize(("weight_format", "mesh"), covering(["int8", "nf4"], [Mesh(), Mesh(pipe=2), Mesh(row=2, col=2)]))
+@pytest.mark.parametrize(("weight_format", "mesh"), covering(
+    ["int8", "nf4"], [Mesh(), Mesh(pipe=2), Mesh(row=2, col=2)]))
 def test_memory_is_predicted_to_the_byte(weight_format, mesh):
     run = ResolvedRun(model=Transformer(**SIZES), batch=Batch(global_size=4, microbatch_size=2), mesh=mesh,
                       precision="bf16", lora=replace(LORA, base_format=weight_format), optim=Optim(bucket_size=100))
