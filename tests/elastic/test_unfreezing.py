@@ -33,6 +33,7 @@ from tests.elastic.runs import (
     run_all,
     tiny,
     transitions,
+    write_sentences,
 )
 from tests.errors import raises
 
@@ -127,31 +128,41 @@ class Sets:
         return self.answers[facts.evaluation - 1]
 
 
+SETS_TRAIN = Train(steps=14, learning_rate=3e-3)
+
+
 @pytest.fixture(scope="module")
-def sets_in_one_process(sentences, tmp_path_factory):
-    run = tiny(sentences, tmp_path_factory.mktemp("sets") / "run", mesh=Mesh(), elastic=Elastic(every=5),
+def few(tmp_path_factory):
+    """Sentences of epochs of five batches."""
+    folder = tmp_path_factory.mktemp("few")
+    write_sentences(folder, train=40)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sets_in_one_process(few, tmp_path_factory):
+    run = tiny(few, tmp_path_factory.mktemp("sets") / "run", mesh=Mesh(), elastic=Elastic(every=3), train=SETS_TRAIN,
                batch=AT_ONCE)
     run_all(run, freezing=Sets())
     return losses(run)
 
 
-def test_sets_of_layers_on_a_mesh_that_changes(sentences, tmp_path, sets_in_one_process, monkeypatch):
+def test_sets_of_layers_on_a_mesh_that_changes(few, tmp_path, sets_in_one_process, monkeypatch):
     """tests/elastic/test_freezing_ties.py compares with plain PyTorch. The run goes on from a checkpoint, too."""
     always(monkeypatch)
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=replace(
-        CACHED, freeze="none", manual=(), every=5, cache_dir=tmp_path / "cache"),
-               checkpoint=Checkpoint(every=12, keep=3))
+    run = tiny(few, tmp_path / "run", mesh=Mesh(pipe=2), train=SETS_TRAIN, checkpoint=Checkpoint(every=7, keep=3),
+               elastic=replace(CACHED, freeze="none", manual=(), every=3, cache_dir=tmp_path / "cache"))
     results, text = run_all(run, freezing=Sets())
     assert losses(run) == pytest.approx(sets_in_one_process, rel=1e-9)
     assert [line["frozen_layers"] for line in transitions(run)] == [2, 3, 2, 2]
     assert transitions(run)[-1]["mesh"]["data"] == 2 and read_rows(results) > 0
-    for told in ("step 5: froze layers 1 and 3; ", "step 10: froze layer 0; ",
-                 "step 15: froze layer 4; unfroze layers 1 and 3; ", "step 20: froze layer 1; unfroze layer 4; "):
+    for told in ("step 3: froze layers 1 and 3; ", "step 6: froze layer 0; ",
+                 "step 9: froze layer 4; unfroze layers 1 and 3; ", "step 12: froze layer 1; unfroze layer 4; "):
         assert told in text
-    again = replace(run, resume=str(run.run_dir / "checkpoint" / "step-12"), run_dir=tmp_path / "again",
+    again = replace(run, resume=str(run.run_dir / "checkpoint" / "step-7"), run_dir=tmp_path / "again",
                     mesh=Mesh(data=2))
     run_all(again, freezing=Sets())
-    assert losses(again) == pytest.approx(sets_in_one_process[12:], rel=1e-9)
+    assert losses(again) == pytest.approx(sets_in_one_process[7:], rel=1e-9)
 
 
 @pytest.mark.slow
