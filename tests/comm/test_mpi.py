@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from ranvier.comm.mixed_backend import MixedBackend
-from ranvier.comm.torch_backend import TorchBackend
 from ranvier.errors import LaunchError
 from ranvier.launch import mpiexec
 from ranvier.testing.ranks import RanksFailed, run_processes
@@ -33,10 +32,10 @@ def told_by_rank(world: World, cases: list) -> list:
     and whether MPI ends in order."""
     from tests.tensor.test_tensor_real_processes import errors
 
-    collectives = TorchBackend(world.rank, world.size, world.store, world.device, 60.0)
-    mixed = replace(world, backend=MixedBackend(world.backend, collectives))
-    return [conformance.run_cases(world, cases), conformance.run_cases(mixed, MIXED),
-            *errors(world, 1, world.size, "stationary"), leave_messages_behind(mixed)]
+    assert isinstance(world.backend, MixedBackend)
+    plain = replace(world, backend=world.backend._messages)
+    return [conformance.run_cases(plain, cases), conformance.run_cases(world, MIXED),
+            *errors(plain, 1, world.size, "stationary"), leave_messages_behind(world)]
 
 
 @mpi
@@ -44,7 +43,7 @@ def told_by_rank(world: World, cases: list) -> list:
 def test_conformance_gradients_and_an_orderly_shutdown(size):
     """All in one start; a case that fails is named."""
     cases = [*conformance.MESSAGES, *conformance.COLLECTIVES]
-    for count, mixed, error, finalized in run_processes(f"{HERE}:told_by_rank", size, "mpi", args=[cases],
+    for count, mixed, error, finalized in run_processes(f"{HERE}:told_by_rank", size, "mpi+torch", args=[cases],
                                                         timeout_seconds=240):
         assert (count, mixed, finalized) == (len(cases), len(MIXED), True) and error < 1e-10
 

@@ -34,7 +34,7 @@ def mesh_of(line):
 
 @pytest.mark.parametrize(("wishes", "stop", "meshes", "ranks"), [
     ({1: dict(data=1, pipe=1, row=2, col=2), 2: dict(data=1, pipe=1, row=2, col=3), 3: dict(data=1, pipe=2, row=1),
-      5: dict(data=1, pipe=4, row=1, col=1)}, 6, [(1, 1, 2, 2), (1, 2, 1, 2), (1, 4, 1, 1)], [6]),
+      5: dict(data=1, pipe=4, row=1, col=1)}, 7, [(1, 1, 2, 2), (1, 2, 1, 2), (1, 4, 1, 1)], [6]),
     pytest.param({2: dict(data=1, pipe=1, row=2, col=2), 5: dict(data=1, pipe=2, row=1),
                   8: dict(data=2, pipe=1, row=1, col=1), 11: dict(data=1, pipe=2, row=2),
                   14: dict(data=1, pipe=1, row=2, col=3), 16: dict(data=2, pipe=2, row=2),
