@@ -131,6 +131,7 @@ OPTIMS = (Optim(), Optim(shard=True, offload="stream", accumulate="half"),
           Optim(algorithm="sgd", shard=True, offload="host"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "name"), [pytest.param(number, name, marks=[pytest.mark.slow] * (number != 2))
                                               for number, name in enumerate(presets.PRESETS)])
 def test_presets(number, name):

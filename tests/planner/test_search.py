@@ -82,7 +82,6 @@ def test_the_plan_is_the_fastest_of_all_that_fit():
     assert plan.considered == len(everything) > len(plan.best) and seconds[0] <= min(everything)
 
 
-@pytest.mark.slow
 def test_what_saves_memory_waits_for_its_turn():
     """Little memory: the plan is the fastest of all variants that fit, each looked at by itself."""
     cluster = load_cluster("h100")
@@ -101,8 +100,9 @@ def test_what_saves_memory_waits_for_its_turn():
 
 @pytest.mark.parametrize(("cluster", "mesh", "settings"), [
     ("laptop", Mesh(pipe=2, data=2), {}), ("h100", Mesh(pipe=3, col=2), {"checkpoint": "auto"}),
-    ("h100", Mesh(pipe=2, row=2), {"offload": "stream"}), ("summit", Mesh(data=4), {"shard": True}),
-    ("h100", Mesh(pipe=6), {"checkpoint": 1})], ids=str)
+    pytest.param("h100", Mesh(pipe=2, row=2), {"offload": "stream"}, marks=pytest.mark.slow),
+    ("summit", Mesh(data=4), {"shard": True}),
+    pytest.param("h100", Mesh(pipe=6), {"checkpoint": 1}, marks=pytest.mark.slow)], ids=str)
 def test_memory_is_what_check_says(cluster, mesh, settings):
     run = replace(TINY, mesh=mesh, memory=replace(TINY.memory, recompute=settings.get("checkpoint", "none")),
                   optim=replace(TINY.optim, offload=settings.get("offload", "none"), shard="shard" in settings))
