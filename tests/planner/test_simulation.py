@@ -124,9 +124,9 @@ def test_long_batches_by_their_first_part(policy, slow, monkeypatch):
     def run(seed):
         return simulate_step([STAGE] * 4, 1500, policy, 4, replicas=3, noise=Noise(jitter=0.3, slow=slow, seed=seed))
 
-    parts = [run(seed) for seed in range(2)]
+    parts = [run(seed) for seed in range(3)]
     monkeypatch.setattr(simulation, "_LONG", 10**9)
-    wholes = [run(seed) for seed in range(2)]
+    wholes = [run(seed) for seed in range(3)]
     for part, whole in zip(parts, wholes, strict=True):
         assert len(part.shown.actions[0]) < len(whole.shown.actions[0]) and part.sampled == whole.sampled == 3
         assert part.bubble_fraction == pytest.approx(whole.bubble_fraction, abs=0.05)
