@@ -7,7 +7,7 @@ from math import ceil, hypot
 
 import pytest
 
-from ranvier.config.run import Elastic
+from ranvier.config.run import Elastic, Train
 from ranvier.elastic.freezing import GradientNorm
 from ranvier.mesh import Mesh
 from tests.elastic.runs import AT_ONCE, NUM_LAYERS, StopAfter, events, lines, losses, run_all, tiny, transitions
@@ -52,11 +52,11 @@ def asked_for_norms(run, monkeypatch):
 
 
 def test_depths_follow_from_the_norms_of_the_gradients(sentences, tmp_path, monkeypatch):
-    elastic = Elastic(freeze="gradient-norm", alpha=0.5, every=2)
-    one = tiny(sentences, tmp_path / "one", mesh=Mesh(), elastic=elastic, batch=AT_ONCE)
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=elastic)
+    elastic, train = Elastic(freeze="gradient-norm", alpha=0.5, every=2), Train(steps=12, learning_rate=3e-3)
+    one = tiny(sentences, tmp_path / "one", mesh=Mesh(), elastic=elastic, train=train, batch=AT_ONCE)
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=elastic, train=train)
     dry = tiny(sentences, tmp_path / "dry", mesh=Mesh(), elastic=replace(elastic, dry_run=True),
-               batch=AT_ONCE)
+               train=train, batch=AT_ONCE)
     alone, asked = asked_for_norms(one, monkeypatch), asked_for_norms(run, monkeypatch)
     frozen, depths, steps = 0, [], lines(run, "metrics.jsonl")
     for number, (facts, other) in enumerate(zip(asked, alone, strict=True), 1):

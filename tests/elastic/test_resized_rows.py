@@ -32,29 +32,30 @@ def mesh_of(line):
     return tuple(line["mesh"][axis] for axis in ("data", "pipe", "row", "col"))
 
 
-@pytest.mark.parametrize(("wishes", "stop", "meshes", "ranks"), [
-    ({1: dict(data=1, pipe=1, row=2, col=2), 2: dict(data=1, pipe=1, row=2, col=3), 3: dict(data=1, pipe=2, row=1)},
-     5, [(1, 1, 2, 2), (1, 2, 1, 2)], [6]),
-    pytest.param({2: dict(data=1, pipe=1, row=2, col=2), 5: dict(data=1, pipe=2, row=1),
-                  8: dict(data=2, pipe=1, row=1, col=1), 11: dict(data=1, pipe=2, row=2),
-                  14: dict(data=1, pipe=1, row=2, col=3), 16: dict(data=2, pipe=2, row=2),
-                  18: dict(data=1, pipe=4, row=1, col=1)}, None, [
-        (1, 1, 2, 2), (1, 2, 1, 2), (2, 1, 1, 1), (1, 2, 2, 1), (1, 4, 1, 1)], [6, 8], marks=pytest.mark.slow)],
-    ids=["two", "five"])
-def test_rows_and_columns_change_while_a_run_goes_on(sentences, tmp_path, plain_losses, requests, wishes, stop, meshes,
-                                                     ranks):
-    """With the states of AdamW; what is not named stays. stop: the step after which the run
-    is told to stop. ranks: of the wishes that are refused."""
-    run = tiny(sentences, tmp_path / "run")
+@pytest.mark.parametrize(("first", "wishes", "stop", "meshes", "ranks", "told"), [
+    (Mesh(pipe=2), {1: dict(data=1, pipe=1, row=2), 2: dict(data=1, pipe=1, row=2, col=3),
+                    3: dict(data=1, pipe=1, row=1, col=2)}, 5, [(1, 1, 2, 1), (1, 1, 1, 2)], [6],
+     "pipe 2 -> 1, row 1 -> 2"),
+    pytest.param(Mesh(pipe=4), {
+        2: dict(data=1, pipe=1, row=2, col=2), 5: dict(data=1, pipe=2, row=1), 8: dict(data=2, pipe=1, row=1, col=1),
+        11: dict(data=1, pipe=2, row=2), 14: dict(data=1, pipe=1, row=2, col=3), 16: dict(data=2, pipe=2, row=2),
+        18: dict(data=1, pipe=4, row=1, col=1)}, None, [
+            (1, 1, 2, 2), (1, 2, 1, 2), (2, 1, 1, 1), (1, 2, 2, 1), (1, 4, 1, 1)], [6, 8],
+        "pipe 4 -> 1, row 1 -> 2, col 1 -> 2", marks=pytest.mark.slow)], ids=["two", "five"])
+def test_rows_and_columns_change_while_a_run_goes_on(sentences, tmp_path, plain_losses, requests, first, wishes, stop,
+                                                     meshes, ranks, told):
+    """With the states of AdamW; what is not named stays. stop: the step after which the run is told to stop. ranks: of
+    the wishes that are refused."""
+    run = tiny(sentences, tmp_path / "run", mesh=first)
     results, text = run_all(run, trackers=[Wishes(run, wishes), StopAfter(stop, requests)])
     found = losses(run)
     assert found == pytest.approx(plain_losses[:len(found)], rel=1e-9) and len(found) > (stop or NUM_STEPS - 1)
     assert [mesh_of(line) for line in transitions(run)] == meshes
     refused = [line["text"] for line in events(run, "resize-refused")]
-    assert [f"needs {size} ranks, and the run was started with 4" in told
-            for size, told in zip(ranks, refused, strict=True)] == [True] * len(ranks)
+    assert [f"needs {size} ranks, and the run was started with {first.size}" in line
+            for size, line in zip(ranks, refused, strict=True)] == [True] * len(ranks)
     assert "resize request for data 1 x pipe 1 x row 2 x col 3 refused" in refused[0]
-    assert "pipe 4 -> 1, row 1 -> 2, col 1 -> 2" in text
+    assert told in text
     assert all(result == results[0] for result in results)
 
 

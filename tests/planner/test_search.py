@@ -267,6 +267,7 @@ def command(capsys, *words):
     return code, out.out, out.err
 
 
+@pytest.mark.slow
 def test_the_command_plans_and_writes_a_run_that_can_be(capsys, tmp_path):
     code, out, err = command(capsys, "plan", "gpt-tiny", "--cluster", "laptop", "--out", str(tmp_path / "best.toml"),
                              "--explain")
