@@ -35,12 +35,12 @@ help:
 train: $(VENV)/train
 	$(BIN)/ranvier train gpt-tiny
 
-# With the packages of the site, where they can be installed, the tests build it as well: a warning or a dead link fails.
 test: lint
-	-@$(MAKE) --no-print-directory $(VENV)/docs
 	$(PYTEST)
 
+# With the packages of the site, where they can be installed, the tests build it as well: a warning or a dead link fails.
 test-all: lint
+	-@$(MAKE) --no-print-directory $(VENV)/docs
 	$(PYTEST) -rs -m "not gpu" --hypothesis-profile random
 	$(MAKE) test-versions
 

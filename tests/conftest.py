@@ -42,12 +42,11 @@ def no_pictures(request):
         yield
 
 
-LONGEST = ("test_losses.py", "test_elastic_run.py", "test_real_starts.py", "test_site.py",
-           "test_stopped_ranks.py", "test_readme.py", "test_golden_runs.py", "test_mpi.py", "test_torch.py",
-           "test_launcher_dies.py", "test_stop_signals.py", "test_release.py", "test_generate_command.py",
-           "test_recorded.py", "test_together.py", "test_compiled_blocks.py", "test_types.py", "test_real_processes.py",
-           "test_run_function.py", "test_leaving_early.py", "test_fault_injection.py", "test_bad_settings.py",
-           "test_collective_order.py", "test_search.py", "test_start_trial.py", "test_autocast.py")
+LONGEST = ("test_real_starts.py", "test_torch.py", "test_mpi.py", "test_unfreezing.py", "test_resized_rows.py",
+           "test_elastic_run.py", "test_elastic_decoders.py", "test_search.py", "test_costs.py", "test_readme.py",
+           "test_golden_runs.py", "test_losses.py", "test_stop_signals.py", "test_stopped_ranks.py",
+           "test_launcher_dies.py", "test_run_function.py", "test_start_trial.py", "test_bad_settings.py",
+           "test_compiled_blocks.py", "test_real_processes.py", "test_autocast.py", "test_types.py")
 """A file runs in one process: those that take longest begin first, so that no process ends long after the others. The
 rest follows by the number of tests. `make test` says --no-loadscope-reorder: pytest-xdist's own order has files with a
 single long test last."""

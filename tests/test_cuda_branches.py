@@ -20,7 +20,7 @@ from ranvier.comm.mpi_backend import _cuda_aware
 from ranvier.config.run import Batch, Checkpoint, Data, Launch, Optim, Run, Train, Transformer
 from ranvier.launch import rank_processes, start
 from ranvier.launch.launchers import Started
-from ranvier.planner import auto, measure
+from ranvier.planner import auto, measure, microbenchmarks
 from ranvier.planner.microbenchmarks import Sizes
 from ranvier.tensor.float8 import float8_layers, runs_on_cpu
 from ranvier.train import newcomer
@@ -90,8 +90,9 @@ def cached_states(folder):
 
 
 def measured(monkeypatch):
-    """A cluster file of a machine with two devices; its products are small."""
+    """A cluster file of a machine with two devices; its products are small, and few."""
     monkeypatch.setattr(measure, "GPU", SMALL_SIZES)
+    monkeypatch.setattr(microbenchmarks, "_LAUNCHES", 2)
     zeros, seconds = torch.zeros, measure.timed
     monkeypatch.setattr(torch, "zeros", lambda *size, **options: zeros(*(min(one, 4096) for one in size), **options))
     monkeypatch.setattr(measure, "timed", lambda call: seconds(call, 0.0))

@@ -6,6 +6,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 import ranvier
 
 ROOT = Path(ranvier.__file__).parent
@@ -116,6 +118,7 @@ def test_settings_depend_on_no_other_room():
         assert not [name for name in imported(path) if within(name, rooms)], path.relative_to(ROOT)
 
 
+@pytest.mark.slow
 def test_a_rank_starts_without_what_only_pictures_and_compiled_blocks_need():
     """Also after it has built blocks without storage, to count them."""
     program = ("import sys, torch, ranvier.cli.main, ranvier.train.loop\n"

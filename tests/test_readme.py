@@ -62,10 +62,21 @@ def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-def test_links_lead_to_files() -> None:
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as the site makes them, and those that the page names itself."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    titles = (re.sub(r"\{#[^}]*\}|[^\w\s-]", "", title) for title in re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE))
+    return {re.sub(r"[-\s]+", "-", title.strip().lower()) for title in titles} | set(re.findall(r"\{#([\w-]+)", text))
+
+
+def test_links_lead_to_files_and_headings() -> None:
+    """The site's own links are in `make test-all`: those of its pages about the code are made there."""
     for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
-        for link in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
-            assert "://" in link or (page.parent / link).exists(), f"{page.name}: {link}"
+        for link, _, anchor in re.findall(r"\]\(([^)#\s]*)(#([^)\s]+))?\)", page.read_text()):
+            target = page.parent / link if link else page
+            assert "://" in link or target.exists(), f"{page.name}: {link}"
+            if anchor and target.suffix == ".md" and "::: " not in target.read_text():
+                assert anchor in anchors(target), f"{page.name}: {link}#{anchor}"
 
 
 def test_the_pages_have_what_is_tested_here() -> None:

@@ -31,6 +31,15 @@ def test_the_version_is_one() -> None:
     assert released[1:2] in ([], [ranvier.__version__])
 
 
+def test_the_wheel_has_all_files_of_the_package() -> None:
+    """The slow test builds it, and installs it."""
+    package = ROOT / "ranvier"
+    patterns = PROJECT["tool"]["setuptools"]["package-data"]["ranvier"]
+    others = {path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert others == {path for pattern in patterns for path in package.glob(pattern)} and len(others) > 10
+    assert not [path for path in package.rglob("*.py") if not (path.parent / "__init__.py").exists()]
+
+
 def test_every_dependency_and_extra_is_in_its_document() -> None:
     page = (ROOT / "docs" / "dependencies.md").read_text()
     table = page[page.index("## What is installed"):page.index("## What each extra brings")]
@@ -41,6 +50,7 @@ def test_every_dependency_and_extra_is_in_its_document() -> None:
         re.findall(r"`([\w-]+)`", "".join(re.findall(r"^\| (.+?) \|", extras, flags=re.MULTILINE))))
 
 
+@pytest.mark.slow
 def test_the_wheel_of_the_sdist_installs_and_runs(tmp_path: Path) -> None:
     """Without the network: the environment sees the packages of this one, but not this checkout."""
     pytest.importorskip("build")

@@ -221,6 +221,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_no_link_of_the_site_is_dead(site: Path) -> None:
     pages = {path: Tags(path.read_text()) for path in site.rglob("*.html")}
     assert len(pages) > 50
@@ -237,6 +238,7 @@ def test_no_link_of_the_site_is_dead(site: Path) -> None:
     assert not dead, "\n".join(dead)
 
 
+@pytest.mark.slow
 def test_the_search_finds_how_to_pages_first(site: Path) -> None:
     """Pages by how often they say a word, as the search weighs them: the log of experiments says everything."""
     text = (site / "search" / "search_index.js").read_text()
@@ -247,6 +249,7 @@ def test_the_search_finds_how_to_pages_first(site: Path) -> None:
     assert {boosts[page] for page in logs} == {0.5}
 
 
+@pytest.mark.slow
 def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
     for path in site.rglob("*.html"):
         assert not [link for link in Tags(path.read_text()).loaded if urlsplit(link).netloc], path
@@ -255,6 +258,7 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
     assert (site / "search" / "search_index.js").exists(), "the search works without a server"
 
 
+@pytest.mark.slow
 def test_the_site_has_what_is_made_from_the_package(site: Path) -> None:
     settings = (site / "reference" / "settings.html").read_text()
     assert 'id="batch-global-size"' in settings and "train_batch_size" in settings

@@ -15,6 +15,7 @@ from ranvier.cost.memory import PROCESS_BYTES
 from ranvier.planner.auto import with_plan
 from ranvier.planner.problems import problems, warnings
 from ranvier.planner.search import search
+from tests.covering import covering
 from tests.errors import check as check_error
 from tests.errors import raises
 
@@ -97,8 +98,8 @@ def test_stages_and_memory():
         assert entry.device_bytes > 16 * row.num_parameters + 16 * owned
 
 
-@pytest.mark.parametrize("scheme", ["stationary", "summa", "megatron"])
-@pytest.mark.parametrize(("task", "data"), [("classification", "sst2"), ("qa", "squad"), ("images", "cifar10")])
+@pytest.mark.parametrize(("task", "data", "scheme"), covering(
+    [("classification", "sst2"), ("qa", "squad"), ("images", "cifar10")], ["stationary", "summa", "megatron"]))
 def test_stages_and_memory_of_other_families(task, data, scheme):
     """Their carried states are dicts, or their inputs images."""
     rows = {} if scheme == "megatron" else {"mesh__row": "2"}

@@ -63,6 +63,7 @@ def test_sends_advance_while_the_engines_thread_is_elsewhere():
         backend.close()
 
 
+@pytest.mark.slow
 @mpi
 def test_a_mesh_has_the_losses_of_one_rank():
     program = Program(layers=1, mesh={"pipe": 2}, microbatches=3, precision="fp64", optim={"clip_norm": 0.1})

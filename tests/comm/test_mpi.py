@@ -3,10 +3,12 @@
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ranvier.comm.mixed_backend import MixedBackend
 from ranvier.errors import LaunchError
 from ranvier.launch import mpiexec
 from ranvier.testing.ranks import RanksFailed, run_processes
@@ -16,6 +18,7 @@ from tests.covering import quick
 from tests.errors import raises
 
 HERE = "tests.comm.test_mpi"
+MIXED = ["edges_are_fifo", "objects_and_barriers"]
 UNUSABLE = mpiexec.mpi_available()
 
 
@@ -25,21 +28,24 @@ def mpi(function):
 
 
 def told_by_rank(world: World, cases: list) -> list:
-    """The number of cases that hold, the largest error of a gradient on columns, and whether MPI ends in order."""
+    """The number of cases that hold, also where collectives are torch's, the largest error of a gradient on columns,
+    and whether MPI ends in order."""
     from tests.tensor.test_tensor_real_processes import errors
 
-    return [conformance.run_cases(world, cases), *errors(world, 1, world.size, "stationary"),
-            leave_messages_behind(world)]
+    assert isinstance(world.backend, MixedBackend)
+    plain = replace(world, backend=world.backend._messages)
+    return [conformance.run_cases(plain, cases), conformance.run_cases(world, MIXED),
+            *errors(plain, 1, world.size, "stationary"), leave_messages_behind(world)]
 
 
 @mpi
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_conformance_gradients_and_an_orderly_shutdown(size):
     """All in one start; a case that fails is named."""
     cases = [*conformance.MESSAGES, *conformance.COLLECTIVES]
-    for count, error, finalized in run_processes(f"{HERE}:told_by_rank", size, "mpi", args=[cases],
-                                                 timeout_seconds=240):
-        assert (count, finalized) == (len(cases), True) and error < 1e-10
+    for count, mixed, error, finalized in run_processes(f"{HERE}:told_by_rank", size, "mpi+torch", args=[cases],
+                                                        timeout_seconds=240):
+        assert (count, mixed, finalized) == (len(cases), len(MIXED), True) and error < 1e-10
 
 
 def gaps(world: World) -> float:
@@ -84,6 +90,7 @@ def test_orderly_shutdown_of_one_rank():
 
 def raise_on_one(world: World) -> None:
     transport, _ = conformance.everyone(world, "pipe")
+    print(f"printed by {world.rank}")
     if world.rank == 1:
         raise ZeroDivisionError("mine")
     transport.wait(100.0)
@@ -92,8 +99,9 @@ def raise_on_one(world: World) -> None:
 @mpi
 def test_a_failed_rank_ends_all():
     started = time.monotonic()
-    with pytest.raises(RanksFailed, match="ZeroDivisionError: mine"):
-        run_processes(f"{HERE}:raise_on_one", 3, "mpi")
+    with pytest.raises(RanksFailed, match="ZeroDivisionError: mine") as failure:
+        run_processes(f"{HERE}:raise_on_one", 2, "mpi")
+    assert not failure.value.hung and "printed by 1" in str(failure.value)
     assert time.monotonic() - started < 50
 
 
@@ -140,6 +148,8 @@ print("fine")
     "a second one is refused": """
 import torch
 from ranvier.comm.mpi_backend import MPIBackend
+from ranvier.comm.mixed_backend import MixedBackend
+from ranvier.comm.torch_backend import TorchBackend
 from ranvier.errors import LaunchError
 MPIBackend(torch.device("cpu")).close()
 try:

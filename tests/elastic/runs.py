@@ -19,9 +19,9 @@ WORDS = ["the", "a", "film", "story", "actor", "scene", "plot", "music", "is", "
 mesh_candidates, pays = controller.mesh_candidates, Ledger.pays
 
 
-def write_sentences(folder):
-    """Labelled sentences: of 96 the label is whether "good" is among them."""
-    for name, count, start in (("train", 96, 0), ("eval", 30, 7)):
+def write_sentences(folder, train=96):
+    """Labelled sentences: of `train` the label is whether "good" is among them."""
+    for name, count, start in (("train", train, 0), ("eval", 30, 7)):
         lines = ["label\tsentence"]
         for number in range(start, start + count):
             words = [WORDS[(number * step + step) % 12] for step in (1, 5, 7, 11)]

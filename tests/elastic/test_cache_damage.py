@@ -222,7 +222,7 @@ def kill_writers(folder, rounds, samples=12):
 
 
 def test_killed_writers_leave_whole_entries_or_none(tmp_path):
-    _, whole = kill_writers(tmp_path, rounds=8)
+    _, whole = kill_writers(tmp_path, rounds=4)
     assert whole > 0
 
 

@@ -30,8 +30,8 @@ def test_a_stop_at_the_step_of_a_transition(sentences, tmp_path, in_one_process,
     assert all(result == results[0] for result in results) and results[0].keys() == {"stopped_after"}
     assert transitions(run)[-1]["step"] == results[0]["stopped_after"]
     assert [line["mesh"]["pipe"] for line in transitions(run)] == [1, 2]
-    run_all(replace(run, resume="auto"), trackers=[StopAfter(8, requests)])
-    assert losses(run) == pytest.approx(in_one_process[:len(losses(run))], rel=1e-9) and len(losses(run)) > 8
+    run_all(replace(run, resume="auto"), trackers=[StopAfter(6, requests)])
+    assert losses(run) == pytest.approx(in_one_process[:len(losses(run))], rel=1e-9) and len(losses(run)) > 6
 
 
 @pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 2])
@@ -42,11 +42,11 @@ def test_a_run_that_had_lost_ranks_uses_all_of_them_when_it_is_resumed(sentences
                checkpoint=Checkpoint(every=0))
     monkeypatch.setattr(Elasticity, "document", lambda elastic, *args: {
         **document(elastic, *args), "num_ranks": elastic.num_ranks - lost})
-    run_all(run, trackers=[Wishes(run, {1: dict(data=2, pipe=1)}), StopAfter(7, requests)])
+    run_all(run, trackers=[Wishes(run, {1: dict(data=2, pipe=1)}), StopAfter(4, requests)])
     monkeypatch.undo()
     assert transitions(run)[-1]["mesh"]["data"] == 2
-    run_all(replace(run, resume="auto"), trackers=[StopAfter(10, requests)])
-    assert losses(run) == pytest.approx(in_one_process[:len(losses(run))], rel=1e-9) and len(losses(run)) > 10
+    run_all(replace(run, resume="auto"), trackers=[StopAfter(6, requests)])
+    assert losses(run) == pytest.approx(in_one_process[:len(losses(run))], rel=1e-9) and len(losses(run)) > 6
     sizes = transitions(run)[-1]["mesh"]
     assert (sizes["data"], sizes["pipe"]) == ((1, 4) if lost else (2, 1))
 
@@ -250,6 +250,6 @@ def test_a_run_that_has_not_changed_yet_goes_on_without_a_transition(sentences, 
 def test_a_run_goes_on_with_microbatches_that_its_rows_can_share(sentences, tmp_path, requests, in_one_process):
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=replace(BY_HAND, auto_pipe=False, auto_dp=False),
                batch=Batch(global_size=8, microbatch_size=1))
-    run_all(run, trackers=[StopAfter(7, requests)])
+    run_all(run, trackers=[StopAfter(4, requests)])
     run_all(replace(run, resume="auto", mesh=Mesh(pipe=2, row=2), batch=Batch(global_size=8, microbatch_size=2)))
     assert transitions(run)[-1]["microbatch_size"] == 2 and losses(run) == pytest.approx(in_one_process, rel=1e-9)

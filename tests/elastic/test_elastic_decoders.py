@@ -23,7 +23,7 @@ from ranvier.planner.count import laid_out
 from ranvier.planner.elastic_plan import course
 from ranvier.planner.work import Work
 from tests.covering import quick
-from tests.elastic.runs import always, events, lines, losses, read_rows, run_all, transitions
+from tests.elastic.runs import AT_ONCE, always, events, lines, losses, read_rows, run_all, transitions
 from tests.elastic.test_plan_and_run import CLUSTER, decisions, stated_facts
 
 PAYS = Ledger.pays
@@ -55,7 +55,7 @@ def run_of(text, run_dir, family="gpt", **changes):
 def in_one_process(text, folder, family="gpt", **changes):
     """Losses of the run that freezes the same layers after the same steps, on one rank, without a cache."""
     elastic = replace(changes.pop("elastic", BY_HAND), auto_pipe=False, auto_dp=False, cache=False)
-    run = run_of(text, folder, family, mesh=Mesh(), elastic=elastic, **changes)
+    run = run_of(text, folder, family, mesh=Mesh(), elastic=elastic, **{"batch": AT_ONCE} | changes)
     run_all(run)
     return losses(run)
 
@@ -126,10 +126,11 @@ UPPER = Lora(rank=2, alpha=4.0, targets=("layer2.*", "layer3.*"))
 @pytest.mark.parametrize("family", ["llama", pytest.param("gpt", marks=pytest.mark.slow)])
 def test_a_base_below_the_adapters_is_frozen_from_the_start(text, tmp_path, monkeypatch, family):
     """It is cached across epochs, its ranks become replicas before the first step, and nothing else changes."""
-    plain = run_of(text, tmp_path / "plain", family, mesh=Mesh(), lora=UPPER)
+    train = Train(steps=14, learning_rate=3e-3, warmup_steps=2, eval_sequences=4, sample_tokens=0)
+    plain = run_of(text, tmp_path / "plain", family, mesh=Mesh(), lora=UPPER, train=train, batch=AT_ONCE)
     run_all(plain)
     always(monkeypatch)
-    run = run_of(text, tmp_path / "run", family, lora=UPPER, checkpoint=Checkpoint(every=10, keep=5),
+    run = run_of(text, tmp_path / "run", family, lora=UPPER, checkpoint=Checkpoint(every=10, keep=5), train=train,
                  elastic=Elastic(freeze="untrained", auto_pipe=True, auto_dp=True, cache=True, cache_from=1,
                                  cache_precision="full", cache_dir=tmp_path / "outputs"))
     results, told = run_all(run)
@@ -143,7 +144,7 @@ def test_a_base_below_the_adapters_is_frozen_from_the_start(text, tmp_path, monk
     assert read_rows(results) > 0
 
     other = run_of(text, tmp_path / "other", family, mesh=Mesh(), lora=replace(UPPER, rank=3), elastic=run.elastic,
-                   train=replace(run.train, steps=12))
+                   train=replace(train, steps=12), batch=AT_ONCE)
     results, _ = run_all(other)  # another rank of adapters, on the same base: no run reads another one's entries
     counts = results[0]["cache"][0]
     assert counts["misses"] > 0 and counts["misses"] + counts["hits"] == 8 * 12
@@ -171,7 +172,8 @@ def test_freezing_what_does_not_train_needs_such_layers(text, tmp_path):
     assert not check(replace(run, lora=UPPER)).problems
 
 
-@pytest.mark.parametrize(("mesh", "boundaries"), [(Mesh(), None), (Mesh(data=2, pipe=2), (5,))])
+@pytest.mark.parametrize(("mesh", "boundaries"), [
+    (Mesh(), None), pytest.param(Mesh(data=2, pipe=2), (5,), marks=pytest.mark.slow)])
 def test_the_memory_of_the_kept_weights_is_predicted(text, tmp_path, mesh, boundaries):
     """On one stage the table is there twice, once with states; on several it was there twice before."""
     run = run_of(text, tmp_path / "run", mesh=mesh, pipeline=Pipeline(boundaries=boundaries), memory_report=True,
@@ -197,7 +199,7 @@ def test_packed_documents_are_cached(text, tmp_path):
     data = Data(corpus=str(tmp_path / "documents.jsonl"), cache_dir=text / "cache", packing=True)
     changes = dict(data=data, elastic=Elastic(
         freeze="manual", manual=("3:2",), cache=True, cache_from=1, cache_precision="full"))
-    run = run_of(text, tmp_path / "run", mesh=Mesh(), **changes)
+    run = run_of(text, tmp_path / "run", mesh=Mesh(), batch=AT_ONCE, **changes)
     results, _ = run_all(run)
     assert losses(run) == pytest.approx(in_one_process(text, tmp_path / "one", **changes), rel=1e-10)
     assert read_rows(results) > 0
@@ -221,6 +223,7 @@ def test_the_mesh_is_chosen_again_once_steps_are_measured(text, tmp_path, monkey
     assert told == [(0, 2, 1), (9, 2, 2)] and asked[0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", quick(1, [
     {"lora": UPPER, "elastic": Elastic(freeze="untrained", auto_pipe=True, auto_dp=True)},
     {"elastic": Elastic(freeze="manual", manual=("5:1", "10:3"), auto_pipe=True, auto_dp=True)}]),
@@ -238,6 +241,7 @@ def test_a_decoder_and_its_plan_take_the_same_decisions(text, tmp_path, monkeypa
     assert decisions(happened) == decisions(expected) and expected[-1][1:] != (0, (1, 4))
 
 
+@pytest.mark.slow
 def test_the_cache_of_a_decoder_on_columns(text, tmp_path):
     """Its state is one tensor."""
     elastic = Elastic(freeze="manual", manual=("1:1", "9:3"), cache=True, cache_from=1, cache_precision="full")

@@ -7,10 +7,10 @@ from math import ceil, hypot
 
 import pytest
 
-from ranvier.config.run import Elastic
+from ranvier.config.run import Elastic, Train
 from ranvier.elastic.freezing import GradientNorm
 from ranvier.mesh import Mesh
-from tests.elastic.runs import NUM_LAYERS, events, lines, losses, run_all, tiny, transitions
+from tests.elastic.runs import AT_ONCE, NUM_LAYERS, StopAfter, events, lines, losses, run_all, tiny, transitions
 
 
 def frozen_after(run):
@@ -36,10 +36,10 @@ def test_a_dry_run_tells_and_changes_nothing(sentences, tmp_path):
     assert frozen_after(freezes) == [(4, 2), (8, 4), (12, 5), (20, 6)]
 
 
-def test_a_policy_is_asked_after_each_epoch(sentences, tmp_path):
-    run = tiny(sentences, tmp_path / "run", elastic=Elastic(freeze="cap", alpha=0.5))
-    run_all(run)
-    assert frozen_after(run) == [(12, 3)] and transitions(run)[0]["mesh"]["pipe"] == 4
+def test_a_policy_is_asked_after_each_epoch(sentences, tmp_path, requests):
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=Elastic(freeze="cap", alpha=0.5))
+    run_all(run, trackers=[StopAfter(13, requests)])
+    assert frozen_after(run) == [(12, 3)] and transitions(run)[0]["mesh"]["pipe"] == 2
 
 
 def asked_for_norms(run, monkeypatch):
@@ -52,10 +52,11 @@ def asked_for_norms(run, monkeypatch):
 
 
 def test_depths_follow_from_the_norms_of_the_gradients(sentences, tmp_path, monkeypatch):
-    elastic = Elastic(freeze="gradient-norm", alpha=0.5, every=2)
-    one = tiny(sentences, tmp_path / "one", mesh=Mesh(), elastic=elastic)
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=elastic)
-    dry = tiny(sentences, tmp_path / "dry", mesh=Mesh(), elastic=replace(elastic, dry_run=True))
+    elastic, train = Elastic(freeze="gradient-norm", alpha=0.5, every=2), Train(steps=12, learning_rate=3e-3)
+    one = tiny(sentences, tmp_path / "one", mesh=Mesh(), elastic=elastic, train=train, batch=AT_ONCE)
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=elastic, train=train)
+    dry = tiny(sentences, tmp_path / "dry", mesh=Mesh(), elastic=replace(elastic, dry_run=True),
+               train=train, batch=AT_ONCE)
     alone, asked = asked_for_norms(one, monkeypatch), asked_for_norms(run, monkeypatch)
     frozen, depths, steps = 0, [], lines(run, "metrics.jsonl")
     for number, (facts, other) in enumerate(zip(asked, alone, strict=True), 1):

@@ -88,6 +88,7 @@ def test_several_stages_on_a_rank(sentences, tmp_path, in_one_process, monkeypat
     assert read_rows(results) > 0 and all(result == results[0] for result in results)
 
 
+@pytest.mark.slow
 def test_a_run_with_several_stages_on_a_rank_is_resized_and_resumes_with_another_number(
         sentences, tmp_path, plain_losses, requests):
     """Of 14 blocks 2 x 7 are all; a mesh with more stages is refused in words."""
@@ -270,6 +271,7 @@ def test_asking_where_no_run_is(tmp_path):
 
 # ---------------------------------------------------------------------- stopping and going on
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "stop"), [
     (Mesh(pipe=2, data=2), 7), *(pytest.param(*each, marks=pytest.mark.slow) for each in (
         (Mesh(pipe=4), 16), (Mesh(pipe=4), 7), (Mesh(data=2), 16), (Mesh(), 16)))], ids=str)

@@ -37,7 +37,7 @@ def test_questions_are_answered_alike_on_every_mesh(tmp_path):
     for name, numbers in (("train", range(24)), ("eval", range(24, 31))):
         write_questions(tmp_path / f"{name}.json", numbers)
     found = {}
-    for mesh in (Mesh(), Mesh(pipe=2), Mesh(pipe=2, data=2)):
+    for mesh in (Mesh(), Mesh(pipe=2, data=2)):
         run = Run(mesh=mesh, model=Transformer(num_layers=3, hidden=16, heads=2, vocab=160, sequence=12),
                   data=Data(task="qa", train=str(tmp_path / "train.json"), eval=str(tmp_path / "eval.json"),
                             cache_dir=tmp_path / "cache"),

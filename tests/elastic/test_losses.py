@@ -324,7 +324,7 @@ def test_the_mesh_of_those_that_are_left(mesh, left, found, tmp_path):
     assert mesh_without(resolve(Run(mesh=mesh, train=Train(steps=5), run_dir=tmp_path)), left) == found
 
 
-@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("shard", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_copies_take_what_is_predicted(sentences, tmp_path, shard, monkeypatch):
     """To the byte. The third one takes the memory of the first."""
     keep, places = LastSteps.keep, {}

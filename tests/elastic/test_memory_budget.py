@@ -157,7 +157,8 @@ def test_a_run_takes_a_schedule_that_fits_and_its_own_again(sentences, tmp_path,
     assert built == [own, plain] and len(losses(run)) == 12
 
 
-@pytest.mark.parametrize(("cut", "text"), [("exact", "no cut fits the memory"), ("reference", "memory of the device")])
+@pytest.mark.parametrize(("cut", "text"), [("exact", "no cut fits the memory"), pytest.param(
+    "reference", "memory of the device", marks=pytest.mark.slow)])
 def test_a_run_goes_to_no_mesh_that_its_devices_cannot_hold(sentences, tmp_path, monkeypatch, cut, text):
     always(monkeypatch)
     monkeypatch.setattr(elasticity, "device_bytes", lambda device: 1)

@@ -136,7 +136,7 @@ def test_the_next_evaluation_is_the_first_step_at_which_the_policy_is_asked(sche
 def test_all_settings_of_elastic_runs_are_in_the_plan(monkeypatch):
     """Each setting that changes what a run does changes what its plan predicts."""
     monkeypatch.setattr(transition, "PRIOR_SECONDS", 1e-9)
-    run = ResolvedRun(mesh=Mesh(pipe=4), precision="fp64", train=Train(steps=60), launch=Launch(device="cpu"),
+    run = ResolvedRun(mesh=Mesh(pipe=4), precision="fp64", train=Train(steps=40), launch=Launch(device="cpu"),
               batch=Batch(global_size=16, microbatch_size=2), data=Data(task="classification", train="sentiment",
                                                                         train_samples=96),
               model=Transformer(num_layers=6, hidden=32, heads=2, vocab=120, sequence=32, num_classes=2))

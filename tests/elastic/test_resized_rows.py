@@ -9,7 +9,21 @@ import pytest
 from ranvier.config.run import Checkpoint, Elastic, TensorParallel, Train
 from ranvier.mesh import Mesh
 from ranvier.train import resize
-from tests.elastic.runs import BY_HAND, StopAfter, Wishes, always, events, losses, read_rows, run_all, tiny, transitions
+from tests.elastic.runs import (
+    AT_ONCE,
+    BY_HAND,
+    NUM_STEPS,
+    StopAfter,
+    Wishes,
+    always,
+    events,
+    losses,
+    read_rows,
+    run_all,
+    tiny,
+    transitions,
+    write_sentences,
+)
 
 PLASTICITY = "examples.published_freezing:Plasticity"
 
@@ -18,21 +32,30 @@ def mesh_of(line):
     return tuple(line["mesh"][axis] for axis in ("data", "pipe", "row", "col"))
 
 
-def test_rows_and_columns_change_while_a_run_goes_on(sentences, tmp_path, plain_losses):
-    """With the states of AdamW, and back on the first mesh; what is not named stays."""
-    run = tiny(sentences, tmp_path / "run")
-    wishes = {2: dict(data=1, pipe=1, row=2, col=2), 5: dict(data=1, pipe=2, row=1),
-              8: dict(data=2, pipe=1, row=1, col=1), 11: dict(data=1, pipe=2, row=2),
-              14: dict(data=1, pipe=1, row=2, col=3), 16: dict(data=2, pipe=2, row=2),
-              18: dict(data=1, pipe=4, row=1, col=1)}
-    results, text = run_all(run, trackers=[Wishes(run, wishes)])
-    assert losses(run) == pytest.approx(plain_losses, rel=1e-9)
-    assert [mesh_of(line) for line in transitions(run)] == [
-        (1, 1, 2, 2), (1, 2, 1, 2), (2, 1, 1, 1), (1, 2, 2, 1), (1, 4, 1, 1)]
+@pytest.mark.parametrize(("first", "wishes", "stop", "meshes", "ranks", "told"), [
+    (Mesh(pipe=2), {1: dict(data=1, pipe=1, row=2), 2: dict(data=1, pipe=1, row=2, col=3),
+                    3: dict(data=1, pipe=1, row=1, col=2)}, 5, [(1, 1, 2, 1), (1, 1, 1, 2)], [6],
+     "pipe 2 -> 1, row 1 -> 2"),
+    pytest.param(Mesh(pipe=4), {
+        2: dict(data=1, pipe=1, row=2, col=2), 5: dict(data=1, pipe=2, row=1), 8: dict(data=2, pipe=1, row=1, col=1),
+        11: dict(data=1, pipe=2, row=2), 14: dict(data=1, pipe=1, row=2, col=3), 16: dict(data=2, pipe=2, row=2),
+        18: dict(data=1, pipe=4, row=1, col=1)}, None, [
+            (1, 1, 2, 2), (1, 2, 1, 2), (2, 1, 1, 1), (1, 2, 2, 1), (1, 4, 1, 1)], [6, 8],
+        "pipe 4 -> 1, row 1 -> 2, col 1 -> 2", marks=pytest.mark.slow)], ids=["two", "five"])
+def test_rows_and_columns_change_while_a_run_goes_on(sentences, tmp_path, plain_losses, requests, first, wishes, stop,
+                                                     meshes, ranks, told):
+    """With the states of AdamW; what is not named stays. stop: the step after which the run is told to stop. ranks: of
+    the wishes that are refused."""
+    run = tiny(sentences, tmp_path / "run", mesh=first)
+    results, text = run_all(run, trackers=[Wishes(run, wishes), StopAfter(stop, requests)])
+    found = losses(run)
+    assert found == pytest.approx(plain_losses[:len(found)], rel=1e-9) and len(found) > (stop or NUM_STEPS - 1)
+    assert [mesh_of(line) for line in transitions(run)] == meshes
     refused = [line["text"] for line in events(run, "resize-refused")]
-    assert "needs 6 ranks, and the run was started with 4" in refused[0] and "needs 8 ranks" in refused[1]
+    assert [f"needs {size} ranks, and the run was started with {first.size}" in line
+            for size, line in zip(ranks, refused, strict=True)] == [True] * len(ranks)
     assert "resize request for data 1 x pipe 1 x row 2 x col 3 refused" in refused[0]
-    assert "pipe 4 -> 1, row 1 -> 2, col 1 -> 2" in text
+    assert told in text
     assert all(result == results[0] for result in results)
 
 
@@ -62,6 +85,7 @@ def test_rows_with_too_few_held_out_samples_for_the_policy_are_refused(sentences
     assert not transitions(run)
 
 
+@pytest.mark.slow
 def test_freezing_packing_and_the_cache_go_on_with_other_rows_and_columns(sentences, tmp_path, in_one_process,
                                                                           monkeypatch):
     """The cache's entries of whole outputs are not read as parts of them."""
@@ -76,15 +100,24 @@ def test_freezing_packing_and_the_cache_go_on_with_other_rows_and_columns(senten
     assert all(data * pipe * row * col <= 4 for data, pipe, row, col in meshes)
 
 
-def test_a_row_reads_what_another_has_written(sentences, tmp_path, in_one_process):
-    """In each epoch other samples are a row's. Of the 96 of the second epoch 56 have been written, and are read where
-    both samples of a microbatch are among them."""
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(row=2), elastic=replace(
-        BY_HAND, auto_pipe=False, auto_dp=False, cache=True, cache_from=1, cache_precision="full",
-        cache_dir=tmp_path / "cache"))
-    results, _ = run_all(run)
-    assert losses(run) == pytest.approx(in_one_process, rel=1e-9)
-    assert read_rows(results) >= 40
+@pytest.mark.parametrize(("mesh", "wishes", "reads"), [
+    (Mesh(row=2), {}, 16), (Mesh(pipe=2), {2: dict(data=1, pipe=1, col=2)}, 4)], ids=["rows", "columns"])
+def test_the_cache_of_rows_and_columns(tmp_path, mesh, wishes, reads):
+    """In each epoch other samples are a row's. Of the 40 of the second epoch 32 have been written, and are read where
+    both samples of a microbatch are among them; those that were written whole are not read as parts of columns."""
+    write_sentences(tmp_path, train=40)
+    elastic = Elastic(freeze="manual", manual=("1:1",))
+
+    def short(name, mesh, elastic, **changes):
+        run = tiny(tmp_path, tmp_path / name, mesh=mesh, elastic=elastic, **changes)
+        run = replace(run, model=replace(run.model, num_layers=2))
+        return run, run_all(run, trackers=[Wishes(run, wishes if name == "run" else {})])[0]
+
+    run, results = short("run", mesh, replace(elastic, cache=True, cache_from=1, cache_precision="full",
+                                              cache_dir=tmp_path / "cached"))
+    assert [mesh_of(line) for line in transitions(run)][1:] == [(1, 1, 1, 2)] * len(wishes)
+    assert read_rows(results) >= reads
+    assert losses(run) == pytest.approx(losses(short("one", Mesh(), elastic, batch=AT_ONCE)[0]), rel=1e-9)
 
 
 def test_a_run_whose_settings_do_not_allow_its_last_mesh_stays_on_its_first(sentences, tmp_path, requests):

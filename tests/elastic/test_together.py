@@ -16,6 +16,7 @@ from tests.elastic.runs import BY_HAND, StopAfter, Wishes, losses, read_rows, ru
 from tests.elastic.test_losses import kill, steps
 
 
+@pytest.mark.slow
 def test_a_run_that_freezes_caches_is_resized_and_resumes(sentences, tmp_path, in_one_process, requests):
     """It stops between two freezes, and between two resizes."""
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), checkpoint=Checkpoint(every=0), elastic=replace(

@@ -21,7 +21,9 @@ from ranvier.train import loop
 from ranvier.train.memory import MemoryBudget
 from tests.checkpoint.anywhere import everything
 from tests.elastic.runs import (
+    AT_ONCE,
     NUM_LAYERS,
+    StopAfter,
     always,
     events,
     lines,
@@ -31,6 +33,7 @@ from tests.elastic.runs import (
     run_all,
     tiny,
     transitions,
+    write_sentences,
 )
 from tests.errors import raises
 
@@ -46,6 +49,7 @@ def in_one_process(sentences, tmp_path_factory):
     return losses_of_one_rank(sentences, tmp_path_factory, FALLING)
 
 
+@pytest.mark.slow
 def test_layers_that_train_again_on_a_mesh_that_changes(sentences, tmp_path, in_one_process, monkeypatch):
     """With caches: what was cached of four layers is of no use for the three that freeze later, with other weights."""
     always(monkeypatch)
@@ -57,11 +61,12 @@ def test_layers_that_train_again_on_a_mesh_that_changes(sentences, tmp_path, in_
     assert "step 10: unfroze layers 1-3; " in text and read_rows(results) > 0
 
 
-def test_a_run_goes_on_after_layers_train_again(sentences, tmp_path, in_one_process):
+@pytest.mark.slow
+def test_a_run_goes_on_after_layers_train_again(sentences, tmp_path, in_one_process, requests):
     """The moments of the layers that train again are younger than the run, and its checkpoint says so."""
     first = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=FALLING,
                  checkpoint=Checkpoint(every=12, keep=2))
-    run_all(first)
+    run_all(first, trackers=[StopAfter(11, requests)])
     folder = first.run_dir / "checkpoint" / "step-12"
     again = replace(first, resume=str(folder), run_dir=tmp_path / "again", mesh=Mesh(data=2))
     run_all(again)
@@ -104,7 +109,7 @@ def test_layers_for_whose_training_there_is_no_memory_stay_frozen(sentences, tmp
     problem = MemoryBudget.problem
     monkeypatch.setattr(MemoryBudget, "problem", lambda budget, run: ConfigError(
         "is too large", where="memory", value=1, remedy="Wait.") if len(budget.frozen) == 1 else problem(budget, run))
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(), train=Train(steps=12), elastic=replace(
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(), train=Train(steps=12), batch=AT_ONCE, elastic=replace(
         FALLING, manual=("4:4", "10:1")))
     run_all(run)
     assert [line["frozen_layers"] for line in transitions(run)] == [4]
@@ -124,31 +129,46 @@ class Sets:
         return self.answers[facts.evaluation - 1]
 
 
+SETS_TRAIN = Train(steps=14, learning_rate=3e-3)
+
+
 @pytest.fixture(scope="module")
-def sets_in_one_process(sentences, tmp_path_factory):
-    run = tiny(sentences, tmp_path_factory.mktemp("sets") / "run", mesh=Mesh(), elastic=Elastic(every=5))
+def few(tmp_path_factory):
+    """Sentences of epochs of five batches."""
+    folder = tmp_path_factory.mktemp("few")
+    write_sentences(folder, train=40)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sets_in_one_process(few, tmp_path_factory):
+    run = tiny(few, tmp_path_factory.mktemp("sets") / "run", mesh=Mesh(), elastic=Elastic(every=3), train=SETS_TRAIN,
+               batch=AT_ONCE)
     run_all(run, freezing=Sets())
     return losses(run)
 
 
-def test_sets_of_layers_on_a_mesh_that_changes(sentences, tmp_path, sets_in_one_process, monkeypatch):
+def test_sets_of_layers_on_a_mesh_that_changes(few, tmp_path, sets_in_one_process, monkeypatch):
     """tests/elastic/test_freezing_ties.py compares with plain PyTorch. The run goes on from a checkpoint, too."""
     always(monkeypatch)
-    run = tiny(sentences, tmp_path / "run", elastic=replace(CACHED, freeze="none", manual=(), every=5,
-                                                            cache_dir=tmp_path / "cache"),
-               checkpoint=Checkpoint(every=12, keep=3))
-    _, text = run_all(run, freezing=Sets())
+    run = tiny(few, tmp_path / "run", mesh=Mesh(pipe=2), train=SETS_TRAIN, checkpoint=Checkpoint(every=5, keep=3),
+               elastic=replace(CACHED, freeze="none", manual=(), every=3, cache_dir=tmp_path / "cache"))
+    results, text = run_all(run, freezing=Sets())
     assert losses(run) == pytest.approx(sets_in_one_process, rel=1e-9)
     assert [line["frozen_layers"] for line in transitions(run)] == [2, 3, 2, 2]
-    for told in ("step 5: froze layers 1 and 3; ", "step 10: froze layer 0; ",
-                 "step 15: froze layer 4; unfroze layers 1 and 3; ", "step 20: froze layer 1; unfroze layer 4; "):
+    assert transitions(run)[-1]["mesh"]["data"] == 2 and read_rows(results) > 0
+    for told in ("step 3: froze layers 1 and 3; ", "step 6: froze layer 0; ",
+                 "step 9: froze layer 4; unfroze layers 1 and 3; ", "step 12: froze layer 1; unfroze layer 4; "):
         assert told in text
-    again = replace(run, resume=str(run.run_dir / "checkpoint" / "step-12"), run_dir=tmp_path / "again",
-                    mesh=Mesh(data=2))
+    folder = run.run_dir / "checkpoint" / "step-10"
+    again = replace(run, resume=str(folder), run_dir=tmp_path / "again", mesh=Mesh(data=2))
     run_all(again, freezing=Sets())
-    assert losses(again) == pytest.approx(sets_in_one_process[12:], rel=1e-9)
+    # moments of layers that train again are younger than the run
+    assert '"missed_updates":{"layer1.' in (folder / "manifest.json").read_text()
+    assert losses(again) == pytest.approx(sets_in_one_process[10:], rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_run_that_balances_its_stages(sentences, tmp_path):
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), train=Train(steps=13, learning_rate=3e-3),
                elastic=Elastic(freeze="examples.published_freezing:StageBalance", every=4))
@@ -182,7 +202,7 @@ SHORT = Train(steps=13, learning_rate=3e-3)
 
 
 def test_facts(sentences, tmp_path):
-    run, facts = told(sentences, tmp_path / "run", Mesh())
+    run, facts = told(sentences, tmp_path / "run", Mesh(), batch=AT_ONCE)
     steps, evaluated = lines(run, "metrics.jsonl"), events(run, "eval")
     assert [each.step for each in facts] == [6, 12, 18]
     assert all(each.stages == (0,) * NUM_LAYERS and each.stage_seconds[0] > 0 for each in facts)
@@ -201,7 +221,7 @@ def test_facts(sentences, tmp_path):
                          ids=str)
 def test_outputs_change_alike_on_every_mesh(sentences, tmp_path, mesh):
     """With microbatches of another size, too: they are padded alike."""
-    _, expected = told(sentences, tmp_path / "one", Mesh(), train=SHORT)
+    _, expected = told(sentences, tmp_path / "one", Mesh(), train=SHORT, batch=AT_ONCE)
     _, found = told(sentences, tmp_path / "many", mesh, train=SHORT)
     for one, many in zip(expected[1:], found[1:], strict=True):
         assert many.activation_change == pytest.approx(one.activation_change, rel=1e-3)  # outputs are kept in fp32
@@ -223,7 +243,7 @@ def test_too_few_samples_to_compare(sentences, tmp_path):
 
 def test_a_resumed_run_is_told_the_same(sentences, tmp_path):
     """Also of the step and of the evaluation whose numbers were on their way when the checkpoint was written."""
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(), elastic=Elastic(every=7),
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(), elastic=Elastic(every=7), batch=AT_ONCE,
                checkpoint=Checkpoint(every=4, keep=9))
     whole = Told()
     run_all(run, freezing=whole)
@@ -280,8 +300,8 @@ def test_a_run_freezes_what_has_settled(sentences, tmp_path):
     """The learning rate is so small that nothing changes: everything but the head freezes, layer by layer, the same in
     a run that goes on from a checkpoint on another mesh."""
     elastic = Elastic(freeze=PLASTICITY, options=("alpha=0.1",), every=2)
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(), train=Train(steps=24, learning_rate=1e-12), elastic=elastic,
-               checkpoint=Checkpoint(every=13, keep=9))
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(), train=Train(steps=18, learning_rate=1e-12), elastic=elastic,
+               checkpoint=Checkpoint(every=13, keep=9), batch=AT_ONCE)
     _, text = run_all(run)
     depths = {line["step"]: line["frozen_layers"] for line in transitions(run)}
     assert len(depths) >= 3 and [*depths.values()] == list(range(1, len(depths) + 1)) and len(depths) <= NUM_LAYERS
@@ -305,11 +325,11 @@ def test_a_policy_by_its_name(sentences, tmp_path, monkeypatch):
         "    def state_dict(self):\n        return {'asked': self.asked}\n"
         "    def load_state_dict(self, state):\n        self.asked = state['asked']\n\nnone = 3\n")
     monkeypatch.chdir(tmp_path)
-    elastic = Elastic(freeze="my_policies:Every", options=("layers=2",), every=8)
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=elastic)
+    elastic = Elastic(freeze="my_policies:Every", options=("layers=2",), every=3)
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=elastic, train=Train(steps=8))
     _, text = run_all(run)
     assert [line["frozen_layers"] for line in transitions(run)] == [2, 4]
-    assert "step 8: froze layers 0-1; " in text and "(my_policies:Every, evaluation 1)" in text
+    assert "step 3: froze layers 0-1; " in text and "(my_policies:Every, evaluation 1)" in text
     assert named_policy.policy_of(elastic).asked == 0, "each run has a policy of its own"
     with raises("object-lacks-attribute", "elastic.freeze", "frozen_layers"):
         named_policy.policy_of(Elastic(freeze="my_policies:none"))

@@ -37,8 +37,13 @@ def one_rank(folder: Path) -> list[Step]:
     return ONE_RANK.start(folder)
 
 
+WITH_AN_AXIS = ("row-2-col-2", "elastic-bert")
+"""Runs whose numbers are compared with one more axis."""
+SLOW = (*WITH_AN_AXIS, "data-2-pipe-2", "summa", "bf16-host")
+
+
 @pytest.mark.parametrize("run", [
-    pytest.param(run, id=run.name, marks=pytest.mark.slow if run.name == "data-2-pipe-2" else ()) for run in RUNS])
+    pytest.param(run, id=run.name, marks=pytest.mark.slow if run.name in SLOW else ()) for run in RUNS])
 def test_numbers_are_the_recorded_ones(
         run: GoldenRun, records: dict[str, Any], folder: Path, request: pytest.FixtureRequest) -> None:
     steps = request.getfixturevalue("one_rank") if run is ONE_RANK else run.start(folder)
@@ -54,7 +59,7 @@ def test_a_resumed_run_has_the_numbers_of_the_uninterrupted_one(folder: Path, on
 
 
 @pytest.mark.parametrize("run", [
-    pytest.param(run, id=run.name, marks=() if run.name in ("row-2-col-2", "elastic-bert") else pytest.mark.slow)
+    pytest.param(run, id=run.name, marks=() if run.name in WITH_AN_AXIS else pytest.mark.slow)
     for run in RUNS])
 def test_another_axis_with_one_rank_changes_no_bit(run: GoldenRun, records: dict[str, Any], tmp_path: Path) -> None:
     """The axis of context parallelism, which would split sequences: it stands between two others, so every place that

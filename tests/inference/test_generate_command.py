@@ -94,6 +94,7 @@ def test_an_answer_ends_at_each_end_that_the_model_names(folder, capsys, tmp_pat
     assert their_tokens(there, prompt) == [*expected, end]
 
 
+@pytest.mark.slow
 def test_ranks_write_what_one_rank_writes_and_stream_it(folder):
     done = subprocess.run([sys.executable, "-m", "ranvier", "generate", str(folder), "--prompt", "the quick",
                            "--temperature", "0", "--max-tokens", "12", "--mesh.pipe", "2"], capture_output=True,

@@ -164,7 +164,10 @@ ROOT = Path(ranvier.__file__).parent
 
 def bare_calls(path):
     """Calls of these functions without a device, and the functions themselves where they are passed on."""
-    tree = ast.parse(path.read_text())
+    source = path.read_text()
+    if "torch.cuda" not in source:
+        return []
+    tree = ast.parse(source)
     called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
     handed = {id(arg) for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) > 1
               for arg in node.args[:1] if getattr(node.func, "id", "") == "partial"}

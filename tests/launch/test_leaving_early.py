@@ -22,6 +22,7 @@ def leave(where, transport):
     return done.returncode, done.stderr, time.monotonic() - started
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("where", "says"), quick(1, [
     ("forward", "error: block 1, forward of microbatch 0: ends the program of this rank while the others wait for it "

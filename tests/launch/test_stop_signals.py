@@ -110,6 +110,7 @@ def test_interrupting_ranks_that_are_saving(start, transport, first, name):
     assert end(process, pids)[::2] == (130, "ranvier: interrupted\nThe newest checkpoint is step-1.\n")
 
 
+@pytest.mark.slow
 @MOSTLY_TORCH
 @pytest.mark.parametrize(("number", "code", "text"), quick(1, [
     (signal.SIGTERM, 143, "stopped by SIGTERM"), (signal.SIGINT, 130, "interrupted")]))

@@ -42,6 +42,7 @@ def test_a_rank_that_is_stopped_while_the_run_ends(start_ranks, transport):
     assert re.search(rf"^ranvier: {RANK_1} was stopped by SIGSTOP, and killed", each.text, re.MULTILINE), each.text
 
 
+@pytest.mark.slow
 @LINUX
 @pytest.mark.mpi
 @NO_MPI
@@ -65,6 +66,7 @@ def test_the_host_of_the_store_is_stopped(start_ranks):
     assert re.search(r"error: rank 0 \(data 0, pipe 0, row 0, col 0\): is stopped \(SIGSTOP\)", each.text), each.text
 
 
+@pytest.mark.slow
 @LINUX
 def test_a_rank_that_is_stopped_before_it_is_connected(start_ranks):
     """torchrun's agent would wait for it for half a minute after the other rank has failed."""

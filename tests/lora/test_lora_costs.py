@@ -67,7 +67,8 @@ def test_check_and_plan_of_a_run_with_adapters(tmp_path, capsys):
     assert "gradients" in capsys.readouterr().out
     assert run_command(["check", "llama-tiny", "--ranks", "4", *flags, "--lora.base-format", "int8"]) == 0
     assert "lora.base-format" in capsys.readouterr().out
-    assert run_command(["plan", "llama-tiny", "--cluster", "laptop", "--ranks", "2", *flags[:4]]) == 0
+    assert run_command(["plan", "llama-tiny", "--cluster", "laptop", "--ranks", "2", "--search", "mesh",
+                        *flags[:4]]) == 0
 
 
 @pytest.mark.parametrize(("lora", "where"), [

@@ -29,6 +29,7 @@ def seconds(run):
     return run_cost(run, load_cluster("h100"), Work().stages(run)).seconds
 
 
+@pytest.mark.slow
 def test_the_fastest_of_all_that_is_open():
     run = planned(OPEN, 4)
     assert isinstance(run, ResolvedRun) and run.mesh.size == 4 and run.mesh.stage_size == 1

@@ -50,7 +50,7 @@ def every(run, cluster, ranks, searched):
                 continue
 
 
-@settings(deadline=None, max_examples=5, derandomize=True)
+@settings(deadline=None, max_examples=2, derandomize=True)
 @given(name=st.sampled_from(["h100", "a100"]), kilobytes=st.sampled_from([1500, 2000, 4000, 1_000_000]),
        latency=st.sampled_from([0.1, 1.0, 30.0]), flops=st.sampled_from([1.0, 1e-3]),
        policy=st.sampled_from(["message-driven", "1f1b"]), ranks=st.sampled_from([2, 3]))
@@ -74,7 +74,7 @@ def test_selective_recomputation_is_searched():
     assert not predict(replace(best.run, memory=Memory()), cluster_of("h100", free_bytes=2_100_000), WORK).fits
 
 
-@settings(deadline=None, max_examples=20, derandomize=True)
+@settings(deadline=None, max_examples=8, derandomize=True)
 @given(st.data())
 def test_bounds_are_no_longer_than_what_they_bound(data):
     """The bound of operations and messages, blocks as counted, the schedule within its limits, and that of memory."""

@@ -12,14 +12,14 @@ from ranvier.pipeline.engine import Engine
 from ranvier.planner.candidates import predict
 from ranvier.planner.work import Work
 from ranvier.testing.ranks import run_ranks
+from tests.covering import pairwise
 
 MODEL = Transformer(num_layers=1, hidden=64, heads=2, vocab=1000, sequence=8)
 
 
-@pytest.mark.parametrize(("precision", "options"), [
-    ("fp32", {}), ("bf16", {}), ("bf16", {"reduce_dtype": "fp32"}), ("bf16", {"accumulate": "half"})])
-@pytest.mark.parametrize("shard", [False, True])
-@pytest.mark.parametrize("data", [2, 3])
+@pytest.mark.parametrize(("precision", "options", "shard", "data"), pairwise([
+    ("fp32", {}), ("bf16", {}), ("bf16", {"reduce_dtype": "fp32"}), ("bf16", {"accumulate": "half"})],
+    [False, True], [2, 3]))
 def test_bytes_between_replicas(precision, options, shard, data):
     """But for what chunks are filled up by, and the last, small one."""
     optim = Optim(bucket_size=40_000, chunk_buckets=1, offload="none", shard=shard, **options)

@@ -24,12 +24,13 @@ from ranvier.planner.work import Work
 from tests.errors import raises
 
 CLUSTER = load_cluster("h100")
+WORK = Work()  # counted once for all tests
 TINY = ResolvedRun(model=Transformer(num_layers=4, hidden=64, heads=4, vocab=512, sequence=32), precision="bf16",
            batch=Batch(global_size=16, microbatch_size=2))
 
 
 def found(run, cluster=CLUSTER, frozen=0, **options):
-    return run_cost(run, cluster, Work().stages(run, frozen), **options)
+    return run_cost(run, cluster, WORK.stages(run, frozen), **options)
 
 
 def seconds_of(block):
@@ -43,10 +44,10 @@ def test_tied_parameters_are_reduced_and_updated_once():
     model = families.model_of(TINY)
     modules = model.build()
     whole = sum(parameter.numel() for parameter in modules.parameters())
-    (blocks,) = Work().stages(TINY)
+    (blocks,) = WORK.stages(TINY)
     assert sum(block.num_owned for block in blocks) == whole - 512 * 64
     assert sum(block.num_trainable for block in blocks) == whole
-    first, last = Work().stages(replace(TINY, mesh=Mesh(pipe=2)))
+    first, last = WORK.stages(replace(TINY, mesh=Mesh(pipe=2)))
     assert last[-1].num_trainable - last[-1].num_owned == first[0].num_trainable - 32 * 64 == 512 * 64
 
 
@@ -69,7 +70,7 @@ def test_frozen_layers_in_front_have_no_backward():
     for frozen in (1, 2, 4):
         stage = found(TINY, frozen=frozen, exact=False).stages[0]
         assert stage.forward_seconds == pytest.approx(whole.forward_seconds)
-        blocks = Work().blocks(TINY, frozen)
+        blocks = WORK.blocks(TINY, frozen)
         begins = next(place for place, block in enumerate(blocks) if block.num_trainable)
         assert begins == 1 + 2 * frozen
         behind = [seconds_of(block) for block in blocks[begins:]]
@@ -78,7 +79,7 @@ def test_frozen_layers_in_front_have_no_backward():
         assert stage.update_seconds < whole.update_seconds
     checkpointed = replace(TINY, memory=replace(TINY.memory, recompute=1))
     again = found(checkpointed, frozen=2, exact=False).stages[0]
-    layer = sum(CLUSTER.device.seconds(kernels, "bf16") for attention, mlp in pairwise(Work().blocks(TINY)[-5:-1])
+    layer = sum(CLUSTER.device.seconds(kernels, "bf16") for attention, mlp in pairwise(WORK.blocks(TINY)[-5:-1])
                 if mlp.name.endswith("mlp") for kernels in (attention.repeated_kernels, mlp.last_repeated_kernels))
     assert again.backward_seconds + again.weight_seconds == pytest.approx(
         found(TINY, frozen=2, exact=False).stages[0].microbatch_seconds - again.forward_seconds + layer)
@@ -95,10 +96,10 @@ def test_replicas_wait_for_the_one_whose_stages_lie_on_two_nodes():
     """Six devices a node, four stages: the second replica's ranks are 4, 5 on one node and 6, 7 on the next."""
     cluster = replace(CLUSTER, devices_per_node=6, between=Link(bandwidth=1e9, latency_seconds=1e-3))
     run = replace(TINY, mesh=Mesh(pipe=4))
-    way = run_pipeline(run, cluster, Work().stages(run)).way
+    way = run_pipeline(run, cluster, WORK.stages(run)).way
     assert set(way.latency) == {CLUSTER.inside.latency_seconds}
     run = replace(TINY, mesh=Mesh(pipe=4, data=2))
-    way = run_pipeline(run, cluster, Work().stages(run)).way
+    way = run_pipeline(run, cluster, WORK.stages(run)).way
     assert way.latency == (CLUSTER.inside.latency_seconds, 1e-3, CLUSTER.inside.latency_seconds)
 
 
@@ -153,7 +154,7 @@ def test_messages_travel_beside_products_where_devices_compute_meanwhile():
                   model=Transformer(family="llama", num_layers=1, hidden=4096, heads=32, vocab=512, sequence=2048))
     stage, slow = (found(run, cluster).stages[0] for cluster in (CLUSTER, replace(
         CLUSTER, inside=Link(bandwidth=1e9))))
-    travelling = run_cost(run, CLUSTER, Work().stages(run), as_published=True).stages[0]
+    travelling = run_cost(run, CLUSTER, WORK.stages(run), as_published=True).stages[0]
     assert 0 < stage.exchange_seconds < 0.6 * travelling.exchange_seconds
     computing = stage.microbatch_seconds - stage.exchange_seconds
     assert slow.microbatch_seconds - slow.exchange_seconds == pytest.approx(computing)
@@ -175,9 +176,9 @@ def test_messages_that_are_hidden_slow_down_what_is_computed_beside_them():
 
 def test_interleaved_stages_as_published_are_held_up_by_every_message():
     run = replace(TINY, mesh=Mesh(pipe=2), pipeline=Pipeline(stages_per_rank=2, placement="interleaved"))
-    times = run_pipeline(run, CLUSTER, Work().stages(run), as_published=True).times
+    times = run_pipeline(run, CLUSTER, WORK.stages(run), as_published=True).times
     assert len(times) == 4
-    beside = run_pipeline(run, CLUSTER, Work().stages(run)).times
+    beside = run_pipeline(run, CLUSTER, WORK.stages(run)).times
     held_up = [one.forward - other.forward for one, other in zip(times, beside, strict=True)]
     assert min(held_up[:3]) > 0 and held_up[3] == 0.0
 
@@ -225,13 +226,13 @@ def elastic(run=TINY, times=1, **settings):
 
 
 def test_the_course_of_a_run_that_freezes(free_transitions):
-    periods = course(elastic(), CLUSTER, Work()).periods
+    periods = course(elastic(), CLUSTER, WORK).periods
     assert [(period.first_step, period.frozen) for period in periods if period.step_seconds] == [
         (0, 0), (20, 2), (60, 4)]
     assert sum(period.steps for period in periods) == 100
     seconds = [period.step_seconds for period in periods]
     assert seconds == sorted(seconds, reverse=True) and {period.mesh for period in periods} == {Mesh(pipe=4)}
-    whole = course(elastic(), CLUSTER, Work())
+    whole = course(elastic(), CLUSTER, WORK)
     assert whole.speedup > 1 and whole.seconds == sum(period.seconds for period in whole.periods)
 
 
@@ -239,35 +240,35 @@ def test_a_run_that_cannot_be_has_no_course():
     """Without data no mesh could be; it would seem to be best where it is."""
     run = elastic(LARGE, auto_pipe=True, auto_dp=True)
     with raises("train-data-missing"):
-        course(replace(run, data=replace(run.data, train=None)), CLUSTER, Work())
+        course(replace(run, data=replace(run.data, train=None)), CLUSTER, WORK)
 
 
 def test_layers_that_are_frozen_from_the_start():
     run = elastic()
     run = replace(run, elastic=replace(run.elastic, manual=("0:2", "60:4")))
-    periods = course(run, CLUSTER, Work()).periods
+    periods = course(run, CLUSTER, WORK).periods
     assert [(period.first_step, period.steps, period.frozen) for period in periods] == [(0, 60, 2), (60, 40, 4)]
 
 
 def test_what_packs_takes_the_quickest_mesh_and_pays_for_the_way(monkeypatch):
     monkeypatch.setattr(transition, "PRIOR_SECONDS", 0.25)
     monkeypatch.setattr(transition, "PRIOR_BYTES_PER_SECOND", 1e12)
-    periods = course(elastic(LARGE, auto_pipe=True, auto_dp=True), CLUSTER, Work()).periods
+    periods = course(elastic(LARGE, auto_pipe=True, auto_dp=True), CLUSTER, WORK).periods
     assert periods[0].mesh == Mesh(pipe=4) and periods[-1].mesh.data > 1
     moved = [period.transition_seconds for period in periods]
     assert moved[0] == 0 and all(0.25 < seconds < 0.26 for seconds in moved[1:])  # another cut moves blocks, too
-    work = Work()
+    work = WORK
     runs = [replace(LARGE, mesh=mesh) for mesh in (Mesh(pipe=4), Mesh(data=2, pipe=2), Mesh(data=4))]
     others = [run_cost(run, CLUSTER, work.stages(run, periods[-1].frozen)).seconds for run in runs]
     assert min(others) <= periods[-1].step_seconds <= 1.1 * min(others), "one more change would not pay"
-    assert {period.mesh.data for period in course(elastic(LARGE, auto_pipe=True), CLUSTER, Work()).periods} == {1}
+    assert {period.mesh.data for period in course(elastic(LARGE, auto_pipe=True), CLUSTER, WORK).periods} == {1}
 
 
 def test_a_batch_that_grows_takes_fewer_steps(free_transitions):
     """Every sample is taken once; the policy is asked where the epochs end."""
     run = replace(LARGE, mesh=Mesh(pipe=4), data=replace(LARGE.data, train_samples=64 * 10), train=Train(epochs=5),
                   elastic=Elastic(freeze="cap", alpha=0.5, auto_pipe=True, auto_dp=True))
-    keep, grow = (course(replace(run, elastic=replace(run.elastic, global_batch=how)), CLUSTER, Work())
+    keep, grow = (course(replace(run, elastic=replace(run.elastic, global_batch=how)), CLUSTER, WORK)
                   for how in ("keep", "grow"))
     for periods in (keep.periods, grow.periods):
         assert all(period.first_step == sum(before.steps for before in periods[:place])
@@ -287,45 +288,45 @@ def test_a_mesh_that_does_not_pay_or_fit_is_not_taken():
     packs = {"auto_pipe": True, "auto_dp": True}
     late = elastic(LARGE, **packs)
     late = replace(late, elastic=replace(late.elastic, manual=("99:4",)))
-    assert {period.mesh for period in course(late, CLUSTER, Work()).periods} == {Mesh(pipe=4)}
+    assert {period.mesh for period in course(late, CLUSTER, WORK).periods} == {Mesh(pipe=4)}
     run = elastic(LARGE, times=1000, **packs)
-    whole = course(run, CLUSTER, Work()).periods[-1].mesh
-    needs = {mesh: max(entry.device_bytes for entry in Work().memory(replace(run, mesh=mesh), 4))
+    whole = course(run, CLUSTER, WORK).periods[-1].mesh
+    needs = {mesh: max(entry.device_bytes for entry in WORK.memory(replace(run, mesh=mesh), 4))
              for mesh in (Mesh(pipe=4), whole)}
     assert whole == Mesh(data=4) and needs[Mesh(pipe=4)] < needs[whole]
     small = replace(CLUSTER, device=replace(CLUSTER.device, memory_bytes=needs[whole] - 1, reserved_bytes=0))
-    assert course(run, small, Work()).periods[-1].mesh != whole
+    assert course(run, small, WORK).periods[-1].mesh != whole
 
 
 def test_packing_makes_microbatches_smaller_and_takes_any_divisor(free_transitions):
     run = elastic(replace(LARGE, batch=Batch(global_size=16, microbatch_size=8)), auto_pipe=True, auto_dp=True)
-    assert course(run, CLUSTER, Work()).periods[-1].mesh == Mesh(data=4)
+    assert course(run, CLUSTER, WORK).periods[-1].mesh == Mesh(data=4)
     odd = replace(elastic(replace(LARGE, batch=Batch(global_size=96, microbatch_size=2)), auto_pipe=True, auto_dp=True),
                   mesh=Mesh(data=2, pipe=3))
-    assert course(odd, CLUSTER, Work()).periods[-1].mesh.shape[:2] in {(3, 2), (6, 1)}
+    assert course(odd, CLUSTER, WORK).periods[-1].mesh.shape[:2] in {(3, 2), (6, 1)}
 
 
 def test_the_norms_rule_leaves_the_last_layer():
     run = replace(LARGE, mesh=Mesh(pipe=2), data=replace(LARGE.data, train_samples=64 * 10), train=Train(epochs=9),
                   elastic=Elastic(freeze="gradient-norm", alpha=0.5))
-    assert [period.frozen for period in course(run, CLUSTER, Work()).periods] == [0, 2, 3]
+    assert [period.frozen for period in course(run, CLUSTER, WORK).periods] == [0, 2, 3]
     cap = replace(run, elastic=replace(run.elastic, freeze="cap"))
-    assert [period.frozen for period in course(cap, CLUSTER, Work()).periods] == [0, 2, 3, 4]
+    assert [period.frozen for period in course(cap, CLUSTER, WORK).periods] == [0, 2, 3, 4]
 
 
 def test_the_cache_is_written_for_an_epoch_however_often_the_policy_is_asked():
     run = replace(LARGE, mesh=Mesh(pipe=2), data=replace(LARGE.data, train_samples=64 * 20), train=Train(steps=100),
                   elastic=Elastic(freeze="cap", alpha=0.9, every=5, cache=True, frozen_dropout=False))
-    periods = course(run, CLUSTER, Work()).periods
+    periods = course(run, CLUSTER, WORK).periods
     assert [(period.first_step, period.frozen) for period in periods] == [(0, 0), (5, 4), (25, 4)]
     assert periods[2].step_seconds < periods[1].step_seconds
     unknown = replace(run, data=replace(run.data, train_samples=None))
-    assert [period.first_step for period in course(unknown, CLUSTER, Work()).periods] == [0, 5]
+    assert [period.first_step for period in course(unknown, CLUSTER, WORK).periods] == [0, 5]
 
 
 def test_what_is_cached_is_not_computed_after_the_epoch_that_writes_it():
     run = replace(LARGE, data=replace(LARGE.data, train_samples=64 * 10))
-    plain, cached = (course(elastic(run, cache=cache, frozen_dropout=False), CLUSTER, Work()).periods
+    plain, cached = (course(elastic(run, cache=cache, frozen_dropout=False), CLUSTER, WORK).periods
                      for cache in (False, True))
     at = {period.first_step: period.step_seconds for period in cached}
     assert set(at) == {0, 20, 30, 60}  # the first stage has no more layers to freeze at 60, and writes nothing
@@ -335,16 +336,16 @@ def test_what_is_cached_is_not_computed_after_the_epoch_that_writes_it():
 
 def test_what_is_not_known_is_not_predicted():
     run = elastic()
-    assert course(replace(run, elastic=Elastic()), CLUSTER, Work()) is None
-    assert course(replace(run, elastic=replace(run.elastic, dry_run=True)), CLUSTER, Work()) is None
+    assert course(replace(run, elastic=Elastic()), CLUSTER, WORK) is None
+    assert course(replace(run, elastic=replace(run.elastic, dry_run=True)), CLUSTER, WORK) is None
     epochs = replace(run, train=Train(epochs=3))
-    assert course(epochs, CLUSTER, Work()) is None
+    assert course(epochs, CLUSTER, WORK) is None
     cap = replace(run, elastic=Elastic(freeze="cap"))
-    assert course(cap, CLUSTER, Work()) is None  # it is asked after each epoch
-    assert course(replace(cap, elastic=replace(cap.elastic, every=10)), CLUSTER, Work()) is not None
-    assert course(replace(epochs, data=Data(train_samples=16 * 10)), CLUSTER, Work()) is None  # of a text
+    assert course(cap, CLUSTER, WORK) is None  # it is asked after each epoch
+    assert course(replace(cap, elastic=replace(cap.elastic, every=10)), CLUSTER, WORK) is not None
+    assert course(replace(epochs, data=Data(train_samples=16 * 10)), CLUSTER, WORK) is None  # of a text
     known = course(replace(epochs, data=Data(task="classification", train="sentiment", train_samples=16 * 10)),
-                   CLUSTER, Work())
+                   CLUSTER, WORK)
     assert sum(period.steps for period in known.periods) == 30
 
 
@@ -360,7 +361,7 @@ def test_a_search_follows_the_whole_run_where_layers_freeze():
     for packs in (False, True):
         for cache in (False, True):
             other = replace(found[0].run, elastic=replace(best, auto_pipe=packs, auto_dp=packs, cache=cache))
-            assert course(other, CLUSTER, Work()).seconds >= found[0].course.seconds
+            assert course(other, CLUSTER, WORK).seconds >= found[0].course.seconds
     kept = search(run, CLUSTER, 4, ("mesh",)).best[0]
     assert kept.run.elastic == run.elastic and kept.course.seconds > found[0].course.seconds
     lines = "\n".join(course_lines(found[0]))
@@ -380,7 +381,7 @@ def test_plan_and_simulation_agree_where_the_last_microbatch_is_not_whole(cluste
     cluster = load_cluster(cluster)
     run = replace(TINY, mesh=mesh, precision="fp32", batch=Batch(global_size=16, microbatch_size=3))
     simulated = simulation(run, cluster)
-    assert simulated.seconds == pytest.approx(run_cost(simulated.run, cluster, Work().stages(simulated.run)).seconds)
+    assert simulated.seconds == pytest.approx(run_cost(simulated.run, cluster, WORK.stages(simulated.run)).seconds)
     assert simulated.seconds == pytest.approx(simulated.cost.seconds), "what is printed beside it is of the same step"
     whole = replace(run, batch=Batch(global_size=18 * mesh.data, microbatch_size=3))
     assert simulated.pipeline_seconds < simulation(whole, cluster).pipeline_seconds

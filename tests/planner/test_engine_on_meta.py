@@ -131,6 +131,7 @@ OPTIMS = (Optim(), Optim(shard=True, offload="stream", accumulate="half"),
           Optim(algorithm="sgd", shard=True, offload="host"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "name"), [pytest.param(number, name, marks=[pytest.mark.slow] * (number != 2))
                                               for number, name in enumerate(presets.PRESETS)])
 def test_presets(number, name):
@@ -149,12 +150,13 @@ def test_presets(number, name):
     ("gpt-tiny", Mesh(data=3, pipe=2, col=2), Optim(
         algorithm="muon", offload="hybrid", offload_share=0.4, ema=0.9, shard=True, chunk_buckets=1), {
             "precision": "bf16", "tensor": TensorParallel(scheme="summa"), "memory": Memory(recompute=1)}),
-    ("llama-tiny", Mesh(data=2, row=2, col=2), Optim(
-        algorithm="adafactor", offload="host", shard=True, accumulate="half"), {"precision": "fp64"}),
+    pytest.param("llama-tiny", Mesh(data=2, row=2, col=2), Optim(
+        algorithm="adafactor", offload="host", shard=True, accumulate="half"), {"precision": "fp64"},
+        marks=pytest.mark.slow),
     ("gpt-tiny", Mesh(data=2, pipe=2), Optim(offload="stream", shard=True, accumulate="half", ema=0.9), {
         "precision": "bf16", "pipeline": Pipeline(stages_per_rank=2)}),
-    ("llama-tiny", Mesh(data=2, col=2), Optim(offload="stream", shard=True, accumulate="half"), {
-        "precision": "bf16", "tensor": TensorParallel(scheme="megatron")}),
+    pytest.param("llama-tiny", Mesh(data=2, col=2), Optim(offload="stream", shard=True, accumulate="half"), {
+        "precision": "bf16", "tensor": TensorParallel(scheme="megatron")}, marks=pytest.mark.slow),
     ("gpt-tiny", Mesh(data=2, pipe=2), Optim(update_in_backward=True, shard=True), {
         "batch": Batch(global_size=24, microbatch_size=12)})])
 def test_meshes(recipe, mesh, optim, changed):

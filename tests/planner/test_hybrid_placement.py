@@ -35,6 +35,7 @@ def states(entry):
     return sum(home.get(name, 0) for home in (entry.device, entry.host) for name in ("master", "moments"))
 
 
+@pytest.mark.slow
 def test_18_billion_parameters_on_one_device():
     """One H200 with 128 GiB of host memory. Neither side has room for 12 bytes a parameter; both together have."""
     cluster = load_cluster("h200")

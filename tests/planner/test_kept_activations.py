@@ -46,7 +46,8 @@ def kept(module, state, forward):
 
 
 @pytest.mark.parametrize(("family", "sizes"), [
-    ("llama", {}), ("llama", {"kv_heads": 2, "qk_norm": "head"}), ("gpt", {"dropout": 0.1})])
+    pytest.param("llama", {}, marks=pytest.mark.slow), ("llama", {"kv_heads": 2, "qk_norm": "head"}),
+    pytest.param("gpt", {"dropout": 0.1}, marks=pytest.mark.slow)])
 def test_a_compiled_block_keeps_what_is_counted(family, sizes):
     """torch's own partition of forward and backward decides, as where inductor compiles."""
     torch._dynamo.reset()

@@ -88,6 +88,7 @@ def test_strong_scaling(papers):
         assert days / found[384][name] == pytest.approx(8.0, rel=0.03)
 
 
+@pytest.mark.slow
 def test_optimus_tables(papers):
     """Forward and backward together; alone, Megatron's forward is predicted up to 54 % too long in strong scaling."""
     rows = list(papers.optimus_rows())

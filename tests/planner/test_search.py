@@ -70,6 +70,7 @@ def test_candidates_are_all_meshes_and_all_of_them_can_be():
     assert {run.batch.microbatch_size for run in only} == {1, 2, 4, 8, 16}
 
 
+@pytest.mark.slow
 def test_the_plan_is_the_fastest_of_all_that_fit():
     cluster = load_cluster("h100")
     plan = plan_for_four()
@@ -99,8 +100,9 @@ def test_what_saves_memory_waits_for_its_turn():
 
 @pytest.mark.parametrize(("cluster", "mesh", "settings"), [
     ("laptop", Mesh(pipe=2, data=2), {}), ("h100", Mesh(pipe=3, col=2), {"checkpoint": "auto"}),
-    ("h100", Mesh(pipe=2, row=2), {"offload": "stream"}), ("summit", Mesh(data=4), {"shard": True}),
-    ("h100", Mesh(pipe=6), {"checkpoint": 1})], ids=str)
+    pytest.param("h100", Mesh(pipe=2, row=2), {"offload": "stream"}, marks=pytest.mark.slow),
+    ("summit", Mesh(data=4), {"shard": True}),
+    pytest.param("h100", Mesh(pipe=6), {"checkpoint": 1}, marks=pytest.mark.slow)], ids=str)
 def test_memory_is_what_check_says(cluster, mesh, settings):
     run = replace(TINY, mesh=mesh, memory=replace(TINY.memory, recompute=settings.get("checkpoint", "none")),
                   optim=replace(TINY.optim, offload=settings.get("offload", "none"), shard="shard" in settings))
@@ -246,6 +248,7 @@ def test_what_would_fit_is_named_where_it_was_not_looked_for():
         search(run, small, 4, ("microbatch",))
 
 
+@pytest.mark.slow
 def test_auto_where_nothing_fits():
     cluster = load_cluster("h100")
     small = replace(cluster, nodes=4, device=replace(cluster.device, memory_bytes=1_500_600_000))
@@ -264,6 +267,7 @@ def command(capsys, *words):
     return code, out.out, out.err
 
 
+@pytest.mark.slow
 def test_the_command_plans_and_writes_a_run_that_can_be(capsys, tmp_path):
     code, out, err = command(capsys, "plan", "gpt-tiny", "--cluster", "laptop", "--out", str(tmp_path / "best.toml"),
                              "--explain")
@@ -354,6 +358,7 @@ def test_what_cannot_be_measured(monkeypatch, tmp_path):
         trial.step_seconds(replace(TINY, launch=replace(TINY.launch, device="cuda")), tmp_path / "none")
 
 
+@pytest.mark.slow
 def test_the_command_prints_json(capsys):
     code, out, _ = command(capsys, "plan", "gpt-tiny", "--cluster", "h100", "--ranks", "2", "--json")
     found = json.loads(out)

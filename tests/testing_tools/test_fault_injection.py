@@ -3,6 +3,7 @@
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -246,6 +247,7 @@ DAMAGED = re.compile(r"rank 0 on 'pipe': sent an invalid message \(got 'the head
                      r"transit'\)\. Install the same version")
 
 
+@pytest.mark.slow
 def test_a_damaged_head_is_a_clear_error_and_a_failing_process_is_shown_with_its_output():
     """Of the same two processes, as each takes long to start."""
     with pytest.raises(RanksFailed, match="rank 1 of 2") as failure:
@@ -312,6 +314,15 @@ def meet(world: World, *faults: str) -> int:
     return 50
 
 
+def test_a_rank_is_told_to_die(monkeypatch):
+    """At that call, of that rank alone."""
+    told = []
+    monkeypatch.setattr(os, "kill", lambda *asked: told.append(asked))
+    assert run_ranks(lambda world: meet(world, "kill:rank=1,call=3"), 2) == [50, 50]
+    assert told == [(os.getpid(), signal.SIGKILL)]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", quick(1, ["call=3", "seconds=0.2"]))
 def test_a_rank_is_killed(moment):
     """At that call, and by the clock also outside of any."""

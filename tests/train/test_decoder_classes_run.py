@@ -148,7 +148,7 @@ def theirs(base, tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("labels", [NAMES, (0, 1, 2)], ids=["names", "numbers"])
+@pytest.mark.parametrize("labels", [NAMES, pytest.param((0, 1, 2), marks=pytest.mark.slow)], ids=["names", "numbers"])
 def test_a_classifier_keeps_the_numbers_of_its_classes(theirs, tmp_path, capsys, labels):
     """Names of the folder stand for their numbers there, also where the data has them in another order."""
     written(tmp_path / "rows.jsonl", rows_of(40, labels))

@@ -187,7 +187,8 @@ def test_a_run_takes_the_limits_and_loses_nothing(run, tmp_path, monkeypatch):
     assert (kept["in_flight"], kept["deferred"], kept["defer_last"]) == (4, [2, 3], 3)
 
 
-@pytest.mark.parametrize(("mesh", "wishes"), [(Mesh(data=2), [(1, 2)]), (Mesh(pipe=2), [(2, 1), (1, 2)])], ids=str)
+@pytest.mark.parametrize(("mesh", "wishes"), [
+    pytest.param(Mesh(data=2), [(1, 2)], marks=pytest.mark.slow), (Mesh(pipe=2), [(2, 1), (1, 2)])], ids=str)
 def test_each_mesh_is_measured_and_what_is_kept_is_about_the_first(run, tmp_path, monkeypatch, mesh, wishes):
     """All that was resolved at the start stays resolved in the run's file."""
     asked = given(monkeypatch, Limits(in_flight=3, deferred=(0, 1)))
@@ -213,6 +214,7 @@ def test_each_mesh_is_measured_and_what_is_kept_is_about_the_first(run, tmp_path
         (3, [0, 1]) if mesh.pipe == 2 else (1, None))
 
 
+@pytest.mark.slow
 def test_a_run_that_freezes_chooses_at_once_by_what_its_blocks_have_taken(run, tmp_path, monkeypatch):
     """After a transition, and once more by its own steps. Losses are the same to the bit; the run's file has the limits
     of its beginning."""

@@ -49,7 +49,7 @@ LEAST = {"llama, checkpointed on stages": 0.48}
 its attention allocates are added up, and do not come together."""
 
 
-@pytest.mark.parametrize(("name", "changed"), quick(4, [
+@pytest.mark.parametrize(("name", "changed"), quick(2, [
     ("fp32", {}), pytest.param("bf16", {"precision": "bf16"}, marks=pytest.mark.slow),
     ("offloaded", {"precision": "bf16", "optim": Optim(offload="stream", bucket_size=10_000, accumulate="half")}),
     pytest.param("on the host", {"precision": "bf16", "optim": Optim(offload="host", bucket_size=10_000)},

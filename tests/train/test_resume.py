@@ -497,7 +497,7 @@ def test_what_comes_of_a_loss_that_is_no_number_is_not_kept(text, tmp_path):
         assert all(torch.isfinite(tensor).all() for tensor in everything(path).values())
 
 
-@pytest.mark.parametrize(("rank", "at"), [(0, 5), (1, 3)])
+@pytest.mark.parametrize(("rank", "at"), [pytest.param(0, 5, marks=pytest.mark.slow), (1, 3)])
 def test_a_run_that_is_told_to_stop_saves(text, whole, tmp_path, monkeypatch, rank, at):
     """Whichever rank was told, at whatever moment: all stop after the next step, and the rest is as if nothing was."""
     def told(session, step):
