@@ -5,7 +5,7 @@ import pytest
 from tests.fuzz.settings import FUZZERS
 
 
-@pytest.mark.parametrize("rounds", [3, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [2, pytest.param(12, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fuzzer", FUZZERS, ids=lambda fuzzer: fuzzer.__name__)
 def test_bad_settings(tmp_path, monkeypatch, fuzzer, rounds):
     monkeypatch.chdir(tmp_path)

@@ -23,11 +23,10 @@ from tests.errors import raises
 
 ROUND_TRIPS = [("muon", Mesh(data=2, pipe=2), {"shard": True}, Mesh(row=2, col=2), {"offload": "host"}),
                ("adafactor", Mesh(data=2, row=2), {"shard": True, "offload": "stream"}, Mesh(pipe=2), {}),
-               ("adafactor", Mesh(pipe=2, col=2), {}, Mesh(data=2), {"shard": True}),
-               ("adafactor", Mesh(col=2), {}, Mesh(data=2), {"shard": True})]
+               ("adafactor", Mesh(pipe=2, col=2), {}, Mesh(data=2), {"shard": True})]
 
 
-@pytest.mark.parametrize(("algorithm", "first", "before", "second", "after"), quick(2, ROUND_TRIPS), ids=str)
+@pytest.mark.parametrize(("algorithm", "first", "before", "second", "after"), quick(1, ROUND_TRIPS), ids=str)
 def test_checkpoints_fit_every_mesh(tmp_path, algorithm, first, before, second, after):
     """All state is bit-identical on another mesh, and on the same mesh training resumes bit-identically."""
     def saved(engine):

@@ -117,7 +117,7 @@ CASES = [(algorithm, mesh, WAYS[(first + number) % len(WAYS)]) for first, algori
 
 
 @pytest.mark.parametrize(("algorithm", "mesh", "way"), first([case for case in CASES if case[:2] in [
-    ("adamw", Mesh(data=2, pipe=2)), ("lion", Mesh(data=2, row=2)), ("muon", Mesh(pipe=2, row=2)),
+    ("adamw", Mesh(data=2, pipe=2)), ("lion", Mesh(data=2, pipe=2)), ("muon", Mesh(pipe=2, row=2)),
     ("adafactor", Mesh(data=2, col=2))]], CASES), ids=str)
 def test_equals_torch_on_every_mesh(algorithm, mesh, way, in_fp64):
     """Each replica with its own data; Newton-Schulz steps and row and column means of whole matrices."""

@@ -23,6 +23,7 @@ from ranvier.testing.reference import Reference
 from tests.covering import quick
 from tests.errors import raises
 from tests.pipeline.parity import SEED, assert_parity, chain, frozen, on_mesh, points, share
+from tests.pipeline.test_parity import residuals
 from tests.pipeline.test_recomputed_state import KEPT, linear
 from tests.pipeline.test_recomputed_state import model as model_with_buffers
 
@@ -96,9 +97,16 @@ def batches_of(kind, *, packed=False, replicas=1, count=2):
 LLAMA = {"kv_heads": 2, "qk_norm": "head", "bias": "qkv", "norms": "both", "embedding_scale": "sqrt-hidden"}
 
 
+def test_blocks_that_are_alike_share_their_graphs(graphs):
+    """One graph of the first size and one for any; of the backward a single gradient comes in."""
+    assert_parity(residuals, points([[3, 2, 4]]), Mesh(), compile=True)
+    made, tangents = graphs
+    assert 1 <= len(made) <= 3 and set(tangents) == {1}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "changed"), [
-    ("gpt", {"num_layers": 2}), pytest.param("bert", {}, marks=pytest.mark.slow),
-    pytest.param("llama", LLAMA, marks=pytest.mark.slow), pytest.param("vit", {}, marks=pytest.mark.slow)])
+    ("gpt", {"num_layers": 2}), ("bert", {}), ("llama", LLAMA), ("vit", {})])
 def test_gradients_are_plain_pytorchs(kind, changed, graphs):
     """An operand of a product has no gradient in the graph: it would be zeros of the operand's size, and a sum with
     them."""

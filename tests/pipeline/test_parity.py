@@ -26,7 +26,7 @@ from tests.pipeline.parity import (
 )
 
 MESHES = [Mesh(data=data, pipe=pipe) for data in range(1, 9) for pipe in range(1, 9) if data * pipe <= 8]
-FEW = first([Mesh(), Mesh(data=2), Mesh(pipe=5), Mesh(data=2, pipe=3)], MESHES)
+FEW = first([Mesh(), Mesh(pipe=5), Mesh(data=2, pipe=2)], MESHES)
 POLICIES = ("message-driven", "1f1b", "gpipe")
 
 
@@ -75,7 +75,7 @@ def test_own_blocks_on_every_mesh(mesh):
                   optim=chunks_of(5))
 
 
-@pytest.mark.parametrize(("make", "mesh", "chunk_size"), quick(4, pairwise(
+@pytest.mark.parametrize(("make", "mesh", "chunk_size"), quick(3, pairwise(
     [small_gpt, residuals], [Mesh(data=3), Mesh(data=2, pipe=2)], [3, 40, 2000])), ids=label)
 def test_chunks_of_every_size(make, mesh, chunk_size):
     """A weight and its bias may lie in different chunks, of which one is complete before the other."""
@@ -153,7 +153,7 @@ SUBSETS = {
     "biases only": lambda name: name.endswith("weight"), "weights only": lambda name: name.endswith("bias")}
 
 
-@pytest.mark.parametrize(("subset", "policy"), quick(6, covering(list(SUBSETS), POLICIES)))
+@pytest.mark.parametrize(("subset", "policy"), quick(4, covering(list(SUBSETS), POLICIES)))
 def test_any_subset_frozen(subset, policy):
     """Two blocks on each of four stages."""
     assert_parity(lambda: frozen(residuals(), SUBSETS[subset]), points([[2, 1, 2], [2, 2, 2]]), Mesh(data=2, pipe=4),

@@ -82,9 +82,10 @@ def test_a_run_resumes_bit_identical(mesh, options):
     batches = [token_batches(mesh, count=count, seed=seed) for seed in range(4)]
 
     def rank(world):
-        first = engine_of(world, mesh, learning_rate=1e-2, **options)
+        of_torch = "optimizer" in options
+        first = engine_of(world, mesh, **({} if of_torch else {"learning_rate": 1e-2}), **options)
         train(first, batches[:2])
-        if "optimizer" in options:
+        if of_torch:
             first.optimizer.param_groups[0]["lr"] = 5e-3
         else:
             first.learning_rate = 5e-3
