@@ -255,7 +255,8 @@ SAMPLES = [(Mesh(), 3, 1, 0), (Mesh(pipe=3), 5, 2, 0), (Mesh(data=2, pipe=2), 8,
     *first([(*SAMPLES[2], "embedding"), (*SAMPLES[2], "layer1.mlp")], [
         (*SAMPLES[2], block) for block in ("embedding", "layer0.attention", "layer1.mlp", "head")]),
     *first([(*SAMPLES[0], "layer1.mlp"), (*SAMPLES[1], "layer1.mlp")], [
-        (*sample, "layer1.mlp") for sample in SAMPLES if sample is not SAMPLES[2]])], ids=str)
+        (*sample, "layer1.mlp") for sample in SAMPLES if sample is not SAMPLES[2]]),
+    (Mesh(data=2), 5, 2, 0, "layer1.mlp")], ids=str)  # a microbatch that the other replica does not have
 def test_the_first_block_whose_output_is_not_finite_is_named(mesh, sample, microbatch, replica, block):
     make = partial(lambda: faulty(small_gpt(), block, makes_nan, samples=[sample]))
     cause = examined(make, mesh, batch_of(mesh, 0))

@@ -149,6 +149,7 @@ def grows(world, values, mesh, **options):
     for value in values:
         own = value if engine.coordinates.data == 0 else 1.0
         result = engine.train_batch([Microbatch(torch.full((1, 4), own, dtype=torch.float16), torch.zeros(1))])
+        assert result.stepped != result.overflow
         seen.append((result.overflow, engine.loss_scale.scale, float(engine.parameters()[0][0].detach())))
     scale = engine.loss_scale
     engine.close()
