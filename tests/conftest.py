@@ -42,13 +42,14 @@ def no_pictures(request):
         yield
 
 
-LONGEST = ("test_losses.py", "test_elastic_run.py", "test_real_starts.py", "test_site.py",
+LONGEST = ("test_closed_memory.py", "test_losses.py", "test_elastic_run.py", "test_real_starts.py", "test_site.py",
            "test_stopped_ranks.py", "test_readme.py", "test_golden_runs.py", "test_mpi.py", "test_torch.py",
            "test_launcher_dies.py", "test_stop_signals.py", "test_release.py", "test_generate_command.py",
            "test_recorded.py", "test_together.py", "test_compiled_blocks.py", "test_types.py", "test_real_processes.py",
            "test_run_function.py", "test_leaving_early.py", "test_fault_injection.py", "test_bad_settings.py",
            "test_collective_order.py", "test_search.py", "test_start_trial.py", "test_autocast.py")
-"""A file runs in one process: those that take longest begin first, so that no process ends long after the others. The
+"""A file runs in one process: those that take longest begin first, so that no process ends long after the others.
+Before them is the one that watches each operation: that takes four times as long once torch's compiler is imported. The
 rest follows by the number of tests. `make test` says --no-loadscope-reorder: pytest-xdist's own order has files with a
 single long test last."""
 

@@ -100,7 +100,7 @@ def test_one_that_begins_later_begins_with_the_parameters(tmp_path):
 
 
 @pytest.mark.parametrize(("mesh", "offload", "shard"), first(
-    [(Mesh(data=2), "none", True), (Mesh(col=2), "host", False)], CASES[:-1]), ids=str)
+    [(Mesh(data=2), "none", True), (Mesh(pipe=2), "stream", False)], CASES[:-1]), ids=str)
 def test_parameters_are_their_averages_inside_and_themselves_afterwards(tmp_path, mesh, offload, shard):
     """Evaluated inside, one time not, and trained on: as if nothing had been; ends of ties, too."""
     def work(engine, looks):
