@@ -71,7 +71,7 @@ def test_gpt_with_pipeline_or_replicas(mesh, scheme):
     assert_parity(tiny_gpt, token_batches(mesh, per_row=2), mesh, scheme=scheme)
 
 
-@pytest.mark.parametrize(("rows", "cols", "scheme", "checkpoint"), quick(3, [
+@pytest.mark.parametrize(("rows", "cols", "scheme", "checkpoint"), quick(2, [
     (*one, checkpoint) for one in legal([(1, 2), (2, 2)]) for checkpoint in (1, 2, "auto")
     if checkpoint != 2 or one == (2, 2, "stationary")]))
 def test_checkpointing(rows, cols, scheme, checkpoint):
@@ -185,7 +185,7 @@ FROZEN = {"an attention": lambda name: name.startswith("layer0.attention"),
 
 
 @pytest.mark.parametrize(("which", "rows", "cols", "scheme"), chosen(
-    [("weights", 1, 2, "sequence"), ("biases", 2, 2, "stationary"), ("the head", 2, 2, "summa")],
+    [("weights", 1, 2, "sequence"), ("biases", 2, 2, "stationary")],
     list(FROZEN), [(1, 2, "sequence"), (2, 2, "stationary"), (2, 2, "summa")]))
 def test_partly_frozen(rows, cols, scheme, which):
     mesh = Mesh(row=rows, col=cols)
@@ -202,7 +202,7 @@ def test_partly_frozen_on_stages(which):
 
 
 @pytest.mark.parametrize(("rows", "cols", "scheme", "count"), chosen(
-    [(2, 2, "summa", 2), (2, 3, "stationary", 1), (1, 2, "megatron", 1), (1, 4, "sequence", 1)],
+    [(2, 2, "summa", 2), (1, 2, "megatron", 1), (1, 4, "sequence", 1)],
     [*EACH, (3, 3, "stationary"), (1, 4, "sequence")], [1, 2]))
 def test_predictions_are_whole(rows, cols, scheme, count):
     """Every rank of a row has all the logits of its sequences; an evaluation afterwards has its part again."""
