@@ -108,7 +108,7 @@ def test_packed_and_padded_samples_have_the_gradients_of_single_ones(masked):
 
 
 @pytest.mark.parametrize(("mesh", "scheme"), first(
-    [(Mesh(data=2, pipe=2), "stationary"), (Mesh(row=2, col=2), "stationary")], [
+    [(Mesh(row=2, col=2), "stationary"), (Mesh(pipe=2, col=2), "sequence")], [
         (Mesh(data=2, pipe=2), "stationary"), (Mesh(row=2, col=2), "stationary"), (Mesh(row=2, col=2), "summa"),
         (Mesh(pipe=2, col=2), "sequence")]))
 def test_packed_samples_have_the_gradients_of_single_ones_on_any_mesh(mesh, scheme):
