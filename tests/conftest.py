@@ -42,12 +42,13 @@ def no_pictures(request):
         yield
 
 
-LONGEST = ("test_real_starts.py", "test_torch.py", "test_mpi.py", "test_unfreezing.py", "test_resized_rows.py",
-           "test_elastic_run.py", "test_elastic_decoders.py", "test_search.py", "test_costs.py", "test_readme.py",
-           "test_golden_runs.py", "test_losses.py", "test_stop_signals.py", "test_stopped_ranks.py",
+LONGEST = ("test_closed_memory.py", "test_real_starts.py", "test_torch.py", "test_mpi.py", "test_unfreezing.py",
+           "test_resized_rows.py", "test_elastic_run.py", "test_elastic_decoders.py", "test_search.py", "test_costs.py",
+           "test_readme.py", "test_golden_runs.py", "test_losses.py", "test_stop_signals.py", "test_stopped_ranks.py",
            "test_launcher_dies.py", "test_run_function.py", "test_start_trial.py", "test_bad_settings.py",
            "test_compiled_blocks.py", "test_real_processes.py", "test_autocast.py", "test_types.py")
-"""A file runs in one process: those that take longest begin first, so that no process ends long after the others. The
+"""A file runs in one process: those that take longest begin first, so that no process ends long after the others.
+Before them is the one that watches each operation: that takes four times as long once torch's compiler is imported. The
 rest follows by the number of tests. `make test` says --no-loadscope-reorder: pytest-xdist's own order has files with a
 single long test last."""
 

@@ -32,13 +32,22 @@ def pairwise(*axes: Sequence[object]) -> list:
     return _params(axes, kept)
 
 
+def chosen(kept: Sequence[tuple], *axes: Sequence[object]) -> list:
+    """The product of `axes` as parametrize takes it, the cases in `kept` as they are and the rest slow. Values as of
+    `covering`."""
+    return first(kept, [_flat(values) for values in product(*axes)])
+
+
 def _params(axes: Sequence[Sequence[object]], kept: set[tuple[int, ...]]) -> list:
     params = []
     for place in product(*(range(len(axis)) for axis in axes)):
-        values = [axis[number] for axis, number in zip(axes, place, strict=True)]
-        flat = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
+        flat = _flat([axis[number] for axis, number in zip(axes, place, strict=True)])
         params.append(pytest.param(*flat, marks=() if place in kept else pytest.mark.slow))
     return params
+
+
+def _flat(values: Iterable[object]) -> tuple:
+    return tuple(part for value in values for part in (value if isinstance(value, tuple) else (value,)))
 
 
 def label(value: object) -> str:
@@ -60,6 +69,13 @@ def first(kept: Sequence[object], values: Iterable[object]) -> list:
     found = list(values)
     assert all(value in found for value in kept)
     return [value if value in kept else _slow(value) for value in found]
+
+
+def without(slow: Sequence[object], values: Iterable[object]) -> list:
+    """`values` as parametrize takes them: those in `slow` slow, the rest as they are."""
+    found = list(values)
+    assert all(value in found for value in slow)
+    return [_slow(value) if value in slow else value for value in found]
 
 
 def examples(count: int) -> settings:

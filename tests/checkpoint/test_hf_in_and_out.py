@@ -25,6 +25,7 @@ from ranvier.config import read
 from ranvier.config.run import Transformer
 from ranvier.data import tokenizer as tokenizers
 from ranvier.system.tensor_file import Slot, shards, write_tensors
+from tests.covering import covering
 from tests.errors import raises
 
 
@@ -52,10 +53,9 @@ def silent(line):
 # --- there and back --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("config", [
-    SMALL, Transformer(family="gpt", num_layers=1, hidden=8, heads=1, vocab=11, sequence=5, dropout=0.2)],
-    ids=["small", "tiny"])
+@pytest.mark.parametrize(("dtype", "config"), covering(
+    [torch.float32, torch.float16, torch.bfloat16, torch.float64],
+    [SMALL, Transformer(family="gpt", num_layers=1, hidden=8, heads=1, vocab=11, sequence=5, dropout=0.2)]))
 def test_there_and_back_to_the_bit(tmp_path, capsys, dtype, config):
     tensors = parameters(config, dtype)
     model = write_model(tmp_path / "model", tensors, config)

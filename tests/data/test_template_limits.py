@@ -9,6 +9,7 @@ import pytest
 from ranvier.data import chat_template, template_process, template_renderer
 from ranvier.data.chat_template import ChatTokenizer, Conversation
 from ranvier.data.template_renderer import TemplateError, TemplateLimitError, render
+from tests.covering import chosen
 from tests.data.test_chat import MARKED, tokenizer_in
 from tests.errors import raises
 
@@ -22,8 +23,17 @@ def short(monkeypatch):
     monkeypatch.setattr(template_process, "SECONDS", 0.3)
 
 
-@pytest.mark.parametrize("file", ["tokenizer_config.json", "chat_template.jinja", "--data.chat-template"])
-def test_a_template_that_loops_is_ended_and_its_file_named(tmp_path, file):
+def over_the_limit(**options):
+    raise TemplateLimitError("takes more than 0.3 s")
+
+
+@pytest.mark.parametrize(("file", "runs"), chosen(
+    [("chat_template.jinja", True), ("tokenizer_config.json", False), ("--data.chat-template", False)],
+    ["tokenizer_config.json", "chat_template.jinja", "--data.chat-template"], [True, False]))
+def test_a_template_that_loops_is_ended_and_its_file_named(tmp_path, monkeypatch, file, runs):
+    """runs: the loop, in a process that is then another one; one place of a template is enough for that."""
+    if not runs:
+        monkeypatch.setattr(template_renderer, "render", over_the_limit)
     folder = tokenizer_in(tmp_path / "model", LOOPS if file == "tokenizer_config.json" else "{{ messages }}")
     place = folder / file
     if file == "chat_template.jinja":

@@ -10,9 +10,10 @@ def whole(tmp_path_factory):
     return Whole(tmp_path_factory.mktemp("checkpoints"))
 
 
+@pytest.mark.parametrize("rounds", [4, pytest.param(12, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fuzzer", FUZZERS, ids=lambda fuzzer: fuzzer.__name__)
-def test_bad_checkpoints(whole, fuzzer):
-    count = 12 * FUZZERS[fuzzer]
+def test_bad_checkpoints(whole, fuzzer, rounds):
+    count = rounds * FUZZERS[fuzzer]
     assert fuzzer(whole, count) >= count
 
 

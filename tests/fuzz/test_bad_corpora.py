@@ -18,10 +18,11 @@ def no_hub(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
 
 
+@pytest.mark.parametrize("rounds", [4, pytest.param(12, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fuzzer", FUZZERS, ids=lambda fuzzer: fuzzer.__name__)
-def test_bad_corpora(no_hub, tmp_path, monkeypatch, fuzzer):
+def test_bad_corpora(no_hub, tmp_path, monkeypatch, fuzzer, rounds):
     monkeypatch.chdir(tmp_path)
-    count = 12 * FUZZERS[fuzzer]
+    count = rounds * FUZZERS[fuzzer]
     assert fuzzer(tmp_path / "texts", count) >= count
 
 

@@ -11,8 +11,9 @@ MOST_GROWTH = 100 << 20
 
 @pytest.mark.parametrize("reader", [pytest.param(reader, marks=pytest.mark.slow if reader.is_slow else ())
                                     for reader in READERS], ids=lambda reader: reader.name)
-def test_bad_files(tmp_path, reader):
-    assert fuzz(reader, tmp_path, 10 * reader.share) >= 10 * reader.share
+@pytest.mark.parametrize("rounds", [4, pytest.param(10, marks=pytest.mark.slow)])
+def test_bad_files(tmp_path, reader, rounds):
+    assert fuzz(reader, tmp_path, rounds * reader.share) >= rounds * reader.share
 
 
 @pytest.mark.parametrize("name", ["dotted", "text as value 1", "digits as value 2", "tables"])

@@ -5,8 +5,9 @@ import pytest
 from tests.fuzz.settings import FUZZERS
 
 
+@pytest.mark.parametrize("rounds", [2, pytest.param(12, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fuzzer", FUZZERS, ids=lambda fuzzer: fuzzer.__name__)
-def test_bad_settings(tmp_path, monkeypatch, fuzzer):
+def test_bad_settings(tmp_path, monkeypatch, fuzzer, rounds):
     monkeypatch.chdir(tmp_path)
-    count = 12 * FUZZERS[fuzzer]
+    count = rounds * FUZZERS[fuzzer]
     assert fuzzer(tmp_path, count) >= count

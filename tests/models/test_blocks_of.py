@@ -88,8 +88,7 @@ def test_gradients_of_whole_modules(name, cut, mesh):
     assert_gradients(module, blocks_of(module, cut), batches_of(example, mesh), mesh)
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(("name", "training"), covering(list(EXAMPLES), [True, False]))
 def test_blocks_equal_the_module_with_dropout_and_buffers(name, training):
     example = __import__(name)
     module = example.build()

@@ -168,7 +168,7 @@ def test_check_split_runs_a_subclass_as_a_whole():
 def test_ranks_that_are_threads_trace_at_once():
     """torch.fx changes the call of every module while it traces: one rank's must not reach another's."""
     def rank(world):
-        for _ in range(20):
+        for _ in range(8):
             model = Scaled()
             blocks_of(model)
             assert isinstance(model(torch.ones(2, 4)), torch.Tensor)

@@ -13,6 +13,7 @@ from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
+from tests.covering import covering
 from tests.optim.test_optimizer import OFFLOADS, gradients_like, make, parameters_of
 from tests.pipeline.parity import SEED, assert_close, chain, merge, on_mesh, points, share
 from tests.pipeline.test_unusual_blocks import Plain
@@ -92,8 +93,8 @@ def test_a_step_that_the_device_skips_is_no_missed_one():
     assert optimizer.steps == 2 and optimizer.missed_updates == {"1": 2}
 
 
-@pytest.mark.parametrize("shard", [False, True])
-@pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2), Mesh(pipe=2), Mesh(data=2, pipe=2)], ids=str)
+@pytest.mark.parametrize(("mesh", "shard"), covering(
+    [Mesh(), Mesh(data=2), Mesh(pipe=2), Mesh(data=2, pipe=2)], [False, True]), ids=str)
 def test_experts_that_are_reached_now_and_then(mesh, shard):
     expected = trained(Reference(experts(), seed=SEED, dtype=torch.float64, optimizer=ADAMW))
 
@@ -110,8 +111,7 @@ def test_experts_that_are_reached_now_and_then(mesh, shard):
         assert_close(merge([found[number] for found in ranks], mesh), parameters)
 
 
-@pytest.mark.parametrize("shard", [False, True])
-@pytest.mark.parametrize("how", ["checkpoint", "state_dict", "transition"])
+@pytest.mark.parametrize(("how", "shard"), covering(["state_dict", "checkpoint", "transition"], [False, True]))
 def test_counts_are_kept(how, shard, tmp_path):
     """On another mesh, where that may be."""
     expected = trained(Reference(experts(), seed=SEED, dtype=torch.float64, optimizer=ADAMW))

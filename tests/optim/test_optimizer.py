@@ -19,6 +19,7 @@ from ranvier.optim.optimizer import FlatOptimizer, storage_bytes, tensors_by_cat
 from ranvier.optim.rules import rules_of
 from ranvier.testing.memory import MemoryTracker
 from ranvier.testing.ranks import run_ranks
+from tests.covering import pairwise
 from tests.errors import raises
 
 OFFLOADS = ("none", "stream", "host", "hybrid")
@@ -280,9 +281,8 @@ def test_sharded_whole_tensors(algorithm, offload, dtype):
             torch.testing.assert_close(one, other, rtol=1e-5 if dtype is torch.float32 else 0.02, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("offload", OFFLOADS)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("size", "offload", "dtype"), pairwise(
+    [2, 3], list(OFFLOADS), [torch.float32, torch.bfloat16]))
 def test_sharded_equals_unsharded(offload, size, dtype):
     """Each replica has gradients of its own; all end with the same parameters, and a share of the states each."""
     work = partial(replica, shapes=SHAPES, offload=offload, dtype=dtype)

@@ -17,7 +17,7 @@ from ranvier.planner.count import laid_out
 from ranvier.planner.run_cost import step_of
 from ranvier.precision import DTYPES
 from tests.checkpoint.anywhere import CONFIG, GLOBAL_SIZE, assert_same, everything, on, train
-from tests.covering import covering, quick
+from tests.covering import chosen, quick
 from tests.elastic.test_transition import trained
 from tests.errors import raises
 
@@ -26,7 +26,7 @@ ROUND_TRIPS = [("muon", Mesh(data=2, pipe=2), {"shard": True}, Mesh(row=2, col=2
                ("adafactor", Mesh(pipe=2, col=2), {}, Mesh(data=2), {"shard": True})]
 
 
-@pytest.mark.parametrize(("algorithm", "first", "before", "second", "after"), quick(2, ROUND_TRIPS), ids=str)
+@pytest.mark.parametrize(("algorithm", "first", "before", "second", "after"), quick(1, ROUND_TRIPS), ids=str)
 def test_checkpoints_fit_every_mesh(tmp_path, algorithm, first, before, second, after):
     """All state is bit-identical on another mesh, and on the same mesh training resumes bit-identically."""
     def saved(engine):
@@ -77,7 +77,7 @@ def test_state_dict_resumes(algorithm):
     on(Mesh(data=2), work, algorithm=algorithm, shard=True)
 
 
-@pytest.mark.parametrize(("algorithm", "optim"), quick(2, [
+@pytest.mark.parametrize(("algorithm", "optim"), quick(1, [
     ("adafactor", {"shard": True, "offload": "stream"}), ("muon", {"offload": "hybrid"}), ("muon", {"shard": True})]))
 def test_transitions_keep_states(algorithm, optim):
     """To another mesh and back, where everything goes on bit-identically."""
@@ -121,7 +121,9 @@ def test_plans_count_newton_schulz_steps():
     assert step_of(resolve(replace(run, optim=Optim(algorithm="adafactor"))), ()).update_flops == 0
 
 
-@pytest.mark.parametrize(("algorithm", "mesh", "options", "precision"), covering([
+@pytest.mark.parametrize(("algorithm", "mesh", "options", "precision"), chosen([
+    ("muon", Mesh(data=2, pipe=2), {"shard": True}, "fp32"), ("lion", Mesh(data=2), {"shard": True}, "bf16"),
+    ("adafactor", Mesh(data=2, row=2), {"shard": True, "offload": "host"}, "fp32")], [
     ("muon", Mesh(data=2, pipe=2), {"shard": True}), ("muon", Mesh(row=2, col=2), {"offload": "stream"}),
     ("adafactor", Mesh(data=2, row=2), {"shard": True, "offload": "host"}), ("lion", Mesh(data=2), {"shard": True})],
     ["fp32", "bf16"]))

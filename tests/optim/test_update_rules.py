@@ -12,7 +12,7 @@ from ranvier.optim.adafactor import Adafactor
 from ranvier.optim.rules import rules_of
 from ranvier.optim.tensor_update import TensorUpdate
 from ranvier.testing.reference import Reference, relative_error
-from tests.covering import quick
+from tests.covering import first
 from tests.pipeline.parity import frozen
 from tests.tensor.split_parity import SEED, every, on_mesh, share, tiny_gpt, token_batches
 
@@ -116,7 +116,9 @@ CASES = [(algorithm, mesh, WAYS[(first + number) % len(WAYS)]) for first, algori
          if algorithm != "adamw" or number == 0]
 
 
-@pytest.mark.parametrize(("algorithm", "mesh", "way"), quick(5, CASES), ids=str)
+@pytest.mark.parametrize(("algorithm", "mesh", "way"), first([case for case in CASES if case[:2] in [
+    ("adamw", Mesh(data=2, pipe=2)), ("lion", Mesh(data=2, pipe=2)), ("muon", Mesh(pipe=2, row=2)),
+    ("adafactor", Mesh(data=2, col=2))]], CASES), ids=str)
 def test_equals_torch_on_every_mesh(algorithm, mesh, way, in_fp64):
     """Each replica with its own data; Newton-Schulz steps and row and column means of whole matrices."""
     batches = [token_batches(mesh, count=2, seed=number) for number in range(STEPS)]

@@ -8,12 +8,13 @@ from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.testing.ranks import run_ranks
+from tests.covering import covering, pairwise
 from tests.errors import raises
 from tests.pipeline.parity import chain, points, squared
 
 
-@pytest.mark.parametrize("mesh", [Mesh(data=2), Mesh(pipe=2), Mesh(data=2, pipe=2)], ids=str)
-@pytest.mark.parametrize("other", ["evaluate", "predict", "forward_backward"])
+@pytest.mark.parametrize(("mesh", "other"), covering(
+    [Mesh(data=2), Mesh(pipe=2), Mesh(data=2, pipe=2)], ["evaluate", "predict", "forward_backward"]), ids=str)
 def test_one_rank_is_in_another_call_while_others_train(mesh, other):
     def work(world):
         engine = Engine(chain(*[lambda: torch.nn.Linear(4, 4)] * 2, loss=squared), world, mesh=mesh,
@@ -49,9 +50,8 @@ def test_one_replica_alone_ends_a_step(call):
         run_ranks(work, 2)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(data=2), Mesh(data=3), Mesh(data=2, pipe=2)], ids=str)
-@pytest.mark.parametrize("own", [True, False])
-@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize(("mesh", "own", "apart"), pairwise(
+    [Mesh(data=2), Mesh(data=3), Mesh(data=2, pipe=2)], [True, False], [True, False]), ids=str)
 def test_a_learning_rate_of_one_replica_is_refused(mesh, own, apart):
     """The one of the last replica, which is set after the first step."""
     def work(world):

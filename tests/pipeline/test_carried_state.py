@@ -12,6 +12,7 @@ from ranvier.config.run import Pipeline
 from ranvier.errors import ModelError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.microbatch import Microbatch
+from tests.covering import covering, label
 from tests.errors import raises
 from tests.pipeline.parity import assert_parity, chain, generator, gradients_on, on_mesh, points, share
 
@@ -75,8 +76,7 @@ def states(counts, seed=0):
              for k, one in enumerate(replica)] for replica in batches]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(("mesh", "policy"), covering(MESHES, POLICIES), ids=str)
 def test_several_tensors_for_a_part_of_the_way(mesh, policy):
     assert_parity(of(*PARTS), states([[3, 2, 3, 1]] * mesh.data), mesh, pipeline=Pipeline(policy=policy))
 
@@ -119,14 +119,14 @@ def partly_unused(linear, state):
     return linear(state["plain"])
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("middle", [(halves, join), (same_twice, join_same), (from_frozen_to_trained, use_plain),
-                                    (from_frozen_to_trained, partly_unused)], ids=lambda parts: parts[1].__name__)
-def test_pairs_of_outputs(middle, policy):
+@pytest.mark.parametrize(("first", "second", "policy"), covering([
+    (halves, join), (same_twice, join_same), (from_frozen_to_trained, use_plain),
+    (from_frozen_to_trained, partly_unused)], POLICIES), ids=label)
+def test_pairs_of_outputs(first, second, policy):
     def plain(linear, x):
         return torch.tanh(linear(x))
 
-    parts = (plain, *middle, plain)
+    parts = (plain, first, second, plain)
     make = of(*parts)
     assert_parity(make, points([[2, 3, 2], [2]]), Mesh(data=2, pipe=4), pipeline=Pipeline(policy=policy))
     assert_parity(make, points([[2, 3, 2]]), Mesh(pipe=2), pipeline=Pipeline(policy=policy, boundaries=(2,)))

@@ -98,8 +98,7 @@ def test_own_blocks(checkpoint, mesh):
     assert_parity(residuals, points([[3, 1, 2, 2]] * mesh.data), mesh, memory=Memory(recompute=checkpoint))
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("checkpoint", [2, "selective"])
+@pytest.mark.parametrize(("mesh", "checkpoint"), covering(MESHES, ["selective", 2]), ids=str)
 def test_frozen_and_tied_blocks(mesh, checkpoint):
     assert_parity(lambda: frozen(residuals(), of_blocks(0, 1, 4)), points([[2, 1]] * mesh.data), mesh,
                   memory=Memory(recompute=checkpoint))

@@ -20,8 +20,10 @@ from ranvier.tensor import compiled
 from ranvier.tensor.weight_gradients import WeightGradients
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
+from tests.covering import quick
 from tests.errors import raises
 from tests.pipeline.parity import SEED, assert_parity, chain, frozen, on_mesh, points, share
+from tests.pipeline.test_parity import residuals
 from tests.pipeline.test_recomputed_state import KEPT, linear
 from tests.pipeline.test_recomputed_state import model as model_with_buffers
 
@@ -95,9 +97,17 @@ def batches_of(kind, *, packed=False, replicas=1, count=2):
 LLAMA = {"kv_heads": 2, "qk_norm": "head", "bias": "qkv", "norms": "both", "embedding_scale": "sqrt-hidden"}
 
 
+def test_blocks_that_are_alike_share_their_graphs(graphs):
+    """The first of eight has inputs without a gradient: two graphs of the first size and two for any, into whose
+    backward a single gradient comes."""
+    assert_parity(residuals, points([[3, 2, 4]]), Mesh(), compile=True)
+    made, tangents = graphs
+    assert len(made) == 4 and set(tangents) == {1}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "changed"), [
-    ("gpt", {"num_layers": 2}), pytest.param("bert", {}, marks=pytest.mark.slow),
-    pytest.param("llama", LLAMA, marks=pytest.mark.slow), pytest.param("vit", {}, marks=pytest.mark.slow)])
+    ("gpt", {"num_layers": 2}), ("bert", {}), ("llama", LLAMA), ("vit", {})])
 def test_gradients_are_plain_pytorchs(kind, changed, graphs):
     """An operand of a product has no gradient in the graph: it would be zeros of the operand's size, and a sum with
     them."""
@@ -270,10 +280,12 @@ def test_stages_that_compile_for_longer_than_a_message_may_take(monkeypatch):
                   run_seconds=100.0)
 
 
-def test_buffers_change_once():
+@pytest.mark.parametrize("names", quick(1, [
+    ["batch norm", "average replaced"], ["batch norm", "average in place", "average replaced"]]), ids=len)
+def test_buffers_change_once(names):
     """A forward on fake tensors, which shows the shapes, changes none, and leaves no fake tensor in its place; under
     recomputation the second forward changes none."""
-    blocks = [linear, *(KEPT[name] for name in ("batch norm", "average in place", "average replaced")), linear]
+    blocks = [linear, *(KEPT[name] for name in names), linear]
     make, batch = partial(model_with_buffers, *blocks), points([[3, 3]])
     reference = Reference(make(), seed=SEED, dtype=torch.float64)
     reference.forward_backward(batch[0])

@@ -99,7 +99,7 @@ def gradients(mesh, **settings):
         return found
 
     found = {}
-    for ours in run_ranks(on_rank, mesh.size):
+    for ours in run_ranks(on_rank, mesh.size, timeout_seconds=300.0):
         found.update(ours)
     return found
 

@@ -11,7 +11,7 @@ from ranvier.config.run import Optim
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.testing.ranks import run_ranks
-from tests.covering import quick
+from tests.covering import covering, quick
 from tests.pipeline.parity import chain
 
 HALF = [torch.bfloat16, torch.float16]
@@ -44,8 +44,7 @@ def train(world, mesh, dtype, steps, work=lambda engine: None, **options):
     return found, scales, other
 
 
-@pytest.mark.parametrize("accumulate", ["fp32", "half"])
-@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize(("dtype", "accumulate"), covering(HALF, ["half", "fp32"]), ids=str)
 @pytest.mark.parametrize("mesh", quick(1, [Mesh(), Mesh(data=2, pipe=2)]), ids=str)
 def test_a_users_optimizer_has_fp32_master_copies(mesh, dtype, accumulate):
     """40 steps of 1e-5 are less than half of what tells two numbers of half precision apart: they must add up. The
@@ -146,9 +145,8 @@ def wide_batch(dtype=torch.float16):
     return [tuple(torch.randn(64, 16, generator=generator).to(dtype) for _ in range(2)) for _ in range(8)]
 
 
-@pytest.mark.parametrize("options", [{}, {"nominal_weight": 1.0}], ids=["auto", "far too low"])
-@pytest.mark.parametrize(("mesh", "counts"), [(Mesh(), [8]), (Mesh(data=2, pipe=2), [8, 8]), (Mesh(data=2), [8, 0])],
-                         ids=str)
+@pytest.mark.parametrize(("mesh", "counts", "options"), covering(
+    [(Mesh(), [8]), (Mesh(data=2, pipe=2), [8, 8]), (Mesh(data=2), [8, 0])], [{}, {"nominal_weight": 1.0}]), ids=str)
 def test_fp16_skips_no_step_at_the_start(mesh, counts, options):
     """Sums over thousands of targets times the loss scale overflow: a replica without a microbatch is told, too."""
     def rank(world):

@@ -15,6 +15,7 @@ from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.tensor import layers
 from ranvier.testing.ranks import run_ranks
+from tests.covering import covering
 from tests.pipeline.parity import assert_parity, chain, chunks_of, points, squared
 
 POLICIES = [Pipeline(policy="message-driven", defer_bytes=1 << 20), Pipeline(policy="1f1b"), Pipeline(policy="gpipe"),
@@ -132,8 +133,7 @@ def alike(model, batches, mesh, policies=POLICIES, **options):
         assert not wrong
 
 
-@pytest.mark.parametrize("place", [1, 3], ids=["inside", "at the end"])
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize(("block", "place"), covering(list(BLOCKS), [3, 1]))
 def test_autograd_inside_the_backward(block, place):
     """Also as the last block of a stage, where a hook of the block runs before any other node."""
     blocks = [linear] * 6

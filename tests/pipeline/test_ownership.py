@@ -3,11 +3,12 @@
 from dataclasses import replace
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ranvier.config.run import Memory, Optim
 from ranvier.mesh import Mesh
+from tests.covering import examples
 from tests.tensor.split_parity import on_mesh, share, tiny_gpt, token_batches
 
 LAYERS = 2
@@ -82,7 +83,7 @@ def joined(slices):
     return found
 
 
-@settings(max_examples=10, deadline=None)
+@examples(4)
 @given(cases())
 def test_ranks_update_what_the_layout_says(case):
     """And keep the states of that; owners are among those who update, and own every element once."""

@@ -16,7 +16,7 @@ from ranvier.config.run import Memory, Pipeline
 from ranvier.mesh import Mesh
 from ranvier.pipeline.remembered import Remembered
 from ranvier.testing.reference import Reference
-from tests.covering import covering
+from tests.covering import covering, pairwise
 from tests.errors import raises
 from tests.pipeline.parity import SEED, assert_parity, gradients_on, on_mesh, points, share, squared
 
@@ -409,9 +409,8 @@ class Closes(Opens):
         return self.linear(state["h"]) * state["mask"]
 
 
-@pytest.mark.parametrize("recompute", [1, 2, 3])
-@pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2, pipe=2)], ids=str)
-@pytest.mark.parametrize("block", [Assigns, Pops])
+@pytest.mark.parametrize(("block", "mesh", "recompute"), pairwise(
+    [Assigns, Pops], [Mesh(), Mesh(data=2, pipe=2)], [1, 2, 3]))
 def test_a_state_that_blocks_change(block, mesh, recompute):
     """A block puts other tensors into the dict that it was given, and takes some out."""
     assert_parity(partial(model, Opens, block, block, block, Closes), points([[2, 1, 3]] * mesh.data), mesh,

@@ -10,7 +10,7 @@ from ranvier.config.run import Optim
 from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.replicas import PIECE, checksum
-from tests.covering import quick
+from tests.covering import covering, quick
 from tests.errors import raises
 from tests.pipeline.parity import chain, frozen, on_mesh, share, small_gpt, tokens
 from tests.pipeline.test_parity import of_blocks
@@ -56,8 +56,7 @@ def test_of_three_replicas_the_odd_one_is_named(shard):
                            "that hold it. ")
 
 
-@pytest.mark.parametrize("shard", [False, True])
-@pytest.mark.parametrize("replica", [0, 1])
+@pytest.mark.parametrize(("replica", "shard"), covering([0, 1], [False, True]))
 def test_of_two_that_differ_both_are_named(replica, shard):
     text = compared(small_gpt, Mesh(data=2, pipe=2), {2 * replica: ["layer0.attention.norm.bias"]},
                     batch=tokens([[2], [2]]), optim=OPTIM(shard=shard))
@@ -87,7 +86,7 @@ def test_a_frozen_parameter_is_compared_too():
     on_mesh(make, Mesh(data=2), work)
 
 
-@pytest.mark.parametrize(("mesh", "scheme"), quick(2, [
+@pytest.mark.parametrize(("mesh", "scheme"), quick(1, [
     (Mesh(row=2, col=2), "stationary"), (Mesh(row=2, col=2), "summa"), (Mesh(data=2, row=2, col=2), "stationary"),
     (Mesh(col=2, data=2), "megatron"), (Mesh(col=4), "sequence")]), ids=str)
 def test_good_runs_on_rows_and_columns_agree(mesh, scheme):

@@ -39,7 +39,7 @@ def pipelines(draw):
                                                   defer_bytes=draw(st.sampled_from([0, 1, 5, 6, 17, 1 << 40])))
 
 
-@examples(50)
+@examples(25)
 @given(pipelines(), st.sampled_from(POLICIES), st.floats(0.0, 5.0), st.booleans(), st.randoms(use_true_random=False))
 def test_every_pipeline_ends_in_order_and_within_its_bounds(pipeline, policy, hop, alternating, chance):
     stages, microbatches, options = pipeline
@@ -97,7 +97,7 @@ def held_in_order(placement, microbatches, in_flight):
     return most
 
 
-@examples(40)
+@examples(20)
 @given(pipelines(), st.integers(1, 4), st.integers(0, 40), st.sampled_from(["v-shape", "interleaved"]),
        st.randoms(use_true_random=False))
 def test_what_is_due_first_ends_in_order_and_within_the_room(pipeline, pipe, room, how, chance):

@@ -238,7 +238,7 @@ MODELS = {"llama": partial(llama, Transformer(family="llama", num_layers=2, hidd
 
 @pytest.mark.parametrize(("name", "mesh", "scheme"), [
     ("gpt", Mesh(), "stationary"), ("llama", Mesh(col=2), "sequence"),
-    ("llama", Mesh(row=2, col=2), "stationary-sequence")], ids=str)
+    pytest.param("llama", Mesh(row=2, col=2), "stationary-sequence", marks=pytest.mark.slow)], ids=str)
 def test_what_is_counted_is_what_runs_again_and_is_kept(name, mesh, scheme, monkeypatch):
     """Kernel by kernel in the second runs of real ranks, and to the byte what lies between the runs."""
     ran, kept, place = {}, {}, threading.local()

@@ -14,6 +14,7 @@ from ranvier.elastic.transition import hand_over, take
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.testing.ranks import run_ranks
+from tests.covering import covering
 from tests.errors import raises
 from tests.pipeline.parity import SEED, chain, on_mesh, points, share, squared
 
@@ -62,8 +63,8 @@ def by_replicas_of_torch(batches, how):
     return [dict(replica.named_buffers()) for replica in replicas]
 
 
-@pytest.mark.parametrize("how", ["broadcast", "average", "local", None])
-@pytest.mark.parametrize("mesh", [Mesh(data=2), Mesh(data=2, pipe=2)], ids=str)
+@pytest.mark.parametrize(("how", "mesh"), covering(
+    ["broadcast", "average", "local", None], [Mesh(data=2), Mesh(data=2, pipe=2)]), ids=str)
 def test_buffers_are_those_of_torchs_replicas(mesh, how):
     """By default as DistributedDataParallel has them: after training, in an evaluation, in a checkpoint."""
     batches = [points([[3, 2], [4, 3]], seed=seed) for seed in range(3)]

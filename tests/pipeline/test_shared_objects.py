@@ -17,7 +17,7 @@ from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
-from tests.covering import covering, examples
+from tests.covering import covering, examples, quick
 from tests.errors import raises
 from tests.pipeline.drawn_models import REFUSED, Drawn, draw_model, loss
 from tests.pipeline.parity import assert_close, merge, points, share, squared
@@ -105,16 +105,16 @@ def shared_names(blocks):
     return sorted(group for group in names.values() if len(group) > 1)
 
 
-@pytest.mark.parametrize(("ends", "mesh", "pipeline"), covering(
+@pytest.mark.parametrize(("ends", "mesh", "pipeline"), quick(4, covering(
     [([0, 2],), ([0, 3],), ([1, 2],), ([0, 1, 2],), ([0, 1, 3],), ([1, 2, 3],), ([0, 1, 2, 3],)],
     [(Mesh(data=2, pipe=2), V_SHAPE), (Mesh(pipe=2), INTERLEAVED), (Mesh(pipe=2), V_SHAPE),
-     (Mesh(data=2, pipe=2), INTERLEAVED)]), ids=str)
+     (Mesh(data=2, pipe=2), INTERLEAVED)])), ids=str)
 def test_ends_on_two_stages_of_a_rank(ends, mesh, pipeline):
     assert_training(lambda: tied(4, ends), mesh, pipeline)
 
 
 @given(st.randoms(use_true_random=False))
-@examples(8)
+@examples(4)
 def test_any_model_on_any_stages(draw: random.Random):
     """Of `drawn_models`: three steps equal those of plain PyTorch, or the model is refused before the first."""
     assert_drawn(draw_model(draw))
@@ -200,12 +200,13 @@ def with_hooks():
     return blocks
 
 
-@pytest.mark.parametrize("make", [one_block_everywhere, inside_each_block, embedding_and_head, with_a_bound_method,
-                                  with_hooks])
-@pytest.mark.parametrize("mesh, pipeline, memory", [
-    (Mesh(pipe=2), V_SHAPE, None), (Mesh(pipe=2), INTERLEAVED, None), (Mesh(pipe=2), V_SHAPE, Memory(recompute=1)),
-    (Mesh(pipe=2), Pipeline(stages_per_rank=1), None), (Mesh(), None, None)],
-    ids=["v", "interleaved", "recomputed", "one stage a rank", "one rank"])
+SHARING = [one_block_everywhere, inside_each_block, embedding_and_head, with_a_bound_method, with_hooks]
+
+
+@pytest.mark.parametrize(("make", "mesh", "pipeline", "memory"), [
+    *((make, Mesh(pipe=2), V_SHAPE, Memory(recompute=1)) for make in SHARING),
+    *covering(SHARING, [(Mesh(pipe=2), V_SHAPE, None), (Mesh(pipe=2), INTERLEAVED, None),
+                        (Mesh(pipe=2), Pipeline(stages_per_rank=1), None), (Mesh(), None, None)])])
 def test_shared_modules(make, mesh, pipeline, memory):
     assert_training(make, mesh, pipeline, memory)
 

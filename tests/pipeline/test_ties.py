@@ -20,7 +20,7 @@ from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.ties import TiedParameters, TieMessages, gradient_specs, ties_of
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
-from tests.covering import examples, quick
+from tests.covering import covering, examples, quick
 from tests.errors import raises
 from tests.pipeline.parity import (
     SEED,
@@ -54,14 +54,15 @@ def blocks(*groups, count=6):
     pytest.param([(4, 0, 1, 5)], id="two on each"), pytest.param([(0, 5), (1, 4), (2, 3)], id="three ties"),
     pytest.param([(1, 4), (5, 0)], id="each stage owns what it finishes first"),
 ])
-@pytest.mark.parametrize("mesh", [Mesh(pipe=3), Mesh(data=2, pipe=3)], ids=str)
+@pytest.mark.parametrize("mesh", quick(1, [Mesh(pipe=3), Mesh(data=2, pipe=3)]), ids=str)
 def test_one_sum_of_all_ends(groups, mesh, policy):
     assert_parity(partial(blocks, *groups), points([[2, 1], [2, 2, 2]][:mesh.data]), mesh,
                   pipeline=Pipeline(policy=policy, boundaries=(2, 4)), optim=chunks_of(5))
 
 
-@pytest.mark.parametrize("groups", [[(0, 3)], [(3, 0)], [(0, 1)], [(0, 3), (1, 2)]], ids=str)
-@pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2), Mesh(pipe=4), Mesh(data=2, pipe=2)], ids=str)
+@pytest.mark.parametrize(("groups", "mesh"), covering(
+    [[(0, 3)], [(3, 0)], [(0, 1)], [(0, 3), (1, 2)]], [Mesh(pipe=4), Mesh(data=2), Mesh(), Mesh(data=2, pipe=2)]),
+    ids=str)
 def test_on_other_meshes(groups, mesh):
     assert_parity(partial(blocks, *groups, count=4), points([[2, 1]] * mesh.data), mesh)
 
@@ -276,7 +277,7 @@ def ends_of(layout):
     return places, (layout.stage_of(owner.block), owner.name)
 
 
-@examples(50)
+@examples(25)
 @given(tied_layouts([split for split in SPLITS if not split.summed]), st.integers(0, 99))
 def test_ends_cut_in_any_way_make_one_sum_and_one_value(layout, seed):
     """To the bit: each element is the owner's, plus the ends' one after another. Copies count once."""
@@ -397,8 +398,8 @@ def apart(layout, parameter):
     return parameter.owner if parameter is min(ends, key=lambda one: not one.is_owner) else parameter.name
 
 
-@pytest.mark.parametrize("group", [(0, 1), (1, 0), (2, 0, 1, 3)], ids=str)
-@pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2), Mesh(pipe=2), Mesh(data=2, pipe=2)], ids=str)
+@pytest.mark.parametrize(("group", "mesh"), covering(
+    [((0, 1),), ((1, 0),), ((2, 0, 1, 3),)], [Mesh(data=2, pipe=2), Mesh(), Mesh(data=2), Mesh(pipe=2)]), ids=str)
 def test_an_engine_with_separate_ends_on_a_stage(group, mesh, monkeypatch):
     """One sum, shown under one name, and one value; what is frozen on the way stays as it is at all ends."""
     monkeypatch.setattr(Layout, "key", apart)

@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from ranvier.config.run import Optim, Pipeline
 from ranvier.mesh import Mesh
 from ranvier.testing.reference import Reference
+from tests.covering import covering, label
 from tests.errors import raises
 from tests.pipeline.parity import SEED, assert_parity, chain, on_mesh, points, share, small_gpt, tokens
 
@@ -49,8 +50,8 @@ def by_dual_numbers(linear, x):
         return torch.autograd.forward_ad.unpack_dual(linear(dual)).tangent + x
 
 
-@pytest.mark.parametrize("transform", [by_vmap, by_grad, by_jvp, by_dual_numbers])
-@pytest.mark.parametrize("also", [False, True], ids=["alone", "and plain"])
+@pytest.mark.parametrize(("transform", "also"), covering(
+    [by_vmap, by_grad, by_dual_numbers, by_jvp], [False, True]), ids=label)
 def test_gradients_through_transforms_are_torchs(transform, also):
     """Under every policy, and alike to the bit."""
     model = partial(chain, partial(nn.Linear, 4, 4), partial(Transformed, transform, also), partial(nn.Linear, 4, 4),

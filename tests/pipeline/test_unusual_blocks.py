@@ -228,9 +228,8 @@ def test_block(block, mesh, policy):
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("place", [0, 3])
-@pytest.mark.parametrize("block", [Twice, Detached, Unchanged, DifferentiatesInside, Unused, InPlaceAfter,
-                                   pytest.param(partial(Checkpointed, False), id="checkpoint")])
+@pytest.mark.parametrize(("block", "place"), covering(
+    [Twice, Detached, Unchanged, DifferentiatesInside, Unused, InPlaceAfter, partial(Checkpointed, False)], [0, 3]))
 def test_block_at_the_ends(block, place):
     builders = [Plain] * 3
     builders.insert(place, block)

@@ -13,6 +13,7 @@ from ranvier.plan.cut import meta_mesh
 from ranvier.tensor import layers
 from ranvier.tensor.split.layers import split_layers
 from ranvier.testing.reference import relative_error
+from tests.covering import first
 from tests.tensor.split_parity import SCHEMES, inner_part, on_tensor_mesh, own, row_part, stream_part
 
 BATCH, SEQUENCE, HIDDEN, INNER = 8, 64, 32, 64
@@ -70,7 +71,8 @@ CASES = [(rows, cols, scheme) for rows, cols in [(1, 2), (1, 8), (8, 1), (2, 2),
 
 
 @pytest.mark.parametrize("kind", list(LAYERS))
-@pytest.mark.parametrize(("rows", "cols", "scheme"), CASES)
+@pytest.mark.parametrize(("rows", "cols", "scheme"), first(
+    [*(one for one in CASES if one[:2] in [(1, 2), (2, 2)]), (1, 8, "megatron"), (8, 1, "stationary")], CASES))
 def test_the_error_is_that_of_one_product(rows, cols, scheme, kind):
     """On the parent commit 64 panels or slabs have up to 5.8 times as much."""
     errors = worst_errors(kind, rows, cols, SCHEMES[scheme], 1 << 10, torch.bfloat16)

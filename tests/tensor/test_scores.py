@@ -25,6 +25,7 @@ from ranvier.pipeline.microbatch import Microbatch
 from ranvier.tensor.split.loss import IGNORED, LastTokenLoss
 from ranvier.tensor.split.preference_loss import RewardLoss
 from ranvier.testing.reference import Reference
+from tests.covering import first
 from tests.errors import raises
 from tests.models.test_llama import in_fp64
 from tests.tensor.split_parity import SEED, TOLERANCE, assemble, assert_close, gradients_of, on_mesh, share
@@ -133,8 +134,10 @@ def microbatches_of(data, mesh):
     return [made[:2], made[2:]] if mesh.data == 2 else [made]
 
 
-@pytest.mark.parametrize(("kind", "mesh"), [
-    *(("llama", mesh) for mesh in MESHES), ("qwen3", Mesh(row=2, col=2)), ("gemma2", Mesh(pipe=2, col=2))], ids=str)
+@pytest.mark.parametrize(("kind", "mesh"), first(
+    [("llama", Mesh()), ("llama", Mesh(data=2, pipe=2)), ("llama", Mesh(row=2, col=2)),
+     ("gemma2", Mesh(pipe=2, col=2))],
+    [*(("llama", mesh) for mesh in MESHES), ("qwen3", Mesh(row=2, col=2)), ("gemma2", Mesh(pipe=2, col=2))]), ids=str)
 def test_classes_of_a_decoder_are_those_of_transformers(kind, mesh):
     loss, expected, right = plain_classes(kind)
     config, data = replace(SIZES[kind], num_classes=CLASSES), samples_at_end()
@@ -155,8 +158,10 @@ def test_classes_of_a_decoder_are_those_of_transformers(kind, mesh):
     assert 0 < scores["eval_accuracy"] < 1
 
 
-@pytest.mark.parametrize(("kind", "mesh", "has_margins"), [
-    *(("llama", mesh, True) for mesh in MESHES), ("qwen2", Mesh(row=2, col=2), False)], ids=str)
+@pytest.mark.parametrize(("kind", "mesh", "has_margins"), first(
+    [("llama", Mesh(), True), ("llama", Mesh(data=2, pipe=2), True), ("llama", Mesh(col=2), True),
+     ("qwen2", Mesh(row=2, col=2), False)],
+    [*(("llama", mesh, True) for mesh in MESHES), ("qwen2", Mesh(row=2, col=2), False)]), ids=str)
 def test_loss_gradients_and_scores_are_those_of_transformers(kind, mesh, has_margins):
     data, config = pairs(MARGINS if has_margins else None), KINDS[kind]
     loss, expected, margins = plain(kind, has_margins)

@@ -12,6 +12,7 @@ from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.tensor import layers
 from ranvier.testing.ranks import run_ranks
+from tests.covering import quick
 from tests.errors import raises
 from tests.pipeline.parity import small_gpt, squared
 from tests.tensor.split_parity import legal, on_mesh, share, tiny_gpt, token_batches
@@ -74,7 +75,7 @@ def test_sizes(build, rows, cols, scheme, size):
     refused(alone(build), rows, cols, scheme, "layer-not-divisible", "b.layer", axis, extent, size)
 
 
-@pytest.mark.parametrize(("rows", "cols", "scheme"), legal([(1, 4), (4, 1), (4, 3)]))
+@pytest.mark.parametrize(("rows", "cols", "scheme"), quick(4, legal([(1, 4), (4, 1), (4, 3)])))
 def test_a_vocabulary_smaller_than_the_mesh(rows, cols, scheme):
     axis, size = ("col", cols) if cols == 4 else ("row", rows)
     refused(partial(tiny_gpt, vocab=3), rows, cols, scheme, "layer-not-divisible", f"--mesh.{axis}", size, 3)

@@ -13,7 +13,7 @@ from ranvier.mesh import Mesh
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.tensor import layers
 from ranvier.testing.reference import Reference
-from tests.covering import covering, quick
+from tests.covering import chosen, first, quick
 from tests.pipeline.parity import frozen
 from tests.tensor.split_parity import (
     SEED,
@@ -70,7 +70,7 @@ def assert_trains(make, mesh, *, steps=4, clip_norm=0.0, count=2, tolerance=1e-8
     assert_close(whole, reference.parameters, tolerance)
 
 
-@pytest.mark.parametrize(("mesh", "scheme"), quick(3, RUNS), ids=str)
+@pytest.mark.parametrize(("mesh", "scheme"), quick(1, RUNS), ids=str)
 def test_steps_equal_torchs(mesh, scheme):
     assert_trains(tiny_gpt, mesh, scheme=scheme, optim=optim())
 
@@ -80,35 +80,40 @@ def test_steps_with_a_users_optimizer(mesh):
     assert_trains(tiny_gpt, mesh, optimizer=ADAMW)
 
 
-@pytest.mark.parametrize(("mesh", "scheme", "options"), quick(3, covering(
-    SPREAD, [{"shard": True}, {"shard": True, "offload": "stream"}, {"offload": "host"}])), ids=str)
+@pytest.mark.parametrize(("mesh", "scheme", "options"), chosen(
+    [(Mesh(data=2, row=2), "stationary", {"shard": True, "offload": "stream"})],
+    SPREAD, [{"shard": True}, {"shard": True, "offload": "stream"}, {"offload": "host"}]), ids=str)
 def test_states_that_are_sharded_or_offloaded(mesh, scheme, options):
     assert_trains(tiny_gpt, mesh, steps=3, scheme=scheme, optim=optim(**options))
 
 
-@pytest.mark.parametrize(("mesh", "scheme", "options"), covering(
+@pytest.mark.parametrize(("mesh", "scheme", "options"), chosen(
+    [(Mesh(row=2, col=2), "stationary", {"update_in_backward": True}), (Mesh(col=2), "megatron", {"offload": "host"}),
+     (Mesh(row=2, col=2), "summa", {"offload": "stream"})],
     RUNS, [{"offload": "stream"}, {"offload": "host"}, {"update_in_backward": True}]), ids=str)
 def test_states_on_one_replica(mesh, scheme, options):
     assert_trains(tiny_gpt, mesh, steps=2, count=1, scheme=scheme, optim=optim(**options))
 
 
-@pytest.mark.parametrize(("clip_norm", "mesh", "scheme", "shard"), quick(5, covering(
-    [0.05, 1e6], [*((*run, False) for run in RUNS), *((*run, True) for run in SPREAD)])), ids=str)
+@pytest.mark.parametrize(("clip_norm", "mesh", "scheme", "shard"), chosen(
+    [(0.05, Mesh(row=2, col=2), "stationary", False), (0.05, Mesh(data=2, col=2), "megatron", True)],
+    [0.05, 1e6], [*((*run, False) for run in RUNS), *((*run, True) for run in SPREAD)]), ids=str)
 def test_clipping_by_the_global_norm_is_torchs(clip_norm, mesh, scheme, shard):
     assert_trains(tiny_gpt, mesh, steps=3, scheme=scheme, clip_norm=clip_norm,
                   optim=optim(clip_norm=clip_norm, shard=shard))
 
 
-@pytest.mark.parametrize(("mesh", "scheme", "bucket_size", "shard"), quick(2, covering([
+@pytest.mark.parametrize(("mesh", "scheme", "bucket_size", "shard"), chosen([
+    (Mesh(data=2, col=2), "megatron", 50, False)], [
     (Mesh(data=2, col=2), "megatron", 50), (Mesh(data=2, col=2), "megatron", 7), (Mesh(data=2, col=2), "sequence", 50),
-    (Mesh(data=2, row=2, col=2), "stationary", 50), (Mesh(data=2, row=2), "summa", 50)], [False, True])), ids=str)
+    (Mesh(data=2, row=2, col=2), "stationary", 50), (Mesh(data=2, row=2), "summa", 50)], [False, True]), ids=str)
 def test_copies_stay_the_same_to_the_bit_however_updates_are_cut(mesh, scheme, bucket_size, shard):
     """torch's fused kernels round the last few elements of a piece differently, so that pieces must be cut alike
     wherever copies are."""
     assert_trains(tiny_gpt, mesh, steps=3, count=1, scheme=scheme, optim=optim(bucket_size=bucket_size, shard=shard))
 
 
-@pytest.mark.parametrize("mesh", [Mesh(row=2), Mesh(row=2, col=2), Mesh(pipe=2, row=2, col=2)], ids=str)
+@pytest.mark.parametrize("mesh", quick(1, [Mesh(row=2), Mesh(row=2, col=2), Mesh(pipe=2, row=2, col=2)]), ids=str)
 def test_weights_that_are_kept_are_those_of_the_step(mesh):
     """What has been gathered is old as soon as weights change."""
     assert_trains(tiny_gpt, mesh, steps=3, settings=Settings(keep_weights=True), optim=optim())
@@ -130,14 +135,16 @@ def test_kept_weights_follow_what_is_written_into_parameters():
     assert [one[1] for one in kept] == pytest.approx([one[1] for one in plain], rel=1e-12)
 
 
-@pytest.mark.parametrize(("mesh", "scheme"), [(Mesh(row=2, col=2), "stationary"), (Mesh(row=2, col=2), "summa"),
-                                              (Mesh(col=2), "sequence"), (Mesh(data=2, row=2), "stationary")], ids=str)
+@pytest.mark.parametrize(("mesh", "scheme"), first(
+    [(Mesh(col=2), "sequence")],
+    [(Mesh(row=2, col=2), "stationary"), (Mesh(row=2, col=2), "summa"), (Mesh(col=2), "sequence"),
+     (Mesh(data=2, row=2), "stationary")]), ids=str)
 def test_partly_frozen(mesh, scheme):
     assert_trains(lambda: frozen(tiny_gpt(), lambda name: name.startswith(("embedding", "layer0.mlp"))), mesh, steps=3,
                   scheme=scheme, optim=optim())
 
 
-@pytest.mark.parametrize("mesh", [Mesh(row=2, col=2), Mesh(data=2, row=2)], ids=str)
+@pytest.mark.parametrize("mesh", first([Mesh(data=2, row=2)], [Mesh(row=2, col=2), Mesh(data=2, row=2)]), ids=str)
 def test_gradients_and_their_step_apart(mesh):
     batches = [token_batches(mesh, seed=seed) for seed in range(2)]
 
@@ -157,7 +164,10 @@ def test_gradients_and_their_step_apart(mesh):
 
 # ---------------------------------------------------------------------- half precision
 
-@pytest.mark.parametrize(("mesh", "scheme", "dtype", "options"), quick(3, [
+@pytest.mark.parametrize(("mesh", "scheme", "dtype", "options"), first([
+    (Mesh(col=2), "megatron", torch.bfloat16, {}), (Mesh(col=2), "sequence", torch.bfloat16, {"accumulate": "half"}),
+    (Mesh(row=2), "stationary", torch.float16, {"offload": "host"})], [
+    (Mesh(row=2), "stationary", torch.float16, {"offload": "host"}),
     (Mesh(row=2, col=2), "stationary", torch.bfloat16, {}),
     (Mesh(row=2, col=2), "summa", torch.bfloat16, {"accumulate": "half", "offload": "stream"}),
     (Mesh(col=2), "megatron", torch.bfloat16, {}), (Mesh(col=2), "sequence", torch.bfloat16, {"accumulate": "half"}),
@@ -229,7 +239,8 @@ def overflowing():
                  loss=lambda scores, targets: (scores.sum(), float(len(scores))))
 
 
-@pytest.mark.parametrize(("mesh", "options"), covering(
+@pytest.mark.parametrize(("mesh", "options"), chosen(
+    [(Mesh(row=2, col=2), {}), (Mesh(data=2, row=2, col=2), {"offload": "stream"})],
     [Mesh(row=2, col=2), Mesh(data=2, row=2, col=2), Mesh(pipe=2, row=2, col=2)],
     [{}, {"offload": "stream"}, {"clip_norm": 1e6}, {"shard": True}]), ids=str)
 def test_an_overflow_on_one_rank_skips_the_step_everywhere(mesh, options):

@@ -19,7 +19,7 @@ from ranvier.tensor.split.layers import split_layers
 from ranvier.tensor.under_way import Arriving, GradientSums, WeightGathers
 from ranvier.tensor.weight_gradients import WeightGradients
 from ranvier.tensor.workspace import Workspace
-from tests.covering import covering
+from tests.covering import chosen, quick
 from tests.tensor.split_parity import (
     assert_parity,
     gradients_on,
@@ -309,7 +309,9 @@ def late(monkeypatch):
         Late(over_rows), Late(over_cols), *args, **options))
 
 
-@pytest.mark.parametrize(("mesh", "scheme", "options", "tied"), covering([
+@pytest.mark.parametrize(("mesh", "scheme", "options", "tied"), chosen([
+    (Mesh(col=2), "sequence", {}, True), (Mesh(col=2), "sequence", {"memory": Memory(recompute=1)}, False),
+    (Mesh(pipe=2, row=2), "stationary", {"pipeline": Pipeline(defer_bytes=1 << 40)}, True)], [
     (mesh, scheme, options)
     for mesh, scheme in [(Mesh(row=2, col=2), "stationary"), (Mesh(col=2), "sequence"),
                          (Mesh(pipe=2, row=2), "stationary")]
@@ -327,7 +329,7 @@ def test_nothing_is_used_before_it_has_arrived(late, monkeypatch, mesh, scheme, 
     assert_parity(make, batches, mesh, scheme=scheme, also=before, **options)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(row=2), Mesh(row=2, col=2)], ids=str)
+@pytest.mark.parametrize("mesh", quick(1, [Mesh(row=2), Mesh(row=2, col=2)]), ids=str)
 def test_tied_gradients_have_one_order_of_additions(mesh):
     """Whether other products are deferred or not: sums of weights that two modules hold are not added late."""
     batches = token_batches(mesh, count=3)

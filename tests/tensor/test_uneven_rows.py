@@ -27,8 +27,9 @@ from ranvier.tensor import layers
 from ranvier.testing import check_split
 from ranvier.testing.ranks import run_processes
 from ranvier.testing.reference import Reference
+from ranvier.testing.split import MESHES
 from ranvier.world import World
-from tests.covering import quick
+from tests.covering import chosen, quick
 from tests.errors import raises
 from tests.tensor.split_parity import SCHEMES, SEED, assert_close, gradients_on, on_mesh, share, weights_of
 
@@ -85,20 +86,24 @@ def class_loss(scores, targets):
     pytest.param(torch.stack([EVEN, ODD + 1, ODD, ODD]), id="experts that one row does not need"),
     pytest.param(torch.stack([ODD, EVEN, EVEN + 1]), id="more samples in one row"),
     pytest.param(ODD[None], id="a row without samples")])
-def test_routed_tokens(ids):
+@pytest.mark.parametrize(("meshes", "count"), [
+    ([(2, 2)], 2), pytest.param(MESHES, 9, marks=pytest.mark.slow)], ids=["2 x 2", "all"])
+def test_routed_tokens(ids, meshes, count):
     """On the parent commit a row without tokens for an expert pairs one weight's collectives with another's."""
     outcomes = check_split([Words(), Experts(), Classes()], (ids, ids[:, 0] % 3), loss=class_loss,
-                           schemes=["stationary", "summa", "megatron"])
-    assert [one.status for one in outcomes] == ["agrees"] * 9
+                           schemes=["stationary", "summa", "megatron"], meshes=meshes)
+    assert [one.status for one in outcomes] == ["agrees"] * count
 
 
+@pytest.mark.parametrize(("meshes", "agree"), [
+    ([(2, 2)], 3), pytest.param([(2, 1), (2, 2), (2, 3)], 8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("count", [3, 1])
-def test_rows_share_a_microbatch_unevenly(count):
+def test_rows_share_a_microbatch_unevenly(count, meshes, agree):
     """Embeddings, attention, norms, dropout and the split loss; on 2 rows a single sample leaves one without."""
     config = Transformer(num_layers=1, hidden=36, heads=6, vocab=31, sequence=6, dropout=0.1)
     ids = torch.randint(0, 31, (count, 7), generator=torch.Generator().manual_seed(0))
-    outcomes = check_split(gpt(config), (ids[:, :-1], ids[:, 1:]), meshes=[(2, 1), (2, 2), (2, 3)])
-    assert [one.status for one in outcomes] == ["agrees"] * 8
+    outcomes = check_split(gpt(config), (ids[:, :-1], ids[:, 1:]), meshes=meshes)
+    assert [one.status for one in outcomes] == ["agrees"] * agree
 
 
 def routed(skips: bool = False) -> Model:
@@ -116,9 +121,8 @@ BATCHES = [[Microbatch(ids, ids[:, 0] % 3, torch.arange(2) + 10 * number) for nu
     (torch.stack([ODD, EVEN]), torch.stack([EVEN, EVEN + 2]), torch.stack([EVEN - 1, EVEN + 1])))]]
 
 
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("checkpoint", quick(1, ["none", 1]))
-@pytest.mark.parametrize(("defer_bytes", "pipe"), [(0, 1), (1 << 40, 1), (1 << 40, 2)])
+@pytest.mark.parametrize(("keep", "checkpoint", "defer_bytes", "pipe"), chosen(
+    [(True, "none", 1 << 40, 2), (False, 1, 0, 1)], [False, True], ["none", 1], [(0, 1), (1 << 40, 1), (1 << 40, 2)]))
 def test_in_the_engine(keep, checkpoint, defer_bytes, pipe):
     """Recomputed, with weights that stay gathered, and with deferred weight gradients: all rows have as many."""
     outcome = gradients_on(routed, BATCHES, Mesh(pipe=pipe, row=2, col=2), settings=TensorParallel(keep_weights=keep),
