@@ -16,7 +16,7 @@ FORBIDDEN = ("torch", "time", "datetime", "socket", "os", "pathlib", "io", "subp
 PURE = ("mesh", "layout", "config.aliases", "config.resolve", "config.rules", "config.parameter_groups",
         "config.presets", "config.other_mesh", "config.urls", "schedule.partition", "schedule.schedule",
         "schedule.policies", "schedule.conditions", "schedule.limits", "schedule.simulator",
-        "schedule.computed_limits", "schedule.message_driven",
+        "schedule.computed_limits",
         "schedule.closed_form", "cost.blocks", "cost.kernels", "plan.limits", "cost.hardware", "cost.collectives",
         "cost.placement", "cost.stage_messages", "cost.mesh_shape", "cost.volume", "cost.memory",
         "cost.published_peaks", "cost.device_overhead", "cost.hybrid", "cost.step", "cost.transition", "plan.fitting",

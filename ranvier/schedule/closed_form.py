@@ -21,9 +21,8 @@ from itertools import accumulate, repeat
 from typing import Literal
 
 from ranvier.mesh import StagePlacement
-from ranvier.schedule.message_driven import is_message_driven, trace
 from ranvier.schedule.schedule import Policy
-from ranvier.schedule.simulator import StageTimes, budgets_of, simulate
+from ranvier.schedule.simulator import StageTimes, simulate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +122,6 @@ def _simulated(stages: Sequence[StageTimes], num_microbatches: int, policy: Poli
                defer_bytes: int | Sequence[int] | Literal["auto"], cores: int | None, placement: StagePlacement,
                defer_last: int | None, max_stored: int | None, alternating: bool) -> float:
     def run(count: int) -> float:
-        if cores is None and is_message_driven(policy):
-            return trace(stages, count, in_flight, hop=way.hop, transfer=way.busy, placement=placement,
-                         budgets=budgets_of(stages, placement, defer_bytes), defer_last=defer_last,
-                         max_stored=max_stored, alternating=alternating).seconds
         return simulate(stages, count, policy, in_flight, hop=way.hop, transfer=way.busy,
                         defer_bytes=defer_bytes, cores=cores, placement=placement, defer_last=defer_last,
                         max_stored=max_stored, alternating=alternating).seconds

@@ -29,9 +29,8 @@ from typing import TypeVar
 from ranvier.mesh import StagePlacement
 from ranvier.schedule.conditions import Conditions
 from ranvier.schedule.limits import Limits, rule_limits
-from ranvier.schedule.message_driven import Traced, is_message_driven, trace
 from ranvier.schedule.policies import MessageDriven
-from ranvier.schedule.schedule import ActionKind, Policy, stored_in_even_flow
+from ranvier.schedule.schedule import Action, Policy, stored_in_even_flow
 from ranvier.schedule.simulator import PRODUCTS, StageTimes, State, most_held, simulate
 
 MAX_SIMULATED_STAGES = 16
@@ -371,28 +370,18 @@ def _trace(case: _Case, limits: Limits, draw: int) -> _Trace:
                         products=PRODUCTS, alive_bytes=round(_UNIT * stage.operands),
                         deferred_factor=stage.deferred_factor) for stage in case.stages]
     slowest = case.placement.per_rank * max(stage.forward for stage in times)
-    hop, varied = case.conditions.messages * slowest, partial(_varied, case.conditions.variation, draw)
-    budgets = [waiting * sum(times[stage].alive_bytes for stage in stages)
-               for stages, waiting in zip(held, limits.deferred, strict=True)]
-    if is_message_driven(case.policy):
-        made = trace(times, count, limits.in_flight, placement=case.placement, factor=varied, budgets=budgets,
-                     hop=lambda source, destination: hop, transfer=lambda source, destination: 0.0,
-                     max_stored=limits.max_stored, defer_last=limits.last, alternating=limits.alternating)
-    else:
-        whole = simulate(times, count, case.policy, limits.in_flight, placement=case.placement, hop=hop,
-                         jitter=lambda rank, action: varied(rank, action.kind, action.microbatch, action.product,
-                                                            action.turn),
-                         max_stored=limits.max_stored, defer_last=limits.last, alternating=limits.alternating,
-                         defer_bytes=budgets)
-        made = Traced(whole.seconds, whole.states, tuple(
-            tuple(stages[action.turn] for action, _, _ in actions if action.kind == "W")
-            for stages, actions in zip(held, whole.actions, strict=True)))
+    made = simulate(times, count, case.policy, limits.in_flight, placement=case.placement,
+                    jitter=partial(_varied, case.conditions.variation, draw), hop=case.conditions.messages * slowest,
+                    max_stored=limits.max_stored, defer_last=limits.last, alternating=limits.alternating,
+                    defer_bytes=[waiting * sum(times[stage].alive_bytes for stage in stages)
+                                 for stages, waiting in zip(held, limits.deferred, strict=True)])
     # Stages before the first one that trains have no backward.
     first = next((place for place, stage in enumerate(times) if stage.trains), len(times))
     work = count * sum(each.microbatch_seconds if place >= first else each.forward
                        for place, each in enumerate(times)) / len(held)
-    longer = sum((times[stage].deferred_factor - 1.0) * times[stage].weight / PRODUCTS
-                 for stages in made.deferred for stage in stages) / len(held)
+    deferred = [times[stages[action.turn]] for stages, actions in zip(held, made.actions, strict=True)
+                for action, _, _ in actions if action.kind == "W"]
+    longer = sum((stage.deferred_factor - 1.0) * stage.weight / PRODUCTS for stage in deferred) / len(held)
     return _Trace(seconds=made.seconds, step=made.seconds / work if work else 1.0, states=made.states,
                   bubble_fraction=max(0.0, 1.0 - (work + longer) / made.seconds) if made.seconds else 0.0)
 
@@ -418,13 +407,12 @@ def _outcome_of(case: _Case, trace: _Trace) -> _Outcome:
 
 
 @lru_cache(maxsize=1 << 16)
-def _varied(variation: float, draw: int, rank: int, kind: ActionKind, microbatch: int, product: int, turn: int
-            ) -> float:
+def _varied(variation: float, draw: int, rank: int, action: Action) -> float:
     """The factor on the time of an action: evenly spread, of mean 1, and the same whenever it is asked for."""
     if not variation:
         return 1.0
-    mixed = (7919 * rank + 104729 * microbatch + 1299709 * product + 15485863 * "FBWC".index(kind)
-             + 32452843 * turn + 49979687 * draw) * 2654435761 % (1 << 32)
+    mixed = (7919 * rank + 104729 * action.microbatch + 1299709 * action.product + 15485863 * "FBWC".index(action.kind)
+             + 32452843 * action.turn + 49979687 * draw) * 2654435761 % (1 << 32)
     mixed = (mixed ^ mixed >> 15) * 2246822519 % (1 << 32)
     return max(0.05, 1.0 + variation * sqrt(3.0) * ((mixed ^ mixed >> 13) / (1 << 31) - 1.0))
 

@@ -128,16 +128,6 @@ class Simulated:
         return 1.0 - busy / (self.seconds * len(self.actions)) if self.seconds else 0.0
 
 
-def budgets_of(stages: Sequence[StageTimes], placement: StagePlacement,
-               defer_bytes: int | Sequence[int] | Literal["auto"]) -> Sequence[int]:
-    """Bound on what deferred products keep alive on each rank. defer_bytes: as of `simulate`."""
-    if defer_bytes == "auto":
-        deferred = rule_limits([stage.trains for stage in stages], placement).deferred
-        return [sum(stages[stage].alive_bytes for stage in placement.stages_of(rank)) * deferred[rank]
-                for rank in range(placement.num_ranks)]
-    return [defer_bytes] * placement.num_ranks if isinstance(defer_bytes, int) else defer_bytes
-
-
 def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy, in_flight: int, *,
              hop: float | Callable[[int, int], float] = 0.0, transfer: float | Callable[[int, int], float] = 0.0,
              cores: int | None = None, defer_bytes: int | Sequence[int] | Literal["auto"] = 0,
@@ -157,7 +147,11 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
     depth, ranks = placement.num_stages, range(placement.num_ranks)
     assert len(stages) == depth, "a placement has as many stages as there are"
     trained_below = [any(stage.trains for stage in stages[:index + 1]) for index in range(depth)]
-    budgets = budgets_of(stages, placement, defer_bytes)
+    if defer_bytes == "auto":
+        deferred = rule_limits([stage.trains for stage in stages], placement).deferred
+        defer_bytes = [sum(stages[stage].alive_bytes for stage in placement.stages_of(rank)) * deferred[rank]
+                       for rank in ranks]
+    budgets = [defer_bytes] * len(ranks) if isinstance(defer_bytes, int) else defer_bytes
     held = [placement.stages_of(rank) for rank in ranks]
     rank_of = [placement.rank_of(stage) for stage in range(depth)]
     queued = [[Product(times.product_bytes, 0)] * times.products for times in stages]

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranvier.mesh import StagePlacement
 from ranvier.planner import simulation
 from ranvier.planner.simulation import (
     Failures,
@@ -22,10 +21,8 @@ from ranvier.planner.simulation import (
     simulate_step,
 )
 from ranvier.schedule.closed_form import DIRECT, Way, closed_form, passage
-from ranvier.schedule.computed_limits import _varied
-from ranvier.schedule.message_driven import is_message_driven, trace
 from ranvier.schedule.policies import POLICIES, GPipe, MessageDriven, OneForwardOneBackward
-from ranvier.schedule.simulator import StageTimes, budgets_of, simulate
+from ranvier.schedule.simulator import StageTimes, simulate
 from tests.covering import quick
 
 STAGE = StageTimes(forward=1.0, backward=1.0, weight=1.0)
@@ -202,47 +199,3 @@ def test_the_best_interval_is_where_least_is_lost():
     assert goodput(step, ranks, slow).best_steps == 40  # by Daly's formula 4, while the one before is being written
     assert goodput(step, ranks, replace(slow, checkpoint_steps=4)).share < 4 / 40
     assert best_interval(5000.0, 10.0) == 10.0 and DIRECT.round_trip == 0
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_fast_simulation_is_the_engines_schedule_to_the_bit(seed):
-    """Times, states and deferred products of drawn pipelines: several stages on a rank, bounds of all kinds, frozen
-    stages, messages, ties (times are small whole numbers in some)."""
-    draw = random.Random(seed)
-    for _ in range(60):
-        ranks, per_rank = draw.randint(1, 4), draw.choice((1, 1, 2, 3))
-        placement = StagePlacement(num_ranks=ranks, per_rank=per_rank)
-        frozen, whole = draw.choice((0, 0, 0, 1, 2)), draw.random() < 0.3
-        forward, backward, weight = ([float(draw.randint(0, 2)) if whole else draw.random() for _ in range(
-            placement.num_stages)] for _ in range(3))
-        stages = [StageTimes(forward=forward[stage], backward=backward[stage], weight=weight[stage],
-                             products=draw.choice((1, 4)), alive_bytes=draw.choice((0, 7, 100, 101)),
-                             trains=stage >= frozen and draw.random() < 0.9) for stage in range(placement.num_stages)]
-        count, in_flight = draw.randint(0, 12), draw.randint(ranks, 3 * ranks)
-        bounds = {"defer_last": draw.choice((None, draw.randint(0, count))), "alternating": draw.random() < 0.3,
-                  "max_stored": draw.choice((None, draw.randint(placement.num_stages, 4 * placement.num_stages)))}
-        budgets = budgets_of(stages, placement, draw.choice((0, 300, "auto", [draw.randint(0, 900)] * ranks)))
-        ways = {(one, one + step): (draw.random() / 2, draw.choice((0.0, 0.3))) for one in range(ranks)
-                for step in (-1, 1)} | {(0, ranks - 1): (0.1, 0.2), (ranks - 1, 0): (0.3, 0.0)}
-        hop, transfer = (lambda *edge, ways=ways: ways[edge][0]), (lambda *edge, ways=ways: ways[edge][1])
-
-        def varied(rank, action):
-            return _varied(0.3, seed, rank, action.kind, action.microbatch, action.product, action.turn)
-
-        try:
-            made = simulate(stages, count, MessageDriven(), in_flight, hop=hop, transfer=transfer, placement=placement,
-                            defer_bytes=budgets, jitter=varied, **bounds)
-        except AssertionError:  # 1F1B's order with several stages on a rank may never end
-            with pytest.raises(AssertionError):
-                trace(stages, count, in_flight, placement=placement, budgets=budgets, hop=hop, transfer=transfer,
-                      factor=lambda *action: _varied(0.3, seed, *action), **bounds)
-            continue
-        found = trace(stages, count, in_flight, placement=placement, budgets=budgets, hop=hop, transfer=transfer,
-                      factor=lambda *action: _varied(0.3, seed, *action), **bounds)
-        assert (found.seconds, found.states) == (made.seconds, made.states)
-        assert found.deferred == tuple(tuple(placement.stages_of(rank)[action.turn] for action, _, _ in actions
-                                             if action.kind == "W") for rank, actions in enumerate(made.actions))
-
-
-def test_other_policies_are_not_simulated_fast():
-    assert [policy.name for policy in POLICIES if is_message_driven(policy)] == ["message-driven"]
