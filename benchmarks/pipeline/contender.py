@@ -52,7 +52,9 @@ def contenders(ranks: int, cores: int, policies: tuple[str, ...] = POLICIES) -> 
     found += [ours(policy, transport, ranks) for transport in ("mpi", "gloo") for policy in policies]
     if "message-driven" in policies:
         found += [ours("message-driven", transport, ranks, suffix, **settings) for transport in ("mpi", "gloo")
-                  for suffix, settings in (("-rule", {"memory": None}), ("-v-shape", {"stages_per_rank": 2}))]
+                  for suffix, settings in (("-rule", {"memory": None}), ("-v-shape", {"stages_per_rank": 2}),
+                                           ("-interleaved", {"stages_per_rank": 2, "placement": "interleaved",
+                                                             "memory": 1.5}))]
     return found
 
 

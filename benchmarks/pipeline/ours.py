@@ -28,8 +28,8 @@ _TIMEOUT_SECONDS = 300.0
 @contextmanager
 def open_ours(workload: Workload, contender: Contender, place: Place) -> Iterator[Stepper]:
     """Settings: `policy`, `transport` (mpi or gloo), `boundaries`; optionally `in_flight`, `defer_bytes`, `memory`,
-    `stages_per_rank` (more than one are cut by cost), `latency_seconds` (of every message), `slowness` (see
-    benchmarks.pipeline.slowed)."""
+    `stages_per_rank` (more than one are cut by cost), `placement`, `latency_seconds` (of every message), `slowness`
+    (see benchmarks.pipeline.slowed)."""
     settings = contender.settings
     backend = _backend(place, settings)
     world = World(backend=backend, store=place.store, launcher="benchmark", device=_CPU, local_rank=place.rank,
@@ -40,6 +40,7 @@ def open_ours(workload: Workload, contender: Contender, place: Place) -> Iterato
         workload.model(), world, mesh=Mesh(pipe=place.size), optimizer=workload.optimizer,
         pipeline=Pipeline(policy=settings["policy"], in_flight=settings.get("in_flight", "auto"),
                           boundaries=settings["boundaries"] if per_rank == 1 else None, stages_per_rank=per_rank,
+                          placement=settings.get("placement", "v-shape"),
                           defer_bytes=settings.get("defer_bytes", "auto"),
                           memory=settings.get("memory", Pipeline().memory)),
         seed=workload.seed, nominal_weight=workload.tokens_per_step,

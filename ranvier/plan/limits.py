@@ -99,8 +99,9 @@ def may_defer(pipeline: Pipeline, optim: Optim | None) -> bool:
 
 def stages_at_peak(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], limits: Limits, segments: Segments = (),
                    cluster: Cluster | None = None) -> tuple[tuple[int, float], ...] | None:
-    """`Prediction.at_peak`, where a rank's stages share the memory of the microbatches (`Limits.max_stored`)."""
-    if limits.max_stored is None:
+    """`Prediction.at_peak`, where a rank's stages share the memory of the microbatches (`Limits.max_stored`, or the
+    bound of interleaved 1F1B)."""
+    if limits.max_stored is None and not (limits.alternating and run.placement.per_rank > 1):
         return None
     return predicted(_loads_of(run, stages, segments), policy_named(run.pipeline.policy), limits, run.placement,
                      run.num_microbatches, link_conditions(run, stages, cluster)).at_peak

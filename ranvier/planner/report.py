@@ -61,7 +61,7 @@ def alternatives(plan: SearchResult) -> list[Candidate]:
     for found in plan.best:
         run = found.run
         first.setdefault((run.mesh, run.batch, run.memory, run.tensor, run.precision, run.optim.shard,
-                          run.placement.per_rank), found)
+                          run.placement), found)
     return list(first.values()) if len(first) > 1 else list(plan.best)
 
 
@@ -96,11 +96,16 @@ def numbers(plan: SearchResult) -> str:
 
 def _further(plan: SearchResult, shown: Sequence[Candidate]) -> dict[str, list[str]]:
     """Columns that the table has only where its rows differ in them."""
-    return {"stages a rank": [str(found.run.placement.per_rank) for found in shown],
+    return {"stages a rank": [_stages(found.run) for found in shown],
             "deferred": ["no" if found.run.pipeline.defer_bytes == 0 else "yes" for found in shown],
             "precision": [found.run.precision for found in shown], "scheme": [scheme(found.run) for found in shown],
             "s the run": [f"{found.course.seconds:.4g}" if found.course else "" for found in shown],
             "s measured": [f"{found.measured_seconds:.4g}" if found.measured_seconds else "" for found in shown]}
+
+
+def _stages(run: ResolvedRun) -> str:
+    per_rank, how = run.placement.per_rank, run.placement.how
+    return str(per_rank) if per_rank == 1 or how == "v-shape" else f"{per_rank} {how}"
 
 
 def scheme(run: ResolvedRun) -> str:
@@ -252,7 +257,7 @@ def describe(run: ResolvedRun) -> str:
              if size > 1] or ["one rank"]
     extra = [f"microbatch {run.batch.microbatch_size}"]
     if run.placement.per_rank > 1:
-        extra.append(f"{run.placement.per_rank} stages a rank")
+        extra.append(f"{run.placement.per_rank} {run.placement.how} stages a rank")
     if run.memory.recompute != "none":
         extra.append(f"recompute {run.memory.recompute}")
     if run.optim.offload not in ("none", "auto"):

@@ -341,13 +341,14 @@ def _with_more_stages(fitting: Sequence[Candidate], cluster: Cluster, work: Work
     for one in sorted(fitting, key=lambda one: one.cost.seconds):
         key = one.run.mesh, one.run.batch.microbatch_size, one.run.tensor, one.run.precision
         best = min(each.cost.seconds for each in found)
-        for run in stage_variants(one.run) if key not in groups else ():
-            cost = run_cost(run, cluster, work.stages(run), exact=False, unlimited=True)
-            if never_resting_seconds(run, cost) >= _WORTH * best:
-                continue
-            other = with_memory(_simulated(replace(one, run=run), cluster, work), cluster, work)
-            if not other.fits or other.cost.seconds >= one.cost.seconds:
+        for runs in stage_variants(one.run) if key not in groups else ():
+            tried = [with_memory(_simulated(replace(one, run=run), cluster, work), cluster, work) for run in runs
+                     if never_resting_seconds(run, run_cost(run, cluster, work.stages(run), exact=False,
+                                                            unlimited=True)) < _WORTH * best]
+            faster = [other for other in tried if other.fits and other.cost.seconds < one.cost.seconds]
+            if tried and not faster:
                 break
+            other = min(faster, key=lambda other: other.cost.seconds, default=one)
             if other.cost.seconds < _WORTH * best:
                 found.append(other)
                 best = other.cost.seconds

@@ -6,7 +6,8 @@ fastest within a multiple of the memory that 1F1B needs for the same stages; 1F1
 nothing is chosen that is predicted to be slower:
 
     in flight    1F1B's limit p, or up to 2 p
-    order        what is due first, or with p in flight 1F1B's fixed order (alternating)
+    order        what is due first, or with p in flight 1F1B's fixed order (alternating); with several stages on each
+                 rank, placed so, interleaved 1F1B's, with 2 p in flight
     deferred     per rank, as many microbatches as the rest of the memory holds, and the fastest step uses
     last         where a deferred product takes longer: those of all microbatches, or only of a step's last ones, which
                  fill the bubble at its end
@@ -30,7 +31,7 @@ from ranvier.mesh import StagePlacement
 from ranvier.schedule.conditions import Conditions
 from ranvier.schedule.limits import Limits, rule_limits
 from ranvier.schedule.policies import MessageDriven
-from ranvier.schedule.schedule import Action, Policy, stored_in_even_flow
+from ranvier.schedule.schedule import Action, Policy, forwards_before_returns, stored_in_even_flow
 from ranvier.schedule.simulator import PRODUCTS, StageTimes, State, most_held, simulate
 
 MAX_SIMULATED_STAGES = 16
@@ -94,9 +95,11 @@ def computed_limits(stages: Sequence[StageLoad], policy: Policy, *, memory: floa
         rule = replace(rule, in_flight=in_flight)
     if not policy.defers or not placement.num_ranks > 1 or not any(stage.trains for stage in stages):
         return rule
+    case = _case(stages, policy, placement, num_microbatches, conditions)
     if len(stages) > MAX_SIMULATED_STAGES * min(2, placement.per_rank):
-        return rule if placement.per_rank > 1 else _within_memory(rule, stages, memory)
-    return _best(_case(stages, policy, placement, num_microbatches, conditions), memory, rule, in_flight)
+        return _within_memory(rule, stages, memory) if placement.per_rank == 1 else next(
+            (limits for limits in _alternating_limits(case, in_flight) if case.holds_alternating(memory)), rule)
+    return _best(case, memory, rule, in_flight)
 
 
 def _within_memory(rule: Limits, stages: Sequence[StageLoad], memory: float) -> Limits:
@@ -204,6 +207,14 @@ class _Case:
                 stored.append((memory - sum(stage.fixed for stage in held)) * len(held) / graph)
         return floor(min(stored, default=0.0) + 1e-6)  # of a whole number that is not exactly one
 
+    def holds_alternating(self, memory: float) -> bool:
+        """Whether the memory, relative to that of 1F1B, holds what interleaved 1F1B stores at most: of each stage as
+        many microbatches as of the others, and one more, since the number need not be a multiple of theirs."""
+        placement, most = self.placement, memory * self.bytes_under_1f1b()
+        return all(sum(stage.fixed + stage.graph * (1 + (1 + forwards_before_returns(
+            stage=rank, num_stages=placement.num_stages, per_rank=placement.per_rank)) // placement.per_rank)
+            for stage in self.held(rank)) <= most for rank in range(placement.num_ranks))
+
     def bytes_under_1f1b(self) -> float:
         """Memory of the rank that needs most under 1F1B, with its stages as one."""
         return max(sum(stage.fixed for stage in self.held(rank)) + min(self.placement.num_ranks - rank, self.count)
@@ -255,7 +266,9 @@ def _best(case: _Case, memory: float, rule: Limits, given: int | None) -> Limits
     chosen.
     """
     whole = case.bytes_under_1f1b()
-    found = _alternating(case, given) if case.placement.per_rank == 1 else [_ruled(case, rule)]
+    found = [_candidate(case, limits, _outcome(case, limits)) for limits in _alternating_limits(case, given)]
+    if case.placement.per_rank > 1:
+        found.insert(0, _ruled(case, rule))
     first = found[0]
     for less, budget in pairwise((0.0, *_BUDGETS[:bisect_left(_BUDGETS, memory) + 1])):
         found += [replace(each, needs=max(each.needs, less * whole)) for each in _candidates_of(case, budget, given)]
@@ -265,12 +278,15 @@ def _best(case: _Case, memory: float, rule: Limits, given: int | None) -> Limits
                default=first).limits
 
 
-def _alternating(case: _Case, given: int | None) -> list[_Candidate]:
-    """Candidates in 1F1B's order: 1F1B itself, and 1F1B with weight gradients that fill its waits."""
-    in_flight = min(case.placement.num_ranks, case.count) if given is None else given
-    tried = [Limits(in_flight=in_flight, deferred=(waiting,) * case.placement.num_ranks, alternating=True)
-             for waiting in (0, in_flight)]
-    return [_candidate(case, limits, _outcome(case, limits)) for limits in tried]
+def _alternating_limits(case: _Case, given: int | None) -> list[Limits]:
+    """1F1B's order, where there is one: as it is, and with weight gradients that fill its waits."""
+    pipe = case.placement.num_ranks
+    in_flight = min(pipe, case.count) if given is None else given
+    if case.placement.per_rank > 1:
+        in_flight = 2 * pipe if given is None else given
+        if case.placement.how != "interleaved" or in_flight < 2 * pipe or not isinstance(case.policy, MessageDriven):
+            return []
+    return [Limits(in_flight=in_flight, deferred=(waiting,) * pipe, alternating=True) for waiting in (0, in_flight)]
 
 
 def _ruled(case: _Case, rule: Limits) -> _Candidate:

@@ -19,7 +19,8 @@ class Limits:
     store or have products of, each stage's counted; what runs is then what is due first (`RankSchedule`). None for no
     bound.
     alternating: forwards and backwards run in 1F1B's fixed order, which is fastest where times vary much and nothing
-    may wait.
+    may wait: of several stages on each rank, placed interleaved, interleaved 1F1B's. in_flight is then at least twice
+    the ranks.
     """
 
     in_flight: int

@@ -80,6 +80,14 @@ def due(kind: ActionKind, microbatch: int, *, stage: int, num_stages: int, in_fl
     return 2 * num_stages * microbatch + in_flight * hops, kind != "F"
 
 
+def forwards_before_returns(*, stage: int, num_stages: int, per_rank: int) -> int:
+    """Forwards of its stages that the rank of `stage` runs before the first return under interleaved 1F1B (Narayanan et
+    al., 2021): of as many microbatches as ranks those of all stages but the last, and two for each rank that follows.
+    The rank stores one more at most."""
+    ranks = num_stages // per_rank
+    return (per_rank - 1) * ranks + 2 * (ranks - 1 - stage % ranks)
+
+
 def stored_in_even_flow(*, stage: int, num_stages: int, in_flight: int) -> int:
     """Microbatches that `stage` stores at most in the flow of `due`: with as many in flight as stages, those that it
     stores under 1F1B. The last stage's forward is followed by its backward."""
@@ -155,12 +163,12 @@ class Schedule:
         defer_bytes: bound on what queued products keep alive; a `DeferBudget` is shared with other stages.
         defer_last: only the last so many microbatches' products may be queued; None for those of any.
         alternating: as of `Limits`.
-        turn: which of its rank's stages it is. is_alone: whether it is the only one.
+        turn: which of its rank's stages it is. of: how many the rank has.
     """
 
     def __init__(self, *, stage: int, num_stages: int, num_microbatches: int, policy: Policy, in_flight: int,
                  training: bool = True, defer_bytes: int | DeferBudget = 0, defer_last: int | None = None,
-                 alternating: bool = False, turn: int = 0, is_alone: bool = True) -> None:
+                 alternating: bool = False, turn: int = 0, of: int = 1) -> None:
         assert 0 <= stage < num_stages and in_flight >= 1 and num_microbatches >= 0
         self.stage, self.num_stages, self.num_microbatches = stage, num_stages, num_microbatches
         self.policy, self.training, self.turn = policy, training, turn
@@ -169,10 +177,16 @@ class Schedule:
         self.budget = DeferBudget(defer_bytes) if isinstance(defer_bytes, int) else defer_bytes
         self.in_flight, self.alternating = policy.in_flight(in_flight, num_microbatches), alternating
         self._most_stored = stored_in_even_flow(stage=stage, num_stages=num_stages, in_flight=self.in_flight) \
-            if is_alone else num_microbatches
+            if of == 1 else num_microbatches
+        self._period, self._burst = 2 * num_stages, 1
+        """So many microbatches follow each other, and the next so many are due a period later."""
         self._first_dues = [due(kind, 0, stage=stage, num_stages=num_stages, in_flight=self.in_flight)[0]
                             for kind in ("F", "B")]
         """When its forward and its return of the first microbatch are due."""
+        if alternating and of > 1:
+            self._period, self._burst = num_stages, num_stages // of
+            self._first_dues = [turn * self._burst, (of - 1 - turn) * self._burst
+                                + forwards_before_returns(stage=stage, num_stages=num_stages, per_rank=of)]
         self._first_deferred = 0 if defer_last is None else num_microbatches - defer_last
         self.forwards_done = 0
         self.returns_done = 0
@@ -320,7 +334,8 @@ class Schedule:
 
     def due(self, kind: ActionKind, microbatch: int) -> Due:
         """When its forward or return of a microbatch should run; see `due`."""
-        return 2 * self.num_stages * microbatch + self._first_dues[kind != "F"], kind != "F"
+        round_, place = divmod(microbatch, self._burst)
+        return self._period * round_ + place + self._first_dues[kind != "F"], kind != "F"
 
     def next_due(self) -> Due:
         """The first due of its forwards and returns that have not run, arrived or not."""
@@ -330,7 +345,8 @@ class Schedule:
 
     def forwards_due_before(self, due: Due) -> int:
         """Number of forwards due before `due` that have not run."""
-        before = -((self._first_dues[0] - due[0]) // (2 * self.num_stages))  # rounded up
+        rounds, rest = divmod(due[0] - self._first_dues[0], self._period)
+        before = rounds * self._burst + min(rest, self._burst)
         return max(0, min(before, self.num_microbatches) - self.forwards_done)
 
     def ready(self) -> list[tuple[Turn, Action]]:
@@ -352,18 +368,22 @@ class RankSchedule:
     """The actions of all stages of one rank for one batch.
 
     stages: by rising number; they share the budget of `defer_bytes`. max_stored: in training, most microbatches that
-    all of them store or have queued products of, each stage's counted; None for no bound. Other arguments as of
-    `Schedule`.
+    all of them store or have queued products of, each stage's counted; None for no bound. alternating: of several
+    stages, placed interleaved, interleaved 1F1B's order and bound. Other arguments as of `Schedule`.
     """
 
     def __init__(self, *, stages: Sequence[int], num_stages: int, num_microbatches: int, policy: Policy, in_flight: int,
                  training: bool = True, defer_bytes: int = 0, defer_last: int | None = None,
                  max_stored: int | None = None, alternating: bool = False) -> None:
+        self._in_order = alternating and len(stages) > 1
+        if self._in_order:
+            assert stages[1] - stages[0] == num_stages // len(stages), "the order is that of interleaved stages"
+            max_stored = 1 + forwards_before_returns(stage=stages[0], num_stages=num_stages, per_rank=len(stages))
         self.budget, self.max_stored = DeferBudget(defer_bytes), max_stored if training else None
         self.stages = {stage: Schedule(
             stage=stage, num_stages=num_stages, num_microbatches=num_microbatches, policy=policy, in_flight=in_flight,
             training=training, defer_bytes=self.budget, defer_last=defer_last, alternating=alternating, turn=turn,
-            is_alone=len(stages) == 1)
+            of=len(stages))
             for turn, stage in enumerate(stages)}
         self._of_turn = list(self.stages.values())
 
@@ -395,7 +415,7 @@ class RankSchedule:
 
         So a forward that runs early takes no room from one that is due, and what is due first of all on its rank, which
         always runs, needs no more than the even flow does. A batch ends: what is due first on all ranks is ready, since
-        what it needs is due earlier. The more room, the more may run early.
+        what it needs is due earlier. The more room, the more may run early. In 1F1B's order nothing runs early.
         """
         held, ready = 0, list[tuple[Turn, Action]]()
         for one in self._of_turn:
@@ -403,6 +423,8 @@ class RankSchedule:
             ready += one.ready()
         ready.sort(key=itemgetter(0))
         for (_, due), action in ready:
+            if self._in_order and action.kind != "C" and any(due > one.next_due() for one in self._of_turn):
+                break
             if action.kind != "F":
                 return self._of_turn[action.turn].backward()
             if held + sum([one.forwards_due_before(due) for one in self._of_turn]) < max_stored:

@@ -266,6 +266,22 @@ def test_only_the_message_driven_policy_of_several_stages_has_room():
     assert computed_limits(stages, MessageDriven(), memory=1.1).max_stored is None
 
 
+@pytest.mark.parametrize(("pipe", "per_rank"), [(4, 2), (8, 12)])
+def test_interleaved_stages_run_as_interleaved_1f1b_where_the_memory_holds_it(pipe, per_rank):
+    """Nothing may wait. A deep pipeline, of which limits are not simulated, follows the bytes alone."""
+    stages = [load(1 / per_rank, 1 / per_rank, 1 / per_rank, fixed=0.0, graph=0.5, operands=0.0)] * pipe * per_rank
+    placement = StagePlacement(num_ranks=pipe, per_rank=per_rank, how="interleaved")
+    least = (1 + (per_rank - 1) * pipe + 2 * (pipe - 1)) / (per_rank * pipe)
+    quiet = Conditions(messages=0.0, variation=0.0)
+    found = [computed_limits(stages, MessageDriven(), memory=memory, placement=placement, num_microbatches=2 * pipe,
+                             conditions=quiet) for memory in (0.9 * least, 1.2 * least)]
+    assert [limits.alternating for limits in found] == [False, True] and found[1].in_flight == 2 * pipe
+    made = [predicted(stages, MessageDriven(), limits, placement, 2 * pipe, quiet).bubble_fraction for limits in found]
+    assert made[1] == pytest.approx((pipe - 1) / (2 * pipe * per_rank + pipe - 1), rel=0.01) and made[1] < 0.9 * made[0]
+    for other, limit in ((replace(placement, how="v-shape"), 2 * pipe), (placement, pipe)):
+        assert not computed_limits(stages, MessageDriven(), memory=9.0, placement=other, in_flight=limit).alternating
+
+
 def test_conditions_are_measured_across_clocks_that_differ():
     """Two ranks, the second one's clock 1000 ahead: messages take 2 forth and 4 back, forwards 10 and 20."""
     first = {(1, "F0"): (0, 8), (1, "F1"): (8, 20), (1, "B0"): (46, 60), (1, "B1"): (95, 99)}

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -37,6 +38,39 @@ def pipelines(draw):
                          products=draw(st.integers(1, 3)), alive_bytes=alive) for _ in range(depth)]
     return stages, draw(st.integers(0, 40)), dict(in_flight=draw(st.integers(1, 20)), training=draw(st.booleans()),
                                                   defer_bytes=draw(st.sampled_from([0, 1, 5, 6, 17, 1 << 40])))
+
+
+@examples(25)
+@given(pipelines(), st.integers(2, 4), st.integers(2, 4), st.randoms(use_true_random=False))
+def test_interleaved_1f1b_ends_within_its_bounds_whatever_is_late(pipeline, pipe, per_rank, chance):
+    """Also with a number of microbatches that is no multiple of the ranks, and stages that train nothing."""
+    stages, microbatches, options = pipeline
+    placement = StagePlacement(num_ranks=pipe, per_rank=per_rank, how="interleaved")
+    stages = [stages[number % len(stages)] for number in range(placement.num_stages)]
+    options |= {"in_flight": 2 * pipe, "placement": placement, "alternating": True}
+    run = simulate(stages, microbatches, MessageDriven(), hop=lambda source, destination: 2 * chance.random(),
+                   jitter=lambda stage, action: chance.uniform(0.0, 3.0), **options)
+    for rank, states in enumerate(run.states if options["training"] else ()):
+        most = 1 + (per_rank - 1) * pipe + 2 * (pipe - 1 - rank)
+        assert max(sum(state[::2]) for state in states or [(0,)]) <= most
+
+
+@pytest.mark.parametrize(("pipe", "per_rank", "microbatches"), [(2, 2, 4), (4, 2, 8), (3, 3, 6), (2, 4, 6)])
+@pytest.mark.parametrize("hop", [0.0, 0.3])
+def test_interleaved_1f1b_is_torchs(pipe, per_rank, microbatches, hop):
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    placement = StagePlacement(num_ranks=pipe, per_rank=per_rank, how="interleaved")
+    stages = [StageTimes(forward=0.5, backward=1.0, weight=0.0, alive_bytes=0)] * placement.num_stages
+    run = simulate(stages, microbatches, MessageDriven(), 2 * pipe, placement=placement, alternating=True, hop=hop)
+    for rank, actions in enumerate(run.actions):
+        theirs = schedules.ScheduleInterleaved1F1B._calculate_single_rank_operations(SimpleNamespace(
+            n_local_stages=per_rank, pp_group_size=pipe, microbatches_per_round=pipe, _n_microbatches=microbatches,
+        ), rank)
+        assert [("FORWARD" if action.kind == "F" else "FULL_BACKWARD", placement.stages_of(rank)[action.turn],
+                 action.microbatch) for action, _, _ in actions] == [
+            (one.computation_type.name, one.stage_index, one.microbatch_index) for one in theirs if one is not None]
+    if not hop:  # the bubble of Narayanan et al., 2021
+        assert run.seconds == pytest.approx(1.5 * (per_rank * microbatches + pipe - 1))
 
 
 @examples(25)

@@ -65,6 +65,13 @@ def test_uneven_stages_frozen_parts_and_recomputation(placement, boundaries, rec
                   batches, Mesh(pipe=2), **options)
 
 
+@pytest.mark.parametrize(("counts", "waiting"), [([2, 1, 2, 1, 2], 0), ([1], 0), ([2, 1, 1], 2)], ids=str)
+def test_interleaved_1f1bs_order(counts, waiting):
+    limits = Limits(in_flight=4, deferred=(waiting, waiting), alternating=True)
+    assert_parity(small_gpt, tokens([counts], lengths=(6, 4), ignored=0.3), Mesh(pipe=2),
+                  also=partial(Engine.use_limits, limits=limits), pipeline=several(2, "interleaved"))
+
+
 @pytest.mark.parametrize("mesh", quick(1, [Mesh(pipe=2, col=3), Mesh(pipe=2, row=2, col=2)]), ids=str)
 def test_rows_and_columns(mesh):
     """A leader orders the actions of all stages for its peers."""
