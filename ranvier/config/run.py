@@ -141,8 +141,8 @@ class Pipeline:
     with `deferred`, those of any microbatch; without, what the fastest simulated schedule uses."""
     memory: Annotated[float, Ge(1)] | None = 1.1
     """Memory limit for automatic `in_flight`, `deferred` and `defer_last`: this multiple of what the largest stage
-    needs under 1f1b. If no limits within it are predicted to be as fast as those of none, the limits of none are
-    used, although they may need more.
+    needs under 1f1b (of interleaved stages: under interleaved 1F1B). If no limits within it are predicted to be as fast
+    as those of none, the limits of none are used, although they may need more.
     The simulation has counted times; after the first steps on each mesh it is repeated once with measured times (not
     with `memory_report`). Where the limits do not fit the memory of the ranks, those within 1 are taken, and else the
     schedule 1f1b (with several stages per rank, one that defers nothing). none: no simulation, and as many microbatches

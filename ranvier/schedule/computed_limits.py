@@ -83,7 +83,7 @@ def computed_limits(stages: Sequence[StageLoad], policy: Policy, *, memory: floa
     With more memory none are chosen whose step takes longer, as simulated.
 
     Args:
-        memory: bytes that a rank may need, relative to those of the largest under 1F1B with one stage on each.
+        memory: bytes that a rank may need, relative to those of the largest under 1F1B (`_Case.bytes_under_1f1b`).
         in_flight: the limit, where it is given.
         placement: which stages each rank has; by default one each.
         num_microbatches: of a batch on one replica; None: not known (`simulated_microbatches`).
@@ -98,7 +98,7 @@ def computed_limits(stages: Sequence[StageLoad], policy: Policy, *, memory: floa
     case = _case(stages, policy, placement, num_microbatches, conditions)
     if len(stages) > MAX_SIMULATED_STAGES * min(2, placement.per_rank):
         return _within_memory(rule, stages, memory) if placement.per_rank == 1 else next(
-            (limits for limits in _alternating_limits(case, in_flight) if case.holds_alternating(memory)), rule)
+            iter(_alternating_limits(case, in_flight)), rule)
     return _best(case, memory, rule, in_flight)
 
 
@@ -118,7 +118,7 @@ def _within_memory(rule: Limits, stages: Sequence[StageLoad], memory: float) -> 
 class Prediction:
     """Results of the simulation by which limits are chosen. step: its time, relative to one in which no rank waits and
     nothing is deferred. bubble_fraction: share of all ranks' time in which they wait. memory: the peak of the rank that
-    needs most, relative to that of 1F1B with one stage on each rank. at_peak: of each stage the microbatches that it
+    needs most, relative to that of 1F1B. at_peak: of each stage the microbatches that it
     stores at its rank's peak, and how many others' weight gradients wait."""
 
     step: float
@@ -207,18 +207,19 @@ class _Case:
                 stored.append((memory - sum(stage.fixed for stage in held)) * len(held) / graph)
         return floor(min(stored, default=0.0) + 1e-6)  # of a whole number that is not exactly one
 
-    def holds_alternating(self, memory: float) -> bool:
-        """Whether the memory, relative to that of 1F1B, holds what interleaved 1F1B stores at most: of each stage as
-        many microbatches as of the others, and one more, since the number need not be a multiple of theirs."""
-        placement, most = self.placement, memory * self.bytes_under_1f1b()
-        return all(sum(stage.fixed + stage.graph * (1 + (1 + forwards_before_returns(
-            stage=rank, num_stages=placement.num_stages, per_rank=placement.per_rank)) // placement.per_rank)
-            for stage in self.held(rank)) <= most for rank in range(placement.num_ranks))
-
     def bytes_under_1f1b(self) -> float:
-        """Memory of the rank that needs most under 1F1B, with its stages as one."""
-        return max(sum(stage.fixed for stage in self.held(rank)) + min(self.placement.num_ranks - rank, self.count)
+        """Memory of the rank that needs most under 1F1B: with its stages as one, or interleaved under interleaved 1F1B,
+        which stores more."""
+        return max(sum(stage.fixed for stage in self.held(rank)) + min(self._stored_under_1f1b(rank), self.count)
                    * sum(stage.graph for stage in self.held(rank)) for rank in range(self.placement.num_ranks))
+
+    def _stored_under_1f1b(self, rank: int) -> float:
+        """Microbatches of all stages of a rank."""
+        placement = self.placement
+        if placement.per_rank == 1 or placement.how != "interleaved":
+            return placement.num_ranks - rank
+        return (1 + forwards_before_returns(stage=rank, num_stages=placement.num_stages, per_rank=placement.per_rank)
+                ) / placement.per_rank
 
 
 @dataclass(frozen=True, kw_only=True)

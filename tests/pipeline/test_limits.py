@@ -267,17 +267,16 @@ def test_only_the_message_driven_policy_of_several_stages_has_room():
 
 
 @pytest.mark.parametrize(("pipe", "per_rank"), [(4, 2), (8, 12)])
-def test_interleaved_stages_run_as_interleaved_1f1b_where_the_memory_holds_it(pipe, per_rank):
-    """Nothing may wait. A deep pipeline, of which limits are not simulated, follows the bytes alone."""
-    stages = [load(1 / per_rank, 1 / per_rank, 1 / per_rank, fixed=0.0, graph=0.5, operands=0.0)] * pipe * per_rank
+def test_interleaved_stages_run_as_interleaved_1f1b_where_nothing_may_wait(pipe, per_rank):
+    """Also those of a deep pipeline, which is not simulated, within that schedule's own memory."""
+    stages = [load(1 / per_rank, 1 / per_rank, 1 / per_rank, fixed=0.0, operands=0.0)] * pipe * per_rank
     placement = StagePlacement(num_ranks=pipe, per_rank=per_rank, how="interleaved")
-    least = (1 + (per_rank - 1) * pipe + 2 * (pipe - 1)) / (per_rank * pipe)
     quiet = Conditions(messages=0.0, variation=0.0)
-    found = [computed_limits(stages, MessageDriven(), memory=memory, placement=placement, num_microbatches=2 * pipe,
-                             conditions=quiet) for memory in (0.9 * least, 1.2 * least)]
-    assert [limits.alternating for limits in found] == [False, True] and found[1].in_flight == 2 * pipe
-    made = [predicted(stages, MessageDriven(), limits, placement, 2 * pipe, quiet).bubble_fraction for limits in found]
-    assert made[1] == pytest.approx((pipe - 1) / (2 * pipe * per_rank + pipe - 1), rel=0.01) and made[1] < 0.9 * made[0]
+    limits = computed_limits(stages, MessageDriven(), memory=1.0, placement=placement, num_microbatches=2 * pipe,
+                             conditions=quiet)
+    made = predicted(stages, MessageDriven(), limits, placement, 2 * pipe, quiet)
+    assert limits.alternating and limits.in_flight == 2 * pipe and made.memory == pytest.approx(1.0)
+    assert made.bubble_fraction == pytest.approx((pipe - 1) / (2 * pipe * per_rank + pipe - 1), rel=0.01)
     for other, limit in ((replace(placement, how="v-shape"), 2 * pipe), (placement, pipe)):
         assert not computed_limits(stages, MessageDriven(), memory=9.0, placement=other, in_flight=limit).alternating
 
