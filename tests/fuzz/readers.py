@@ -236,6 +236,11 @@ def _run(folder: Path) -> None:
     Lease.acquire([folder]).release()
 
 
+def _run_under_way(folder: Path) -> None:
+    _run(folder)
+    Lease.acquire([folder])
+
+
 def _read_logs(folder: Path) -> None:
     history, events, metrics = History(), read_events(folder), read_metrics(folder, 5)
     history.remember(metrics.lines, events.lines)
@@ -314,7 +319,7 @@ READERS = (
              is_slow=True) for file in ("tokenizer_config.json", "tokenizer.json")),
     Reader(name="gguf", make=_gguf, file="a.gguf", form="bytes", read=_read_gguf, is_slow=True),
     Reader(name="run.toml", make=_run, file="run.toml", form="toml", read=_read_recipe),
-    Reader(name="join.json", make=_run, file="join.json", form="json", read=read_contact),
+    Reader(name="join.json", make=_run_under_way, file="join.json", form="json", read=read_contact),
     Reader(name="resize.json", make=_run, file="resize.json", form="json", read=take_oldest),
     Reader(name="metrics.jsonl", make=_run, file="metrics.jsonl", form="lines", read=_read_logs),
     Reader(name="events.jsonl", make=_run, file="events.jsonl", form="lines", read=_read_logs),

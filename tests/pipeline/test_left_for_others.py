@@ -11,6 +11,7 @@ from torch import nn
 from ranvier.config.run import Memory, Pipeline
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
+from ranvier.plan.reached_objects import contents, reached_from
 from ranvier.testing.ranks import run_ranks
 from tests.errors import raises
 from tests.pipeline.parity import points, share, squared
@@ -154,6 +155,44 @@ def normalised_beside_a_loss_that_has_the_model():
                                             (read_by_a_list, Mesh()), (in_an_object, Mesh()), (by_hooks, Mesh())])
 def test_what_no_other_stage_would_find_is_taken(make, mesh):
     train(make, mesh)
+
+
+# ---------------------------------------------------------------------- the walk
+
+linear = {"no": "global of a block, whose own attributes have such names"}
+
+
+class Hostile(dict):
+    """What a program may have among its attributes, and what must not run."""
+
+    __getattr__ = dict.__getitem__
+
+    def values(self):
+        raise AssertionError
+
+    __iter__ = __len__ = __repr__ = items = values
+
+
+def test_the_walk_runs_no_code_of_the_users_and_ends_at_data():
+    class Slotted:
+        __slots__ = ("of",)
+
+        def __getattr__(self, name):
+            raise ZeroDivisionError(name)
+
+    class Block(Penalised):
+        settings, slotted = Hostile(width=4), Slotted()
+
+        def forward(self, x):
+            return self.linear(x)
+
+    block = Block()
+    block.table, block.slotted.of = {number: [number] for number in range(10_001)}, [torch.zeros(())]
+    block.kept = {Slotted(): [torch.ones(())]}
+    found = [(one.name, type(one.value)) for one in reached_from("block", block)]
+    assert ("block.settings", Hostile) in found and ("block.kept[Slotted]", list) in found
+    assert len(found) < 10 and all(one.value is not linear for one in reached_from("block", block))
+    assert list(contents(block.settings)) == [] and list(contents(block.table)) == []
 
 
 # ---------------------------------------------------------------------- what has no parameters of its own

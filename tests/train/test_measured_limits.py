@@ -69,8 +69,8 @@ def test_nothing_is_chosen_without_times(stages, present):
 
 
 def test_recomputation_is_part_of_the_backward():
-    """What a rank recomputes makes its backward longer by a forward, of which the layers' weight gradients are no part
-    that may wait; slower ranks are found as without it."""
+    """What a rank recomputes makes its backward longer by a forward without its last product, of which the layers'
+    weight gradients are no part that may wait; slower ranks are found as without it."""
     run = replace(RUN, memory=Memory(recompute=1))
     stages = laid_out(run)[0].stage_costs()
     again = recomputed_runs(run, stages)
@@ -80,7 +80,7 @@ def test_recomputation_is_part_of_the_backward():
     assert slow.limits.in_flight > present.in_flight and slow.bubble_fraction < slow.counted_fraction
     ratio = [backward / forward for forward, backward in expected_seconds(run, stages, [(1.0, 1.0)] * 10, again)]
     plain = [backward / forward for forward, backward in expected_seconds(RUN, stages, [(1.0, 1.0)] * 10)]
-    assert all(0.5 < more - less < 1.0 for more, less in zip(ratio, plain, strict=True)), "embedding, head: not again"
+    assert all(0.4 < more - less < 0.8 for more, less in zip(ratio, plain, strict=True)), "embedding, head: not again"
 
 
 def test_times_of_blocks_go_to_other_stages(stages):
