@@ -104,10 +104,10 @@ def test_new_values_are_old_after_the_next_step():
                     model.load_state_dict(full)
                     assert not told(model.state_dict) and not told(model, torch.ones(2, 4, dtype=torch.float64))
             engine.train_batch(points([[2, 2]])[0])
-        assert world.rank or set(mine) < set(hooks_of(model))
-        return len(told(model.state_dict))
+        if world.rank == 0:  # warnings are recorded for all threads
+            assert set(mine) < set(hooks_of(model)) and len(told(model.state_dict)) == 1
 
-    assert run_ranks(work, 2)[0] == 1
+    run_ranks(work, 2)
 
 
 def test_an_engine_does_not_begin_with_old_values(tmp_path):
