@@ -520,16 +520,27 @@ def test_a_run_that_is_told_to_stop_saves(text, whole, tmp_path, monkeypatch, ra
     assert losses(tmp_path) == losses(whole)
 
 
-def test_ctrl_c_on_a_rank_without_others_interrupts_its_caller_once_it_has_saved(text, tmp_path, monkeypatch):
+@pytest.mark.parametrize("launched", [False, True])
+def test_ctrl_c_on_a_rank_without_others_interrupts_its_caller_once_it_has_saved(text, tmp_path, monkeypatch, launched):
+    """Of a rank that a launcher or our supervisor has started they are who tells."""
     def told(session, step):
+        assert session.stop.announces != launched
         session.stop.request("SIGINT")
         return step_of_loop(session, step)
 
     step_of_loop = loop.take_step
     monkeypatch.setattr(loop, "take_step", told)
-    with pytest.raises(KeyboardInterrupt, match="after step 2, which is saved"):
-        run_ranks(lambda world: train(tiny(text, tmp_path, mesh=Mesh(), checkpoint=Checkpoint(every=0)), "tiny", world,
-                                      stream=io.StringIO()), 1)
+
+    def rank(world):
+        world.launcher, world.launched = "local", launched
+        return train(tiny(text, tmp_path, mesh=Mesh(), checkpoint=Checkpoint(every=0)), "tiny", world,
+                     stream=io.StringIO())
+
+    if launched:
+        assert run_ranks(rank, 1) == [{"stopped_after": 2}]
+    else:
+        with pytest.raises(KeyboardInterrupt, match="after step 2, which is saved"):
+            run_ranks(rank, 1)
     assert lines(tmp_path / "events.jsonl")[-1]["reason"] == "SIGINT"
     assert Saved(tmp_path / "checkpoint" / "step-2").manifest.step == 2
 
