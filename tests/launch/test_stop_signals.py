@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ranvier.launch import stop as stops
 from ranvier.launch import supervision
 from ranvier.launch.mpiexec import mpi_available
 from ranvier.launch.stop import FINISHED_RUN, STOP_SIGNALS, StopRequest
@@ -202,30 +201,26 @@ def test_a_second_ctrl_c_interrupts_and_the_first_says_so(capfd):
             signal.raise_signal(signal.SIGINT)
 
 
-@pytest.fixture
-def lost_pipe(monkeypatch):
-    """Standard error is a pipe whose reader has ended."""
+def test_ranks_are_told_to_stop_where_standard_error_is_lost(monkeypatch):
+    """Ctrl-C reaches the `tee` of `2>&1 | tee log`, too."""
     reader, writer = os.pipe()
     os.close(reader)
-    with io.TextIOWrapper(os.fdopen(writer, "wb"), line_buffering=True) as stream:
-        monkeypatch.setattr(sys, "stderr", stream)
-        monkeypatch.setattr(stops.os, "write", lambda number, data, write=os.write: write(
-            writer if number == 2 else number, data))
-        yield stream
+    write = os.write
+    with io.TextIOWrapper(os.fdopen(writer, "wb"), line_buffering=True) as lost, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", lost)
+        patch.setattr(os, "write", lambda number, data: write(writer if number == 2 else number, data))
+        with pytest.raises(BrokenPipeError):
+            os.write(2, b"lost")
+        assert supervision._forward_stop(SimpleNamespace(started=[]), [signal.SIGINT]) == signal.SIGINT
+        assert supervision._report_stop(signal.SIGINT, lambda: "The newest checkpoint is step-1.") == 130
+        with StopRequest() as stop:
+            stop.announces = True
+            signal.raise_signal(signal.SIGINT)
+            assert stop.interrupted
+        with pytest.raises(BrokenPipeError):
+            lost.flush()
         flush_or_discard()
-        stream.flush()  # Python flushes it at the end, and an error would change the exit code
-
-
-def test_ranks_are_told_to_stop_where_standard_error_is_lost(lost_pipe):
-    """Ctrl-C reaches the `tee` of `2>&1 | tee log`, too."""
-    with pytest.raises(BrokenPipeError):
-        print("lost", file=lost_pipe)
-    assert supervision._forward_stop(SimpleNamespace(started=[]), [signal.SIGINT]) == signal.SIGINT
-    assert supervision._report_stop(signal.SIGINT, lambda: "The newest checkpoint is step-1.") == 130
-    with StopRequest() as stop:
-        stop.announces = True
-        signal.raise_signal(signal.SIGINT)
-        assert stop.interrupted
+        lost.flush()  # as Python does at the end, when an error would change the exit code
 
 
 @pytest.fixture
