@@ -32,7 +32,7 @@ from ranvier.launch.stop import STOP_SIGNALS, StopRequest
 from ranvier.launch.stopped_ranks import CHECK_SECONDS, kill_stopped_ranks
 from ranvier.mesh import Mesh
 from ranvier.system.processes import Process
-from ranvier.system.terminal import flush_or_discard, tell
+from ranvier.system.terminal import tell
 from ranvier.world import World
 
 MESH = "ranvier/mesh"
@@ -95,6 +95,19 @@ def as_user_error(error: BaseException, thread: threading.Thread | None) -> Base
     return RanvierError(f"cannot be written: {error.strerror}", code="disk-failed",
                         where=error.filename or f"a file of {thread.name if thread else 'a thread'}",
                         remedy="Free space on that disk, or choose another folder with `--run-dir`.")
+
+
+def flush_or_discard() -> None:
+    """Flush standard output and error before the process ends; what cannot be written is discarded, since Python would
+    exit with 120 otherwise."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with suppress(OSError, ValueError):
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, stream.fileno())
+                os.close(null)
 
 
 def abort_all_ranks(world: World, code: int) -> NoReturn:

@@ -42,7 +42,6 @@ from ranvier.launch.shared_store import open_store
 from ranvier.mesh import Mesh
 from ranvier.system import child
 from ranvier.system.machine import address_towards, available_cores, interface_towards, threads_per_rank
-from ranvier.system.terminal import flush_or_discard
 from ranvier.world import JoinPoint, World
 
 Restart = Callable[[int], tuple[Mesh, Sequence[str]] | None]
@@ -142,7 +141,7 @@ def start_ranks(mesh: Mesh, comm: Comm, launch: Launch, *, rerun: Sequence[str] 
             comm = replace(comm, transport="torch")
     if started is None and (mesh.size > 1 or launch.join_address is not None):
         code = _run_local_ranks(mesh, comm.transport, launch, rerun, explain_kill, saves_on_stop, restart, explain_stop)
-        flush_or_discard()
+        failure.flush_or_discard()
         sys.exit(code)
     if started is not None:
         exit_with_launcher(started)

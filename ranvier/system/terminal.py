@@ -34,19 +34,6 @@ def tell(text: str) -> None:
         sys.stderr.flush()
 
 
-def flush_or_discard() -> None:
-    """Flush standard output and error before the process ends; what cannot be written is discarded, since Python would
-    exit with 120 otherwise."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            with suppress(OSError, ValueError):
-                null = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(null, stream.fileno())
-                os.close(null)
-
-
 def terminal_width() -> int:
     """Characters in a line: those that COLUMNS says, else those of the terminal, else 80; never under 40."""
     return max(_LEAST_WIDTH, shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns)

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from ranvier.launch import supervision
+from ranvier.launch.failures import flush_or_discard
 from ranvier.launch.mpiexec import mpi_available
 from ranvier.launch.stop import FINISHED_RUN, STOP_SIGNALS, StopRequest
 from ranvier.mesh import Mesh
 from ranvier.schedule.spans import Timeline
-from ranvier.system.terminal import flush_or_discard
 from ranvier.testing.ranks import run_ranks
 from ranvier.train.metrics import Meter
 from ranvier.train.peak import PeakRate
