@@ -102,7 +102,7 @@ def test_a_second_signal_ends_the_ranks_at_once(start, transport):
     time.sleep(0.6)
     assert process.poll() is None, "there is no grace that ends"
     process.send_signal(signal.SIGTERM)
-    assert end(process, pids)[::2] == (143, "ranvier: stopped by SIGTERM\n")
+    assert end(process, pids)[::2] == (143, "ranvier: stopped by SIGTERM\nThe newest checkpoint is step-1.\n")
 
 
 @pytest.mark.slow
