@@ -39,6 +39,7 @@ class World:
     local_rank, local_size: its number among the ranks of its machine, and their count, as the launcher says.
     local_ranks: the ranks on its machine in order, itself included. Slurm's cyclic distribution and Open MPI's local
         ranks follow another order than one machine after the other, which an empty tuple stands for.
+    launched: whether our own supervisor or another launcher started this process, and tells how it ended.
     mesh: the one that `start` was called with; None if ranks were started without one.
     hang: makes the detector for hanging actions; None if they are not checked.
     overdue: names a blocking wait that is over its time limit; returns None if there is none.
@@ -58,6 +59,7 @@ class World:
     local_rank: int
     local_size: int
     local_ranks: tuple[int, ...] = ()
+    launched: bool = False
     mesh: Mesh | None = None
     hang: Callable[[], HangDetector] | None = None
     overdue: Callable[[], str | None] = lambda: None
@@ -89,6 +91,11 @@ class World:
     def is_alone(self) -> bool:
         """Whether this is the only rank, now and later."""
         return self.size == 1 and self.joins is None
+
+    @property
+    def is_whole_run(self) -> bool:
+        """Whether this process is all of the run: the only rank, which the user's command itself has become."""
+        return self.is_alone and not self.launched
 
     def change(self, backend: Backend, members: Sequence[str]) -> None:
         """Replace the backend by one of `members`. Collective over the ranks that stay. What was made from the first

@@ -179,7 +179,7 @@ def _train_as_rank(run: ResolvedRun, run_dir: Path, name: str, world: World,
         try:
             summary = train_loop(run, name, world, stream=stream, origins=origins)
         except KeyboardInterrupt as error:
-            if world.is_alone and not error.args:  # not saved; of other ranks the supervisor tells
+            if world.is_whole_run and not error.args:  # not saved; of others the supervisor or launcher tells
                 print(f"ranvier: interrupted\n{_newest(run)}", file=sys.stderr)
             raise
         if as_json and world.rank == 0:

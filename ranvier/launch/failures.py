@@ -32,6 +32,7 @@ from ranvier.launch.stop import STOP_SIGNALS, StopRequest
 from ranvier.launch.stopped_ranks import CHECK_SECONDS, kill_stopped_ranks
 from ranvier.mesh import Mesh
 from ranvier.system.processes import Process
+from ranvier.system.terminal import tell
 from ranvier.world import World
 
 MESH = "ranvier/mesh"
@@ -72,15 +73,15 @@ def report_failure(world: World, mesh: Mesh, error: BaseException, *, names_culp
     if isinstance(error, SystemExit):
         return code
     if first is None and not is_user_error:
-        _print_error(f"ranvier: {name} stopped: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        tell(f"ranvier: {name} stopped: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
     elif is_user_error and (first or (first is None and (names_culprit or isinstance(error, MessageTimeout)))):
-        _print_error(f"ranvier: error: {error}" + ("" if world.size == 1 else f" [{name}]")
-                     + (_STORE_IS_SILENT if silence is None else silence))
+        tell(f"ranvier: error: {error}" + ("" if world.size == 1 else f" [{name}]")
+             + (_STORE_IS_SILENT if silence is None else silence))
     elif first is None and isinstance(error, TransportError):  # the store's host may have been killed, and tell nothing
-        _print_error(f"ranvier: {store_is_gone(world, error)}")
+        tell(f"ranvier: {store_is_gone(world, error)}")
     elif first:
         text = "".join(traceback.format_exception(error)).rstrip()
-        _print_error(text if world.size == 1 else f"{name} failed:\n{text}")
+        tell(text if world.size == 1 else f"{name} failed:\n{text}")
     return code
 
 
@@ -94,6 +95,19 @@ def as_user_error(error: BaseException, thread: threading.Thread | None) -> Base
     return RanvierError(f"cannot be written: {error.strerror}", code="disk-failed",
                         where=error.filename or f"a file of {thread.name if thread else 'a thread'}",
                         remedy="Free space on that disk, or choose another folder with `--run-dir`.")
+
+
+def flush_or_discard() -> None:
+    """Flush standard output and error before the process ends; what cannot be written is discarded, since Python would
+    exit with 120 otherwise."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with suppress(OSError, ValueError):
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, stream.fileno())
+                os.close(null)
 
 
 def abort_all_ranks(world: World, code: int) -> NoReturn:
@@ -147,7 +161,7 @@ def install_error_handlers(world: World, mesh: Mesh, launch: Launch, *, timeout_
     def on_left_behind(cause: str, report: Callable[[Callable[[int], str]], str | None]) -> NoReturn:
         text = report(lambda rank: _describe_now(world, mesh, rank))
         if text is not None:
-            _print_error(f"ranvier: {text}")
+            tell(f"ranvier: {text}")
         abort_all_ranks(world, 1)
 
     heartbeat = None
@@ -179,6 +193,7 @@ def install_error_handlers(world: World, mesh: Mesh, launch: Launch, *, timeout_
 
 def _finish(world: World, mesh: Mesh, codes: list[int], heartbeat: Heartbeat | None) -> None:
     """The end of the program, as an atexit handler."""
+    flush_or_discard()
     if heartbeat is None:
         world.close()
         return
@@ -245,7 +260,7 @@ def install_start_error_handlers(local_rank: int | None) -> None:
             sys.__excepthook__(kind, error, trace)
             return
         if not local_rank:  # before ranks are connected, all of them meet the same errors
-            _print_error(f"ranvier: error: {error}")
+            tell(f"ranvier: error: {error}")
         raise SystemExit(2)
 
     sys.excepthook = on_error
@@ -299,9 +314,3 @@ def read_mesh(store: SharedStore, mesh: Mesh) -> Mesh:
     if not store.check([MESH]):
         return mesh
     return mesh.resized(**json.loads(store.get(MESH)))
-
-
-def _print_error(text: str) -> None:
-    """Write with one call, so that lines of several ranks do not mix."""
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()

@@ -140,16 +140,19 @@ def start_ranks(mesh: Mesh, comm: Comm, launch: Launch, *, rerun: Sequence[str] 
             _check_membership(f"launch.{setting}", value, started, comm.transport)
             comm = replace(comm, transport="torch")
     if started is None and (mesh.size > 1 or launch.join_address is not None):
-        sys.exit(_run_local_ranks(mesh, comm.transport, launch, rerun, explain_kill, saves_on_stop, restart,
-                                  explain_stop))
+        code = _run_local_ranks(mesh, comm.transport, launch, rerun, explain_kill, saves_on_stop, restart, explain_stop)
+        failure.flush_or_discard()
+        sys.exit(code)
     if started is not None:
         exit_with_launcher(started)
+    launched = started is not None
     started = started or Started(launcher="local", rank=0, size=1, local_rank=0, local_size=1)
     if not interactive:
         failure.install_start_error_handlers(started.local_rank)
     try:
         _check_size(mesh, started)
         world = _connect_rank(mesh, started, comm, launch, stream)
+        world.launched = launched
     except RanvierError:
         # When this process ends, which has printed the error by then: torchrun's agent ends it as soon as another one
         # is gone.

@@ -11,10 +11,15 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import FrameType, TracebackType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """Signals that ask a rank to stop. Nearly everything sends SIGTERM; Slurm can be told to send SIGUSR1 earlier."""
+
+
+FINISHED_RUN = "ranvier/finished-run"
+"""Store key that is set once a run has done its last step, so that a request to stop has come too late."""
 
 
 def signal_name(number: int) -> str:
@@ -70,7 +75,8 @@ class StopRequest:
         self.request(signal.Signals(number).name)
         if self.announces:  # not through sys.stderr, in whose write the signal may have come
             more = "; another Ctrl-C ends it at once" if number == signal.SIGINT else ""
-            os.write(2, f"ranvier: {signal_name(number)}: the run saves and stops after this step{more}\n".encode())
+            with suppress(OSError):  # it may be a pipe whose reader Ctrl-C has ended, too
+                os.write(2, f"ranvier: {signal_name(number)}: the run saves and stops after this step{more}\n".encode())
 
     def __enter__(self) -> StopRequest:
         return self

@@ -44,13 +44,14 @@ from ranvier.launch.launchers import SECRET, local_variables
 from ranvier.launch.losses import Loss, report_loss, why_given_up
 from ranvier.launch.mpiexec import MpiexecOutput, mpiexec_command
 from ranvier.launch.shared_store import new_secret
-from ranvier.launch.stop import STOP_SIGNALS, signal_name
+from ranvier.launch.stop import FINISHED_RUN, STOP_SIGNALS, signal_name
 from ranvier.launch.stopped_ranks import CHECK_SECONDS, StoppedRankDetector, find_rank_processes, read_pids
 from ranvier.launch.stores import LOOPBACK, create_store
 from ranvier.mesh import Mesh
 from ranvier.system.child import package_path
 from ranvier.system.child import start as start_child
 from ranvier.system.processes import Process, descendants
+from ranvier.system.terminal import tell
 from ranvier.world import JoinPoint
 
 _GRACE_SECONDS = 3.0
@@ -114,7 +115,8 @@ class Outcome:
     """End of all ranks.
 
     code: the exit code for this process: 0 if all ranks succeeded, 2 if the first failure is a RanvierError, 130 or 143
-        if this process was asked to stop, otherwise 1. Ranks that saved because of Ctrl-C leave 130, of others 0.
+        if this process was asked to stop, otherwise 1. Ranks that saved because of Ctrl-C leave 130, of others, or
+        after the run's last step, 0.
     num_lost: number of ranks that were killed, stopped or hung; their devices are assumed to be unusable.
     retryable: whether a new start may succeed; False if the run was asked to stop or its settings were rejected.
     """
@@ -174,7 +176,8 @@ def supervise(mesh: Mesh, transport: str, reason: str, command: Sequence[str], v
             _stop(children, received[-1], received)
             return Outcome(code=_report_stop(received[-1], explain_stop if forwarded is not None else None))
         if end is None:
-            return Outcome(code=(INTERRUPTED if forwarded == signal.SIGINT else 0) if children.started else 1)
+            stopped = forwarded == signal.SIGINT and not children.finished_run()
+            return Outcome(code=(INTERRUPTED if stopped else 0) if children.started else 1)
         if saves_on_stop or end.code == -signal.SIGSTOP:
             _send(signal.SIGKILL, children)  # on SIGTERM they would wait for the failed rank
         _stop(children, signal.SIGTERM, received)
@@ -183,8 +186,8 @@ def supervise(mesh: Mesh, transport: str, reason: str, command: Sequence[str], v
     end, lost = children.named_now(end), len(children.lost)
     outcome = _report_failure(end, forwarded, output, children.store, mesh, explain_kill)
     if (why := why_given_up(children.store)) is not None:
-        print(f"ranvier: the run cannot go on without it: {why}", file=sys.stderr)
-    return replace(outcome, num_lost=outcome.num_lost + lost)
+        tell(f"ranvier: the run cannot go on without it: {why}")
+    return replace(outcome, num_lost=outcome.num_lost + lost, retryable=outcome.retryable and not received)
 
 
 def _report_failure(end: _RankEnd, forwarded: int | None, output: MpiexecOutput, store: SignedStore, mesh: Mesh,
@@ -197,9 +200,9 @@ def _report_failure(end: _RankEnd, forwarded: int | None, output: MpiexecOutput,
     lost = int(end.code <= 0 and not (end.rank is None and end.code == -signal.SIGSTOP))  # a stopped mpiexec is no rank
     if record is not None and record["reported"] and end.code == record["code"] and end.code > 0:
         return Outcome(code=end.code, num_lost=record["num_lost"], retryable=record["retryable"])
-    print(end.describe(read_mesh(store, mesh)), file=sys.stderr)
+    tell(end.describe(read_mesh(store, mesh)))
     if end.code == -signal.SIGKILL and explain_kill is not None:
-        print(explain_kill(), file=sys.stderr)
+        tell(explain_kill())
     return Outcome(code=1, num_lost=lost, retryable=True)
 
 
@@ -219,7 +222,7 @@ def _report_newcomer(end: _RankEnd, forwarded: int | None, children: _Children, 
         call_with_timeout(lambda: children.store.compare_set(FAILED, "", json.dumps(record)))
     if end.code != _USER_ERROR:
         what = "has not joined" if rank is None else f"was rank {rank} of the run"
-        print(f"ranvier: joining rank {end.rank}, which {what}, {end.how}", file=sys.stderr)
+        tell(f"ranvier: joining rank {end.rank}, which {what}, {end.how}")
     return Outcome(code=end.code if end.code == _USER_ERROR else 1)
 
 
@@ -279,6 +282,10 @@ class _Children:
             if self._joins is None:
                 raise
             return True  # the run's own supervisor, which hosts the store, has exited
+
+    def finished_run(self) -> bool:
+        """Whether the run has done its last step, so that a request to stop has come too late."""
+        return self._joins is None and self.store.check([FINISHED_RUN])
 
     def named_now(self, end: _RankEnd) -> _RankEnd:
         """`end` under the rank that its process has had in the run since others were lost, whose number was lower."""
@@ -365,9 +372,9 @@ def _lets_go(children: _Children, mesh: Mesh, wish: str | None, end: _RankEnd) -
         return False
     if wish is None:
         mesh = read_mesh(children.store, mesh)
-        print(children.named_now(end).describe(mesh, "; the others try to go on without it"), file=sys.stderr)
+        tell(children.named_now(end).describe(mesh, "; the others try to go on without it"))
     else:
-        print(f"ranvier: joining rank {end.rank} {end.how}; the run tries to go on without it", file=sys.stderr)
+        tell(f"ranvier: joining rank {end.rank} {end.how}; the run tries to go on without it")
     children.let_go(end)
     return True
 
@@ -406,8 +413,8 @@ def _forward_stop(children: _Children, received: Sequence[int]) -> int | None:
     """
     if not received or received[0] not in STOP_SIGNALS or not _send(received[0], children):
         return None
-    print(f"ranvier: {signal_name(received[0])}: the ranks save and stop after this step; another signal ends "
-          "them at once", file=sys.stderr)
+    tell(f"ranvier: {signal_name(received[0])}: the ranks save and stop after this step; another signal ends them "
+         "at once")
     return received[0]
 
 
@@ -431,10 +438,9 @@ def _send(number: int, children: _Children) -> bool:
 
 def _report_stop(number: int, explain: Callable[[], str] | None = None) -> int:
     """Print that signal `number` ended the run, and what `explain` says; returns the exit code."""
-    print("ranvier: interrupted" if number == signal.SIGINT else f"ranvier: stopped by {signal.Signals(number).name}",
-          file=sys.stderr)
+    tell("ranvier: interrupted" if number == signal.SIGINT else f"ranvier: stopped by {signal.Signals(number).name}")
     if explain is not None:
-        print(explain(), file=sys.stderr)
+        tell(explain())
     return 128 + number
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import textwrap
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TextIO
@@ -22,6 +24,14 @@ _LEAST_WIDTH = 40
 _TEXT_WIDTH = 16
 """A column of words is made narrower than its words need, but not than this, before columns move below."""
 _GAP = 2
+
+
+def tell(text: str) -> None:
+    """Print `text` to standard error with one write, so that lines of several processes do not mix. Where it cannot be
+    printed, nothing else changes: Ctrl-C ends `| tee log`, too, and a terminal may be gone."""
+    with suppress(OSError, ValueError):  # ValueError: it is closed
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
 
 
 def terminal_width() -> int:

@@ -19,7 +19,7 @@ from ranvier.config.resolve import ResolvedRun, resolve
 from ranvier.config.run import Run
 from ranvier.elastic.freezing import FreezePolicy
 from ranvier.errors import TransportError
-from ranvier.launch.stop import StopRequest
+from ranvier.launch.stop import FINISHED_RUN, StopRequest
 from ranvier.train.changes import begin_survival, execute, survive
 from ranvier.train.determinism import deterministic_algorithms
 from ranvier.train.ending import end, finish, leave
@@ -45,17 +45,19 @@ def train(run: Run, recipe: str, world: World, *, trackers: Sequence[Tracker] = 
         origins: where each setting comes from, for the report; by default from the call.
 
     A run that is told to stop (ranvier.launch.stop) saves a checkpoint, leaves no summary.json, and returns
-    {"stopped_after": its last step}; after Ctrl-C a rank without others raises KeyboardInterrupt instead, as who
-    pressed it expects. Raises RanvierError where data, settings or folder do not allow the run, and when the loss stops
-    being a number.
+    {"stopped_after": its last step}; after Ctrl-C a process that is the whole run raises KeyboardInterrupt instead, as
+    who pressed it expects. Raises RanvierError where data, settings or folder do not allow the run, and when the loss
+    stops being a number.
     """
     closed = resolve(run)
     if origins is None:
         origins = {name: "call" for name, value in read.flatten(run).items() if value != read.settings()[name].default}
     with _part_of(closed, world) as stop:
-        stop.announces = world.rank == 0 and (world.is_alone or world.launcher != "local")
+        stop.announces = world.rank == 0 and (world.is_whole_run or world.launcher != "local")
         summary = _run_to_end(start(closed, recipe, world, trackers, stream or sys.stdout, stop, freezing, origins))
-    if world.is_alone and stop.interrupted and "stopped_after" in summary:
+        if world.rank == 0 and "stopped_after" not in summary:
+            world.store.set(FINISHED_RUN, "")
+    if world.is_whole_run and stop.interrupted and "stopped_after" in summary:
         raise KeyboardInterrupt(f"stopped after step {summary['stopped_after']}, which is saved")
     return summary
 

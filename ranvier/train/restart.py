@@ -8,7 +8,6 @@ ranks are started again. Errors in settings and data, and signals to stop, end t
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -19,6 +18,7 @@ from ranvier.config.resolve import ResolvedRun
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.planner.problems import problems
+from ranvier.system.terminal import tell
 
 
 class Restarts:
@@ -46,8 +46,7 @@ class Restarts:
         return mesh, [*self._command, "--resume", "auto"]
 
     def _say(self, how: str) -> None:
-        print(f"ranvier: restart {self._count} of {self._run.max_restarts}: the run starts again {how}",
-              file=sys.stderr)
+        tell(f"ranvier: restart {self._count} of {self._run.max_restarts}: the run starts again {how}")
 
 
 def mesh_without(run: ResolvedRun, num_ranks: int) -> Mesh | None:

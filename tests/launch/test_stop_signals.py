@@ -1,5 +1,7 @@
 """Told to stop, ranks save and end well, in their own time and after the same step; those that cannot end as ever."""
 
+import ctypes
+import io
 import os
 import re
 import signal
@@ -8,12 +10,16 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from ranvier.launch import supervision
+from ranvier.launch.failures import flush_or_discard
 from ranvier.launch.mpiexec import mpi_available
-from ranvier.launch.stop import STOP_SIGNALS, StopRequest
+from ranvier.launch.stop import FINISHED_RUN, STOP_SIGNALS, StopRequest
+from ranvier.mesh import Mesh
 from ranvier.schedule.spans import Timeline
 from ranvier.testing.ranks import run_ranks
 from ranvier.train.metrics import Meter
@@ -96,7 +102,7 @@ def test_a_second_signal_ends_the_ranks_at_once(start, transport):
     time.sleep(0.6)
     assert process.poll() is None, "there is no grace that ends"
     process.send_signal(signal.SIGTERM)
-    assert end(process, pids)[::2] == (143, "ranvier: stopped by SIGTERM\n")
+    assert end(process, pids)[::2] == (143, "ranvier: stopped by SIGTERM\nThe newest checkpoint is step-1.\n")
 
 
 @pytest.mark.slow
@@ -193,6 +199,67 @@ def test_a_second_ctrl_c_interrupts_and_the_first_says_so(capfd):
         assert stop.interrupted and capfd.readouterr().err.startswith("ranvier: Ctrl-C: the run saves and stops")
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+def test_ranks_are_told_to_stop_where_standard_error_is_lost(monkeypatch):
+    """Ctrl-C reaches the `tee` of `2>&1 | tee log`, too."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    write = os.write
+    with io.TextIOWrapper(os.fdopen(writer, "wb"), line_buffering=True) as lost, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", lost)
+        patch.setattr(os, "write", lambda number, data: write(writer if number == 2 else number, data))
+        with pytest.raises(BrokenPipeError):
+            os.write(2, b"lost")
+        assert supervision._forward_stop(SimpleNamespace(started=[]), [signal.SIGINT]) == signal.SIGINT
+        assert supervision._report_stop(signal.SIGINT, lambda: "The newest checkpoint is step-1.") == 130
+        with StopRequest() as stop:
+            stop.announces = True
+            signal.raise_signal(signal.SIGINT)
+            assert stop.interrupted
+        with pytest.raises(BrokenPipeError):
+            lost.flush()
+        flush_or_discard()
+        lost.flush()  # as Python does at the end, when an error would change the exit code
+
+
+@pytest.fixture
+def supervised(monkeypatch):
+    """The outcome of a lone rank that runs `command` and is told by `number`; None: after it has failed."""
+    def run(command, number, finished=False):
+        start = supervision._start
+
+        def start_and_tell(*args):
+            if finished:
+                args[-1].store.set(FINISHED_RUN, "")
+            if number is not None:
+                signal.raise_signal(number)
+            return start(*args)
+
+        def stop(children, number, received, stop=supervision._stop):
+            received.append(signal.SIGINT)
+            stop(children, number, received)
+
+        monkeypatch.setattr(supervision, "_start", start_and_tell)
+        monkeypatch.setattr(supervision, "_send", lambda number, children: True)  # the rank does not die of it
+        if number is None:
+            monkeypatch.setattr(supervision, "_stop", stop)
+        return supervision.supervise(Mesh(), "torch", "", ["sh", "-c", command], {}, saves_on_stop=True)
+
+    yield run
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(supervision._PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, None])
+def test_a_rank_that_fails_once_the_run_is_told_to_stop_is_not_started_again(supervised, number):
+    outcome = supervised("exit 3", number)
+    assert (outcome.code, outcome.retryable) == (1, False)
+
+
+@pytest.mark.parametrize(("finished", "code"), [(False, 130), (True, 0)])
+def test_ctrl_c_after_the_last_step_is_no_interruption(supervised, finished, code):
+    assert supervised("exit 0", signal.SIGINT, finished).code == code
 
 
 def test_signals_that_are_ignored_stay_ignored():

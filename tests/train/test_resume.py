@@ -23,7 +23,7 @@ from ranvier.cli.train import check_folder
 from ranvier.config.run import Batch, Checkpoint, Data, Guard, Optim, Run, Train, Transformer
 from ranvier.errors import CheckpointError, ConfigError
 from ranvier.launch import failures as failure
-from ranvier.launch.stop import STOP_SIGNALS, StopRequest
+from ranvier.launch.stop import FINISHED_RUN, STOP_SIGNALS, StopRequest
 from ranvier.mesh import Mesh
 from ranvier.system import atomic_file
 from ranvier.system.lease import Lease, Owner
@@ -520,16 +520,33 @@ def test_a_run_that_is_told_to_stop_saves(text, whole, tmp_path, monkeypatch, ra
     assert losses(tmp_path) == losses(whole)
 
 
-def test_ctrl_c_on_a_rank_without_others_interrupts_its_caller_once_it_has_saved(text, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("launched", "steps"), [(False, 3), (True, 3), (True, 2)])
+def test_ctrl_c_on_a_rank_without_others_interrupts_its_caller_once_it_has_saved(text, tmp_path, monkeypatch, launched,
+                                                                                 steps):
+    """Of a rank that a launcher or our supervisor has started they are who tells. After the last step it is too late.
+    """
     def told(session, step):
+        assert session.stop.announces != launched
         session.stop.request("SIGINT")
         return step_of_loop(session, step)
 
     step_of_loop = loop.take_step
     monkeypatch.setattr(loop, "take_step", told)
-    with pytest.raises(KeyboardInterrupt, match="after step 2, which is saved"):
-        run_ranks(lambda world: train(tiny(text, tmp_path, mesh=Mesh(), checkpoint=Checkpoint(every=0)), "tiny", world,
-                                      stream=io.StringIO()), 1)
+
+    def rank(world):
+        world.launcher, world.launched = "local", launched
+        summary = train(tiny(text, tmp_path, mesh=Mesh(), steps=steps, checkpoint=Checkpoint(every=0)), "tiny", world,
+                        stream=io.StringIO())
+        return summary, world.store.check([FINISHED_RUN])
+
+    if not launched:
+        with pytest.raises(KeyboardInterrupt, match="after step 2, which is saved"):
+            run_ranks(rank, 1)
+    else:
+        [(summary, finished)] = run_ranks(rank, 1)
+        assert (summary.get("stopped_after"), finished) == ((None, True) if steps == 2 else (2, False))
+    if steps == 2:
+        return
     assert lines(tmp_path / "events.jsonl")[-1]["reason"] == "SIGINT"
     assert Saved(tmp_path / "checkpoint" / "step-2").manifest.step == 2
 
