@@ -7,8 +7,9 @@
 Work is the kernels of one rank's part of each block: of its forward as counted, and what follows of them for the
 backward and for the gradients of weights that train (`ranvier.cost.kernels`); what is recomputed counts once more;
 frozen blocks in front have no backward. On devices that compute while they transfer, messages of the tensor mesh count
-as far as the products between their start and their end do not hide them. What follows the pipeline is exposed, except
-where the optimizer hides the reduction. The ends of a tied parameter on two stages exchange while the pipeline fills
+as far as the products between their start and their end do not hide them; there gradients are summed over replicas
+beside the last backward, too. What follows the pipeline is exposed, except where sums, updates and gathers of chunks
+overlap. The ends of a tied parameter on two stages exchange while the pipeline fills
 and drains, which is left out.
 
 The schedule is AxoNN's (Singh and Bhatele, 2022, sections III and IV), the exchanges of the tensor mesh those of Xu et
@@ -453,11 +454,12 @@ class _StepCost:
         backward = both - weight + recomputed
         sent_forward, sent_backward = self._exchanged(stage)
         rank = self.placement.rank_of(stage)
-        reduction, update = self._reduction(rank), self._update(rank)
+        sums, gathers, update = *self._reduction(rank), self._update(rank)
+        beside = self._beside_sums(weight if self._defers(rank) else backward + sent_backward + weight)
         return StageCost(stage=stage, forward_seconds=forward + sent_forward,
                          backward_seconds=backward + sent_backward, weight_seconds=weight,
-                         exchange_seconds=sent_forward + sent_backward, reduction_seconds=reduction,
-                         update_seconds=update, after_seconds=self._after(reduction, update, rank))
+                         exchange_seconds=sent_forward + sent_backward, reduction_seconds=sums + gathers,
+                         update_seconds=update, after_seconds=self._after(sums, gathers, update, rank, beside))
 
     def _first(self, stage: int) -> int:
         """The place of the stage's first block that has a backward."""
@@ -682,23 +684,26 @@ class _StepCost:
 
     # --- after the pipeline ------------------------------------------------------------------------------------------
 
-    def _gradient_bytes(self) -> float:
-        """Bytes of each element, both ways of an all-reduce: where states are shared out, gradients are scattered in
-        their format (all-reduced, where whole tensors are updated), and parameters gathered in theirs."""
+    def _bytes_both_ways(self) -> tuple[float, float]:
+        """Bytes of each element in the sums of gradients and in the gathers of parameters, both ways of an all-reduce:
+        where states are shared out, gradients are scattered in their format (all-reduced, where whole tensors are
+        updated), and parameters gathered in theirs."""
         gradient = self.step.bytes.reduced
         if not self.run.optim.shard:
-            return gradient
-        return (gradient if not self.step.whole_tensors else 2 * gradient) / 2 + self.step.bytes.parameter / 2
+            return gradient, 0.0
+        return gradient if self.step.whole_tensors else gradient / 2, self.step.bytes.parameter / 2
 
-    def _reduction(self, rank: int) -> float:
+    def _reduction(self, rank: int) -> tuple[float, float]:
+        """Seconds in which gradients are summed over replicas, and in which updated parameters are gathered."""
         group = self.groups["data"]
         if group.members == 1:
-            return 0.0
+            return 0.0, 0.0
         size = self._beside(rank) if group.crosses else self.trained[rank]
-        chunks, optim = self._chunks(rank), self.run.optim
-        return (chunks - 1) * self.cluster.chunk_seconds + all_reduce_seconds(
-            size * self._gradient_bytes(), group, self.cluster, pieces=chunks,
+        chunks, optim, (summed, gathered) = self._chunks(rank), self.run.optim, self._bytes_both_ways()
+        both = (chunks - 1) * self.cluster.chunk_seconds + all_reduce_seconds(
+            size * (summed + gathered), group, self.cluster, pieces=chunks,
             scatters=optim.shard and not self.step.whole_tensors)
+        return both * summed / (summed + gathered), both * gathered / (summed + gathered)
 
     def _beside(self, place: int) -> float:
         """Parameters of a rank on the node of this one of a pipeline, on average: they take turns on its link."""
@@ -724,13 +729,34 @@ class _StepCost:
         rate = self.cluster.device.rates[self.run.precision]
         return moving + flops / (rate.peak_flops * rate.share) * self._crowded()
 
-    def _after(self, reduction: float, update: float, rank: int) -> float:
-        """Seconds of reduction and update after the last backward. Where an update depends on all gradients' norm (loss
-        scaling, clipping, a guard), updates begin when all is reduced; otherwise each chunk is updated while the next
-        is reduced."""
-        if self.step.waits_for_gradient_status:
-            return reduction + update
-        return max(reduction, update) + min(reduction, update) / self._chunks(rank)
+    def _defers(self, rank: int) -> bool:
+        """Whether products of the last microbatch's weight gradients wait until its backward is through."""
+        asked = self.run.pipeline.defer_bytes
+        return self.step.policy.defers and not self.run.optim.update_in_backward and bool(
+            self.step.limits.deferred[rank] if asked == "auto" else asked)
+
+    def _beside_sums(self, computing: float) -> float:
+        """Seconds for which a rank computes while chunks are complete that others wait behind; 0 where sums are not
+        hidden. computing: of the last microbatch, on one stage. Of interleaved stages each is complete when it and one
+        of every other rank have had all microbatches under way."""
+        if self.cluster.device.cores is not None or self.as_published:
+            return 0.0
+        turns = self.placement.per_rank - 1
+        if self.placement.how == "interleaved":
+            turns *= min(self.mesh.pipeline_size, self.count)
+        return (turns + self.last) * computing
+
+    def _after(self, sums: float, gathers: float, update: float, rank: int, beside: float) -> float:
+        """Seconds of sums, updates and gathers after the last backward. A chunk is summed when the backward is through
+        with it, beside what follows, which takes `beside` in all and becomes slower by it. It is updated while the next
+        is summed, and gathered while the next is updated; where an update depends on all gradients' norm (loss scaling,
+        clipping, a guard), updates begin when all is summed."""
+        part = 1.0 / self._chunks(rank)
+        hidden = (1.0 - part) * min(sums, beside)
+        sums -= hidden * (1.0 - self.cluster.device.message_share)
+        if not self.step.waits_for_gradient_status:
+            return max(sums + gathers, update) + min(sums + gathers, update) * part
+        return sums + (max(gathers, update) + min(gathers, update) * part if beside else gathers + update)
 
     def _link_bytes(self) -> dict[str, float]:
         optim, mesh = self.run.optim, self.mesh
@@ -748,7 +774,7 @@ class _StepCost:
             found["row"] = self.count * max(sum(volume.forward.weights + volume.backward.weights
                                                 for stage in held for volume in volumes[stage]) for held in self.held)
         if self.data > 1:
-            found["data"] = 2 * (self.data - 1) / self.data * self._gradient_bytes() * max(self.trained)
+            found["data"] = 2 * (self.data - 1) / self.data * sum(self._bytes_both_ways()) * max(self.trained)
         if optim.offload in ("stream", "host"):
             size = self.step.bytes
             each = size.state * self.step.num_states if optim.offload == "stream" else size.gradient

@@ -35,9 +35,11 @@ LORA, YARN = {"lora.rank": 8}, {"model.rope_scaling": "yarn", "model.rope_positi
 BERT = {"model.family": "bert", "data.task": "classification", "model.num_classes": 2}
 VIT = {"model.family": "vit", "data.task": "images", "model.num_classes": 10}
 UNGUARDED, WINDOW = {"guard.bad_step": "none"}, {"model.window": 16}
+WHOLE = UNGUARDED | {"optim.shard": False}  # where parameters are gathered, updates fit in beside
 BESIDE = {
     "optim.offload_share": {"optim.offload": "hybrid"}, "optim.buckets_in_flight": {"optim.offload": "stream"},
-    "optim.clip_norm": UNGUARDED, "optim.clip_from": UNGUARDED | {"optim.clip_norm": 1.0},
+    "guard.bad_step": {"optim.shard": False}, "optim.clip_norm": WHOLE,
+    "optim.clip_from": WHOLE | {"optim.clip_norm": 1.0},
     "optim.update_in_backward": UNGUARDED | {"batch.global_size": 8}, "pipeline.boundaries": {"mesh": Mesh(pipe=2)},
     "pipeline.placement": {"pipeline.stages_per_rank": 2}, "pipeline.partition": {"model.vocab": 1 << 16},
     "launch.survive_losses": {"launch.device": "cpu"}, "model.untied": {"model.family": "gpt"},
