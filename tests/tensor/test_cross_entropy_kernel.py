@@ -35,7 +35,7 @@ def test_kernels_compute_what_torchs_operations_compute(dtype, width, kernel):
     loss._overwrite_with_gradient(expected, index, log_sum, scale)
     module.overwrite_with_gradient(found, index.to(device), log_sum.to(device), scale.to(device))
     rounding = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
-    torch.testing.assert_close(found.cpu(), expected, rtol=rounding, atol=1e-7)
+    torch.testing.assert_close(found.cpu(), expected, rtol=rounding, atol=1e-6)  # softmax - 1 cancels, times 3
 
 
 @pytest.mark.gpu
