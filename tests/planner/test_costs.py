@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from ranvier.config.resolve import ResolvedRun
-from ranvier.config.run import Batch, Data, Elastic, Launch, Pipeline, TensorParallel, Train, Transformer
+from ranvier.config.run import Batch, Data, Elastic, Guard, Launch, Optim, Pipeline, TensorParallel, Train, Transformer
 from ranvier.cost import transition
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.hardware import Link
@@ -172,6 +172,40 @@ def test_messages_that_are_hidden_slow_down_what_is_computed_beside_them():
     slow = [found(run, replace(CLUSTER, inside=Link(bandwidth=1e9), device=replace(
         CLUSTER.device, message_multiprocessors=count))).stages[0].exchange_seconds for count in (0, 16)]
     assert slow[1] == pytest.approx(slow[0], rel=0.01)
+
+
+def test_gradients_are_summed_beside_the_last_backward_on_devices():
+    """All but the last of 15 chunks, for as long as the backward runs, which becomes slower by them."""
+    run = replace(TINY, mesh=Mesh(data=8), launch=Launch(device="cuda"), optim=Optim(bucket_size=1 << 12),
+                  guard=Guard(bad_step="none"))
+    slow = replace(CLUSTER, inside=Link(bandwidth=1e8))
+    kept = 1.0 - CLUSTER.device.message_share
+    for cluster, longer in ((CLUSTER, False), (slow, True)):
+        stage = found(run, cluster).stages[0]
+        computing = stage.backward_seconds + stage.weight_seconds
+        hidden = 14 / 15 * computing
+        assert longer is (stage.reduction_seconds > 2 * computing)
+        assert stage.after_seconds == pytest.approx(
+            stage.reduction_seconds - kept * hidden + stage.update_seconds / 15)
+    for other in (replace(run, optim=Optim()), run):  # one chunk; cores that copy
+        stage = found(other, CLUSTER if other is not run else replace(
+            CLUSTER, device=replace(CLUSTER.device, cores=8))).stages[0]
+        assert stage.after_seconds >= stage.reduction_seconds > 0
+    judged = replace(run, guard=Guard(bad_step="skip"), optim=replace(run.optim, shard=True))
+    stage = found(judged, slow).stages[0]  # updates fit in beside the gathers, which begin when all is summed
+    assert stage.after_seconds == pytest.approx(
+        stage.reduction_seconds - kept * hidden + stage.update_seconds / 15)
+
+
+@pytest.mark.parametrize(("placement", "turns"), [("v-shape", 1), ("interleaved", 4)])
+def test_chunks_of_several_stages_are_complete_one_stage_after_the_other(placement, turns):
+    """On slow links, as long as two stages' backward, or as one and one of each rank's microbatches under way."""
+    run = replace(TINY, mesh=Mesh(data=2, pipe=4), launch=Launch(device="cuda"), optim=Optim(bucket_size=1 << 10),
+                  pipeline=Pipeline(stages_per_rank=2, placement=placement, defer_bytes=0))
+    stage = found(run, replace(CLUSTER, inside=Link(bandwidth=1e6))).stages[0]
+    hidden = (turns + 1) * (stage.backward_seconds + stage.weight_seconds) * (1.0 - CLUSTER.device.message_share)
+    exposed = stage.after_seconds - stage.update_seconds
+    assert stage.reduction_seconds - hidden <= exposed <= stage.reduction_seconds - 0.8 * hidden
 
 
 def test_interleaved_stages_as_published_are_held_up_by_every_message():
