@@ -361,6 +361,8 @@ def _tuned(found: Candidate, cluster: Cluster, work: Work, name: Literal["in-fli
     """With another in-flight limit, or size of chunks, where that is worth it."""
     for run in {"in-flight": in_flight_variants, "chunks": chunk_variants}[name](found.run) if name in searched else ():
         other = replace(found, run=run, cost=run_cost(run, cluster, work.stages(run)))
-        if other.cost.seconds < _WORTH * found.cost.seconds and (other := with_memory(other, cluster, work)).fits:
-            found = other
+        if other.cost.seconds < _WORTH * found.cost.seconds:
+            other = with_memory(other, cluster, work)  # which may take slower limits of the schedule
+            if other.fits and other.cost.seconds < _WORTH * found.cost.seconds:
+                found = other
     return found

@@ -173,6 +173,21 @@ def test_chunks_are_large_where_each_is_dear():
     assert search(run, cluster, 4, ("microbatch",)).best[0].run.optim.bucket_size == 2048
 
 
+def test_chunks_for_which_memory_makes_the_schedule_slower_are_left(monkeypatch):
+    cluster = replace(load_cluster("h100"), chunk_seconds=1.0)
+    run = replace(TINY, mesh=Mesh(data=4), optim=replace(TINY.optim, bucket_size=2048, chunk_buckets=1))
+    within = search_module.with_memory
+
+    def slower(found, *rest, **options):
+        found = within(found, *rest, **options)
+        larger = found.run.optim.chunk_buckets > 1
+        return replace(found, cost=replace(found.cost, seconds=1e6)) if larger else found
+
+    monkeypatch.setattr(search_module, "with_memory", slower)
+    best = search(run, cluster, 4, ("chunks",)).best[0]
+    assert best.run.optim.chunk_buckets == 1 and best.cost.seconds < 1e6
+
+
 @pytest.mark.slow
 def test_where_cores_are_shared_alike_plans_are_ordered_by_what_waits(monkeypatch):
     """Replicas before stages that are a little faster; with devices of their own the fastest comes first."""
