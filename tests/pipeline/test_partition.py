@@ -22,7 +22,7 @@ from ranvier.plan.block_costs import FusedAttention, KeptBytes, block_costs, los
 from ranvier.plan.partition import partition, partition_for, uniform
 from ranvier.schedule.partition import cut
 from tests.errors import raises
-from tests.pipeline.parity import chain, small_gpt, squared
+from tests.pipeline.parity import FP64_SUMS, chain, small_gpt, squared
 
 
 def dearest(costs, boundaries):
@@ -205,7 +205,7 @@ MASK = torch.ones(128, 128, dtype=torch.bool).tril()
     (8, (), {}), (8, (), {"is_causal": True}), (8, (None, 0.0, True), {}), (8, (MASK, 0.0, False), {}),
     (8, (), {"attn_mask": MASK.float(), "scale": 0.1}), (2, (), {"is_causal": True, "enable_gqa": True}),
     (1, (MASK,), {"enable_gqa": True}), (8, (), {"dropout_p": 0.1})])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float64, marks=FP64_SUMS)])
 def test_attention_keeps_what_is_counted(kv_heads, args, options, dtype):
     """However its arguments are given: grouped queries, masks of both kinds, by name and by place."""
     def kept(device):

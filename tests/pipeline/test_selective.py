@@ -25,7 +25,7 @@ from ranvier.plan.cut import meta_mesh, split_model
 from ranvier.plan.kernel_count import KernelCount
 from ranvier.tensor.kept_outputs import KeptOutputs
 from tests.errors import raises
-from tests.pipeline.parity import assert_parity, chain, points, small_gpt, tokens
+from tests.pipeline.parity import FP64_SUMS, assert_parity, chain, points, small_gpt, tokens
 from tests.tensor.split_parity import SCHEMES, on_mesh, row_share, share, token_batches
 
 SELECTIVE = Memory(recompute="selective")
@@ -236,6 +236,7 @@ MODELS = {"llama": partial(llama, Transformer(family="llama", num_layers=2, hidd
           "gpt": partial(gpt, Transformer(num_layers=2, hidden=24, heads=4, vocab=61, sequence=8), dtype=torch.float64)}
 
 
+@FP64_SUMS
 @pytest.mark.parametrize(("name", "mesh", "scheme"), [
     ("gpt", Mesh(), "stationary"), ("llama", Mesh(col=2), "sequence"),
     pytest.param("llama", Mesh(row=2, col=2), "stationary-sequence", marks=pytest.mark.slow)], ids=str)
@@ -284,6 +285,7 @@ def test_what_is_counted_is_what_runs_again_and_is_kept(name, mesh, scheme, monk
         assert kept[block] == costs[block].repeated.kept_bytes, block
 
 
+@FP64_SUMS
 def test_what_selective_recomputation_keeps():
     """Of a layer of GPT: queries, keys and values, attention's output and sums, the first product of the MLP; neither
     norms nor what an activation returns. The last product of a block is behind all that is saved."""

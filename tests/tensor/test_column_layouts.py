@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_map
 
 from ranvier.block import Model, carried, named
@@ -476,8 +477,12 @@ def test_compiled_helpers_of_a_block():
     assert counted
     for number, function in enumerate((lambda x: x * 2, lambda x: torch.sin(x).unflatten(-1, (2, -1)).flatten(-2))):
         helper = torch.compile(function, backend="eager", fullgraph=number == 0)
+        own = block(lambda block, x, helper=helper: x + block.back(helper(block.into(x))))
+        if TorchVersion(torch.__version__) < (2, 13):
+            compute([Words(), own])  # left to Python
+            continue
         with pytest.raises(SplitError) as caught:
-            compute([Words(), block(lambda block, x, helper=helper: x + block.back(helper(block.into(x))))])
+            compute([Words(), own])
         assert {one.status for one in caught.value.outcomes} == {"refused"}
 
 

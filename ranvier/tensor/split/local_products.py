@@ -6,8 +6,21 @@ rounded once, after the last addition. Rounding before each addition would multi
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
+
+if TorchVersion(torch.__version__) < (2, 13):
+    # torch 2.11 has no meta kernel of the batched product into fp32, and one of the added product that fails: what
+    # these give is in `out`, so that nothing is left to do where tensors have no values
+    def _nothing(*_: Any, out: Tensor, **__: Any) -> Tensor:
+        return out
+
+    _META_KERNELS = torch.library.Library("aten", "IMPL", "Meta")
+    _META_KERNELS.impl("bmm.dtype_out", _nothing)
+    _META_KERNELS.impl("addmm.dtype_out", _nothing, allow_override=True)
 
 
 def multiply(out: Tensor, a: Tensor, b: Tensor, *, adds: bool = False, bias: Tensor | None = None) -> None:
