@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import sys
@@ -15,7 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TextIO
+from typing import Any, TextIO
 
 DEFAULT_WIDTH = 80
 """Characters in a line of files and pipes."""
@@ -32,6 +33,33 @@ def tell(text: str) -> None:
     with suppress(OSError, ValueError):  # ValueError: it is closed
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
+
+
+class _LostPipeFile(io.FileIO):
+    """Output that is discarded once nobody reads its pipe."""
+
+    def write(self, data: Any, /) -> int | None:
+        """As of FileIO; what comes after a BrokenPipeError goes to the null device."""
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())
+            os.close(null)
+            return memoryview(data).nbytes
+
+
+def outlive_readers() -> None:
+    """Have this process's standard output and error discard what nobody reads any more (`| head -1`): what a command
+    does, and its exit code, do not depend on it."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is getattr(sys, f"__{name}__") and isinstance(stream, io.TextIOWrapper):
+            stream.flush()
+            file = io.BufferedWriter(_LostPipeFile(stream.fileno(), "wb", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(
+                file, encoding=stream.encoding, errors=stream.errors, line_buffering=stream.line_buffering,
+                write_through=stream.write_through))
 
 
 def terminal_width() -> int:
