@@ -154,8 +154,8 @@ def _read(path: Path, wish: str | None) -> MeshRequest:
 
 def ask_and_wait(run_dir: Path, *, seconds: float, **sizes: int | None) -> str:
     """Leave a request in the folder of a run, and wait for the answer. sizes: by axis; None leaves it. RanvierError
-    when the run refuses, ends, or says nothing for so long; the request is withdrawn then, and at Ctrl-C, if the run has
-    not taken it yet."""
+    when the run refuses, ends, or says nothing for so long; the request is withdrawn then, and at Ctrl-C, if the run
+    has not taken it yet."""
     wish = ask(run_dir, **sizes)
     if not seconds:
         mesh = MeshRequest(sizes=_given(sizes), wish=wish)
