@@ -49,9 +49,10 @@ class SameRates:
         if total:
             raise ConfigError("is not the same on all ranks that update the same parameters; nothing was updated",
                               code="learning-rates-differ", where="learning rate",
-                              value=_text(self._rates), remedy="Compute it from what is the same on every rank, such as the "
-                              "step or BatchResult.loss (of the global batch), or send one rank's value to all with "
-                              "world.broadcast.")
+                              value=_text(self._rates),
+                              remedy="Compute it from what is the same on every rank, such as the step or "
+                                     "BatchResult.loss (of the global batch), or send one rank's value to all with "
+                                     "world.broadcast.")
 
 
 def _text(rates: Sequence[float]) -> float | list[float] | None:

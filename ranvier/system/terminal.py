@@ -35,31 +35,33 @@ def tell(text: str) -> None:
         sys.stderr.flush()
 
 
-class _LostPipeFile(io.FileIO):
-    """Output that is discarded once nobody reads its pipe."""
+class _OutputFile(io.FileIO):
+    """Output that is discarded where nobody reads its pipe any more."""
 
     def write(self, data: Any, /) -> int | None:
-        """As of FileIO; what comes after a BrokenPipeError goes to the null device."""
+        """As of FileIO, without BrokenPipeError."""
         try:
             return super().write(data)
         except BrokenPipeError:
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self.fileno())
-            os.close(null)
             return memoryview(data).nbytes
 
 
 def outlive_readers() -> None:
     """Have this process's standard output and error discard what nobody reads any more (`| head -1`): what a command
     does, and its exit code, do not depend on it."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is getattr(sys, f"__{name}__") and isinstance(stream, io.TextIOWrapper):
-            stream.flush()
-            file = io.BufferedWriter(_LostPipeFile(stream.fileno(), "wb", closefd=False))
-            setattr(sys, name, io.TextIOWrapper(
-                file, encoding=stream.encoding, errors=stream.errors, line_buffering=stream.line_buffering,
-                write_through=stream.write_through))
+    if sys.stdout is sys.__stdout__:
+        sys.stdout = _outliving(sys.stdout)
+    if sys.stderr is sys.__stderr__:
+        sys.stderr = _outliving(sys.stderr)
+
+
+def _outliving(stream: TextIO) -> TextIO:
+    if not isinstance(stream, io.TextIOWrapper):  # it is closed
+        return stream
+    stream.flush()
+    return io.TextIOWrapper(io.BufferedWriter(_OutputFile(stream.fileno(), "wb", closefd=False)),
+                            encoding=stream.encoding, errors=stream.errors, line_buffering=stream.line_buffering,
+                            write_through=stream.write_through)
 
 
 def terminal_width() -> int:
