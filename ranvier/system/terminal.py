@@ -38,7 +38,7 @@ def tell(text: str) -> None:
 class _OutputFile(io.FileIO):
     """Output that is discarded where nobody reads its pipe any more."""
 
-    def write(self, data: Any, /) -> int | None:
+    def write(self, data: Any, /) -> int:
         """As of FileIO, without BrokenPipeError."""
         try:
             return super().write(data)
@@ -55,7 +55,7 @@ def outlive_readers() -> None:
         sys.stderr = _outliving(sys.stderr)
 
 
-def _outliving(stream: TextIO) -> TextIO:
+def _outliving(stream: Any) -> Any:
     if not isinstance(stream, io.TextIOWrapper):  # it is closed
         return stream
     stream.flush()
