@@ -3,6 +3,7 @@
 import json
 import math
 import socket
+import time
 import types
 from dataclasses import replace
 
@@ -35,7 +36,7 @@ from ranvier.pipeline.engine import Engine
 from ranvier.planner import auto, plan
 from ranvier.planner.problems import problems
 from ranvier.testing.ranks import run_ranks
-from ranvier.train import caching, reference, resize, saving, setup
+from ranvier.train import caching, newcomer, reference, resize, saving, setup
 from ranvier.world import World
 from tests.errors import check, raises, reports
 
@@ -264,6 +265,25 @@ def test_requests_that_have_no_answer(tmp_path, monkeypatch):
         resize.ask(tmp_path, data=2)
     with raises("resize-not-writable", where=str(resize._path(tmp_path / "none", "w"))):
         resize.leave(tmp_path / "none", "w", {"data": 2})
+
+
+def test_ctrl_c_withdraws_a_request_that_waits(tmp_path, monkeypatch):
+    def press(*args):
+        assert len(list(tmp_path.glob("resize-*.json"))) == 1
+        raise KeyboardInterrupt
+
+    (tmp_path / "run.toml").write_text("")
+    monkeypatch.setattr(resize, "time", types.SimpleNamespace(sleep=press, monotonic=time.monotonic))
+    with pytest.raises(KeyboardInterrupt):
+        resize.ask_and_wait(tmp_path, seconds=60, data=2)
+    assert not list(tmp_path.glob("resize-*.json"))
+
+    monkeypatch.setenv(newcomer.WISH, "w")
+    monkeypatch.setattr(newcomer, "Newcomer", lambda *args: types.SimpleNamespace(
+        await_others=lambda seconds: None, join=press))
+    with pytest.raises(KeyboardInterrupt):
+        newcomer._join(None, tmp_path, types.SimpleNamespace(rank=0, size=1), {"data": 2}, 60)
+    assert not list(tmp_path.glob("resize-*.json"))
 
 
 def test_pages_that_cannot_be_shown(tmp_path):

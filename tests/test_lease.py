@@ -14,7 +14,7 @@ import pytest
 from ranvier.checkpoint.ownership import acquire_folders
 from ranvier.errors import OwnershipError
 from ranvier.system import lease
-from ranvier.system.lease import Lease, Owner
+from ranvier.system.lease import Lease, Owner, check_usable
 from ranvier.system.processes import process_state
 from ranvier.testing.ranks import run_ranks
 from tests.errors import raises
@@ -64,6 +64,22 @@ def test_a_live_process_of_this_machine_keeps_its_folder(tmp_path, sleeper):
     with raises("folder-in-use"):
         Lease.acquire([tmp_path], **FAST)
     theirs.verify()
+
+
+def test_what_the_machine_alone_can_tell_is_refused_before_ranks_are_started(tmp_path, sleeper):
+    theirs, told = Lease.acquire([tmp_path], owner=of_process(sleeper), **FAST), []
+    with raises("folder-in-use", sleeper.pid, 1):
+        check_usable([tmp_path], tell=told.append, wait_seconds=0.3)
+    assert len(told) == 1 and str(sleeper.pid) in told[0] and leases(tmp_path) == [".owner.1"]
+    theirs.release()
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file" / "runs", Path("/proc/self")):  # where nothing can be made, not even by root
+        with raises("lease-not-writable"):
+            check_usable([folder])
+    other = Lease.acquire([tmp_path / "other"], owner=elsewhere(1), **FAST)
+    check_usable([tmp_path, tmp_path / "new", tmp_path / "other"], tell=told.append)
+    assert len(told) == 1 and not list((tmp_path / "new").iterdir()) and leases(tmp_path) == [".owner.1"]
+    other.release()
 
 
 def test_a_process_that_was_killed_is_followed_at_once(tmp_path, sleeper):

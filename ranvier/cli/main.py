@@ -31,6 +31,7 @@ from ranvier.cli.simulate import simulate
 from ranvier.cli.train import train
 from ranvier.cli.watch import watch
 from ranvier.errors import RanvierError
+from ranvier.system.terminal import outlive_readers
 
 if TYPE_CHECKING:
     from ranvier.world import World
@@ -41,6 +42,7 @@ _CONNECT_THREAD = "ranvier-connect"
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command line `args` (None: that of this process) and exit."""
+    outlive_readers()
     code = run_command(args)
     if any(thread.name == _CONNECT_THREAD for thread in threading.enumerate()):
         # It returns from C++ at some time, and while the interpreter ends that aborts the process.

@@ -46,6 +46,7 @@ def train(context: click.Context, /, recipe: str, allow_code: bool, quiet: bool,
     """
     from ranvier.launch import start as launch
     from ranvier.launch.launchers import detect
+    from ranvier.system.lease import check_usable
     from ranvier.train.restart import Restarts
 
     name, resolved = options.read_recipe(recipe, flags, allow_code=allow_code)
@@ -53,14 +54,19 @@ def train(context: click.Context, /, recipe: str, allow_code: bool, quiet: bool,
     started = detect(os.environ, resolved.run.launch.launcher)
     # open for as long as the process lives: what ends it may still print
     stream = open(os.devnull, "w", encoding="utf-8") if quiet else sys.stderr if as_json else sys.stdout  # noqa: SIM115
-    asked, run, warnings = _close(resolved, started, tell=lambda line: print(line, file=stream, flush=True))
+
+    def say(line: str) -> None:
+        print(line, file=stream, flush=True)
+
+    asked, run, warnings = _close(resolved, started, tell=say)
     run_dir = run.run_dir or read.default_folder(name)
     run = dataclasses.replace(run, run_dir=run_dir)
     if started is None:
         check_folder(run_dir, run.resume)
+        check_usable([run_dir, run.checkpoint.dir or run_dir / "checkpoint"], tell=say)
     _print_warnings(run, resolved, asked, started, warnings)
     if _planned_flags(asked, run) and (started is None or started.rank == 0):
-        print(f"auto is {run.mesh}, microbatches of {run.batch.microbatch_size}", file=stream, flush=True)
+        say(f"auto is {run.mesh}, microbatches of {run.batch.microbatch_size}")
     rerun = None if started is not None else [*launch.rerun_command(), "--run-dir", str(run_dir),
                                               *_planned_flags(asked, run)]
     world = launch.start_ranks(run.mesh, run.comm, run.launch, rerun=rerun, explain_kill=lambda: _after_a_kill(run),

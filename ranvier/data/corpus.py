@@ -38,8 +38,10 @@ from ranvier.data.tables import (
     ending_of,
     has_package,
     holds_lines,
+    is_compressed,
     is_saved,
     json_rows,
+    open_bytes,
     open_dataset,
     open_file,
     text_of,
@@ -119,6 +121,9 @@ HUB = {
 }
 """Short names of Hugging Face data sets, as NAME or NAME:CONFIGURATION."""
 
+_PIECE = 1 << 20
+_MOST_UNPACKED_BYTES = 4 << 30
+"""A compressed text that is longer is none that anybody means to read at once."""
 _LONGEST_CHARACTER = 4
 """Bytes of UTF-8: so many more are read than are wanted, to see whether there are more."""
 
@@ -244,15 +249,15 @@ _FORMATTED = {".json", ".csv", ".tsv", ".html", ".htm", ".xml"}
 
 
 def plain_bytes(name: str, column: str | None) -> int:
-    """Bytes of the plain text of a corpus that is a file or folder. Tables, which have more than their texts and may be
-    compressed, count nothing: how much text they have is known once they are read. column: of their texts."""
+    """Bytes of the plain text of a corpus that is a file or folder. Compressed files and tables, which have more than
+    their texts, count nothing: how much text they have is known once they are read. column: of their texts."""
     path = Path(name).expanduser()
     there = _stat(path)
     if there is None or is_saved(path):
         return 0
     files = (path / file for file in _walk(path, _is_visible, "")) if stat.S_ISDIR(there.st_mode) else [path]
     return sum(found.st_size for file in files if (found := _stat(file)) is not None and stat.S_ISREG(found.st_mode)
-               and not is_rows(file, column))
+               and not is_compressed(file) and not is_rows(file, column))
 
 
 def _is_visible(folder: str) -> bool:
@@ -262,7 +267,7 @@ def _is_visible(folder: str) -> bool:
 def missing_path(name: str) -> DataError | None:
     """The error for a corpus name that can only be a path and does not exist; None otherwise."""
     is_path = not name or name.startswith((".", "~", os.sep)) or name.count("/") > 1 or name.endswith(
-        (".txt", "/", ".tgz"))
+        (".txt", "/", ".tgz", ".gz"))
     if not is_path:
         return None
     with contextlib.suppress(RuntimeError):  # "~name" of nobody
@@ -307,6 +312,7 @@ def _files(name: str, root: Path, names: list[str], progress: Progress, version:
     names = sorted(names, key=lambda name: hashlib.blake2b(name.encode(errors="surrogateescape")).digest())
     stats = {file: found for file in names if (found := _stat(root / file)) and stat.S_ISREG(found.st_mode)}
     state = [(file, found.st_size, None if version else found.st_mtime_ns) for file, found in stats.items()]
+    told: set[str] = set()  # a corpus is read again for its tokens once it has a tokenizer
 
     def read(max_bytes: int) -> Iterator[Document]:
         unreadable: dict[str, Exception] = {file: OSError("is no file") for file in names if file not in stats}
@@ -327,13 +333,19 @@ def _files(name: str, root: Path, names: list[str], progress: Progress, version:
                             value=f"{name}: {reason}", remedy="Give a file or folder of plain text.")
         if unreadable:
             some = ", ".join(map(ascii, sorted(unreadable)[:3])) + (", ..." if len(unreadable) > 3 else "")
-            progress(f"left out {len(unreadable)} of {len(names)} files of {name}, which are not UTF-8 text: {some}")
+            text = f"left out {len(unreadable)} of {len(names)} files of {name}, which are not UTF-8 text: {some}"
+            if text not in told:
+                told.add(text)
+                progress(text)
 
     endings = {ending_of(Path(file)) for file in stats}
     lines = ("rows", *([JSON] if JSON in endings else ())) if endings & {*JSON_LINES, JSON} else ()
     columns = ("column", column) if endings & {*ROW_ENDINGS} and column else ()
+    packed = ("unpacked",) if any(is_compressed(file) and ending_of(file) not in (*ENDINGS, JSON)
+                                  for file in map(Path, stats)) else ()
     place = name if version else str(root.resolve())
-    return OpenCorpus(name=name, fingerprint=fingerprint("files", place, version, state, *lines, *columns), read=read)
+    return OpenCorpus(name=name, fingerprint=fingerprint("files", place, version, state, *lines, *columns, *packed),
+                      read=read)
 
 
 def look_at_columns(name: str, column: str | None) -> None:
@@ -355,12 +367,20 @@ def _saved(name: str, column: str | None) -> OpenCorpus:
 
 
 def _text(path: Path, max_bytes: int) -> str:
-    """The file's first bytes as text; UnicodeDecodeError when it is not UTF-8 text."""
-    with open(path, "rb") as file:
-        # A limit far beyond the file's end would be allocated.
-        data = file.read(min(max_bytes, os.fstat(file.fileno()).st_size))
+    """The file's first bytes as text; UnicodeDecodeError when it is not UTF-8 text. DataError where it is compressed
+    and damaged, or has more than 4 GiB."""
+    limit = min(max_bytes, _MOST_UNPACKED_BYTES + 1) if is_compressed(path) else max_bytes
+    data = bytearray()
+    with open_bytes(path) as file:  # in pieces: a limit far beyond the file's end would be allocated
+        while piece := file.read(min(_PIECE, limit - len(data))):
+            data += piece
+    if len(data) > _MOST_UNPACKED_BYTES and is_compressed(path):
+        raise DataError("is longer than texts in compressed files may be", code="gzip-too-long", where=str(path),
+                        value=f"more than {_MOST_UNPACKED_BYTES} bytes",
+                        remedy="Unpack it, or limit what is read with `--data.max-bytes`.")
     if b"\0" in data:
-        raise UnicodeDecodeError("utf-8", data, data.index(b"\0"), data.index(b"\0") + 1, "binary file")
+        place = data.index(b"\0")
+        raise UnicodeDecodeError("utf-8", bytes(data[place:place + 1]), 0, 1, "binary file")
     # A character that the limit cuts is left out; one that the file's end cuts is an error.
     return codecs.getincrementaldecoder("utf-8-sig")().decode(data, final=len(data) < max_bytes)
 

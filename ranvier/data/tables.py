@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import gzip
 import importlib.util
+import io
 import json
 import os
 import re
@@ -158,23 +159,34 @@ def open_file(path: Path, name: str, *, quoted_tabs: bool = True) -> Table:
 
 def ending_of(path: Path) -> str:
     """The ending that tells the form of a file, in lower case: that before .gz, if it is compressed."""
-    ending = path.suffix.lower()
-    return Path(path.stem).suffix.lower() if ending == ".gz" else ending
+    return Path(path.stem if is_compressed(path) else path).suffix.lower()
+
+
+@contextmanager
+def open_bytes(path: Path) -> Iterator[IO[bytes]]:
+    """A file, unpacked where gzip has compressed it (.gz). DataError where what is compressed is damaged."""
+    if not is_compressed(path):
+        with open(path, "rb") as file:
+            yield file
+        return
+    try:
+        with gzip.open(path, "rb") as unpacked:
+            yield cast(IO[bytes], unpacked)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError("is not what gzip has written", code="gzip-damaged", where=str(path), value=str(error),
+                        remedy="Write it again, or give another file.") from error
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether a file's name says that gzip has compressed it."""
+    return path.suffix.lower() == ".gz"
 
 
 @contextmanager
 def _text(path: Path, newline: str) -> Iterator[IO[str]]:
-    """A file of text, which may be compressed. DataError where what is compressed is damaged."""
-    if path.suffix.lower() != ".gz":
-        with open(path, encoding="utf-8-sig", newline=newline) as file:
-            yield file
-        return
-    try:
-        with gzip.open(path, "rt", encoding="utf-8-sig", newline=newline) as unpacked:
-            yield cast(IO[str], unpacked)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError("is not what gzip has written", code="gzip-damaged", where=str(path), value=str(error),
-                        remedy="Write it again, or give another file.") from error
+    """A file of text, which may be compressed. Errors as of `open_bytes`."""
+    with open_bytes(path) as file, io.TextIOWrapper(cast(Any, file), encoding="utf-8-sig", newline=newline) as text:
+        yield text
 
 
 def json_array(path: Path, name: str) -> Iterator[Row]:

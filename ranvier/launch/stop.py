@@ -19,7 +19,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 FINISHED_RUN = "ranvier/finished-run"
-"""Store key that is set once a run has done its last step, so that a request to stop has come too late."""
+"""Store key that is set once the program's last run has done its last step: a request to stop has come too late."""
 
 
 def signal_name(number: int) -> str:

@@ -102,6 +102,8 @@ class Gradients:
         self._versions: dict[str, int] = {}
         self._unreached: dict[str, bool] = {}
         self._removed: set[str] = set()
+        self._frozen: set[nn.Parameter] = set()
+        """Parameters that were frozen when each batch of this step began: whoever freezes one later has a gradient."""
         self._handed_on: dict[str, int | None] = {}
         """Versions of the gradients that have been handed on, when they were; None where their memory is another's."""
         self.unreached: set[str] = set()
@@ -138,8 +140,9 @@ class Gradients:
 
     # ------------------------------------------------------------------ counting
 
-    def begin(self, *, scatter: bool = False) -> None:
-        """A new batch: gradients are zero, everything is outstanding. scatter: each member needs its share only."""
+    def begin(self, *, scatter: bool = False, keep: bool = False) -> None:
+        """A new batch: gradients are zero, everything is outstanding. scatter: each member needs its share only. keep:
+        gradients of the batch before are of the same step."""
         for chunk in self.chunks[:self._next]:
             chunk.work.wait()  # a batch that failed may have left some under way
         self.reductions.begin(scatter=scatter)
@@ -148,6 +151,8 @@ class Gradients:
         self._passed = sys.maxsize
         self._attach()
         self._unreached, self._removed, self.unreached = {}, set(), set()
+        frozen = {spec.parameter for spec in self._specs if not spec.parameter.requires_grad}
+        self._frozen = self._frozen & frozen if keep else frozen
         self._handed_on = {}
         self._versions = {spec.name: spec.parameter.grad._version for spec in self._specs
                           if spec.parameter.grad is not None}
@@ -274,16 +279,17 @@ class Gradients:
             return
         grad = spec.parameter.grad
         untouched = grad is not None and grad._version == self._versions.get(spec.name, -1) \
-            and spec.parameter.requires_grad and not grad.any()
+            and spec.parameter not in self._frozen and not grad.any()
         self._unreached[spec.name] = bool(untouched)
         if untouched and grad is not None:
             grad.data.fill_(-0.0)
 
     def left_alone(self, chunk: Chunk) -> set[nn.Parameter]:
-        """Parameters with sums of a reduced chunk here that nobody's loss has reached; the same on all who have sums of
-        them."""
+        """Parameters with sums of a reduced chunk here that are frozen, or that nobody's loss has reached; the same on
+        all who have sums of them."""
         start, stop = self.share_of(chunk)
-        found = {spec.parameter for spec in chunk.specs if spec.name in self._removed} if self._removed else set()
+        found = {spec.parameter for spec in chunk.specs
+                 if spec.name in self._removed or spec.parameter in self._frozen}
         for spec in chunk.specs:
             if self._unreached.get(spec.name):
                 first, last = self.places[spec.parameter]
@@ -324,7 +330,8 @@ class Gradients:
         return self.flat[start + offset:stop + offset]
 
     def show_unreached(self) -> None:
-        """Parameters that no loss has reached have no gradient until the next batch, as a plain loop has it."""
+        """Parameters that are frozen, or that no loss has reached, have no gradient until the next batch, as a plain
+        loop has it."""
         left_alone = set[nn.Parameter]().union(*(self.left_alone(chunk) for chunk in self.reduced()))
         self.unreached = {spec.name for spec in self.owned() if spec.parameter in left_alone}
         for spec in self.owned():

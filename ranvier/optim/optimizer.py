@@ -191,8 +191,7 @@ class FlatOptimizer:
         self._update.segments = self._segments(left_alone) if left_alone else self._trained
         # A parameter may be in several chunks, and misses an update once.
         for spec in chunk.specs:
-            missed = spec.parameter in left_alone or not spec.parameter.requires_grad
-            if missed and spec.name in self._here and spec.name not in self._missed_now:
+            if spec.parameter in left_alone and spec.name in self._here and spec.name not in self._missed_now:
                 self._missed_now.add(spec.name)
                 self._missed[spec.name] = self._missed.get(spec.name, 0) + 1
         yield from self.placement.update(self._buckets[id(chunk)], self._update)
@@ -299,11 +298,9 @@ class FlatOptimizer:
         return Segment(start, stop, group.learning_rate_factor, group.weight_decay, spec if whole else None)
 
     def _segments(self, left_alone: set[nn.Parameter]) -> list[Segment]:
-        """Segments that are updated now: of parameters that have not been frozen since, and which a loss has
-        reached."""
+        """Segments that are updated now, as `Gradients.left_alone` has it."""
         return [replace(segment, missed_updates=missed) if (missed := self._missed.get(spec.name)) else segment
-                for spec, segment in self._groups
-                if spec.parameter.requires_grad and spec.parameter not in left_alone]
+                for spec, segment in self._groups if spec.parameter not in left_alone]
 
 
 def uncut_places(gradients: Gradients) -> list[tuple[int, int]]:

@@ -286,7 +286,7 @@ class Updater:
         self._step, self._squared, self._began = step, torch.zeros(()), False
         if self._by_block is not None:
             self._by_block.zero_()
-        self.gradients.begin(scatter=updates and self.flat is not None and self.flat.scatters)
+        self.gradients.begin(scatter=updates and self.flat is not None and self.flat.scatters, keep=keep)
         if self.in_backward:
             self._own.prefetch()
             self.gradients.on_complete = self._update_run
@@ -460,8 +460,7 @@ class Updater:
         """One step of the user's optimizer; of its master copies, where parameters are in half precision."""
         left_alone = set().union(*(self.gradients.left_alone(chunk) for chunk in self.gradients.reduced()))
         for spec in self.gradients.owned():
-            # frozen since the start, or reached by no loss: no decay, no momentum
-            if not spec.parameter.requires_grad or spec.parameter in left_alone:
+            if spec.parameter in left_alone:  # no decay, no momentum
                 spec.parameter.grad = None
         if self.masters is None:
             self.gradients.scale(factor)

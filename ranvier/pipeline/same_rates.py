@@ -47,11 +47,12 @@ class SameRates:
     def check(self, total: float) -> None:
         """ConfigError where the sum over all ranks is that of different rates."""
         if total:
-            raise ConfigError("differs between ranks whose parameters are the same; nothing was updated",
+            raise ConfigError("is not the same on all ranks that update the same parameters; nothing was updated",
                               code="learning-rates-differ", where="learning rate",
-                              value=_text(self._rates), remedy="Make it of what all ranks know alike: the step, or "
-                              "BatchResult.loss, which is that of the global batch; world.broadcast gives all ranks "
-                              "the value of one.")
+                              value=_text(self._rates),
+                              remedy="Compute it from what is the same on every rank, such as the step or "
+                                     "BatchResult.loss (of the global batch), or send one rank's value to all with "
+                                     "world.broadcast.")
 
 
 def _text(rates: Sequence[float]) -> float | list[float] | None:

@@ -28,6 +28,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -285,6 +286,36 @@ def _claim(folder: Path, watch: _Watch, owner: Owner, on_wait: Callable[[str], N
             with suppress(OSError):  # a directory of that name is not a lease, and may stay
                 _path(folder, older).unlink()
         return held
+
+
+def check_usable(folders: Sequence[Path], *, tell: Callable[[str], None] = lambda text: None,
+                 wait_seconds: float = WAIT_SECONDS) -> None:
+    """Refuse early what `Lease.acquire` would refuse: a folder that cannot be written, or that another process of this
+    machine owns. Creates missing folders, and waits for an owner that may be about to exit, of which it tells once.
+    Errors as of `acquire`."""
+    this, told = Owner.this_process(), False
+    for folder in dict.fromkeys(Path(os.path.realpath(folder)) for folder in folders):
+        with _writable(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=folder) as file:
+                file.write(bytes(_MOST_BYTES))
+                file.flush()
+            watch = _Watch(folder, this, EXPIRY_SECONDS, wait_seconds)
+            while (newest := max(_generations(folder), default=0)) and (
+                    _is_owned_here(folder, newest, this) and not watch.gone(newest)):
+                if not told:
+                    tell(watch.describe())
+                told = True
+                time.sleep(_POLL_SECONDS)
+
+
+def _is_owned_here(folder: Path, generation: int, this: Owner) -> bool:
+    """Whether this lease names a process of this machine."""
+    try:
+        owner = owner_in(_read(_path(folder, generation)))
+    except OSError:
+        return False
+    return owner is not None and bool(owner.machine) and owner.machine == this.machine
 
 
 # --- the lease of a run ----------------------------------------------------------------------------------------------

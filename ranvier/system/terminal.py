@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import sys
@@ -15,7 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TextIO
+from typing import Any, TextIO
 
 DEFAULT_WIDTH = 80
 """Characters in a line of files and pipes."""
@@ -32,6 +33,35 @@ def tell(text: str) -> None:
     with suppress(OSError, ValueError):  # ValueError: it is closed
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
+
+
+class _OutputFile(io.FileIO):
+    """Output that is discarded where nobody reads its pipe any more."""
+
+    def write(self, data: Any, /) -> int:
+        """As of FileIO, without BrokenPipeError."""
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return memoryview(data).nbytes
+
+
+def outlive_readers() -> None:
+    """Have this process's standard output and error discard what nobody reads any more (`| head -1`): what a command
+    does, and its exit code, do not depend on it."""
+    if sys.stdout is sys.__stdout__:
+        sys.stdout = _outliving(sys.stdout)
+    if sys.stderr is sys.__stderr__:
+        sys.stderr = _outliving(sys.stderr)
+
+
+def _outliving(stream: Any) -> Any:
+    if not isinstance(stream, io.TextIOWrapper):  # it is closed
+        return stream
+    stream.flush()
+    return io.TextIOWrapper(io.BufferedWriter(_OutputFile(stream.fileno(), "wb", closefd=False)),
+                            encoding=stream.encoding, errors=stream.errors, line_buffering=stream.line_buffering,
+                            write_through=stream.write_through)
 
 
 def terminal_width() -> int:

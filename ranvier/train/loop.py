@@ -52,6 +52,8 @@ def train(run: Run, recipe: str, world: World, *, trackers: Sequence[Tracker] = 
     closed = resolve(run)
     if origins is None:
         origins = {name: "call" for name, value in read.flatten(run).items() if value != read.settings()[name].default}
+    if world.rank == 0:
+        world.store.delete_key(FINISHED_RUN)  # an earlier run of this program has set it
     with _part_of(closed, world) as stop:
         stop.announces = world.rank == 0 and (world.is_whole_run or world.launcher != "local")
         summary = _run_to_end(start(closed, recipe, world, trackers, stream or sys.stdout, stop, freezing, origins))

@@ -19,7 +19,7 @@ import torch
 from ranvier.comm.inprocess import InProcessWorld
 from ranvier.comm.signed_store import SharedStore, signed
 from ranvier.config.resolve import ResolvedRun
-from ranvier.errors import ConfigError, DataError, LaunchError, RanvierError
+from ranvier.errors import ConfigError, DataError, LaunchError
 from ranvier.launch.contact import connect
 from ranvier.launch.devices import claim_device, visible_devices
 from ranvier.launch.failures import install_error_handlers, install_start_error_handlers
@@ -116,6 +116,6 @@ def _join(world: World, run_dir: Path, started: Started, sizes: Mapping[str, int
     leave(run_dir, wish, {**sizes, "ranks": started.size})
     try:
         return newcomer.join(seconds)
-    except RanvierError:
+    except BaseException:  # Ctrl-C, too: the run would wait for ranks that are gone
         withdraw(run_dir, wish)
         raise

@@ -154,8 +154,8 @@ def _read(path: Path, wish: str | None) -> MeshRequest:
 
 def ask_and_wait(run_dir: Path, *, seconds: float, **sizes: int | None) -> str:
     """Leave a request in the folder of a run, and wait for the answer. sizes: by axis; None leaves it. RanvierError
-    when the run refuses, ends, or says nothing for so long; the request is withdrawn then, if the run has not taken it
-    yet."""
+    when the run refuses, ends, or says nothing for so long; the request is withdrawn then, and at Ctrl-C, if the run
+    has not taken it yet."""
     wish = ask(run_dir, **sizes)
     if not seconds:
         mesh = MeshRequest(sizes=_given(sizes), wish=wish)
@@ -171,7 +171,11 @@ def ask_and_wait(run_dir: Path, *, seconds: float, **sizes: int | None) -> str:
                                    remedy="Ask for another mesh.")
         if ended or time.monotonic() >= deadline:
             break
-        time.sleep(_POLL_SECONDS)
+        try:
+            time.sleep(_POLL_SECONDS)
+        except KeyboardInterrupt:
+            withdraw(run_dir, wish)
+            raise
     if not withdraw(run_dir, wish):
         raise RanvierError("has taken the request, and has not yet said what came of it", code="resize-unanswered",
                            where=f"run {run_dir}", remedy="Look into its events.jsonl, or wait longer with `--wait`.")

@@ -15,6 +15,7 @@ from ranvier.cli.train import _planned_flags
 from ranvier.config import read
 from ranvier.config.resolve import resolve
 from ranvier.config.run import MeshSettings, Run
+from ranvier.launch import start
 from ranvier.mesh import Mesh
 
 TINY = ["--model.num-layers", "1", "--model.hidden", "16", "--model.heads", "2", "--model.vocab", "260",
@@ -89,6 +90,13 @@ def test_only_the_first_rank_of_a_machine_tells_them(capsys, monkeypatch):
     monkeypatch.setenv("MPI_LOCALRANKID", "0")
     assert run_command(["train", "gpt-tiny", "--mesh.row", "2"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_ranks_are_started(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(start, "start_ranks", lambda *args, **settings: pytest.fail("ranks are started"))
+    (tmp_path / "file").write_text("")
+    assert run_command(["train", "gpt-tiny", "--run-dir", str(tmp_path / "file" / "run"), "--json"]) == 2
+    assert [error["code"] for error in json.loads(capsys.readouterr().out)["errors"]] == ["lease-not-writable"]
 
 
 def test_a_folder_that_holds_a_run_is_refused(capsys, tmp_path):

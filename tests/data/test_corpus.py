@@ -323,6 +323,27 @@ def test_rows_as_an_array_or_compressed_are_texts(tmp_path):
         list(opened(tmp_path / "bad.jsonl.gz", tmp_path).documents(1000))
 
 
+def test_texts_that_gzip_has_compressed(tmp_path, monkeypatch):
+    """Each is a document like others, cut where they are; what else is compressed is left out, and said once."""
+    text, lines = "ä first\nsecond " * 9, []
+    for name, content in (("a.txt.gz", text.encode()), ("b.md", b"plain"), ("c.tar.gz", b"\0" * 512)):
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    corpus = open_corpus(str(tmp_path), tmp_path, lines.append)
+    for _ in range(2):
+        assert sorted(one.text for one in corpus.documents(1000)) == ["plain", text]
+    assert len(lines) == 1 and "left out 1 of 3" in lines[0]
+    one = opened(tmp_path / "a.txt.gz", tmp_path)
+    assert [cut.text for limit in (1, 2, 3, 500) for cut in one.documents(limit)] == ["ä", "ä ", text]
+    assert plain_bytes(str(tmp_path), None) == len(b"plain") and missing_path("none.gz").code == "corpus-missing"
+    monkeypatch.setattr(module, "_MOST_UNPACKED_BYTES", 20)
+    with raises("gzip-too-long", tmp_path / "a.txt.gz", "--data.max-bytes"):
+        list(one.documents(1000))
+    assert [cut.text for cut in one.documents(8)] == ["ä first"]
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode())[:-12])
+    with raises("gzip-damaged", tmp_path / "a.txt.gz"):
+        list(one.documents(8 << 20))
+
+
 @pytest.mark.parametrize(("line", "error"), [
     ('{"body": "x", "title": "y"}', ("column-missing", "text", "body, title")),
     ('{"text": 3}', ("column-not-text", "text", 3)), ("[1]", ("row-not-object",)),

@@ -316,3 +316,15 @@ class CompiledByItself(nn.Module):
 
 def test_a_block_that_compiles_itself():
     assert_parity(lambda: chain(CompiledByItself, linear, CompiledByItself), points([[2, 2]]), Mesh(pipe=2))
+
+
+def test_a_block_that_is_examined_stays_as_it_was():
+    block = nn.Sequential(nn.BatchNorm1d(4))
+    norm, mean = block[0], block[0].running_mean
+    norm.count = 1
+    with compiled._unchanged(block):
+        norm.count, block.extra = 2, 3
+        norm.running_mean.add_(1.0)
+        norm.running_var = torch.zeros(4)
+    assert norm.count == 1 and not hasattr(block, "extra")
+    assert norm.running_mean is mean and mean.tolist() == [0.0] * 4 and norm.running_var.tolist() == [1.0] * 4

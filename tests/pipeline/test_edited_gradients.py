@@ -41,7 +41,13 @@ def replace(name, parameter):
         parameter.grad = parameter.grad.sign() if name.startswith("b0") else 2 * parameter.grad
 
 
-EDITS = [remove, remove_all, scale, replace]
+def freeze(name, parameter):
+    """It has a gradient already, as in a plain loop: this step updates it, and no later one."""
+    if name in ("b0.linear.weight", "b2.linear.bias"):
+        parameter.requires_grad_(False)
+
+
+EDITS = [remove, remove_all, scale, replace, freeze]
 
 
 def by_torch(edit, steps, max_norm=None):
@@ -92,6 +98,41 @@ def test_edits_are_obeyed(mesh, options, edit):
         return values(engine)
 
     assert_close(merge(on_mesh(make, mesh, work, learning_rate=1e-2, **options), mesh), expected)
+
+
+@pytest.mark.parametrize(("options", "mesh"), covering(KINDS, [Mesh(data=2, pipe=2), Mesh()]), ids=label)
+def test_freezing_between_the_batches_of_a_step(options, mesh):
+    """What was trained in any of them is updated once; what was frozen in all, or only not reached besides, is not."""
+    names = {"b1.linear.weight": (0,), "b3.linear.weight": (1,), "b2.linear.bias": (0, 1)}  # frozen in these batches
+    reference = Reference(make(), seed=SEED, dtype=torch.float64)
+    optimizer, clip = ADAMW(reference.parameters.values()), options.get("optim", OWN).clip_norm
+
+    def freeze_in(parameters, number):
+        for name in names.keys() & parameters.keys():
+            parameters[name].requires_grad_(number not in names[name])
+
+    sums = {}
+    for number, batch in enumerate(batches(mesh)):
+        freeze_in(reference.parameters, number)
+        reference.forward_backward([one for replica in batch for one in replica])
+        for name, parameter in reference.parameters.items():
+            if parameter.grad is not None:
+                sums[name] = sums.get(name, 0) + parameter.grad / 2  # both batches have the same weight
+    for name, parameter in reference.parameters.items():
+        parameter.grad = sums.get(name)
+    if clip:
+        nn.utils.clip_grad_norm_(reference.parameters.values(), clip)
+    optimizer.step()
+
+    def work(engine):
+        for number, batch in enumerate(batches(mesh)):
+            freeze_in(owned(engine), number)
+            result = engine.forward_backward(share(engine, batch))
+        engine.step(result)
+        return values(engine)
+
+    assert_close(merge(on_mesh(make, mesh, work, learning_rate=1e-2, **options), mesh),
+                 {name: value.detach() for name, value in reference.parameters.items()})
 
 
 @pytest.mark.parametrize(("edit", "options", "mesh"), pairwise(

@@ -117,9 +117,17 @@ def test_linear_partly_frozen(rows, cols, scheme, stationary, frozen):
 @pytest.mark.parametrize("stationary", ["output", "input"])
 @pytest.mark.parametrize(("rows", "cols"), [(2, 1), (2, 2), (2, 3)])
 def test_linear_that_keeps_weights(rows, cols, stationary):
+    """Each rank gathers its weight once, for the forward and the backward."""
     make, x, dy, enter, leave = linear(stationary, rows)
+    gathers = []
+
+    def count(layer):
+        start = layer.start_gather
+        layer.start_gather = lambda *args, **kept: (gathers.append(layer), start(*args, **kept))[1]
+
     assert_layer_parity(make, x, dy, rows, cols, "stationary", enter=enter, leave=leave,
-                        settings=Settings(keep_weights=True))
+                        settings=Settings(keep_weights=True), prepare=count)
+    assert len(gathers) == rows * cols
 
 
 @pytest.mark.parametrize("stationary", ["output", "input"])

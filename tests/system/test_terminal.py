@@ -1,0 +1,52 @@
+"""Output whose reader has left is discarded: a command's work and its exit code do not depend on it."""
+
+import io
+import os
+import sys
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from ranvier.cli import main as cli
+from ranvier.system import terminal
+
+
+@contextmanager
+def lost_output(monkeypatch):
+    """Standard output and error are pipes that nobody reads any more. Not a fixture: pytest sets its own after them."""
+    files = []
+    for name in ("stdout", "stderr"):
+        reader, writer = os.pipe()
+        os.close(reader)
+        files.append(io.TextIOWrapper(os.fdopen(writer, "wb"), line_buffering=True))
+        monkeypatch.setattr(sys, name, files[-1])
+        monkeypatch.setattr(sys, f"__{name}__", files[-1])
+    try:
+        yield files
+    finally:
+        for file in files:
+            with suppress(BrokenPipeError):
+                file.close()
+
+
+def test_output_that_nobody_reads_is_discarded(monkeypatch):
+    with lost_output(monkeypatch) as lost:
+        terminal.outlive_readers()
+        for stream, file in ((sys.stdout, lost[0]), (sys.stderr, lost[1])):
+            assert stream is not file and stream.fileno() == file.fileno() and stream.line_buffering
+            print("é" * 100_000, file=stream, flush=True)
+            print("more", file=stream, flush=True)
+
+
+@pytest.mark.parametrize(("words", "code"), [(["--help"], 0), (["train", "--nonsense", "--json"], 2)])
+def test_the_exit_code_does_not_depend_on_the_reader(monkeypatch, words, code):
+    with lost_output(monkeypatch), pytest.raises(SystemExit) as end:
+        cli.main(words)
+    assert end.value.code == code
+
+
+def test_another_stream_in_place_of_standard_output_stays(monkeypatch):
+    mine = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", mine)
+    terminal.outlive_readers()
+    assert sys.stdout is mine
