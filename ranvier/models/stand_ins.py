@@ -83,12 +83,15 @@ class Injector(Elsewhere):
 
 
 class StandIn(Elsewhere):
-    """Replaces a module that runs before the layers: zeros of the shapes that it returned. output: `shapes_of` that.
-    samples: of the sample."""
+    """Replaces a module that runs before the layers: zeros of the shapes that it returned, with the hidden states' sizes
+    in the place of those for the sample. output: `shapes_of` what it returned. layer: likewise of a layer. samples: of
+    the sample."""
 
-    def __init__(self, module: nn.Module, name: str, output: object, state: list[Tensor], samples: int) -> None:
+    def __init__(self, module: nn.Module, name: str, output: object, layer: object, state: list[Tensor],
+                 samples: int) -> None:
         super().__init__(module, name, shares=True)
         self._output, self._state, self._samples = output, state, samples
+        self._of_one = next((leaf.shape[1:] for leaf in tree_leaves(layer) if isinstance(leaf, _Shape)), None)
 
     def forward(self, *args: object, **kwargs: object) -> object:
         hidden, = self._state
@@ -101,8 +104,9 @@ class StandIn(Elsewhere):
             if not isinstance(leaf, _Shape):
                 return leaf
             like_hidden = len(leaf.shape) == hidden.dim() and leaf.shape[-1] == hidden.shape[-1]
-            shape = hidden.shape if like_hidden else (
-                len(hidden) if leaf.shape and leaf.shape[0] == self._samples else leaf.shape[0], *leaf.shape[1:])
+            of_samples = len(leaf.shape) > 0 and leaf.shape[0] == self._samples
+            shape = hidden.shape if like_hidden else torch.Size((len(hidden), *leaf.shape[1:])) if of_samples else (
+                hidden.shape[1:] if leaf.shape == self._of_one else leaf.shape)
             dtype = hidden.dtype if leaf.dtype.is_floating_point else leaf.dtype
             return hidden.new_zeros((), dtype=dtype).expand(shape)
 
