@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,15 +83,15 @@ class Injector(Elsewhere):
 
 
 class StandIn(Elsewhere):
-    """Replaces a module that runs before the layers: zeros of the shapes that it returned, with the hidden states' sizes
-    in the place of those for the sample. output: `shapes_of` what it returned. layer: likewise of a layer. samples: of
+    """Replaces a module that runs before the layers: zeros of the shapes that it returned, with the sizes of the hidden
+    states in the place of the sample's. output: `shapes_of` what it returned. layer: likewise of a layer. samples: of
     the sample."""
 
     def __init__(self, module: nn.Module, name: str, output: object, layer: object, state: list[Tensor],
                  samples: int) -> None:
         super().__init__(module, name, shares=True)
         self._output, self._state, self._samples = output, state, samples
-        self._of_one = next((leaf.shape[1:] for leaf in tree_leaves(layer) if isinstance(leaf, _Shape)), None)
+        self._hidden = next((leaf.shape for leaf in tree_leaves(layer) if isinstance(leaf, _Shape)), torch.Size())
 
     def forward(self, *args: object, **kwargs: object) -> object:
         hidden, = self._state
@@ -103,14 +103,19 @@ class StandIn(Elsewhere):
         def zeros(leaf: object) -> object:
             if not isinstance(leaf, _Shape):
                 return leaf
-            like_hidden = len(leaf.shape) == hidden.dim() and leaf.shape[-1] == hidden.shape[-1]
-            of_samples = len(leaf.shape) > 0 and leaf.shape[0] == self._samples
-            shape = hidden.shape if like_hidden else torch.Size((len(hidden), *leaf.shape[1:])) if of_samples else (
-                hidden.shape[1:] if leaf.shape == self._of_one else leaf.shape)
             dtype = hidden.dtype if leaf.dtype.is_floating_point else leaf.dtype
-            return hidden.new_zeros((), dtype=dtype).expand(shape)
+            return hidden.new_zeros((), dtype=dtype).expand(self._sizes(leaf.shape, hidden.shape))
 
         return tree_map(zeros, self._output, is_leaf=lambda leaf: isinstance(leaf, _Shape))
+
+    def _sizes(self, sample: torch.Size, hidden: torch.Size) -> Sequence[int]:
+        """Of hidden states, of positions without samples, and of other features of the same tokens."""
+        if len(sample) == len(hidden) and sample[-1] == hidden[-1]:
+            return hidden
+        if sample[:1] != (self._samples,):
+            return hidden[1:] if sample == self._hidden[1:] else sample
+        is_of_tokens = len(sample) > 2 and sample[:2] == self._hidden[:2]
+        return (*hidden[:2], *sample[2:]) if is_of_tokens else (hidden[0], *sample[1:])
 
 
 @dataclass(frozen=True)

@@ -259,14 +259,15 @@ class Reads(nn.Module):
         self.kind = kind
         self.embed, self.after = Part(kind), Part("plain")
         if kind == "places":
-            self.places = nn.Embedding(8, 4)
+            self.places, self.wide = nn.Embedding(8, 4), nn.Linear(4, 8)
         self.layers = nn.ModuleList(Part("whole") for _ in range(3))
 
     def forward(self, x):
         first, length = self.embed(x) if self.kind == "numbers" else (self.embed(x), x.shape[1])
         if self.kind == "after":
             first = self.after.back(first)
-        hidden = first + self.places(torch.arange(length)) if self.kind == "places" else first
+        hidden = first + self.places(torch.arange(length)) + self.wide(first).reshape(len(x), length, 4, 2).sum(
+            3) if self.kind == "places" else first
         length = first.new_tensor(length) if self.kind == "one tensor twice" else length
         for layer in self.layers:
             if self.kind == "length":
@@ -291,7 +292,7 @@ def summed_squares(output, targets):
 @pytest.mark.parametrize("kind", ["method", "after", "sizes", "places"])
 def test_what_another_block_has_is_tied(kind):
     """Weights of the embedding in the head, by a method of the embedding, were those of the start, and their gradient
-    was lost on another stage; sizes of floats, and of positions without a dim of samples, were the sample's."""
+    was lost on another stage; sizes of floats, of positions and of other features were the sample's."""
     torch.manual_seed(0)
     whole = Reads(kind).double()
     batch = [(torch.randn(2, length, 4, dtype=torch.float64), torch.randn(2, length, 4, dtype=torch.float64))
