@@ -109,13 +109,12 @@ class StandIn(Elsewhere):
         return tree_map(zeros, self._output, is_leaf=lambda leaf: isinstance(leaf, _Shape))
 
     def _sizes(self, sample: torch.Size, hidden: torch.Size) -> Sequence[int]:
-        """Of hidden states, of positions without samples, and of other features of the same tokens."""
-        if len(sample) == len(hidden) and sample[-1] == hidden[-1]:
+        """Of hidden states; or with other numbers of samples and of tokens, such as positions or biases of pairs."""
+        if len(sample) == len(hidden) and sample[-1] == hidden[-1] and sample[0] in (1, self._samples):
             return hidden
-        if sample[:1] != (self._samples,):
-            return hidden[1:] if sample == self._hidden[1:] else sample
-        is_of_tokens = len(sample) > 2 and sample[:2] == self._hidden[:2]
-        return (*hidden[:2], *sample[2:]) if is_of_tokens else (hidden[0], *sample[1:])
+        tokens = self._hidden[1] if len(self._hidden) > 2 else None
+        return [hidden[0] if place == 0 and size == self._samples else
+                hidden[1] if place < len(sample) - 1 and size == tokens else size for place, size in enumerate(sample)]
 
 
 @dataclass(frozen=True)

@@ -259,14 +259,19 @@ class Reads(nn.Module):
         self.kind = kind
         self.embed, self.after = Part(kind), Part("plain")
         if kind == "places":
-            self.places, self.wide = nn.Embedding(8, 4), nn.Linear(4, 8)
+            self.places, self.pairs, self.wide = nn.Embedding(8, 4), nn.Embedding(8, 4), nn.Linear(4, 8)
         self.layers = nn.ModuleList(Part("whole") for _ in range(3))
+
+    def at(self, length):
+        """Positions, and a bias of each pair of them."""
+        place = torch.arange(length)
+        return self.places(place) + self.pairs((place[:, None] - place).abs()).expand(length, length, 4).sum(1)
 
     def forward(self, x):
         first, length = self.embed(x) if self.kind == "numbers" else (self.embed(x), x.shape[1])
         if self.kind == "after":
             first = self.after.back(first)
-        hidden = first + self.places(torch.arange(length)) + self.wide(first).reshape(len(x), length, 4, 2).sum(
+        hidden = first + self.at(length) + self.wide(first).reshape(len(x), length, 4, 2).sum(
             3) if self.kind == "places" else first
         length = first.new_tensor(length) if self.kind == "one tensor twice" else length
         for layer in self.layers:
