@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -33,7 +32,7 @@ from ranvier.models.decoding_cache import WholeTexts
 from ranvier.models.stand_ins import REMEDY, Absent, Elsewhere, Injector, Recorder, StandIn, shapes_of
 from ranvier.originals.stand_in_modes import StandInModes
 from ranvier.originals.stand_in_tensors import StandInTensors
-from ranvier.tensor.split.loss import NextTokenLoss
+from ranvier.tensor.split.loss import ClassLoss, NextTokenLoss
 
 TOLERANCE = 1e-4
 """Largest difference of the blocks' output, as a share of the largest output. Both run the same operations."""
@@ -57,7 +56,8 @@ def from_transformers(model: nn.Module, sample: Mapping[str, Tensor] | Tensor | 
             default tokens or images of the sizes in `model.config`. Microbatches have the same names.
         loss: by default that of the next token for ...ForCausalLM and ...LMHeadModel, whose targets are the inputs one
             token on (transformers shifts labels itself: `functional.pad(labels[:, 1:], (0, 1), value=-100)`), and
-            cross-entropy for ...ForSequenceClassification and ...ForImageClassification; targets of -100 do not count.
+            cross-entropy for ...ForSequenceClassification and ...ForImageClassification whose samples have one class
+            each; targets of -100 do not count.
         output: takes the carried state for the loss out of what the model returns; by default its logits, or the dict
             of its start_logits and end_logits, or its last_hidden_state.
 
@@ -327,7 +327,10 @@ class _First(WholeTexts):
                                      where=f"layer{index}",
                                      remedy="Give from_transformers a sample with the inputs that microbatches have.")
                 if isinstance(slot, _Slot) and isinstance(leaf, Tensor):
-                    state[slot.name] = leaf
+                    if state.setdefault(slot.name, leaf) is not leaf:
+                        raise ModelError("is called with two tensors that are one for the sample",
+                                         code="layer-tensors-differ", where=f"layer{index}", value=slot.name,
+                                         remedy="Give from_transformers a sample for which they differ.")
                 elif leaf is not slot and leaf != slot:
                     raise ModelError("is called with another value than for the sample, which its block knows",
                                      code="layer-value-differs", where=f"layer{index}",
@@ -372,8 +375,8 @@ class _Last(nn.Module):
         self._take, self._options = take, plan.options
         self._state: list[Tensor] = []
         stand_ins: dict[str, nn.Module] = {
-            name: StandIn(model.get_submodule(name), name, plan.outputs.get(name), self._state,
-                           len(next(iter(plan.inputs.values()))))
+            name: StandIn(model.get_submodule(name), name, plan.outputs.get(name), plan.outputs[f"{plan.path}.0"],
+                          self._state, len(next(iter(plan.inputs.values()))))
             for name, phase in plan.phases.items() if phase == "before"}
         injectors = [Injector(layer, f"{plan.path}.{number}", self._state, plan.tuples[number])
                      for number, layer in enumerate(model.get_submodule(plan.path).children())]
@@ -503,13 +506,15 @@ def _loss(model: nn.Module) -> Loss | None:
     name = type(model).__name__
     if name.endswith(("ForCausalLM", "LMHeadModel")):
         return NextTokenLoss(int(getattr(model, "config").vocab_size))  # noqa: B009 - of PreTrainedModel
-    return _class_loss if name.endswith(("ForSequenceClassification", "ForImageClassification")) else None
+    has_classes = name.endswith(("ForSequenceClassification", "ForImageClassification"))
+    return ClassLoss() if has_classes and _kind_of_labels(model) == "single_label_classification" else None
 
 
-def _class_loss(logits: State, targets: object) -> tuple[Tensor, Tensor]:
-    assert isinstance(logits, Tensor) and isinstance(targets, Tensor)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return functional.cross_entropy(wide, targets, reduction="sum"), (targets != -100).sum()
+def _kind_of_labels(model: nn.Module) -> str:
+    """The configuration's problem_type, or the one that transformers takes for whole labels."""
+    config: Any = getattr(model, "config", None)
+    found = getattr(config, "problem_type", None)
+    return str(found or ("regression" if getattr(config, "num_labels", None) == 1 else "single_label_classification"))
 
 
 def _run(modules: Mapping[str, nn.Module], inputs: dict[str, Tensor]) -> State:

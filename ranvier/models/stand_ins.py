@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,12 +83,15 @@ class Injector(Elsewhere):
 
 
 class StandIn(Elsewhere):
-    """Replaces a module that runs before the layers: zeros of the shapes that it returned. output: `shapes_of` that.
-    samples: of the sample."""
+    """Replaces a module that runs before the layers: zeros of the shapes that it returned, with the sizes of the hidden
+    states in the place of the sample's. output: `shapes_of` what it returned. layer: likewise of a layer. samples: of
+    the sample."""
 
-    def __init__(self, module: nn.Module, name: str, output: object, state: list[Tensor], samples: int) -> None:
+    def __init__(self, module: nn.Module, name: str, output: object, layer: object, state: list[Tensor],
+                 samples: int) -> None:
         super().__init__(module, name, shares=True)
         self._output, self._state, self._samples = output, state, samples
+        self._hidden = next((leaf.shape for leaf in tree_leaves(layer) if isinstance(leaf, _Shape)), torch.Size())
 
     def forward(self, *args: object, **kwargs: object) -> object:
         hidden, = self._state
@@ -100,13 +103,18 @@ class StandIn(Elsewhere):
         def zeros(leaf: object) -> object:
             if not isinstance(leaf, _Shape):
                 return leaf
-            like_hidden = len(leaf.shape) == hidden.dim() and leaf.shape[-1] == hidden.shape[-1]
-            shape = hidden.shape if like_hidden else (
-                len(hidden) if leaf.shape and leaf.shape[0] == self._samples else leaf.shape[0], *leaf.shape[1:])
             dtype = hidden.dtype if leaf.dtype.is_floating_point else leaf.dtype
-            return hidden.new_zeros((), dtype=dtype).expand(shape)
+            return hidden.new_zeros((), dtype=dtype).expand(self._sizes(leaf.shape, hidden.shape))
 
         return tree_map(zeros, self._output, is_leaf=lambda leaf: isinstance(leaf, _Shape))
+
+    def _sizes(self, sample: torch.Size, hidden: torch.Size) -> Sequence[int]:
+        """Of hidden states; or with other numbers of samples and of tokens, such as positions or biases of pairs."""
+        if len(sample) == len(hidden) and sample[-1] == hidden[-1] and sample[0] in (1, self._samples):
+            return hidden
+        tokens = self._hidden[1] if len(self._hidden) > 2 else None
+        return [hidden[0] if place == 0 and size == self._samples else
+                hidden[1] if place < len(sample) - 1 and size == tokens else size for place, size in enumerate(sample)]
 
 
 @dataclass(frozen=True)

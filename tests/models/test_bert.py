@@ -182,6 +182,7 @@ def test_heads_must_divide_hidden():
 
 @pytest.mark.parametrize(("loss", "logits", "targets", "error"), [
     (ClassLoss(), (3, 2), torch.zeros(2, dtype=torch.int64), ("targets-do-not-fit-logits", 3, 2)),
+    (ClassLoss(), (3, 2), torch.zeros(3), ("targets-do-not-fit-logits", "float32")),
     (ClassLoss(), (3, 2), None, ("targets-do-not-fit-logits", 3, 2)),
     (SpanLoss(), (3, 4, 2), torch.zeros(3, dtype=torch.int64), ("targets-do-not-fit-logits",)),
     (SpanLoss(), (3, 4, 2), {"start": torch.zeros(3), "end": torch.zeros(2)}, ("targets-do-not-fit-logits", 2)),

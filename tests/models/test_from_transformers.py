@@ -241,8 +241,9 @@ class Part(nn.Module):
         self.linear, self.kind = nn.Linear(4, 4), kind
         self.register_buffer("scale", torch.tensor(2.0))
 
-    def forward(self, x, factor=1):
-        return x + factor * torch.tanh(self.linear(x)) if self.kind != "numbers" else (self.linear(x), x.shape[1])
+    def forward(self, x, factor=1, shift=0):
+        return x + factor * torch.tanh(self.linear(x)) + shift if self.kind != "numbers" else (
+            self.linear(x), x.shape[1])
 
     def back(self, x):
         return nn.functional.linear(x, self.linear.weight.T) * self.scale
@@ -257,16 +258,27 @@ class Reads(nn.Module):
         super().__init__()
         self.kind = kind
         self.embed, self.after = Part(kind), Part("plain")
+        if kind == "places":
+            self.places, self.pairs, self.wide = nn.Embedding(8, 4), nn.Embedding(8, 4), nn.Linear(4, 8)
         self.layers = nn.ModuleList(Part("whole") for _ in range(3))
+
+    def at(self, length):
+        """Positions, and a bias of each pair of them."""
+        place = torch.arange(length)
+        return self.places(place) + self.pairs((place[:, None] - place).abs()).expand(length, length, 4).sum(1)
 
     def forward(self, x):
         first, length = self.embed(x) if self.kind == "numbers" else (self.embed(x), x.shape[1])
         if self.kind == "after":
             first = self.after.back(first)
-        hidden = first
+        hidden = first + self.at(length) + self.wide(first).reshape(len(x), length, 4, 2).sum(
+            3) if self.kind == "places" else first
+        length = first.new_tensor(length) if self.kind == "one tensor twice" else length
         for layer in self.layers:
             if self.kind == "length":
                 hidden = layer(hidden, x.shape[1])
+            elif self.kind == "one tensor twice":
+                hidden = layer(hidden, length, length if bool(x.detach().max() < 9) else length + 1)
             elif self.kind == "flag":
                 hidden = layer(hidden, factor=2 if bool(x.detach().max() > 9) else 1)
             else:
@@ -282,10 +294,10 @@ def summed_squares(output, targets):
     return ((output - targets) ** 2).sum(), targets.numel()
 
 
-@pytest.mark.parametrize("kind", ["method", "after", "sizes"])
+@pytest.mark.parametrize("kind", ["method", "after", "sizes", "places"])
 def test_what_another_block_has_is_tied(kind):
     """Weights of the embedding in the head, by a method of the embedding, were those of the start, and their gradient
-    was lost on another stage; sizes of floats were the sample's."""
+    was lost on another stage; sizes of floats, of positions and of other features were the sample's."""
     torch.manual_seed(0)
     whole = Reads(kind).double()
     batch = [(torch.randn(2, length, 4, dtype=torch.float64), torch.randn(2, length, 4, dtype=torch.float64))
@@ -326,6 +338,24 @@ def test_layers_that_are_called_with_other_values_than_for_the_sample(kind, x, v
     first(torch.zeros(4, 3, 4))
     with raises("layer-value-differs", where="layer0", value=value):
         first(x)
+
+
+def test_two_tensors_that_are_one_for_the_sample():
+    """Both would be the last one."""
+    cut = from_transformers(Reads("one tensor twice"), torch.zeros(2, 3, 4), loss=summed_squares)
+    first = cut.blocks["embedding"]()
+    first(torch.zeros(4, 5, 4))
+    with raises("layer-tensors-differ", where="layer0"):
+        first(torch.full((2, 3, 4), 10.0))
+
+
+def test_classes_of_which_a_sample_has_several_have_no_loss_of_their_own():
+    """transformers takes other losses for them: cross-entropy would train something else, or with one class nothing."""
+    for labels in (dict(num_labels=3, problem_type="multi_label_classification"), dict(num_labels=1)):
+        model = transformers.BertForSequenceClassification(transformers.BertConfig(**TEXT, **labels))
+        with raises("loss-missing"):
+            from_transformers(model)
+        assert from_transformers(model, loss=summed_squares).loss is summed_squares
 
 
 @pytest.mark.parametrize(("model", "code"), [

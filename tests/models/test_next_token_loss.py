@@ -124,7 +124,7 @@ def test_half_precision_sums_in_fp32(dtype):
     torch.testing.assert_close(leaf.grad.float(), expected, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("targets", [torch.zeros(3, 6, dtype=torch.int64), None, [1, 2]])
+@pytest.mark.parametrize("targets", [torch.zeros(3, 6, dtype=torch.int64), torch.zeros(3, 7), None, [1, 2]])
 def test_targets_that_do_not_fit_are_named(targets):
     with raises("targets-do-not-fit-logits", 3, 7, 50):
         next_token_loss(torch.zeros(3, 7, 50), targets)

@@ -112,9 +112,14 @@ def next_token_loss(logits_BSV: Tensor, targets: object) -> tuple[Tensor, Tensor
 
 
 def _checked_targets(logits_BSV: Tensor, targets: object) -> Tensor:
-    if not isinstance(targets, Tensor) or targets.shape != logits_BSV.shape[:-1]:
+    if not isinstance(targets, Tensor) or not _are_numbers(targets, logits_BSV.shape[:-1]):
         raise _unfit(logits_BSV, targets, "Give int64 targets of shape [batch, sequence].")
     return targets
+
+
+def _are_numbers(targets: Tensor, shape: torch.Size) -> bool:
+    """Whether these are numbers of tokens or classes, and not probabilities, in this shape."""
+    return targets.shape == shape and targets.dtype is torch.int64
 
 
 def _num_counted(targets: Tensor) -> Tensor:
@@ -131,7 +136,7 @@ class ClassLoss(nn.Module):
 
     def forward(self, logits_BC: Tensor, targets: object) -> tuple[Tensor, Tensor]:
         """logits [B, C], targets [B] int64."""
-        if not isinstance(targets, Tensor) or targets.shape != logits_BC.shape[:1]:
+        if not isinstance(targets, Tensor) or not _are_numbers(targets, logits_BC.shape[:1]):
             raise _unfit(logits_BC, targets, "Give int64 targets of shape [batch].")
         return _cross_entropies(logits_BC, targets).sum(), _num_counted(targets)
 
@@ -175,7 +180,7 @@ class SpanLoss(nn.Module):
     def forward(self, logits_BS2: Tensor, targets: object) -> tuple[Tensor, Tensor]:
         """logits [B, S, 2], targets {"start": [B], "end": [B]} int64."""
         if not isinstance(targets, dict) or set(targets) != {"start", "end"} or any(
-                targets[end].shape != logits_BS2.shape[:1] for end in targets):
+                not _are_numbers(targets[end], logits_BS2.shape[:1]) for end in targets):
             raise _unfit(logits_BS2, targets, "Give a dict of int64 targets 'start' and 'end' of shape [batch].")
         counted_B = (targets["start"] != IGNORED) & (targets["end"] != IGNORED)
         ends_B = [_cross_entropies(logits_BS, targets[end].where(counted_B, IGNORED))
@@ -191,7 +196,8 @@ def _cross_entropies(logits_BC: Tensor, targets_B: Tensor) -> Tensor:
 
 def _unfit(logits: Tensor, targets: object, remedy: str) -> ModelError:
     shapes = {name: tuple(tensor.shape) for name, tensor in targets.items()} if isinstance(targets, dict) else (
-        tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__)
+        f"{tuple(targets.shape)}, {str(targets.dtype).removeprefix('torch.')}" if isinstance(targets, Tensor) else
+        type(targets).__name__)
     return ModelError(f"do not fit logits of shape {tuple(logits.shape)}", code="targets-do-not-fit-logits",
                       where="targets", value=shapes, remedy=remedy)
 
