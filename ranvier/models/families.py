@@ -37,8 +37,8 @@ def family_named(name: str, options: tuple[str, ...] = ()) -> ModelFamily:
         shipped: ModelFamily = getattr(importlib.import_module(f"ranvier.models.{_MODULES[name]}"), name.upper())
         return shipped
     if not is_object_name(name):
-        raise ConfigError("must be gpt, llama, bert, vit, transformers or module:function", code="unknown-family",
-                          where=_SETTING, value=name, remedy="Name a shipped family or one of your own.")
+        raise ConfigError(f"must be {', '.join(_MODULES)} or module:function", code="unknown-family", where=_SETTING,
+                          value=name, remedy="Name a shipped family or one of your own.")
     found: ModelFamily = load_object(name, _SETTING, FAMILY_ATTRIBUTES, options)  # type: ignore[assignment]  # checked
     return found
 
