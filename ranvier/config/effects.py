@@ -13,7 +13,7 @@ from ranvier.config import read
 from ranvier.config.named_object import is_object_name
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import MeshSettings, Run
-from ranvier.config.task_form import form_of
+from ranvier.config.task_form import family_name, form_of
 from ranvier.errors import ConfigError
 
 Reason = Callable[[ResolvedRun], str | None]
@@ -97,10 +97,6 @@ def _on_cpu(why: str) -> Reason:
 _half_precision = _needs("precision", "bf16", "fp16")
 
 
-def _family(run: ResolvedRun) -> str:
-    return form_of(run.data).family if run.model.family == "auto" else run.model.family
-
-
 def _algorithm(run: ResolvedRun) -> str:
     return run.optim.algorithm
 
@@ -115,7 +111,7 @@ def _only(name_of: Callable[[ResolvedRun], str], *names: str) -> Reason:
     return reason
 
 
-_llama_only = _only(_family, "llama")
+_llama_only = _only(family_name, "llama")
 
 
 _nothing_is_averaged = _where(
@@ -260,8 +256,8 @@ CONDITIONS: Mapping[str, Reason] = {
         "max_positions", "kv_heads", "head_dim", "activation", "bias", "tied", "norms", "norm_offset", "qk_norm",
         "query_pre_attn_scalar", "rope_base", "embedding_scale",
         "residual_multiplier", "logits_scaling", "attention_softcap", "logit_softcap")},
-    "model.untied": _only(_family, "gpt", "transformers"),
-    **{f"model.{name}": _only(_family, "llama", "bert", "vit", "transformers")
+    "model.untied": _only(family_name, "gpt", "transformers"),
+    **{f"model.{name}": _only(family_name, "llama", "bert", "vit", "transformers")
        for name in ("intermediate", "norm_epsilon")},
     "model.window": _first(_llama_only, _all_layers_are_full),
     "model.rope_scaling": _first(_llama_only, _factor_of_one),

@@ -12,7 +12,7 @@ from torch import Tensor
 from ranvier.block import Model, State, untrained_layers
 from ranvier.config.named_object import blamed, is_object_name, load_object
 from ranvier.config.run import Run, Transformer
-from ranvier.config.task_form import form_of
+from ranvier.config.task_form import family_name, form_of
 from ranvier.errors import ConfigError, ModelError, RanvierError
 from ranvier.models.family import FAMILY_ATTRIBUTES, ModelFacts, ModelFamily, Targets
 from ranvier.models.lora import with_adapters
@@ -23,12 +23,6 @@ from ranvier.tensor.split.preference_loss import PreferenceLoss
 _SETTING = "model.family"
 _MODULES = {"gpt": "gpt", "llama": "llama", "bert": "bert", "vit": "vit", "transformers": "any_transformers"}
 """Shipped family -> its module, which has it in capital letters."""
-
-
-def family_name(run: Run) -> str:
-    """gpt, llama, bert, vit, transformers or module:name: that of the task where the run says auto. ConfigError as
-    `form_of`."""
-    return form_of(run.data).family if run.model.family == "auto" else run.model.family
 
 
 def family_named(name: str, options: tuple[str, ...] = ()) -> ModelFamily:
