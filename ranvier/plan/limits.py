@@ -175,7 +175,7 @@ def measured_factors(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], se
             have those of all.
         cached: blocks whose outputs came from the cache, so that nothing of them was computed.
     """
-    counted = _rank_times(run, stages, segments, cached)
+    counted = expected_seconds(run, stages, None, segments, cached)
     means = [sum(measured) / sum(times) if sum(times) else 0.0 for measured, times in zip(
         zip(*seconds, strict=True), zip(*counted, strict=True), strict=True)]
     if not all(means):
@@ -187,12 +187,6 @@ def measured_factors(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], se
 
 def _ratio(measured: float, counted: float, mean: float) -> float:
     return measured / counted if measured and counted else mean
-
-
-def expected_seconds(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], factors: Factors,
-                     segments: Segments = (), cached: int = 0) -> list[tuple[float, float]]:
-    """Expected times of each rank's forwards and backwards with these blocks, by factors measured with another cut."""
-    return _rank_times(run, stages, segments, cached, factors)
 
 
 def measured_choice(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], present: Limits,
@@ -262,9 +256,10 @@ def _block_times(stages: Sequence[Sequence[BlockCost]], device: str, segments: S
     return found
 
 
-def _rank_times(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments: Segments, cached: int,
-                factors: Factors | None = None) -> list[tuple[float, float]]:
-    """Forward and backward time of one microbatch on each rank, multiplied by `factors`, block by block."""
+def expected_seconds(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], factors: Factors | None,
+                     segments: Segments = (), cached: int = 0) -> list[tuple[float, float]]:
+    """Forward and backward time of one microbatch on each rank with these blocks, by factors measured with another cut;
+    None: counted times."""
     found, block = [(0.0, 0.0)] * run.mesh.pipeline_size, 0
     for stage, times in enumerate(_block_times(stages, run.device_type, segments)):
         rank = run.placement.rank_of(stage)

@@ -20,7 +20,7 @@ from typing import Literal
 from ranvier.cost.blocks import BlockCost
 from ranvier.schedule.schedule import Policy
 
-Recompute = Literal["none", "auto", "selective", "alternate", "axonn", "paper"] | int
+Recompute = Literal["none", "auto", "selective", "alternate", "axonn"] | int
 _MANY = 64
 """Microbatches of a batch: recomputation is decided before the first batch has come."""
 
@@ -69,7 +69,7 @@ def stage_segments(recompute: Recompute, blocks: Sequence[str], layers: Sequence
             return [range(place, place + 1) for layer in own for place in layer]
         case "none":
             interval = 0
-        case "axonn" | "paper":
+        case "axonn":
             interval = paper_interval(len(layers) or len(blocks), len(own))
         case "auto":
             interval = best_interval(tuple(sum(kept[layer.start:layer.stop]) for layer in own),
