@@ -299,11 +299,11 @@ def ready_made(model: Model) -> dict[str, nn.Module]:
 def keep_names(whole: nn.Module, blocks: Iterable[nn.Module]) -> None:
     """Note in each of the blocks of `whole` what its parameters and buffers are called there, for `names_in_whole`."""
     names: dict[int, list[str]] = {}
-    for name, tensor in _named_tensors(whole):
+    for name, tensor in named_tensors(whole):
         names.setdefault(id(tensor), []).append(name)
     for block in blocks:
         vars(block)["names_in_whole"] = {name: tuple(names.get(id(tensor), ()))
-                                         for name, tensor in _named_tensors(block)}
+                                         for name, tensor in named_tensors(block)}
 
 
 def names_in_whole(model: Model) -> dict[str, tuple[str, ...]]:
@@ -312,7 +312,8 @@ def names_in_whole(model: Model) -> dict[str, tuple[str, ...]]:
             for name, names in getattr(module, "names_in_whole", {}).items() if names}
 
 
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and all buffers, also those that are not saved: what a module computes depends on them as well."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 

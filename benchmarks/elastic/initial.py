@@ -46,7 +46,7 @@ def write_initial(run: Run, folder: Path) -> Run:
         return alone, values, trained
 
     (alone, values, trained), = run_ranks(build, 1, timeout_seconds=600.0)
-    config = replace(alone.model, family=families.family_name(alone))
+    config = families.config_of(alone)
     form, head = form_of(config), families.head_of(alone)
     tensors = {there: tensor for name, place in form.places(config, head).items()
                for there, tensor in zip(place.names, hf.tensors_there(place, values[name]), strict=True)}

@@ -13,7 +13,7 @@ from ranvier.config import read
 from ranvier.config.named_object import is_object_name
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import MeshSettings, Run
-from ranvier.config.task_form import form_of
+from ranvier.config.task_form import family_name, form_of
 from ranvier.errors import ConfigError
 
 Reason = Callable[[ResolvedRun], str | None]
@@ -97,14 +97,21 @@ def _on_cpu(why: str) -> Reason:
 _half_precision = _needs("precision", "bf16", "fp16")
 
 
-def _only(*algorithms: str, others: str) -> Reason:
-    """A setting of these optimizers; `others` is what the rest lack. A rule of a user's that updates whole tensors may
-    leave some to AdamW."""
+def _algorithm(run: ResolvedRun) -> str:
+    return run.optim.algorithm
+
+
+def _only(name_of: Callable[[ResolvedRun], str], *names: str) -> Reason:
+    """A setting of these families, or of these optimizers. A user's own may read any: a rule that updates whole tensors
+    may leave some to AdamW."""
     def reason(run: ResolvedRun) -> str | None:
-        name = run.optim.algorithm
-        return None if name in algorithms or is_object_name(name) else f"{name} has no setting {others}"
+        name = name_of(run)
+        return None if name in names or is_object_name(name) else f"{name} has no such setting"
 
     return reason
+
+
+_llama_only = _only(family_name, "llama")
 
 
 _nothing_is_averaged = _where(
@@ -160,24 +167,6 @@ def _tokenizer(run: ResolvedRun) -> str | None:
     return f"the task {run.data.task} takes a WordPiece tokenizer" if wrong else None
 
 
-def _llama_only(run: ResolvedRun) -> str | None:
-    family = run.model.family
-    if family == "llama" or is_object_name(family):
-        return None
-    return "the task's family has no such setting" if family == "auto" else f"the family {family} has no such setting"
-
-
-def _family(run: ResolvedRun) -> str:
-    return form_of(run.data).family if run.model.family == "auto" else run.model.family
-
-
-def _gpt_only(run: ResolvedRun) -> str | None:
-    family = _family(run)
-    has_it = family in ("gpt", "transformers") or is_object_name(family)
-    return None if has_it else f"the family {family} has no such setting"
-
-
-_gpt_has_none = _where(lambda run: _family(run) == "gpt", "the family gpt has no such setting")
 _all_layers_are_full = _where(lambda run: run.model.full_every == 1 or {*range(run.model.num_layers)} <= {
     *run.model.full_layers}, "no layer has a window")
 _factor_of_one = _where(  # dynamic scaling begins beyond the positions, whatever the factor is
@@ -227,9 +216,9 @@ CONDITIONS: Mapping[str, Reason] = {
     "tensor.panel_bytes": _first(_one_rank_a_stage, _unless("tensor.scheme", "summa")),
     "optim.options": lambda run: (
         None if is_object_name(run.optim.algorithm) else f"{run.optim.algorithm} takes no options"),
-    "optim.betas": _only("adamw", "lion", "muon", others="betas"),
-    "optim.epsilon": _only("adamw", "muon", others="epsilon"),
-    "optim.momentum": _only("sgd", "muon", others="momentum"),
+    "optim.betas": _only(_algorithm, "adamw", "lion", "muon"),
+    "optim.epsilon": _only(_algorithm, "adamw", "muon"),
+    "optim.momentum": _only(_algorithm, "sgd", "muon"),
     "optim.muon_scale": _needs("optim.algorithm", "muon"),
     "optim.decay": _needs("optim.weight_decay"),
     "optim.accumulate": _half_precision,
@@ -267,8 +256,9 @@ CONDITIONS: Mapping[str, Reason] = {
         "max_positions", "kv_heads", "head_dim", "activation", "bias", "tied", "norms", "norm_offset", "qk_norm",
         "query_pre_attn_scalar", "rope_base", "embedding_scale",
         "residual_multiplier", "logits_scaling", "attention_softcap", "logit_softcap")},
-    "model.untied": _gpt_only,
-    **{f"model.{name}": _gpt_has_none for name in ("intermediate", "norm_epsilon")},
+    "model.untied": _only(family_name, "gpt", "transformers"),
+    **{f"model.{name}": _only(family_name, "llama", "bert", "vit", "transformers")
+       for name in ("intermediate", "norm_epsilon")},
     "model.window": _first(_llama_only, _all_layers_are_full),
     "model.rope_scaling": _first(_llama_only, _factor_of_one),
     **{f"model.{name}": _first(_llama_only, _needs("model.window")) for name in ("full_every", "window_rope_base")},

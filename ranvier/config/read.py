@@ -26,7 +26,7 @@ from importlib import resources
 from itertools import pairwise
 from pathlib import Path
 from threading import Lock
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 import tomli_w
 from pydantic import TypeAdapter
@@ -34,7 +34,7 @@ from pydantic import TypeAdapter
 from ranvier.config import aliases, named_code, presets
 from ranvier.config.named_object import import_named
 from ranvier.config.run import MeshSettings, Run
-from ranvier.config.section import alternatives, bare, describe
+from ranvier.config.section import alternatives, bare, describe, words
 from ranvier.config.urls import has_user_information, without_user_information
 from ranvier.errors import ConfigError
 from ranvier.mesh import AXES, Mesh
@@ -85,10 +85,6 @@ class Layer:
     is_text: bool = False
     is_users: bool = True
     code: named_code.Permission = "never"
-
-    def code_problem(self, name: str, value: object) -> ConfigError | None:
-        """Why a value of this layer is refused: it names Python objects, and may not. None where it is not."""
-        return named_code.problem(name, value, self.origin, "allowed" if self.is_text else self.code)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +185,8 @@ def merge(layers: Sequence[Layer]) -> Merged:
                 values[other], origins[other] = settings()[other].default, f"{layer.origin} through {flag(name)}"
                 chosen.discard(other)
     for name, layer in places.items():  # at the end: a flag may have replaced what a file names
-        if (refused := layer.code_problem(name, values[name])) is not None:
+        permission = "allowed" if layer.is_text else layer.code
+        if (refused := named_code.problem(name, values[name], layer.origin, permission)) is not None:
             problems.append(refused)
             values[name], origins[name] = settings()[name].default, "default"
             chosen.discard(name)
@@ -357,9 +354,7 @@ def _from_text(annotation: Any, text: str) -> object:
 
 
 def _remedy(setting: Setting, origin: str, value: object) -> str:
-    choices = [str(choice) for option in alternatives(setting.annotation) if get_origin(option) is Literal
-               for choice in get_args(option)]
-    near = difflib.get_close_matches(str(value), choices, n=1)
+    near = difflib.get_close_matches(str(value), words(setting.annotation), n=1)
     shown = near[0] if near else as_text(setting.default)
     place = "" if origin == "flag" else f"Change it in {origin}, or set"
     return f"{place or 'Set'} --{setting.flag} {shown}, for example."

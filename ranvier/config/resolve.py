@@ -58,6 +58,11 @@ class ResolvedRun(Run):
         return -(-self.batch.global_size // self.mesh.data)
 
     @property
+    def device_type(self) -> str:
+        """torch's name of what predictions are made for: auto counts as a CPU."""
+        return "cuda" if self.launch.device == "cuda" else "cpu"
+
+    @property
     def num_microbatches(self) -> int:
         """Microbatches of a global batch on one replica; the last one may be smaller."""
         return -(-self.replica_batch_size // self.batch.microbatch_size)

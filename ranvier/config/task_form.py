@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from ranvier.config.named_object import blamed, is_object_name, load_object
-from ranvier.config.run import Data
+from ranvier.config.run import Data, Run
 from ranvier.errors import ConfigError
 
 
@@ -99,3 +99,9 @@ def form_of(data: Data) -> TaskForm:
         raise ConfigError(f"has a `form` that is a {type(form).__name__}", code="task-form-type", where="data.task",
                           value=data.task, remedy="Make it a ranvier.config.task_form.TaskForm.")
     return form
+
+
+def family_name(run: Run) -> str:
+    """The model family of a run, a shipped one's name or module:name: that of the task where the run says auto.
+    ConfigError as `form_of`."""
+    return form_of(run.data).family if run.model.family == "auto" else run.model.family

@@ -60,7 +60,7 @@ def first_panels(run: ResolvedRun) -> int | None:
 
 def _sum_itemsize(run: ResolvedRun) -> int:
     """Bytes of an element of activations that are summed over columns."""
-    return sum_dtype(run.tensor, DTYPES[run.precision], "cuda" if run.launch.device == "cuda" else "cpu").itemsize
+    return sum_dtype(run.tensor, DTYPES[run.precision], run.device_type).itemsize
 
 
 def tensor_mesh_facts(run: ResolvedRun, ranks_per_node: int | None) -> TensorMeshFacts | None:

@@ -23,7 +23,7 @@ from ranvier.data.tables import (
 )
 from ranvier.errors import DataError
 
-FILES = "a file of rows (.jsonl, .json, .csv, .tsv, .parquet; .gz behind it), a folder or a pattern of such files"
+FILES = f"a file of rows ({', '.join(ROW_ENDINGS)}; .gz behind it), a folder or a pattern of such files"
 """Description of what is accepted beside the names of data sets."""
 
 

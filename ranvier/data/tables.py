@@ -129,7 +129,7 @@ def is_hub_name(name: str) -> bool:
     :CONFIGURATION, :SPLIT or both. Paths and names of files are not."""
     path = name.partition(":")[0]
     return bool(path) and not path.startswith((".", "~", os.sep)) and path.count("/") <= 1 and not path.endswith("/") \
-        and Path(path).suffix.lower() not in (*ENDINGS, ".json", ".txt", ".gz", ".tgz")
+        and Path(path).suffix.lower() not in (*ROW_ENDINGS, ".txt", ".gz", ".tgz")
 
 
 def open_file(path: Path, name: str, *, quoted_tabs: bool = True) -> Table:

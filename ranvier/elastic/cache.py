@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ranvier.block import State, carried, named
+from ranvier.block import State, carried, named, named_tensors
 from ranvier.elastic.cache_file import WHERE, CacheFile, Lengths, NotCacheable, Precision, RowFormat, RunFolder
 from ranvier.elastic.cache_profile import Times
 
@@ -54,17 +54,11 @@ _TF32_TOLERANCE = 1e-2
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and all buffers, also those that are not saved: outputs depend on them as well."""
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
-
-
 def versions(blocks: Sequence[Block]) -> tuple[tuple[int, int, int], ...]:
     """Differs after any of these tensors was replaced, or changed in place as far as torch's version counter shows it
     (changes through `.data` do not count). Reads no weights."""
     return tuple((id(tensor), tensor.data_ptr(), tensor._version)
-                 for _, _, module in blocks for _, tensor in _tensors(module))
+                 for _, _, module in blocks for _, tensor in named_tensors(module))
 
 
 def digests(blocks: Sequence[Block]) -> list[str]:
@@ -73,7 +67,7 @@ def digests(blocks: Sequence[Block]) -> list[str]:
     found = [""]
     for number, name, module in blocks:
         digest = hashlib.blake2b(repr((found[-1], number, name)).encode(), digest_size=16)
-        for label, tensor in _tensors(module):
+        for label, tensor in named_tensors(module):
             digest.update(repr((label, str(tensor.dtype), tuple(tensor.shape))).encode())
             flat = tensor.detach().flatten()
             for start in range(0, len(flat), _HASHED_AT_ONCE):

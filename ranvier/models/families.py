@@ -12,7 +12,7 @@ from torch import Tensor
 from ranvier.block import Model, State, untrained_layers
 from ranvier.config.named_object import blamed, is_object_name, load_object
 from ranvier.config.run import Run, Transformer
-from ranvier.config.task_form import form_of
+from ranvier.config.task_form import family_name, form_of
 from ranvier.errors import ConfigError, ModelError, RanvierError
 from ranvier.models.family import FAMILY_ATTRIBUTES, ModelFacts, ModelFamily, Targets
 from ranvier.models.lora import with_adapters
@@ -25,20 +25,14 @@ _MODULES = {"gpt": "gpt", "llama": "llama", "bert": "bert", "vit": "vit", "trans
 """Shipped family -> its module, which has it in capital letters."""
 
 
-def family_name(run: Run) -> str:
-    """gpt, llama, bert, vit, transformers or module:name: that of the task where the run says auto. ConfigError as
-    `form_of`."""
-    return form_of(run.data).family if run.model.family == "auto" else run.model.family
-
-
 def family_named(name: str, options: tuple[str, ...] = ()) -> ModelFamily:
     """The family of this name, imported when it is first asked for. ConfigError where a user's is none."""
     if name in _MODULES:
         shipped: ModelFamily = getattr(importlib.import_module(f"ranvier.models.{_MODULES[name]}"), name.upper())
         return shipped
     if not is_object_name(name):
-        raise ConfigError("must be gpt, llama, bert, vit, transformers or module:function", code="unknown-family",
-                          where=_SETTING, value=name, remedy="Name a shipped family or one of your own.")
+        raise ConfigError(f"must be {', '.join(_MODULES)} or module:function", code="unknown-family", where=_SETTING,
+                          value=name, remedy="Name a shipped family or one of your own.")
     found: ModelFamily = load_object(name, _SETTING, FAMILY_ATTRIBUTES, options)  # type: ignore[assignment]  # checked
     return found
 

@@ -40,16 +40,12 @@ class BadSteps:
                     f"{len(self._usual)} good ones")
         return None
 
-    def by_norm(self, norm: float) -> str | None:
-        """Description of a bad norm of the gradients, or None."""
-        return None if math.isfinite(norm) else f"gradient norm is {norm}"
-
     def judge(self, norm: float) -> str | None:
         """After `by_loss`, which found nothing: what is bad about the gradients' norm; the step is good without."""
-        bad = self.by_norm(norm)
-        if bad is None:
-            self.good()
-        return bad
+        if not math.isfinite(norm):
+            return f"gradient norm is {norm}"
+        self.good()
+        return None
 
     def good(self) -> None:
         """The step at which `by_loss` has looked last was good: its loss is one of the usual."""

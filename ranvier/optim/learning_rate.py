@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import assert_never
 
 from ranvier.config.run import Train
 
@@ -20,13 +21,15 @@ def learning_rate(train: Train, step: float) -> float:
         return train.learning_rate
     start = decay_start(train)
     done = max(0.0, (step - start) / max(1, train.steps - start))
-    match train.schedule, train.decay_shape:
-        case ("linear", _) | ("wsd", "linear"):
+    match train.decay_shape if train.schedule == "wsd" else train.schedule:
+        case "linear":
             left = 1.0 - done
-        case ("cosine", _):
+        case "cosine":
             left = 0.5 * (1.0 + math.cos(math.pi * done))
-        case _:
+        case "1-sqrt":
             left = 1.0 - math.sqrt(done)
+        case unknown:
+            assert_never(unknown)
     return train.final_learning_rate + left * (train.learning_rate - train.final_learning_rate)
 
 

@@ -85,7 +85,7 @@ def run_limits(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments
     over; None: not known."""
     return pipeline_limits(stages, policy_named(run.pipeline.policy), in_flight=run.pipeline.in_flight,
                            deferred=run.pipeline.deferred, defer_last=run.pipeline.defer_last,
-                           memory=run.pipeline.memory, device=_device(run), trained_bytes=_trained_bytes(run),
+                           memory=run.pipeline.memory, device=run.device_type, trained_bytes=_trained_bytes(run),
                            element_bytes=_ELEMENT_BYTES[run.precision], placement=run.placement, segments=segments,
                            defers=may_defer(run.pipeline, run.optim), num_microbatches=run.num_microbatches,
                            conditions=link_conditions(run, stages, cluster))
@@ -175,7 +175,7 @@ def measured_factors(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], se
             have those of all.
         cached: blocks whose outputs came from the cache, so that nothing of them was computed.
     """
-    counted = _rank_times(run, stages, segments, cached)
+    counted = expected_seconds(run, stages, None, segments, cached)
     means = [sum(measured) / sum(times) if sum(times) else 0.0 for measured, times in zip(
         zip(*seconds, strict=True), zip(*counted, strict=True), strict=True)]
     if not all(means):
@@ -187,12 +187,6 @@ def measured_factors(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], se
 
 def _ratio(measured: float, counted: float, mean: float) -> float:
     return measured / counted if measured and counted else mean
-
-
-def expected_seconds(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], factors: Factors,
-                     segments: Segments = (), cached: int = 0) -> list[tuple[float, float]]:
-    """Expected times of each rank's forwards and backwards with these blocks, by factors measured with another cut."""
-    return _rank_times(run, stages, segments, cached, factors)
 
 
 def measured_choice(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], present: Limits,
@@ -262,11 +256,12 @@ def _block_times(stages: Sequence[Sequence[BlockCost]], device: str, segments: S
     return found
 
 
-def _rank_times(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments: Segments, cached: int,
-                factors: Factors | None = None) -> list[tuple[float, float]]:
-    """Forward and backward time of one microbatch on each rank, multiplied by `factors`, block by block."""
+def expected_seconds(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], factors: Factors | None,
+                     segments: Segments = (), cached: int = 0) -> list[tuple[float, float]]:
+    """Forward and backward time of one microbatch on each rank with these blocks, by factors measured with another cut;
+    None: counted times."""
     found, block = [(0.0, 0.0)] * run.mesh.pipeline_size, 0
-    for stage, times in enumerate(_block_times(stages, _device(run), segments)):
+    for stage, times in enumerate(_block_times(stages, run.device_type, segments)):
         rank = run.placement.rank_of(stage)
         for each in times:
             forward, backward = (1.0, 1.0) if factors is None else factors[block]
@@ -276,17 +271,13 @@ def _rank_times(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segment
     return found
 
 
-def _device(run: ResolvedRun) -> str:
-    return "cuda" if run.launch.device == "cuda" else "cpu"
-
-
 def _loads_of(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments: Segments) -> list[StageLoad]:
-    return _loads(stages, _device(run), _ELEMENT_BYTES[run.precision], _trained_bytes(run), run.placement.per_rank,
+    return _loads(stages, run.device_type, _ELEMENT_BYTES[run.precision], _trained_bytes(run), run.placement.per_rank,
                   segments, may_defer(run.pipeline, run.optim))
 
 
 def _trained_bytes(run: ResolvedRun) -> float:
-    return trained_bytes(run.optim, device=_device(run), element_bytes=_ELEMENT_BYTES[run.precision])
+    return trained_bytes(run.optim, device=run.device_type, element_bytes=_ELEMENT_BYTES[run.precision])
 
 
 def _loads(stages: Sequence[Sequence[BlockCost]], device: str, element_bytes: int, trained_bytes: float, per_rank: int,

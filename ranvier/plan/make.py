@@ -81,7 +81,7 @@ def make_for_run(run: ResolvedRun, model: Model, sample: Sample, *, mesh: Mesh |
                  ) -> Plan:
     """The plan of a run for its model, of which layers may be frozen. mesh: another number of replicas, which changes
     neither cut nor limits. device: its type, by default the one that the run names."""
-    device = device or ("cuda" if run.launch.device == "cuda" else "cpu")
+    device = device or run.device_type
     return make(model, mesh or run.mesh, sample=sample, pipeline=run.pipeline, tensor=run.tensor, memory=run.memory,
                 optim=run.optim, dtype=DTYPES[run.precision], num_microbatches=run.num_microbatches, device=device,
                 counting=counting_of(run, device=device, stage_size=run.mesh.stage_size))

@@ -72,7 +72,8 @@ class Plan:
 
     def with_limits(self, limits: Limits) -> Plan:
         """The same with other limits, which measured times have led to: the second decision, and the last."""
-        return replace(self, limits=limits, pipeline=_with_limits(self.pipeline, limits))
+        return replace(self, limits=limits, pipeline=replace(
+            self.pipeline, in_flight=limits.in_flight, deferred=limits.deferred, defer_last=limits.last))
 
     def __str__(self) -> str:
         limits, lines = self.limits, [f"mesh       {self.mesh}", *str(self.stages).splitlines()]
@@ -89,10 +90,6 @@ class Plan:
             lines.append(f"optimizer  {self.optim.algorithm}, {self.optim.bucket_size:,} parameters at once, "
                          f"reductions of {self.chunking.chunk_size:,}" + (", sharded" if self.optim.shard else ""))
         return "\n".join(lines)
-
-
-def _with_limits(pipeline: Pipeline, limits: Limits) -> Pipeline:
-    return replace(pipeline, in_flight=limits.in_flight, deferred=limits.deferred, defer_last=limits.last)
 
 
 def refuse_settings_beside(**settings: object) -> None:

@@ -18,10 +18,11 @@ from functools import lru_cache
 from typing import Literal
 
 from ranvier.cost.blocks import BlockCost
-from ranvier.schedule.policies import MANY
 from ranvier.schedule.schedule import Policy
 
-Recompute = Literal["none", "auto", "selective", "alternate", "axonn", "paper"] | int
+Recompute = Literal["none", "auto", "selective", "alternate", "axonn"] | int
+_MANY = 64
+"""Microbatches of a batch: recomputation is decided before the first batch has come."""
 
 
 def stored_bytes(kept: Sequence[int], stored: Sequence[int], interval: int, microbatches: int) -> int:
@@ -68,7 +69,7 @@ def stage_segments(recompute: Recompute, blocks: Sequence[str], layers: Sequence
             return [range(place, place + 1) for layer in own for place in layer]
         case "none":
             interval = 0
-        case "axonn" | "paper":
+        case "axonn":
             interval = paper_interval(len(layers) or len(blocks), len(own))
         case "auto":
             interval = best_interval(tuple(sum(kept[layer.start:layer.stop]) for layer in own),
@@ -81,7 +82,7 @@ def stage_segments(recompute: Recompute, blocks: Sequence[str], layers: Sequence
 def recomputed_segments(recompute: Recompute, blocks: Sequence[str], layers: Sequence[Sequence[str]],
                         costs: Sequence[BlockCost], policy: Policy, in_flight: int, at: tuple[int, int]) -> list[range]:
     """`stage_segments` of a stage under a policy. costs: of its blocks, which auto needs. at: (stage, stages)."""
-    stored = policy.stored(policy.in_flight(in_flight, MANY), *at)
+    stored = policy.stored(policy.in_flight(in_flight, _MANY), *at)
     return stage_segments(recompute, blocks, layers, [cost.kept_bytes for cost in costs],
                           [cost.input_bytes for cost in costs], stored)
 

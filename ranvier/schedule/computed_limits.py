@@ -269,10 +269,12 @@ def _best(case: _Case, memory: float, rule: Limits, given: int | None) -> Limits
     whole = case.bytes_under_1f1b()
     found = [_candidate(case, limits, _outcome(case, limits)) for limits in _alternating_limits(case, given)]
     if case.placement.per_rank > 1:
-        found.insert(0, _ruled(case, rule))
+        made = _outcome(case, rule)
+        found.insert(0, _Candidate(limits=rule, seconds=made.seconds, needs=max(made.needs(case, rule))))
     first = found[0]
+    candidates = _cached_candidates if isinstance(case.policy, Hashable) else _candidates
     for less, budget in pairwise((0.0, *_BUDGETS[:bisect_left(_BUDGETS, memory) + 1])):
-        found += [replace(each, needs=max(each.needs, less * whole)) for each in _candidates_of(case, budget, given)]
+        found += [replace(each, needs=max(each.needs, less * whole)) for each in candidates(case, budget, given)]
     within = [each for each in found if each.needs <= memory * whole]
     bound = min((1 + _GAIN) * min((each.seconds for each in within), default=inf), first.seconds)
     return min((each for each in within if each.seconds <= bound), key=lambda each: (each.needs, each.seconds),
@@ -288,11 +290,6 @@ def _alternating_limits(case: _Case, given: int | None) -> list[Limits]:
         if case.placement.how != "interleaved" or in_flight < 2 * pipe or not isinstance(case.policy, MessageDriven):
             return []
     return [Limits(in_flight=in_flight, deferred=(waiting,) * pipe, alternating=True) for waiting in (0, in_flight)]
-
-
-def _ruled(case: _Case, rule: Limits) -> _Candidate:
-    made = _outcome(case, rule)
-    return _Candidate(limits=rule, seconds=made.seconds, needs=max(made.needs(case, rule)))
 
 
 def _candidates(case: _Case, budget: float, given: int | None) -> list[_Candidate]:
@@ -343,10 +340,6 @@ def _candidate(case: _Case, limits: Limits, made: _Outcome) -> _Candidate:
 
 
 _cached_candidates = lru_cache(maxsize=1024)(_candidates)
-
-
-def _candidates_of(case: _Case, budget: float, given: int | None) -> list[_Candidate]:
-    return (_cached_candidates if isinstance(case.policy, Hashable) else _candidates)(case, budget, given)
 
 
 def _outcome(case: _Case, limits: Limits) -> _Outcome:

@@ -92,9 +92,6 @@ class GPipe:
         return in_flight
 
 
-MANY = 64
-"""Microbatches of a batch, where their number decides something before the first batch has come."""
-
 POLICIES: tuple[Policy, ...] = (MessageDriven(), OneForwardOneBackward(), GPipe())
 
 

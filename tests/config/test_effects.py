@@ -212,6 +212,7 @@ def test_only_values_of_a_user_are_told(tmp_path):
     (dict(model__window="3", model__full_layers="0,2"), []),
     (dict(model__family="gpt", model__intermediate="48", model__norm_epsilon="0.1"), [
         "model.intermediate", "model.norm-epsilon"]),
+    (dict(model__family="auto", data__task="reward", model__kv_heads="2", model__untied="true"), ["model.untied"]),
     (dict(data__corpus="a.txt", data__mixture="b.txt=1,c.txt=2"), ["data.corpus"])])
 def test_what_other_settings_of_a_model_leave_idle(values, told):
     assert warned(flags(**{"model__family": "llama", **values})) == told

@@ -75,7 +75,7 @@ def test_layers_and_segments_of_a_stage():
     assert layers_of(["x", "y"], ()) == [range(0, 1), range(1, 2)]
     assert segments_of(layers_of(["a", "between", "b"], [("a",), ("b",)]), 2) == [range(0, 1), range(2, 3)]
     assert stage_segments("none", blocks, layers, [1] * 7, [1] * 7, 1) == []
-    assert stage_segments("paper", blocks, layers, [], [], 1) == [range(1, 3), range(3, 5), range(5, 6)]
+    assert stage_segments("axonn", blocks, layers, [], [], 1) == [range(1, 3), range(3, 5), range(5, 6)]
     assert stage_segments("auto", blocks, layers, [9] * 7, [1] * 7, 4) == [range(1, 3), range(3, 5), range(5, 6)]
     assert stage_segments(3, blocks, layers, [], [], 1) == [range(1, 6)]
     assert stage_segments("alternate", blocks, layers, [], [], 1) == [range(1, 3), range(5, 6)]

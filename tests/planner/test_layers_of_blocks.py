@@ -119,5 +119,5 @@ def test_transformers_layers_send_what_the_tables_say(scheme, recompute):
 def test_heads_of_few_classes_and_patches_send_nothing_that_counts():
     run = replace(RUN, model=Transformer(num_layers=1, hidden=24, heads=2, image_size=8, patch_size=4),
                   data=Data(task="images"))
-    assert families.family_name(run) == "vit"
+    assert families.config_of(run).family == "vit"
     assert split_layers(run)["embedding"] == split_layers(run)["head"] == ()

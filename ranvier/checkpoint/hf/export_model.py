@@ -295,7 +295,7 @@ def model_of(saved: Saved) -> tuple[Transformer, str, str]:
     for problem in families.problems(replace(found, lora=Lora())):
         raise _of_another_model("export-model-impossible", saved,
                                 f"is of no possible model: {problem.where} {problem.what}", problem.value)
-    config = replace(found.model, family=families.family_name(found))
+    config = families.config_of(found)
     parameters = saved.manifest.tensors.get("parameter", {})
     shape = next((parameters[name].shape for name in hf.CLASSIFIERS if name in parameters), ())
     if config.num_classes == "auto" and len(shape) == 2 and shape[0]:
