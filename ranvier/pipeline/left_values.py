@@ -1,4 +1,5 @@
-"""Values that a forward leaves outside of the carried state, where code of another stage reads them (`plan/shared_places`).
+"""Values that a forward leaves outside of the carried state, where code of another stage reads them
+(`plan/shared_places`).
 
     before the forward of a microbatch     what is in these places
     afterwards                             ModelError for one that has changed, by name
@@ -11,7 +12,7 @@ replica that have the place.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 from zlib import crc32
@@ -37,25 +38,30 @@ class LeftValues:
     """The places of one stage on this rank. blocks: (number in the model, name, module). loss: None where the stage has
     none."""
 
-    def __init__(self, places: Sequence[SharedPlace], blocks: Sequence[tuple[int, str, nn.Module]], loss: object) -> None:
+    def __init__(self, places: Sequence[SharedPlace], blocks: Sequence[tuple[int, str, nn.Module]], loss: object
+                 ) -> None:
         self._places: list[tuple[SharedPlace, Any]] = []
         self._before: list[dict[Entry, _Mark]] = []
         self._made: dict[tuple[int, Entry], SharedPlace] = {}
         """Entries that a forward here has made, of those that all readers make by themselves."""
         self._values: dict[int, Any] = {}
+        self._found: frozenset[int] = frozenset()
+        """What is looked at by itself, and not as a part of what has it."""
         if places:
             reach = CodeReach()
             for _, name, module in blocks:
                 reach.add(name, module)
             if loss is not None:
                 reach.add("loss", loss)
+            self._found = frozenset(reach.found)
             found = {(one.name, type(one.value).__name__): one.value for one in reversed(reach.found.values())}
             self._places = [(place, found[place.name, place.kind]) for place in places
                             if (place.name, place.kind) in found]
 
     def begin(self) -> None:
         """A forward begins."""
-        self._before = [{entry: _Mark(one) for entry, one in _entries(place, value)} for place, value in self._places]
+        self._before = [{entry: _Mark(one, self._found, is_found=one is not value)
+                         for entry, one in _entries(place, value)} for place, value in self._places]
 
     def check(self) -> None:
         """The forward has ended. ModelError where it has left something that another stage reads, and does not make by
@@ -63,8 +69,9 @@ class LeftValues:
         for (place, value), before in zip(self._places, self._before, strict=True):
             now = dict(_entries(place, value))
             for entry in before.keys() | now.keys():
-                mark = _Mark(now.get(entry, _ABSENT))
-                if mark == before.get(entry, _Mark(_ABSENT)):
+                one = now.get(entry, _ABSENT)
+                mark = _Mark(one, self._found, is_found=one is not value)
+                if mark == before.get(entry, _NOTHING):
                     continue
                 if entry not in place.agreed or mark.has_gradient:
                     raise _left(place, entry)
@@ -77,8 +84,8 @@ class LeftValues:
         found: dict[int, int] = {}
         for (number, entry), _ in sorted(self._made.items(), key=lambda one: (one[0][0], one[0][1] or "")):
             value = self._values[number]
-            now = value if entry is None else entry_of(value, entry)
-            found[number] = crc32(f"{entry} {_number(now)}".encode(), found.get(number, 0))
+            now = next((one for _, one in contents(value)), None) if entry is None else entry_of(value, entry)
+            found[number] = crc32(f"{entry} {_number(now, self._found - {id(value)})}".encode(), found.get(number, 0))
         return found
 
     def first_made(self) -> tuple[SharedPlace, Entry] | None:
@@ -125,12 +132,13 @@ class _Mark:
     """What there was: numbers and texts by value, tensors and objects by identity, which this keeps alive, and tensors
     by how often they were changed in place."""
 
-    __slots__ = ("_kept", "_key", "has_gradient")
+    __slots__ = ("_found", "_kept", "_key", "has_gradient")
 
-    def __init__(self, value: object) -> None:
+    def __init__(self, value: object, found: Collection[int] = (), *, is_found: bool = True) -> None:
         self._kept: list[object] = []
+        self._found = found
         self.has_gradient = False
-        self._key = self._of(value, _MOST_DEPTH)
+        self._key = self._of(value, _MOST_DEPTH, is_found=is_found)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Mark) and self._key == other._key
@@ -138,19 +146,20 @@ class _Mark:
     def __hash__(self) -> int:
         return hash(self._key)
 
-    def _of(self, value: Any, depth: int) -> tuple[object, ...]:
+    def _of(self, value: Any, depth: int, *, is_found: bool = True) -> tuple[object, ...]:
         if type(value) in _PLAIN:
             return type(value), value
         self._kept.append(value)
         if isinstance(value, Tensor):
             self.has_gradient |= value.requires_grad and not isinstance(value, nn.Parameter)
             return id(value), 0 if value.is_inference() else value._version
-        inside = elements(value)
+        inside = None if is_found and id(value) in self._found else elements(value)
         if inside is None and is_dataclass(value) and not isinstance(value, type):
             inside = [vars(value).get(one.name) for one in fields(value)] if hasattr(value, "__dict__") else None
         if inside is not None:
             if _PLAIN.issuperset(map(type, inside)):
-                return id(value), len(value), tuple(inside), *(tuple(dict.keys(value)) if isinstance(value, dict) else ())
+                keys = tuple(dict.keys(value)) if isinstance(value, dict) else ()
+                return id(value), len(value), tuple(inside), keys
             return (id(value), *(self._of(one, depth - 1) for one in inside)) if depth else (id(value),)
         numpy = sys.modules.get("numpy")
         if numpy is not None and type(value) is numpy.ndarray and value.nbytes <= _MOST_BYTES:
@@ -158,28 +167,31 @@ class _Mark:
         return (id(value),)
 
 
+_NOTHING = _Mark(_ABSENT)
+
+
 def _entries(place: SharedPlace, value: object) -> Iterator[tuple[Entry, Any]]:
-    if place.any:
+    if place.any or None in place.read:
         yield from contents(value)
-    elif None in place.read:
-        yield from contents(value)
-    else:
-        for name in place.read:
-            if (one := entry_of(value, name)) is not None:
-                yield name, one
+        return
+    for name in place.read:
+        if name is not None and (one := entry_of(value, name)) is not None:
+            yield name, one
 
 
-def _number(value: Any, depth: int = _MOST_DEPTH) -> int:
-    """A number of a value, the same on all ranks for equal values."""
+def _number(value: Any, found: Collection[int], depth: int = _MOST_DEPTH) -> int:
+    """A number of a value, the same on all ranks for equal values. found: what is left out."""
+    if id(value) in found:
+        return 0
     if isinstance(value, Tensor):
         plain = value.detach().cpu().contiguous()
         return crc32(plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b"",
                      crc32(f"{plain.dtype} {tuple(plain.shape)}".encode()))
     if isinstance(value, Mapping):
-        return sum(crc32(f"{key!r} {_number(one, depth - 1)}".encode()) for key, one in value.items()) if depth else 0
+        return sum(crc32(f"{key!r} {_number(one, found, depth - 1)}".encode()) for key, one in value.items()) if depth else 0
     inside = elements(value)
     if inside is not None:
-        numbers = [_number(one, depth - 1) for one in inside] if depth else []
+        numbers = [_number(one, found, depth - 1) for one in inside] if depth else []
         return crc32(repr(sorted(numbers) if isinstance(value, set) else numbers).encode())
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray):
@@ -190,18 +202,18 @@ def _number(value: Any, depth: int = _MOST_DEPTH) -> int:
 def _left(place: SharedPlace, entry: Entry) -> ModelError:
     end = f".{entry}" if entry else ""
     return ModelError(f"is also {place.other}{end}, for code of another stage, and a forward changes it, which the "
-                      "other stage does not see", code="shared-value-changes", where=f"attribute {place.name}{end}",
+                      "other stage does not see", code="shared-container-changes", where=f"attribute {place.name}{end}",
                       remedy="Pass what later blocks or the loss need in the carried state, or put the blocks on one "
                              "stage (Pipeline(boundaries=...)). What is only logged, code of other blocks must not "
                              "read.")
 
 
 def _differs(made: tuple[SharedPlace, Entry] | None) -> ModelError:
-    where, also = "an attribute of several stages", "attributes that code of this stage reads have other values on another"
+    where, also = "code of several stages", "makes other values on another stage, of what this one reads, too"
     if made is not None:
         place, end = made[0], f".{made[1]}" if made[1] else ""
         where = f"attribute {place.name}{end}"
         also = f"is also {place.other}{end}, for code of another stage, and the stages have made different values of it"
-    return ModelError(f"{also}; nothing was updated", code="shared-value-differs", where=where,
+    return ModelError(f"{also}; nothing was updated", code="shared-container-differs", where=where,
                       remedy="Pass what later blocks need in the carried state, give each block a value of its own, or "
                              "put the blocks on one stage (Pipeline(boundaries=...)).")

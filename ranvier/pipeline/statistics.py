@@ -14,8 +14,8 @@ from torch import Tensor
 from ranvier.comm.collectives import ChainedWork
 from ranvier.comm.protocol import Group, Work
 from ranvier.errors import ModelError
-from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.left_values import SameLeft
+from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.same_rates import SameRates
 from ranvier.pipeline.same_targets import SAME_TARGETS, SameTargets
 from ranvier.system.pinned_memory import HostCopy

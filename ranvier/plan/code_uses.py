@@ -36,10 +36,9 @@ _POPS = {"STORE_SUBSCR": 3, "DELETE_SUBSCR": 2, "BINARY_SUBSCR": 2, "STORE_ATTR"
 
 @dataclass(frozen=True)
 class Uses:
-    """own: names that methods read of their own object. others: other attributes and variables that are read. arguments:
-    arguments and local variables that are. stores: names that are
-    written, or of which an element is. accumulates: names whose new value comes of the old one. reads_any, stores_any:
-    whether it may be any name.
+    """own: names that methods read of their own object. others: other attributes and variables that are read.
+    arguments: arguments and local variables that are. stores: names that are written, or of which an element is.
+    accumulates: names whose new value comes of the old one. reads_any, stores_any: whether it may be any name.
     """
 
     own: frozenset[str] = frozenset()
@@ -104,9 +103,11 @@ class _Function:
                     stores.update([name] if how != "STORE_ATTR" else [])
                     accumulates.update([name] if how == "COPY" else [])
                 elif not self._is_stored_first(place):
+                    stores.update([name] if self._has_default_set(place) else [])
                     is_local = one.opname in ("LOAD_FAST", "LOAD_FAST_CHECK")
                     (arguments if is_local else own if self._path(place)[:-1] == (self._own,) else others).add(name)
-        return Uses(frozenset(own), frozenset(others), frozenset(arguments), frozenset(stores), frozenset(accumulates), reads_any, stores_any)
+        return Uses(frozenset(own), frozenset(others), frozenset(arguments), frozenset(stores), frozenset(accumulates),
+                    reads_any, stores_any)
 
     def _path(self, place: int) -> tuple[str, ...]:
         """("ctx", "mask") where an operation loads or stores ctx.mask; empty where the object is computed."""
@@ -148,7 +149,7 @@ class _Function:
         return None
 
     def _is_accumulated(self, place: int) -> bool:
-        """Whether the value goes, computed with, to where it came from: x.n += 1, x.n = f(x.n), n = n + 1, a[k] += 1."""
+        """Whether the value goes, computed with, to where it came from: x.n += 1, x.n = f(x.n), a[k] = a[k] + 1."""
         path, name, before = self._path(place), self._all[place].argval, self._all[place - 1]
         is_loaded_again = False
         for number in range(place + 1, len(self._all)):
@@ -207,6 +208,11 @@ class _Function:
         call = self._consumer(method)
         return call is not None and self._all[call[0]].opname == "CALL" and call[1] == self._all[call[0]].arg and (
             self._all[call[0] + 1].opname == "POP_TOP")
+
+    def _has_default_set(self, place: int) -> bool:
+        """Whether it is a dict of which an element is read, and made where there is none."""
+        taken = self._consumer(place)
+        return taken is not None and self._all[taken[0]].argval == "setdefault"
 
     def _is_stored_first(self, place: int) -> bool:
         """Whether the function has stored a value of its own there before, whatever way it took."""

@@ -23,8 +23,8 @@ from ranvier.plan.block_costs import block_costs, build_on_meta
 from ranvier.plan.kernel_count import AS_WRITTEN, Counting
 from ranvier.plan.known_costs import known_or_counted
 from ranvier.plan.partition import partition_for, uniform
-from ranvier.plan.shared_places import SharedPlace, shared_places
 from ranvier.plan.shared_buffers import buffers_of_several_stages, refuse_parameters_over_one_memory
+from ranvier.plan.shared_places import SharedPlace, shared_places
 from ranvier.system.terminal import TextTable
 from ranvier.tensor.layers import VocabularyLinear, block_splits
 from ranvier.tensor.mesh import TensorMesh
@@ -165,7 +165,8 @@ def cut(model: Model, mesh: Mesh, *, boundaries: Sequence[int] | None, how: Lite
     _check_quantized(layout)
     places = shared_places({block: layout.stage_of(number) for number, block in enumerate(parts.modules)},
                            parts.modules, model.loss)
-    return replace(stages, shared_buffers=buffers_of_several_stages(layout, parts.modules), shared_places=places), layout
+    buffers = buffers_of_several_stages(layout, parts.modules)
+    return replace(stages, shared_buffers=buffers, shared_places=places), layout
 
 
 def _check_quantized(layout: Layout) -> None:

@@ -44,8 +44,8 @@ _NOT_IN_A_FORWARD = frozenset({"__init__", "__new__", "__post_init__", "__init_s
 
 
 class Reached(NamedTuple):
-    """Something that code may change: an object of a class of the user's, a list, dict, set, tensor or array, a class, a
-    variable of a closure, the global variables of a module.
+    """Something that code may change: an object of a class of the user's, a list, dict, set, tensor or array, a class,
+    a variable of a closure, the global variables of a module.
 
     name: how it is reached, "block.path.attribute[0]". is_part: whether it is the root or a registered submodule of it.
     """
@@ -109,9 +109,9 @@ class CodeReach:
             if isinstance(value, FunctionType) and not _is_foreign(value):
                 code = value.__code__
                 self.uses |= uses_of(code, code.co_varnames[0] if link.is_bound and code.co_argcount else None)
-                new = set(_names(code)) - self._names
-                self._names |= new
-                waiting.extend(one for name in new for one in self._methods.pop(name, ()))
+                fresh = set(_names(code)) - self._names
+                self._names |= fresh
+                waiting.extend(one for name in fresh for one in self._methods.pop(name, ()))
             elif isinstance(value, MethodType):
                 self._bound.add(id(value.__self__))
             waiting.extend(self._linked(link.path, value))
@@ -210,7 +210,7 @@ def entry_of(value: Any, name: str) -> Any:
     if found is not None and name in found:
         return found[name]
     if isinstance(value, nn.Module):
-        return found["_buffers"].get(name)
+        return value._buffers.get(name)
     slot = None if isinstance(value, type | ModuleType) else getattr(type(value), name, None)
     with suppress(AttributeError):
         return slot.__get__(value) if isinstance(slot, MemberDescriptorType) else None
@@ -228,7 +228,7 @@ def _may_change(value: object) -> bool:
 
 
 def is_whole(value: object) -> bool:
-    """Whether it has a value of its own, and no attributes: a container, a tensor, an array, a variable of a closure."""
+    """Whether it changes as a whole, and not by attributes: a container, a tensor, an array, a closure's variable."""
     return isinstance(value, CellType) or _container(value) is not None or type(value) is Tensor or _is_array(value)
 
 

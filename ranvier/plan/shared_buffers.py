@@ -13,8 +13,8 @@ from ranvier.layout import Layout
 
 
 def buffers_of_several_stages(layout: Layout, modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Buffer by full name -> a name of it on another stage, whose block has the same. ModelError where that is a running
-    statistic of a batch norm that trains.
+    """Buffer by full name -> a name of it on another stage, whose block has the same. ModelError where that is a
+    running statistic of a batch norm that trains.
 
     modules: all blocks of the model, in order.
     """
