@@ -336,7 +336,8 @@ class Engine:
         places, placement = self.stages.shared_places, self.layout.stages
         return {stage: LeftValues([place for place in places if place.stage == stage],
                                   [block for block in blocks if block[0] in self.layout.blocks(stage)],
-                                  self._loss(model, blocks) if stage == placement.num_stages - 1 else None)
+                                  self._loss(model, blocks) if stage == placement.num_stages - 1 else None,
+                                  is_alone=placement.per_rank == 1)
                 for stage in placement.stages_of(self.coordinates.pipeline_rank)
                 if any(place.stage == stage for place in places)}
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from operator import is_
 from typing import Any
 from zlib import crc32
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from ranvier.errors import ModelError
 from ranvier.mesh import Coordinates, StagePlacement
-from ranvier.plan.reached_objects import CodeReach, contents, elements, entry_of
+from ranvier.plan.reached_objects import CodeReach, contents, elements, entries_of
 from ranvier.plan.shared_places import Entry, SharedPlace
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
@@ -31,15 +32,18 @@ _NUMBER_BITS = 20
 _MOST_DEPTH = 4
 _MOST_BYTES = 1 << 16
 """Changes of larger arrays are not looked for."""
+_CLOSE_BATCHES = 2
+"""So many batches are looked at forward by forward, and later ones from their first forward to their last."""
 _ABSENT = object()
 
 
 class LeftValues:
     """The places of one stage on this rank. blocks: (number in the model, name, module). loss: None where the stage has
-    none."""
+    none. is_alone: whether no other stage of this rank runs in between."""
 
-    def __init__(self, places: Sequence[SharedPlace], blocks: Sequence[tuple[int, str, nn.Module]], loss: object
-                 ) -> None:
+    def __init__(self, places: Sequence[SharedPlace], blocks: Sequence[tuple[int, str, nn.Module]], loss: object, *,
+                 is_alone: bool) -> None:
+        self._is_alone, self._batches = is_alone, 0
         self._places: list[tuple[SharedPlace, Any]] = []
         self._before: list[dict[Entry, _Mark]] = []
         self._made: dict[tuple[int, Entry], SharedPlace] = {}
@@ -58,22 +62,32 @@ class LeftValues:
             self._places = [(place, found[place.name, place.kind]) for place in places
                             if (place.name, place.kind) in found]
 
-    def begin(self) -> None:
-        """A forward begins."""
+    @property
+    def _looks_each_time(self) -> bool:
+        return not self._is_alone or self._batches <= _CLOSE_BATCHES
+
+    def begin(self, *, first: bool) -> None:
+        """A forward begins. first: of its batch."""
+        self._batches += first
+        if not (first or self._looks_each_time):
+            return
         self._before = [{entry: _Mark(one, self._found, is_found=one is not value)
                          for entry, one in _entries(place, value)} for place, value in self._places]
 
-    def check(self) -> None:
+    def check(self, *, last: bool) -> None:
         """The forward has ended. ModelError where it has left something that another stage reads, and does not make by
-        itself."""
+        itself. last: of its batch."""
+        if not (last or self._looks_each_time):
+            return
         for (place, value), before in zip(self._places, self._before, strict=True):
             now = dict(_entries(place, value))
             for entry in before.keys() | now.keys():
                 one = now.get(entry, _ABSENT)
                 mark = _Mark(one, self._found, is_found=one is not value)
-                if mark == before.get(entry, _NOTHING):
+                if mark.is_same(before.get(entry, _NOTHING)):
                     continue
-                if entry not in place.agreed or mark.has_gradient:
+                is_agreed = entry in place.agreed if entry in place.read else place.any_agreed
+                if not is_agreed or _has_gradient(one):
                     raise _left(place, entry)
                 self._made[place.number, entry] = place
                 self._values[place.number] = value
@@ -84,7 +98,7 @@ class LeftValues:
         found: dict[int, int] = {}
         for (number, entry), _ in sorted(self._made.items(), key=lambda one: (one[0][0], one[0][1] or "")):
             value = self._values[number]
-            now = next((one for _, one in contents(value)), None) if entry is None else entry_of(value, entry)
+            now = next((one for name, one in contents(value) if name == entry), None)
             found[number] = crc32(f"{entry} {_number(now, self._found - {id(value)})}".encode(), found.get(number, 0))
         return found
 
@@ -101,7 +115,8 @@ class SameLeft:
         self._stages = stages
         self._factors: dict[int, int] = {}
         weight = 1 + at.index(tuple(axis for axis in at.mesh if axis not in at.mesh.pipeline_axes))
-        for number, place in {place.number: place for place in places if place.agreed}.items():
+        agreed = {place.number: place for place in places if place.agreed or place.any_agreed}
+        for number, place in agreed.items():
             ranks = sorted({placement.rank_of(stage) for stage in place.stages})
             if at.pipeline_rank in ranks:
                 self._factors[number] = weight * (len(ranks) - 1 if at.pipeline_rank == ranks[0] else -1)
@@ -129,42 +144,57 @@ class SameLeft:
 
 
 class _Mark:
-    """What there was: numbers and texts by value, tensors and objects by identity, which this keeps alive, and tensors
-    by how often they were changed in place."""
+    """What there was: the value, or the elements of a container, which this keeps alive, and how often tensors among
+    them have been changed in place."""
 
-    __slots__ = ("_found", "_kept", "_key", "has_gradient")
+    __slots__ = ("_kept", "_versions")
 
     def __init__(self, value: object, found: Collection[int] = (), *, is_found: bool = True) -> None:
-        self._kept: list[object] = []
-        self._found = found
-        self.has_gradient = False
-        self._key = self._of(value, _MOST_DEPTH, is_found=is_found)
+        self._kept: list[Any] = [value]
+        _add_elements(value, found if is_found else (), self._kept, found)
+        self._versions = [_version(one) for one in self._kept if type(one) not in _PLAIN] if (
+            not _PLAIN.issuperset(map(type, self._kept))) else []
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Mark) and self._key == other._key
+    def is_same(self, other: _Mark) -> bool:
+        """Whether it is the same value, with the same elements: numbers and texts are, if they are equal."""
+        return len(self._kept) == len(other._kept) and self._versions == other._versions and (
+            all(map(is_, self._kept, other._kept)) or all(map(_is_same, self._kept, other._kept)))
 
-    def __hash__(self) -> int:
-        return hash(self._key)
 
-    def _of(self, value: Any, depth: int, *, is_found: bool = True) -> tuple[object, ...]:
-        if type(value) in _PLAIN:
-            return type(value), value
-        self._kept.append(value)
-        if isinstance(value, Tensor):
-            self.has_gradient |= value.requires_grad and not isinstance(value, nn.Parameter)
-            return id(value), 0 if value.is_inference() else value._version
-        inside = None if is_found and id(value) in self._found else elements(value)
-        if inside is None and is_dataclass(value) and not isinstance(value, type):
-            inside = [vars(value).get(one.name) for one in fields(value)] if hasattr(value, "__dict__") else None
-        if inside is not None:
-            if _PLAIN.issuperset(map(type, inside)):
-                keys = tuple(dict.keys(value)) if isinstance(value, dict) else ()
-                return id(value), len(value), tuple(inside), keys
-            return (id(value), *(self._of(one, depth - 1) for one in inside)) if depth else (id(value),)
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and type(value) is numpy.ndarray and value.nbytes <= _MOST_BYTES:
-            return id(value), value.tobytes()
-        return (id(value),)
+def _add_elements(value: object, left_out: Collection[int], kept: list[Any], found: Collection[int],
+                  depth: int = _MOST_DEPTH) -> None:
+    inside = None if type(value) in _PLAIN or id(value) in left_out else elements(value)
+    if inside is None:
+        return
+    kept += inside
+    if isinstance(value, dict):
+        kept += dict.keys(value)
+    if depth and not _PLAIN.issuperset(map(type, inside)):
+        for one in inside:
+            _add_elements(one, found, kept, found, depth - 1)
+
+
+def _version(value: Any) -> object:
+    if isinstance(value, Tensor):
+        return 0 if value.is_inference() else value._version
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and type(value) is numpy.ndarray and value.nbytes <= _MOST_BYTES:
+        return value.tobytes()
+    return None
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and type(one) in _PLAIN and one == other)
+
+
+def _has_gradient(value: Any, depth: int = _MOST_DEPTH) -> bool:
+    """Whether gradients flow through a tensor that is there, in lists, dicts and dataclasses, too."""
+    if isinstance(value, Tensor):
+        return value.requires_grad and not isinstance(value, nn.Parameter)
+    inside = elements(value)
+    if inside is None and is_dataclass(value) and not isinstance(value, type):
+        inside = [getattr(value, one.name, None) for one in fields(value)]
+    return bool(depth) and any(_has_gradient(one, depth - 1) for one in inside or ())
 
 
 _NOTHING = _Mark(_ABSENT)
@@ -174,9 +204,7 @@ def _entries(place: SharedPlace, value: object) -> Iterator[tuple[Entry, Any]]:
     if place.any or None in place.read:
         yield from contents(value)
         return
-    for name in place.read:
-        if name is not None and (one := entry_of(value, name)) is not None:
-            yield name, one
+    yield from entries_of(value, place.read)
 
 
 def _number(value: Any, found: Collection[int], depth: int = _MOST_DEPTH) -> int:

@@ -229,7 +229,7 @@ class Stage:
                 requires_grad: frozenset[str], *, training: bool, keep_outputs: bool = False) -> Outcome:
         """Forward of microbatch `number`. `inputs` is what arrived; `requires_grad` names what wants a gradient."""
         if self._left is not None:
-            self._left.begin()
+            self._left.begin(first=number == 0)
         inputs, notes = notes_of(inputs)
         wanted = training and (bool(requires_grad) or self._trains)
         leaves, entered = dict[str, Tensor](), dict[str, Tensor]()
@@ -255,7 +255,7 @@ class Stage:
                 outputs = with_notes(outputs, notes, self._device)
         self._shared.check()
         if self._left is not None:
-            self._left.check()
+            self._left.check(last=number == self._last_number)
         sent, roots = dict[str, Tensor](), dict[str, GradientEdge]()
         for name, tensor in outputs.items():
             sent[name] = one = tensor.detach()

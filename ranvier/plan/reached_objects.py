@@ -18,6 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from enum import Enum
 from functools import cached_property, lru_cache, partial
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -204,16 +205,15 @@ def contents(value: Any) -> Iterable[tuple[str | None, Any]]:
     return list(attributes.items())
 
 
-def entry_of(value: Any, name: str) -> Any:
-    """An attribute or variable, as `contents` has it; None where it has none of that name."""
+def entries_of(value: Any, names: frozenset[Any]) -> list[tuple[str, Any]]:
+    """Those of these attributes or variables that there are, as `contents` has them."""
     found = _dict(value)
-    if found is not None and name in found:
-        return found[name]
+    entries = [] if found is None else [(name, found.get(name)) for name in found.keys() & names]
     if isinstance(value, nn.Module):
-        return value._buffers.get(name)
-    slot = None if isinstance(value, type | ModuleType) else getattr(type(value), name, None)
-    with suppress(AttributeError):
-        return slot.__get__(value) if isinstance(slot, MemberDescriptorType) else None
+        return entries + [(name, value._buffers[name]) for name in value._buffers.keys() & names]
+    if not isinstance(value, type | ModuleType | FunctionType):
+        entries += [(name, one) for name, one in _slots(value) if name in names]
+    return entries
 
 
 def elements(value: object) -> list[Any] | None:
@@ -240,12 +240,20 @@ def _attributes(value: object) -> dict[str, Any]:
     """Those that an object itself has, in slots, too."""
     found = _dict(value)
     kept = {} if found is None else dict(found) if isinstance(value, type) else dict(_elements(found))
-    for kind in () if isinstance(value, type | ModuleType | nn.Module) else type(value).__mro__:
-        for name, slot in vars(kind).items() if not _is_foreign(kind) else ():
-            if isinstance(slot, MemberDescriptorType):
-                with suppress(AttributeError):
-                    kept[name] = slot.__get__(value)
-    return kept
+    return kept if isinstance(value, type | ModuleType | FunctionType | nn.Module) else kept | dict(_slots(value))
+
+
+def _slots(value: Any) -> Iterator[tuple[str, Any]]:
+    kind: Any = type(value)
+    for slot in _slots_of(kind):
+        with suppress(AttributeError):  # it has none yet
+            yield slot.__name__, slot.__get__(value)
+
+
+@lru_cache(maxsize=1 << 12)
+def _slots_of(kind: Any) -> tuple[Any, ...]:
+    return tuple(slot for one in kind.__mro__ if not _is_foreign(one) for slot in vars(one).values()
+                 if isinstance(slot, MemberDescriptorType))
 
 
 def _dict(value: object) -> Any:
@@ -366,9 +374,8 @@ def _is_foreign(one: Any) -> bool:
 
 def _is_of_user(value: Any) -> bool:
     """Whether it is an object of a class of the user's, or one that takes any attributes."""
-    kind = type(value)
-    if issubclass(kind, type | ModuleType | Tensor):
+    kind: Any = type(value)
+    if issubclass(kind, type | ModuleType | Tensor | Enum):
         return False
     return kind in (SimpleNamespace, threading.local) or (not _is_foreign(kind) and (
-        _dict(value) is not None or any(isinstance(slot, MemberDescriptorType) for one in kind.__mro__
-                                        for slot in vars(one).values())))
+        _dict(value) is not None or bool(_slots_of(kind))))

@@ -31,7 +31,8 @@ class SharedPlace:
 
     stage, name, kind: how it is reached there, and its class. other: a name of it on a stage that reads it. number: the
     same on all stages that reach it, which are `stages`. read: entries that another stage reads. agreed: those of them
-    that each reader writes, too, and never makes of their old value. any: whether another stage may read others, too.
+    that each reader writes, too, and never makes of their old value. any: whether another stage may read others, too,
+    by names that are computed. any_agreed: whether each of those stages writes them, too.
     """
 
     stage: int
@@ -43,6 +44,7 @@ class SharedPlace:
     read: frozenset[Entry]
     agreed: frozenset[Entry]
     any: bool
+    any_agreed: bool
 
 
 def shared_places(stages: Mapping[str, int], modules: Mapping[str, nn.Module], loss: object) -> tuple[SharedPlace, ...]:
@@ -64,33 +66,34 @@ def shared_places(stages: Mapping[str, int], modules: Mapping[str, nn.Module], l
 
 def _of_one(number: int, identity: int, reaches: Mapping[int, CodeReach]) -> Iterator[SharedPlace]:
     """The place on each stage that may write there."""
+    value = next(iter(reaches.values())).found[identity].value
+    has_any = not is_whole(value) and not isinstance(value, type | FunctionType | ModuleType)
+    """Whether attributes are written by names that are computed: not those of classes, functions and modules."""
+    any_writers = {stage for stage, reach in reaches.items() if has_any and reach.uses.stores_any}
+    any_readers = {stage for stage, reach in reaches.items() if reach.uses.reads_any}
     names = frozenset[str]().union(*(reach.uses.stores for reach in reaches.values()))
-    if any(reach.uses.stores_any for reach in reaches.values()):
-        names = names.union(*(reach.uses.own | reach.uses.others for reach in reaches.values()))
+    if any_writers:
+        names = names.union(*(reach.uses.own | reach.uses.others for stage, reach in reaches.items()
+                              if stage not in any_readers))
     readers: dict[Entry, list[int]] = {}
     for stage, reach in reaches.items():
         for entry in _read(reach, reach.found[identity], names):
             readers.setdefault(entry, []).append(stage)
-    any_readers = [stage for stage, reach in reaches.items() if reach.uses.reads_any]
     makers = {entry: {stage for stage, reach in reaches.items() if _makes(reach, reach.found[identity], entry)}
               for entry in readers}
     for stage, reach in reaches.items():
         one = reach.found[identity]
         others = {entry: [other for other in reading if other != stage] for entry, reading in readers.items()
-                  if _may_write(reach, one, entry)}
+                  if entry is None or entry in reach.uses.stores or entry in _buffers(one) or stage in any_writers}
         read = frozenset(entry for entry, reading in others.items() if reading)
-        open_ended = [other for other in any_readers if other != stage] if reach.uses.stores_any and not isinstance(
-            one.value, type | FunctionType | ModuleType) and not is_whole(one.value) else []
-        if read or open_ended:
-            first = min([*(min(others[entry]) for entry in read), *open_ended])
+        any_others = any_readers - {stage} if stage in any_writers else set[int]()
+        if read or any_others:
+            first = min([*(min(others[entry]) for entry in read), *any_others])
             yield SharedPlace(
-                stage=stage, name=one.name, kind=type(one.value).__name__, other=reaches[first].found[identity].name,
-                number=number, stages=tuple(reaches), read=read, any=bool(open_ended),
+                stage=stage, name=one.name, kind=type(value).__name__, other=reaches[first].found[identity].name,
+                number=number, stages=tuple(reaches), read=read, any=bool(any_others),
+                any_agreed=bool(any_others) and any_others <= any_writers,
                 agreed=frozenset(entry for entry in read if makers[entry].issuperset((stage, *others[entry]))))
-
-
-def _may_write(reach: CodeReach, one: Reached, entry: Entry) -> bool:
-    return entry is None or reach.uses.writes(entry) or entry in _buffers(one)
 
 
 def _read(reach: CodeReach, one: Reached, names: frozenset[str]) -> Iterable[Entry]:
