@@ -12,7 +12,7 @@ replica that have the place.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from operator import is_
 from typing import Any
@@ -215,9 +215,10 @@ def _number(value: Any, found: Collection[int], depth: int = _MOST_DEPTH) -> int
         plain = value.detach().cpu().contiguous()
         return crc32(plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b"",
                      crc32(f"{plain.dtype} {tuple(plain.shape)}".encode()))
-    if isinstance(value, Mapping):
-        return sum(crc32(f"{key!r} {_number(one, found, depth - 1)}".encode()) for key, one in value.items()) if depth else 0
     inside = elements(value)
+    if isinstance(value, dict) and inside is not None:  # in whatever order
+        return sum(crc32(f"{key!r} {_number(one, found, depth - 1)}".encode()) if depth else 0
+                   for key, one in zip(dict.keys(value), inside, strict=False))
     if inside is not None:
         numbers = [_number(one, found, depth - 1) for one in inside] if depth else []
         return crc32(repr(sorted(numbers) if isinstance(value, set) else numbers).encode())

@@ -215,13 +215,15 @@ class _Function:
         return taken is not None and self._all[taken[0]].argval == "setdefault"
 
     def _is_stored_first(self, place: int) -> bool:
-        """Whether the function has stored a value of its own there before, whatever way it took."""
+        """Whether the function has stored a value of its own there before, whatever way it took, and read none."""
         path = self._path(place)
         if not path or self._may_be_interrupted or (len(path) == 1 and self._all[place].opname in (
                 "LOAD_FAST", "LOAD_FAST_CHECK")):
             return False
         for earlier in range(place):
             one = self._all[earlier]
+            if one.opname in _VARIABLES | _ATTRIBUTES and one.argval == path[-1]:
+                return False  # the new value may come of the old one
             if one.opname in _STORES and self._path(earlier) == path and not any(
                     jump < earlier and target > one.offset for jump, target in self._jumps):
                 return not any(self._rebinds(number, path) for number in range(earlier + 1, place))

@@ -12,6 +12,7 @@ thread may change what is looked at.
 
 from __future__ import annotations
 
+import dis
 import functools
 import sys
 import threading
@@ -331,12 +332,19 @@ def _of_function(path: str, function: FunctionType) -> Iterator[_Link]:
     module = sys.modules.get(function.__module__)
     if module is not None and vars(module) is variables:
         yield _Link(function.__module__, module)
-    for name in names:
+    for name in _variables(code):
         if name in variables:
             yield _Link(f"{path}.{name}", one := variables[name], name)
             if isinstance(one, ModuleType) and not _is_foreign(one):
                 yield from (_Link(f"{path}.{name}.{other}", vars(one)[other], other)
                             for other in names if other in vars(one))
+
+
+@lru_cache(maxsize=1 << 14)
+def _variables(code: CodeType) -> tuple[str, ...]:
+    """Global variables that a function names."""
+    own = [one.argval for one in dis.get_instructions(code) if one.opname.endswith(("_GLOBAL", "_NAME"))]
+    return *own, *(name for one in code.co_consts if isinstance(one, CodeType) for name in _variables(one))
 
 
 @lru_cache(maxsize=1 << 14)
