@@ -172,7 +172,7 @@ def a_number_by_computed_names():
     context = SimpleNamespace(scale=1.0)
 
     def follow(block, x, y):
-        name = "sca" + str("le")
+        name = "".join(["sca", "le"])
         if block.number == 0:
             setattr(context, name, float(x.abs().mean()))
         return y * getattr(context, name) if block.number == 3 else y
