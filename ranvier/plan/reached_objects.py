@@ -32,7 +32,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOLD_NOTHING = frozenset({type(None), bool, int, float, complex, str, bytes, nn.Parameter})
 _PLAIN = _HOLD_NOTHING - {nn.Parameter}
-_FOREIGN = frozenset({"torch", "ranvier", "numpy", *sys.stdlib_module_names} - {"__main__"})
+_FOREIGN = frozenset({"torch", "ranvier", "numpy", "pytest", "_pytest", *sys.stdlib_module_names} - {"__main__"})
 """Packages whose functions and objects hold nothing for others."""
 _CONTAINERS = (list, tuple, set, deque, dict)
 _MOST_ELEMENTS = 10_000
