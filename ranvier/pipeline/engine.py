@@ -59,6 +59,7 @@ from ranvier.pipeline.device_timeline import timeline_of
 from ranvier.pipeline.examine import Cause, examine
 from ranvier.pipeline.full_state import gather_full_state
 from ranvier.pipeline.held_parameters import HeldParameters
+from ranvier.pipeline.left_values import LeftValues, SameLeft
 from ranvier.pipeline.look_ahead import LookAhead
 from ranvier.pipeline.microbatch import Batch, Microbatch, as_microbatches, check_microbatches
 from ranvier.pipeline.modes import some_train
@@ -239,12 +240,15 @@ class Engine:
         self._buffer_changes = SharedBufferChanges(self.stages.shared_buffers, blocks)
         self._connections.open_splits(self.layout)
         self._rates = SameRates(self.coordinates, own=own)
-        self._statistics = BatchStatistics(self._connections.all, SameTargets(self.coordinates, self.layout.stages),
-                                           self._rates, on_device=world.device.type == "cuda")
+        left = self._left_values(split, blocks)
+        self._statistics = BatchStatistics(
+            self._connections.all, SameTargets(self.coordinates, self.layout.stages), self._rates,
+            SameLeft(self.stages.shared_places, self.coordinates, self.layout.stages, list(left.values())),
+            on_device=world.device.type == "cuda")
         tables = lookup_tables(module for _, _, module in blocks)
         self._updater = self._build_updater(optimizer, dtype, nominal_weight, guard, tables)
         self._stages = self._build_stages(split, blocks, seed=seed, compile=compile, autocast=autocast, float8=float8,
-                                          frozen_dropout=frozen_dropout, tables=tables)
+                                          frozen_dropout=frozen_dropout, tables=tables, left=left)
         self._runner = self._build_runner(dtype, nominal_weight)
         self._looks_at_shift = isinstance(split.loss, NextTokenLoss)
 
@@ -308,8 +312,8 @@ class Engine:
             bad_steps=BadSteps(guard, self._statistics.loss) if guard is not None and judges else None)
 
     def _build_stages(self, model: Model, blocks: Blocks, *, seed: int, compile: bool | Literal["auto"],
-                      autocast: torch.dtype | None, float8: bool, frozen_dropout: bool, tables: set[nn.Parameter]
-                      ) -> RankStages:
+                      autocast: torch.dtype | None, float8: bool, frozen_dropout: bool, tables: set[nn.Parameter],
+                      left: Mapping[int, LeftValues]) -> RankStages:
         placement, mesh, pipeline = self.layout.stages, self._connections.tensor_mesh, self.plan.pipeline
         sets_deferral = pipeline.defer_bytes not in ("auto", 0) or any(pipeline.deferred or ())
         return RankStages([Stage(
@@ -323,9 +327,19 @@ class Engine:
             autocast=autocast,
             in_float8=float8_layers(blocks, len(self.block_names), self.world.device) if float8 else (),
             weight_gradients=self._weight_gradients(),
-            check_left=self._buffer_changes.check_reached if placement.per_rank > 1 else None)
+            left=left.get(stage))
             for stage in placement.stages_of(self.coordinates.pipeline_rank)],
             eval_blocks=range(0 if frozen_dropout else self.frozen_blocks))
+
+    def _left_values(self, model: Model, blocks: Blocks) -> dict[int, LeftValues]:
+        """Of each stage of this rank that reaches what others reach, too."""
+        places, placement = self.stages.shared_places, self.layout.stages
+        return {stage: LeftValues([place for place in places if place.stage == stage],
+                                  [block for block in blocks if block[0] in self.layout.blocks(stage)],
+                                  self._loss(model, blocks) if stage == placement.num_stages - 1 else None,
+                                  is_alone=placement.per_rank == 1)
+                for stage in placement.stages_of(self.coordinates.pipeline_rank)
+                if any(place.stage == stage for place in places)}
 
     def _build_runner(self, dtype: torch.dtype, nominal_weight: float | Literal["auto"]) -> BatchRunner:
         placement, pipeline = self.layout.stages, self.plan.pipeline

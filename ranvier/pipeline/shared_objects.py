@@ -8,24 +8,19 @@ different ranks have them, since each rank has a model of its own. Of blocks on 
 gets copies, until the engine closes.
 
 A buffer that several stages change has no one value: stages run microbatches in an order of their own. Shared batch
-norms are refused before the first step, and other modules that change a buffer before the first update. So are tensors
-with gradients that a forward leaves in objects that code of another stage reaches, since they would not travel; what is
-only memoized or logged (masks, tables, numbers) each stage has for itself.
+norms are refused before the first step, and other modules that change a buffer before the first update. Of other values
+see `left_values`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import is_dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
 from ranvier.errors import ModelError
-from ranvier.plan.reached_objects import contents, reached_from
-from ranvier.plan.shared_buffers import shared_buffer_error, shared_container_error
+from ranvier.plan.shared_buffers import shared_buffer_error
 
 
 class StageCopies:
@@ -94,18 +89,14 @@ def copy_of(parameter: nn.Parameter) -> nn.Parameter:
 
 
 class SharedBufferChanges:
-    """Notices buffers of several stages that a training batch changes, and objects that code of several stages reaches
-    (`plan/reached_objects`) and in which it leaves tensors with gradients.
+    """Notices buffers of several stages that a training batch changes.
 
     shared: as `buffers_of_several_stages` returns it. blocks: (number in the model, name, module) of this rank's.
     """
 
     def __init__(self, shared: Mapping[str, str], blocks: Sequence[tuple[int, str, nn.Module]]) -> None:
         self._shared, self._blocks = shared, blocks if shared else ()
-        self._reached = tuple({id(one.value): one for _, block, module in self._blocks
-                               for one in reached_from(block, module) if one.name in shared}.values())
         self._buffers: dict[str, tuple[Tensor, int]] = {}
-        self._before: list[list[Tensor]] = []
 
     def _buffers_now(self) -> Iterable[tuple[str, Tensor]]:
         for _, block, module in self._blocks:
@@ -116,41 +107,10 @@ class SharedBufferChanges:
     def begin(self) -> None:
         """A training batch begins."""
         self._buffers = {name: (buffer, buffer._version) for name, buffer in self._buffers_now()}
-        self._before = [[tensor for _, tensor in tensors_with_gradients(one.value)] for one in self._reached]
 
     def check(self) -> None:
-        """The batch has run. ModelError for a buffer that it has changed, or an object with a new tensor."""
+        """The batch has run. ModelError for a buffer that it has changed."""
         for name, buffer in self._buffers_now():
             before, version = self._buffers.get(name, (None, 0))
             if buffer is not before or buffer._version != version:
                 raise shared_buffer_error(name, self._shared[name], None)
-        self.check_reached()
-
-    def check_reached(self) -> None:
-        """ModelError for an object in which the batch has left a tensor with a gradient."""
-        for one, before in zip(self._reached, self._before, strict=True):
-            known = set(map(id, before))
-            for attribute, tensor in tensors_with_gradients(one.value):
-                if id(tensor) not in known:
-                    end = f".{attribute}" if attribute else ""
-                    raise shared_container_error(f"{one.name}{end}", f"{self._shared[one.name]}{end}")
-
-
-def tensors_with_gradients(value: object) -> list[tuple[str, Tensor]]:
-    """The tensors that gradients flow through in an object, and in its lists, dicts, tuples, sets and dataclasses at
-    any depth, each with the object's attribute that leads to it."""
-    found: list[tuple[str, Tensor]] = []
-    waiting: list[tuple[str, Any]] = [("", value)]
-    seen: dict[int, object] = {}
-    while waiting:
-        attribute, holder = waiting.pop()
-        if id(holder) in seen:
-            continue
-        seen[id(holder)] = holder
-        for name, one in contents(holder):
-            if isinstance(one, Tensor):
-                found += [(attribute or name, one)] if one.requires_grad else []
-            elif isinstance(one, list | tuple | dict | set | deque) or (
-                    is_dataclass(one) and not isinstance(one, type)):
-                waiting.append((attribute or name, one))
-    return found

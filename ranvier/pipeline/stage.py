@@ -26,6 +26,7 @@ from ranvier.block import Loss, State, carried, named, wrapping_hint
 from ranvier.errors import ModelError, RanvierError
 from ranvier.pipeline import hooked_states
 from ranvier.pipeline.autocast import casting
+from ranvier.pipeline.left_values import LeftValues
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.result import KeptOutputs
 from ranvier.pipeline.segment import Segment
@@ -111,7 +112,7 @@ class Stage:
             backward. Their weight gradients are never deferred: their operands have only just been recomputed.
         selective: whether outputs of their expensive operations are kept. Then no block is compiled, since a compiled
             one is a single operation.
-        check_left: called after each forward in training, where the rank has several stages.
+        left: looks for what a forward leaves outside of the carried state; None for one stage alone.
     """
 
     def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], *, loss: Loss | None, seed: int,
@@ -121,8 +122,8 @@ class Stage:
                  selective: bool = False,
                  mesh: TensorMesh | None = None, compile: bool | Literal["auto"] = False,
                  in_float8: Collection[nn.Module] = (), may_wait: bool = True,
-                 autocast: torch.dtype | None = None, check_left: Callable[[], None] | None = None) -> None:
-        self._check_left = check_left
+                 autocast: torch.dtype | None = None, left: LeftValues | None = None) -> None:
+        self._left = left
         self.blocks, self._loss, self._seed, self._device = blocks, loss, seed, device
         self._autocast = autocast
         self.training = self._trains = False
@@ -227,6 +228,8 @@ class Stage:
     def forward(self, number: int, step: int, microbatch: Microbatch, inputs: Mapping[str, Tensor],
                 requires_grad: frozenset[str], *, training: bool, keep_outputs: bool = False) -> Outcome:
         """Forward of microbatch `number`. `inputs` is what arrived; `requires_grad` names what wants a gradient."""
+        if self._left is not None:
+            self._left.begin(first=number == 0)
         inputs, notes = notes_of(inputs)
         wanted = training and (bool(requires_grad) or self._trains)
         leaves, entered = dict[str, Tensor](), dict[str, Tensor]()
@@ -251,8 +254,8 @@ class Stage:
                 notes = {SHARED: self._shared.names_in(outputs), HOOKED: hooked_states.hooked(outputs)}
                 outputs = with_notes(outputs, notes, self._device)
         self._shared.check()
-        if training and self._check_left is not None:
-            self._check_left()
+        if self._left is not None:
+            self._left.check(last=number == self._last_number)
         sent, roots = dict[str, Tensor](), dict[str, GradientEdge]()
         for name, tensor in outputs.items():
             sent[name] = one = tensor.detach()

@@ -24,6 +24,7 @@ from ranvier.plan.kernel_count import AS_WRITTEN, Counting
 from ranvier.plan.known_costs import known_or_counted
 from ranvier.plan.partition import partition_for, uniform
 from ranvier.plan.shared_buffers import buffers_of_several_stages, refuse_parameters_over_one_memory
+from ranvier.plan.shared_places import SharedPlace, shared_places
 from ranvier.system.terminal import TextTable
 from ranvier.tensor.layers import VocabularyLinear, block_splits
 from ranvier.tensor.mesh import TensorMesh
@@ -60,6 +61,8 @@ class StageTable:
     placement: StagePlacement
     shared_buffers: Mapping[str, str] = field(default_factory=dict)
     """Result of `buffers_of_several_stages`."""
+    shared_places: tuple[SharedPlace, ...] = ()
+    """Places outside of the carried state by which stages may reach each other."""
 
     def stage_costs(self) -> list[tuple[BlockCost, ...]]:
         """The costs of each stage's blocks, which must be counted."""
@@ -160,8 +163,10 @@ def cut(model: Model, mesh: Mesh, *, boundaries: Sequence[int] | None, how: Lite
     stages, layout = parts.cut(mesh, costs, boundaries=boundaries, how=how, placement=placement)
     layout.check()
     _check_quantized(layout)
-    shared = buffers_of_several_stages(layout, parts.modules, model.loss)
-    return replace(stages, shared_buffers=shared), layout
+    places = shared_places({block: layout.stage_of(number) for number, block in enumerate(parts.modules)},
+                           parts.modules, model.loss)
+    buffers = buffers_of_several_stages(layout, parts.modules)
+    return replace(stages, shared_buffers=buffers, shared_places=places), layout
 
 
 def _check_quantized(layout: Layout) -> None:

@@ -1,43 +1,53 @@
-"""Objects that the code of a block or of a loss reaches: where a forward may leave a tensor that other code finds.
+"""What the code of a block or of a loss reaches: where a forward may leave a value that other code finds.
 
     class Aux(nn.Module):                             Head(blocks).blocks[0]        a module, by a list
         def forward(self, x):                         context                       an object, by a global variable
             self.aux = context.aux = x.mean()         lambda y, t: model[0].aux     a module, by a closure
 
-Followed are attributes, hooks, elements of lists, tuples, dicts and sets, what functions and methods have in closures
-and defaults, and the global variables that they name. Not followed are Python's own objects, torch's and Ranvier's, and
-elements of containers of more than 10,000, which hold data. No code of the user's runs here, and another thread may
-change what is looked at.
+Followed are attributes, hooks, elements of lists, tuples, dicts and sets, classes, what functions and methods have in
+closures and defaults, and the global variables that they name. Not followed are Python's own objects, torch's and
+Ranvier's, and elements of containers of more than 10,000, which hold data. No code of the user's runs here, and another
+thread may change what is looked at.
 """
 
 from __future__ import annotations
 
 import dis
+import functools
 import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from enum import Enum
 from functools import cached_property, lru_cache, partial
-from types import CodeType, FunctionType, MethodType, SimpleNamespace
+from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ranvier.plan.code_uses import Uses, uses_of
+
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_HOLD_NOTHING = frozenset({type(None), bool, int, float, complex, str, bytes, Tensor, nn.Parameter})
-_PLAIN = _HOLD_NOTHING - {Tensor, nn.Parameter}
-_FOREIGN = frozenset({"torch", "ranvier", "numpy", *sys.stdlib_module_names} - {"__main__"})
-"""Packages whose functions and objects hold no tensors for others."""
+_HOLD_NOTHING = frozenset({type(None), bool, int, float, complex, str, bytes, nn.Parameter})
+_PLAIN = _HOLD_NOTHING - {nn.Parameter}
+_FOREIGN = frozenset({"torch", "ranvier", "numpy", "pytest", "_pytest", *sys.stdlib_module_names} - {"__main__"})
+"""Packages whose functions and objects hold nothing for others."""
 _CONTAINERS = (list, tuple, set, deque, dict)
 _MOST_ELEMENTS = 10_000
+_Cached = type(functools.lru_cache(len))
 _TRIES = 100
 """To copy a container that another thread changes."""
+_NOT_IN_A_FORWARD = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__repr__", "__str__",
+                               "__eq__", "__hash__", "__del__", "__reduce__", "__reduce_ex__", "__getstate__",
+                               "__setstate__", "__copy__", "__deepcopy__", "extra_repr"})
+"""Methods that code of a block does not run on objects that there are already."""
 
 
 class Reached(NamedTuple):
-    """A list, dict or set, or a module or another object of a class of the user's.
+    """Something that code may change: an object of a class of the user's, a list, dict, set, tensor or array, a class,
+    a variable of a closure, the global variables of a module.
 
     name: how it is reached, "block.path.attribute[0]". is_part: whether it is the root or a registered submodule of it.
     """
@@ -47,56 +57,214 @@ class Reached(NamedTuple):
     is_part: bool
 
 
+class _Link(NamedTuple):
+    """A step of the walk. name: of the attribute or variable; None where the value is reached whenever what has it is.
+    method: its name in a class. is_bound: whether its first argument is the object."""
+
+    path: str
+    value: Any
+    name: str | None = None
+    method: str | None = None
+    is_bound: bool = False
+
+
+class CodeReach:
+    """What the code of a stage reaches, and what it reads of that: `add` each block, then the loss."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, Reached] = {}
+        """By identity, each once: first by attributes of the blocks' own submodules."""
+        self.uses = Uses()
+        self._seen: dict[int, Any] = {}
+        self._links: dict[int, set[tuple[int | None, str | None]]] = {}
+        """Identity of a value -> the holders of it, None for a function, and its name there."""
+        self._bound: set[int] = set()
+        """Objects of which there are bound methods."""
+        self._names: set[str] = set()
+        """Names in code that may run."""
+        self._methods: dict[str, list[_Link]] = {}
+        """Methods that nothing has named so far, by name."""
+
+    def add(self, name: str, root: object) -> None:
+        """The code of `root`, a block or a loss, with its name."""
+        waiting: deque[_Link] = deque()
+        if isinstance(root, nn.Module):
+            parts = list(root.named_modules(prefix=name))
+            new = [(path, part) for path, part in parts if id(part) not in self._seen]
+            self._seen |= {id(part): part for _, part in new}
+            self.found |= {id(part): Reached(path, part, True) for path, part in parts if not _is_foreign(type(part))}
+            for path, part in new:
+                waiting.extend(self._linked(path, part))
+        else:
+            waiting.append(_Link(name, root))
+        while waiting:
+            link = waiting.popleft()
+            value = link.value
+            if type(value) in _HOLD_NOTHING or id(value) in self._seen:
+                continue
+            if link.method is not None and not self._may_run(link.method):
+                self._methods.setdefault(link.method, []).append(link)
+                continue
+            self._seen[id(value)] = value
+            if _may_change(value):
+                self.found[id(value)] = Reached(link.path, value, False)
+            if isinstance(value, FunctionType) and not _is_foreign(value):
+                code = value.__code__
+                self.uses |= uses_of(code, code.co_varnames[0] if link.is_bound and code.co_argcount else None)
+                fresh = set(_names(code)) - self._names
+                self._names |= fresh
+                waiting.extend(one for name in fresh for one in self._methods.pop(name, ()))
+            elif isinstance(value, MethodType):
+                self._bound.add(id(value.__self__))
+            waiting.extend(self._linked(link.path, value))
+
+    def _may_run(self, method: str) -> bool:
+        return method in self._names or method == "forward" or (
+            method.startswith("__") and method not in _NOT_IN_A_FORWARD)
+
+    def _linked(self, path: str, value: Any) -> Iterator[_Link]:
+        holder = None if isinstance(value, FunctionType) else id(value)
+        for link in _next(path, value):
+            self._links.setdefault(id(link.value), set()).add((holder, link.name))
+            yield link
+
+    def reads(self, value: Any, entry: str | None) -> bool:
+        """Whether code may read an attribute of an object, the variable of a module, or (None) what is in a container,
+        a tensor, an array or a variable of a closure, when another stage has left it there."""
+        return self._reads(id(value), entry, set())
+
+    def names_read(self, value: Any, names: frozenset[str]) -> frozenset[str]:
+        """Those of `names` for which `reads` says so."""
+        if self.uses.reads_any:
+            return names
+        return names & (self.uses.others | self.uses.own if self._is_own(value) else self.uses.others)
+
+    def names_of(self, value: Any) -> set[str]:
+        """The names by which code has a container, a tensor, an array, or a variable of a closure."""
+        found: set[str] = set()
+        waiting, seen = [id(value)], {id(value)}
+        while waiting:
+            for holder, name in self._links.get(waiting.pop(), ()):
+                if name is not None:
+                    found.add(name)
+                elif holder is not None and holder not in seen:
+                    seen.add(holder)
+                    waiting.append(holder)
+        return found
+
+    def _reads(self, identity: int, entry: str | None, asked: set[tuple[int, str | None]]) -> bool:
+        if (identity, entry) in asked or identity not in self._seen:
+            return False
+        asked.add((identity, entry))
+        if entry is not None:
+            return bool(self.names_read(self._seen[identity], frozenset({entry})))
+        return any(self._reads(holder, name, asked) if holder is not None else name is None or self.uses.reads(name)
+                   for holder, name in self._links.get(identity, ()))
+
+    def _is_own(self, value: Any) -> bool:
+        """Whether methods that code may call have the value as their own object."""
+        return isinstance(value, type) or (id(value) in self.found and self.found[id(value)].is_part) or (
+            self._may_call(value))
+
+    def _may_call(self, value: Any) -> bool:
+        """Whether code may call a method of an object that is no part of its blocks. One with parameters that train is
+        called nowhere but in its own block (`pipeline/trained_elsewhere`)."""
+        if id(value) in self._bound or self.uses.reads_any:
+            return True
+        names = {name for one in type(value).__mro__ if not _is_foreign(one)
+                 for name, method in vars(one).items() if isinstance(method, FunctionType | property | cached_property)}
+        names -= _NOT_IN_A_FORWARD
+        if isinstance(value, nn.Module) and any(one.requires_grad for one in value.parameters()):
+            names -= {"forward"}
+        return not names.isdisjoint(self.uses.others) or any(
+            name == "forward" or name.startswith("__") for name in names)
+
+
 def reached_from(name: str, root: object) -> Iterator[Reached]:
-    """What the code of `root` reaches, each object once: first by attributes of its own submodules."""
-    seen: set[int] = set()
-    waiting: deque[tuple[str, Any]] = deque()
-    if isinstance(root, nn.Module):
-        for path, part in root.named_modules(prefix=name):
-            seen.add(id(part))
-            if not _is_foreign(type(part)):
-                yield Reached(path, part, True)
-            waiting.extend(_next(path, part))
-    else:
-        waiting.append((name, root))
-    while waiting:
-        path, value = waiting.popleft()
-        if type(value) in _HOLD_NOTHING or id(value) in seen:
-            continue
-        seen.add(id(value))
-        if _container(value) not in (None, tuple) or _is_of_user(value):
-            yield Reached(path, value, False)
-        waiting.extend(_next(path, value))
+    """What the code of `root` reaches, each object once."""
+    reach = CodeReach()
+    reach.add(name, root)
+    yield from reach.found.values()
 
 
-def contents(value: Any) -> Iterable[tuple[str, Any]]:
-    """What a forward may have left in an object, by attribute; without names of elements. What hooks of torch compute
-    anew for each forward, such as normalised weights, is a module's own."""
-    if _container(value) is not None:
-        elements = [one for _, one in _elements(value)]
-        return () if _PLAIN.issuperset(map(type, elements)) else [("", one) for one in elements]
+def contents(value: Any) -> Iterable[tuple[str | None, Any]]:
+    """What a forward may have left in something that is reached: by attribute or variable, else as a whole (None). What
+    hooks of torch compute anew for each forward, such as normalised weights, is a module's own."""
+    if isinstance(value, CellType):
+        with suppress(ValueError):  # not assigned yet
+            return [(None, value.cell_contents)]
+        return ()
+    if is_whole(value):
+        return [(None, value)]
     attributes = _attributes(value)
     if isinstance(value, nn.Module):
         hooks = map(_attributes, attributes.get("_forward_pre_hooks", {}).values())
         computed = {hook.get(name) for hook in hooks for name in ("name", "_tensor_name")}
-        return [(name, one) for name, one in attributes.items()
-                if name not in _OF_EVERY_MODULE and name not in computed]
-    return () if _PLAIN.issuperset(map(type, attributes.values())) else list(attributes.items())
+        return [*((name, one) for name, one in attributes.items()
+                  if name not in _OF_EVERY_MODULE and name not in computed),
+                *attributes.get("_buffers", {}).items()]
+    return list(attributes.items())
+
+
+def entries_of(value: Any, names: frozenset[Any]) -> list[tuple[str, Any]]:
+    """Those of these attributes or variables that there are, as `contents` has them."""
+    found = _dict(value)
+    entries = [] if found is None else [(name, found.get(name)) for name in found.keys() & names]
+    if isinstance(value, nn.Module):
+        return entries + [(name, value._buffers[name]) for name in value._buffers.keys() & names]
+    if not isinstance(value, type | ModuleType | FunctionType):
+        entries += [(name, one) for name, one in _slots(value) if name in names]
+    return entries
+
+
+def elements(value: object) -> list[Any] | None:
+    """Those of a list, tuple, set or dict, without keys; None of anything else."""
+    return None if _container(value) is None else [one for _, one in _elements(value)]
+
+
+def _may_change(value: object) -> bool:
+    return (is_whole(value) and not isinstance(value, tuple)) or _is_of_user(value) or (
+        isinstance(value, type | ModuleType) and not _is_foreign(value)) or (
+        isinstance(value, FunctionType) and bool(vars(value)) and not _is_foreign(value))
+
+
+def is_whole(value: object) -> bool:
+    """Whether it changes as a whole, and not by attributes: a container, a tensor, an array, a closure's variable."""
+    return isinstance(value, CellType) or _container(value) is not None or type(value) is Tensor or _is_array(value)
+
+
+def _is_array(value: object) -> bool:
+    return (numpy := sys.modules.get("numpy")) is not None and type(value) is numpy.ndarray
 
 
 def _attributes(value: object) -> dict[str, Any]:
-    """Those that an object itself has; none where it has slots alone."""
+    """Those that an object itself has, in slots, too."""
     found = _dict(value)
-    return {} if found is None else dict(_elements(found))
+    kept = {} if found is None else dict(found) if isinstance(value, type) else dict(_elements(found))
+    return kept if isinstance(value, type | ModuleType | FunctionType | nn.Module) else kept | dict(_slots(value))
 
 
-def _dict(value: object) -> dict[str, Any] | None:
+def _slots(value: Any) -> Iterator[tuple[str, Any]]:
+    kind: Any = type(value)
+    for slot in _slots_of(kind):
+        with suppress(AttributeError):  # it has none yet
+            yield slot.__name__, slot.__get__(value)
+
+
+@lru_cache(maxsize=1 << 12)
+def _slots_of(kind: Any) -> tuple[Any, ...]:
+    return tuple(slot for one in kind.__mro__ if not _is_foreign(one) for slot in vars(one).values()
+                 if isinstance(slot, MemberDescriptorType))
+
+
+def _dict(value: object) -> Any:
+    if isinstance(value, type):
+        return type.__getattribute__(value, "__dict__")
     kind: Any = threading.local if isinstance(value, threading.local) else object
     try:
-        found: dict[str, Any] = kind.__getattribute__(value, "__dict__")
+        return kind.__getattribute__(value, "__dict__")
     except AttributeError:
         return None
-    return found
 
 
 def _container(value: object) -> Any:
@@ -113,75 +281,109 @@ def _elements(value: Any) -> list[tuple[Any, Any]]:
     return []
 
 
-def _next(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The objects that lie behind one, with their names."""
+def _next(path: str, value: Any) -> Iterator[_Link]:
+    """The values that lie behind one."""
     if isinstance(value, nn.Module):
         attributes = _attributes(value)
         if not _is_foreign(type(value)):
-            yield from ((f"{path}.{name}", one) for name, one in attributes.items() if name not in _OF_EVERY_MODULE)
-            yield from _of_class(path, type(value))
-        yield from ((f"{path}.{name}", one) for name, one in attributes.get("_modules", {}).items())
+            yield from (_Link(f"{path}.{name}", one, name) for name, one in attributes.items()
+                        if name not in _OF_EVERY_MODULE)
+            yield _Link(path, type(value))
+        yield from (_Link(f"{path}.{name}", one, name) for name, one in attributes.get("_modules", {}).items())
         for kind in _HOOKS:
-            yield from ((f"{path}.{hook.__name__ if isinstance(hook, FunctionType) else 'hook'}", hook)
+            yield from (_Link(f"{path}.{hook.__name__ if isinstance(hook, FunctionType) else 'hook'}", hook)
                         for hook in attributes.get(kind, {}).values())
     elif _container(value) is not None:
-        elements = _elements(value)
-        if not _HOLD_NOTHING.issuperset(type(one) for _, one in elements):
-            yield from ((f"{path}[{key!r}]" if type(key) in (int, str) else f"{path}[{type(key).__name__}]", one)
-                        for key, one in elements)
+        inside = _elements(value)
+        if not _HOLD_NOTHING.issuperset(type(one) for _, one in inside):
+            yield from (_Link(f"{path}[{key!r}]" if type(key) in (int, str) else f"{path}[{type(key).__name__}]", one)
+                        for key, one in inside)
     elif isinstance(value, partial):
-        yield from ((path, one) for one in (value.func, *value.args, *value.keywords.values()))
+        yield from (_Link(path, one) for one in (value.func, *value.args, *value.keywords.values()))
     elif isinstance(value, MethodType):
-        yield from ((path, one) for one in (value.__self__, value.__func__))
+        yield from (_Link(path, one) for one in (value.__self__, value.__func__))
+    elif isinstance(value, CellType):
+        with suppress(ValueError):  # not assigned yet
+            yield _Link(path, value.cell_contents)
     elif isinstance(value, FunctionType):
         yield from _of_function(path, value)
+    elif isinstance(value, _Cached):
+        yield _Link(path, value.__wrapped__)
+    elif isinstance(value, type):
+        yield from _of_class(path, value)
     elif _is_of_user(value):
-        yield from ((f"{path}.{name}", one) for name, one in _attributes(value).items())
-        yield from _of_class(path, type(value))
+        yield from (_Link(f"{path}.{name}", one, name) for name, one in _attributes(value).items())
+        yield _Link(path, type(value))
 
 
-def _of_function(path: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
-    for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield f"{path}.{variable}", cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
-    yield from ((path, one) for one in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
-    if function.__module__ is not None and not _is_foreign(function):
-        yield from ((f"{path}.{name}", function.__globals__[name]) for name in _names(function.__code__)
-                    if name in function.__globals__)
+def _of_function(path: str, function: FunctionType) -> Iterator[_Link]:
+    code = function.__code__
+    yield from (_Link(f"{path}.{variable}", cell, variable)
+                for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True))
+    arguments = code.co_varnames[:code.co_argcount]
+    given = function.__defaults__ or ()
+    yield from (_Link(f"{path}.{name}", one, name)
+                for name, one in (*zip(arguments[len(arguments) - len(given):], given, strict=True),
+                                  *(function.__kwdefaults__ or {}).items()))
+    if function.__module__ is None or _is_foreign(function):
+        return
+    yield from (_Link(f"{path}.{name}", one, name) for name, one in vars(function).items())
+    variables, names = function.__globals__, _names(code)
+    module = sys.modules.get(function.__module__)
+    if module is not None and vars(module) is variables:
+        yield _Link(function.__module__, module)
+    for name in _variables(code):
+        if name in variables:
+            yield _Link(f"{path}.{name}", one := variables[name], name)
+            if isinstance(one, ModuleType) and not _is_foreign(one):
+                yield from (_Link(f"{path}.{name}.{other}", vars(one)[other], other)
+                            for other in names if other in vars(one))
+
+
+@lru_cache(maxsize=1 << 14)
+def _variables(code: CodeType) -> tuple[str, ...]:
+    """Global variables that a function names."""
+    own = [one.argval for one in dis.get_instructions(code) if one.opname.endswith(("_GLOBAL", "_NAME"))]
+    return *own, *(name for one in code.co_consts if isinstance(one, CodeType) for name in _variables(one))
 
 
 @lru_cache(maxsize=1 << 14)
 def _names(code: CodeType) -> tuple[str, ...]:
-    """Global variables that a function reads."""
-    own = [one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
-    return *own, *(name for one in code.co_consts if isinstance(one, CodeType) for name in _names(one))
+    """Global variables and attributes that a function names."""
+    return *code.co_names, *(name for one in code.co_consts if isinstance(one, CodeType) for name in _names(one))
 
 
-def _of_class(path: str, kind: type) -> Iterator[tuple[str, Any]]:
-    """Methods and attributes of a class and of those that it inherits from."""
-    for one in kind.__mro__:
-        for name, value in () if _is_foreign(one) else vars(one).items():
-            match value:
-                case staticmethod() | classmethod():
-                    value = value.__func__
-                case property():
-                    value = value.fget
-                case cached_property():
-                    value = value.func
-            if isinstance(value, FunctionType):
-                yield path, value
+def _of_class(path: str, kind: type) -> Iterator[_Link]:
+    """Methods and attributes of a class, and what it inherits from."""
+    if _is_foreign(kind):
+        return
+    yield from (_Link(path, one) for one in kind.__bases__)
+    for name, value in vars(kind).items():
+        match value:
+            case staticmethod() | classmethod():
+                functions: tuple[Any, ...] = (value.__func__,)
+            case property():
+                functions = value.fget, value.fset, value.fdel
+            case cached_property():
+                functions = (value.func,)
+            case _:
+                functions = (value,)
+        for one in functions:
+            if isinstance(one, FunctionType | _Cached):
+                yield _Link(path, one, None, name, not isinstance(value, staticmethod))
             elif not name.startswith("__"):
-                yield f"{path}.{name}", value
+                yield _Link(f"{path}.{name}", one, name)
 
 
 def _is_foreign(one: Any) -> bool:
-    return str(getattr(one, "__module__", "")).partition(".")[0] in _FOREIGN
+    name = one.__name__ if isinstance(one, ModuleType) else getattr(one, "__module__", "")
+    return str(name).partition(".")[0] in _FOREIGN
 
 
 def _is_of_user(value: Any) -> bool:
     """Whether it is an object of a class of the user's, or one that takes any attributes."""
-    kind = type(value)
-    return not isinstance(value, type) and _dict(value) is not None and (
-        kind in (SimpleNamespace, threading.local) or not _is_foreign(kind))
+    kind: Any = type(value)
+    if issubclass(kind, type | ModuleType | Tensor | Enum):
+        return False
+    return kind in (SimpleNamespace, threading.local) or (not _is_foreign(kind) and (
+        _dict(value) is not None or bool(_slots_of(kind))))

@@ -1,4 +1,4 @@
-"""Buffers, and objects that may hold tensors, that blocks of several stages, or a loss, share by identity."""
+"""Buffers that blocks of several stages share by identity; parameters over one memory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ranvier.errors import ModelError
 from ranvier.layout import Layout
-from ranvier.plan.reached_objects import Reached, reached_from
 
 
-def buffers_of_several_stages(layout: Layout, modules: Mapping[str, nn.Module], loss: object = None) -> dict[str, str]:
-    """Buffer, or object in which a forward may leave tensors, by full name -> a name of it on another stage, where a
-    block or the loss reaches the same. ModelError where that is a running statistic of a batch norm that trains.
+def buffers_of_several_stages(layout: Layout, modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Buffer by full name -> a name of it on another stage, whose block has the same. ModelError where that is a
+    running statistic of a batch norm that trains.
 
     modules: all blocks of the model, in order.
     """
@@ -33,25 +32,6 @@ def buffers_of_several_stages(layout: Layout, modules: Mapping[str, nn.Module], 
                 if isinstance(part, _NormBase) and part.training:
                     raise shared_buffer_error(name, other, f"nn.{type(part).__name__}")
                 found |= {name: other, other: name}
-    if len(set(stages.values())) > 1:
-        found |= _reached_from_several_stages(stages, modules, loss)
-    return found
-
-
-def _reached_from_several_stages(stages: Mapping[str, int], modules: Mapping[str, nn.Module], loss: object
-                                 ) -> dict[str, str]:
-    """A module counts where another stage reaches it without having it: of what it has, each stage has its own."""
-    places: dict[int, list[tuple[Reached, int]]] = {}
-    for name, root, stage in (*((name, module, stages[name]) for name, module in modules.items()),
-                              ("loss", loss, max(stages.values()))):
-        for one in reached_from(name, root):
-            places.setdefault(id(one.value), []).append((one, stage))
-    found: dict[str, str] = {}
-    for group in places.values():
-        for one, stage in group:
-            for other, others_stage in group:
-                if others_stage != stage and not (one.is_part and other.is_part):
-                    found.setdefault(one.name, other.name)
     return found
 
 
@@ -73,13 +53,6 @@ def refuse_parameters_over_one_memory(parameters: Mapping[str, nn.Parameter]) ->
                                  remedy="Tie them as one parameter (one.weight = other.weight), or give each a memory "
                                         "of its own: nn.Parameter(other.weight.detach().clone()).")
         group.append((name, one, start, stop))
-
-
-def shared_container_error(name: str, other: str) -> ModelError:
-    return ModelError(f"is also {other}, for code of another stage, and a forward leaves tensors with gradients there, "
-                      "which the other stage does not see", code="shared-container-changes", where=f"attribute {name}",
-                      remedy="Pass what later blocks or the loss need in the carried state, detach what is only logged,"
-                             " or put the blocks on one stage.")
 
 
 def shared_buffer_error(name: str, other: str, module: str | None) -> ModelError:

@@ -341,9 +341,9 @@ def test_a_shared_list_with_new_gradients_is_named_before_the_update(change, mem
 @pytest.mark.parametrize("pipeline", [Pipeline(), V_SHAPE])
 def test_what_blocks_memoize_log_or_replace_is_taken(pipeline):
     class Memoizes(Plain):
-        def __init__(self, masks, losses):
+        def __init__(self, masks, seen, losses):
             super().__init__()
-            self.masks, self.seen, self.losses = masks, masks.setdefault("seen", []), losses
+            self.masks, self.seen, self.losses = masks, seen, losses
 
         def forward(self, x):
             mask = self.masks.setdefault(tuple(x.shape), torch.linspace(0, 1, x.shape[-1], dtype=x.dtype))
@@ -353,9 +353,9 @@ def test_what_blocks_memoize_log_or_replace_is_taken(pipeline):
             return super().forward(x) * mask
 
     def make():
-        masks, losses = {}, []
+        masks, seen, losses = {}, [], []
         masks["itself"] = masks
-        return [Memoizes(masks, losses) for _ in range(4)]
+        return [Memoizes(masks, seen, losses) for _ in range(4)]
 
     assert_training(make, Mesh(pipe=2), pipeline)
 
