@@ -329,7 +329,7 @@ class _First(WholeTexts):
                 if isinstance(slot, _Slot) and isinstance(leaf, Tensor):
                     if state.setdefault(slot.name, leaf) is not leaf:
                         raise ModelError("is called with two tensors that are one for the sample",
-                                         code="layer-tensors-differ", where=f"layer{index}", value=slot.name,
+                                         code="layer-tensors-one-for-sample", where=f"layer{index}", value=slot.name,
                                          remedy="Give from_transformers a sample for which they differ.")
                 elif leaf is not slot and leaf != slot:
                     raise ModelError("is called with another value than for the sample, which its block knows",

@@ -345,7 +345,7 @@ def test_two_tensors_that_are_one_for_the_sample():
     cut = from_transformers(Reads("one tensor twice"), torch.zeros(2, 3, 4), loss=summed_squares)
     first = cut.blocks["embedding"]()
     first(torch.zeros(4, 5, 4))
-    with raises("layer-tensors-differ", where="layer0"):
+    with raises("layer-tensors-one-for-sample", where="layer0"):
         first(torch.full((2, 3, 4), 10.0))
 
 
