@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-if TorchVersion(torch.__version__) < (2, 13):
+if TorchVersion(torch.__version__) < "2.13":
     # torch 2.11 has no meta kernel of the batched product into fp32, and one of the added product that fails: what
     # these give is in `out`, so that nothing is left to do where tensors have no values
     def _nothing(*_: Any, out: Tensor, **__: Any) -> Tensor:
