@@ -191,7 +191,7 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
         post(arrival, to, what, microbatch)
 
     def start(now: float, rank: int) -> None:
-        if busy[rank] is not None or (without_core and rank in without_core):
+        if without_core and rank in without_core:
             return
         if cores is not None and len(busy) - busy.count(None) >= cores:
             without_core.append(rank)
@@ -237,7 +237,8 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
         else:
             assert isinstance(payload, int)
             schedule_of[stage].on_message(what, payload)
-        start(now, rank)
+        if busy[rank] is None:
+            start(now, rank)
         while without_core and len(busy) - busy.count(None) < (cores or 0):
             start(now, without_core.popleft())
     stuck = [rank for rank, schedule in enumerate(schedules) if not isinstance(schedule.next_action(), Done)]
