@@ -218,7 +218,7 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
                 send(now, stage, stage + 1, "forward", action.microbatch)
                 here[place] += 1
             case _:
-                products = queued[stage] if action.defer else ()
+                products: Sequence[Product] = queued[stage] if action.defer else ()
                 schedule.on_done(action, products=products)
                 send(now, stage, stage - 1, "return", action.microbatch)
                 here[place] -= 1
