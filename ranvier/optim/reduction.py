@@ -164,19 +164,10 @@ class Reductions:
 
     def _buffer(self, slot: int, name: str, chunk: Chunk, elements: int) -> Tensor:
         if (slot, name) not in self._memory:
-            self._memory[slot, name] = torch.empty(self._largest(self.scatter)[name], dtype=torch.uint8,
-                                                   device=self._device)
+            self._memory[slot, name] = torch.empty(_largest(self._needing(self.scatter))[name],
+                                                   dtype=torch.uint8, device=self._device)
         dtype = self._dtype_of(chunk)
         return self._memory[slot, name][:elements * dtype.itemsize].view(dtype)
-
-    def _largest(self, scatter: bool) -> Counter[str]:
-        """Bytes of the memory that reductions have in turn, for one of them."""
-        found: Counter[str] = Counter()
-        for _, needs in self._needing(scatter):
-            for name, needed in needs.items():
-                found[name] = max(found[name], needed)
-        del found["passing"]
-        return found
 
     def _needing(self, scatter: bool) -> list[tuple[Chunk, dict[str, int]]]:
         """The chunks whose reductions work in memory beside the gradients, and in how much. There may be tens of
@@ -198,12 +189,22 @@ class Reductions:
         slots = max(min(self._in_flight, sum(not chunk.reused for chunk, _ in needing)),
                     any(chunk.reused for chunk, _ in needing))
         passing = sorted((needs.get("passing", 0) for _, needs in needing), reverse=True)
-        return slots * sum(self._largest(scatter).values()), sum(passing[:slots])
+        return slots * sum(_largest(needing).values()), sum(passing[:slots])
 
     @property
     def buffers(self) -> list[Tensor]:
         """Work buffers of reductions, which are reused."""
         return list(self._memory.values())
+
+
+def _largest(needing: Sequence[tuple[Chunk, dict[str, int]]]) -> Counter[str]:
+    """Bytes of the memory that reductions have in turn, for one of them."""
+    found: Counter[str] = Counter()
+    for _, needs in needing:
+        for name, needed in needs.items():
+            found[name] = max(found[name], needed)
+    del found["passing"]
+    return found
 
 
 def _gather(group: Group, whole: Tensor, sent: Tensor, share: Tensor) -> Work:

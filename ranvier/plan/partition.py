@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, product
 from math import inf
+from operator import sub
 
 from ranvier.errors import ConfigError
 from ranvier.mesh import StagePlacement
@@ -92,11 +93,11 @@ def partition_for(costs: Sequence[float], placement: StagePlacement) -> tuple[in
     held = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
 
     def work_of(chosen: tuple[int, ...]) -> tuple[float, float]:
-        edges = (0, *chosen, len(costs))
-        if any([start >= stop for start, stop in pairwise(edges)]):
+        if min(map(sub, (*chosen, len(costs)), (0, *chosen))) < 1:
             return inf, inf
-        stages = [sums[stop] - sums[start] for start, stop in pairwise(edges)]
-        ranks = [sum([stages[stage] for stage in own]) for own in held]
+        ends = [sums[start] for start in chosen]
+        stages = list(map(sub, (*ends, sums[-1]), (0.0, *ends)))
+        ranks = [sum(map(stages.__getitem__, own)) for own in held]
         return max(ranks), sum([work * work for work in ranks]) + _LITTLE * sum([work * work for work in stages])
 
     moves = [(one, other, *by) for one in range(len(boundaries)) for other in range(one, len(boundaries))

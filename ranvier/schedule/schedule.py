@@ -68,6 +68,7 @@ class Product(NamedTuple):
 
 Due = tuple[int, bool]
 _NEVER: Due = (1 << 62, False)
+_turn = itemgetter(0)
 Turn = tuple[bool, Due]
 """Whether something is computed, and when it is due: credits are first, which cost nothing and may free the stages
 before."""
@@ -148,10 +149,14 @@ def check_policy_object(policy: object) -> None:
 
 @dataclass(slots=True)
 class DeferBudget:
-    """Bytes that the queued products of a rank keep alive, and their limit."""
+    """Bytes that the queued products of a rank keep alive, and their limit. held: microbatches that it stores, or that
+    have queued products, each stage's counted. version: rises where another forward or return may be ready, or `held`
+    is another."""
 
     limit: int
     used: int = 0
+    held: int = 0
+    version: int = 0
 
 
 class Schedule:
@@ -194,7 +199,7 @@ class Schedule:
         self._arrived_forwards: deque[int] = deque()
         self._arrived_returns: deque[int] = deque()
         self._expects_backward: dict[int, int] = {}  # microbatch with a graph -> bytes its products would keep alive
-        self._queue: dict[Action, Product] = {}  # in the order in which they run
+        self.queue: dict[Action, Product] = {}  # in the order in which they run
         self._ready: list[tuple[Turn, Action]] | None = None
         """Cached result of `ready`, until something happens."""
         self._waiting: Counter[int] = Counter()  # microbatch with queued products -> how many of them
@@ -203,16 +208,6 @@ class Schedule:
     def queued_bytes(self) -> int:
         """Bytes that the queued products of its rank keep alive."""
         return self.budget.used
-
-    @property
-    def num_queued(self) -> int:
-        """Its queued products."""
-        return len(self._queue)
-
-    @property
-    def held(self) -> int:
-        """Microbatches that it stores, or that have queued products."""
-        return len(self._expects_backward) + len(self._waiting)
 
     # ------------------------------------------------------------------ what happened
 
@@ -228,7 +223,7 @@ class Schedule:
                                  f"{expected if expected < end else 'none'} of {self.num_microbatches}; "
                                  f"so far: {self.text() or 'nothing'}")
         queue.append(microbatch)
-        self._ready = None
+        self._change()
 
     def on_done(self, action: Action, *, expects_backward: bool = False, deferrable_bytes: int = 0,
                 products: Sequence[Product] = ()) -> None:
@@ -238,34 +233,45 @@ class Schedule:
         After B: products are those it has queued.
         """
         self.history.append(action)
-        self._ready = None
-        match action.kind:
+        kind, microbatch = action.kind, action.microbatch
+        if kind == "W":
+            self.budget.used -= self.queue.pop(action).alive_bytes
+            self._waiting[microbatch] -= 1
+            if not self._waiting[microbatch]:
+                del self._waiting[microbatch]
+                self.budget.held -= 1
+                self.budget.version += 1
+            return
+        self._change()
+        match kind:
             case "F":
                 self.forwards_done += 1
                 if not self.is_first:
                     self._arrived_forwards.popleft()
                 if expects_backward:
-                    self._expects_backward[action.microbatch] = deferrable_bytes
+                    self._expects_backward[microbatch] = deferrable_bytes
+                    self.budget.held += 1
                 if self.is_last:
-                    self._arrived_returns.append(action.microbatch)
+                    self._arrived_returns.append(microbatch)
             case "B":
-                self._return(action.microbatch)
-                del self._expects_backward[action.microbatch]
+                self._return(microbatch)
+                del self._expects_backward[microbatch]
                 for number, product in enumerate(products):
-                    self._queue[Action("W", action.microbatch, product=number, turn=self.turn)] = product
+                    self.queue[Action("W", microbatch, product=number, turn=self.turn)] = product
                     self.budget.used += product.alive_bytes
                 if products:
-                    self._waiting[action.microbatch] = len(products)
+                    self._waiting[microbatch] = len(products)
+                else:
+                    self.budget.held -= 1
             case "C":
-                self._return(action.microbatch)
-            case "W":
-                self.budget.used -= self._queue.pop(action).alive_bytes
-                self._waiting[action.microbatch] -= 1
-                if not self._waiting[action.microbatch]:
-                    del self._waiting[action.microbatch]
-        if action.kind in "BC" and self.returns_done == self.num_microbatches:
+                self._return(microbatch)
+        if kind != "F" and self.returns_done == self.num_microbatches:
             # the last drain goes chunk by chunk in reduction order
-            self._queue = dict(sorted(self._queue.items(), key=lambda item: item[1].chunk))
+            self.queue = dict(sorted(self.queue.items(), key=lambda item: item[1].chunk))
+
+    def _change(self) -> None:
+        self._ready = None
+        self.budget.version += 1
 
     def _return(self, microbatch: int) -> None:
         assert self._arrived_returns.popleft() == microbatch
@@ -291,7 +297,7 @@ class Schedule:
 
     def possible(self, chosen: Action) -> Action:
         """`chosen`, or the product that has to run before it."""
-        if chosen.kind == "B" and self.policy.defers and not chosen.defer and self._queue:
+        if chosen.kind == "B" and self.policy.defers and not chosen.defer and self.queue:
             # No room: the oldest products run first, for those of one weight must stay in microbatch order.
             weight = self.weight()
             assert weight is not None  # the queue has products
@@ -328,7 +334,7 @@ class Schedule:
 
     def weight(self) -> Action | None:
         """The next queued product."""
-        return next(iter(self._queue)) if self._queue else None
+        return next(iter(self.queue), None)
 
     # ------------------------------------------------------------------ when it is due
 
@@ -386,6 +392,8 @@ class RankSchedule:
             of=len(stages))
             for turn, stage in enumerate(stages)}
         self._of_turn = list(self.stages.values())
+        self._blocked: int | None = None
+        """The budget's version for which no forward and no return may run."""
 
     def on_message(self, kind: Literal["forward", "return"], microbatch: int, stage: int) -> None:
         """A message for `stage` has arrived; see `Schedule.on_message`."""
@@ -407,7 +415,7 @@ class RankSchedule:
         actions = [((action.kind != "C", _NEVER if action.kind == "W" else one.due(action.kind, action.microbatch)),
                     action) for one, action in answers if isinstance(action, Action)]
         if actions:
-            return min(actions, key=itemgetter(0))[1]
+            return min(actions, key=_turn)[1]
         return next((answer for _, answer in answers if isinstance(answer, Wait)), Done())
 
     def _first_due(self, max_stored: int) -> Action | None:
@@ -417,25 +425,29 @@ class RankSchedule:
         always runs, needs no more than the even flow does. A batch ends: what is due first on all ranks is ready, since
         what it needs is due earlier. The more room, the more may run early. In 1F1B's order nothing runs early.
         """
-        held, ready = 0, list[tuple[Turn, Action]]()
-        for one in self._of_turn:
-            held += one.held
-            ready += one.ready()
-        ready.sort(key=itemgetter(0))
+        if self._blocked == self.budget.version:
+            return self._weight()
+        stages = self._of_turn
+        ready = [each for one in stages for each in one.ready()]
+        ready.sort(key=_turn)
         for (_, due), action in ready:
-            if self._in_order and action.kind != "C" and any(due > one.next_due() for one in self._of_turn):
+            if self._in_order and action.kind != "C" and any([due > one.next_due() for one in stages]):
                 break
             if action.kind != "F":
-                return self._of_turn[action.turn].backward()
-            if held + sum([one.forwards_due_before(due) for one in self._of_turn]) < max_stored:
+                return stages[action.turn].backward()
+            if self.budget.held + sum([one.forwards_due_before(due) for one in stages]) < max_stored:
                 return action
-            if all(due <= one.next_due() for one in self._of_turn):
+            if all([due <= one.next_due() for one in stages]):
                 return self._weight() or action
+        self._blocked = self.budget.version
         return self._weight()
 
     def _weight(self) -> Action | None:
         """The next queued product, of the last stage that has one."""
-        return next((action for one in reversed(self._of_turn) if (action := one.weight()) is not None), None)
+        for one in reversed(self._of_turn):
+            for action in one.queue:
+                return action
+        return None
 
     def _wait_or_done(self) -> Wait | Done:
         waits = [each for one in reversed(self._of_turn) if isinstance(each := one.wait_or_done(), Wait)]

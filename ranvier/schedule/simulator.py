@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from ranvier.mesh import StagePlacement
 from ranvier.schedule.limits import rule_limits
-from ranvier.schedule.schedule import Action, Done, Policy, Product, RankSchedule, Wait, actions_text
+from ranvier.schedule.schedule import Action, Done, Policy, Product, RankSchedule, actions_text
 
 PRODUCTS = 4
 """Deferred products of a stage where they are not counted, as many as of one transformer layer: between them a rank may
@@ -155,6 +155,9 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
     held = [placement.stages_of(rank) for rank in ranks]
     rank_of = [placement.rank_of(stage) for stage in range(depth)]
     queued = [[Product(times.product_bytes, 0)] * times.products for times in stages]
+    seconds_of = [{("F", False): times.forward, ("B", True): times.backward, ("C", False): 0.0,
+                   ("B", False): times.backward + (times.weight if times.trains else 0.0),
+                   ("W", False): times.deferred_factor * times.weight / times.products} for times in stages]
     schedules = [RankSchedule(stages=held[rank], num_stages=depth, num_microbatches=num_microbatches, policy=policy,
                               in_flight=in_flight, training=training, defer_bytes=budgets[rank],
                               defer_last=defer_last, max_stored=max_stored, alternating=alternating)
@@ -188,44 +191,39 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
         post(arrival, to, what, microbatch)
 
     def start(now: float, rank: int) -> None:
-        if busy[rank] is not None or (without_core and rank in without_core):
+        if without_core and rank in without_core:
             return
         if cores is not None and len(busy) - busy.count(None) >= cores:
             without_core.append(rank)
             return
         action = schedules[rank].next_action()
-        if isinstance(action, (Wait, Done)):
+        if not isinstance(action, Action):
             return
         stage = held[rank][action.turn]
-        times = stages[stage]
-        match action.kind:
-            case "F":
-                seconds = times.forward
-            case "B":
-                seconds = times.backward + (times.weight if times.trains and not action.defer else 0.0)
-            case "W":
-                seconds = times.deferred_factor * times.weight / times.products
-            case "C":
-                seconds = 0.0
-        seconds *= jitter(rank, action)
+        done = now + seconds_of[stage][action.kind, action.defer] * jitter(rank, action)
         busy[rank] = action
-        log[rank].append((action, now, now + seconds))
-        post(now + seconds, stage, "done", action)
+        log[rank].append((action, now, done))
+        post(done, stage, "done", action)
 
     def finish(now: float, rank: int, stage: int, action: Action) -> None:
-        times, schedule = stages[stage], schedule_of[stage]
-        schedule.on_done(action, expects_backward=training and trained_below[stage],
-                         deferrable_bytes=times.alive_bytes if times.trains else 0,
-                         products=queued[stage] if action.defer else ())
-        if action.kind == "F":
-            send(now, stage, stage + 1, "forward", action.microbatch)
-        elif action.kind in "BC":
-            send(now, stage, stage - 1, "return", action.microbatch)
+        schedule, here, place = schedule_of[stage], state[rank], 2 * action.turn
         busy[rank] = None
-        if action.kind != "W":
-            state[rank][2 * action.turn] += 1 if action.kind == "F" else -1
-        state[rank][2 * action.turn + 1] = schedule.num_queued
-        states[rank][tuple(state[rank])] = None
+        match action.kind:
+            case "W":
+                schedule.on_done(action)
+                here[place + 1] -= 1
+            case "F":
+                schedule.on_done(action, expects_backward=training and trained_below[stage],
+                                 deferrable_bytes=stages[stage].alive_bytes if stages[stage].trains else 0)
+                send(now, stage, stage + 1, "forward", action.microbatch)
+                here[place] += 1
+            case _:
+                products: Sequence[Product] = queued[stage] if action.defer else ()
+                schedule.on_done(action, products=products)
+                send(now, stage, stage - 1, "return", action.microbatch)
+                here[place] -= 1
+                here[place + 1] += len(products)
+        states[rank][tuple(here)] = None
 
     now = 0.0
     for rank in ranks:
@@ -239,7 +237,8 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
         else:
             assert isinstance(payload, int)
             schedule_of[stage].on_message(what, payload)
-        start(now, rank)
+        if busy[rank] is None:
+            start(now, rank)
         while without_core and len(busy) - busy.count(None) < (cores or 0):
             start(now, without_core.popleft())
     stuck = [rank for rank, schedule in enumerate(schedules) if not isinstance(schedule.next_action(), Done)]
