@@ -58,8 +58,9 @@ def pytest_configure(config):
     """Each worker reads the files from another place on: rewriting the asserts of all files takes 40 CPU seconds, and a
     worker loads what another has written."""
     worker = getattr(config, "workerinput", None)
-    if worker is not None and all(Path(argument).is_dir() for argument in config.args):
-        files = sorted(str(path) for argument in config.args for path in Path(argument).rglob("test_*.py"))
+    leaves_out = config.getoption("ignore") or config.getoption("ignore_glob")  # folders, which files would not be in
+    if worker is not None and not leaves_out and all(Path(argument).is_dir() for argument in config.args):
+        files = sorted({str(path) for argument in config.args for path in Path(argument).rglob("test_*.py")})
         start = len(files) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
         config.args[:] = files[start:] + files[:start]
 
