@@ -10,6 +10,7 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported: threads that wait leave their core
 
 from collections import Counter
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -53,10 +54,21 @@ rest follows by the number of tests. `make test` says --no-loadscope-reorder: py
 single long test last."""
 
 
+def pytest_configure(config):
+    """Each worker reads the files from another place on: rewriting the asserts of all files takes 40 CPU seconds, and a
+    worker loads what another has written."""
+    worker = getattr(config, "workerinput", None)
+    leaves_out = config.getoption("ignore") or config.getoption("ignore_glob")  # folders, which files would not be in
+    if worker is not None and not leaves_out and all(Path(argument).is_dir() for argument in config.args):
+        files = sorted({str(path) for argument in config.args for path in Path(argument).rglob("test_*.py")})
+        start = len(files) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+        config.args[:] = files[start:] + files[:start]
+
+
 def pytest_collection_modifyitems(items):
     order = {name: place for place, name in enumerate(LONGEST)}
     counts = Counter(item.path for item in items)
-    items.sort(key=lambda item: (order.get(item.path.name, len(order)), -counts[item.path]))
+    items.sort(key=lambda item: (order.get(item.path.name, len(order)), -counts[item.path], item.path))
 
 
 def pytest_collection_finish():

@@ -49,7 +49,7 @@ def names_an_axis(tree):
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     found = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
+        if isinstance(node, ast.Attribute) and node.attr in AXES:
             receiver = ast.unparse(node.value)
             if (node.attr in AXES[1:] and receiver != "os") or (node.attr == AXES[0] and _ON_A_MESH.search(receiver)):
                 found.add(node.lineno)
@@ -59,13 +59,16 @@ def names_an_axis(tree):
         elif isinstance(node, ast.Constant) and node.value in AXES[1:] and id(node) not in docstrings:
             found.add(node.lineno)
         elif isinstance(node, ast.Compare):
-            compared = [ast.unparse(side) for side in (node.left, *node.comparators)]
-            if repr(AXES[0]) in compared and "axis" in compared:
+            sides = [node.left, *node.comparators]
+            if any(isinstance(side, ast.Constant) and side.value == AXES[0] for side in sides) and "axis" in map(
+                    ast.unparse, sides):
                 found.add(node.lineno)
         elif isinstance(node, ast.Call):
             names = {keyword.arg for keyword in node.keywords}
-            function = ast.unparse(node.func).rpartition(".")[2]
             strings = {one.value for one in node.args if isinstance(one, ast.Constant)}
+            if not names.union(strings).intersection(AXES):
+                continue
+            function = ast.unparse(node.func).rpartition(".")[2]
             of_mesh = function in _SIZES or (node.args and _ON_A_MESH.search(ast.unparse(node.args[0])))
             if names & {*AXES[1:]} or (AXES[0] in names and of_mesh) or (AXES[0] in strings and function in _NAMES):
                 found.add(node.lineno)

@@ -18,7 +18,6 @@ from benchmarks.pipeline.block_times import BlockTimes, mean_times
 from benchmarks.pipeline.bounds import best_cut, bound_seconds
 from benchmarks.pipeline.contender import POLICIES, Contender, contenders, ours
 from benchmarks.pipeline.team import Block, Stand, Team
-from benchmarks.pipeline.torch_schedules import stages_per_rank
 from benchmarks.pipeline.workload import Workload
 
 SCENARIOS = ("plain", "delay", "slow-stage", "jitter", "curve")
@@ -132,7 +131,11 @@ def with_cut(contender: Contender, case: Case, times: BlockTimes) -> Contender:
     """`contender` with the boundaries of its stages: those of the case, or the best where it has more stages."""
     if contender.kind not in ("torch", "ours"):
         return contender
-    per_rank = stages_per_rank(contender.settings["schedule"]) if contender.kind == "torch" else 1
+    per_rank = 1
+    if contender.kind == "torch":
+        from benchmarks.pipeline.torch_schedules import stages_per_rank  # which imports torch's compiler
+
+        per_rank = stages_per_rank(contender.settings["schedule"])
     boundaries = case.boundaries if case.boundaries is not None and per_rank == 1 else best_cut(
         times, case.workload, case.ranks, per_rank)
     return replace(contender, settings={**contender.settings, "boundaries": boundaries})

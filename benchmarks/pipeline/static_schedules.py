@@ -28,8 +28,6 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, Literal
 
-from torch.distributed.pipelining import schedules
-
 from benchmarks.memory.program import table
 from benchmarks.pipeline.bounds import Order, run_in_order
 from benchmarks.record import results_file, write_results
@@ -92,6 +90,8 @@ def stages_of(case: Case, placement: StagePlacement) -> list[StageLoad]:
 
 def static_order(schedule: str, pipe: int, microbatches: int) -> Order:
     """What each rank does, as torch's schedule of that name has it; the two parts of an overlapped pair in turn."""
+    from torch.distributed.pipelining import schedules  # which import torch's compiler
+
     made: Any = object.__new__(getattr(schedules, schedule))  # the order needs no stages and no group of processes
     made.pp_group_size, made.num_stages, made._n_microbatches = pipe, 2 * pipe, microbatches
     return [[(one.stage_index, one.computation_type.value, one.microbatch_index)

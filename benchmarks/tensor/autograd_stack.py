@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from benchmarks.pipeline.contender import Place
@@ -63,7 +62,7 @@ class AutogradStack:
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.network.named_parameters():
             grad = parameter.grad
-            yield name, grad.full_tensor() if isinstance(grad, DTensor) else grad
+            yield name, grad.full_tensor() if is_traceable_wrapper_subclass(grad) else grad  # a DTensor
 
 
 @contextmanager

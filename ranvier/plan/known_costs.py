@@ -50,7 +50,7 @@ class Known(Generic[Found]):
             return self._found[key]
 
 
-_known = Known[tuple[BlockCost, ...]](64)
+_known = Known[tuple[BlockCost, ...]](256)
 
 
 def known_or_counted(model: Model, sample: object, settings: Hashable, count: Callable[[], Iterable[BlockCost]]

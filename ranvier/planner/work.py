@@ -24,6 +24,7 @@ from ranvier.models import families
 from ranvier.plan.block_costs import block_costs, build_on_meta
 from ranvier.plan.cut import Parts, meta_mesh, split_model
 from ranvier.plan.kernel_count import Counting, counting_of
+from ranvier.plan.known_costs import known_or_counted
 from ranvier.plan.partition import partition_for, uniform
 from ranvier.planner.count import Needs, device_bytes_of_stages, device_kind
 from ranvier.planner.count import predict as predict_memory
@@ -142,10 +143,14 @@ def _cut(run: ResolvedRun, blocks: Sequence[BlockCost], freezes: bool) -> tuple[
 def _count(run: ResolvedRun, share: int, frozen: int) -> list[BlockCost]:
     with torch.device("meta"):
         inputs, targets = families.sample_of(run, share)
-    model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen)
-    if run.mesh.stage_size > 1:
-        model = split_model(model, meta_mesh(run.mesh, run.tensor, device_kind(run)))
-    return block_costs(model, inputs, targets, DTYPES[run.precision], _counting(run))
+    model, counting = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen), _counting(run)
+
+    def count() -> list[BlockCost]:
+        split = model if run.mesh.stage_size == 1 else split_model(
+            model, meta_mesh(run.mesh, run.tensor, device_kind(run)))
+        return block_costs(split, inputs, targets, DTYPES[run.precision], counting)
+
+    return list(known_or_counted(model, (inputs, targets), (_kind(run), counting), count))
 
 
 def _counting(run: ResolvedRun) -> Counting:

@@ -10,8 +10,6 @@ import psutil
 import pytest
 import torch
 from torch.distributed import TCPStore
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 
 from benchmarks.pipeline.contender import Place
 from benchmarks.pipeline.team import Stand
@@ -41,6 +39,9 @@ def compared(world, transport: str) -> dict[str, dict]:
 
 
 def _compared(contender: Contender, world) -> dict:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.debug import CommDebugMode
+
     wanted_y, wanted_dx, wanted = reference(STEM)
     with builder(contender)(STEM, contender, Place(rank=world.rank, size=world.size, store=world.store)) as stack:
         x, dy = stack.share(STEM.inputs()), stack.share(STEM.output_gradients())
@@ -63,7 +64,7 @@ def _compared(contender: Contender, world) -> dict:
                 "forward": _counts(forward_moves), "backward": _counts(backward_moves)}
 
 
-def _counts(moves: CommDebugMode) -> dict[str, int]:
+def _counts(moves) -> dict[str, int]:
     return {str(name).rpartition(".")[2]: count for name, count in moves.get_comm_counts().items()}
 
 

@@ -31,7 +31,7 @@ def over_the_limit(**options):
     [("chat_template.jinja", True), ("tokenizer_config.json", False), ("--data.chat-template", False)],
     ["tokenizer_config.json", "chat_template.jinja", "--data.chat-template"], [True, False]))
 def test_a_template_that_loops_is_ended_and_its_file_named(tmp_path, monkeypatch, file, runs):
-    """runs: the loop, in a process that is then another one; one place of a template is enough for that."""
+    """runs: the loop, in a process that is then another one; one use of one place of a template is enough for that."""
     if not runs:
         monkeypatch.setattr(template_renderer, "render", over_the_limit)
     folder = tokenizer_in(tmp_path / "model", LOOPS if file == "tokenizer_config.json" else "{{ messages }}")
@@ -45,6 +45,7 @@ def test_a_template_that_loops_is_ended_and_its_file_named(tmp_path, monkeypatch
     for use in (tokenizer.prompt, *([lambda _: tokenizer.ends_of_turns()] if ends else [])):
         with raises("chat-template-fails", "0.3 s", where=str(place)) as found:
             use(ASKED)
+        monkeypatch.setattr(template_renderer, "render", over_the_limit)
     assert "--data.chat-template" in found.value.remedy
 
 

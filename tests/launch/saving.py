@@ -1,12 +1,14 @@
 """A command that saves when it is told to stop, for the tests of stop signals: steps that end in one sum, as a run's.
 
-Each rank announces itself as "rank R pid P" before it takes signals ("early") or once it does.
+Each rank announces itself as "rank R pid P" and what it has got, before it takes signals ("early") or once it does.
 """
 
 import os
 import sys
 import time
 from types import SimpleNamespace
+
+import torch
 
 from ranvier.config.run import Comm, Launch
 from ranvier.launch import start as launch
@@ -25,7 +27,8 @@ group = world.backend.group("train", [range(2)])
 
 def announce():
     group.barrier()
-    sys.stdout.write(f"rank {world.rank} pid {os.getpid()}\n")
+    sys.stdout.write(f"rank {world.rank} pid {os.getpid()} {world.launcher} {world.backend.name}"
+                     f" threads {torch.get_num_threads()}\n")
     sys.stdout.flush()
 
 

@@ -83,8 +83,9 @@ def ranks_in(text):
     return sorted(re.findall(r"^rank (\d) pid \d+ (\w+) (\w+) threads \d+$", text, re.MULTILINE))
 
 
+@pytest.mark.slow
 @MOSTLY_TORCH
-@pytest.mark.parametrize("how", ["succeed", pytest.param("late", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["succeed", "late"])
 def test_plain_python_starts_the_ranks_and_ends_with_them(start, transport, how):
     code, out, err = start(sys.executable, SCRIPT, how, transport).finish()
     assert (code, err) == (0, "")

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from dataclasses import replace
 from functools import cache
 
@@ -17,8 +18,11 @@ from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.memory import PROCESS_BYTES
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
+from ranvier.plan import known_costs
+from ranvier.plan.block_costs import block_costs
 from ranvier.planner import report, trial
 from ranvier.planner import search as search_module
+from ranvier.planner import work as work_module
 from ranvier.planner.candidates import SEARCHED, predict, variants
 from ranvier.planner.count import laid_out
 from ranvier.planner.problems import problems
@@ -53,6 +57,23 @@ def test_scaled_work_is_counted_work(mesh, size):
     stages = Work().stages(run)
     assert [tuple(block.name for block in blocks) for blocks in stages] == [row.blocks for row in table.rows]
     assert all(isinstance(block, BlockCost) for blocks in stages for block in blocks)
+
+
+def test_other_searches_in_this_process_count_no_block_again(monkeypatch):
+    """But where anything differs that decides what a rank computes."""
+    counted = []
+    monkeypatch.setattr(known_costs, "_known", known_costs.Known(64))
+    monkeypatch.setattr(work_module, "block_costs", lambda *args: counted.append(args) or block_costs(*args))
+    small = replace(TINY, model=replace(TINY.model, num_layers=1), batch=Batch(global_size=4, microbatch_size=1))
+    others = [replace(small, mesh=Mesh(col=2)), replace(small, mesh=Mesh(row=2)), replace(small, precision="bf16"),
+              replace(small, launch=replace(small.launch, device="cuda")),
+              replace(small, batch=Batch(global_size=4, microbatch_size=2)),
+              replace(small, mesh=Mesh(col=2), tensor=replace(small.tensor, scheme="megatron"))]
+    found = [Work().blocks(run) for run in (small, *others)]
+    trained = Work().blocks(small, frozen=1)
+    assert len(counted) == len(found) + 1 and trained != found[0]
+    assert [Work().blocks(run) for run in (small, *others)] == found and len(counted) == len(found) + 1
+    assert Work().blocks(replace(small, mesh=Mesh(pipe=3, data=2))) == found[0] and len(counted) == len(found) + 1
 
 
 def test_candidates_are_all_meshes_and_all_of_them_can_be():
@@ -135,7 +156,7 @@ def test_what_does_not_fit_is_dropped_with_its_reason(monkeypatch):
     monkeypatch.setattr(search_module, "_LOOKED_AT", 2)
     cluster = load_cluster("h100")
     small = replace(cluster, device=replace(cluster.device, memory_bytes=1_504_000_000))  # 4 MB are left
-    plan = search(TINY, small, 4)
+    plan = search(TINY, small, 2)
     assert len(plan.dropped) > 2
     assert plan.dropped and all(re.match(r"memory of the device does not suffice: a rank of stage \d needs .* MiB|"
                                          r"a rank needs at least [\d,]+ MiB of its device, and there are \d+$",
@@ -369,6 +390,15 @@ def test_what_cannot_be_measured(monkeypatch, tmp_path):
     with raises("trial-failed", 10, 0):
         trial.step_seconds(TINY, tmp_path / "slow")
     monkeypatch.setattr(trial, "_SECONDS", 60.0)
+    says = "import sys; sys.exit('more before it\\nlaunch.device: is not here')"
+    monkeypatch.setattr(trial.child, "python", lambda *words: [sys.executable, "-c", says])
+    with raises("trial-failed", "launch.device: is not here") as found:
+        trial.step_seconds(TINY, tmp_path / "none")
+    assert "more before it" not in str(found.value)
+
+
+@pytest.mark.slow
+def test_what_the_run_itself_refuses_cannot_be_measured(tmp_path):
     with raises("trial-failed", "launch.device"):
         trial.step_seconds(replace(TINY, launch=replace(TINY.launch, device="cuda")), tmp_path / "none")
 
