@@ -43,7 +43,11 @@ def open_ours(stem: Stem, contender: Contender, place: Place) -> Iterator[OurSta
 class _AtOnce:
     """Weight gradients are added to the parameters' as the backward finds them, as in a stage of one microbatch."""
 
-    in_pass, defers, forward_bytes = True, False, 0
+    defers, forward_bytes = False, 0
+
+    def in_pass(self) -> bool:
+        """Every pass is the stage's own."""
+        return True
 
 
 class OurStack:

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal
 
 from ranvier.config.resolve import ResolvedRun
@@ -117,18 +116,24 @@ def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], micr
     stage, num_stages, stored = microbatches.stage, microbatches.num_stages, microbatches.stored
     kept = [cost.kept_bytes for cost in costs]
     inside = {place for segment in segments for place in segment}
-    outside = sum(kept[place] for place in range(len(kept)) if place not in inside)
-    recomputed = max((sum(kept_again.get(costs[place].name, costs[place].inside_bytes) for place in segment)
-                      for segment in segments), default=0)
-    waiting = 0
+    outside = {place: kept[place] for place in range(len(kept)) if place not in inside}
+    waiting, may_wait = 0, 0
     if microbatches.policy.defers and not microbatches.update_in_backward:
+        may_wait = microbatches.deferred if microbatches.defer_bytes == "auto" else microbatches.defer_bytes
         operands = operand_bytes([cost for place, cost in enumerate(costs) if place not in inside],
                                  ends_model=stage == num_stages - 1)
         waiting = (round(microbatches.waiting * operands) if microbatches.defer_bytes == "auto"
                    else microbatches.defer_bytes)
     entering = costs[0].input_bytes if stage else 0
     leaving = costs[-1].output_bytes if stage < num_stages - 1 else 0
-    return {"activations": stored * (outside + sum(map(partial(segment_bytes, costs), segments))) + recomputed,
+    until_again = [segment_bytes(costs, segment) for segment in segments]
+    recomputed = 0  # beside what is stored when the backward begins: it is through with what is behind a segment
+    for number, segment in enumerate(segments):
+        behind = sum(until_again[number + 1:]) + sum(
+            size for place, size in outside.items() if place >= segment.stop and not (may_wait and costs[place].defers))
+        recomputed = max(recomputed, sum(kept_again.get(costs[place].name, costs[place].inside_bytes)
+                                         for place in segment) - behind)
+    return {"activations": stored * (sum(outside.values()) + sum(until_again)) + recomputed,
             "deferred": waiting,
             "workspace": max(cost.allocated_bytes for cost in costs),
             "messages": (microbatches.in_flight + 1) * entering + 2 * leaving}
