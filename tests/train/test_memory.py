@@ -16,10 +16,12 @@ from ranvier.cli import check
 from ranvier.config import read
 from ranvier.config.resolve import ResolvedRun, resolve
 from ranvier.config.run import Batch, Memory, Optim, Pipeline, TensorParallel, Train, Transformer
-from ranvier.cost.memory import remedies, too_large
+from ranvier.cost.memory import StoredMicrobatches, activation_bytes, remedies, too_large
 from ranvier.mesh import Mesh
 from ranvier.plan.fitting import schedules
 from ranvier.planner.count import laid_out
+from ranvier.planner.work import Work
+from ranvier.schedule.policies import policy_named
 from ranvier.system import machine
 from ranvier.system.machine import available_memory_bytes
 from ranvier.tensor import float8
@@ -119,6 +121,28 @@ def test_what_is_predicted_is_what_is_measured(corpus, tmp_path, name, changed):
                     assert size == getattr(entry, place).get(category, 0), f"{category} of rank {rank}"
     assert "memory in MiB" in text and "device in all" in text
     assert json.loads((run.run_dir / "summary.json").read_text())["memory"] == summaries[0]["memory"]
+
+
+@pytest.mark.parametrize("deferred", [0, 1])
+def test_a_segment_runs_again_when_what_is_behind_it_is_free(deferred):
+    """Where products wait, their operands are not."""
+    run = ResolvedRun(model=Transformer(num_layers=1, hidden=8, heads=2, vocab=16, sequence=4))
+    *layers, head = (replace(cost, kept_bytes=100, input_bytes=10, defers=True)
+                     for cost in Work().stages(run)[0])
+    assert len(layers) == 3
+    microbatches = StoredMicrobatches(stage=0, num_stages=2, num_microbatches=2, in_flight=2, deferred=deferred,
+                                      policy=policy_named("message-driven"), last=None, defer_bytes="auto",
+                                      update_in_backward=False)
+    assert microbatches.stored == 2
+
+    def beside_two(segments, head):
+        kept = 2 * (len(segments) * 10 + sum(cost.kept_bytes for place, cost in enumerate([*layers, head]) if not any(
+            place in segment for segment in segments)))
+        return activation_bytes([*layers, head], segments, microbatches, {})["activations"] - kept
+
+    assert beside_two([range(1, 3)], replace(head, kept_bytes=30)) == (200 if deferred else 170)
+    assert beside_two([range(1, 3)], replace(head, kept_bytes=500)) == (200 if deferred else 0)
+    assert beside_two([range(0, 1), range(1, 3)], replace(head, kept_bytes=0)) == 200
 
 
 def test_no_report_unless_it_is_asked_for(corpus, tmp_path):
