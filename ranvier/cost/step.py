@@ -455,7 +455,8 @@ class _StepCost:
         sent_forward, sent_backward = self._exchanged(stage)
         rank = self.placement.rank_of(stage)
         sums, gathers, update = *self._reduction(rank), self._update(rank)
-        beside = self._beside_sums(weight if self._defers(rank) else backward + sent_backward + weight)
+        waits = weight > 0 and self._defers(rank)
+        beside = self._beside_sums(weight if waits else backward + sent_backward + weight)
         return StageCost(stage=stage, forward_seconds=forward + sent_forward,
                          backward_seconds=backward + sent_backward, weight_seconds=weight,
                          exchange_seconds=sent_forward + sent_backward, reduction_seconds=sums + gathers,

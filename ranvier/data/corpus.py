@@ -373,14 +373,13 @@ def _text(path: Path, max_bytes: int) -> str:
     data = bytearray()
     with open_bytes(path) as file:  # in pieces: a limit far beyond the file's end would be allocated
         while piece := file.read(min(_PIECE, limit - len(data))):
+            if b"\0" in piece:  # before what is compressed and no text fills the memory
+                raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "binary file")
             data += piece
     if len(data) > _MOST_UNPACKED_BYTES and is_compressed(path):
         raise DataError("is longer than texts in compressed files may be", code="gzip-too-long", where=str(path),
                         value=f"more than {_MOST_UNPACKED_BYTES} bytes",
                         remedy="Unpack it, or limit what is read with `--data.max-bytes`.")
-    if b"\0" in data:
-        place = data.index(b"\0")
-        raise UnicodeDecodeError("utf-8", bytes(data[place:place + 1]), 0, 1, "binary file")
     # A character that the limit cuts is left out; one that the file's end cuts is an error.
     return codecs.getincrementaldecoder("utf-8-sig")().decode(data, final=len(data) < max_bytes)
 

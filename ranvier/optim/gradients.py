@@ -339,9 +339,9 @@ class Gradients:
                 spec.parameter.grad = None
 
     def take_edits(self) -> None:
-        """Gradients that a user has put in the place of the averaged ones are copied to the buffer. Where one is None,
-        the parameter is left alone until the next batch; in a later one, to which this is added, nothing has reached it
-        here."""
+        """Gradients that a user has put in the place of the averaged ones are copied to the buffer, those of frozen
+        parameters, too, which this step updates then. Where one is None, the parameter is left alone until the next
+        batch; in a later one, to which this is added, nothing has reached it here."""
         for spec in self.owned():
             place, grad = self._place(spec), spec.parameter.grad
             if grad is None:
@@ -350,6 +350,7 @@ class Gradients:
             elif grad.data_ptr() != place.data_ptr():
                 place.copy_(grad.to_dense().reshape(-1))
                 spec.parameter.grad = place.view(spec.parameter.shape).data
+                self._frozen.discard(spec.parameter)
 
     def snapshot(self) -> Tensor:
         """A copy of the buffer between batches, with what a user has put in the place of a parameter's gradient."""

@@ -51,7 +51,9 @@ def run_cost(run: ResolvedRun, cluster: Cluster, stages: Sequence[Sequence[Block
 
 
 def _unlimited(run: ResolvedRun) -> Limits:
-    return Limits(in_flight=run.num_microbatches, deferred=(run.num_microbatches,) * run.mesh.pipeline_size)
+    """The bounds of a pipeline's time do not depend on what may wait; what follows it is shortest where nothing does:
+    gradients are summed beside the whole last backward."""
+    return Limits(in_flight=run.num_microbatches, deferred=(0,) * run.mesh.pipeline_size)
 
 
 def sample_step(run: ResolvedRun, blocks: Sequence[BlockCost]) -> Step:

@@ -291,15 +291,17 @@ def _claim(folder: Path, watch: _Watch, owner: Owner, on_wait: Callable[[str], N
 def check_usable(folders: Sequence[Path], *, tell: Callable[[str], None] = lambda text: None,
                  wait_seconds: float = WAIT_SECONDS) -> None:
     """Refuse early what `Lease.acquire` would refuse: a folder that cannot be written, or that another process of this
-    machine owns. Creates missing folders, and waits for an owner that may be about to exit, of which it tells once.
+    machine owns. Leaves nothing behind, and waits for an owner that may be about to exit, of which it tells once.
     Errors as of `acquire`."""
     this, told = Owner.this_process(), False
     for folder in dict.fromkeys(Path(os.path.realpath(folder)) for folder in folders):
         with _writable(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            with TemporaryFile(dir=folder) as file:
+            there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
+            with TemporaryFile(dir=there) as file:
                 file.write(bytes(_MOST_BYTES))
                 file.flush()
+            if there != folder:
+                continue
             watch = _Watch(folder, this, EXPIRY_SECONDS, wait_seconds)
             while (newest := max(_generations(folder), default=0)) and (
                     _is_owned_here(folder, newest, this) and not watch.gone(newest)):

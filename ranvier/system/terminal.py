@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 DEFAULT_WIDTH = 80
 """Characters in a line of files and pipes."""
@@ -59,7 +59,9 @@ def _outliving(stream: Any) -> Any:
     if not isinstance(stream, io.TextIOWrapper):  # it is closed
         return stream
     stream.flush()
-    return io.TextIOWrapper(io.BufferedWriter(_OutputFile(stream.fileno(), "wb", closefd=False)),
+    file = _OutputFile(stream.fileno(), "wb", closefd=False)
+    is_unbuffered = isinstance(stream.buffer, io.RawIOBase)  # as of PYTHONUNBUFFERED
+    return io.TextIOWrapper(cast(Any, file) if is_unbuffered else io.BufferedWriter(file),
                             encoding=stream.encoding, errors=stream.errors, line_buffering=stream.line_buffering,
                             write_through=stream.write_through)
 

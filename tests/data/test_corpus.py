@@ -338,6 +338,9 @@ def test_texts_that_gzip_has_compressed(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_MOST_UNPACKED_BYTES", 20)
     with raises("gzip-too-long", tmp_path / "a.txt.gz", "--data.max-bytes"):
         list(one.documents(1000))
+    monkeypatch.setattr(module, "_PIECE", 8)
+    with raises("corpus-without-text"):  # what is no text is known before it is unpacked
+        list(open_corpus(str(tmp_path / "c.tar.gz"), tmp_path, print).documents(1000))
     assert [cut.text for cut in one.documents(8)] == ["ä first"]
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode())[:-12])
     with raises("gzip-damaged", tmp_path / "a.txt.gz"):

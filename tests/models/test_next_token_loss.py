@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ranvier.tensor.split.loss import next_token_loss
+from ranvier.tensor.split.loss import ClassLoss, SpanLoss, next_token_loss
 from tests.errors import raises
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -122,6 +122,18 @@ def test_half_precision_sums_in_fp32(dtype):
     assert total.dtype == torch.float32
     torch.testing.assert_close(total.detach(), expected_total, rtol=1e-5, atol=0)
     torch.testing.assert_close(leaf.grad.float(), expected, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize(("loss", "shape"), [(next_token_loss, (3, 7, 200)), (ClassLoss(), (3, 200)),
+                                             (SpanLoss(), (3, 200, 2))])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+def test_narrow_targets_are_numbers_like_others(loss, shape, dtype):
+    """156 as uint8 is not `IGNORED`."""
+    logits = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    targets = torch.full(shape[:-1] if len(shape) == 3 and shape[-1] > 2 else shape[:1], 156)
+    found, expected = (loss(logits * 1, {"start": one, "end": one} if shape[-1] == 2 else one)
+                       for one in (targets.to(dtype), targets))
+    assert found[0] == expected[0] and found[1] == expected[1] == targets.numel()
 
 
 @pytest.mark.parametrize("targets", [torch.zeros(3, 6, dtype=torch.int64), torch.zeros(3, 7), None, [1, 2]])

@@ -135,6 +135,39 @@ def test_freezing_between_the_batches_of_a_step(options, mesh):
                  {name: value.detach() for name, value in reference.parameters.items()})
 
 
+def give(parameters):
+    parameters["b0.linear.weight"].grad = torch.full_like(parameters["b0.linear.weight"], 0.5)
+
+
+@pytest.mark.parametrize("options", KINDS, ids=label)
+def test_a_frozen_parameter_that_is_given_a_gradient_is_updated(options):
+    """As by optimizers of torch; not by the next step, which gives it none."""
+    mesh, name = Mesh(data=2), "b0.linear.weight"
+    reference = Reference(make(), seed=SEED, dtype=torch.float64)
+    optimizer, clip = ADAMW(reference.parameters.values()), options.get("optim", OWN).clip_norm
+    reference.parameters[name].requires_grad_(False)
+    for number, batch in enumerate(batches(mesh)):
+        reference.parameters[name].grad = None
+        reference.forward_backward([one for replica in batch for one in replica])
+        if number == 0:
+            give(reference.parameters)
+        if clip:
+            nn.utils.clip_grad_norm_(reference.parameters.values(), clip)
+        optimizer.step()
+
+    def work(engine):
+        owned(engine)[name].requires_grad_(False)
+        for number, batch in enumerate(batches(mesh)):
+            result = engine.forward_backward(share(engine, batch))
+            if number == 0:
+                give(owned(engine))
+            engine.step(result)
+        return values(engine)
+
+    assert_close(merge(on_mesh(make, mesh, work, learning_rate=1e-2, **options), mesh),
+                 {name: value.detach() for name, value in reference.parameters.items()})
+
+
 @pytest.mark.parametrize(("edit", "options", "mesh"), pairwise(
     [lambda name, parameter: None, remove, replace], KINDS[:3], [Mesh(), Mesh(data=2, pipe=2)]), ids=label)
 def test_clipping_by_the_norm_of_all_stages(mesh, options, edit):

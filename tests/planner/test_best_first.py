@@ -104,6 +104,21 @@ def test_bounds_are_no_longer_than_what_they_bound(data):
                 entry.device_bytes for entry in WORK.memory(saving, cluster=cluster))
 
 
+@pytest.mark.parametrize(("mesh", "stages_per_rank"), [(Mesh(data=2), 1), (Mesh(data=2, pipe=2), 1),
+                                                       (Mesh(data=2, pipe=2), 2)], ids=str)
+def test_sums_beside_the_backward_make_no_bound_longer(mesh, stages_per_rank):
+    """Of small chunks on links for which the backward is as long as the sums: whether products wait decides how many
+    are hidden."""
+    cluster = cluster_of("h100", flops=1e-3)
+    run = replace(SMALL, mesh=mesh, optim=replace(SMALL.optim, bucket_size=256, chunk_buckets=1),
+                  pipeline=replace(SMALL.pipeline, stages_per_rank=stages_per_rank))
+    for bandwidth in (1e11, 1e9, 1e7):
+        slow = replace(cluster, inside=replace(cluster.inside, bandwidth=bandwidth), chunk_seconds=0.0)
+        stages = WORK.stages(run)
+        bound = never_resting_seconds(run, run_cost(run, slow, stages, exact=False, unlimited=True))
+        assert bound <= run_cost(run, slow, stages).seconds * (1 + 1e-9)
+
+
 @settings(deadline=None, max_examples=20, derandomize=True)
 @given(st.data())
 def test_the_bound_of_several_stages_on_each_rank(data):

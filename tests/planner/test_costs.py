@@ -6,7 +6,19 @@ from itertools import pairwise
 import pytest
 
 from ranvier.config.resolve import ResolvedRun
-from ranvier.config.run import Batch, Data, Elastic, Guard, Launch, Optim, Pipeline, TensorParallel, Train, Transformer
+from ranvier.config.run import (
+    Batch,
+    Data,
+    Elastic,
+    Guard,
+    Launch,
+    Memory,
+    Optim,
+    Pipeline,
+    TensorParallel,
+    Train,
+    Transformer,
+)
 from ranvier.cost import transition
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.hardware import Link
@@ -195,6 +207,15 @@ def test_gradients_are_summed_beside_the_last_backward_on_devices():
     stage = found(judged, slow).stages[0]  # updates fit in beside the gathers, which begin when all is summed
     assert stage.after_seconds == pytest.approx(
         stage.reduction_seconds - kept * hidden + stage.update_seconds / 15)
+
+
+def test_products_that_are_all_recomputed_do_not_wait_behind_the_sums():
+    """Under a policy that defers, too: nothing of these blocks may."""
+    run = replace(TINY, mesh=Mesh(data=2, pipe=2), launch=Launch(device="cuda"), memory=Memory(recompute=1),
+                  optim=Optim(bucket_size=1 << 10))
+    driven, fixed = (found(replace(run, pipeline=Pipeline(policy=policy)), CLUSTER).stages[0]
+                     for policy in ("message-driven", "1f1b"))
+    assert driven.weight_seconds == 0 and driven.after_seconds == fixed.after_seconds < fixed.reduction_seconds
 
 
 @pytest.mark.parametrize(("placement", "turns"), [("v-shape", 1), ("interleaved", 4)])

@@ -38,6 +38,20 @@ def test_output_that_nobody_reads_is_discarded(monkeypatch):
             print("more", file=stream, flush=True)
 
 
+def test_output_without_a_buffer_stays_so(monkeypatch):
+    """As under PYTHONUNBUFFERED: a log has what a process wrote before it was killed."""
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb") as read, io.TextIOWrapper(
+            os.fdopen(writer, "wb", buffering=0), write_through=True) as mine:
+        monkeypatch.setattr(sys, "stdout", mine)
+        monkeypatch.setattr(sys, "__stdout__", mine)
+        terminal.outlive_readers()
+        assert sys.stdout is not mine
+        sys.stdout.write("é")
+        os.set_blocking(reader, False)
+        assert read.read() == "é".encode()
+
+
 @pytest.mark.parametrize(("words", "code"), [(["--help"], 0), (["train", "--nonsense", "--json"], 2)])
 def test_the_exit_code_does_not_depend_on_the_reader(monkeypatch, words, code):
     with lost_output(monkeypatch), pytest.raises(SystemExit) as end:

@@ -114,12 +114,12 @@ def next_token_loss(logits_BSV: Tensor, targets: object) -> tuple[Tensor, Tensor
 def _checked_targets(logits_BSV: Tensor, targets: object) -> Tensor:
     if not isinstance(targets, Tensor) or not _are_numbers(targets, logits_BSV.shape[:-1]):
         raise _unfit(logits_BSV, targets, "Give int64 targets of shape [batch, sequence].")
-    return targets
+    return targets.long()
 
 
 def _are_numbers(targets: Tensor, shape: torch.Size) -> bool:
     """Whether these are numbers of tokens or classes, and not probabilities, in this shape."""
-    return targets.shape == shape and targets.dtype is torch.int64
+    return targets.shape == shape and targets.dtype in (torch.int64, torch.int32, torch.uint8)
 
 
 def _num_counted(targets: Tensor) -> Tensor:
@@ -138,7 +138,8 @@ class ClassLoss(nn.Module):
         """logits [B, C], targets [B] int64."""
         if not isinstance(targets, Tensor) or not _are_numbers(targets, logits_BC.shape[:1]):
             raise _unfit(logits_BC, targets, "Give int64 targets of shape [batch].")
-        return _cross_entropies(logits_BC, targets).sum(), _num_counted(targets)
+        targets_B = targets.long()
+        return _cross_entropies(logits_BC, targets_B).sum(), _num_counted(targets_B)
 
 
 class LastTokenLoss(nn.Module):
@@ -182,9 +183,10 @@ class SpanLoss(nn.Module):
         if not isinstance(targets, dict) or set(targets) != {"start", "end"} or any(
                 not _are_numbers(targets[end], logits_BS2.shape[:1]) for end in targets):
             raise _unfit(logits_BS2, targets, "Give a dict of int64 targets 'start' and 'end' of shape [batch].")
-        counted_B = (targets["start"] != IGNORED) & (targets["end"] != IGNORED)
-        ends_B = [_cross_entropies(logits_BS, targets[end].where(counted_B, IGNORED))
-                  for end, logits_BS in zip(("start", "end"), logits_BS2.unbind(2), strict=True)]
+        numbers = [targets[end].long() for end in ("start", "end")]
+        counted_B = (numbers[0] != IGNORED) & (numbers[1] != IGNORED)
+        ends_B = [_cross_entropies(logits_BS, numbers_B.where(counted_B, IGNORED))
+                  for numbers_B, logits_BS in zip(numbers, logits_BS2.unbind(2), strict=True)]
         return (ends_B[0] + ends_B[1]).sum() / 2, counted_B.sum()
 
 
