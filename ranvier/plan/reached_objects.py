@@ -395,7 +395,7 @@ def _of_class(path: str, kind: type) -> Iterator[_Link]:
 
 
 def _is_foreign(one: Any) -> bool:
-    name = one.__name__ if isinstance(one, ModuleType) else getattr(one, "__module__", "")
+    name = vars(one).get("__name__", "") if isinstance(one, ModuleType) else getattr(one, "__module__", "")
     package = str(name).partition(".")[0]
     return package in _FOREIGN or _is_without_torch(package, len(sys.modules))
 
@@ -404,7 +404,7 @@ def _is_foreign(one: Any) -> bool:
 def _is_without_torch(package: str, modules: int) -> bool:
     """Whether it is installed, and has no variable torch among its modules. modules: how many there are."""
     found = sys.modules.get(package)
-    place = None if found is None else vars(found).get("__file__")
+    place = vars(found).get("__file__") if isinstance(found, ModuleType) else None
     if not isinstance(place, str) or _INSTALLED.isdisjoint(Path(place).parts):
         return False
     inside = [one for name, one in list(sys.modules.items()) if name == package or name.startswith(f"{package}.")]
