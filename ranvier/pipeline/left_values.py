@@ -49,6 +49,7 @@ class LeftValues:
         self._made: dict[tuple[int, Entry], SharedPlace] = {}
         """Entries that a forward here has made, of those that all readers make by themselves."""
         self._values: dict[int, Any] = {}
+        self._numbers: dict[tuple[int, Entry], tuple[_Mark, int]] = {}
         self._found: frozenset[int] = frozenset()
         """What is looked at by itself, and not as a part of what has it."""
         if places:
@@ -93,14 +94,16 @@ class LeftValues:
                 self._values[place.number] = value
         self._before = []
 
-    def made(self) -> dict[int, int]:
-        """Place -> a number of all that forwards of the stage have made there so far."""
-        found: dict[int, int] = {}
-        for (number, entry), _ in sorted(self._made.items(), key=lambda one: (one[0][0], one[0][1] or "")):
+    def made(self) -> dict[tuple[int, Entry], int]:
+        """A number of each entry that forwards of the stage have made so far, which is counted anew where that has
+        changed: of tensors on a device, the host waits for it."""
+        for number, entry in self._made:
             value = self._values[number]
             now = next((one for name, one in contents(value) if name == entry), None)
-            found[number] = crc32(f"{entry} {_number(now, self._found - {id(value)})}".encode(), found.get(number, 0))
-        return found
+            mark, known = _Mark(now, self._found, is_found=now is not value), self._numbers.get((number, entry))
+            if known is None or not mark.is_same(known[0]):
+                self._numbers[number, entry] = mark, _number(now, self._found - {id(value)})
+        return {place: one for place, (_, one) in self._numbers.items()}
 
     def first_made(self) -> tuple[SharedPlace, Entry] | None:
         """Where a forward of the stage has made something."""
@@ -123,19 +126,15 @@ class SameLeft:
 
     def number(self) -> float:
         """The number that this rank adds to the sums."""
-        total = 0
-        for one in self._numbers().items():
-            total += self._factors.get(one[0], 0) * (one[1] >> 32 - _NUMBER_BITS)
-        return float(total)
-
-    def _numbers(self) -> dict[int, int]:
-        """ModelError where stages of this rank differ, of what each has a copy."""
-        found: dict[int, int] = {}
+        made: dict[tuple[int, Entry], int] = {}
         for stage in self._stages:
-            for number, one in stage.made().items():
-                if found.setdefault(number, one) != one:
+            for place, one in stage.made().items():
+                if made.setdefault(place, one) != one:  # stages of this rank differ, of what each has a copy
                     raise _differs(stage.first_made())
-        return found
+        numbers: dict[int, int] = {}
+        for (number, entry), one in sorted(made.items(), key=lambda one: (one[0][0], one[0][1] or "")):
+            numbers[number] = crc32(f"{entry} {one}".encode(), numbers.get(number, 0))
+        return float(sum(self._factors.get(number, 0) * (one >> 32 - _NUMBER_BITS) for number, one in numbers.items()))
 
     def check(self, total: float) -> None:
         """ModelError where the sum over all ranks shows that they differ."""

@@ -190,6 +190,8 @@ class _Function:
                 end = self._all[number + len(path)] if path and number + len(path) < len(self._all) else then[0]
                 return "COPY" if end.opname in _STORES and self._path(number + len(path)) == path else None
             case "LOAD_ATTR" | "LOAD_METHOD":
+                if then[0].argval == "setdefault" and (call := self._call_of(number)) is not None:
+                    return self._changed_by(call)
                 return "LOAD_METHOD" if then[0].argval in _CHANGES and self._is_dropped(number) else None
         return None
 
@@ -205,9 +207,14 @@ class _Function:
 
     def _is_dropped(self, method: int) -> bool:
         """Whether a loaded method is called, and what it returns is dropped."""
+        call = self._call_of(method)
+        return call is not None and self._all[call + 1].opname == "POP_TOP"
+
+    def _call_of(self, method: int) -> int | None:
+        """The call of a method that is loaded."""
         call = self._consumer(method)
-        return call is not None and self._all[call[0]].opname == "CALL" and call[1] == self._all[call[0]].arg and (
-            self._all[call[0] + 1].opname == "POP_TOP")
+        return call[0] if call is not None and self._all[call[0]].opname == "CALL" and (
+            call[1] == self._all[call[0]].arg) else None
 
     def _has_default_set(self, place: int) -> bool:
         """Whether it is a dict of which an element is read, and made where there is none."""

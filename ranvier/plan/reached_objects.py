@@ -6,7 +6,8 @@
 
 Followed are attributes, hooks, elements of lists, tuples, dicts and sets, classes, what functions and methods have in
 closures and defaults, and the global variables that they name. Not followed are Python's own objects, torch's and
-Ranvier's, and elements of containers of more than 10,000, which hold data. No code of the user's runs here, and another
+Ranvier's, those of installed packages that do not use torch (pandas, matplotlib), and elements of containers of more
+than 10,000, which hold data. No code of the user's runs here, and another
 thread may change what is looked at.
 """
 
@@ -21,6 +22,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from enum import Enum
 from functools import cached_property, lru_cache, partial
+from pathlib import Path
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -34,6 +36,7 @@ _HOLD_NOTHING = frozenset({type(None), bool, int, float, complex, str, bytes, nn
 _PLAIN = _HOLD_NOTHING - {nn.Parameter}
 _FOREIGN = frozenset({"torch", "ranvier", "numpy", "pytest", "_pytest", *sys.stdlib_module_names} - {"__main__"})
 """Packages whose functions and objects hold nothing for others."""
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
 _CONTAINERS = (list, tuple, set, deque, dict)
 _MOST_ELEMENTS = 10_000
 _Cached = type(functools.lru_cache(len))
@@ -59,13 +62,13 @@ class Reached(NamedTuple):
 
 class _Link(NamedTuple):
     """A step of the walk. name: of the attribute or variable; None where the value is reached whenever what has it is.
-    method: its name in a class. is_bound: whether its first argument is the object."""
+    method: its name in a class. bound: the class, where its first argument is the object."""
 
     path: str
     value: Any
     name: str | None = None
     method: str | None = None
-    is_bound: bool = False
+    bound: type | None = None
 
 
 class CodeReach:
@@ -80,6 +83,10 @@ class CodeReach:
         """Identity of a value -> the holders of it, None for a function, and its name there."""
         self._bound: set[int] = set()
         """Objects of which there are bound methods."""
+        self._own: dict[int, frozenset[str]] = {}
+        """Method -> names that it reads of its own object."""
+        self._classes: dict[type, set[int]] = {}
+        """Class -> methods that have objects of it as their own."""
         self._names: set[str] = set()
         """Names in code that may run."""
         self._methods: dict[str, list[_Link]] = {}
@@ -100,6 +107,8 @@ class CodeReach:
         while waiting:
             link = waiting.popleft()
             value = link.value
+            if link.bound is not None:
+                self._classes.setdefault(link.bound, set()).add(id(value))
             if type(value) in _HOLD_NOTHING or id(value) in self._seen:
                 continue
             if link.method is not None and not self._may_run(link.method):
@@ -110,12 +119,15 @@ class CodeReach:
                 self.found[id(value)] = Reached(link.path, value, False)
             if isinstance(value, FunctionType) and not _is_foreign(value):
                 code = value.__code__
-                self.uses |= uses_of(code, code.co_varnames[0] if link.is_bound and code.co_argcount else None)
+                uses = uses_of(code, code.co_varnames[0] if link.bound is not None and code.co_argcount else None)
+                self._own[id(value)] = uses.own
+                self.uses |= uses
                 fresh = set(_names(code)) - self._names
                 self._names |= fresh
                 waiting.extend(one for name in fresh for one in self._methods.pop(name, ()))
             elif isinstance(value, MethodType):
                 self._bound.add(id(value.__self__))
+                self._classes.setdefault(type(value.__self__), set()).add(id(value.__func__))
             waiting.extend(self._linked(link.path, value))
 
     def _may_run(self, method: str) -> bool:
@@ -137,7 +149,15 @@ class CodeReach:
         """Those of `names` for which `reads` says so."""
         if self.uses.reads_any:
             return names
-        return names & (self.uses.others | self.uses.own if self._is_own(value) else self.uses.others)
+        return names & (self.uses.others | self.own_names(value))
+
+    def own_names(self, value: Any) -> frozenset[str]:
+        """Names that methods read of an object as their own: those of its classes. Of a class, objects of any read."""
+        if isinstance(value, type):
+            return self.uses.own
+        return frozenset[str]().union(*(
+            self._own.get(method, ()) for kind in type(value).__mro__ for method in self._classes.get(kind, ())
+        )) if self.is_own(value) else frozenset()
 
     def names_of(self, value: Any) -> set[str]:
         """The names by which code has a container, a tensor, an array, or a variable of a closure."""
@@ -161,10 +181,9 @@ class CodeReach:
         return any(self._reads(holder, name, asked) if holder is not None else name is None or self.uses.reads(name)
                    for holder, name in self._links.get(identity, ()))
 
-    def _is_own(self, value: Any) -> bool:
+    def is_own(self, value: Any) -> bool:
         """Whether methods that code may call have the value as their own object."""
-        return isinstance(value, type) or (id(value) in self.found and self.found[id(value)].is_part) or (
-            self._may_call(value))
+        return (id(value) in self.found and self.found[id(value)].is_part) or self._may_call(value)
 
     def _may_call(self, value: Any) -> bool:
         """Whether code may call a method of an object that is no part of its blocks. One with parameters that train is
@@ -370,14 +389,26 @@ def _of_class(path: str, kind: type) -> Iterator[_Link]:
                 functions = (value,)
         for one in functions:
             if isinstance(one, FunctionType | _Cached):
-                yield _Link(path, one, None, name, not isinstance(value, staticmethod))
+                yield _Link(path, one, None, name, None if isinstance(value, staticmethod) else kind)
             elif not name.startswith("__"):
                 yield _Link(f"{path}.{name}", one, name)
 
 
 def _is_foreign(one: Any) -> bool:
-    name = one.__name__ if isinstance(one, ModuleType) else getattr(one, "__module__", "")
-    return str(name).partition(".")[0] in _FOREIGN
+    name = vars(one).get("__name__", "") if isinstance(one, ModuleType) else getattr(one, "__module__", "")
+    package = str(name).partition(".")[0]
+    return package in _FOREIGN or _is_without_torch(package, len(sys.modules))
+
+
+@lru_cache(maxsize=1 << 10)
+def _is_without_torch(package: str, modules: int) -> bool:
+    """Whether it is installed, and has no variable torch among its modules. modules: how many there are."""
+    found = sys.modules.get(package)
+    place = vars(found).get("__file__") if isinstance(found, ModuleType) else None
+    if not isinstance(place, str) or _INSTALLED.isdisjoint(Path(place).parts):
+        return False
+    inside = [one for name, one in list(sys.modules.items()) if name == package or name.startswith(f"{package}.")]
+    return not any(vars(one).get("torch") is sys.modules["torch"] for one in inside if isinstance(one, ModuleType))
 
 
 def _is_of_user(value: Any) -> bool:

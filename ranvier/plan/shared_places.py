@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
+from typing import NamedTuple
 
 from torch import nn
 
@@ -59,41 +60,67 @@ def shared_places(stages: Mapping[str, int], modules: Mapping[str, nn.Module], l
     for stage, reach in reaches.items():
         for identity in reach.found:
             places.setdefault(identity, []).append(stage)
-    several = [(identity, here) for identity, here in places.items() if len(here) > 1]
-    return tuple(place for number, (identity, here) in enumerate(several)
-                 for place in _of_one(number, identity, {stage: reaches[stage] for stage in here}))
+    several = {identity: {stage: reaches[stage] for stage in here} for identity, here in places.items()
+               if len(here) > 1}
+    known: dict[object, list[_Use]] = {}
+    return tuple(place for number, (identity, here) in enumerate(several.items())
+                 for place in _of_one(number, identity, here, known))
 
 
-def _of_one(number: int, identity: int, reaches: Mapping[int, CodeReach]) -> Iterator[SharedPlace]:
-    """The place on each stage that may write there."""
-    value = next(iter(reaches.values())).found[identity].value
+class _Use(NamedTuple):
+    """What a stage may write of a place. other: the first stage that reads it. The others are as in `SharedPlace`."""
+
+    stage: int
+    other: int
+    read: frozenset[Entry]
+    agreed: frozenset[Entry]
+    any: bool
+    any_agreed: bool
+
+
+def _of_one(number: int, identity: int, reaches: Mapping[int, CodeReach], known: dict[object, list[_Use]]
+            ) -> Iterator[SharedPlace]:
+    """The place on each stage that may write there. known: of places that are used alike, of which there are many."""
+    found = {stage: reach.found[identity] for stage, reach in reaches.items()}
+    value = next(iter(found.values())).value
+    key = identity if is_whole(value) else (type(value), _buffers(value), *(
+        (stage, one.is_part, reaches[stage].is_own(value)) for stage, one in found.items()))
+    if key not in known:
+        known[key] = list(_uses_of_one(found, reaches))
+    for use in known[key]:
+        yield SharedPlace(
+            stage=use.stage, name=found[use.stage].name, kind=type(value).__name__, other=found[use.other].name,
+            number=number, stages=tuple(reaches), read=use.read, any=use.any, any_agreed=use.any_agreed,
+            agreed=use.agreed)
+
+
+def _uses_of_one(found: Mapping[int, Reached], reaches: Mapping[int, CodeReach]) -> Iterator[_Use]:
+    value = next(iter(found.values())).value
     has_any = not is_whole(value) and not isinstance(value, type | FunctionType | ModuleType)
     """Whether attributes are written by names that are computed: not those of classes, functions and modules."""
     any_writers = {stage for stage, reach in reaches.items() if has_any and reach.uses.stores_any}
     any_readers = {stage for stage, reach in reaches.items() if reach.uses.reads_any}
-    names = frozenset[str]().union(*(reach.uses.stores for reach in reaches.values()))
+    names = frozenset[str]()
+    if not is_whole(value):
+        names = names.union(*(reach.uses.stores for reach in reaches.values()))
     if any_writers:
         names = names.union(*(reach.uses.own | reach.uses.others for stage, reach in reaches.items()
                               if stage not in any_readers))
     readers: dict[Entry, list[int]] = {}
     for stage, reach in reaches.items():
-        for entry in _read(reach, reach.found[identity], names):
+        for entry in _read(reach, found[stage], names):
             readers.setdefault(entry, []).append(stage)
-    makers = {entry: {stage for stage, reach in reaches.items() if _makes(reach, reach.found[identity], entry)}
+    makers = {entry: {stage for stage, reach in reaches.items() if _makes(reach, found[stage], entry)}
               for entry in readers}
     for stage, reach in reaches.items():
-        one = reach.found[identity]
         others = {entry: [other for other in reading if other != stage] for entry, reading in readers.items()
-                  if entry is None or entry in reach.uses.stores or entry in _buffers(one) or stage in any_writers}
+                  if entry is None or entry in reach.uses.stores or entry in _buffers(value) or stage in any_writers}
         read = frozenset(entry for entry, reading in others.items() if reading)
         any_others = any_readers - {stage} if stage in any_writers else set[int]()
         if read or any_others:
-            first = min([*(min(others[entry]) for entry in read), *any_others])
-            yield SharedPlace(
-                stage=stage, name=one.name, kind=type(value).__name__, other=reaches[first].found[identity].name,
-                number=number, stages=tuple(reaches), read=read, any=bool(any_others),
-                any_agreed=bool(any_others) and any_others <= any_writers,
-                agreed=frozenset(entry for entry in read if makers[entry].issuperset((stage, *others[entry]))))
+            yield _Use(stage, min([*(min(others[entry]) for entry in read), *any_others]), read,
+                       frozenset(entry for entry in read if makers[entry].issuperset((stage, *others[entry]))),
+                       bool(any_others), bool(any_others) and any_others <= any_writers)
 
 
 def _read(reach: CodeReach, one: Reached, names: frozenset[str]) -> Iterable[Entry]:
@@ -102,12 +129,12 @@ def _read(reach: CodeReach, one: Reached, names: frozenset[str]) -> Iterable[Ent
     if is_whole(one.value):
         return (None,) if reach.reads(one.value, None) else ()
     if one.is_part:
-        return reach.names_read(one.value, names) - _buffers(one)
-    return reach.names_read(one.value, names | _buffers(one))
+        return reach.names_read(one.value, names) - _buffers(one.value)
+    return reach.names_read(one.value, names | _buffers(one.value))
 
 
-def _buffers(one: Reached) -> frozenset[str]:
-    return frozenset(one.value._buffers) if isinstance(one.value, nn.Module) else frozenset()
+def _buffers(value: object) -> frozenset[str]:
+    return frozenset(value._buffers) if isinstance(value, nn.Module) else frozenset()
 
 
 def _makes(reach: CodeReach, one: Reached, entry: Entry) -> bool:

@@ -69,10 +69,11 @@ def only_adds(x, number):
     table[f"of {number}"].append(x.mean())
     table[number] += 1
     del table[0]
+    table.setdefault(number, []).append(x)
 
 
 def looks_too(x, number):
-    return log.pop(), table.get(number)
+    return log.pop(), table.setdefault(number, [x])
 
 
 def test_a_container_of_which_nothing_is_read():

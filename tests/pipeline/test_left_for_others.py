@@ -1,8 +1,9 @@
 """Values that a forward leaves outside of the carried state, where code of another stage would find them in a plain
 loop: refused by name, and taken where nobody else reads them or each stage makes them alike."""
 
+import sys
 import threading
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import ClassVar
 
 import numpy
@@ -300,10 +301,21 @@ def made_alike():
 def made_first_or_only_counted():
     context, log, means = SimpleNamespace(calls=0, scale=None), [], {}
 
+    class Counter:
+        linear = 0
+
+        def add(self, value):
+            self.linear += 1
+            means.setdefault(value, []).append(self)
+
+    counter = Counter()  # blocks read a linear of their own
+
     def follow(block, x, y):
         context.calls += 1
-        log.append(float(y.detach().mean()))
-        means[block.number] = y.detach()
+        counter.add(block.number)
+        context.device = x.device
+        log.append(float(y.detach().to(context.device).mean()))
+        means[block.number, 0] = y.detach()
         context.scale = y.mean()
         return y * context.scale
     return four(follow)
@@ -378,6 +390,19 @@ def test_the_walk_runs_no_code_of_the_users_and_ends_at_data():
     assert ("block.settings", Hostile) in found and ("block.kept[Slotted]", list) in found
     assert len(found) < 20 and all(one.value is not linear for one in reached_from("block", block))
     assert elements(block.settings) == [4] and elements(block.table) == []
+
+
+@pytest.mark.parametrize("uses_torch", [False, True])
+def test_of_installed_packages_those_that_use_torch_are_followed(uses_torch, monkeypatch):
+    package = ModuleType(f"plots_{uses_torch}")
+    package.__file__ = f"/lib/site-packages/{package.__name__}/__init__.py"
+    exec("found = []\ndef draw(x): found.append(x)", vars(package))
+    if uses_torch:
+        package.torch = torch
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    monkeypatch.setitem(globals(), "plots", package)
+    reached = [one.value for one in reached_from("loss", lambda y, t: plots.draw(y))]  # noqa: F821
+    assert any(one is package.found for one in reached) == uses_torch
 
 
 # ---------------------------------------------------------------------- what has no parameters of its own
