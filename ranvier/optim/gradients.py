@@ -102,7 +102,7 @@ class Gradients:
         self._versions: dict[str, int] = {}
         self._unreached: dict[str, bool] = {}
         self._removed: set[str] = set()
-        self._frozen: set[nn.Parameter] = set()
+        self._frozen: set[str] = set()
         """Parameters that were frozen when each batch of this step began: whoever freezes one later has a gradient."""
         self._handed_on: dict[str, int | None] = {}
         """Versions of the gradients that have been handed on, when they were; None where their memory is another's."""
@@ -151,7 +151,7 @@ class Gradients:
         self._passed = sys.maxsize
         self._attach()
         self._unreached, self._removed, self.unreached = {}, set(), set()
-        frozen = {spec.parameter for spec in self._specs if not spec.parameter.requires_grad}
+        frozen = {spec.name for spec in self._specs if not spec.parameter.requires_grad}
         self._frozen = self._frozen & frozen if keep else frozen
         self._handed_on = {}
         self._versions = {spec.name: spec.parameter.grad._version for spec in self._specs
@@ -279,7 +279,7 @@ class Gradients:
             return
         grad = spec.parameter.grad
         untouched = grad is not None and grad._version == self._versions.get(spec.name, -1) \
-            and spec.parameter not in self._frozen and not grad.any()
+            and spec.name not in self._frozen and not grad.any()
         self._unreached[spec.name] = bool(untouched)
         if untouched and grad is not None:
             grad.data.fill_(-0.0)
@@ -289,7 +289,7 @@ class Gradients:
         all who have sums of them."""
         start, stop = self.share_of(chunk)
         found = {spec.parameter for spec in chunk.specs
-                 if spec.name in self._removed or spec.parameter in self._frozen}
+                 if spec.name in self._removed or spec.name in self._frozen}
         for spec in chunk.specs:
             if self._unreached.get(spec.name):
                 first, last = self.places[spec.parameter]
@@ -350,7 +350,7 @@ class Gradients:
             elif grad.data_ptr() != place.data_ptr():
                 place.copy_(grad.to_dense().reshape(-1))
                 spec.parameter.grad = place.view(spec.parameter.shape).data
-                self._frozen.discard(spec.parameter)
+                self._frozen.discard(spec.name)
 
     def snapshot(self) -> Tensor:
         """A copy of the buffer between batches, with what a user has put in the place of a parameter's gradient."""

@@ -126,6 +126,8 @@ class SameLeft:
 
     def number(self) -> float:
         """The number that this rank adds to the sums."""
+        if not self._factors:
+            return 0.0
         made: dict[tuple[int, Entry], int] = {}
         for stage in self._stages:
             for place, one in stage.made().items():

@@ -223,7 +223,8 @@ class Schedule:
                                  f"{expected if expected < end else 'none'} of {self.num_microbatches}; "
                                  f"so far: {self.text() or 'nothing'}")
         queue.append(microbatch)
-        self._change()
+        self._ready = None
+        self.budget.version += 1
 
     def on_done(self, action: Action, *, expects_backward: bool = False, deferrable_bytes: int = 0,
                 products: Sequence[Product] = ()) -> None:
@@ -242,7 +243,8 @@ class Schedule:
                 self.budget.held -= 1
                 self.budget.version += 1
             return
-        self._change()
+        self._ready = None
+        self.budget.version += 1
         match kind:
             case "F":
                 self.forwards_done += 1
@@ -268,10 +270,6 @@ class Schedule:
         if kind != "F" and self.returns_done == self.num_microbatches:
             # the last drain goes chunk by chunk in reduction order
             self.queue = dict(sorted(self.queue.items(), key=lambda item: item[1].chunk))
-
-    def _change(self) -> None:
-        self._ready = None
-        self.budget.version += 1
 
     def _return(self, microbatch: int) -> None:
         assert self._arrived_returns.popleft() == microbatch
@@ -334,7 +332,7 @@ class Schedule:
 
     def weight(self) -> Action | None:
         """The next queued product."""
-        return next(iter(self.queue), None)
+        return next(iter(self.queue)) if self.queue else None
 
     # ------------------------------------------------------------------ when it is due
 

@@ -7,6 +7,7 @@ is for (a kind and a microbatch), so that ranks that are not at the same place f
 from __future__ import annotations
 
 import time
+import weakref
 from dataclasses import dataclass, replace
 
 import pytest
@@ -81,7 +82,12 @@ class Sharded(nn.Module):
     def __init__(self, groups: tuple[Group, ...] = (), seconds: float = 0.0) -> None:
         super().__init__()
         self.linear = Copied(WIDTH, WIDTH)
-        self._groups, self._seconds = groups, seconds
+        self._references, self._seconds = tuple(map(weakref.ref, groups)), seconds
+
+    @property
+    def _groups(self) -> tuple[Group, ...]:
+        """Not an attribute: all blocks of a rank have the same, and what these count is not of a microbatch."""
+        return tuple(group for reference in self._references if (group := reference()) is not None)
 
     def forward(self, x):
         sample = int(x[0, 0])
