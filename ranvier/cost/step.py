@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import inf
+from operator import mul
 from typing import NamedTuple
 
 from ranvier.config.resolve import ResolvedRun, chunk_size
@@ -41,12 +42,13 @@ from ranvier.cost.kernels import Kernel, backward_of, weight_gradients_of, witho
 from ranvier.cost.stage_messages import edge_bytes, edge_links, edge_seconds, rank_threads, replica_offsets, sent_bytes
 from ranvier.cost.volume import (
     Bytes,
-    Exposed,
     Recompute,
     SplitLayer,
+    Trip,
+    Trips,
     Volume,
     block_volume,
-    exposed_panels,
+    layer_trips,
     volume_scheme,
 )
 from ranvier.schedule.closed_form import DIRECT, Way, passage
@@ -57,6 +59,8 @@ from ranvier.schedule.simulator import PRODUCTS, StageTimes
 _MESSAGES = {"summa": (4, 8), "stationary": (4, 6), "megatron": (2, 2),
              "stationary-sequence": (4, 6), "megatron-sequence": (4, 6)}
 """Collectives of one layer along an axis, forward and backward; each is one message to every other member."""
+_ALIKE = 0.05
+"""Of a product's size: columns that a size does not divide by have parts that differ."""
 _NORM_MESSAGES = {"summa": 2, "stationary": 2}
 """Messages of a layer's two norms along col in the forward, and as many in the backward, where the hidden dimension is
 sharded."""
@@ -270,20 +274,16 @@ _GROUPED = ("data", _ROW, _COL)
 
 
 class _Seconds(NamedTuple):
-    """Seconds of one microbatch in a block, without messages. products: the part of each that products and attention
-    take."""
+    """Seconds of one microbatch in a block, without messages."""
 
     forward: float
     backward: float
     """Seconds of the gradients of activations."""
     weight: float
     """Seconds of the gradients of weights that train."""
-    forward_products: float
-    backward_products: float
-    """Seconds of products and attention in both halves of the backward."""
 
 
-_NO_SECONDS = _Seconds(0.0, 0.0, 0.0, 0.0, 0.0)
+_NO_SECONDS = _Seconds(0.0, 0.0, 0.0)
 
 
 @lru_cache(maxsize=1024)  # a search asks the same of very many candidates
@@ -297,19 +297,34 @@ def _block_seconds(kernels: Same[tuple[Kernel, ...]], device: Same[Device], prec
     def seconds(some: Sequence[Kernel]) -> float:
         return device.it.seconds(some, precision, threads)
 
-    return _Seconds(*map(seconds, (forward, backward, weights)),
-                    *(seconds([kernel for kernel in some if kernel.kind in ("product", "attention")])
-                      for some in (forward, (*backward, *weights))))
+    return _Seconds(*map(seconds, (forward, backward, weights)))
 
 
 @lru_cache(maxsize=1024)
 def _repeated_seconds(kernels: Same[tuple[Kernel, ...]], device: Same[Device], precision: Precision, threads: float,
                       num_repeated: int | None = None) -> _Seconds:
     """Times of one microbatch in a second run with the first `num_repeated` of these kernels."""
-    run = kernels.it[:num_repeated]
-    products = [kernel for kernel in run if kernel.kind in ("product", "attention")]
-    return _NO_SECONDS._replace(forward=device.it.seconds(run, precision, threads),
-                                forward_products=device.it.seconds(products, precision, threads))
+    return _NO_SECONDS._replace(forward=device.it.seconds(kernels.it[:num_repeated], precision, threads))
+
+
+_Products = tuple[float, float, float]
+"""Seconds of a layer's products: y, dX and dW."""
+
+
+@lru_cache(maxsize=1024)
+def _layer_seconds(kernels: Same[tuple[Kernel, ...]], layers: Same[tuple[SplitLayer, ...]], col: int,
+                   device: Same[Device], precision: Precision, bytes: ElementBytes) -> tuple[_Products, ...]:
+    """For each of these layers, the products of a block with weights that have its size on one of `col` columns. Layers
+    of one size share theirs evenly."""
+    sizes = [0 if layer.kind == "embedding" else layer.inputs * layer.outputs / col for layer in layers.it]
+    products = [kernel for kernel in kernels.it if kernel.kind == "product" and kernel.weight != "none"]
+    found = []
+    for size in sizes:
+        own = [each for each in products if abs(each.shape[2] * each.shape[3] - size) < _ALIKE * size]
+        y, dx, dw = (device.it.seconds([each for each in some if each.kind == "product"], precision) / sizes.count(size)
+                     for some in (own, backward_of(own), weight_gradients_of(own, bytes.gradient, None)))
+        found.append((y, dx, dw))
+    return tuple(found)
 
 
 @lru_cache(maxsize=64)  # a search has one sample for very many candidates
@@ -327,7 +342,7 @@ def _first_alike(work: Same[StageWork], layers: Same[Mapping[str, tuple[SplitLay
 class _StepCost:
     """Everything that the parts of a cost need."""
 
-    def __init__(self, step: Step, cluster: Cluster, as_published: bool = False, *, part: float = 1.0) -> None:
+    def __init__(self, step: Step, cluster: Cluster, as_published: bool = False, *, part: float | None = None) -> None:
         mesh = step.run.mesh
         self.placement = step.run.placement
         assert len(step.stages) == self.placement.num_stages
@@ -487,7 +502,7 @@ class _StepCost:
         if key not in self._of_kernels:
             found = _block_seconds(Same(cost.kernels), Same(self.cluster.device), self.run.precision, self._threads(),
                                    self.step.bytes, self.as_published)
-            if self.part != 1.0:
+            if self.part is not None:
                 found = _Seconds(*(self.part * seconds for seconds in found))
             self._of_kernels[key] = found if cost.num_trainable else found._replace(weight=0.0)
         return self._of_kernels[key]
@@ -498,7 +513,7 @@ class _StepCost:
             return self._seconds(cost)
         kernels, count = (cost.repeated.kernels, None) if cost.is_selective else (cost.kernels, cost.num_repeated)
         found = _repeated_seconds(Same(kernels), Same(self.cluster.device), self.run.precision, self._threads(), count)
-        return found if self.part == 1.0 else _Seconds(*(self.part * seconds for seconds in found))
+        return found if self.part is None else _Seconds(*(self.part * seconds for seconds in found))
 
     def _threads(self) -> float:
         return rank_threads(self.cluster, self.mesh)
@@ -558,12 +573,12 @@ class _StepCost:
         if key not in self._sent_seconds:
             sends_again = recomputed and not block.is_selective
             volume, layers = self._block_volume(block.name, sends_again), self._share_of_layer(block.name)
-            alone, own = self._exposed(block.name, sends_again), self._seconds(block)
-            again = self._repeated(block, ends) if recomputed else _NO_SECONDS
+            own, again = self._seconds(block), self._repeated(block, ends) if recomputed else _NO_SECONDS
+            trips = self._trips(block, sends_again) if self._hides else []
             self._sent_seconds[key] = (
-                self._held_up(volume.forward, layers, 0, alone.forward, own.forward_products, own.forward),
-                self._held_up(volume.backward, layers, 1, alone.backward,
-                              own.backward_products + again.forward_products,
+                self._held_up(volume.forward, layers, 0, [(each.forward, seconds) for each, seconds in trips],
+                              own.forward),
+                self._held_up(volume.backward, layers, 1, [(each.backward, seconds) for each, seconds in trips],
                               own.backward + own.weight + again.forward) if has_backward else 0.0)
         return self._sent_seconds[key]
 
@@ -573,23 +588,29 @@ class _StepCost:
         depends on the rank."""
         return self.cluster.device.cores is None and self.scheme != "summa" and not self.as_published
 
-    def _held_up(self, sizes: Bytes, layers: float, way: int, alone: float, products: float, computing: float) -> float:
-        """Seconds for which a block's messages hold it up: activations travel beside its products, but for the panels
-        beside which nothing is computed, and weights beside all that it computes. Messages that are hidden slow down
-        what is computed beside them (`Device.message_share`).
+    def _held_up(self, sizes: Bytes, layers: float, way: int, trips: Sequence[tuple[Sequence[Trip], _Products]],
+                 computing: float) -> float:
+        """Seconds for which a block's messages hold it up: activations travel beside the products of their layer, but
+        for the panels beside which nothing is computed, and weights beside all that the block computes. Messages that
+        are hidden slow down what is computed beside them (`Device.message_share`).
 
         Args:
-            sizes, layers, way: as of `_received`. alone: bytes of these panels. products, computing: seconds.
+            sizes, layers, way: as of `_received`. trips: of each layer, with its products. computing: seconds.
         """
         if not self._hides:
             return self._norms(layers) + self._received(sizes, layers, way)
         activations = self._received(replace(sizes, weights=0.0), layers, way) if sizes.activations else 0.0
         weights = self._received(replace(sizes, activations=0.0), layers, way) if sizes.weights else 0.0
-        first = activations * min(1.0, alone / sizes.activations) if sizes.activations else 0.0
-        beside = activations - first
-        hidden = beside + weights
+        each_byte = activations / sizes.activations if sizes.activations else 0.0
+        alone = late = 0.0
+        for several, products in trips:
+            for trip in several:
+                alone += trip.alone * each_byte
+                beside = sum(map(mul, trip.beside, products))
+                late += (1.0 - trip.alone / trip.bytes) * max(0.0, trip.bytes * each_byte - beside)
+        hidden = activations - alone + weights
         slower = self.cluster.device.message_share * hidden  # what is computed beside messages takes longer
-        return self._norms(layers) + first + max(slower, beside - products, hidden - computing)
+        return self._norms(layers) + alone + max(slower, late, hidden - computing)
 
     def _norms(self, layers: float) -> float:
         """Seconds of the small sums of a block's norms, which nothing hides."""
@@ -598,13 +619,19 @@ class _StepCost:
         return count * self.cluster.collective_seconds * (group.members > 1) + received_seconds(
             0.0, round(steps), group, self.cluster)
 
-    def _exposed(self, block: str, recomputed: bool) -> Exposed:
-        """Bytes of a block's activations that travel while nothing is computed."""
-        return exposed_panels(
-            self.step.split_layers[block], self.scheme, row=self.mesh.row, col=self.mesh.col,
-            elements=self.run.batch.microbatch_size * self.step.tokens * self.run.model.hidden,
-            itemsize=self.step.bytes.parameter, sum_itemsize=self.step.bytes.summed,
-            panel_bytes=self.run.tensor.panel_bytes, recomputed=recomputed)
+    def _trips(self, block: BlockCost, recomputed: bool) -> list[tuple[Trips, _Products]]:
+        """What the activations of each layer of a block receive, and its products."""
+        layers, col = self.step.split_layers[block.name], self.mesh.col if self.part is None else 1
+        seconds = _layer_seconds(Same(block.kernels), Same(layers), col, Same(self.cluster.device), self.run.precision,
+                                 self.step.bytes)
+        if self.part is not None:
+            seconds = tuple((self.part * y, self.part * dx, self.part * dw) for y, dx, dw in seconds)
+        elements = self.run.batch.microbatch_size * self.step.tokens
+        return [(layer_trips(layer, self.scheme, row=self.mesh.row, col=self.mesh.col, elements=elements,
+                             itemsize=self.step.bytes.parameter, sum_itemsize=self.step.bytes.summed,
+                             panel_bytes=self.run.tensor.panel_bytes, recomputed=recomputed,
+                             trains=block.num_trainable > 0), products)
+                for layer, products in zip(layers, seconds, strict=True)]
 
     def _share_of_layer(self, block: str) -> float:
         """Share of a transformer layer's collectives that a block has, by its products. A block without any has as many

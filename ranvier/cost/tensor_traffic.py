@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.placement import best_tile, bytes_between_nodes
-from ranvier.cost.volume import SplitLayer, exposed_panels, layer_volume, volume_scheme
+from ranvier.cost.volume import SplitLayer, layer_trips, layer_volume, volume_scheme
 from ranvier.precision import DTYPES, sum_dtype
 
 
@@ -47,15 +47,17 @@ _LAYER = (SplitLayer("output", 1, 3), SplitLayer("input", 1, 1), SplitLayer("out
 
 
 def first_panels(run: ResolvedRun) -> int | None:
-    """Bytes of a layer that travel while no product is computed (`exposed_panels`). None for SUMMA, whose broadcasts
+    """Bytes of a layer that travel while no product is computed (`layer_trips`). None for SUMMA, whose broadcasts
     depend on the rank."""
     mesh, model, scheme = run.mesh, run.model, volume_scheme(run.tensor)
     if scheme == "summa":
         return None
-    return round(sum(exposed_panels(
-        _LAYER, scheme, row=mesh.row, col=mesh.col, itemsize=DTYPES[run.precision].itemsize,
+    trips = [layer_trips(
+        layer, scheme, row=mesh.row, col=mesh.col, itemsize=DTYPES[run.precision].itemsize,
         elements=run.batch.microbatch_size * model.sequence * model.hidden, sum_itemsize=_sum_itemsize(run),
-        panel_bytes=run.tensor.panel_bytes, recomputed=run.memory.recompute not in ("none", "selective"))))
+        panel_bytes=run.tensor.panel_bytes, recomputed=run.memory.recompute not in ("none", "selective"))
+        for layer in _LAYER]
+    return round(sum(each.alone for each in trips))
 
 
 def _sum_itemsize(run: ResolvedRun) -> int:

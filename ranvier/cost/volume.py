@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from ranvier.config.run import TensorParallel
-from ranvier.layout.panels import exposed_bytes
+from ranvier.layout.panels import panels_on_gpu
 
 Scheme = Literal["summa", "stationary", "megatron", "stationary-sequence", "megatron-sequence"]
 Recompute = Literal["none", "kept", "again"]
@@ -232,46 +232,69 @@ def block_volume(layers: Sequence[SplitLayer], scheme: Scheme, *, row: int, col:
     return Volume(forward=forward, backward=backward)
 
 
-class Exposed(NamedTuple):
-    """Bytes that a rank receives while it computes no product."""
+class Trip(NamedTuple):
+    """Bytes that a rank receives in one collective of a layer, cut into panels. alone: of these, the bytes of a panel
+    beside which nothing is computed. beside: how much of the layer's products (y, dX, dW) is computed beside the rest,
+    of which a panel hides a panel."""
 
-    forward: float
-    backward: float
+    bytes: float
+    alone: float
+    beside: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
-def exposed_panels(layers: Sequence[SplitLayer], scheme: Scheme, *, row: int, col: int, elements: int, itemsize: int,
-                   sum_itemsize: int, panel_bytes: int | Literal["auto"], recomputed: bool) -> Exposed:
-    """Bytes of one microbatch in a block with these layers that no product hides, on devices that compute while they
-    transfer: the first panel of what a product gathers, or the last one of what it sums, and all of what embeddings
-    exchange.
+class Trips(NamedTuple):
+    """Of one layer and microbatch, in its forward and its backward, recomputation included."""
+
+    forward: tuple[Trip, ...] = ()
+    backward: tuple[Trip, ...] = ()
+
+    @property
+    def alone(self) -> float:
+        """Bytes beside which nothing is computed."""
+        return sum(trip.alone for trip in (*self.forward, *self.backward))
+
+
+def layer_trips(layer: SplitLayer, scheme: Scheme, *, row: int, col: int, elements: int, itemsize: int,
+                sum_itemsize: int, panel_bytes: int | Literal["auto"], recomputed: bool, trains: bool = True) -> Trips:
+    """What a layer's activations receive, on devices that compute while they transfer.
 
     Of output-stationary products the forward gathers inputs, of input-stationary ones it sums outputs, and the backward
-    gathers their gradients. dX of output-stationary ones is summed while dW is computed; weights and their gradients
-    travel beside the products of neighbouring layers. `benchmarks/tensor/exposed.py` counts the same by running layers.
+    gathers their gradients: the first panel of what a product gathers, or the last one of what it sums, has nothing
+    beside it. The backward of output-stationary ones gathers inputs beside dX, and sums dX beside dW. Embeddings have
+    no product. `benchmarks/tensor/exposed.py` counts the same by running layers.
 
     Args:
-        elements: of the activations between two layers, on all ranks together. itemsize, sum_itemsize: as for
-            `layer_volume`. panel_bytes: as `tensor.panel_bytes`. recomputed: the backward repeats the forward, but for
-            the sum that ends a layer.
+        elements: of one feature of the layer's, on all ranks together. itemsize, sum_itemsize: as for `layer_volume`.
+            panel_bytes: as `tensor.panel_bytes`. recomputed: the backward repeats the forward, but for the sum that
+            ends a layer. trains: whether dW is computed.
     """
-    share = (col - 1) / col
-    gathered, summed = (exposed_bytes(elements // row * size, panel_bytes) * share
-                        for size in (itemsize, sum_itemsize))
-    # An all-reduce of activations that are whole on every column receives twice what a reduce-scatter does.
-    gathered, summed = (0.0, 2 * summed) if scheme == "megatron" else (gathered, summed)
-    forward = backward = again = 0.0
-    for layer in layers:
-        match layer.kind:
-            case "output" | "vocabulary":
-                forward, again = forward + gathered, again + gathered
-            case "input":
-                forward, backward = forward + summed, backward + gathered
-                again += 0.0 if layer.ends_layer else summed
-            case "embedding":
-                whole = embedding_volume(scheme, row=row, col=col, batch=1, sequence=1, hidden=elements,
-                                         vocab=layer.inputs, itemsize=itemsize, sum_itemsize=sum_itemsize)
-                forward, backward = forward + whole.forward.activations, backward + whole.backward.activations
-    return Exposed(forward, backward + again if recomputed else backward)
+    if layer.kind == "embedding":
+        whole = embedding_volume(scheme, row=row, col=col, batch=1, sequence=1, hidden=elements * layer.outputs,
+                                 vocab=layer.inputs, itemsize=itemsize, sum_itemsize=sum_itemsize)
+        return Trips(*((Trip(size, size),) if size else ()
+                       for size in (whole.forward.activations, whole.backward.activations)))
+    is_output, share = layer.kind != "input", (col - 1) / col
+    features = layer.inputs if is_output else layer.outputs
+    gathered, summed = (elements * features // row * size for size in (itemsize, sum_itemsize))
+    if scheme == "megatron":  # an all-reduce of what is whole on every column receives twice what a reduce-scatter does
+        gathered, share = 0, 2 * share
+
+    def trip(size: int, *beside: float) -> tuple[Trip, ...]:
+        received = size * share
+        alone = received / panels_on_gpu(size, panel_bytes, hides=True)
+        return (Trip(received, alone, (beside[0], beside[1], beside[2])),) if received else ()
+
+    forward = trip(gathered if is_output else summed, 1.0, 0.0, 0.0)
+    repeated = forward if recomputed and not layer.ends_layer else ()
+    if not is_output:
+        return Trips(forward, repeated + trip(gathered, 0.0, 1.0, float(trains)))
+    again = gathered if trains and not recomputed else 0
+    panels = panels_on_gpu(again, panel_bytes, hides=False)
+    if panels > 1:  # all but the first panel of x travel after dX, beside dW of the one before
+        backward = [Trip((again + summed) * share, 0.0, (0.0, 1.0, 1.0 - 1.0 / panels))]
+    else:
+        backward = [Trip(again * share, 0.0, (0.0, 1.0, 0.0)), Trip(summed * share, 0.0, (0.0, 0.0, float(trains)))]
+    return Trips(forward, repeated + tuple(trip for trip in backward if trip.bytes))
 
 
 def embedding_volume(scheme: Scheme, *, row: int, col: int, batch: int, sequence: int, hidden: int, vocab: int,

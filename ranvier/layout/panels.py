@@ -31,12 +31,9 @@ def panel_count(size: int, panel_bytes: int, *, hides: bool) -> int:
     return count
 
 
-def exposed_bytes(size: int, panel_bytes: int | Literal["auto"]) -> float:
-    """Bytes of a tensor of `size` bytes (gathered) that travel while a GPU computes nothing: one panel.
-
-    panel_bytes: as `tensor.panel_bytes`.
-    """
-    return size / panel_count(size, PANEL_BYTES["cuda"] if panel_bytes == "auto" else panel_bytes, hides=True)
+def panels_on_gpu(size: int, panel_bytes: int | Literal["auto"], *, hides: bool) -> int:
+    """`panel_count` on a GPU. panel_bytes: as `tensor.panel_bytes`."""
+    return panel_count(size, PANEL_BYTES["cuda"] if panel_bytes == "auto" else panel_bytes, hides=hides)
 
 
 @lru_cache(maxsize=256)  # each product asks, and sizes are few
