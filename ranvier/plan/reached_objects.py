@@ -236,9 +236,25 @@ def entries_of(value: Any, names: frozenset[Any]) -> list[tuple[str, Any]]:
     return entries
 
 
+def attributes_of(value: Any) -> list[Any]:
+    """The mappings, as they are, in which an object has its attributes, and a module its buffers; not those in slots."""
+    found = None if isinstance(value, threading.local) else _dict(value)  # of which each thread has its own
+    return [one for one in (found, value._buffers if isinstance(value, nn.Module) else None) if one is not None]
+
+
 def elements(value: object) -> list[Any] | None:
-    """Those of a list, tuple, set or dict, without keys; None of anything else."""
+    """Those of a list, tuple, set or dict, without keys, none where they are data; None of anything else."""
     return None if _container(value) is None else [one for _, one in _elements(value)]
+
+
+def is_data(value: object) -> bool:
+    """Whether it is a container of too many elements to look at each."""
+    return _container(value) is not None and size_of(value) > _MOST_ELEMENTS
+
+
+def size_of(value: Any) -> int:
+    """Of a container, whatever it says of itself."""
+    return int(_container(value).__len__(value))
 
 
 def _may_change(value: object) -> bool:
@@ -294,7 +310,7 @@ def _container(value: object) -> Any:
 def _elements(value: Any) -> list[tuple[Any, Any]]:
     """Those of a container, each with its key or number; none where they are data."""
     kind = _container(value)
-    for _ in range(_TRIES if kind.__len__(value) <= _MOST_ELEMENTS else 0):
+    for _ in range(0 if is_data(value) else _TRIES):
         with suppress(RuntimeError):  # another thread has changed its size
             return list(dict.items(value)) if kind is dict else list(enumerate(kind.__iter__(value)))
     return []
