@@ -36,11 +36,12 @@ backward of a stage, or by each forward where other stages of the rank run in be
 
 class LeftValues:
     """The places of one stage on this rank. blocks: (number in the model, name, module). loss: None where the stage has
-    none. is_alone: whether no other stage of this rank runs in between."""
+    none. is_alone: whether no other stage of this rank runs in between. only_here: numbers of places that no other rank
+    has, so that none can tell whether its stages make the same of it: there they make it once."""
 
     def __init__(self, places: Sequence[SharedPlace], blocks: Sequence[tuple[int, str, nn.Module]], loss: object, *,
-                 is_alone: bool) -> None:
-        self._is_alone, self._batches = is_alone, 0
+                 is_alone: bool, only_here: Collection[int] = ()) -> None:
+        self._is_alone, self._only_here, self._batches = is_alone, only_here, 0
         self._made: dict[tuple[int, Entry], SharedPlace] = {}
         """Entries that a forward here has made, of those that all readers make by themselves."""
         self._values: dict[int, Any] = {}
@@ -74,7 +75,8 @@ class LeftValues:
         for watch, entry, one in self._changes() if self._looks(last, backward) else ():
             place = watch.place
             is_agreed = entry in place.agreed if entry in place.read else place.any_agreed
-            if not is_agreed or _has_gradient(one):
+            made_again = place.number in self._only_here and (place.number, entry) in self._made
+            if not is_agreed or made_again or _has_gradient(one):
                 raise _left(place, entry)
             self._made[place.number, entry] = place
             self._values[place.number] = watch.value

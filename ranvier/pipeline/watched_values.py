@@ -157,16 +157,14 @@ class Watch:
                 return None
             found.cells, found.in_cells = [self.value], [mark.kept[0] for mark in marks.values()]
         elif not is_whole(self.value):
-            known = 0
-            for mapping in attributes_of(self.value):
-                here = [name for name in marks if name in mapping]
-                known += len(here)
+            if (mappings := attributes_of(self.value)) is None:
+                return None
+            for mapping in mappings:
+                here = [str(name) for name in marks if name in mapping]
                 found.mappings += [mapping] * len(here)
-                found.names += [str(name) for name in here]
+                found.names += here
                 found.values += [marks[name].kept[0] for name in here]
                 found.sized.append(mapping)
-            if known != len(marks):  # in slots
-                return None
         for mark in marks.values():
             for one in mark.containers:
                 views = (dict.values(one), dict.keys(one)) if isinstance(one, dict) else (one,)

@@ -46,6 +46,7 @@ _NOT_IN_A_FORWARD = frozenset({"__init__", "__new__", "__post_init__", "__init_s
                                "__eq__", "__hash__", "__del__", "__reduce__", "__reduce_ex__", "__getstate__",
                                "__setstate__", "__copy__", "__deepcopy__", "extra_repr"})
 """Methods that code of a block does not run on objects that there are already."""
+_CALLED_BY_TORCH = frozenset({"forward", "backward", "setup_context", "vjp", "jvp"})
 
 
 class Reached(NamedTuple):
@@ -131,7 +132,7 @@ class CodeReach:
             waiting.extend(self._linked(link.path, value))
 
     def _may_run(self, method: str) -> bool:
-        return method in self._names or method == "forward" or (
+        return method in self._names or method in _CALLED_BY_TORCH or (
             method.startswith("__") and method not in _NOT_IN_A_FORWARD)
 
     def _linked(self, path: str, value: Any) -> Iterator[_Link]:
@@ -236,10 +237,14 @@ def entries_of(value: Any, names: frozenset[Any]) -> list[tuple[str, Any]]:
     return entries
 
 
-def attributes_of(value: Any) -> list[Any]:
-    """The mappings, as they are, in which an object has its attributes, and a module its buffers; not those in slots."""
-    found = None if isinstance(value, threading.local) else _dict(value)  # of which each thread has its own
-    return [one for one in (found, value._buffers if isinstance(value, nn.Module) else None) if one is not None]
+def attributes_of(value: Any) -> list[Any] | None:
+    """The mappings, as they are, in which an object has its attributes, and a module its buffers; None where some are in
+    slots, or each thread has others."""
+    if isinstance(value, threading.local) or (found := _dict(value)) is None:
+        return None
+    if isinstance(value, nn.Module):
+        return [found, value._buffers]
+    return [found] if isinstance(value, type | ModuleType | FunctionType) or not _slots_of(type(value)) else None
 
 
 def elements(value: object) -> list[Any] | None:
