@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from ranvier.errors import ModelError
 from ranvier.mesh import Coordinates, StagePlacement
-from ranvier.pipeline.watched_values import PLAIN, Identities, Mark, Watch
-from ranvier.plan.reached_objects import CodeReach, contents, elements
-from ranvier.plan.shared_places import Entry, SharedPlace
+from ranvier.pipeline.watched_values import PLAIN, Change, Identities, Mark, Watch
+from ranvier.plan.reached_objects import CodeReach, contents, elements, elements_with_keys
+from ranvier.plan.shared_places import Element, Entry, SharedPlace
 
 _NUMBER_BITS = 20
 """So short are the numbers of ranks that their sums over thousands of ranks are exact in fp64."""
@@ -32,6 +32,8 @@ _MOST_DEPTH = 4
 _CLOSE_BATCHES = 2
 """So many batches are looked at by each forward and backward. Later ones are from the first forward to the last
 backward of a stage, or by each forward where other stages of the rank run in between."""
+_OR_SAY_SO = ("If no block needs what another one has left there, as in a logger, a timer or a workspace, set "
+              "ranvier_per_stage = True on the object or its class; make a variable, dict or list an attribute of one.")
 
 
 class LeftValues:
@@ -66,35 +68,39 @@ class LeftValues:
     def begin(self, *, first: bool, backward: bool = False) -> None:
         """A forward begins, or a backward. first: of its batch."""
         self._batches += first
-        if self._looks(first, backward):
-            self._changes()  # by code between batches, or of another stage
+        for change in self._changes() if self._looks(first, backward) else ():  # between batches, or by another stage
+            if isinstance(change.entry, Element):
+                change.watch.from_outside.add(change.entry.key)
 
     def check(self, *, last: bool, backward: bool = False) -> None:
         """It has ended. ModelError where it has left something that another stage reads, and does not make by itself.
         last: of its batch."""
-        for watch, entry, one in self._changes() if self._looks(last, backward) else ():
-            place = watch.place
-            is_agreed = entry in place.agreed if entry in place.read else place.any_agreed
+        for change in self._changes() if self._looks(last, backward) else ():
+            place, entry = change.watch.place, change.entry
+            if not change.is_read(by_itself=self._is_alone):
+                continue
+            of_place = None if isinstance(entry, Element) else entry
+            is_agreed = of_place in place.agreed if of_place in place.read else place.any_agreed
             made_again = place.number in self._only_here and (place.number, entry) in self._made
-            if not is_agreed or made_again or _has_gradient(one):
+            if not is_agreed or made_again or _has_gradient(change.now):
                 raise _left(place, entry)
             self._made[place.number, entry] = place
-            self._values[place.number] = watch.value
+            self._values[place.number] = change.watch.value
 
     def _looks(self, at_an_end: bool, backward: bool) -> bool:
         if self._batches <= _CLOSE_BATCHES:
             return True
         return at_an_end if self._is_alone else not backward
 
-    def _changes(self) -> list[tuple[Watch, Entry, Any]]:
-        """Entries that have changed since the last look, with what they are now."""
+    def _changes(self) -> list[Change]:
+        """What has changed since the last look."""
         if self._watches is None:
             self._watches = [Watch(place, value, self._found) for place, value in self._places]
             self._steady = Identities.of(self._watches)
             return []
         is_steady = self._steady.is_same()
         looked_at = [one for one in self._watches if not one.is_steady] if is_steady else self._watches
-        found = [(one, entry, value) for one in looked_at if not one.is_same() for entry, value in one.changes()]
+        found = [change for one in looked_at if not one.is_same() for change in one.changes()]
         if not is_steady:
             self._steady = Identities.of(self._watches)
         return found
@@ -104,7 +110,8 @@ class LeftValues:
         changed: of tensors on a device, the host waits for it."""
         for number, entry in self._made:
             value = self._values[number]
-            now = next((one for name, one in contents(value) if name == entry), None)
+            inside = elements_with_keys(value) if isinstance(entry, Element) else contents(value)
+            now = next((one for name, one in inside if name == (entry.key if isinstance(entry, Element) else entry)), None)
             mark, known = Mark(now, self._found, is_found=now is not value), self._numbers.get((number, entry))
             if known is None or not mark.is_same(known[0]):
                 self._numbers[number, entry] = mark, _number(now, self._found - {id(value)})
@@ -139,7 +146,7 @@ class SameLeft:
                 if made.setdefault(place, one) != one:  # stages of this rank differ, of what each has a copy
                     raise _differs(stage.first_made())
         numbers: dict[int, int] = {}
-        for (number, entry), one in sorted(made.items(), key=lambda one: (one[0][0], one[0][1] or "")):
+        for (number, entry), one in sorted(made.items(), key=lambda one: (one[0][0], repr(one[0][1]))):
             numbers[number] = crc32(f"{entry} {one}".encode(), numbers.get(number, 0))
         return float(sum(self._factors.get(number, 0) * (one >> 32 - _NUMBER_BITS) for number, one in numbers.items()))
 
@@ -180,21 +187,25 @@ def _number(value: Any, found: Collection[int], depth: int = _MOST_DEPTH) -> int
     return crc32((repr(value) if type(value) in PLAIN else type(value).__name__).encode())
 
 
+def _end(entry: Entry) -> str:
+    """What stands behind the name of a place."""
+    return f"[{entry.key!r}]" if isinstance(entry, Element) else f".{entry}" if entry else ""
+
+
 def _left(place: SharedPlace, entry: Entry) -> ModelError:
-    end = f".{entry}" if entry else ""
+    end = _end(entry)
     return ModelError(f"is also {place.other}{end}, for code of another stage, and a forward changes it, which the "
                       "other stage does not see", code="shared-container-changes", where=f"attribute {place.name}{end}",
-                      remedy="Pass what later blocks or the loss need in the carried state, or put the blocks on one "
-                             "stage (Pipeline(boundaries=...)). What is only logged, code of other blocks must not "
-                             "read.")
+                      remedy=f"Pass what later blocks or the loss need in the carried state, or put the blocks on one "
+                             f"stage (Pipeline(boundaries=...)). {_OR_SAY_SO}")
 
 
 def _differs(made: tuple[SharedPlace, Entry] | None) -> ModelError:
     where, also = "code of several stages", "makes other values on another stage, of what this one reads, too"
     if made is not None:
-        place, end = made[0], f".{made[1]}" if made[1] else ""
+        place, end = made[0], _end(made[1])
         where = f"attribute {place.name}{end}"
         also = f"is also {place.other}{end}, for code of another stage, and the stages have made different values of it"
     return ModelError(f"{also}; nothing was updated", code="shared-container-differs", where=where,
-                      remedy="Pass what later blocks need in the carried state, give each block a value of its own, or "
-                             "put the blocks on one stage (Pipeline(boundaries=...)).")
+                      remedy=f"Pass what later blocks need in the carried state, give each block a value of its own, or "
+                             f"put the blocks on one stage (Pipeline(boundaries=...)). {_OR_SAY_SO}")

@@ -14,13 +14,23 @@ from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 from operator import attrgetter, getitem, is_
 from types import CellType
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 from torch import Tensor, nn
 
-from ranvier.plan.reached_objects import attributes_of, contents, elements, entries_of, is_data, is_whole, size_of
-from ranvier.plan.shared_places import Entry, SharedPlace
+from ranvier.plan.reached_objects import (
+    attributes_of,
+    contents,
+    elements,
+    elements_with_keys,
+    entries_of,
+    is_data,
+    is_key,
+    is_whole,
+    size_of,
+)
+from ranvier.plan.shared_places import Element, Entry, SharedPlace
 
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 _MOST_DEPTH = 4
@@ -108,6 +118,24 @@ class Identities:
         return found
 
 
+class Change(NamedTuple):
+    """An entry of a watched place, and its value before and after."""
+
+    watch: Watch
+    entry: Entry
+    before: Any
+    now: Any
+
+    def is_read(self, *, by_itself: bool) -> bool:
+        """Whether another stage may read it. by_itself: whether that stage has a container of its own, so that it fails
+        where only this one has made an element."""
+        place = self.watch.place
+        if isinstance(self.entry, Element):
+            is_own = by_itself and self.entry.key not in self.watch.from_outside
+            return any(is_key(self.entry.key, key) and not (is_sure and is_own) for key, is_sure in place.keys or ())
+        return self.entry not in place.called or callable(self.before) or callable(self.now)
+
+
 class Watch:
     """One place. found: identities of what is looked at by itself, and not as a part of what has it."""
 
@@ -117,6 +145,8 @@ class Watch:
         self.identities = self._identities()
         """None where identities do not tell that it is the same."""
         self.has_changed = False
+        self.from_outside = {entry.key for entry in self.marks if isinstance(entry, Element)}
+        """Keys that have come from elsewhere than forwards of the stage."""
 
     @property
     def is_steady(self) -> bool:
@@ -130,19 +160,21 @@ class Watch:
         return {entry: self._mark(one) for entry, one in self._entries()}
 
     def _entries(self) -> Iterable[tuple[Entry, Any]]:
+        if self.place.keys is not None and not is_data(self.value):
+            return [(Element(key), one) for key, one in elements_with_keys(self.value)]
         if self.place.any or None in self.place.read:
             return contents(self.value)
         return entries_of(self.value, self.place.read)
 
-    def changes(self) -> Iterator[tuple[Entry, Any]]:
-        """Entries that have changed since, each with its value now; afterwards they count as they are."""
+    def changes(self) -> Iterator[Change]:
+        """What has changed since; afterwards it counts as it is."""
         before, self.marks = self.marks, self._marks()
         self.identities = self._identities()
         for entry in before.keys() | self.marks.keys():
-            now = self.marks.get(entry, _NOTHING)
-            if not now.is_same(before.get(entry, _NOTHING)):
+            then, now = before.get(entry, _NOTHING), self.marks.get(entry, _NOTHING)
+            if not now.is_same(then):
                 self.has_changed = True
-                yield entry, now.kept[0]
+                yield Change(self, entry, then.kept[0], now.kept[0])
 
     def is_same(self) -> bool:
         """Whether nothing has changed, by identity."""
@@ -165,8 +197,9 @@ class Watch:
                 found.names += here
                 found.values += [marks[name].kept[0] for name in here]
                 found.sized.append(mapping)
-        for mark in marks.values():
-            for one in mark.containers:
+        whole = [[self.value]] if self.place.keys is not None else []
+        for containers in (*whole, *(mark.containers for mark in marks.values())):
+            for one in containers:
                 views = (dict.values(one), dict.keys(one)) if isinstance(one, dict) else (one,)
                 if len(views) == 1 and type(one) not in (list, tuple, set) and type(one).__module__ != "collections":
                     return None  # which may iterate by code of its own
@@ -174,8 +207,8 @@ class Watch:
                 for view in views:
                     found.elements += view
                 found.sized.append(views[0])
-            found.tensors += [one for one in mark.tensors if not one.is_inference()]
-        found.tensors = [one for one in found.tensors if not _is_trained(one)]
+        found.tensors = [one for mark in marks.values() for one in mark.tensors
+                         if not one.is_inference() and not _is_trained(one)]
         found.versions = list(map(_version_of, found.tensors))
         found.sizes = list(map(len, found.sized))
         return found

@@ -17,8 +17,8 @@ import dis
 import functools
 import sys
 import threading
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
 from functools import cached_property, lru_cache, partial
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ranvier.plan.code_uses import Uses, uses_of
+from ranvier.plan.code_uses import ANY, Key, KeyRead, Uses, uses_of
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -38,8 +38,10 @@ _FOREIGN = frozenset({"torch", "ranvier", "numpy", "pytest", "_pytest", *sys.std
 """Packages whose functions and objects hold nothing for others."""
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 _CONTAINERS = (list, tuple, set, deque, dict)
+_KEYED = frozenset({list, dict, OrderedDict, defaultdict, Counter})
 _MOST_ELEMENTS = 10_000
 _Cached = type(functools.lru_cache(len))
+_PER_STAGE = "ranvier_per_stage"
 _TRIES = 100
 """To copy a container that another thread changes."""
 _NOT_IN_A_FORWARD = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__repr__", "__str__",
@@ -86,6 +88,8 @@ class CodeReach:
         """Objects of which there are bound methods."""
         self._own: dict[int, frozenset[str]] = {}
         """Method -> names that it reads of its own object."""
+        self._elements: dict[str, set[tuple[KeyRead, type | None]]] = {}
+        """Name -> elements that functions read of what has it, with the class that a function is a method of."""
         self._classes: dict[type, set[int]] = {}
         """Class -> methods that have objects of it as their own."""
         self._names: set[str] = set()
@@ -100,7 +104,8 @@ class CodeReach:
             parts = list(root.named_modules(prefix=name))
             new = [(path, part) for path, part in parts if id(part) not in self._seen]
             self._seen |= {id(part): part for _, part in new}
-            self.found |= {id(part): Reached(path, part, True) for path, part in parts if not _is_foreign(type(part))}
+            self.found |= {id(part): Reached(path, part, True) for path, part in parts
+                           if not _is_foreign(type(part)) and not is_per_stage(part)}
             for path, part in new:
                 waiting.extend(self._linked(path, part))
         else:
@@ -116,12 +121,14 @@ class CodeReach:
                 self._methods.setdefault(link.method, []).append(link)
                 continue
             self._seen[id(value)] = value
-            if _may_change(value):
+            if _may_change(value) and not is_per_stage(value):
                 self.found[id(value)] = Reached(link.path, value, False)
             if isinstance(value, FunctionType) and not _is_foreign(value):
                 code = value.__code__
                 uses = uses_of(code, code.co_varnames[0] if link.bound is not None and code.co_argcount else None)
                 self._own[id(value)] = uses.own
+                for read in uses.elements:
+                    self._elements.setdefault(read.name, set()).add((read, link.bound))
                 self.uses |= uses
                 fresh = set(_names(code)) - self._names
                 self._names |= fresh
@@ -147,10 +154,39 @@ class CodeReach:
         return self._reads(id(value), entry, set())
 
     def names_read(self, value: Any, names: frozenset[str]) -> frozenset[str]:
-        """Those of `names` for which `reads` says so."""
+        """Those of `names` for which `reads` says so, but for what is only called."""
         if self.uses.reads_any:
             return names
         return names & (self.uses.others | self.own_names(value))
+
+    def keys_read(self, value: Any) -> set[tuple[Key, bool]] | None:
+        """Keys of the elements that code may read of a container, each with whether it fails without one; None where it
+        may read of all. Attributes of methods' own objects are given as their values."""
+        if type(value) not in _KEYED or self.uses.reads_any:
+            return None
+        found = set[tuple[Key, bool]]()
+        for name in self._names_at(id(value)):
+            if name is None or name in self.uses.whole:
+                return None
+            found |= {(key, read.is_sure) for read, kind in self._elements.get(name, ())
+                      for key in self._values_of(read.key, kind)}
+        return found
+
+    def _names_at(self, identity: int) -> Iterator[str | None]:
+        """Names of the variables and attributes in which a value itself is; None where it is in something else."""
+        for holder, name in self._links.get(identity, ()):
+            if name is None and holder is not None and isinstance(self._seen.get(holder), CellType):
+                yield from self._names_at(holder)
+            else:
+                yield name
+
+    def _values_of(self, key: Key, kind: type | None) -> set[Key]:
+        if not _names_own(key):
+            return {with_values(key, {})}
+        if kind is None or self.uses.stores_any:
+            return {ANY}
+        return {with_values(key, {name: one for name, one in _constants(value).items() if name not in self.uses.stores})
+                for value in list(self._seen.values()) if issubclass(type(value), kind) and self.is_own(value)}
 
     def own_names(self, value: Any) -> frozenset[str]:
         """Names that methods read of an object as their own: those of its classes. Of a class, objects of any read."""
@@ -178,9 +214,11 @@ class CodeReach:
             return False
         asked.add((identity, entry))
         if entry is not None:
-            return bool(self.names_read(self._seen[identity], frozenset({entry})))
+            return (entry in self.uses.called and len(asked) > 2) or bool(
+                self.names_read(self._seen[identity], frozenset({entry})))
+        is_called = len(asked) > 1  # of the value itself, a container or a tensor, nothing is read by a call
         return any(self._reads(holder, name, asked) if holder is not None else name is None or self.uses.reads(name)
-                   for holder, name in self._links.get(identity, ()))
+                   or (is_called and name in self.uses.called) for holder, name in self._links.get(identity, ()))
 
     def is_own(self, value: Any) -> bool:
         """Whether methods that code may call have the value as their own object."""
@@ -196,7 +234,7 @@ class CodeReach:
         names -= _NOT_IN_A_FORWARD
         if isinstance(value, nn.Module) and any(one.requires_grad for one in value.parameters()):
             names -= {"forward"}
-        return not names.isdisjoint(self.uses.others) or any(
+        return not names.isdisjoint(self.uses.others | self.uses.called) or any(
             name == "forward" or name.startswith("__") for name in names)
 
 
@@ -249,7 +287,7 @@ def attributes_of(value: Any) -> list[Any] | None:
 
 def elements(value: object) -> list[Any] | None:
     """Those of a list, tuple, set or dict, without keys, none where they are data; None of anything else."""
-    return None if _container(value) is None else [one for _, one in _elements(value)]
+    return None if _container(value) is None else [one for _, one in elements_with_keys(value)]
 
 
 def is_data(value: object) -> bool:
@@ -260,6 +298,49 @@ def is_data(value: object) -> bool:
 def size_of(value: Any) -> int:
     """Of a container, whatever it says of itself."""
     return int(_container(value).__len__(value))
+
+
+def with_values(key: Key, values: Mapping[str, Any]) -> Key:
+    """The key with these attributes of an object."""
+    match key:
+        case "own", name:
+            return ("is", values[name]) if name in values else ANY
+        case "tuple" | "text", parts:
+            found = tuple(with_values(one, values) for one in parts)
+            is_whole_text = key[0] == "text" and all(one[0] == "is" for one in found)
+            return ("is", "".join(str(one[1]) for one in found)) if is_whole_text else (key[0], found)
+    return key
+
+
+def is_key(value: Any, key: Key) -> bool:
+    """Whether a key may be this value."""
+    match key:
+        case "is", other:
+            return bool(type(value) in _PLAIN and value == other)
+        case "tuple", parts:
+            return type(value) is tuple and len(value) == len(parts) and all(map(is_key, value, parts))
+        case "text", _:
+            return type(value) is str
+    return True
+
+
+def _names_own(key: Key) -> bool:
+    return key[0] == "own" or (key[0] in ("tuple", "text") and any(map(_names_own, key[1])))
+
+
+def _constants(value: Any) -> dict[str, Any]:
+    """Numbers and texts among the attributes of an object and its classes."""
+    found: dict[str, Any] = {}
+    for one in (*reversed(type(value).__mro__), value):
+        found |= {name: other for name, other in (_dict(one) or {}).items() if not isinstance(found.get(name), property)}
+    return {name: one for name, one in found.items() if type(one) in (int, str)}
+
+
+def is_per_stage(value: object) -> bool:
+    """Whether its user has said, by `ranvier_per_stage = True` on it or its class, that no block reads what another one
+    leaves in it."""
+    kinds = (value, *type(value).__mro__) if not isinstance(value, type) else value.__mro__
+    return any((_dict(one) or {}).get(_PER_STAGE) is True for one in kinds) and not isinstance(value, ModuleType)
 
 
 def _may_change(value: object) -> bool:
@@ -280,7 +361,7 @@ def _is_array(value: object) -> bool:
 def _attributes(value: object) -> dict[str, Any]:
     """Those that an object itself has, in slots, too."""
     found = _dict(value)
-    kept = {} if found is None else dict(found) if isinstance(value, type) else dict(_elements(found))
+    kept = {} if found is None else dict(found) if isinstance(value, type) else dict(elements_with_keys(found))
     return kept if isinstance(value, type | ModuleType | FunctionType | nn.Module) else kept | dict(_slots(value))
 
 
@@ -312,7 +393,7 @@ def _container(value: object) -> Any:
     return next((kind for kind in _CONTAINERS if issubclass(type(value), kind)), None)
 
 
-def _elements(value: Any) -> list[tuple[Any, Any]]:
+def elements_with_keys(value: Any) -> list[tuple[Any, Any]]:
     """Those of a container, each with its key or number; none where they are data."""
     kind = _container(value)
     for _ in range(0 if is_data(value) else _TRIES):
@@ -323,7 +404,9 @@ def _elements(value: Any) -> list[tuple[Any, Any]]:
 
 def _next(path: str, value: Any) -> Iterator[_Link]:
     """The values that lie behind one."""
-    if isinstance(value, nn.Module):
+    if is_per_stage(value):
+        yield _Link(path, type(value))
+    elif isinstance(value, nn.Module):
         attributes = _attributes(value)
         if not _is_foreign(type(value)):
             yield from (_Link(f"{path}.{name}", one, name) for name, one in attributes.items()
@@ -334,7 +417,7 @@ def _next(path: str, value: Any) -> Iterator[_Link]:
             yield from (_Link(f"{path}.{hook.__name__ if isinstance(hook, FunctionType) else 'hook'}", hook)
                         for hook in attributes.get(kind, {}).values())
     elif _container(value) is not None:
-        inside = _elements(value)
+        inside = elements_with_keys(value)
         if not _HOLD_NOTHING.issuperset(type(one) for _, one in inside):
             yield from (_Link(f"{path}[{key!r}]" if type(key) in (int, str) else f"{path}[{type(key).__name__}]", one)
                         for key, one in inside)

@@ -16,13 +16,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
+from ranvier.plan.code_uses import Key
 from ranvier.plan.reached_objects import CodeReach, Reached, is_whole
 
-Entry = str | None
+class Element(NamedTuple):
+    """One element of a container, by its key or number."""
+
+    key: Any
+
+
+Entry = str | Element | None
 """An attribute or variable; None for what is in a container, a tensor, an array, or a variable of a closure."""
 
 
@@ -33,7 +40,9 @@ class SharedPlace:
     stage, name, kind: how it is reached there, and its class. other: a name of it on a stage that reads it. number: the
     same on all stages that reach it, which are `stages`. read: entries that another stage reads. agreed: those of them
     that each reader writes, too, and never makes of their old value. any: whether another stage may read others, too,
-    by names that are computed. any_agreed: whether each of those stages writes them, too.
+    by names that are computed. any_agreed: whether each of those stages writes them, too. called: entries that other
+    stages only call. keys: of the elements of a container that other stages read, each with whether that fails where
+    there is none; None where they may read any.
     """
 
     stage: int
@@ -46,6 +55,8 @@ class SharedPlace:
     agreed: frozenset[Entry]
     any: bool
     any_agreed: bool
+    called: frozenset[Entry] = frozenset()
+    keys: frozenset[tuple[Key, bool]] | None = None
 
 
 def shared_places(stages: Mapping[str, int], modules: Mapping[str, nn.Module], loss: object) -> tuple[SharedPlace, ...]:
@@ -76,6 +87,8 @@ class _Use(NamedTuple):
     agreed: frozenset[Entry]
     any: bool
     any_agreed: bool
+    called: frozenset[Entry]
+    keys: frozenset[tuple[Key, bool]] | None
 
 
 def _of_one(number: int, identity: int, reaches: Mapping[int, CodeReach], known: dict[object, list[_Use]]
@@ -91,7 +104,7 @@ def _of_one(number: int, identity: int, reaches: Mapping[int, CodeReach], known:
         yield SharedPlace(
             stage=use.stage, name=found[use.stage].name, kind=type(value).__name__, other=found[use.other].name,
             number=number, stages=tuple(reaches), read=use.read, any=use.any, any_agreed=use.any_agreed,
-            agreed=use.agreed)
+            agreed=use.agreed, called=use.called, keys=use.keys)
 
 
 def _uses_of_one(found: Mapping[int, Reached], reaches: Mapping[int, CodeReach]) -> Iterator[_Use]:
@@ -104,12 +117,14 @@ def _uses_of_one(found: Mapping[int, Reached], reaches: Mapping[int, CodeReach])
     if not is_whole(value):
         names = names.union(*(reach.uses.stores for reach in reaches.values()))
     if any_writers:
-        names = names.union(*(reach.uses.own | reach.uses.others for stage, reach in reaches.items()
+        names = names.union(*(reach.uses.own | reach.uses.others | reach.uses.called for stage, reach in reaches.items()
                               if stage not in any_readers))
     readers: dict[Entry, list[int]] = {}
     for stage, reach in reaches.items():
         for entry in _read(reach, found[stage], names):
             readers.setdefault(entry, []).append(stage)
+    reading = {stage: reach.names_read(value, names) for stage, reach in reaches.items()}
+    keys = {stage: reach.keys_read(value) for stage, reach in reaches.items() if (None in readers)}
     makers = {entry: {stage for stage, reach in reaches.items() if _makes(reach, found[stage], entry)}
               for entry in readers}
     for stage, reach in reaches.items():
@@ -117,10 +132,14 @@ def _uses_of_one(found: Mapping[int, Reached], reaches: Mapping[int, CodeReach])
                   if entry is None or entry in reach.uses.stores or entry in _buffers(value) or stage in any_writers}
         read = frozenset(entry for entry, reading in others.items() if reading)
         any_others = any_readers - {stage} if stage in any_writers else set[int]()
+        called = frozenset(entry for entry in read if entry is not None and entry not in _buffers(value)
+                           and not any(entry in reading[other] for other in others[entry]))
+        keys_of_others = [keys[other] for other in others.get(None, ())] or [None]
         if read or any_others:
             yield _Use(stage, min([*(min(others[entry]) for entry in read), *any_others]), read,
                        frozenset(entry for entry in read if makers[entry].issuperset((stage, *others[entry]))),
-                       bool(any_others), bool(any_others) and any_others <= any_writers)
+                       bool(any_others), bool(any_others) and any_others <= any_writers, called,
+                       frozenset().union(*filter(None, keys_of_others)) if None not in keys_of_others else None)
 
 
 def _read(reach: CodeReach, one: Reached, names: frozenset[str]) -> Iterable[Entry]:
@@ -129,8 +148,8 @@ def _read(reach: CodeReach, one: Reached, names: frozenset[str]) -> Iterable[Ent
     if is_whole(one.value):
         return (None,) if reach.reads(one.value, None) else ()
     if one.is_part:
-        return reach.names_read(one.value, names) - _buffers(one.value)
-    return reach.names_read(one.value, names | _buffers(one.value))
+        return (reach.names_read(one.value, names) | names & reach.uses.called) - _buffers(one.value)
+    return reach.names_read(one.value, names | _buffers(one.value)) | names & reach.uses.called
 
 
 def _buffers(value: object) -> frozenset[str]:
