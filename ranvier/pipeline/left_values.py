@@ -60,7 +60,7 @@ class LeftValues:
                 reach.add(name, module)
             if loss is not None:
                 reach.add("loss", loss)
-            self._found = frozenset(reach.found)
+            self._found = frozenset(reach.found) | reach.per_stage
             found = {(one.name, type(one.value).__name__): one.value for one in reversed(reach.found.values())}
             self._places = [(place, found[place.name, place.kind]) for place in places
                             if (place.name, place.kind) in found]
@@ -68,16 +68,15 @@ class LeftValues:
     def begin(self, *, first: bool, backward: bool = False) -> None:
         """A forward begins, or a backward. first: of its batch."""
         self._batches += first
-        for change in self._changes() if self._looks(first, backward) else ():  # between batches, or by another stage
-            if isinstance(change.entry, Element):
-                change.watch.from_outside.add(change.entry.key)
+        if self._looks(first, backward):
+            self._changes()  # by code between batches, or of another stage
 
     def check(self, *, last: bool, backward: bool = False) -> None:
         """It has ended. ModelError where it has left something that another stage reads, and does not make by itself.
         last: of its batch."""
         for change in self._changes() if self._looks(last, backward) else ():
             place, entry = change.watch.place, change.entry
-            if not change.is_read(by_itself=self._is_alone):
+            if not change.is_read:
                 continue
             of_place = None if isinstance(entry, Element) else entry
             is_agreed = of_place in place.agreed if of_place in place.read else place.any_agreed

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 from operator import attrgetter, getitem, is_
-from types import CellType
+from types import CellType, ModuleType
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -126,13 +126,12 @@ class Change(NamedTuple):
     before: Any
     now: Any
 
-    def is_read(self, *, by_itself: bool) -> bool:
-        """Whether another stage may read it. by_itself: whether that stage has a container of its own, so that it fails
-        where only this one has made an element."""
+    @property
+    def is_read(self) -> bool:
+        """Whether another stage may read it."""
         place = self.watch.place
         if isinstance(self.entry, Element):
-            is_own = by_itself and self.entry.key not in self.watch.from_outside
-            return any(is_key(self.entry.key, key) and not (is_sure and is_own) for key, is_sure in place.keys or ())
+            return any(is_key(self.entry.key, key) for key in place.keys or ())
         return self.entry not in place.called or callable(self.before) or callable(self.now)
 
 
@@ -145,8 +144,6 @@ class Watch:
         self.identities = self._identities()
         """None where identities do not tell that it is the same."""
         self.has_changed = False
-        self.from_outside = {entry.key for entry in self.marks if isinstance(entry, Element)}
-        """Keys that have come from elsewhere than forwards of the stage."""
 
     @property
     def is_steady(self) -> bool:
@@ -197,6 +194,9 @@ class Watch:
                 found.names += here
                 found.values += [marks[name].kept[0] for name in here]
                 found.sized.append(mapping)
+                if not isinstance(self.value, type | ModuleType):  # which have many, hardly ever exchanged
+                    found.views.append(mapping.keys())
+                    found.elements += mapping
         whole = [[self.value]] if self.place.keys is not None else []
         for containers in (*whole, *(mark.containers for mark in marks.values())):
             for one in containers:

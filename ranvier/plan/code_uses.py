@@ -40,11 +40,12 @@ _COMPUTING = frozenset({
     "div", "double", "get", "item", "lerp", "mean", "mul", "pow", "sqrt", "square", "sub", "sum", "to", "add_", "clamp_",
     "div_", "lerp_", "mul_", "sub_"})
 """Functions and methods that leave what they are given nowhere but in their result and in their object."""
+_BUILTIN = frozenset({"abs", "float", "int", "max", "min", "round", "sum"})
 _EXTREMES = frozenset({"max", "min"})
 _OF_ELEMENTS = frozenset({"get", "pop", "setdefault"})
 _POPS = {"STORE_SUBSCR": 3, "DELETE_SUBSCR": 2, "BINARY_SUBSCR": 2, "STORE_ATTR": 2, "BINARY_OP": 2, "COMPARE_OP": 2,
          "CONTAINS_OP": 2, "IS_OP": 2, "LOAD_ATTR": 1, "LOAD_METHOD": 1, "POP_TOP": 1, "STORE_FAST": 1,
-         "UNARY_NEGATIVE": 1, "UNARY_NOT": 1} | dict.fromkeys(
+         "STORE_GLOBAL": 1, "STORE_DEREF": 1, "UNARY_NEGATIVE": 1, "UNARY_NOT": 1} | dict.fromkeys(
     _VARIABLES | {"LOAD_CONST", "PUSH_NULL", "PRECALL", "KW_NAMES", "NOP", "LOAD_CLOSURE", "EXTENDED_ARG"}, 0)
 """Values that an operation takes from the stack; those of others are not known here."""
 
@@ -54,12 +55,11 @@ Key = tuple[Any, ...]
 ANY: Key = ("any",)
 
 
-class KeyRead(NamedTuple):
-    """One element of what has a name is read. is_sure: it fails where there is none (`cache[key]`)."""
+class ElementRead(NamedTuple):
+    """One element is read of what has a name."""
 
     name: str
     key: Key
-    is_sure: bool
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Uses:
     arguments: frozenset[str] = frozenset()
     called: frozenset[str] = frozenset()
     whole: frozenset[str] = frozenset()
-    elements: frozenset[KeyRead] = frozenset()
+    elements: frozenset[ElementRead] = frozenset()
     stores: frozenset[str] = frozenset()
     accumulates: frozenset[str] = frozenset()
     reads_any: bool = False
@@ -97,8 +97,8 @@ class Uses:
 @lru_cache(maxsize=1 << 14)
 def uses_of(code: CodeType, own: str | None = None) -> Uses:
     """The uses of a function and of those inside it. own: its variable for the object whose method it is."""
-    return reduce(Uses.__or__, (uses_of(one, own) for one in code.co_consts if isinstance(one, CodeType)),
-                  _Function(code, own).uses())
+    inside = (uses_of(one, own if own in one.co_freevars else None) for one in code.co_consts if isinstance(one, CodeType))
+    return reduce(Uses.__or__, inside, _Function(code, own).uses())
 
 
 class _Function:
@@ -113,7 +113,7 @@ class _Function:
 
     def uses(self) -> Uses:
         own, others, arguments, called, whole, stores, accumulates = (set[str]() for _ in range(7))
-        elements = set[KeyRead]()
+        elements = set[ElementRead]()
         reads_any = stores_any = False
         for place, one in enumerate(self._all):
             name = one.argval
@@ -138,13 +138,13 @@ class _Function:
                 if (how := self._changed_by(place)) is not None:
                     stores.update([name] if how != "STORE_ATTR" else [])
                     accumulates.update([name] if how == "COPY" and adds_up else [])
-                elif not self._is_stored_first(place):
+                elif not self._is_stored_first(place) and not self._is_element_stored_first(place):
                     stores.update([name] if self._has_default_set(place) else [])
                     is_local = one.opname in ("LOAD_FAST", "LOAD_FAST_CHECK")
                     (called if self._is_called(one) else arguments if is_local
                      else own if self._path(place)[:-1] == (self._own,) else others).add(name)
                     element = self._element(place)
-                    (whole.add(name) if element is None else elements.add(KeyRead(name, *element)))
+                    (whole.add(name) if element is None else elements.add(ElementRead(name, element)))
         return Uses(*map(frozenset, (own, others, arguments, called, whole, elements, stores, accumulates)),
                     reads_any, stores_any)
 
@@ -290,29 +290,29 @@ class _Function:
     def _is_computing(self, call: int, height: int, names: frozenset[str] = _COMPUTING) -> bool:
         """Whether an argument is given to max(...), torch.maximum(...) and their like."""
         number = self._all[call].arg or 0
-        return height < number and any(
-            one.argval in names and one.opname in ("LOAD_GLOBAL", *_ATTRIBUTES)
-            and (one.opname == "LOAD_GLOBAL" or self._path(place)[:-1] in (("torch",), ("math",)))
+        has_names = any(one.opname == "KW_NAMES" for one in self._all[call - 2:call])  # out=, say
+        return height < number and not has_names and any(
+            one.argval in names and ((one.opname == "LOAD_GLOBAL" and one.argval in _BUILTIN) or (
+                one.opname in _ATTRIBUTES and self._path(place)[:-1] in (("torch",), ("math",))))
             and self._consumer(place) == (call, number) for place, one in enumerate(self._all[:call]))
 
     # ------------------------------------------------------------------ elements
 
-    def _element(self, place: int) -> tuple[Key, bool] | None:
-        """The key of the one element that is read of a container, and whether that fails without one; None where
-        more is."""
+    def _element(self, place: int) -> Key | None:
+        """The key of the one element that is read of a container; None where more is."""
         taken = self._consumer(place)
         if taken is None:
             return None
         number, height = taken
         match self._all[number]:
             case one if one.opname == "BINARY_SUBSCR" and height == 1:
-                return self._key(number), True
+                return self._key(number)
             case one if one.opname == "CONTAINS_OP" and height == 0:
-                return self._key(place + 1 - len(self._path(place)) if self._path(place) else 0), False
+                return self._key(place + 1 - len(self._path(place)) if self._path(place) else 0)
             case one if one.opname in _ATTRIBUTES and one.argval in _OF_ELEMENTS:
                 call = self._call_of(number)
                 first = None if call is None or not self._all[call].arg else self._first_argument(number, call)
-                return None if first is None else (self._key(first), False)
+                return None if first is None else self._key(first)
         return None
 
     def _first_argument(self, method: int, call: int) -> int | None:
@@ -358,6 +358,26 @@ class _Function:
             if not needed:
                 return number
         return None
+
+    def _is_element_stored_first(self, place: int) -> bool:
+        """Whether the function has stored an element of its own by this key before: cache[key] = y; z = cache[key]."""
+        path, taken = self._path(place), self._consumer(place)
+        if not path or self._may_be_interrupted or taken is None or (
+                self._all[taken[0]].opname, taken[1]) != ("BINARY_SUBSCR", 1):
+            return False
+        key = [(one.opname, one.argval) for one in self._all[place + 1:taken[0]]]
+        if not all(name in _VARIABLES | {"LOAD_ATTR", "LOAD_CONST"} for name, _ in key):
+            return False
+        for earlier in range(place):
+            start = earlier - len(key)
+            if self._all[earlier].opname == "STORE_SUBSCR" and start and self._path(start - 1) == path and [
+                    (one.opname, one.argval) for one in self._all[start:earlier]] == key and not any(
+                        jump < earlier and target > self._all[earlier].offset for jump, target in self._jumps):
+                names = (*path, *(name for _, name in key), "")
+                return not any(self._rebinds(number, names) for number in range(earlier + 1, place)) and not any(
+                    one.opname in _VARIABLES | _ATTRIBUTES and one.argval == path[-1]  # the value may come of an old one
+                    for one in self._all[:start - 1])
+        return False
 
     # ------------------------------------------------------------------ the stack
 

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ranvier.plan.code_uses import ANY, Key, KeyRead, Uses, uses_of
+from ranvier.plan.code_uses import ANY, Key, ElementRead, Uses, uses_of
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -80,6 +80,8 @@ class CodeReach:
     def __init__(self) -> None:
         self.found: dict[int, Reached] = {}
         """By identity, each once: first by attributes of the blocks' own submodules."""
+        self.per_stage: set[int] = set()
+        """Identities of what its user has said to be each stage's own (`is_per_stage`)."""
         self.uses = Uses()
         self._seen: dict[int, Any] = {}
         self._links: dict[int, set[tuple[int | None, str | None]]] = {}
@@ -88,7 +90,7 @@ class CodeReach:
         """Objects of which there are bound methods."""
         self._own: dict[int, frozenset[str]] = {}
         """Method -> names that it reads of its own object."""
-        self._elements: dict[str, set[tuple[KeyRead, type | None]]] = {}
+        self._elements: dict[str, set[tuple[ElementRead, type | None]]] = {}
         """Name -> elements that functions read of what has it, with the class that a function is a method of."""
         self._classes: dict[type, set[int]] = {}
         """Class -> methods that have objects of it as their own."""
@@ -121,7 +123,9 @@ class CodeReach:
                 self._methods.setdefault(link.method, []).append(link)
                 continue
             self._seen[id(value)] = value
-            if _may_change(value) and not is_per_stage(value):
+            if is_per_stage(value):
+                self.per_stage.add(id(value))
+            elif _may_change(value):
                 self.found[id(value)] = Reached(link.path, value, False)
             if isinstance(value, FunctionType) and not _is_foreign(value):
                 code = value.__code__
@@ -159,18 +163,19 @@ class CodeReach:
             return names
         return names & (self.uses.others | self.own_names(value))
 
-    def keys_read(self, value: Any) -> set[tuple[Key, bool]] | None:
-        """Keys of the elements that code may read of a container, each with whether it fails without one; None where it
-        may read of all. Attributes of methods' own objects are given as their values."""
+    def keys_read(self, value: Any) -> set[Key] | None:
+        """Keys of the elements that code may read of a container, with the values of attributes of methods' own objects;
+        None where it may read any."""
         if type(value) not in _KEYED or self.uses.reads_any:
             return None
-        found = set[tuple[Key, bool]]()
+        found = set[Key]()
         for name in self._names_at(id(value)):
             if name is None or name in self.uses.whole:
                 return None
-            found |= {(key, read.is_sure) for read, kind in self._elements.get(name, ())
-                      for key in self._values_of(read.key, kind)}
-        return found
+            for read, kind in self._elements.get(name, ()):
+                found |= self._values_of(read.key, kind)
+        is_from_end = any(key[0] == "is" and isinstance(key[1], int) and key[1] < 0 for key in found)
+        return None if is_from_end and type(value) is list else found
 
     def _names_at(self, identity: int) -> Iterator[str | None]:
         """Names of the variables and attributes in which a value itself is; None where it is in something else."""
@@ -183,7 +188,7 @@ class CodeReach:
     def _values_of(self, key: Key, kind: type | None) -> set[Key]:
         if not _names_own(key):
             return {with_values(key, {})}
-        if kind is None or self.uses.stores_any:
+        if kind is None or not issubclass(kind, nn.Module) or self.uses.stores_any:  # which a forward may make
             return {ANY}
         return {with_values(key, {name: one for name, one in _constants(value).items() if name not in self.uses.stores})
                 for value in list(self._seen.values()) if issubclass(type(value), kind) and self.is_own(value)}

@@ -56,7 +56,7 @@ class SharedPlace:
     any: bool
     any_agreed: bool
     called: frozenset[Entry] = frozenset()
-    keys: frozenset[tuple[Key, bool]] | None = None
+    keys: frozenset[Key] | None = None
 
 
 def shared_places(stages: Mapping[str, int], modules: Mapping[str, nn.Module], loss: object) -> tuple[SharedPlace, ...]:
@@ -88,7 +88,7 @@ class _Use(NamedTuple):
     any: bool
     any_agreed: bool
     called: frozenset[Entry]
-    keys: frozenset[tuple[Key, bool]] | None
+    keys: frozenset[Key] | None
 
 
 def _of_one(number: int, identity: int, reaches: Mapping[int, CodeReach], known: dict[object, list[_Use]]
