@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from ranvier.errors import ModelError
 from ranvier.mesh import Coordinates, StagePlacement
 from ranvier.pipeline.watched_values import PLAIN, Change, Identities, Mark, Watch
-from ranvier.plan.reached_objects import CodeReach, contents, elements, elements_with_keys
+from ranvier.plan.object_contents import contents, elements, elements_with_keys
+from ranvier.plan.reached_objects import CodeReach
 from ranvier.plan.shared_places import Element, Entry, SharedPlace
 
 _NUMBER_BITS = 20
@@ -109,8 +110,9 @@ class LeftValues:
         changed: of tensors on a device, the host waits for it."""
         for number, entry in self._made:
             value = self._values[number]
-            inside = elements_with_keys(value) if isinstance(entry, Element) else contents(value)
-            now = next((one for name, one in inside if name == (entry.key if isinstance(entry, Element) else entry)), None)
+            is_element = isinstance(entry, Element)
+            inside = elements_with_keys(value) if is_element else contents(value)
+            now = next((one for name, one in inside if (Element(name) if is_element else name) == entry), None)
             mark, known = Mark(now, self._found, is_found=now is not value), self._numbers.get((number, entry))
             if known is None or not mark.is_same(known[0]):
                 self._numbers[number, entry] = mark, _number(now, self._found - {id(value)})
@@ -195,7 +197,7 @@ def _left(place: SharedPlace, entry: Entry) -> ModelError:
     end = _end(entry)
     return ModelError(f"is also {place.other}{end}, for code of another stage, and a forward changes it, which the "
                       "other stage does not see", code="shared-container-changes", where=f"attribute {place.name}{end}",
-                      remedy=f"Pass what later blocks or the loss need in the carried state, or put the blocks on one "
+                      remedy="Pass what later blocks or the loss need in the carried state, or put the blocks on one "
                              f"stage (Pipeline(boundaries=...)). {_OR_SAY_SO}")
 
 
@@ -206,5 +208,5 @@ def _differs(made: tuple[SharedPlace, Entry] | None) -> ModelError:
         where = f"attribute {place.name}{end}"
         also = f"is also {place.other}{end}, for code of another stage, and the stages have made different values of it"
     return ModelError(f"{also}; nothing was updated", code="shared-container-differs", where=where,
-                      remedy=f"Pass what later blocks need in the carried state, give each block a value of its own, or "
+                      remedy="Pass what later blocks need in the carried state, give each block a value of its own, or "
                              f"put the blocks on one stage (Pipeline(boundaries=...)). {_OR_SAY_SO}")

@@ -19,14 +19,14 @@ from zlib import crc32
 
 from torch import Tensor, nn
 
-from ranvier.plan.reached_objects import (
+from ranvier.plan.element_keys import is_key
+from ranvier.plan.object_contents import (
     attributes_of,
     contents,
     elements,
     elements_with_keys,
     entries_of,
     is_data,
-    is_key,
     is_whole,
     size_of,
 )

@@ -6,9 +6,8 @@
 
 Followed are attributes, hooks, elements of lists, tuples, dicts and sets, classes, what functions and methods have in
 closures and defaults, and the global variables that they name. Not followed are Python's own objects, torch's and
-Ranvier's, those of installed packages that do not use torch (pandas, matplotlib), and elements of containers of more
-than 10,000, which hold data. No code of the user's runs here, and another
-thread may change what is looked at.
+Ranvier's, those of installed packages that do not use torch (pandas, matplotlib), elements of containers that hold data
+(`object_contents`), and attributes of what is each stage's own by `ranvier_per_stage = True`.
 """
 
 from __future__ import annotations
@@ -18,32 +17,34 @@ import functools
 import sys
 import threading
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from enum import Enum
 from functools import cached_property, lru_cache, partial
-from pathlib import Path
-from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ranvier.plan.code_uses import ANY, Key, ElementRead, Uses, uses_of
+from ranvier.plan.code_uses import ElementRead, Uses, uses_of
+from ranvier.plan.element_keys import ANY, Key, names_own, with_values
+from ranvier.plan.object_contents import (
+    OF_EVERY_MODULE,
+    attributes,
+    constants,
+    container,
+    dict_of,
+    elements_with_keys,
+    is_foreign,
+    is_per_stage,
+    is_whole,
+    slots_of,
+)
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOLD_NOTHING = frozenset({type(None), bool, int, float, complex, str, bytes, nn.Parameter})
-_PLAIN = _HOLD_NOTHING - {nn.Parameter}
-_FOREIGN = frozenset({"torch", "ranvier", "numpy", "pytest", "_pytest", *sys.stdlib_module_names} - {"__main__"})
-"""Packages whose functions and objects hold nothing for others."""
-_INSTALLED = frozenset({"site-packages", "dist-packages"})
-_CONTAINERS = (list, tuple, set, deque, dict)
 _KEYED = frozenset({list, dict, OrderedDict, defaultdict, Counter})
-_MOST_ELEMENTS = 10_000
 _Cached = type(functools.lru_cache(len))
-_PER_STAGE = "ranvier_per_stage"
-_TRIES = 100
-"""To copy a container that another thread changes."""
 _NOT_IN_A_FORWARD = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__repr__", "__str__",
                                "__eq__", "__hash__", "__del__", "__reduce__", "__reduce_ex__", "__getstate__",
                                "__setstate__", "__copy__", "__deepcopy__", "extra_repr"})
@@ -107,7 +108,7 @@ class CodeReach:
             new = [(path, part) for path, part in parts if id(part) not in self._seen]
             self._seen |= {id(part): part for _, part in new}
             self.found |= {id(part): Reached(path, part, True) for path, part in parts
-                           if not _is_foreign(type(part)) and not is_per_stage(part)}
+                           if not is_foreign(type(part)) and not is_per_stage(part)}
             for path, part in new:
                 waiting.extend(self._linked(path, part))
         else:
@@ -127,7 +128,7 @@ class CodeReach:
                 self.per_stage.add(id(value))
             elif _may_change(value):
                 self.found[id(value)] = Reached(link.path, value, False)
-            if isinstance(value, FunctionType) and not _is_foreign(value):
+            if isinstance(value, FunctionType) and not is_foreign(value):
                 code = value.__code__
                 uses = uses_of(code, code.co_varnames[0] if link.bound is not None and code.co_argcount else None)
                 self._own[id(value)] = uses.own
@@ -164,7 +165,7 @@ class CodeReach:
         return names & (self.uses.others | self.own_names(value))
 
     def keys_read(self, value: Any) -> set[Key] | None:
-        """Keys of the elements that code may read of a container, with the values of attributes of methods' own objects;
+        """Keys of the elements that code may read of a container, with values for attributes of methods' own objects;
         None where it may read any."""
         if type(value) not in _KEYED or self.uses.reads_any:
             return None
@@ -186,11 +187,11 @@ class CodeReach:
                 yield name
 
     def _values_of(self, key: Key, kind: type | None) -> set[Key]:
-        if not _names_own(key):
+        if not names_own(key):
             return {with_values(key, {})}
         if kind is None or not issubclass(kind, nn.Module) or self.uses.stores_any:  # which a forward may make
             return {ANY}
-        return {with_values(key, {name: one for name, one in _constants(value).items() if name not in self.uses.stores})
+        return {with_values(key, {name: one for name, one in constants(value).items() if name not in self.uses.stores})
                 for value in list(self._seen.values()) if issubclass(type(value), kind) and self.is_own(value)}
 
     def own_names(self, value: Any) -> frozenset[str]:
@@ -234,7 +235,7 @@ class CodeReach:
         called nowhere but in its own block (`pipeline/trained_elsewhere`)."""
         if id(value) in self._bound or self.uses.reads_any:
             return True
-        names = {name for one in type(value).__mro__ if not _is_foreign(one)
+        names = {name for one in type(value).__mro__ if not is_foreign(one)
                  for name, method in vars(one).items() if isinstance(method, FunctionType | property | cached_property)}
         names -= _NOT_IN_A_FORWARD
         if isinstance(value, nn.Module) and any(one.requires_grad for one in value.parameters()):
@@ -250,161 +251,10 @@ def reached_from(name: str, root: object) -> Iterator[Reached]:
     yield from reach.found.values()
 
 
-def contents(value: Any) -> Iterable[tuple[str | None, Any]]:
-    """What a forward may have left in something that is reached: by attribute or variable, else as a whole (None). What
-    hooks of torch compute anew for each forward, such as normalised weights, is a module's own."""
-    if isinstance(value, CellType):
-        with suppress(ValueError):  # not assigned yet
-            return [(None, value.cell_contents)]
-        return ()
-    if is_whole(value):
-        return [(None, value)]
-    attributes = _attributes(value)
-    if isinstance(value, nn.Module):
-        hooks = map(_attributes, attributes.get("_forward_pre_hooks", {}).values())
-        computed = {hook.get(name) for hook in hooks for name in ("name", "_tensor_name")}
-        return [*((name, one) for name, one in attributes.items()
-                  if name not in _OF_EVERY_MODULE and name not in computed),
-                *attributes.get("_buffers", {}).items()]
-    return list(attributes.items())
-
-
-def entries_of(value: Any, names: frozenset[Any]) -> list[tuple[str, Any]]:
-    """Those of these attributes or variables that there are, as `contents` has them."""
-    found = _dict(value)
-    entries = [] if found is None else [(name, found.get(name)) for name in found.keys() & names]
-    if isinstance(value, nn.Module):
-        return entries + [(name, value._buffers[name]) for name in value._buffers.keys() & names]
-    if not isinstance(value, type | ModuleType | FunctionType):
-        entries += [(name, one) for name, one in _slots(value) if name in names]
-    return entries
-
-
-def attributes_of(value: Any) -> list[Any] | None:
-    """The mappings, as they are, in which an object has its attributes, and a module its buffers; None where some are in
-    slots, or each thread has others."""
-    if isinstance(value, threading.local) or (found := _dict(value)) is None:
-        return None
-    if isinstance(value, nn.Module):
-        return [found, value._buffers]
-    return [found] if isinstance(value, type | ModuleType | FunctionType) or not _slots_of(type(value)) else None
-
-
-def elements(value: object) -> list[Any] | None:
-    """Those of a list, tuple, set or dict, without keys, none where they are data; None of anything else."""
-    return None if _container(value) is None else [one for _, one in elements_with_keys(value)]
-
-
-def is_data(value: object) -> bool:
-    """Whether it is a container of too many elements to look at each."""
-    return _container(value) is not None and size_of(value) > _MOST_ELEMENTS
-
-
-def size_of(value: Any) -> int:
-    """Of a container, whatever it says of itself."""
-    return int(_container(value).__len__(value))
-
-
-def with_values(key: Key, values: Mapping[str, Any]) -> Key:
-    """The key with these attributes of an object."""
-    match key:
-        case "own", name:
-            return ("is", values[name]) if name in values else ANY
-        case "tuple" | "text", parts:
-            found = tuple(with_values(one, values) for one in parts)
-            is_whole_text = key[0] == "text" and all(one[0] == "is" for one in found)
-            return ("is", "".join(str(one[1]) for one in found)) if is_whole_text else (key[0], found)
-    return key
-
-
-def is_key(value: Any, key: Key) -> bool:
-    """Whether a key may be this value."""
-    match key:
-        case "is", other:
-            return bool(type(value) in _PLAIN and value == other)
-        case "tuple", parts:
-            return type(value) is tuple and len(value) == len(parts) and all(map(is_key, value, parts))
-        case "text", _:
-            return type(value) is str
-    return True
-
-
-def _names_own(key: Key) -> bool:
-    return key[0] == "own" or (key[0] in ("tuple", "text") and any(map(_names_own, key[1])))
-
-
-def _constants(value: Any) -> dict[str, Any]:
-    """Numbers and texts among the attributes of an object and its classes."""
-    found: dict[str, Any] = {}
-    for one in (*reversed(type(value).__mro__), value):
-        found |= {name: other for name, other in (_dict(one) or {}).items() if not isinstance(found.get(name), property)}
-    return {name: one for name, one in found.items() if type(one) in (int, str)}
-
-
-def is_per_stage(value: object) -> bool:
-    """Whether its user has said, by `ranvier_per_stage = True` on it or its class, that no block reads what another one
-    leaves in it."""
-    kinds = (value, *type(value).__mro__) if not isinstance(value, type) else value.__mro__
-    return any((_dict(one) or {}).get(_PER_STAGE) is True for one in kinds) and not isinstance(value, ModuleType)
-
-
 def _may_change(value: object) -> bool:
     return (is_whole(value) and not isinstance(value, tuple)) or _is_of_user(value) or (
-        isinstance(value, type | ModuleType) and not _is_foreign(value)) or (
-        isinstance(value, FunctionType) and bool(vars(value)) and not _is_foreign(value))
-
-
-def is_whole(value: object) -> bool:
-    """Whether it changes as a whole, and not by attributes: a container, a tensor, an array, a closure's variable."""
-    return isinstance(value, CellType) or _container(value) is not None or type(value) is Tensor or _is_array(value)
-
-
-def _is_array(value: object) -> bool:
-    return (numpy := sys.modules.get("numpy")) is not None and type(value) is numpy.ndarray
-
-
-def _attributes(value: object) -> dict[str, Any]:
-    """Those that an object itself has, in slots, too."""
-    found = _dict(value)
-    kept = {} if found is None else dict(found) if isinstance(value, type) else dict(elements_with_keys(found))
-    return kept if isinstance(value, type | ModuleType | FunctionType | nn.Module) else kept | dict(_slots(value))
-
-
-def _slots(value: Any) -> Iterator[tuple[str, Any]]:
-    kind: Any = type(value)
-    for slot in _slots_of(kind):
-        with suppress(AttributeError):  # it has none yet
-            yield slot.__name__, slot.__get__(value)
-
-
-@lru_cache(maxsize=1 << 12)
-def _slots_of(kind: Any) -> tuple[Any, ...]:
-    return tuple(slot for one in kind.__mro__ if not _is_foreign(one) for slot in vars(one).values()
-                 if isinstance(slot, MemberDescriptorType))
-
-
-def _dict(value: object) -> Any:
-    if isinstance(value, type):
-        return type.__getattribute__(value, "__dict__")
-    kind: Any = threading.local if isinstance(value, threading.local) else object
-    try:
-        return kind.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return None
-
-
-def _container(value: object) -> Any:
-    """The kind of container that a value is, whatever it says of itself; None for others."""
-    return next((kind for kind in _CONTAINERS if issubclass(type(value), kind)), None)
-
-
-def elements_with_keys(value: Any) -> list[tuple[Any, Any]]:
-    """Those of a container, each with its key or number; none where they are data."""
-    kind = _container(value)
-    for _ in range(0 if is_data(value) else _TRIES):
-        with suppress(RuntimeError):  # another thread has changed its size
-            return list(dict.items(value)) if kind is dict else list(enumerate(kind.__iter__(value)))
-    return []
+        isinstance(value, type | ModuleType) and not is_foreign(value)) or (
+        isinstance(value, FunctionType) and bool(vars(value)) and not is_foreign(value))
 
 
 def _next(path: str, value: Any) -> Iterator[_Link]:
@@ -412,16 +262,16 @@ def _next(path: str, value: Any) -> Iterator[_Link]:
     if is_per_stage(value):
         yield _Link(path, type(value))
     elif isinstance(value, nn.Module):
-        attributes = _attributes(value)
-        if not _is_foreign(type(value)):
-            yield from (_Link(f"{path}.{name}", one, name) for name, one in attributes.items()
-                        if name not in _OF_EVERY_MODULE)
+        own = attributes(value)
+        if not is_foreign(type(value)):
+            yield from (_Link(f"{path}.{name}", one, name) for name, one in own.items()
+                        if name not in OF_EVERY_MODULE)
             yield _Link(path, type(value))
-        yield from (_Link(f"{path}.{name}", one, name) for name, one in attributes.get("_modules", {}).items())
+        yield from (_Link(f"{path}.{name}", one, name) for name, one in own.get("_modules", {}).items())
         for kind in _HOOKS:
             yield from (_Link(f"{path}.{hook.__name__ if isinstance(hook, FunctionType) else 'hook'}", hook)
-                        for hook in attributes.get(kind, {}).values())
-    elif _container(value) is not None:
+                        for hook in own.get(kind, {}).values())
+    elif container(value) is not None:
         inside = elements_with_keys(value)
         if not _HOLD_NOTHING.issuperset(type(one) for _, one in inside):
             yield from (_Link(f"{path}[{key!r}]" if type(key) in (int, str) else f"{path}[{type(key).__name__}]", one)
@@ -440,7 +290,7 @@ def _next(path: str, value: Any) -> Iterator[_Link]:
     elif isinstance(value, type):
         yield from _of_class(path, value)
     elif _is_of_user(value):
-        yield from (_Link(f"{path}.{name}", one, name) for name, one in _attributes(value).items())
+        yield from (_Link(f"{path}.{name}", one, name) for name, one in attributes(value).items())
         yield _Link(path, type(value))
 
 
@@ -453,7 +303,7 @@ def _of_function(path: str, function: FunctionType) -> Iterator[_Link]:
     yield from (_Link(f"{path}.{name}", one, name)
                 for name, one in (*zip(arguments[len(arguments) - len(given):], given, strict=True),
                                   *(function.__kwdefaults__ or {}).items()))
-    if function.__module__ is None or _is_foreign(function):
+    if function.__module__ is None or is_foreign(function):
         return
     yield from (_Link(f"{path}.{name}", one, name) for name, one in vars(function).items())
     variables, names = function.__globals__, _names(code)
@@ -463,7 +313,7 @@ def _of_function(path: str, function: FunctionType) -> Iterator[_Link]:
     for name in _variables(code):
         if name in variables:
             yield _Link(f"{path}.{name}", one := variables[name], name)
-            if isinstance(one, ModuleType) and not _is_foreign(one):
+            if isinstance(one, ModuleType) and not is_foreign(one):
                 yield from (_Link(f"{path}.{name}.{other}", vars(one)[other], other)
                             for other in names if other in vars(one))
 
@@ -483,7 +333,7 @@ def _names(code: CodeType) -> tuple[str, ...]:
 
 def _of_class(path: str, kind: type) -> Iterator[_Link]:
     """Methods and attributes of a class, and what it inherits from."""
-    if _is_foreign(kind):
+    if is_foreign(kind):
         return
     yield from (_Link(path, one) for one in kind.__bases__)
     for name, value in vars(kind).items():
@@ -503,27 +353,10 @@ def _of_class(path: str, kind: type) -> Iterator[_Link]:
                 yield _Link(f"{path}.{name}", one, name)
 
 
-def _is_foreign(one: Any) -> bool:
-    name = vars(one).get("__name__", "") if isinstance(one, ModuleType) else getattr(one, "__module__", "")
-    package = str(name).partition(".")[0]
-    return package in _FOREIGN or _is_without_torch(package, len(sys.modules))
-
-
-@lru_cache(maxsize=1 << 10)
-def _is_without_torch(package: str, modules: int) -> bool:
-    """Whether it is installed, and has no variable torch among its modules. modules: how many there are."""
-    found = sys.modules.get(package)
-    place = vars(found).get("__file__") if isinstance(found, ModuleType) else None
-    if not isinstance(place, str) or _INSTALLED.isdisjoint(Path(place).parts):
-        return False
-    inside = [one for name, one in list(sys.modules.items()) if name == package or name.startswith(f"{package}.")]
-    return not any(vars(one).get("torch") is sys.modules["torch"] for one in inside if isinstance(one, ModuleType))
-
-
 def _is_of_user(value: Any) -> bool:
     """Whether it is an object of a class of the user's, or one that takes any attributes."""
     kind: Any = type(value)
     if issubclass(kind, type | ModuleType | Tensor | Enum):
         return False
-    return kind in (SimpleNamespace, threading.local) or (not _is_foreign(kind) and (
-        _dict(value) is not None or bool(_slots_of(kind))))
+    return kind in (SimpleNamespace, threading.local) or (not is_foreign(kind) and (
+        dict_of(value) is not None or bool(slots_of(kind))))

@@ -20,8 +20,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ranvier.plan.code_uses import Key
-from ranvier.plan.reached_objects import CodeReach, Reached, is_whole
+from ranvier.plan.element_keys import Key
+from ranvier.plan.object_contents import is_whole
+from ranvier.plan.reached_objects import CodeReach, Reached
+
 
 class Element(NamedTuple):
     """One element of a container, by its key or number."""
