@@ -17,6 +17,7 @@ from types import CodeType
 VARIABLES = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FAST", "LOAD_FAST_CHECK"})
 ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 STORES = frozenset({"STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "STORE_NAME"})
+JUMPS = frozenset({*dis.hasjrel, *dis.hasjabs})
 _POPS = {"STORE_SUBSCR": 3, "DELETE_SUBSCR": 2, "BINARY_SUBSCR": 2, "STORE_ATTR": 2, "BINARY_OP": 2, "COMPARE_OP": 2,
          "CONTAINS_OP": 2, "IS_OP": 2, "LOAD_ATTR": 1, "LOAD_METHOD": 1, "POP_TOP": 1, "STORE_FAST": 1,
          "STORE_GLOBAL": 1, "STORE_DEREF": 1, "UNARY_NEGATIVE": 1, "UNARY_NOT": 1} | dict.fromkeys(
@@ -30,8 +31,8 @@ class Bytecode:
 
     def __init__(self, code: CodeType, own: str | None) -> None:
         self._all = [one for one in dis.get_instructions(code) if one.opname not in ("CACHE", "RESUME")]
-        self._jumps = [(place, one.argval) for place, one in enumerate(self._all)
-                       if one.opcode in dis.hasjrel or one.opcode in dis.hasjabs]
+        self._jumps = [(place, one.argval) for place, one in enumerate(self._all) if one.opcode in JUMPS]
+        self._consumers: dict[int, tuple[int, int] | None] = {}
         self._own, self._may_be_interrupted = own, bool(code.co_exceptiontable)
         several = bool(code.co_flags & CO_VARARGS) + bool(code.co_flags & CO_VARKEYWORDS)
         self._arguments = code.co_varnames[:code.co_argcount + code.co_kwonlyargcount + several]
@@ -49,10 +50,15 @@ class Bytecode:
     def _consumer(self, place: int) -> tuple[int, int] | None:
         """The operation that takes what another has put on the stack, and how much lies above that; None where it
         depends on the way, or is not known."""
+        if place not in self._consumers:
+            self._consumers[place] = self._find_consumer(place)
+        return self._consumers[place]
+
+    def _find_consumer(self, place: int) -> tuple[int, int] | None:
         height = 0
         for number in range(place + 1, len(self._all)):
             one = self._all[number]
-            if one.is_jump_target or one.opcode in dis.hasjrel or one.opcode in dis.hasjabs:
+            if one.is_jump_target or one.opcode in JUMPS:
                 return None
             if one.opname == "COPY" and (one.arg or 0) <= height:
                 height += 1
@@ -68,7 +74,7 @@ class Bytecode:
         needed = 1
         for number in range(end - 1, -1, -1):
             one, pops = self._all[number], self._pops(number)
-            if pops is None or one.is_jump_target or one.opcode in dis.hasjrel or one.opcode in dis.hasjabs:
+            if pops is None or one.is_jump_target or one.opcode in JUMPS:
                 return None
             needed += pops - (_effect(one) + pops)
             if not needed:

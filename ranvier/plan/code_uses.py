@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import dis
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache, reduce
+from functools import cached_property, lru_cache
 from types import CodeType
 from typing import NamedTuple
 
-from ranvier.plan.bytecode import ATTRIBUTES, STORES, VARIABLES
+from ranvier.plan.bytecode import ATTRIBUTES, JUMPS, STORES, VARIABLES
 from ranvier.plan.element_keys import Elements, Key
 
 _DELETES = frozenset({"DELETE_ATTR", "DELETE_GLOBAL", "DELETE_DEREF", "DELETE_NAME"})
@@ -35,8 +36,8 @@ _STORES_NAMED = frozenset({"setattr", "delattr"})
 _CALLS = frozenset({"LOAD_METHOD"} if sys.version_info < (3, 12) else ())
 _COMPUTING = frozenset({
     "abs", "add", "add_", "clamp", "clamp_", "clone", "cpu", "detach", "div", "div_", "double", "float", "get", "int",
-    "item", "lerp", "lerp_", "max", "maximum", "mean", "min", "minimum", "mul", "mul_", "pow", "round", "sqrt", "square", "sub",
-    "sub_", "sum", "to", "where"})
+    "item", "lerp", "lerp_", "max", "maximum", "mean", "min", "minimum", "mul", "mul_", "pow", "round", "sqrt",
+    "square", "sub", "sub_", "sum", "to", "where"})
 """Functions and methods that leave what they are given nowhere but in their result and in their object."""
 _BUILTIN = frozenset({"abs", "float", "int", "max", "min", "round", "sum"})
 _EXTREMES = frozenset({"max", "min"})
@@ -68,8 +69,13 @@ class Uses:
     reads_any: bool = False
     stores_any: bool = False
 
-    def __or__(self, other: Uses) -> Uses:
-        return Uses(*(getattr(self, one.name) | getattr(other, one.name) for one in fields(self)))
+    @classmethod
+    def of(cls, several: Sequence[Uses]) -> Uses:
+        """Those of several functions."""
+        names = [one.name for one in fields(cls) if one.type == "frozenset[str]"]
+        return cls(**{name: frozenset[str]().union(*(getattr(one, name) for one in several)) for name in names},
+                   elements=frozenset[ElementRead]().union(*(one.elements for one in several)),
+                   reads_any=any(one.reads_any for one in several), stores_any=any(one.stores_any for one in several))
 
     def reads(self, name: str) -> bool:
         """Whether some attribute or variable of this name is read, and not only called."""
@@ -85,7 +91,7 @@ def uses_of(code: CodeType, own: str | None = None) -> Uses:
     """The uses of a function and of those inside it. own: its variable for the object whose method it is."""
     functions = (one for one in code.co_consts if isinstance(one, CodeType))
     inside = (uses_of(one, own if own in one.co_freevars else None) for one in functions)
-    return reduce(Uses.__or__, inside, _Function(code, own).uses())
+    return Uses.of([_Function(code, own).uses(), *inside])
 
 
 class _Function(Elements):
@@ -140,7 +146,7 @@ class _Function(Elements):
             if one.opname in STORES or one.opname == "STORE_FAST":
                 return bool(one.argval == name and ((before.opname, before.arg) == ("COPY", 1) or (
                     path and self._path(number) == path)))
-            if one.opname.startswith("RETURN") or one.opcode in dis.hasjrel or one.opcode in dis.hasjabs:
+            if one.opname.startswith("RETURN") or one.opcode in JUMPS:
                 return False
             is_loaded_again |= bool(path) and self._path(number) == path
         return False
@@ -235,9 +241,14 @@ class _Function(Elements):
         number = self._all[call].arg or 0
         has_names = any(one.opname == "KW_NAMES" for one in self._all[call - 2:call])  # out=, say
         return height < number and not has_names and any(
-            one.argval in names and ((one.opname == "LOAD_GLOBAL" and one.argval in _BUILTIN) or (
-                one.opname in ATTRIBUTES and self._path(place)[:-1] in (("torch",), ("math",))))
-            and self._consumer(place) == (call, number) for place, one in enumerate(self._all[:call]))
+            self._all[place].argval in names and self._consumer(place) == (call, number) for place in self._functions)
+
+    @cached_property
+    def _functions(self) -> list[int]:
+        """Where a function that only computes is loaded."""
+        return [place for place, one in enumerate(self._all) if one.argval in _COMPUTING and (
+            (one.opname == "LOAD_GLOBAL" and one.argval in _BUILTIN) or (
+                one.opname in ATTRIBUTES and self._path(place)[:-1] in (("torch",), ("math",))))]
 
     def _has_default_set(self, place: int) -> bool:
         """Whether it is a dict of which an element is read, and made where there is none."""

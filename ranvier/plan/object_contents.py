@@ -164,9 +164,12 @@ def is_per_stage(value: object) -> bool:
     leaves in it."""
     if isinstance(value, ModuleType):
         return False
-    found = () if isinstance(value, type) else (own_dict(value),)
-    kinds = value.__mro__ if isinstance(value, type) else type(value).__mro__
-    return any(one is not None and one.get(_PER_STAGE) is True for one in (*found, *map(dict_of, kinds)))
+    if not isinstance(value, type) and (own := own_dict(value)) is not None and own.get(_PER_STAGE) is True:
+        return True
+    try:
+        return type.__getattribute__(value if isinstance(value, type) else type(value), _PER_STAGE) is True
+    except AttributeError:
+        return False
 
 
 def is_foreign(one: Any) -> bool:

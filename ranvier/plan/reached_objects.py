@@ -102,7 +102,7 @@ class CodeReach:
 
     def add(self, name: str, root: object) -> None:
         """The code of `root`, a block or a loss, with its name."""
-        waiting: deque[_Link] = deque()
+        waiting, found = deque[_Link](), list[Uses]()
         if isinstance(root, nn.Module):
             parts = list(root.named_modules(prefix=name))
             new = [(path, part) for path, part in parts if id(part) not in self._seen]
@@ -134,7 +134,7 @@ class CodeReach:
                 self._own[id(value)] = uses.own
                 for read in uses.elements:
                     self._elements.setdefault(read.name, set()).add((read, link.bound))
-                self.uses |= uses
+                found.append(uses)
                 fresh = set(_names(code)) - self._names
                 self._names |= fresh
                 waiting.extend(one for name in fresh for one in self._methods.pop(name, ()))
@@ -142,6 +142,7 @@ class CodeReach:
                 self._bound.add(id(value.__self__))
                 self._classes.setdefault(type(value.__self__), set()).add(id(value.__func__))
             waiting.extend(self._linked(link.path, value))
+        self.uses = Uses.of([self.uses, *found]) if found else self.uses
 
     def _may_run(self, method: str) -> bool:
         return method in self._names or method in _CALLED_BY_TORCH or (
