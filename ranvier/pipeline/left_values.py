@@ -52,7 +52,7 @@ class LeftValues:
         self._places: list[tuple[SharedPlace, Any]] = []
         self._watches: list[Watch] | None = None
         """Of all places, from the first forward on."""
-        self._steady = Identities.of(())
+        self._steady, self._unsteady = Identities.of(()), list[Watch]()
         self._found: frozenset[int] = frozenset()
         """What is looked at by itself, and not as a part of what has it."""
         if places:
@@ -95,14 +95,13 @@ class LeftValues:
     def _changes(self) -> list[Change]:
         """What has changed since the last look."""
         if self._watches is None:
-            self._watches = [Watch(place, value, self._found) for place, value in self._places]
-            self._steady = Identities.of(self._watches)
-            return []
-        is_steady = self._steady.is_same()
-        looked_at = [one for one in self._watches if not one.is_steady] if is_steady else self._watches
-        found = [change for one in looked_at if not one.is_same() for change in one.changes()]
-        if not is_steady:
-            self._steady = Identities.of(self._watches)
+            self._watches, found = [Watch(place, value, self._found) for place, value in self._places], list[Change]()
+        elif self._steady.is_same():
+            return [change for one in self._unsteady if not one.is_same() for change in one.changes()]
+        else:
+            found = [change for one in self._watches if not one.is_same() for change in one.changes()]
+        self._steady = Identities.of(self._watches)
+        self._unsteady = [one for one in self._watches if not one.is_steady]
         return found
 
     def made(self) -> dict[tuple[int, Entry], int]:

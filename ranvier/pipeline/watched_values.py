@@ -4,7 +4,9 @@
     watch.is_same()                         some comparisons by identity, in C: for each forward of each batch
     watch.changes()                         exactly: numbers and texts are the same if they are equal
 
-Many are compared at once by `Identities.of(watches).is_same()`.
+Many are compared at once by `Identities.of(watches).is_same()`. Not seen is what is as it was when somebody looks
+again, what C code changes in a tensor's memory, and an attribute of a class or variable of a module that comes while
+another one goes. Of more than 10,000 elements, and of arrays beyond 1 MiB, a sample is compared.
 """
 
 from __future__ import annotations
