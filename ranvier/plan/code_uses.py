@@ -117,7 +117,7 @@ class _Function(Elements):
                         (own if of_own else others).update([] if constant is None else [constant])
                         whole.update([] if constant is None else [constant])
                 adds_up = not self._is_extreme(place)
-                if adds_up and self._is_accumulated(place):
+                if (adds_up and self._is_accumulated(place)) or self._is_stored_later(place):
                     accumulates.add(name)
                 if (how := self._changed_by(place)) is not None:
                     stores.update([name] if how != "STORE_ATTR" else [])
@@ -230,11 +230,40 @@ class _Function(Elements):
             inside.append(number)
         return False
 
+    def _is_stored_later(self, place: int) -> bool:
+        """Whether the function stores there afterwards, whatever way it takes, so that an old value is read here."""
+        path = self._path(place) if self._sure_stores else ()
+        return bool(path) and any(stored == path and place < number and self._consumer(place) != (number, 1)
+                                  for number, stored in self._sure_stores)
+
+    @cached_property
+    def _sure_stores(self) -> list[tuple[int, tuple[str, ...]]]:
+        """Where an attribute or variable is stored, or an element of it, whatever way the function takes."""
+        found = list[tuple[int, tuple[str, ...]]]()
+        for number, one in enumerate(self._all):
+            if not any(jump < number and target > one.offset for jump, target in self._jumps):
+                if one.opname in STORES:
+                    found.append((number, self._path(number)))
+                elif one.opname == "STORE_SUBSCR" and (start := self._start(number)):
+                    found.append((number, self._path(start - 1)))
+        return found
+
     def _is_extreme(self, place: int) -> bool:
-        """Whether it becomes max(x.n, n) or min(x.n, n), which comes out alike however often it is done."""
-        taken = self._consumer(place)
-        is_one = taken is not None and self._all[taken[0]].opname == "CALL" and self._is_computing(*taken, _EXTREMES)
-        return is_one and self._returns(place)
+        """Whether it becomes max(x.n, n) or min(x.n, n) where a look at x.n has decided so: that comes out alike,
+        however often it is done."""
+        taken, path = self._consumer(place), self._path(place)
+        if taken is None or self._all[taken[0]].opname != "CALL" or not self._is_computing(*taken, _EXTREMES):
+            return False
+        looks = [look for look in range(place) if self._path(look) == path]
+        return self._returns(place) and any(self._decides(look, place) for look in looks)
+
+    def _decides(self, look: int, place: int) -> bool:
+        """Whether what is read at `look` decides by a comparison whether the function comes to `place`."""
+        taken = self._consumer(look)
+        if taken is None or self._all[taken[0]].opname not in ("COMPARE_OP", "IS_OP"):
+            return False
+        jump = self._all[taken[0] + 1]
+        return jump.opname.startswith("POP_JUMP") and jump.argval > self._all[place].offset
 
     def _is_computing(self, call: int, height: int, names: frozenset[str] = _COMPUTING) -> bool:
         """Whether an argument is given to max(...), torch.maximum(...) and their like."""

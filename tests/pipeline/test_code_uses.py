@@ -110,9 +110,27 @@ def test_values_that_only_go_back_are_not_read():
     names = {"mean", "var", "most", "count", "sums", "longest", "table"}
     found = uses(goes_back)
     assert found.others.isdisjoint(names) and found.stores >= names
-    assert found.accumulates >= {"mean", "var", "count", "sums", "table"}
-    assert found.accumulates.isdisjoint({"most", "longest"})
+    assert found.accumulates >= {"mean", "var", "most", "count", "sums", "table"}
+    assert "longest" not in found.accumulates
     assert uses(goes_elsewhere).others >= {"mean", "count", "longest", "sums", "rest"}
+
+
+def grows(self, x):
+    if self.table is None or len(x) > self.longest:
+        self.longest = max(len(x), self.longest)
+        self.table = x
+    return self.table
+
+
+def replaces(self, x):
+    old = context.kept * table[self.number]
+    context.kept = table[self.number] = 3
+    return old
+
+
+def test_an_old_value_is_read_where_a_new_one_always_follows():
+    assert uses(grows).accumulates.isdisjoint({"longest", "table"}) and uses(grows).own >= {"longest", "table"}
+    assert uses(replaces).accumulates >= {"kept", "table"} and uses(keeps_its_own).accumulates.isdisjoint({"kept"})
 
 
 def test_what_is_only_called():
