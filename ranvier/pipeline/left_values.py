@@ -24,7 +24,7 @@ from ranvier.errors import ModelError
 from ranvier.mesh import Coordinates, StagePlacement
 from ranvier.pipeline.watched_values import PLAIN, Change, Identities, Mark, Watch
 from ranvier.plan.object_contents import contents, elements, elements_with_keys
-from ranvier.plan.reached_objects import CodeReach
+from ranvier.plan.reached_objects import CodeReach, PlaceName
 from ranvier.plan.shared_places import Element, Entry, SharedPlace
 
 _NUMBER_BITS = 20
@@ -62,9 +62,9 @@ class LeftValues:
             if loss is not None:
                 reach.add("loss", loss)
             self._found = frozenset(reach.found) | reach.per_stage
-            found = {(one.name, type(one.value).__name__): one.value for one in reversed(reach.found.values())}
-            self._places = [(place, found[place.name, place.kind]) for place in places
-                            if (place.name, place.kind) in found]
+            found = reach.places()
+            self._places = [(place, found[name]) for place in places
+                            if (name := PlaceName(place.name, place.kind, place.namesakes)) in found]
 
     def begin(self, *, first: bool, backward: bool = False) -> None:
         """A forward begins, or a backward. first: of its batch."""

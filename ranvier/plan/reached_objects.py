@@ -64,6 +64,15 @@ class Reached(NamedTuple):
     is_part: bool
 
 
+class PlaceName(NamedTuple):
+    """The path to an object, its class, and its number among those that have both alike: `block.log` may be an attribute
+    of the block and a global variable."""
+
+    path: str
+    kind: str
+    number: int
+
+
 class _Link(NamedTuple):
     """A step of the walk. name: of the attribute or variable; None where the value is reached whenever what has it is.
     method: its name in a class. bound: the class, where its first argument is the object."""
@@ -143,6 +152,15 @@ class CodeReach:
                 self._classes.setdefault(type(value.__self__), set()).add(id(value.__func__))
             waiting.extend(self._linked(link.path, value))
         self.uses = Uses.of([self.uses, *found]) if found else self.uses
+
+    def places(self) -> dict[PlaceName, Any]:
+        """What is found, by names that each stand for one object only."""
+        places, namesakes = dict[PlaceName, Any](), Counter[tuple[str, str]]()
+        for one in self.found.values():
+            both = one.name, type(one.value).__name__
+            places[PlaceName(*both, namesakes[both])] = one.value
+            namesakes[both] += 1
+        return places
 
     def _may_run(self, method: str) -> bool:
         return method in self._names or method in _CALLED_BY_TORCH or (

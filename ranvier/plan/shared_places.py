@@ -14,7 +14,7 @@ it, is taken as long as all have the same.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ Entry = str | Element | None
 class SharedPlace:
     """What a stage may write, and another one read.
 
-    stage, name, kind: how it is reached there, and its class. other: a name of it on a stage that reads it. number: the
+    stage, name, kind, namesakes: how it is reached there, its class, and how many before it have both alike. other: a name of it on a stage that reads it. number: the
     same on all stages that reach it, which are `stages`. read: entries that another stage reads. agreed: those of them
     that each reader writes, too, and never makes of their old value. any: whether another stage may read others, too,
     by names that are computed. any_agreed: whether each of those stages writes them, too. called: entries that other
@@ -50,6 +50,7 @@ class SharedPlace:
     stage: int
     name: str
     kind: str
+    namesakes: int = 0
     other: str
     number: int
     stages: tuple[int, ...]
@@ -75,8 +76,10 @@ def shared_places(stages: Mapping[str, int], modules: Mapping[str, nn.Module], l
             places.setdefault(identity, []).append(stage)
     several = {identity: {stage: reaches[stage] for stage in here} for identity, here in places.items()
                if len(here) > 1}
+    names = {stage: {id(value): name for name, value in reach.places().items()} for stage, reach in reaches.items()}
     known: dict[object, list[_Use]] = {}
-    return tuple(place for number, (identity, here) in enumerate(several.items())
+    return tuple(replace(place, namesakes=names[place.stage][identity].number)
+                 for number, (identity, here) in enumerate(several.items())
                  for place in _of_one(number, identity, here, known))
 
 
