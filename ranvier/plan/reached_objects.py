@@ -65,8 +65,8 @@ class Reached(NamedTuple):
 
 
 class PlaceName(NamedTuple):
-    """The path to an object, its class, and its number among those that have both alike: `block.log` may be an attribute
-    of the block and a global variable."""
+    """The path to an object, its class, and its number among those that have both alike: `block.log` may be an
+    attribute of the block and a global variable."""
 
     path: str
     kind: str

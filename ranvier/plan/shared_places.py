@@ -39,12 +39,12 @@ Entry = str | Element | None
 class SharedPlace:
     """What a stage may write, and another one read.
 
-    stage, name, kind, namesakes: how it is reached there, its class, and how many before it have both alike. other: a name of it on a stage that reads it. number: the
-    same on all stages that reach it, which are `stages`. read: entries that another stage reads. agreed: those of them
-    that each reader writes, too, and never makes of their old value. any: whether another stage may read others, too,
-    by names that are computed. any_agreed: whether each of those stages writes them, too. called: entries that other
-    stages only call. keys: of the elements of a container that other stages read, each with whether that fails where
-    there is none; None where they may read any.
+    stage, name, kind, namesakes: how it is reached there, its class, and how many before it have both alike. other: a
+    name of it on a stage that reads it. number: the same on all stages that reach it, which are `stages`. read:
+    entries that another stage reads. agreed: those of them that each reader writes, too, and never makes of their old
+    value. any: whether another stage may read others, too, by names that are computed. any_agreed: whether each of
+    those stages writes them, too. called: entries that other stages only call. keys: of the elements of a container
+    that other stages read, each with whether that fails where there is none; None where they may read any.
     """
 
     stage: int

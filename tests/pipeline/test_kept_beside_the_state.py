@@ -370,8 +370,8 @@ def by_the_backward_of_a_function():
 @pytest.mark.parametrize("make", [
     by_the_number_of_another, by_a_number_chosen, by_a_view_made_in_the_forward, by_a_function_with_another_self,
     by_a_default, from_the_end, another_key_after_its_own, the_greatest_of_all, the_greatest_on_its_way,
-    decided_by_the_greatest, a_function, in_one_of_two_of_a_name, one_attribute_for_another, in_much_data, by_a_backward_hook,
-    by_the_backward_of_a_function])
+    decided_by_the_greatest, a_function, in_one_of_two_of_a_name, one_attribute_for_another, in_much_data,
+    by_a_backward_hook, by_the_backward_of_a_function])
 def test_what_another_stage_reads_is_refused(make):
     with pytest.raises(ModelError) as caught:
         train(make)
