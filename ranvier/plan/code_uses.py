@@ -52,10 +52,10 @@ class ElementRead(NamedTuple):
 @dataclass(frozen=True)
 class Uses:
     """own: names that methods read of their own object. others: other attributes and variables that are read.
-    arguments: arguments and local variables that are. called: names of attributes that are called and read otherwise
-    nowhere. whole, elements: of names that are read, those of more than an element, and elements of others. stores:
-    names that are written, or of which an element is. accumulates: names whose new value comes of the old one.
-    reads_any, stores_any: whether it may be any name.
+    arguments: arguments and local variables that are. called: names of attributes that are called. whole, elements: of
+    names that are read, those of which more than an element is, and elements of others. stores: names that are written,
+    or of which an element is. accumulates: names whose old value is read for the new one, or before it. reads_any,
+    stores_any: whether it may be any name.
     """
 
     own: frozenset[str] = frozenset()

@@ -44,7 +44,7 @@ class SharedPlace:
     entries that another stage reads. agreed: those of them that each reader writes, too, and never makes of their old
     value. any: whether another stage may read others, too, by names that are computed. any_agreed: whether each of
     those stages writes them, too. called: entries that other stages only call. keys: of the elements of a container
-    that other stages read, each with whether that fails where there is none; None where they may read any.
+    that other stages read; None where they may read any.
     """
 
     stage: int
