@@ -63,8 +63,8 @@ class LeftValues:
                 reach.add("loss", loss)
             self._found = frozenset(reach.found) | reach.per_stage
             found = reach.places()
-            self._places = [(place, found[name]) for place in places
-                            if (name := PlaceName(place.name, place.kind, place.namesakes)) in found]
+            self._places = [(place, found[known]) for place in places
+                            if (known := PlaceName(place.name, place.kind, place.namesakes)) in found]
 
     def begin(self, *, first: bool, backward: bool = False) -> None:
         """A forward begins, or a backward. first: of its batch."""

@@ -78,8 +78,8 @@ class Uses:
                    reads_any=any(one.reads_any for one in several), stores_any=any(one.stores_any for one in several))
 
     def reads(self, name: str) -> bool:
-        """Whether some attribute or variable of this name is read, and not only called."""
-        return self.reads_any or name in self.own or name in self.others or name in self.arguments
+        """Whether some attribute, global or closure variable of this name is read, and not only called."""
+        return self.reads_any or name in self.own or name in self.others
 
     def writes(self, name: str) -> bool:
         """Whether some object's attribute, or a variable, of this name is written."""
@@ -124,9 +124,11 @@ class _Function(Elements):
                     accumulates.update([name] if how == "COPY" and adds_up else [])
                 elif not self._is_stored_first(place) and not self._is_element_stored_first(place):
                     stores.update([name] if self._has_default_set(place) else [])
-                    is_local = one.opname in ("LOAD_FAST", "LOAD_FAST_CHECK")
-                    (called if self._is_called(one) else arguments if is_local
-                     else own if self._path(place)[:-1] == (self._own,) else others).add(name)
+                    if one.opname in ("LOAD_FAST", "LOAD_FAST_CHECK"):
+                        arguments.add(name)
+                        continue
+                    (called if self._is_called(one) else own if self._path(place)[:-1] == (self._own,) else others).add(
+                        name)
                     element = self._element(place)
                     (whole.add(name) if element is None else elements.add(ElementRead(name, element)))
         return Uses(frozenset(own), frozenset(others), frozenset(arguments), frozenset(called), frozenset(whole),
@@ -233,8 +235,9 @@ class _Function(Elements):
     def _is_stored_later(self, place: int) -> bool:
         """Whether the function stores there afterwards, whatever way it takes, so that an old value is read here."""
         path = self._path(place) if self._sure_stores else ()
-        return bool(path) and any(stored == path and place < number and self._consumer(place) != (number, 1)
-                                  for number, stored in self._sure_stores)
+        return bool(path) and any(
+            stored == path and place < number and self._consumer(place) not in ((number, 0), (number, 1))
+            for number, stored in self._sure_stores)
 
     @cached_property
     def _sure_stores(self) -> list[tuple[int, tuple[str, ...]]]:
@@ -244,6 +247,8 @@ class _Function(Elements):
             if not any(jump < number and target > one.offset for jump, target in self._jumps):
                 if one.opname in STORES:
                     found.append((number, self._path(number)))
+                elif one.opname in ATTRIBUTES and one.argval == "setdefault":
+                    found.append((number, self._path(number)[:-1]))
                 elif one.opname == "STORE_SUBSCR" and (start := self._start(number)):
                     found.append((number, self._path(start - 1)))
         return found

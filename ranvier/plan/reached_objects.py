@@ -75,13 +75,15 @@ class PlaceName(NamedTuple):
 
 class _Link(NamedTuple):
     """A step of the walk. name: of the attribute or variable; None where the value is reached whenever what has it is.
-    method: its name in a class. bound: the class, where its first argument is the object."""
+    method: its name in a class. bound: the class, where its first argument is the object. is_argument: whether the name
+    is that of an argument, with a default."""
 
     path: str
     value: Any
     name: str | None = None
     method: str | None = None
     bound: type | None = None
+    is_argument: bool = False
 
 
 class CodeReach:
@@ -94,8 +96,9 @@ class CodeReach:
         """Identities of what its user has said to be each stage's own (`is_per_stage`)."""
         self.uses = Uses()
         self._seen: dict[int, Any] = {}
-        self._links: dict[int, set[tuple[int | None, str | None]]] = {}
-        """Identity of a value -> the holders of it, None for a function, and its name there."""
+        self._links: dict[int, set[tuple[int | None, str | None, bool]]] = {}
+        """Identity of a value -> the holders of it, None for a function, its name there, and whether it is that of an
+        argument."""
         self._bound: set[int] = set()
         """Objects of which there are bound methods."""
         self._own: dict[int, frozenset[str]] = {}
@@ -169,7 +172,7 @@ class CodeReach:
     def _linked(self, path: str, value: Any) -> Iterator[_Link]:
         holder = None if isinstance(value, FunctionType) else id(value)
         for link in _next(path, value):
-            self._links.setdefault(id(link.value), set()).add((holder, link.name))
+            self._links.setdefault(id(link.value), set()).add((holder, link.name, link.is_argument))
             yield link
 
     def reads(self, value: Any, entry: str | None) -> bool:
@@ -199,11 +202,11 @@ class CodeReach:
 
     def _names_at(self, identity: int) -> Iterator[str | None]:
         """Names of the variables and attributes in which a value itself is; None where it is in something else."""
-        for holder, name in self._links.get(identity, ()):
+        for holder, name, is_argument in self._links.get(identity, ()):
             if name is None and holder is not None and isinstance(self._seen.get(holder), CellType):
                 yield from self._names_at(holder)
             else:
-                yield name
+                yield None if is_argument else name
 
     def _values_of(self, key: Key, kind: type | None) -> set[Key]:
         if not names_own(key):
@@ -226,7 +229,7 @@ class CodeReach:
         found: set[str] = set()
         waiting, seen = [id(value)], {id(value)}
         while waiting:
-            for holder, name in self._links.get(waiting.pop(), ()):
+            for holder, name, _ in self._links.get(waiting.pop(), ()):
                 if name is not None:
                     found.add(name)
                 elif holder is not None and holder not in seen:
@@ -243,7 +246,8 @@ class CodeReach:
                 self.names_read(self._seen[identity], frozenset({entry})))
         is_called = len(asked) > 1  # of the value itself, a container or a tensor, nothing is read by a call
         return any(self._reads(holder, name, asked) if holder is not None else name is None or self.uses.reads(name)
-                   or (is_called and name in self.uses.called) for holder, name in self._links.get(identity, ()))
+                   or (is_called and name in self.uses.called) or (is_argument and name in self.uses.arguments)
+                   for holder, name, is_argument in self._links.get(identity, ()))
 
     def is_own(self, value: Any) -> bool:
         """Whether methods that code may call have the value as their own object."""
@@ -319,7 +323,7 @@ def _of_function(path: str, function: FunctionType) -> Iterator[_Link]:
                 for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True))
     arguments = code.co_varnames[:code.co_argcount]
     given = function.__defaults__ or ()
-    yield from (_Link(f"{path}.{name}", one, name)
+    yield from (_Link(f"{path}.{name}", one, name, is_argument=True)
                 for name, one in (*zip(arguments[len(arguments) - len(given):], given, strict=True),
                                   *(function.__kwdefaults__ or {}).items()))
     if function.__module__ is None or is_foreign(function):
