@@ -233,24 +233,30 @@ class _Function(Elements):
         return False
 
     def _is_stored_later(self, place: int) -> bool:
-        """Whether the function stores there afterwards, whatever way it takes, so that an old value is read here."""
-        path = self._path(place) if self._sure_stores else ()
+        """Whether the function stores there afterwards, so that an old value is read here: whatever way it takes, or on
+        some way if the value is computed with."""
+        path = self._path(place) if self._places_stored else ()
+        taken = self._consumer(place) if path else None
+        is_used = taken is not None and self._all[taken[0]].opname == "BINARY_OP" and not self._returns(place)
         return bool(path) and any(
-            stored == path and place < number and self._consumer(place) not in ((number, 0), (number, 1))
-            for number, stored in self._sure_stores)
+            stored == path and place < number and (is_sure or is_used) and taken not in ((number, 0), (number, 1))
+            for number, stored, is_sure in self._places_stored)
 
     @cached_property
-    def _sure_stores(self) -> list[tuple[int, tuple[str, ...]]]:
-        """Where an attribute or variable is stored, or an element of it, whatever way the function takes."""
-        found = list[tuple[int, tuple[str, ...]]]()
+    def _places_stored(self) -> list[tuple[int, tuple[str, ...], bool]]:
+        """Where an attribute or variable is stored, or an element of it, and whether a function always comes there."""
+        found = list[tuple[int, tuple[str, ...], bool]]()
         for number, one in enumerate(self._all):
-            if not any(jump < number and target > one.offset for jump, target in self._jumps):
-                if one.opname in STORES:
-                    found.append((number, self._path(number)))
-                elif one.opname in ATTRIBUTES and one.argval == "setdefault":
-                    found.append((number, self._path(number)[:-1]))
-                elif one.opname == "STORE_SUBSCR" and (start := self._start(number)):
-                    found.append((number, self._path(start - 1)))
+            path: tuple[str, ...] = ()
+            if one.opname in STORES:
+                path = self._path(number)
+            elif one.opname in ATTRIBUTES and one.argval == "setdefault":
+                path = self._path(number)[:-1]
+            elif one.opname == "STORE_SUBSCR" and (start := self._start(number)):
+                path = self._path(start - 1)
+            if path:
+                found.append((number, path, not any(
+                    jump < number and target > one.offset for jump, target in self._jumps)))
         return found
 
     def _is_extreme(self, place: int) -> bool:

@@ -128,9 +128,17 @@ def replaces(self, x):
     return old
 
 
+def uses_and_may_replace(self, x):
+    y = x * context.kept
+    if len(x) > 2:
+        context.kept = 3
+    return y
+
+
 def test_an_old_value_is_read_where_a_new_one_always_follows():
     assert uses(grows).accumulates.isdisjoint({"longest", "table"}) and uses(grows).own >= {"longest", "table"}
-    assert uses(replaces).accumulates >= {"kept", "table"} and uses(keeps_its_own).accumulates.isdisjoint({"kept"})
+    assert uses(replaces).accumulates >= {"kept", "table"} and "kept" in uses(uses_and_may_replace).accumulates
+    assert uses(keeps_its_own).accumulates.isdisjoint({"kept"})
 
 
 def test_what_is_only_called():

@@ -378,6 +378,13 @@ def test_what_another_stage_reads_is_refused(make):
     assert caught.value.code in REFUSED
 
 
+@pytest.mark.parametrize("make", [by_a_backward_hook, by_the_backward_of_a_function])
+def test_what_a_backward_leaves_is_refused_where_stages_take_turns(make):
+    with pytest.raises(ModelError) as caught:
+        train(make, batches=1, pipeline=V_SHAPE)
+    assert caught.value.code in REFUSED
+
+
 def test_stages_of_one_rank_that_nobody_can_compare_are_refused():
     """Blocks 0 and 3 are on one rank, where microbatches take turns: block 3 may read of another one."""
     class Keeps(Layer):
