@@ -334,10 +334,11 @@ class Engine:
     def _left_values(self, model: Model, blocks: Blocks) -> dict[int, LeftValues]:
         """Of each stage of this rank that reaches what others reach, too."""
         places, placement = self.stages.shared_places, self.layout.stages
+        here = {place.number for place in places if len({placement.rank_of(stage) for stage in place.stages}) == 1}
         return {stage: LeftValues([place for place in places if place.stage == stage],
                                   [block for block in blocks if block[0] in self.layout.blocks(stage)],
                                   self._loss(model, blocks) if stage == placement.num_stages - 1 else None,
-                                  is_alone=placement.per_rank == 1)
+                                  is_alone=placement.per_rank == 1, only_here=here)
                 for stage in placement.stages_of(self.coordinates.pipeline_rank)
                 if any(place.stage == stage for place in places)}
 

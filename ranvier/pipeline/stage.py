@@ -445,6 +445,8 @@ class Stage:
         Returns the gradients of what arrived (names without one are left out), and the deferred products.
         """
         graph = self._graphs.pop(number)
+        if self._left is not None:
+            self._left.begin(first=False, backward=True)
         if self._loss is not None:
             gradients = {"": torch.full((), self.loss_factor, dtype=graph.loss_dtype, device=self._device)}
         names = [name for name in graph.roots if name in gradients]
@@ -466,6 +468,8 @@ class Stage:
             raise
         finally:
             self._last_backward = False
+        if self._left is not None:
+            self._left.check(last=last, backward=True)
         return {name: leaf.grad for name, leaf in graph.leaves.items() if leaf.grad is not None}, products
 
     def weight(self, number: int, product: int) -> None:

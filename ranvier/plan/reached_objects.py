@@ -6,9 +6,8 @@
 
 Followed are attributes, hooks, elements of lists, tuples, dicts and sets, classes, what functions and methods have in
 closures and defaults, and the global variables that they name. Not followed are Python's own objects, torch's and
-Ranvier's, those of installed packages that do not use torch (pandas, matplotlib), and elements of containers of more
-than 10,000, which hold data. No code of the user's runs here, and another
-thread may change what is looked at.
+Ranvier's, those of installed packages that do not use torch (pandas, matplotlib), elements of containers that hold data
+(`object_contents`), and attributes of what is each stage's own by `ranvier_per_stage = True`.
 """
 
 from __future__ import annotations
@@ -17,35 +16,40 @@ import dis
 import functools
 import sys
 import threading
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator
 from contextlib import suppress
 from enum import Enum
 from functools import cached_property, lru_cache, partial
-from pathlib import Path
-from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ranvier.plan.code_uses import Uses, uses_of
+from ranvier.plan.code_uses import ElementRead, Uses, uses_of
+from ranvier.plan.element_keys import ANY, Key, names_own, with_values
+from ranvier.plan.object_contents import (
+    OF_EVERY_MODULE,
+    attributes,
+    constants,
+    container,
+    dict_of,
+    elements_with_keys,
+    is_foreign,
+    is_per_stage,
+    is_whole,
+    slots_of,
+)
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOLD_NOTHING = frozenset({type(None), bool, int, float, complex, str, bytes, nn.Parameter})
-_PLAIN = _HOLD_NOTHING - {nn.Parameter}
-_FOREIGN = frozenset({"torch", "ranvier", "numpy", "pytest", "_pytest", *sys.stdlib_module_names} - {"__main__"})
-"""Packages whose functions and objects hold nothing for others."""
-_INSTALLED = frozenset({"site-packages", "dist-packages"})
-_CONTAINERS = (list, tuple, set, deque, dict)
-_MOST_ELEMENTS = 10_000
+_KEYED = frozenset({list, dict, OrderedDict, defaultdict, Counter})
 _Cached = type(functools.lru_cache(len))
-_TRIES = 100
-"""To copy a container that another thread changes."""
 _NOT_IN_A_FORWARD = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__repr__", "__str__",
                                "__eq__", "__hash__", "__del__", "__reduce__", "__reduce_ex__", "__getstate__",
                                "__setstate__", "__copy__", "__deepcopy__", "extra_repr"})
 """Methods that code of a block does not run on objects that there are already."""
+_CALLED_BY_TORCH = frozenset({"forward", "backward", "setup_context", "vjp", "jvp"})
 
 
 class Reached(NamedTuple):
@@ -60,15 +64,26 @@ class Reached(NamedTuple):
     is_part: bool
 
 
+class PlaceName(NamedTuple):
+    """The path to an object, its class, and its number among those that have both alike: `block.log` may be an
+    attribute of the block and a global variable."""
+
+    path: str
+    kind: str
+    number: int
+
+
 class _Link(NamedTuple):
     """A step of the walk. name: of the attribute or variable; None where the value is reached whenever what has it is.
-    method: its name in a class. bound: the class, where its first argument is the object."""
+    method: its name in a class. bound: the class, where its first argument is the object. is_argument: whether the name
+    is that of an argument, with a default."""
 
     path: str
     value: Any
     name: str | None = None
     method: str | None = None
     bound: type | None = None
+    is_argument: bool = False
 
 
 class CodeReach:
@@ -77,14 +92,19 @@ class CodeReach:
     def __init__(self) -> None:
         self.found: dict[int, Reached] = {}
         """By identity, each once: first by attributes of the blocks' own submodules."""
+        self.per_stage: set[int] = set()
+        """Identities of what its user has said to be each stage's own (`is_per_stage`)."""
         self.uses = Uses()
         self._seen: dict[int, Any] = {}
-        self._links: dict[int, set[tuple[int | None, str | None]]] = {}
-        """Identity of a value -> the holders of it, None for a function, and its name there."""
+        self._links: dict[int, set[tuple[int | None, str | None, bool]]] = {}
+        """Identity of a value -> the holders of it, None for a function, its name there, and whether it is that of an
+        argument."""
         self._bound: set[int] = set()
         """Objects of which there are bound methods."""
         self._own: dict[int, frozenset[str]] = {}
         """Method -> names that it reads of its own object."""
+        self._elements: dict[str, set[tuple[ElementRead, type | None]]] = {}
+        """Name -> elements that functions read of what has it, with the class that a function is a method of."""
         self._classes: dict[type, set[int]] = {}
         """Class -> methods that have objects of it as their own."""
         self._names: set[str] = set()
@@ -94,12 +114,13 @@ class CodeReach:
 
     def add(self, name: str, root: object) -> None:
         """The code of `root`, a block or a loss, with its name."""
-        waiting: deque[_Link] = deque()
+        waiting, found = deque[_Link](), list[Uses]()
         if isinstance(root, nn.Module):
             parts = list(root.named_modules(prefix=name))
             new = [(path, part) for path, part in parts if id(part) not in self._seen]
             self._seen |= {id(part): part for _, part in new}
-            self.found |= {id(part): Reached(path, part, True) for path, part in parts if not _is_foreign(type(part))}
+            self.found |= {id(part): Reached(path, part, True) for path, part in parts
+                           if not is_foreign(type(part)) and not is_per_stage(part)}
             for path, part in new:
                 waiting.extend(self._linked(path, part))
         else:
@@ -115,13 +136,17 @@ class CodeReach:
                 self._methods.setdefault(link.method, []).append(link)
                 continue
             self._seen[id(value)] = value
-            if _may_change(value):
+            if is_per_stage(value):
+                self.per_stage.add(id(value))
+            elif _may_change(value):
                 self.found[id(value)] = Reached(link.path, value, False)
-            if isinstance(value, FunctionType) and not _is_foreign(value):
+            if isinstance(value, FunctionType) and not is_foreign(value):
                 code = value.__code__
                 uses = uses_of(code, code.co_varnames[0] if link.bound is not None and code.co_argcount else None)
                 self._own[id(value)] = uses.own
-                self.uses |= uses
+                for read in uses.elements:
+                    self._elements.setdefault(read.name, set()).add((read, link.bound))
+                found.append(uses)
                 fresh = set(_names(code)) - self._names
                 self._names |= fresh
                 waiting.extend(one for name in fresh for one in self._methods.pop(name, ()))
@@ -129,15 +154,25 @@ class CodeReach:
                 self._bound.add(id(value.__self__))
                 self._classes.setdefault(type(value.__self__), set()).add(id(value.__func__))
             waiting.extend(self._linked(link.path, value))
+        self.uses = Uses.of([self.uses, *found]) if found else self.uses
+
+    def places(self) -> dict[PlaceName, Any]:
+        """What is found, by names that each stand for one object only."""
+        places, namesakes = dict[PlaceName, Any](), Counter[tuple[str, str]]()
+        for one in self.found.values():
+            both = one.name, type(one.value).__name__
+            places[PlaceName(*both, namesakes[both])] = one.value
+            namesakes[both] += 1
+        return places
 
     def _may_run(self, method: str) -> bool:
-        return method in self._names or method == "forward" or (
+        return method in self._names or method in _CALLED_BY_TORCH or (
             method.startswith("__") and method not in _NOT_IN_A_FORWARD)
 
     def _linked(self, path: str, value: Any) -> Iterator[_Link]:
         holder = None if isinstance(value, FunctionType) else id(value)
         for link in _next(path, value):
-            self._links.setdefault(id(link.value), set()).add((holder, link.name))
+            self._links.setdefault(id(link.value), set()).add((holder, link.name, link.is_argument))
             yield link
 
     def reads(self, value: Any, entry: str | None) -> bool:
@@ -146,10 +181,40 @@ class CodeReach:
         return self._reads(id(value), entry, set())
 
     def names_read(self, value: Any, names: frozenset[str]) -> frozenset[str]:
-        """Those of `names` for which `reads` says so."""
+        """Those of `names` for which `reads` says so, but for what is only called."""
         if self.uses.reads_any:
             return names
         return names & (self.uses.others | self.own_names(value))
+
+    def keys_read(self, value: Any) -> set[Key] | None:
+        """Keys of the elements that code may read of a container, with values for attributes of methods' own objects;
+        None where it may read any."""
+        if type(value) not in _KEYED or self.uses.reads_any:
+            return None
+        found = set[Key]()
+        for name in self._names_at(id(value)):
+            if name is None or name in self.uses.whole:
+                return None
+            for read, kind in self._elements.get(name, ()):
+                found |= self._values_of(read.key, kind)
+        is_from_end = any(key[0] == "is" and isinstance(key[1], int) and key[1] < 0 for key in found)
+        return None if is_from_end and type(value) is list else found
+
+    def _names_at(self, identity: int) -> Iterator[str | None]:
+        """Names of the variables and attributes in which a value itself is; None where it is in something else."""
+        for holder, name, is_argument in self._links.get(identity, ()):
+            if name is None and holder is not None and isinstance(self._seen.get(holder), CellType):
+                yield from self._names_at(holder)
+            else:
+                yield None if is_argument else name
+
+    def _values_of(self, key: Key, kind: type | None) -> set[Key]:
+        if not names_own(key):
+            return {with_values(key, {})}
+        if kind is None or not issubclass(kind, nn.Module) or self.uses.stores_any:  # which a forward may make
+            return {ANY}
+        return {with_values(key, {name: one for name, one in constants(value).items() if name not in self.uses.stores})
+                for value in list(self._seen.values()) if issubclass(type(value), kind) and self.is_own(value)}
 
     def own_names(self, value: Any) -> frozenset[str]:
         """Names that methods read of an object as their own: those of its classes. Of a class, objects of any read."""
@@ -164,7 +229,7 @@ class CodeReach:
         found: set[str] = set()
         waiting, seen = [id(value)], {id(value)}
         while waiting:
-            for holder, name in self._links.get(waiting.pop(), ()):
+            for holder, name, _ in self._links.get(waiting.pop(), ()):
                 if name is not None:
                     found.add(name)
                 elif holder is not None and holder not in seen:
@@ -177,9 +242,12 @@ class CodeReach:
             return False
         asked.add((identity, entry))
         if entry is not None:
-            return bool(self.names_read(self._seen[identity], frozenset({entry})))
+            return (entry in self.uses.called and len(asked) > 2) or bool(
+                self.names_read(self._seen[identity], frozenset({entry})))
+        is_called = len(asked) > 1  # of the value itself, a container or a tensor, nothing is read by a call
         return any(self._reads(holder, name, asked) if holder is not None else name is None or self.uses.reads(name)
-                   for holder, name in self._links.get(identity, ()))
+                   or (is_called and name in self.uses.called) or (is_argument and name in self.uses.arguments)
+                   for holder, name, is_argument in self._links.get(identity, ()))
 
     def is_own(self, value: Any) -> bool:
         """Whether methods that code may call have the value as their own object."""
@@ -190,12 +258,12 @@ class CodeReach:
         called nowhere but in its own block (`pipeline/trained_elsewhere`)."""
         if id(value) in self._bound or self.uses.reads_any:
             return True
-        names = {name for one in type(value).__mro__ if not _is_foreign(one)
+        names = {name for one in type(value).__mro__ if not is_foreign(one)
                  for name, method in vars(one).items() if isinstance(method, FunctionType | property | cached_property)}
         names -= _NOT_IN_A_FORWARD
         if isinstance(value, nn.Module) and any(one.requires_grad for one in value.parameters()):
             names -= {"forward"}
-        return not names.isdisjoint(self.uses.others) or any(
+        return not names.isdisjoint(self.uses.others | self.uses.called) or any(
             name == "forward" or name.startswith("__") for name in names)
 
 
@@ -206,114 +274,28 @@ def reached_from(name: str, root: object) -> Iterator[Reached]:
     yield from reach.found.values()
 
 
-def contents(value: Any) -> Iterable[tuple[str | None, Any]]:
-    """What a forward may have left in something that is reached: by attribute or variable, else as a whole (None). What
-    hooks of torch compute anew for each forward, such as normalised weights, is a module's own."""
-    if isinstance(value, CellType):
-        with suppress(ValueError):  # not assigned yet
-            return [(None, value.cell_contents)]
-        return ()
-    if is_whole(value):
-        return [(None, value)]
-    attributes = _attributes(value)
-    if isinstance(value, nn.Module):
-        hooks = map(_attributes, attributes.get("_forward_pre_hooks", {}).values())
-        computed = {hook.get(name) for hook in hooks for name in ("name", "_tensor_name")}
-        return [*((name, one) for name, one in attributes.items()
-                  if name not in _OF_EVERY_MODULE and name not in computed),
-                *attributes.get("_buffers", {}).items()]
-    return list(attributes.items())
-
-
-def entries_of(value: Any, names: frozenset[Any]) -> list[tuple[str, Any]]:
-    """Those of these attributes or variables that there are, as `contents` has them."""
-    found = _dict(value)
-    entries = [] if found is None else [(name, found.get(name)) for name in found.keys() & names]
-    if isinstance(value, nn.Module):
-        return entries + [(name, value._buffers[name]) for name in value._buffers.keys() & names]
-    if not isinstance(value, type | ModuleType | FunctionType):
-        entries += [(name, one) for name, one in _slots(value) if name in names]
-    return entries
-
-
-def elements(value: object) -> list[Any] | None:
-    """Those of a list, tuple, set or dict, without keys; None of anything else."""
-    return None if _container(value) is None else [one for _, one in _elements(value)]
-
-
 def _may_change(value: object) -> bool:
     return (is_whole(value) and not isinstance(value, tuple)) or _is_of_user(value) or (
-        isinstance(value, type | ModuleType) and not _is_foreign(value)) or (
-        isinstance(value, FunctionType) and bool(vars(value)) and not _is_foreign(value))
-
-
-def is_whole(value: object) -> bool:
-    """Whether it changes as a whole, and not by attributes: a container, a tensor, an array, a closure's variable."""
-    return isinstance(value, CellType) or _container(value) is not None or type(value) is Tensor or _is_array(value)
-
-
-def _is_array(value: object) -> bool:
-    return (numpy := sys.modules.get("numpy")) is not None and type(value) is numpy.ndarray
-
-
-def _attributes(value: object) -> dict[str, Any]:
-    """Those that an object itself has, in slots, too."""
-    found = _dict(value)
-    kept = {} if found is None else dict(found) if isinstance(value, type) else dict(_elements(found))
-    return kept if isinstance(value, type | ModuleType | FunctionType | nn.Module) else kept | dict(_slots(value))
-
-
-def _slots(value: Any) -> Iterator[tuple[str, Any]]:
-    kind: Any = type(value)
-    for slot in _slots_of(kind):
-        with suppress(AttributeError):  # it has none yet
-            yield slot.__name__, slot.__get__(value)
-
-
-@lru_cache(maxsize=1 << 12)
-def _slots_of(kind: Any) -> tuple[Any, ...]:
-    return tuple(slot for one in kind.__mro__ if not _is_foreign(one) for slot in vars(one).values()
-                 if isinstance(slot, MemberDescriptorType))
-
-
-def _dict(value: object) -> Any:
-    if isinstance(value, type):
-        return type.__getattribute__(value, "__dict__")
-    kind: Any = threading.local if isinstance(value, threading.local) else object
-    try:
-        return kind.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return None
-
-
-def _container(value: object) -> Any:
-    """The kind of container that a value is, whatever it says of itself; None for others."""
-    return next((kind for kind in _CONTAINERS if issubclass(type(value), kind)), None)
-
-
-def _elements(value: Any) -> list[tuple[Any, Any]]:
-    """Those of a container, each with its key or number; none where they are data."""
-    kind = _container(value)
-    for _ in range(_TRIES if kind.__len__(value) <= _MOST_ELEMENTS else 0):
-        with suppress(RuntimeError):  # another thread has changed its size
-            return list(dict.items(value)) if kind is dict else list(enumerate(kind.__iter__(value)))
-    return []
+        isinstance(value, type | ModuleType) and not is_foreign(value)) or (
+        isinstance(value, FunctionType) and bool(vars(value)) and not is_foreign(value))
 
 
 def _next(path: str, value: Any) -> Iterator[_Link]:
     """The values that lie behind one."""
-    if isinstance(value, nn.Module):
-        attributes = _attributes(value)
-        if not _is_foreign(type(value)):
-            yield from (_Link(f"{path}.{name}", one, name) for name, one in attributes.items()
-                        if name not in _OF_EVERY_MODULE)
+    if is_per_stage(value):
+        yield _Link(path, type(value))
+    elif isinstance(value, nn.Module):
+        own = attributes(value)
+        if not is_foreign(type(value)):
+            yield from (_Link(f"{path}.{name}", one, name) for name, one in own.items()
+                        if name not in OF_EVERY_MODULE)
             yield _Link(path, type(value))
-        yield from (_Link(f"{path}.{name}", one, name) for name, one in attributes.get("_modules", {}).items())
+        yield from (_Link(f"{path}.{name}", one, name) for name, one in own.get("_modules", {}).items())
         for kind in _HOOKS:
             yield from (_Link(f"{path}.{hook.__name__ if isinstance(hook, FunctionType) else 'hook'}", hook)
-                        for hook in attributes.get(kind, {}).values())
-    elif _container(value) is not None:
-        inside = _elements(value)
+                        for hook in own.get(kind, {}).values())
+    elif container(value) is not None:
+        inside = elements_with_keys(value)
         if not _HOLD_NOTHING.issuperset(type(one) for _, one in inside):
             yield from (_Link(f"{path}[{key!r}]" if type(key) in (int, str) else f"{path}[{type(key).__name__}]", one)
                         for key, one in inside)
@@ -331,7 +313,7 @@ def _next(path: str, value: Any) -> Iterator[_Link]:
     elif isinstance(value, type):
         yield from _of_class(path, value)
     elif _is_of_user(value):
-        yield from (_Link(f"{path}.{name}", one, name) for name, one in _attributes(value).items())
+        yield from (_Link(f"{path}.{name}", one, name) for name, one in attributes(value).items())
         yield _Link(path, type(value))
 
 
@@ -341,10 +323,10 @@ def _of_function(path: str, function: FunctionType) -> Iterator[_Link]:
                 for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True))
     arguments = code.co_varnames[:code.co_argcount]
     given = function.__defaults__ or ()
-    yield from (_Link(f"{path}.{name}", one, name)
+    yield from (_Link(f"{path}.{name}", one, name, is_argument=True)
                 for name, one in (*zip(arguments[len(arguments) - len(given):], given, strict=True),
                                   *(function.__kwdefaults__ or {}).items()))
-    if function.__module__ is None or _is_foreign(function):
+    if function.__module__ is None or is_foreign(function):
         return
     yield from (_Link(f"{path}.{name}", one, name) for name, one in vars(function).items())
     variables, names = function.__globals__, _names(code)
@@ -354,7 +336,7 @@ def _of_function(path: str, function: FunctionType) -> Iterator[_Link]:
     for name in _variables(code):
         if name in variables:
             yield _Link(f"{path}.{name}", one := variables[name], name)
-            if isinstance(one, ModuleType) and not _is_foreign(one):
+            if isinstance(one, ModuleType) and not is_foreign(one):
                 yield from (_Link(f"{path}.{name}.{other}", vars(one)[other], other)
                             for other in names if other in vars(one))
 
@@ -374,7 +356,7 @@ def _names(code: CodeType) -> tuple[str, ...]:
 
 def _of_class(path: str, kind: type) -> Iterator[_Link]:
     """Methods and attributes of a class, and what it inherits from."""
-    if _is_foreign(kind):
+    if is_foreign(kind):
         return
     yield from (_Link(path, one) for one in kind.__bases__)
     for name, value in vars(kind).items():
@@ -394,27 +376,10 @@ def _of_class(path: str, kind: type) -> Iterator[_Link]:
                 yield _Link(f"{path}.{name}", one, name)
 
 
-def _is_foreign(one: Any) -> bool:
-    name = vars(one).get("__name__", "") if isinstance(one, ModuleType) else getattr(one, "__module__", "")
-    package = str(name).partition(".")[0]
-    return package in _FOREIGN or _is_without_torch(package, len(sys.modules))
-
-
-@lru_cache(maxsize=1 << 10)
-def _is_without_torch(package: str, modules: int) -> bool:
-    """Whether it is installed, and has no variable torch among its modules. modules: how many there are."""
-    found = sys.modules.get(package)
-    place = vars(found).get("__file__") if isinstance(found, ModuleType) else None
-    if not isinstance(place, str) or _INSTALLED.isdisjoint(Path(place).parts):
-        return False
-    inside = [one for name, one in list(sys.modules.items()) if name == package or name.startswith(f"{package}.")]
-    return not any(vars(one).get("torch") is sys.modules["torch"] for one in inside if isinstance(one, ModuleType))
-
-
 def _is_of_user(value: Any) -> bool:
     """Whether it is an object of a class of the user's, or one that takes any attributes."""
     kind: Any = type(value)
     if issubclass(kind, type | ModuleType | Tensor | Enum):
         return False
-    return kind in (SimpleNamespace, threading.local) or (not _is_foreign(kind) and (
-        _dict(value) is not None or bool(_slots_of(kind))))
+    return kind in (SimpleNamespace, threading.local) or (not is_foreign(kind) and (
+        dict_of(value) is not None or bool(slots_of(kind))))

@@ -14,15 +14,24 @@ it, is taken as long as all have the same.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType, ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from ranvier.plan.reached_objects import CodeReach, Reached, is_whole
+from ranvier.plan.element_keys import Key
+from ranvier.plan.object_contents import is_whole
+from ranvier.plan.reached_objects import CodeReach, Reached
 
-Entry = str | None
+
+class Element(NamedTuple):
+    """One element of a container, by its key or number."""
+
+    key: Any
+
+
+Entry = str | Element | None
 """An attribute or variable; None for what is in a container, a tensor, an array, or a variable of a closure."""
 
 
@@ -30,15 +39,18 @@ Entry = str | None
 class SharedPlace:
     """What a stage may write, and another one read.
 
-    stage, name, kind: how it is reached there, and its class. other: a name of it on a stage that reads it. number: the
-    same on all stages that reach it, which are `stages`. read: entries that another stage reads. agreed: those of them
-    that each reader writes, too, and never makes of their old value. any: whether another stage may read others, too,
-    by names that are computed. any_agreed: whether each of those stages writes them, too.
+    stage, name, kind, namesakes: how it is reached there, its class, and how many before it have both alike. other: a
+    name of it on a stage that reads it. number: the same on all stages that reach it, which are `stages`. read:
+    entries that another stage reads. agreed: those of them that each reader writes, too, and never makes of their old
+    value. any: whether another stage may read others, too, by names that are computed. any_agreed: whether each of
+    those stages writes them, too. called: entries that other stages only call. keys: of the elements of a container
+    that other stages read; None where they may read any.
     """
 
     stage: int
     name: str
     kind: str
+    namesakes: int = 0
     other: str
     number: int
     stages: tuple[int, ...]
@@ -46,6 +58,8 @@ class SharedPlace:
     agreed: frozenset[Entry]
     any: bool
     any_agreed: bool
+    called: frozenset[Entry] = frozenset()
+    keys: frozenset[Key] | None = None
 
 
 def shared_places(stages: Mapping[str, int], modules: Mapping[str, nn.Module], loss: object) -> tuple[SharedPlace, ...]:
@@ -62,8 +76,10 @@ def shared_places(stages: Mapping[str, int], modules: Mapping[str, nn.Module], l
             places.setdefault(identity, []).append(stage)
     several = {identity: {stage: reaches[stage] for stage in here} for identity, here in places.items()
                if len(here) > 1}
+    names = {stage: {id(value): name for name, value in reach.places().items()} for stage, reach in reaches.items()}
     known: dict[object, list[_Use]] = {}
-    return tuple(place for number, (identity, here) in enumerate(several.items())
+    return tuple(replace(place, namesakes=names[place.stage][identity].number)
+                 for number, (identity, here) in enumerate(several.items())
                  for place in _of_one(number, identity, here, known))
 
 
@@ -76,6 +92,8 @@ class _Use(NamedTuple):
     agreed: frozenset[Entry]
     any: bool
     any_agreed: bool
+    called: frozenset[Entry]
+    keys: frozenset[Key] | None
 
 
 def _of_one(number: int, identity: int, reaches: Mapping[int, CodeReach], known: dict[object, list[_Use]]
@@ -91,7 +109,7 @@ def _of_one(number: int, identity: int, reaches: Mapping[int, CodeReach], known:
         yield SharedPlace(
             stage=use.stage, name=found[use.stage].name, kind=type(value).__name__, other=found[use.other].name,
             number=number, stages=tuple(reaches), read=use.read, any=use.any, any_agreed=use.any_agreed,
-            agreed=use.agreed)
+            agreed=use.agreed, called=use.called, keys=use.keys)
 
 
 def _uses_of_one(found: Mapping[int, Reached], reaches: Mapping[int, CodeReach]) -> Iterator[_Use]:
@@ -104,12 +122,14 @@ def _uses_of_one(found: Mapping[int, Reached], reaches: Mapping[int, CodeReach])
     if not is_whole(value):
         names = names.union(*(reach.uses.stores for reach in reaches.values()))
     if any_writers:
-        names = names.union(*(reach.uses.own | reach.uses.others for stage, reach in reaches.items()
+        names = names.union(*(reach.uses.own | reach.uses.others | reach.uses.called for stage, reach in reaches.items()
                               if stage not in any_readers))
     readers: dict[Entry, list[int]] = {}
     for stage, reach in reaches.items():
         for entry in _read(reach, found[stage], names):
             readers.setdefault(entry, []).append(stage)
+    reading = {stage: reach.names_read(value, names) for stage, reach in reaches.items()}
+    keys = {stage: reach.keys_read(value) for stage, reach in reaches.items() if (None in readers)}
     makers = {entry: {stage for stage, reach in reaches.items() if _makes(reach, found[stage], entry)}
               for entry in readers}
     for stage, reach in reaches.items():
@@ -117,10 +137,14 @@ def _uses_of_one(found: Mapping[int, Reached], reaches: Mapping[int, CodeReach])
                   if entry is None or entry in reach.uses.stores or entry in _buffers(value) or stage in any_writers}
         read = frozenset(entry for entry, reading in others.items() if reading)
         any_others = any_readers - {stage} if stage in any_writers else set[int]()
+        called = frozenset(entry for entry in read if entry is not None and entry not in _buffers(value)
+                           and not any(entry in reading[other] for other in others[entry]))
+        keys_of_others = [keys[other] for other in others.get(None, ())] or [None]
         if read or any_others:
             yield _Use(stage, min([*(min(others[entry]) for entry in read), *any_others]), read,
                        frozenset(entry for entry in read if makers[entry].issuperset((stage, *others[entry]))),
-                       bool(any_others), bool(any_others) and any_others <= any_writers)
+                       bool(any_others), bool(any_others) and any_others <= any_writers, called,
+                       frozenset().union(*filter(None, keys_of_others)) if None not in keys_of_others else None)
 
 
 def _read(reach: CodeReach, one: Reached, names: frozenset[str]) -> Iterable[Entry]:
@@ -129,8 +153,8 @@ def _read(reach: CodeReach, one: Reached, names: frozenset[str]) -> Iterable[Ent
     if is_whole(one.value):
         return (None,) if reach.reads(one.value, None) else ()
     if one.is_part:
-        return reach.names_read(one.value, names) - _buffers(one.value)
-    return reach.names_read(one.value, names | _buffers(one.value))
+        return (reach.names_read(one.value, names) | names & reach.uses.called) - _buffers(one.value)
+    return reach.names_read(one.value, names | _buffers(one.value)) | names & reach.uses.called
 
 
 def _buffers(value: object) -> frozenset[str]:

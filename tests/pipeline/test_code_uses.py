@@ -1,10 +1,12 @@
 """Names that functions read and write, by their bytecode."""
 
 import pytest
+import torch
 
 from ranvier.plan.code_uses import uses_of
+from ranvier.plan.element_keys import is_key, with_values
 
-context = log = table = None
+context = log = table = other = None
 
 
 def uses(function):
@@ -79,3 +81,99 @@ def looks_too(x, number):
 def test_a_container_of_which_nothing_is_read():
     assert uses(only_adds).others.isdisjoint({"log", "table"}) and uses(only_adds).stores >= {"log", "table"}
     assert uses(looks_too).others >= {"log", "table"}
+
+
+def goes_back(self, x, number):
+    context.mean = 0.9 * context.mean + 0.1 * x.mean()
+    context.var = context.var.mul(0.9) + torch.where(x > 0, x, 1 - x)
+    context.most = max(context.most, float(x.max()))
+    context.count = number + context.count
+    table[number] = table.get(number, 0) + 1
+    context.sums.mul_(0.9).add_(x)
+    if number > context.longest:
+        context.longest = number
+    return x
+
+
+def goes_elsewhere(self, x, number):
+    context.mean = most = 0.9 * context.mean
+    context.var = max(context.var, other(context.count))
+    if number > context.longest:
+        context.longest = number
+        return most
+    torch.add(context.sums, 1, out=x)
+    context.total = context.rest + 1
+    return x
+
+
+def test_values_that_only_go_back_are_not_read():
+    names = {"mean", "var", "most", "count", "sums", "longest", "table"}
+    found = uses(goes_back)
+    assert found.others.isdisjoint(names) and found.stores >= names
+    assert found.accumulates >= {"mean", "var", "most", "count", "sums", "table"}
+    assert "longest" not in found.accumulates
+    assert uses(goes_elsewhere).others >= {"mean", "count", "longest", "sums", "rest"}
+
+
+def grows(self, x):
+    if self.table is None or len(x) > self.longest:
+        self.longest = max(len(x), self.longest)
+        self.table = x
+    return self.table
+
+
+def replaces(self, x):
+    old = context.kept * table[self.number]
+    context.kept = table[self.number] = 3
+    return old
+
+
+def uses_and_may_replace(self, x):
+    y = x * context.kept
+    if len(x) > 2:
+        context.kept = 3
+    return y
+
+
+def test_an_old_value_is_read_where_a_new_one_always_follows():
+    assert uses(grows).accumulates.isdisjoint({"longest", "table"}) and uses(grows).own >= {"longest", "table"}
+    assert uses(replaces).accumulates >= {"kept", "table"} and "kept" in uses(uses_and_may_replace).accumulates
+    assert uses(keeps_its_own).accumulates.isdisjoint({"kept"})
+
+
+def test_what_is_only_called():
+    found = uses(lambda x: (x.mean(), x.scale, x.max().item(), x.max))
+    assert found.called >= {"mean", "item", "max"} and found.others >= {"scale", "max"} and "mean" not in found.others
+
+
+def by_keys(self, x, number):
+    name = f"{self.path}.{number}"
+    if self.number not in table:
+        table[self.number] = 1
+    cos = table.get((self.number, x.shape[0], "cos"), table[number])
+    log[name] = table[name] + table["scale"] * cos
+    return log[name]
+
+
+def test_keys_of_elements():
+    own = ("own", "number")
+    found = uses(by_keys)
+    assert {one.key for one in found.elements if one.name == "table"} == {
+        own, ("tuple", (own, ("any",), ("is", "cos"))), ("any",), ("text", (("own", "path"), ("is", "."), ("any",))),
+        ("is", "scale")}
+    assert not found.whole & {"table", "log"} and "log" not in found.others
+    assert uses(lambda self: [one for one in table]).whole >= {"table"}
+
+
+@pytest.mark.parametrize(("key", "value", "is_one"), [
+    (("is", 3), 3, True), (("is", 3), 4, False), (("is", "a"), "a", True), (("any",), object(), True),
+    (("tuple", (("is", 3), ("any",))), (3, "x"), True), (("tuple", (("is", 3), ("any",))), (4, "x"), False),
+    (("tuple", (("is", 3),)), 3, False), (("text", (("is", "a"), ("any",))), "b", True), (("text", ()), 3, False)])
+def test_which_values_a_key_may_have(key, value, is_one):
+    assert is_key(value, key) == is_one
+
+
+def test_keys_with_an_objects_attributes():
+    key = ("tuple", (("own", "number"), ("text", (("own", "name"), ("is", ".a")))))
+    assert with_values(key, {"number": 3, "name": "b"}) == ("tuple", (("is", 3), ("is", "b.a")))
+    assert with_values(key, {"number": 3}) == ("tuple", (("is", 3), ("text", (("any",), ("is", ".a")))))

@@ -15,7 +15,8 @@ from ranvier.config.run import Memory, Pipeline
 from ranvier.errors import ModelError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
-from ranvier.plan.reached_objects import elements, reached_from
+from ranvier.plan.object_contents import elements
+from ranvier.plan.reached_objects import reached_from
 from ranvier.testing.ranks import run_ranks
 from tests.errors import raises
 from tests.pipeline.parity import points, share, squared

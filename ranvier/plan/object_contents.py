@@ -1,0 +1,189 @@
+"""What objects, modules, classes, functions and containers have: attributes, in slots too, and elements.
+
+No code of the user's runs here, whatever a class says of itself, and another thread may change what is looked at. Of
+containers of more than 10,000 elements, which hold data, none is given.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from types import CellType, FunctionType, MemberDescriptorType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_FOREIGN = frozenset({"torch", "ranvier", "numpy", "pytest", "_pytest", *sys.stdlib_module_names} - {"__main__"})
+"""Packages whose functions and objects hold nothing for others."""
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+_CONTAINERS = (list, tuple, set, deque, dict)
+_MOST_ELEMENTS = 10_000
+_PER_STAGE = "ranvier_per_stage"
+_TRIES = 100
+"""To copy a container that another thread changes."""
+
+
+def contents(value: Any) -> Iterable[tuple[str | None, Any]]:
+    """What a forward may have left in something that is reached: by attribute or variable, else as a whole (None). What
+    hooks of torch compute anew for each forward, such as normalised weights, is a module's own."""
+    if isinstance(value, CellType):
+        with suppress(ValueError):  # not assigned yet
+            return [(None, value.cell_contents)]
+        return ()
+    if is_whole(value):
+        return [(None, value)]
+    own = attributes(value)
+    if isinstance(value, nn.Module):
+        hooks = map(attributes, own.get("_forward_pre_hooks", {}).values())
+        computed = {hook.get(name) for hook in hooks for name in ("name", "_tensor_name")}
+        return [*((name, one) for name, one in own.items()
+                  if name not in OF_EVERY_MODULE and name not in computed),
+                *own.get("_buffers", {}).items()]
+    return list(own.items())
+
+
+def entries_of(value: Any, names: frozenset[Any]) -> list[tuple[str, Any]]:
+    """Those of these attributes or variables that there are, as `contents` has them."""
+    found = dict_of(value)
+    entries = [] if found is None else [(name, found.get(name)) for name in found.keys() & names]
+    if isinstance(value, nn.Module):
+        return entries + [(name, value._buffers[name]) for name in value._buffers.keys() & names]
+    if not isinstance(value, type | ModuleType | FunctionType):
+        entries += [(name, one) for name, one in _slots(value) if name in names]
+    return entries
+
+
+def attributes_of(value: Any) -> list[Any] | None:
+    """The mappings, as they are, in which an object has its attributes, and a module its buffers; None where some are
+    in slots, or each thread has others."""
+    if isinstance(value, type):
+        return [dict_of(value)]
+    if isinstance(value, threading.local) or (found := own_dict(value)) is None:
+        return None
+    if isinstance(value, nn.Module):
+        return [found, value._buffers]
+    return [found] if isinstance(value, ModuleType | FunctionType) or not _has_slots(value) else None
+
+
+def elements(value: object) -> list[Any] | None:
+    """Those of a list, tuple, set or dict, without keys, none where they are data; None of anything else."""
+    return None if container(value) is None else [one for _, one in elements_with_keys(value)]
+
+
+def is_data(value: object) -> bool:
+    """Whether it is a container of too many elements to look at each."""
+    return container(value) is not None and size_of(value) > _MOST_ELEMENTS
+
+
+def size_of(value: Any) -> int:
+    """Of a container, whatever it says of itself."""
+    return int(container(value).__len__(value))
+
+
+def is_whole(value: object) -> bool:
+    """Whether it changes as a whole, and not by attributes: a container, a tensor, an array, a closure's variable."""
+    return isinstance(value, CellType) or container(value) is not None or type(value) is Tensor or is_array(value)
+
+
+def is_array(value: object) -> bool:
+    return (numpy := sys.modules.get("numpy")) is not None and type(value) is numpy.ndarray
+
+
+def attributes(value: object) -> dict[str, Any]:
+    """Those that an object itself has, in slots, too."""
+    found = dict_of(value)
+    kept = {} if found is None else dict(found) if isinstance(value, type) else dict(elements_with_keys(found))
+    return kept if isinstance(value, type | ModuleType | FunctionType | nn.Module) else kept | dict(_slots(value))
+
+
+def _slots(value: Any) -> Iterator[tuple[str, Any]]:
+    kind: Any = type(value)
+    for slot in slots_of(kind):
+        with suppress(AttributeError):  # it has none yet
+            yield slot.__name__, slot.__get__(value)
+
+
+def _has_slots(value: Any) -> bool:
+    kind: Any = type(value)
+    return bool(slots_of(kind))
+
+
+@lru_cache(maxsize=1 << 12)
+def slots_of(kind: Any) -> tuple[Any, ...]:
+    return tuple(slot for one in kind.__mro__ if not is_foreign(one) for slot in vars(one).values()
+                 if isinstance(slot, MemberDescriptorType))
+
+
+def dict_of(value: object) -> Any:
+    if isinstance(value, type):
+        return type.__getattribute__(value, "__dict__")
+    kind: Any = threading.local if isinstance(value, threading.local) else object
+    try:
+        return kind.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+
+
+def own_dict(value: object) -> dict[str, Any] | None:
+    """The attributes of an object where they are in a plain dict, so that no code of the user's looks them up."""
+    found = dict_of(value)
+    return found if type(found) is dict else None
+
+
+def container(value: object) -> Any:
+    """The kind of container that a value is, whatever it says of itself; None for others."""
+    return next((kind for kind in _CONTAINERS if issubclass(type(value), kind)), None)
+
+
+def elements_with_keys(value: Any) -> list[tuple[Any, Any]]:
+    """Those of a container, each with its key or number; none where they are data."""
+    kind = container(value)
+    for _ in range(0 if is_data(value) else _TRIES):
+        with suppress(RuntimeError):  # another thread has changed its size
+            return list(dict.items(value)) if kind is dict else list(enumerate(kind.__iter__(value)))
+    return []
+
+
+def constants(value: Any) -> dict[str, Any]:
+    """Numbers and texts among the attributes of an object and its classes."""
+    found: dict[str, Any] = {}
+    for one in (*reversed(type(value).__mro__), value):
+        here = dict_of(one) if isinstance(one, type) else own_dict(one)
+        found |= {name: other for name, other in (here or {}).items() if not isinstance(found.get(name), property)}
+    return {name: one for name, one in found.items() if type(one) in (int, str)}
+
+
+def is_per_stage(value: object) -> bool:
+    """Whether its user has said, by `ranvier_per_stage = True` on it or its class, that no block reads what another one
+    leaves in it."""
+    if isinstance(value, ModuleType):
+        return False
+    if not isinstance(value, type) and (own := own_dict(value)) is not None and own.get(_PER_STAGE) is True:
+        return True
+    try:
+        return type.__getattribute__(value if isinstance(value, type) else type(value), _PER_STAGE) is True
+    except AttributeError:
+        return False
+
+
+def is_foreign(one: Any) -> bool:
+    name = vars(one).get("__name__", "") if isinstance(one, ModuleType) else getattr(one, "__module__", "")
+    package = str(name).partition(".")[0]
+    return package in _FOREIGN or _is_without_torch(package, len(sys.modules))
+
+
+@lru_cache(maxsize=1 << 10)
+def _is_without_torch(package: str, modules: int) -> bool:
+    """Whether it is installed, and has no variable torch among its modules. modules: how many there are."""
+    found = sys.modules.get(package)
+    place = vars(found).get("__file__") if isinstance(found, ModuleType) else None
+    if not isinstance(place, str) or _INSTALLED.isdisjoint(Path(place).parts):
+        return False
+    inside = [one for name, one in list(sys.modules.items()) if name == package or name.startswith(f"{package}.")]
+    return not any(vars(one).get("torch") is sys.modules["torch"] for one in inside if isinstance(one, ModuleType))
