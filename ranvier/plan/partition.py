@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from math import inf
-from operator import sub
 
 from ranvier.errors import ConfigError
 from ranvier.mesh import StagePlacement
@@ -90,26 +89,41 @@ def partition_for(costs: Sequence[float], placement: StagePlacement) -> tuple[in
     if placement.per_rank == 1:
         return boundaries
     sums = list(accumulate(costs, initial=0.0))
+    starts = [0, *boundaries, len(costs)]
+    stages = [sums[stop] - sums[start] for start, stop in pairwise(starts)]
     held = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
+    rank_of = [placement.rank_of(stage) for stage in range(placement.num_stages)]
+    ranks = [sum(map(stages.__getitem__, own)) for own in held]
 
-    def work_of(chosen: tuple[int, ...]) -> tuple[float, float]:
-        if min(map(sub, (*chosen, len(costs)), (0, *chosen))) < 1:
-            return inf, inf
-        ends = [sums[start] for start in chosen]
-        stages = list(map(sub, (*ends, sums[-1]), (0.0, *ends)))
-        ranks = [sum(map(stages.__getitem__, own)) for own in held]
-        return max(ranks), sum([work * work for work in ranks]) + _LITTLE * sum([work * work for work in stages])
+    def squares() -> float:
+        return sum([work * work for work in ranks]) + _LITTLE * sum([work * work for work in stages])
 
-    moves = [(one, other, *by) for one in range(len(boundaries)) for other in range(one, len(boundaries))
+    moves = [(one, other, *by) for one in range(1, len(starts) - 1) for other in range(one, len(starts) - 1)
              for by in product((-1, 1), (-1, 0, 1))]
-    best, found, seen = work_of(boundaries), True, {boundaries}  # none of these is better than the best
+    most, least, found = max(ranks), squares(), True
     while found:
         found = False
         for one, other, by, also in moves:
-            tried = list(boundaries)
-            tried[one] += by
-            tried[other] += also
-            if (chosen := tuple(tried)) not in seen and (cost := work_of(chosen)) < best:
-                best, boundaries, found = cost, chosen, True
-            seen.add(chosen)
-    return boundaries
+            starts[one] += by
+            starts[other] += also
+            changed = {one - 1, one, other - 1, other}
+            if all([starts[stage] < starts[stage + 1] for stage in changed]):
+                before = [(stage, stages[stage]) for stage in changed], [
+                    (rank, ranks[rank]) for rank in {rank_of[stage] for stage in changed}]
+                for stage in changed:
+                    stages[stage] = sums[starts[stage + 1]] - sums[starts[stage]]
+                for rank, _ in before[1]:
+                    ranks[rank] = sum(map(stages.__getitem__, held[rank]))
+                # Only where no rank has more work than any had before are the others looked at.
+                if all([ranks[rank] <= most for rank, _ in before[1]]) and (
+                        tried := (max(ranks), squares())) < (most, least):
+                    most, least = tried
+                    found = True
+                    continue
+                for stage, work in before[0]:
+                    stages[stage] = work
+                for rank, work in before[1]:
+                    ranks[rank] = work
+            starts[one] -= by
+            starts[other] -= also
+    return tuple(starts[1:-1])

@@ -86,12 +86,15 @@ def most_held(states: Sequence[State], kept_bytes: Sequence[float], product_byte
 class Simulated:
     """Result of a simulation: seconds until the last rank was done, and each rank's (action, start, stop).
 
-    states: of each rank, each once, in the order in which they came.
+    states: of each rank, each once, in the order in which they came. same_bounds: of each rank the values of
+    `max_stored` and of `defer_bytes` with which it would have done the same: where all ranks have such values, another
+    simulation has the same result.
     """
 
     seconds: float
     actions: tuple[tuple[tuple[Action, float, float], ...], ...]
     states: tuple[tuple[State, ...], ...]
+    same_bounds: tuple[tuple[range, range], ...]
     stages: tuple[StageTimes, ...]
     placement: StagePlacement
 
@@ -247,5 +250,6 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
             f"rank {rank}: {actions_text([action for action, _, _ in log[rank]])} then {schedules[rank].next_action()}"
             for rank in stuck))
     return Simulated(seconds=max((stop for rank in log for _, _, stop in rank), default=0.0),
-                     actions=tuple(map(tuple, log)), states=tuple(map(tuple, states)), stages=tuple(stages),
+                     actions=tuple(map(tuple, log)), states=tuple(map(tuple, states)),
+                     same_bounds=tuple(schedule.same_bounds() for schedule in schedules), stages=tuple(stages),
                      placement=placement)
