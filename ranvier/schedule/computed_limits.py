@@ -388,7 +388,7 @@ def _trace_with(case: _Case, limits: Limits, draw: int) -> _Trace:
     return known[-1]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=40)  # of one case that many, with four in flight, windows and draws
 def _known_traces(case: _Case, flow: Limits, draw: int) -> list[_Trace]:
     """Simulations with these limits and any `deferred` and `max_stored`."""
     return []
@@ -442,7 +442,7 @@ def _outcome_of(case: _Case, trace: _Trace) -> _Outcome:
                     used=tuple(-(-one.queued // unit) if unit else 0 for one, unit in zip(most, units, strict=True)))
 
 
-_cached_outcome_of = lru_cache(maxsize=64)(_outcome_of)
+_cached_outcome_of = lru_cache(maxsize=32)(_outcome_of)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 from operator import add, mul
 from typing import Literal, NamedTuple
 
@@ -176,10 +177,7 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
     edge_free: dict[tuple[int, int], float] = {}
     arrived: dict[tuple[int, int], float] = {}
     without_core: deque[int] = deque()
-    counter = iter(range(1 << 62))
-
-    def post(when: float, stage: int, what: _What, payload: int | Action) -> None:
-        heapq.heappush(events, (when, next(counter), stage, what, payload))
+    number = count()
 
     def send(now: float, stage: int, to: int, what: Literal["forward", "return"], microbatch: int) -> None:
         if not 0 <= to < depth:
@@ -191,7 +189,7 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
         sent = max(now, edge_free.get(edge, 0.0)) + transfer_of(source, destination)
         arrival = max(sent + hop_of(source, destination), arrived.get(edge, 0.0))
         edge_free[edge], arrived[edge] = sent, arrival
-        post(arrival, to, what, microbatch)
+        heapq.heappush(events, (arrival, next(number), to, what, microbatch))
 
     def start(now: float, rank: int) -> None:
         if without_core and rank in without_core:
@@ -206,7 +204,7 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
         done = now + seconds_of[stage][action.kind, action.defer] * jitter(rank, action)
         busy[rank] = action
         log[rank].append((action, now, done))
-        post(done, stage, "done", action)
+        heapq.heappush(events, (done, next(number), stage, "done", action))
 
     def finish(now: float, rank: int, stage: int, action: Action) -> None:
         schedule, here, place = schedule_of[stage], state[rank], 2 * action.turn
