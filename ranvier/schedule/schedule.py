@@ -296,8 +296,8 @@ class Schedule:
         backward = self._backward()
         if backward is not None and backward.kind == "C":
             return backward  # a credit costs nothing and may free the stages before
-        ready = Ready(self.forward() if self._may_forward() else None, backward, self.weight(), self.stage, self.num_stages, self.num_microbatches,
-                      self.forwards_done, self.returns_done, self.in_flight,
+        ready = Ready(self.forward() if self._may_forward() else None, backward, self.weight(), self.stage,
+                      self.num_stages, self.num_microbatches, self.forwards_done, self.returns_done, self.in_flight,
                       len(self._expects_backward) < self._most_stored, self.alternating)
         chosen = self.policy.choose(ready)
         return self.wait_or_done() if chosen is None else self.possible(chosen)
