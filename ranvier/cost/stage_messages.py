@@ -46,12 +46,12 @@ def edge_parts(run: ResolvedRun, cluster: Cluster) -> list[int]:
     if run.tensor.scheme != "megatron" or run.tensor.shards_sequence or cluster.device.cores is not None:
         return [1] * (mesh.pipeline_size - 1)
     size, axes, found = mesh.stage_size, mesh.over(splits_features=True), list[int]()
-    for place in range(mesh.pipeline_size - 1):
-        groups = {mesh.group(rank, *axes) for rank in range(place * size, (place + 1) * size)}
+    groups, offsets = {mesh.group(rank, *axes) for rank in range(size)}, replica_offsets(mesh, per_node)
+    for place in range(mesh.pipeline_size - 1):  # ranks of a stage are numbered as those of the first
         parts = all(
             sends_parts([first + rank for rank in group], [first + rank + size for rank in group],
                         range(node := (first + group[0]) // per_node * per_node, node + per_node))
-            for group in groups for first in replica_offsets(mesh, per_node))
+            for group in groups for first in (offset + place * size for offset in offsets))
         found.append(mesh.count(axes) if parts else 1)
     return found
 

@@ -3,11 +3,10 @@ blocks."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from math import inf
-from operator import sub
 
 from ranvier.errors import ConfigError
 from ranvier.mesh import StagePlacement
@@ -20,8 +19,8 @@ def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     """First block of each stage after the first, such that the slowest stage costs as little as any cut allows, and
     the stages are as equal as they can be beside it.
 
-    As `ranvier.schedule.partition.cut` where a stage costs what its blocks do together, and not below 0: bisection
-    takes num_stages x num_blocks x log(num_blocks). ConfigError when there are more stages than blocks.
+    As `ranvier.schedule.partition.cut` where a stage costs what its blocks do together, and not below 0: this takes
+    num_stages x num_blocks. ConfigError when there are more stages than blocks.
     """
     num_blocks = len(costs)
     if num_stages > num_blocks:
@@ -31,13 +30,15 @@ def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     sums = list(accumulate(costs, initial=0.0))
     slowest = [sums[-1] - begun for begun in sums]  # of blocks first.. in the stages considered so far, from the back
     for behind in range(1, num_stages):
-        longer = [inf] * num_blocks
-        for first in range(num_blocks - behind):
-            options, begun = range(first + 1, num_blocks - behind + 1), sums[first]
-            # This stage's cost rises with the next one's first block, and that of the slowest other one falls.
-            crossing = bisect_left(options, True, key=lambda start: sums[start] - begun >= slowest[start])
-            longer[first] = min([sums[start] - begun for start in options[crossing:crossing + 1]]
-                                + [slowest[start] for start in options[max(0, crossing - 1):crossing]])
+        longer, start, last = [inf] * num_blocks, 1, num_blocks - behind
+        for first in range(last):
+            # This stage's cost rises with the next one's first block, and that of the slowest other one falls. Where
+            # they meet is no earlier for a later first block.
+            begun, start = sums[first], max(start, first + 1)
+            while start <= last and sums[start] - begun < slowest[start]:
+                start += 1
+            longer[first] = min(sums[start] - begun if start <= last else inf,
+                                slowest[start - 1] if start > first + 1 else inf)
         slowest = longer
     return _most_equal(sums, num_stages, most=slowest[0] * (1 + _ROUNDING))
 
@@ -83,33 +84,74 @@ def partition_for(costs: Sequence[float], placement: StagePlacement) -> tuple[in
     """Boundaries as of `partition`, where a rank has several stages: the rank with most work has as little as can be
     found.
 
-    A local search from the stages that are most equal: it moves one boundary, or two, by one block while that makes
-    the ranks' work more equal, by its largest value or the sum of its squares.
+    A local search from the stages that are most equal: it moves one boundary, or two, by one block (or one by two)
+    while that makes the ranks' work more equal, by its largest value or the sum of its squares.
     """
     boundaries = partition(costs, placement.num_stages)
     if placement.per_rank == 1:
         return boundaries
-    sums = list(accumulate(costs, initial=0.0))
+    return _with_equal_ranks(list(accumulate(costs, initial=0.0)), boundaries, placement)
+
+
+def _with_equal_ranks(sums: Sequence[float], boundaries: Sequence[int], placement: StagePlacement) -> tuple[int, ...]:
+    """The local search. Boundaries between stages of different ranks change the ranks' work independently of each
+    other: of most pairs it is known from each move alone that they make nothing better."""
+    starts = [0, *boundaries, len(sums) - 1]
+    stages = [sums[stop] - sums[start] for start, stop in pairwise(starts)]
     held = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
+    rank_of = [placement.rank_of(stage) for stage in range(placement.num_stages)]
+    ranks = [sum(map(stages.__getitem__, own)) for own in held]
 
-    def work_of(chosen: tuple[int, ...]) -> tuple[float, float]:
-        if min(map(sub, (*chosen, len(costs)), (0, *chosen))) < 1:
-            return inf, inf
-        ends = [sums[start] for start in chosen]
-        stages = list(map(sub, (*ends, sums[-1]), (0.0, *ends)))
-        ranks = [sum(map(stages.__getitem__, own)) for own in held]
-        return max(ranks), sum([work * work for work in ranks]) + _LITTLE * sum([work * work for work in stages])
+    def moved(*shifts: tuple[int, int]) -> tuple[list[float], dict[int, float]] | None:
+        """All stages' work where boundaries have moved, and that of the ranks that it changes; None where a stage has
+        no block, or a rank more work than all have now."""
+        for place, by in shifts:
+            starts[place] += by
+        changed = {stage for place, _ in shifts for stage in (place - 1, place)}
+        work = stages.copy()
+        is_possible = all([starts[stage] < starts[stage + 1] for stage in changed])
+        for stage in changed if is_possible else ():
+            work[stage] = sums[starts[stage + 1]] - sums[starts[stage]]
+        for place, by in shifts:
+            starts[place] -= by
+        of_ranks = {rank: sum(map(work.__getitem__, held[rank])) for rank in {rank_of[stage] for stage in changed}}
+        return (work, of_ranks) if is_possible and max(of_ranks.values()) <= most else None
 
-    moves = [(one, other, *by) for one in range(len(boundaries)) for other in range(one, len(boundaries))
-             for by in product((-1, 1), (-1, 0, 1))]
-    best, found, seen = work_of(boundaries), True, {boundaries}  # none of these is better than the best
+    def squares(ranks: Sequence[float], stages: Sequence[float]) -> float:
+        return sum([work * work for work in ranks]) + _LITTLE * sum([work * work for work in stages])
+
+    def effect(shift: tuple[int, int]) -> tuple[float, int] | None:
+        """What one move alone adds to the squares, and how many of the ranks with most work have less by it."""
+        if (made := moved(shift)) is None:
+            return None
+        works = [(ranks[rank], work) for rank, work in made[1].items()]
+        beside = slice(shift[0] - 1, shift[0] + 1)
+        added = squares([new for _, new in works], made[0][beside]) - squares([old for old, _ in works], stages[beside])
+        return added, sum(new < old == most for old, new in works)
+
+    most, least, found = max(ranks), squares(ranks, stages), True
+    alone: dict[tuple[int, int], tuple[float, int] | None] = {}
+    places = range(1, len(starts) - 1)
+    near = {place: {rank_of[place - 1], rank_of[place]} for place in places}
+    pairs = [(one, other, near[one].isdisjoint(near[other])) for one in places for other in places[one - 1:]]
     while found:
         found = False
-        for one, other, by, also in moves:
-            tried = list(boundaries)
-            tried[one] += by
-            tried[other] += also
-            if (chosen := tuple(tried)) not in seen and (cost := work_of(chosen)) < best:
-                best, boundaries, found = cost, chosen, True
-            seen.add(chosen)
-    return boundaries
+        for (one, other, is_independent), (by, also) in product(pairs, tuple(product((-1, 1), (-1, 0, 1)))):
+            shifts = (one, by), (other, also)
+            if is_independent:
+                for shift in shifts:
+                    if shift not in alone:
+                        alone[shift] = effect(shift)
+                first, second = alone[shifts[0]], alone[shifts[1]]
+                if first is None or second is None or (
+                        first[0] + second[0] > _ROUNDING * least and first[1] + second[1] < ranks.count(most)):
+                    continue
+            if (made := moved(*shifts)) is None:
+                continue
+            tried = [made[1].get(rank, work) for rank, work in enumerate(ranks)]
+            if (better := (max(tried), squares(tried, made[0]))) < (most, least):
+                (most, least), stages, ranks, found = better, made[0], tried, True
+                starts[one] += by
+                starts[other] += also
+                alone.clear()
+    return tuple(starts[1:-1])

@@ -53,6 +53,7 @@ _MAX_WINDOWS = 4
 """Ranks of a pipeline with which it is tried whether only a step's last products should wait. Deeper ones wait so much
 at a step's start, too, that all products wait in the fastest simulation, also with a factor of 1.1."""
 _Number = TypeVar("_Number", int, float)
+_ANY = 1 << 62
 _UNIT = 1_000_000
 """The simulation's bytes of what the loads are relative to."""
 
@@ -348,9 +349,8 @@ def _outcome(case: _Case, limits: Limits) -> _Outcome:
 
 def _simulation(case: _Case, limits: Limits) -> _Outcome:
     """The mean of several draws, and the most that any of them needs."""
-    trace = _cached_trace if isinstance(case.policy, Hashable) else _trace
-    timed = case.without_bytes()
-    draws = [_outcome_of(case, trace(timed, limits, draw)) for draw in range(case.draws)]
+    timed, outcome_of = case.without_bytes(), _cached_outcome_of if isinstance(case.policy, Hashable) else _outcome_of
+    draws = [outcome_of(case, _trace_with(timed, limits, draw)) for draw in range(case.draws)]
     largest = max(draws, key=lambda each: max(each.peak))
     return _Outcome(seconds=fmean(each.seconds for each in draws), step=fmean(each.step for each in draws),
                     bubble_fraction=fmean(each.bubble_fraction for each in draws), at_peak=largest.at_peak,
@@ -362,15 +362,36 @@ def _most(draws: Iterable[tuple[_Number, ...]]) -> tuple[_Number, ...]:
     return tuple(map(max, zip(*draws, strict=True)))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class _Trace:
     """The part of a simulation's result that does not depend on bytes. step: as of `Prediction`. states: as of
-    `Simulated`."""
+    `Simulated`. same_stored, same_deferred: the values of `max_stored`, and of each rank's `deferred`, with which the
+    result is the same."""
 
     seconds: float
     step: float
     bubble_fraction: float
     states: tuple[tuple[State, ...], ...]
+    same_stored: range
+    same_deferred: tuple[range, ...]
+
+
+def _trace_with(case: _Case, limits: Limits, draw: int) -> _Trace:
+    """A simulation with these limits, or one with others of which they would change nothing."""
+    flow = replace(limits, deferred=(), max_stored=None if limits.max_stored is None else 0)
+    known = _known_traces(case, flow, draw) if isinstance(case.policy, Hashable) else []
+    for trace in known:
+        if (limits.max_stored is None or limits.max_stored in trace.same_stored) and all(
+                waiting in same for waiting, same in zip(limits.deferred, trace.same_deferred, strict=True)):
+            return trace
+    known.append(_trace(case, limits, draw))
+    return known[-1]
+
+
+@lru_cache(maxsize=40)  # of one case that many, with four in flight, windows and draws
+def _known_traces(case: _Case, flow: Limits, draw: int) -> list[_Trace]:
+    """Simulations with these limits and any `deferred` and `max_stored`."""
+    return []
 
 
 def _trace(case: _Case, limits: Limits, draw: int) -> _Trace:
@@ -379,12 +400,12 @@ def _trace(case: _Case, limits: Limits, draw: int) -> _Trace:
     times = [StageTimes(forward=stage.forward, backward=stage.backward, weight=stage.weight, trains=stage.trains,
                         products=PRODUCTS, alive_bytes=round(_UNIT * stage.operands),
                         deferred_factor=stage.deferred_factor) for stage in case.stages]
+    units = [sum(times[stage].alive_bytes for stage in stages) for stages in held]
     slowest = case.placement.per_rank * max(stage.forward for stage in times)
     made = simulate(times, count, case.policy, limits.in_flight, placement=case.placement,
                     jitter=partial(_varied, case.conditions.variation, draw), hop=case.conditions.messages * slowest,
                     max_stored=limits.max_stored, defer_last=limits.last, alternating=limits.alternating,
-                    defer_bytes=[waiting * sum(times[stage].alive_bytes for stage in stages)
-                                 for stages, waiting in zip(held, limits.deferred, strict=True)])
+                    defer_bytes=[waiting * unit for unit, waiting in zip(units, limits.deferred, strict=True)])
     # Stages before the first one that trains have no backward.
     first = next((place for place, stage in enumerate(times) if stage.trains), len(times))
     work = count * sum(each.microbatch_seconds if place >= first else each.forward
@@ -392,11 +413,16 @@ def _trace(case: _Case, limits: Limits, draw: int) -> _Trace:
     deferred = [times[stages[action.turn]] for stages, actions in zip(held, made.actions, strict=True)
                 for action, _, _ in actions if action.kind == "W"]
     longer = sum((stage.deferred_factor - 1.0) * stage.weight / PRODUCTS for stage in deferred) / len(held)
+    stored, bytes_deferred = zip(*made.same_bounds, strict=True)
     return _Trace(seconds=made.seconds, step=made.seconds / work if work else 1.0, states=made.states,
+                  same_stored=range(max(same.start for same in stored), min(same.stop for same in stored)),
+                  same_deferred=tuple(map(_multiples, bytes_deferred, units)),
                   bubble_fraction=max(0.0, 1.0 - (work + longer) / made.seconds) if made.seconds else 0.0)
 
 
-_cached_trace = lru_cache(maxsize=128)(_trace)
+def _multiples(sizes: range, unit: int) -> range:
+    """The numbers whose products with `unit` are among `sizes`."""
+    return range(-(-sizes.start // unit), -(-sizes.stop // unit)) if unit else range(_ANY)
 
 
 def _outcome_of(case: _Case, trace: _Trace) -> _Outcome:
@@ -414,6 +440,9 @@ def _outcome_of(case: _Case, trace: _Trace) -> _Outcome:
                     at_peak=tuple(at_peak[stage] for stage in range(len(case.stages))),
                     operands=tuple(unit / _UNIT for unit in units),
                     used=tuple(-(-one.queued // unit) if unit else 0 for one, unit in zip(most, units, strict=True)))
+
+
+_cached_outcome_of = lru_cache(maxsize=32)(_outcome_of)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -17,7 +17,6 @@ hold is bounded (`max_stored`) it runs of all that is ready what is due first.
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -67,7 +66,8 @@ class Product(NamedTuple):
 
 
 Due = tuple[int, bool]
-_NEVER: Due = (1 << 62, False)
+_FAR = 1 << 62
+_NEVER: Due = (_FAR, False)
 _turn = itemgetter(0)
 Turn = tuple[bool, Due]
 """Whether something is computed, and when it is due: credits are first, which cost nothing and may free the stages
@@ -151,12 +151,24 @@ def check_policy_object(policy: object) -> None:
 class DeferBudget:
     """Bytes that the queued products of a rank keep alive, and their limit. held: microbatches that it stores, or that
     have queued products, each stage's counted. version: rises where another forward or return may be ready, or `held`
-    is another."""
+    is another. enough, too_few: the largest limit and the smallest that decided whether products may be queued: with
+    any from the one to below the other all would have been the same."""
 
     limit: int
     used: int = 0
     held: int = 0
     version: int = 0
+    enough: int = 0
+    too_few: int = _FAR
+
+    def holds(self, num_bytes: int) -> bool:
+        """Whether so many more may be queued."""
+        needed = self.used + num_bytes
+        if needed <= self.limit:
+            self.enough = max(self.enough, needed)
+            return True
+        self.too_few = min(self.too_few, needed)
+        return False
 
 
 class Schedule:
@@ -196,13 +208,15 @@ class Schedule:
         self.forwards_done = 0
         self.returns_done = 0
         self.history: list[Action] = []
-        self._arrived_forwards: deque[int] = deque()
-        self._arrived_returns: deque[int] = deque()
+        self._forwards_arrived = 0
+        self._returns_arrived = 0
+        self._forward_due, self._return_due = self._next_due("F", 0), self._next_due("B", 0)
+        """When those that follow are due, arrived or not."""
         self._expects_backward: dict[int, int] = {}  # microbatch with a graph -> bytes its products would keep alive
         self.queue: dict[Action, Product] = {}  # in the order in which they run
-        self._ready: list[tuple[Turn, Action]] | None = None
+        self._ready: list[tuple[Turn, ActionKind, Schedule]] | None = None
         """Cached result of `ready`, until something happens."""
-        self._waiting: Counter[int] = Counter()  # microbatch with queued products -> how many of them
+        self._waiting: dict[int, int] = {}  # microbatch with queued products -> how many of them
 
     @property
     def queued_bytes(self) -> int:
@@ -214,15 +228,15 @@ class Schedule:
     def on_message(self, kind: Literal["forward", "return"], microbatch: int) -> None:
         """A message has arrived. Arrivals of one kind come in microbatch order, returns after their forward has run."""
         if kind == "forward":
-            queue, done, end = self._arrived_forwards, self.forwards_done, 0 if self.is_first else self.num_microbatches
+            expected, end = self._forwards_arrived, 0 if self.is_first else self.num_microbatches
+            self._forwards_arrived += 1
         else:
-            queue, done, end = self._arrived_returns, self.returns_done, 0 if self.is_last else self.forwards_done
-        expected = done + len(queue)
+            expected, end = self._returns_arrived, 0 if self.is_last else self.forwards_done
+            self._returns_arrived += 1
         if microbatch != expected or microbatch >= end:
             raise AssertionError(f"stage {self.stage} got the {kind} of microbatch {microbatch}, expected "
                                  f"{expected if expected < end else 'none'} of {self.num_microbatches}; "
                                  f"so far: {self.text() or 'nothing'}")
-        queue.append(microbatch)
         self._ready = None
         self.budget.version += 1
 
@@ -248,13 +262,12 @@ class Schedule:
         match kind:
             case "F":
                 self.forwards_done += 1
-                if not self.is_first:
-                    self._arrived_forwards.popleft()
+                self._forward_due = self._next_due(kind, self.forwards_done)
                 if expects_backward:
                     self._expects_backward[microbatch] = deferrable_bytes
                     self.budget.held += 1
                 if self.is_last:
-                    self._arrived_returns.append(microbatch)
+                    self._returns_arrived += 1
             case "B":
                 self._return(microbatch)
                 del self._expects_backward[microbatch]
@@ -272,8 +285,9 @@ class Schedule:
             self.queue = dict(sorted(self.queue.items(), key=lambda item: item[1].chunk))
 
     def _return(self, microbatch: int) -> None:
-        assert self._arrived_returns.popleft() == microbatch
+        assert self.returns_done == microbatch < self._returns_arrived
         self.returns_done += 1
+        self._return_due = self._next_due("B", self.returns_done)
 
     # ------------------------------------------------------------------ what next
 
@@ -282,8 +296,8 @@ class Schedule:
         backward = self._backward()
         if backward is not None and backward.kind == "C":
             return backward  # a credit costs nothing and may free the stages before
-        ready = Ready(self._forward(), backward, self.weight(), self.stage, self.num_stages, self.num_microbatches,
-                      self.forwards_done, self.returns_done, self.in_flight,
+        ready = Ready(self.forward() if self._may_forward() else None, backward, self.weight(), self.stage,
+                      self.num_stages, self.num_microbatches, self.forwards_done, self.returns_done, self.in_flight,
                       len(self._expects_backward) < self._most_stored, self.alternating)
         chosen = self.policy.choose(ready)
         return self.wait_or_done() if chosen is None else self.possible(chosen)
@@ -306,29 +320,31 @@ class Schedule:
         """The answer when no action is ready."""
         if self.returns_done == self.num_microbatches:
             return Done()
-        forward = self.forwards_done + len(self._arrived_forwards)
-        backward = self.returns_done + len(self._arrived_returns)
+        forward, backward = self._forwards_arrived, self._returns_arrived
         wants_forward = not self.is_first and forward < self.num_microbatches
         wants_backward = not self.is_last and backward < self.forwards_done
         return Wait(forward if wants_forward else None, backward if wants_backward else None, self.stage)
 
-    def _forward(self) -> Action | None:
+    def _may_forward(self) -> bool:
         if self.is_first:
             outstanding = self.forwards_done - self.returns_done
-            free = self.forwards_done < self.num_microbatches and outstanding < self.in_flight
-            return Action("F", self.forwards_done, turn=self.turn) if free else None
-        return Action("F", self._arrived_forwards[0], turn=self.turn) if self._arrived_forwards else None
+            return self.forwards_done < self.num_microbatches and outstanding < self.in_flight
+        return self.forwards_done < self._forwards_arrived
+
+    def forward(self) -> Action:
+        """The next forward."""
+        return Action("F", self.forwards_done, False, 0, self.turn)
 
     def _backward(self) -> Action | None:
-        if not self._arrived_returns:
+        microbatch = self.returns_done
+        if microbatch == self._returns_arrived:
             return None
-        microbatch = self._arrived_returns[0]
         if microbatch not in self._expects_backward:
-            return Action("C", microbatch, turn=self.turn)
+            return Action("C", microbatch, False, 0, self.turn)
         needed = self._expects_backward[microbatch]
-        fits = 0 < needed <= self.budget.limit - self.budget.used
-        defer = self.policy.defers and fits and microbatch >= self._first_deferred
-        return Action("B", microbatch, defer=defer, turn=self.turn)
+        defer = (self.policy.defers and needed > 0 and microbatch >= self._first_deferred
+                 and self.budget.holds(needed))
+        return Action("B", microbatch, defer, 0, self.turn)
 
     def weight(self) -> Action | None:
         """The next queued product."""
@@ -341,11 +357,12 @@ class Schedule:
         round_, place = divmod(microbatch, self._burst)
         return self._period * round_ + place + self._first_dues[kind != "F"], kind != "F"
 
+    def _next_due(self, kind: ActionKind, microbatch: int) -> Due:
+        return self.due(kind, microbatch) if microbatch < self.num_microbatches else _NEVER
+
     def next_due(self) -> Due:
         """The first due of its forwards and returns that have not run, arrived or not."""
-        forward, back = self.forwards_done, self.returns_done
-        return min(self.due("F", forward) if forward < self.num_microbatches else _NEVER,
-                   self.due("B", back) if back < self.num_microbatches else _NEVER)
+        return min(self._forward_due, self._return_due)
 
     def forwards_due_before(self, due: Due) -> int:
         """Number of forwards due before `due` that have not run."""
@@ -353,12 +370,14 @@ class Schedule:
         before = rounds * self._burst + min(rest, self._burst)
         return max(0, min(before, self.num_microbatches) - self.forwards_done)
 
-    def ready(self) -> list[tuple[Turn, Action]]:
-        """Its next forward and its next return, where they have arrived. Whether the return defers is known when it is
-        chosen (`backward`)."""
+    def ready(self) -> list[tuple[Turn, ActionKind, Schedule]]:
+        """Its next forward and its next return, where they have arrived, and itself. Whether the return defers is known
+        when it is chosen (`backward`)."""
         if self._ready is None:
-            self._ready = [((action.kind != "C", self.due(action.kind, action.microbatch)), action)
-                           for action in (self._forward(), self._backward()) if action is not None]
+            self._ready = [((True, self._forward_due), "F", self)] if self._may_forward() else []
+            if self.returns_done < self._returns_arrived:
+                computes = self.returns_done in self._expects_backward
+                self._ready.append(((computes, self._return_due), "B" if computes else "C", self))
         return self._ready
 
     # ------------------------------------------------------------------ for people
@@ -392,6 +411,8 @@ class RankSchedule:
         self._of_turn = list(self.stages.values())
         self._blocked: int | None = None
         """The budget's version for which no forward and no return may run."""
+        self._allowed, self._refused = 0, _FAR
+        """The most that was stored where a forward might run early, and the least where it might not."""
 
     def on_message(self, kind: Literal["forward", "return"], microbatch: int, stage: int) -> None:
         """A message for `stage` has arrived; see `Schedule.on_message`."""
@@ -402,6 +423,11 @@ class RankSchedule:
         """`action` has run; see `Schedule.on_done`."""
         self._of_turn[action.turn].on_done(action, expects_backward=expects_backward,
                                            deferrable_bytes=deferrable_bytes, products=products)
+
+    def same_bounds(self) -> tuple[range, range]:
+        """Values of `max_stored`, where it is not None, and of `defer_bytes` with which all actions so far would have
+        been the same."""
+        return (range(self._allowed + 1, self._refused + 1), range(self.budget.enough, self.budget.too_few))
 
     def next_action(self) -> Action | Wait | Done:
         """The action to run now. Asking again without an event in between gives the same answer."""
@@ -428,15 +454,18 @@ class RankSchedule:
         stages = self._of_turn
         ready = [each for one in stages for each in one.ready()]
         ready.sort(key=_turn)
-        for (_, due), action in ready:
-            if self._in_order and action.kind != "C" and any([due > one.next_due() for one in stages]):
+        for (_, due), kind, chosen in ready:
+            if self._in_order and kind != "C" and any([due > one.next_due() for one in stages]):
                 break
-            if action.kind != "F":
-                return stages[action.turn].backward()
-            if self.budget.held + sum([one.forwards_due_before(due) for one in stages]) < max_stored:
-                return action
+            if kind != "F":
+                return chosen.backward()
+            stored = self.budget.held + sum([one.forwards_due_before(due) for one in stages])
+            if stored < max_stored:
+                self._allowed = max(self._allowed, stored)
+                return chosen.forward()
+            self._refused = min(self._refused, stored)
             if all([due <= one.next_due() for one in stages]):
-                return self._weight() or action
+                return self._weight() or chosen.forward()
         self._blocked = self.budget.version
         return self._weight()
 

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 from operator import add, mul
 from typing import Literal, NamedTuple
 
@@ -86,12 +87,15 @@ def most_held(states: Sequence[State], kept_bytes: Sequence[float], product_byte
 class Simulated:
     """Result of a simulation: seconds until the last rank was done, and each rank's (action, start, stop).
 
-    states: of each rank, each once, in the order in which they came.
+    states: of each rank, each once, in the order in which they came. same_bounds: of each rank the values of
+    `max_stored` and of `defer_bytes` with which it would have done the same: where all ranks have such values, another
+    simulation has the same result.
     """
 
     seconds: float
     actions: tuple[tuple[tuple[Action, float, float], ...], ...]
     states: tuple[tuple[State, ...], ...]
+    same_bounds: tuple[tuple[range, range], ...]
     stages: tuple[StageTimes, ...]
     placement: StagePlacement
 
@@ -173,10 +177,7 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
     edge_free: dict[tuple[int, int], float] = {}
     arrived: dict[tuple[int, int], float] = {}
     without_core: deque[int] = deque()
-    counter = iter(range(1 << 62))
-
-    def post(when: float, stage: int, what: _What, payload: int | Action) -> None:
-        heapq.heappush(events, (when, next(counter), stage, what, payload))
+    number = count()
 
     def send(now: float, stage: int, to: int, what: Literal["forward", "return"], microbatch: int) -> None:
         if not 0 <= to < depth:
@@ -188,7 +189,7 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
         sent = max(now, edge_free.get(edge, 0.0)) + transfer_of(source, destination)
         arrival = max(sent + hop_of(source, destination), arrived.get(edge, 0.0))
         edge_free[edge], arrived[edge] = sent, arrival
-        post(arrival, to, what, microbatch)
+        heapq.heappush(events, (arrival, next(number), to, what, microbatch))
 
     def start(now: float, rank: int) -> None:
         if without_core and rank in without_core:
@@ -203,7 +204,7 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
         done = now + seconds_of[stage][action.kind, action.defer] * jitter(rank, action)
         busy[rank] = action
         log[rank].append((action, now, done))
-        post(done, stage, "done", action)
+        heapq.heappush(events, (done, next(number), stage, "done", action))
 
     def finish(now: float, rank: int, stage: int, action: Action) -> None:
         schedule, here, place = schedule_of[stage], state[rank], 2 * action.turn
@@ -247,5 +248,6 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
             f"rank {rank}: {actions_text([action for action, _, _ in log[rank]])} then {schedules[rank].next_action()}"
             for rank in stuck))
     return Simulated(seconds=max((stop for rank in log for _, _, stop in rank), default=0.0),
-                     actions=tuple(map(tuple, log)), states=tuple(map(tuple, states)), stages=tuple(stages),
+                     actions=tuple(map(tuple, log)), states=tuple(map(tuple, states)),
+                     same_bounds=tuple(schedule.same_bounds() for schedule in schedules), stages=tuple(stages),
                      placement=placement)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, combinations, combinations_with_replacement, pairwise, product
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from ranvier.models.gpt import flops_per_sequence, gpt
 from ranvier.plan.block_costs import FusedAttention, KeptBytes, block_costs, loss_parts
 from ranvier.plan.partition import partition, partition_for, uniform
 from ranvier.schedule.partition import cut
+from tests.covering import examples
 from tests.errors import raises
 from tests.pipeline.parity import FP64_SUMS, chain, small_gpt, squared
 
@@ -254,3 +255,33 @@ def test_ranks_with_several_stages_have_equal_work(costs, how):
     check_boundaries(found, len(costs), 4)
     assert largest(found) <= largest(partition(costs, 4))
     assert largest(found) <= sum(costs) / 2 + max(costs)
+
+
+@examples(60)
+@given(st.lists(st.sampled_from([0.0, 0.1, 1.0, 3.0, 7.3]) | st.floats(0.0, 1e12), min_size=12, max_size=30),
+       st.sampled_from([(2, 2), (3, 2), (2, 4), (4, 3), (6, 2)]), st.sampled_from(["v-shape", "interleaved"]))
+def test_the_local_search_is_that_which_looks_at_every_move(costs, sizes, how):
+    placement = StagePlacement(num_ranks=sizes[0], per_rank=sizes[1], how=how)
+    assert partition_for(costs, placement) == plain_search(costs, placement)
+
+
+def plain_search(costs, placement):
+    """The first better one of all moves by one block of one boundary or two, until there is none."""
+    best, sums = partition(costs, placement.num_stages), [0.0, *accumulate(costs)]
+    moves = list(product(combinations_with_replacement(range(len(best)), 2), product((-1, 1), (-1, 0, 1))))
+
+    def work(chosen):
+        stages = [sums[stop] - sums[start] for start, stop in pairwise((0, *chosen, len(costs)))]
+        ranks = [sum(stages[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks)]
+        return max(ranks), sum(each * each for each in ranks) + 0.01 * sum(each * each for each in stages)
+
+    before = None
+    while before != best:
+        before = best
+        for (one, other), (by, also) in moves:
+            tried = list(best)
+            tried[one] += by
+            tried[other] += also
+            if all(start < stop for start, stop in pairwise((0, *tried, len(costs)))) and work(tried) < work(best):
+                best = tuple(tried)
+    return best
