@@ -55,7 +55,7 @@ gc.freeze()
 gc.enable()
 run_one_rank(sys.argv[1])
 """
-"""Modules stay: the collector looks at none of their objects, neither while they are imported nor at the end, which is a
+"""Modules stay: the collector looks at none of their objects, neither while they are imported nor at the end. That is a
 quarter of the CPU time of a short process."""
 _GRACE_SECONDS = 10.0
 
