@@ -161,8 +161,8 @@ def test_norms_send_nothing_where_the_sequence_is_sharded():
 
 
 def test_messages_travel_beside_products_where_devices_compute_meanwhile():
-    """Llama's layers on eight columns by sequence: inside a node a third of their messages is hidden; on links as slow as
-    these products cannot hide them, and every broadcast of SUMMA counts."""
+    """Llama's layers on eight columns by sequence: inside a node a third of their messages is hidden; on links as slow
+    as these products cannot hide them, and every broadcast of SUMMA counts."""
     run = replace(TINY, mesh=Mesh(col=8), tensor=TensorParallel(sequence_sharding=True), launch=Launch(device="cuda"),
                   model=Transformer(family="llama", num_layers=1, hidden=4096, heads=32, vocab=512, sequence=2048))
     stage, slow = (found(run, cluster).stages[0] for cluster in (CLUSTER, replace(
@@ -249,7 +249,8 @@ def test_a_layer_waits_for_messages_as_the_engine_does(sequences, recompute):
                         recomputed=recompute == 1)
     waited = sum(one.waited_seconds for one in exposed.transfers(case, cluster)) / exposed.LAYERS
     run = replace(TINY, mesh=Mesh(col=8), tensor=TensorParallel(scheme="megatron", sequence_sharding=True),
-                  model=replace(TINY.model, num_layers=1, hidden=4096, heads=32, sequence=4096, attention_kernel="flash"),
+                  model=replace(TINY.model, num_layers=1, hidden=4096, heads=32, sequence=4096,
+                                attention_kernel="flash"),
                   batch=Batch(global_size=sequences, microbatch_size=sequences), memory=Memory(recompute=recompute),
                   launch=replace(TINY.launch, device="cuda"))
     one, two = (found(replace(run, model=replace(run.model, num_layers=count)), cluster).stages[0].exchange_seconds
