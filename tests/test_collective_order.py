@@ -21,8 +21,7 @@ from ranvier.models.lora import with_adapters
 from ranvier.pipeline.column_parts import ColumnParts
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.pipeline.same_rates import SameRates
-from ranvier.pipeline.same_targets import SameTargets
+from ranvier.pipeline.same_on_ranks import SameRates, SameTargets
 from ranvier.planner import measure
 from ranvier.schedule.spans import Timeline
 from ranvier.tensor import layers

@@ -21,7 +21,7 @@ from ranvier.layout import Layout, TensorAxis
 from ranvier.pipeline.column_parts import ColumnParts
 from ranvier.pipeline.inbox import Inbox
 from ranvier.pipeline.replicas import Replicas
-from ranvier.pipeline.same_settings import check_same
+from ranvier.pipeline.same_on_ranks import check_same
 from ranvier.pipeline.sequencer import Sequencer
 from ranvier.schedule.spans import Timeline
 from ranvier.tensor.mesh import TensorMesh
@@ -82,7 +82,7 @@ class Connections:
 
         peers: ranks of other stages that this one exchanges with, beside its neighbours. capacity_bytes: room for the
         largest message. other: takes messages that are no part of the pipeline's flow. settings: as
-        of `same_settings.check_same`, of this rank.
+        of `same_on_ranks.check_same`, of this rank.
         """
         world, mesh, rank = self._world, self._mesh, self._world.rank
         self.board = Board(world.store, rank, mesh, hang=world.hang and world.hang())

@@ -70,9 +70,7 @@ from ranvier.pipeline.rank_stages import RankStages
 from ranvier.pipeline.replica_randomness import ReplicaRandomness
 from ranvier.pipeline.replicas import Replicas
 from ranvier.pipeline.result import BatchResult, KeptOutputs
-from ranvier.pipeline.same_rates import SameRates
-from ranvier.pipeline.same_settings import settings_of
-from ranvier.pipeline.same_targets import SameTargets
+from ranvier.pipeline.same_on_ranks import SameRates, SameTargets, settings_of
 from ranvier.pipeline.shared_buffers import BufferSync, SharedBuffers, unused_buffer_sync
 from ranvier.pipeline.shared_objects import SharedBufferChanges, StageCopies
 from ranvier.pipeline.stage import Blocks, Stage

@@ -16,8 +16,7 @@ from ranvier.comm.protocol import Group, Work
 from ranvier.errors import ModelError
 from ranvier.pipeline.left_values import SameLeft
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.pipeline.same_rates import SameRates
-from ranvier.pipeline.same_targets import SAME_TARGETS, SameTargets
+from ranvier.pipeline.same_on_ranks import SAME_TARGETS, SameRates, SameTargets
 from ranvier.system.pinned_memory import HostCopy
 
 
