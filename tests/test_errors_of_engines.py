@@ -22,10 +22,10 @@ from ranvier.models import families, vit
 from ranvier.models.blocks_of import blocks_of
 from ranvier.models.from_transformers import from_transformers
 from ranvier.models.lora import with_adapters
-from ranvier.pipeline import hooked_states, inbox
+from ranvier.pipeline import inbox
+from ranvier.pipeline.carried_tensors import SharedMemory, _Refusing
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.sequencer import Sequencer
-from ranvier.pipeline.shared_memory import SharedMemory
 from ranvier.system.lease import Lease
 from ranvier.tensor import boundaries, float8, layers
 from ranvier.tensor.columns import ColumnLayout, ColumnTensor
@@ -284,7 +284,7 @@ def test_columns_that_do_not_agree(code):
 
 def test_a_hook_of_an_earlier_block():
     state = {"x": torch.zeros(2, requires_grad=True)}
-    state["x"].register_hook(hooked_states._Refusing("x", lambda: False))
+    state["x"].register_hook(_Refusing("x", lambda: False))
     with raises("hook-on-earlier-state", '"x"'):
         torch.autograd.grad(state["x"].sum(), state["x"])
 

@@ -1,4 +1,4 @@
-"""Whether ranks were given the same: those of a replica the same targets, all of them the same learning rates and settings.
+"""Whether ranks were given the same: targets those of a replica, learning rates and settings all of them.
 
 The first stage takes the inputs that its rank was given, the last one the targets that its own was given. Where each
 rank has drawn its samples with random numbers of its own, the two belong to different samples. So each of these ranks
@@ -125,10 +125,10 @@ def _some(leaf: Tensor) -> Tensor:
 
 # Whether all replicas update by the same learning rates.
 #
-# One that depends on what a rank alone knows, such as its own loss, lets the parameters of replicas drift apart. So each
-# rank adds a number made of its rates to the sums of the batch (`pipeline/statistics`), with factors whose sum is zero
-# over ranks that must agree: all of them for Ranvier's optimizer, and the replicas of a stage for a user's, of which
-# stages may have groups of their own.
+# One that depends on what a rank alone knows, such as its own loss, lets the parameters of replicas drift apart. So
+# each rank adds a number made of its rates to the sums of the batch (`pipeline/statistics`), with factors whose sum is
+# zero over ranks that must agree: all of them for Ranvier's optimizer, and the replicas of a stage for a user's, of
+# which stages may have groups of their own.
 
 
 class SameRates:
