@@ -22,10 +22,9 @@ from ranvier.pipeline.connections import Connections
 from ranvier.pipeline.inbox import call_number
 from ranvier.pipeline.look_ahead import LookAhead
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.pipeline.nominal_weight import NominalWeight
 from ranvier.pipeline.rank_stages import RankStages
 from ranvier.pipeline.stage import Stage
-from ranvier.pipeline.statistics import BatchStatistics
+from ranvier.pipeline.statistics import BatchStatistics, NominalWeight
 from ranvier.schedule.limits import Limits
 from ranvier.schedule.schedule import Action, Done, Policy, Product, RankSchedule, Wait, actions_text
 from ranvier.schedule.spans import Category, Timeline

@@ -63,7 +63,6 @@ from ranvier.pipeline.left_values import LeftValues, SameLeft
 from ranvier.pipeline.look_ahead import LookAhead
 from ranvier.pipeline.microbatch import Batch, Microbatch, as_microbatches, check_microbatches
 from ranvier.pipeline.modes import some_train
-from ranvier.pipeline.nominal_weight import NominalWeight
 from ranvier.pipeline.prepared_model import check_arguments, prepare
 from ranvier.pipeline.rank_parameters import RankParameters
 from ranvier.pipeline.rank_stages import RankStages
@@ -76,7 +75,7 @@ from ranvier.pipeline.shared_objects import SharedBufferChanges, StageCopies
 from ranvier.pipeline.stage import Blocks, Stage
 from ranvier.pipeline.start_values import share_start_values
 from ranvier.pipeline.state_dict import StateDict, load_state, take_state
-from ranvier.pipeline.statistics import BatchStatistics
+from ranvier.pipeline.statistics import BatchStatistics, NominalWeight
 from ranvier.pipeline.ties import TiedParameters, TieMessages, gradient_specs, ties_of
 from ranvier.pipeline.trained_elsewhere import TrainedElsewhere
 from ranvier.plan.cut import split_model
