@@ -26,8 +26,7 @@ from ranvier.optim import placement
 from ranvier.optim.buckets import Segment, buckets_of, split_by_share
 from ranvier.optim.rules import rules_of
 from ranvier.optim.state_places import StateOwner, StatePlaces
-from ranvier.pipeline.device_timeline import DeviceTimeline
-from ranvier.pipeline.look_ahead import LookAhead
+from ranvier.pipeline.device_timeline import DeviceTimeline, LookAhead
 from ranvier.planner import measure, microbenchmarks
 from ranvier.system.pinned_memory import HostCopy
 from ranvier.train import peak

@@ -55,12 +55,11 @@ from ranvier.pipeline.autocast import refuse_outer_modes
 from ranvier.pipeline.batch import BatchRunner
 from ranvier.pipeline.build import build_stage, stage_parameters
 from ranvier.pipeline.connections import Connections
-from ranvier.pipeline.device_timeline import timeline_of
+from ranvier.pipeline.device_timeline import LookAhead, timeline_of
 from ranvier.pipeline.examine import Cause, examine
 from ranvier.pipeline.full_state import gather_full_state
 from ranvier.pipeline.held_parameters import HeldParameters
 from ranvier.pipeline.left_values import LeftValues, SameLeft
-from ranvier.pipeline.look_ahead import LookAhead
 from ranvier.pipeline.microbatch import Batch, Microbatch, as_microbatches, check_microbatches
 from ranvier.pipeline.modes import some_train
 from ranvier.pipeline.prepared_model import check_arguments, prepare
