@@ -145,7 +145,7 @@ CONNECTS = {
     "launch/contact.py": "whether anybody listens, before the door",
     "launch/shared_store.py": "whether anybody listens, before the door",
     "cli/watch.py": "a page on the loopback address",
-    "comm/sockets.py": "duplicates of the backend's own, which it ends",
+    "comm/torch_backend.py": "duplicates of the backend's own, which it ends",
     "system/machine.py": "asks the kernel for this machine's address",
 }
 CONNECTORS = {"torch.distributed.TCPStore", "torch.distributed.FileStore", "torch.distributed.rendezvous",

@@ -21,8 +21,7 @@ from torch.distributed import HashStore
 from ranvier.checkpoint.state import Piece
 from ranvier.comm.inprocess import InProcessWorld
 from ranvier.comm.signed_store import signed
-from ranvier.comm.sockets import PeerSockets
-from ranvier.comm.torch_backend import torch_generation
+from ranvier.comm.torch_backend import PeerSockets, torch_generation
 from ranvier.config import effects
 from ranvier.config.resolve import resolve
 from ranvier.config.run import Checkpoint, Comm, Elastic, Launch, Run, Train
