@@ -37,7 +37,7 @@ def runs_code(reference: Reference) -> bool:
 STARTS_PROCESSES = {
     "system/child.py": "the door",
     "system/parent_death.py": "becomes the command that the door starts",
-    "launch/mpi_start_watch.py": "forks a watcher that runs no program",
+    "launch/heartbeat.py": "forks a watcher that runs no program",
     "data/parallel.py": "a pool whose processes start inside `safe_spawning`",
 }
 STARTERS = {"os.system", "os.popen", "os.fork", "os.forkpty", "concurrent.futures.ProcessPoolExecutor", "psutil.Popen",
