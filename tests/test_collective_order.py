@@ -52,7 +52,7 @@ OTHER = {
         "communicators are built before the first step",
     ("comm/nccl_transport.py", "started(dist.irecv(first, group_src=source, group=channel)).wait()"):
         "communicators are built before the first step",
-    ("elastic/neighbour_copy.py",
+    ("elastic/transition.py",
      "group.all_to_all(found, own, [sizes[before] if other == before else 0 for other in range(size)],"):
         "on CPUs only, where the caller waits",
     ("comm/inprocess.py", "self._exchange.condition.wait()"): _TOOL,

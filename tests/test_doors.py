@@ -121,7 +121,7 @@ PARSES_JSON = {
     **dict.fromkeys(("launch/devices.py", "launch/failures.py", "launch/failure_watch.py", "launch/supervision.py",
                      "launch/joining.py", "launch/losses.py", "checkpoint/checkpoints.py", "train/newcomer.py"),
                     "values of the signed store"),
-    **dict.fromkeys(("comm/collectives.py", "comm/message.py", "train/commands.py", "elastic/neighbour_copy.py",
+    **dict.fromkeys(("comm/collectives.py", "comm/message.py", "train/commands.py", "elastic/transition.py",
                      "elastic/transition.py"), "messages of ranks"),
     "launch/rank_processes.py": "a temporary folder", "planner/trial.py": "a temporary folder",
     "errors.py": "its own text",

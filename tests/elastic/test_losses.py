@@ -25,8 +25,7 @@ from ranvier.comm.torch_backend import PeerSockets, torch_generation
 from ranvier.config import effects
 from ranvier.config.resolve import resolve
 from ranvier.config.run import Checkpoint, Comm, Elastic, Launch, Run, Train
-from ranvier.elastic.neighbour_copy import with_states_of_neighbour
-from ranvier.elastic.transition import Held
+from ranvier.elastic.transition import Held, with_states_of_neighbour
 from ranvier.errors import TransportError
 from ranvier.launch import contact, start
 from ranvier.launch import losses as launch_losses
