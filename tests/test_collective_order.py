@@ -62,7 +62,7 @@ OTHER = {
         "the next token, in host memory",
     ("train/peak.py", "ranks.all_reduce(total).wait()"): "a number in host memory, before the first step",
     ("train/reference.py", "everyone.broadcast(whole, root=0).wait()"): "before the first step",
-    ("inference/likelihood.py", "ranks.all_reduce(found).wait()"): "before the first step",
+    ("inference/evaluation.py", "ranks.all_reduce(found).wait()"): "before the first step",
     ("train/saving.py", "written = self.checkpoints.wait()"): "no collective: the thread that writes checkpoints",
     ("optim/step.py", "self.gradients.wait()"): _CALL, ("pipeline/engine.py", "self._updater.wait()"): _CALL,
     ("optim/touched_rows.py", 'group.all_reduce(self._touched, "max").wait()'): _TABLE,

@@ -16,7 +16,7 @@ from ranvier.data.corpus import Document
 from ranvier.data.tokenizer import Tokenizer, load
 from ranvier.data.tokens import open_tokens
 from ranvier.errors import DataError
-from ranvier.inference.likelihood import encode_pair
+from ranvier.inference.evaluation import encode_pair
 from ranvier.inference.prompts import TextPrompts
 from ranvier.train.setup import held_out_line
 from tests.checkpoint.test_hf_llama import published_tokenizer

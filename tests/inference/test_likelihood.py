@@ -6,7 +6,7 @@ import torch
 from ranvier.config.run import TensorParallel
 from ranvier.data import tokenizer as tokenizers
 from ranvier.data.tokenizer import train
-from ranvier.inference.likelihood import encode_pair, loglikelihoods, windows
+from ranvier.inference.evaluation import encode_pair, loglikelihoods, windows
 from ranvier.inference.weights import build_engine, open_model
 from ranvier.mesh import Mesh
 from ranvier.testing.ranks import run_ranks

@@ -10,7 +10,7 @@ import torch
 
 from ranvier.config.run import TensorParallel
 from ranvier.data.tokenizer import load
-from ranvier.inference.likelihood import encode_pair, loglikelihoods
+from ranvier.inference.evaluation import encode_pair, loglikelihoods
 from ranvier.inference.shared_engine import SharedEngine
 from ranvier.inference.weights import build_engine, open_model
 from ranvier.mesh import Mesh
