@@ -29,14 +29,8 @@ from ranvier.system.machine import affinity
 from ranvier.train.best import LOSS
 from ranvier.train.caching import Caching
 from ranvier.train.events import Event, NoteEvent, StepEvent
-from ranvier.train.measured_blocks import (
-    RankMeasurement,
-    check_samples,
-    layer_similarities,
-    measured_blocks,
-    present_mesh,
-    stage_seconds,
-)
+from ranvier.train.layer_outputs import check_samples, layer_similarities
+from ranvier.train.measured_blocks import RankMeasurement, measured_blocks, present_mesh, stage_seconds
 from ranvier.train.memory import MemoryBudget, device_bytes, memory_or_problem
 from ranvier.train.progress import Progress
 from ranvier.train.runtime import RankRuntime

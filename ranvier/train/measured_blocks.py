@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
-import numpy as np
 import torch
-from torch import Tensor, nn
 
-from ranvier.block import State, named
-from ranvier.data.loader import Loader, longest_first
-from ranvier.data.sampler import Sampler
-from ranvier.data.task import Dataset
 from ranvier.elastic.mesh_candidates import with_present_seconds
 from ranvier.elastic.microbatch_profile import MicrobatchProfile
 from ranvier.elastic.rules import LINKS, BlockFacts, ElasticRules, PresentMesh
-from ranvier.elastic.similarity import Similarity, normalised, products
-from ranvier.errors import ConfigError
-from ranvier.inference.evaluation import length_multiple, lengths_of, loader_options
 from ranvier.optim.rules import rules_of, states_per_element
 from ranvier.precision import DTYPES, is_half, wide
 from ranvier.system.machine import shared_cores
-from ranvier.tensor.columns import plain
 from ranvier.train.runtime import RankRuntime
 
 
@@ -109,77 +99,3 @@ def _cores(runtime: RankRuntime, measured: Sequence[RankMeasurement]) -> float |
     local = runtime.world.local_size
     return sum(shared_cores([row["cores"] for row in measured[first:first + local]])
                for first in range(0, len(measured), local))
-
-
-# --- outputs of layers ------------------------------------------------------------------------------------------------
-
-# Outputs of a run's layers for the same few held-out samples, for freeze policies that use them.
-
-
-SAMPLES = 8
-"""Held-out samples of each row of the mesh. Longer ones come first, since padding says nothing."""
-
-
-def check_samples(data: Dataset, rows: int, policy: str) -> None:
-    """ConfigError for held-out data with too few samples for `policy` to compare."""
-    if len(data) < 2 * rows:
-        raise ConfigError(f"compares the layers' outputs for at least {2 * rows} held-out samples, and there are "
-                          f"{len(data)}", code="too-few-held-out-samples", where="elastic.freeze", value=policy,
-                          remedy="Hold out more samples, or set another freeze policy.")
-
-
-def layer_similarities(runtime: RankRuntime, data: Dataset) -> list[list[Similarity]]:
-    """Similarities of each layer and each row, on every rank; the same on every mesh with as many rows. NaN for a layer
-    whose output does not have the samples as its first dim. Collective."""
-    engine, run = runtime.engine, runtime.run
-    rows, per_row = engine.mesh.microbatch_parts, min(SAMPLES, len(data) // engine.mesh.microbatch_parts)
-    lengths = lengths_of(run, data)
-    chosen = np.arange(len(data)) if lengths is None else longest_first(lengths)
-    table = chosen[:rows * per_row].reshape(rows, per_row)
-    each = max(1, run.batch.microbatch_size // rows)
-    order = np.concatenate([table[:, first:first + each].reshape(-1) for first in range(0, per_row, each)])
-    if lengths is not None:  # padded alike, whatever the size of a microbatch
-        lengths = np.full_like(lengths, lengths[order].max())
-    options = loader_options(engine, each * rows, length_multiple(run)) | {"replica": 0, "num_replicas": 1}
-    loader = Loader(data, _Given(order), global_size=len(order), total=len(order), lengths=lengths, **options)
-    parts: dict[int, list[Tensor]] = {}
-    hooks = [engine.blocks[layer[-1]].register_forward_hook(_keeping(parts.setdefault(number, [])))
-             for number, layer in enumerate(engine.layers) if layer[-1] in engine.blocks]
-    try:
-        engine.evaluate(loader.microbatches(0))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    at = engine.coordinates
-    outputs = {} if at.replica else {number: torch.cat(kept) for number, kept in parts.items()}
-    mine = {number: products(kept).tolist() if len(kept) == per_row else None for number, kept in outputs.items()}
-    found = runtime.ranks.gather_objects({"part": at.microbatch_part, "products": mine})
-    nothing = torch.full((per_row, per_row), torch.nan, dtype=torch.float64)
-    sums: list[list[Tensor | None]] = [[None] * rows for _ in engine.layers]
-    for rank in found:
-        for number, part in rank["products"].items():
-            before, part = sums[int(number)][rank["part"]], nothing if part is None else torch.tensor(part).double()
-            sums[int(number)][rank["part"]] = part if before is None else before + part
-    return [[normalised(nothing if part is None else part) for part in layer] for layer in sums]
-
-
-class _Given(Sampler):
-    """Samples in a given order, once."""
-
-    def __init__(self, order: np.ndarray) -> None:
-        super().__init__(len(order), None)
-        self._order_given = order
-
-    def global_batch(self, step: int, global_size: int, offset: int = 0) -> np.ndarray:
-        """See `Sampler`."""
-        return self._order_given
-
-
-def _keeping(outputs: list[Tensor]) -> Callable[[nn.Module, object, State], None]:
-    """A hook that keeps each microbatch's outputs, in host memory."""
-    def hook(module: nn.Module, inputs: object, output: State) -> None:
-        floats = [tensor.detach().to("cpu", torch.float32) for tensor in named(plain(output), "a layer").values()
-                  if tensor.is_floating_point()]
-        outputs.append(torch.cat([tensor.reshape(len(tensor), -1) for tensor in floats], dim=1))
-
-    return hook
