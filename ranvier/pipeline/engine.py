@@ -65,12 +65,13 @@ from ranvier.pipeline.modes import some_train
 from ranvier.pipeline.prepared_model import check_arguments, prepare
 from ranvier.pipeline.rank_stages import RankStages
 from ranvier.pipeline.replica_randomness import ReplicaRandomness
-from ranvier.pipeline.replicas import Replicas, share_start_values
+from ranvier.pipeline.replicas import Replicas
 from ranvier.pipeline.result import BatchResult, KeptOutputs
 from ranvier.pipeline.same_on_ranks import SameRates, SameTargets, settings_of
 from ranvier.pipeline.shared_buffers import BufferSync, SharedBuffers, unused_buffer_sync
 from ranvier.pipeline.shared_objects import SharedBufferChanges, StageCopies
 from ranvier.pipeline.stage import Blocks, Stage
+from ranvier.pipeline.start_values import share_start_values
 from ranvier.pipeline.state_dict import StateDict, load_state, take_state
 from ranvier.pipeline.statistics import BatchStatistics, NominalWeight
 from ranvier.pipeline.ties import TiedParameters, TieMessages, gradient_specs, ties_of
