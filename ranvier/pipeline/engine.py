@@ -54,7 +54,7 @@ from ranvier.optim.step import GradientStatus, OptimizerFactory, Updater
 from ranvier.pipeline.autocast import refuse_outer_modes
 from ranvier.pipeline.batch import BatchRunner
 from ranvier.pipeline.build import build_stage, stage_parameters
-from ranvier.pipeline.connections import Connections
+from ranvier.pipeline.connections import Connections, share_start_values
 from ranvier.pipeline.device_timeline import LookAhead, timeline_of
 from ranvier.pipeline.examine import Cause, examine
 from ranvier.pipeline.full_state import gather_full_state
@@ -71,7 +71,6 @@ from ranvier.pipeline.same_on_ranks import SameRates, SameTargets, settings_of
 from ranvier.pipeline.shared_buffers import BufferSync, SharedBuffers, unused_buffer_sync
 from ranvier.pipeline.shared_objects import SharedBufferChanges, StageCopies
 from ranvier.pipeline.stage import Blocks, Stage
-from ranvier.pipeline.start_values import share_start_values
 from ranvier.pipeline.state_dict import StateDict, load_state, take_state
 from ranvier.pipeline.statistics import BatchStatistics, NominalWeight
 from ranvier.pipeline.ties import TiedParameters, TieMessages, gradient_specs, ties_of

@@ -29,6 +29,9 @@ from ranvier.train.events import TransitionEvent
 from ranvier.train.history import History
 from ranvier.train.logs import write_json, writing
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 WARM_UP_STEPS = 2
 """First steps that the speed figures leave out (allocation, connections, caches), where there are others."""
 TRACE_COLOURS: dict[Category, str] = {
@@ -168,10 +171,6 @@ def _named(kind: str, process: int, thread: int, name: str) -> dict[str, object]
 # --- pictures ---------------------------------------------------------------------------------------------------------
 
 # loss.png and course.png: the loss, and the transitions of an elastic run.
-
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 def draw_loss(path: Path, losses: Mapping[int, float], eval_losses: Mapping[int, float], title: str,
