@@ -61,7 +61,7 @@ OPENS_FILES = {
     "system/atomic_file.py": "new files under random names, which replace others",
     "elastic/cache_file.py": "rows that are written in place, with the door's own flags",
     # the kernel's files, and devices
-    "cli/options.py": "/dev/null", "cli/train.py": "/dev/null", "train/newcomer.py": "/dev/null",
+    "cli/options.py": "/dev/null", "cli/train.py": "/dev/null", "train/joining.py": "/dev/null",
     "launch/failures.py": "/dev/null", "launch/start.py": "the terminal of the command",
     "launch/devices.py": "/proc", "system/machine.py": "/proc and /sys", "system/processes.py": "/proc",
     "system/lease.py": "/proc; a lease that `open_regular_file` has read", "pictures/timelines.py": "/proc",
@@ -119,7 +119,7 @@ PARSES_JSON = {
     "train/logs.py": "lines of a run's logs, each by itself",
     # what ranks of this run have written
     **dict.fromkeys(("launch/devices.py", "launch/failures.py", "launch/failure_watch.py", "launch/supervision.py",
-                     "launch/joining.py", "launch/losses.py", "checkpoint/checkpoints.py", "train/newcomer.py"),
+                     "launch/joining.py", "launch/losses.py", "checkpoint/checkpoints.py", "train/joining.py"),
                     "values of the signed store"),
     **dict.fromkeys(("comm/collectives.py", "comm/message.py", "train/commands.py", "elastic/transition.py",
                      "elastic/transition.py"), "messages of ranks"),
