@@ -29,8 +29,7 @@ from ranvier.tensor.layers import rotary
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.layers import split_layers
 from ranvier.tensor.weight_gradients import WeightGradients, root_of
-from ranvier.train.metrics import Meter
-from ranvier.train.peak import PeakRate
+from ranvier.train.metrics import Meter, PeakRate
 from ranvier.world import World
 from tests.ordered_collectives import LoneBackend, LoneStore
 from tests.stream_order import DEVICE, ROOT, OrderedCuda
@@ -60,7 +59,7 @@ OTHER = {
         "the next token, in host memory: tests/inference/test_generate.py",
     ("train/evaluation.py", "ranks.broadcast(chosen, root=ranks.ranks.index(root)).wait()"):
         "the next token, in host memory",
-    ("train/peak.py", "ranks.all_reduce(total).wait()"): "a number in host memory, before the first step",
+    ("train/metrics.py", "ranks.all_reduce(total).wait()"): "a number in host memory, before the first step",
     ("train/reference.py", "everyone.broadcast(whole, root=0).wait()"): "before the first step",
     ("inference/evaluation.py", "ranks.all_reduce(found).wait()"): "before the first step",
     ("train/saving.py", "written = self.checkpoints.wait()"): "no collective: the thread that writes checkpoints",

@@ -85,7 +85,7 @@ OPENS_FILES = {
     "checkpoint/files.py": "a folder, for fsync", "checkpoint/hf/pretrained.py": "tensors of `member`",
     "checkpoint/hf/tokenizer_files.py": "files of `member`",
     "models/any_transformers.py": "files of `member`, tensors alone", "data/arrays.py": "maps what the door has opened",
-    "data/tokens.py": "maps what the door has opened", "data/offline/fetch.py": "packages, by sha256",
+    "data/offline/fetch.py": "packages, by sha256",
     "data/chat_template.py": "files that transformers has read", "data/tokenizer.py": "vocabularies, checked",
 }
 OPENS = {"open", "os.open", "os.fdopen", "codecs.open", "gzip.open", "bz2.open", "lzma.open", "tarfile.open",

@@ -73,7 +73,7 @@ def test_a_tokenizer_that_is_not_there():
 def test_texts_and_tables(tmp_path, monkeypatch):
     with raises("text-half-surrogate", where="line 3"):
         text_of(Row("line 3", {"text": "\ud800"}), "text", "data.text-column")
-    monkeypatch.setattr(corpus, "has_package", lambda name: False)
+    monkeypatch.setattr(corpus.tables, "has_package", lambda name: False)
     check(corpus.missing_package("owner/name"), "corpus-needs-datasets", where="data.corpus", value="owner/name")
     (tmp_path / "x.csv").write_text(f"text\n{'a' * 90}\n")
     before = tables.csv.field_size_limit(20)

@@ -33,7 +33,7 @@ from ranvier.launch.start import use_interface_towards
 from ranvier.mesh import Mesh
 from ranvier.system.machine import threads_per_rank
 from ranvier.train.commands import CommandChannel
-from ranvier.train.peak import PeakRate
+from ranvier.train.metrics import PeakRate
 from ranvier.train.resize import leave, withdraw
 from ranvier.train.setup import fingerprint, prepare_run
 from ranvier.world import JoinPoint, World

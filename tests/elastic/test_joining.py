@@ -304,7 +304,8 @@ def test_data_that_is_not_the_runs(tmp_path):
     run = resolve(Run(launch=Launch(threads=torch.get_num_threads())))
     with mock.patch.multiple(
             joining_run, exit_with_launcher=mock.DEFAULT, install_start_error_handlers=mock.DEFAULT,
-            connect=mock.DEFAULT, use_interface_towards=mock.DEFAULT, signed=lambda *_: (None, None), _said=lambda *_: {"data": "theirs"},
+            connect=mock.DEFAULT, use_interface_towards=mock.DEFAULT,
+            signed=lambda *_: (None, None), _said=lambda *_: {"data": "theirs"},
             read_run=lambda *_: run, prepare_run=lambda *_: (None, None, None), fingerprint=lambda _: "ours"):
         with raises("join-other-data", "theirs", where="data", value="ours"):
             joining_run.join_run(tmp_path, started, {}, seconds=1.0, stream=io.StringIO())
