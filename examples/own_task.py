@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ranvier.config.task_form import TaskForm
-from ranvier.data.accuracy import Accuracy
+from ranvier.data.class_numbers import Accuracy
 from ranvier.data.task import Prepared, Task
 from ranvier.errors import DataError
 

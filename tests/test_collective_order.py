@@ -21,8 +21,7 @@ from ranvier.models.lora import with_adapters
 from ranvier.pipeline.column_parts import ColumnParts
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.pipeline.same_rates import SameRates
-from ranvier.pipeline.same_targets import SameTargets
+from ranvier.pipeline.same_on_ranks import SameRates, SameTargets
 from ranvier.planner import measure
 from ranvier.schedule.spans import Timeline
 from ranvier.tensor import layers
@@ -30,8 +29,7 @@ from ranvier.tensor.layers import rotary
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.layers import split_layers
 from ranvier.tensor.weight_gradients import WeightGradients, root_of
-from ranvier.train.metrics import Meter
-from ranvier.train.peak import PeakRate
+from ranvier.train.metrics import Meter, PeakRate
 from ranvier.world import World
 from tests.ordered_collectives import LoneBackend, LoneStore
 from tests.stream_order import DEVICE, ROOT, OrderedCuda
@@ -53,7 +51,7 @@ OTHER = {
         "communicators are built before the first step",
     ("comm/nccl_transport.py", "started(dist.irecv(first, group_src=source, group=channel)).wait()"):
         "communicators are built before the first step",
-    ("elastic/neighbour_copy.py",
+    ("elastic/transition.py",
      "group.all_to_all(found, own, [sizes[before] if other == before else 0 for other in range(size)],"):
         "on CPUs only, where the caller waits",
     ("comm/inprocess.py", "self._exchange.condition.wait()"): _TOOL,
@@ -61,9 +59,9 @@ OTHER = {
         "the next token, in host memory: tests/inference/test_generate.py",
     ("train/evaluation.py", "ranks.broadcast(chosen, root=ranks.ranks.index(root)).wait()"):
         "the next token, in host memory",
-    ("train/peak.py", "ranks.all_reduce(total).wait()"): "a number in host memory, before the first step",
+    ("train/metrics.py", "ranks.all_reduce(total).wait()"): "a number in host memory, before the first step",
     ("train/reference.py", "everyone.broadcast(whole, root=0).wait()"): "before the first step",
-    ("inference/likelihood.py", "ranks.all_reduce(found).wait()"): "before the first step",
+    ("inference/evaluation.py", "ranks.all_reduce(found).wait()"): "before the first step",
     ("train/saving.py", "written = self.checkpoints.wait()"): "no collective: the thread that writes checkpoints",
     ("optim/step.py", "self.gradients.wait()"): _CALL, ("pipeline/engine.py", "self._updater.wait()"): _CALL,
     ("optim/touched_rows.py", 'group.all_reduce(self._touched, "max").wait()'): _TABLE,

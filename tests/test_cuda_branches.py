@@ -23,7 +23,7 @@ from ranvier.launch.launchers import Started
 from ranvier.planner import auto, measure, microbenchmarks
 from ranvier.planner.microbenchmarks import Sizes
 from ranvier.tensor.float8 import float8_layers, runs_on_cpu
-from ranvier.train import newcomer
+from ranvier.train import joining
 from ranvier.train.loop import train
 from ranvier.train.memory import device_bytes
 from tests.elastic.cached import HIT, Cached, Prefix
@@ -115,9 +115,9 @@ def choices():
     info = SimpleNamespace(Get=lambda name: "system,mpi,cuda:device")
     assert _cuda_aware(SimpleNamespace(COMM_WORLD=SimpleNamespace(Get_info=lambda: info)))
     store, joins = HashStore(), Started(launcher="local", rank=0, size=1, local_rank=0, local_size=1)
-    assert [newcomer._device("cuda", joins, store).index for _ in range(2)] == [0, 1]
+    assert [joining._device("cuda", joins, store).index for _ in range(2)] == [0, 1]
     with raises("join-needs-device"):
-        newcomer._device("cuda", joins, store)
+        joining._device("cuda", joins, store)
 
 
 # ---------------------------------------------------------------------- tests

@@ -37,7 +37,7 @@ def runs_code(reference: Reference) -> bool:
 STARTS_PROCESSES = {
     "system/child.py": "the door",
     "system/parent_death.py": "becomes the command that the door starts",
-    "launch/mpi_start_watch.py": "forks a watcher that runs no program",
+    "launch/heartbeat.py": "forks a watcher that runs no program",
     "data/parallel.py": "a pool whose processes start inside `safe_spawning`",
 }
 STARTERS = {"os.system", "os.popen", "os.fork", "os.forkpty", "concurrent.futures.ProcessPoolExecutor", "psutil.Popen",
@@ -61,7 +61,7 @@ OPENS_FILES = {
     "system/atomic_file.py": "new files under random names, which replace others",
     "elastic/cache_file.py": "rows that are written in place, with the door's own flags",
     # the kernel's files, and devices
-    "cli/options.py": "/dev/null", "cli/train.py": "/dev/null", "train/newcomer.py": "/dev/null",
+    "cli/options.py": "/dev/null", "cli/train.py": "/dev/null", "train/joining.py": "/dev/null",
     "launch/failures.py": "/dev/null", "launch/start.py": "the terminal of the command",
     "launch/devices.py": "/proc", "system/machine.py": "/proc and /sys", "system/processes.py": "/proc",
     "system/lease.py": "/proc; a lease that `open_regular_file` has read", "pictures/timelines.py": "/proc",
@@ -85,7 +85,7 @@ OPENS_FILES = {
     "checkpoint/files.py": "a folder, for fsync", "checkpoint/hf/pretrained.py": "tensors of `member`",
     "checkpoint/hf/tokenizer_files.py": "files of `member`",
     "models/any_transformers.py": "files of `member`, tensors alone", "data/arrays.py": "maps what the door has opened",
-    "data/tokens.py": "maps what the door has opened", "data/offline/fetch.py": "packages, by sha256",
+    "data/offline/fetch.py": "packages, by sha256",
     "data/chat_template.py": "files that transformers has read", "data/tokenizer.py": "vocabularies, checked",
 }
 OPENS = {"open", "os.open", "os.fdopen", "codecs.open", "gzip.open", "bz2.open", "lzma.open", "tarfile.open",
@@ -119,9 +119,9 @@ PARSES_JSON = {
     "train/logs.py": "lines of a run's logs, each by itself",
     # what ranks of this run have written
     **dict.fromkeys(("launch/devices.py", "launch/failures.py", "launch/failure_watch.py", "launch/supervision.py",
-                     "launch/joining.py", "launch/losses.py", "checkpoint/checkpoints.py", "train/newcomer.py"),
+                     "launch/joining.py", "launch/losses.py", "checkpoint/checkpoints.py", "train/joining.py"),
                     "values of the signed store"),
-    **dict.fromkeys(("comm/collectives.py", "comm/message.py", "train/commands.py", "elastic/neighbour_copy.py",
+    **dict.fromkeys(("comm/collectives.py", "comm/message.py", "train/commands.py", "elastic/transition.py",
                      "elastic/transition.py"), "messages of ranks"),
     "launch/rank_processes.py": "a temporary folder", "planner/trial.py": "a temporary folder",
     "errors.py": "its own text",
@@ -145,7 +145,7 @@ CONNECTS = {
     "launch/contact.py": "whether anybody listens, before the door",
     "launch/shared_store.py": "whether anybody listens, before the door",
     "cli/watch.py": "a page on the loopback address",
-    "comm/sockets.py": "duplicates of the backend's own, which it ends",
+    "comm/torch_backend.py": "duplicates of the backend's own, which it ends",
     "system/machine.py": "asks the kernel for this machine's address",
 }
 CONNECTORS = {"torch.distributed.TCPStore", "torch.distributed.FileStore", "torch.distributed.rendezvous",

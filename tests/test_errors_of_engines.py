@@ -16,16 +16,16 @@ from ranvier.comm.inprocess import InProcessWorld
 from ranvier.comm.message import Message, MessageKind
 from ranvier.config.run import Data, Lora, Optim, Run, Transformer
 from ranvier.errors import RanvierError
-from ranvier.launch import failures, launchers, mpi_start_watch, run_function, start
+from ranvier.launch import failures, heartbeat, launchers, run_function, start
 from ranvier.mesh import Mesh
 from ranvier.models import families, vit
 from ranvier.models.blocks_of import blocks_of
 from ranvier.models.from_transformers import from_transformers
 from ranvier.models.lora import with_adapters
-from ranvier.pipeline import hooked_states, inbox
+from ranvier.pipeline import inbox
+from ranvier.pipeline.carried_tensors import SharedMemory, _Refusing
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.sequencer import Sequencer
-from ranvier.pipeline.shared_memory import SharedMemory
 from ranvier.system.lease import Lease
 from ranvier.tensor import boundaries, float8, layers
 from ranvier.tensor.columns import ColumnLayout, ColumnTensor
@@ -149,10 +149,10 @@ def test_ranks_start_from_the_main_thread_alone(monkeypatch):
 
 
 def test_a_start_of_mpi_that_does_not_come():
-    check(mpi_start_watch._error({}, True, 4.0), "mpi-start-late", value="more than 4 s")
+    check(heartbeat._error({}, True, 4.0), "mpi-start-late", value="more than 4 s")
     stopped = types.SimpleNamespace(pid=77)
-    check(mpi_start_watch._error({3: stopped}, False, 4.0), "rank-stopped-before-mpi", 77, where="rank 3")
-    assert mpi_start_watch._error({}, False, 4.0) is None
+    check(heartbeat._error({3: stopped}, False, 4.0), "rank-stopped-before-mpi", 77, where="rank 3")
+    assert heartbeat._error({}, False, 4.0) is None
 
 
 def test_a_rank_that_sends_no_heartbeat(monkeypatch):
@@ -284,7 +284,7 @@ def test_columns_that_do_not_agree(code):
 
 def test_a_hook_of_an_earlier_block():
     state = {"x": torch.zeros(2, requires_grad=True)}
-    state["x"].register_hook(hooked_states._Refusing("x", lambda: False))
+    state["x"].register_hook(_Refusing("x", lambda: False))
     with raises("hook-on-earlier-state", '"x"'):
         torch.autograd.grad(state["x"].sum(), state["x"])
 

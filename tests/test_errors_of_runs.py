@@ -36,7 +36,7 @@ from ranvier.pipeline.engine import Engine
 from ranvier.planner import auto, plan
 from ranvier.planner.problems import problems
 from ranvier.testing.ranks import run_ranks
-from ranvier.train import caching, newcomer, reference, resize, saving, setup
+from ranvier.train import caching, joining, reference, resize, saving, setup
 from ranvier.world import World
 from tests.errors import check, raises, reports
 
@@ -73,7 +73,7 @@ def test_a_tokenizer_that_is_not_there():
 def test_texts_and_tables(tmp_path, monkeypatch):
     with raises("text-half-surrogate", where="line 3"):
         text_of(Row("line 3", {"text": "\ud800"}), "text", "data.text-column")
-    monkeypatch.setattr(corpus, "has_package", lambda name: False)
+    monkeypatch.setattr(corpus.tables, "has_package", lambda name: False)
     check(corpus.missing_package("owner/name"), "corpus-needs-datasets", where="data.corpus", value="owner/name")
     (tmp_path / "x.csv").write_text(f"text\n{'a' * 90}\n")
     before = tables.csv.field_size_limit(20)
@@ -278,11 +278,11 @@ def test_ctrl_c_withdraws_a_request_that_waits(tmp_path, monkeypatch):
         resize.ask_and_wait(tmp_path, seconds=60, data=2)
     assert not list(tmp_path.glob("resize-*.json"))
 
-    monkeypatch.setenv(newcomer.WISH, "w")
-    monkeypatch.setattr(newcomer, "Newcomer", lambda *args: types.SimpleNamespace(
+    monkeypatch.setenv(joining.WISH, "w")
+    monkeypatch.setattr(joining, "Newcomer", lambda *args: types.SimpleNamespace(
         await_others=lambda seconds: None, join=press))
     with pytest.raises(KeyboardInterrupt):
-        newcomer._join(None, tmp_path, types.SimpleNamespace(rank=0, size=1), {"data": 2}, 60)
+        joining._join(None, tmp_path, types.SimpleNamespace(rank=0, size=1), {"data": 2}, 60)
     assert not list(tmp_path.glob("resize-*.json"))
 
 

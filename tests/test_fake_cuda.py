@@ -14,8 +14,7 @@ from benchmarks.gpu.programs import Program, losses, on_one_rank
 from ranvier.comm import nccl_transport
 from ranvier.comm.nccl_transport import NcclTransport
 from ranvier.mesh import Mesh
-from ranvier.pipeline.device_timeline import DeviceTimeline
-from ranvier.pipeline.look_ahead import LookAhead
+from ranvier.pipeline.device_timeline import DeviceTimeline, LookAhead
 from ranvier.tensor import deferred_linear
 from ranvier.tensor.deferred_linear import add_gradients
 from ranvier.testing.ranks import run_ranks

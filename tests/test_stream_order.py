@@ -26,11 +26,10 @@ from ranvier.optim import placement
 from ranvier.optim.buckets import Segment, buckets_of, split_by_share
 from ranvier.optim.rules import rules_of
 from ranvier.optim.state_places import StateOwner, StatePlaces
-from ranvier.pipeline.device_timeline import DeviceTimeline
-from ranvier.pipeline.look_ahead import LookAhead
+from ranvier.pipeline.device_timeline import DeviceTimeline, LookAhead
 from ranvier.planner import measure, microbenchmarks
 from ranvier.system.pinned_memory import HostCopy
-from ranvier.train import peak
+from ranvier.train import metrics
 from tests.stream_order import DEVICE, ROOT, OrderedCuda, ordered_transport
 
 WAITS = ("wait_stream", "wait_event", "synchronize", "record_stream", "query", "is_completed")
@@ -230,7 +229,7 @@ def clocks(module, call):
 
 
 def rates():
-    peak.matrix_product_rate(DEVICE, torch.float32, seconds=-1.0)
+    metrics.matrix_product_rate(DEVICE, torch.float32, seconds=-1.0)
 
 
 def timed():
@@ -281,7 +280,7 @@ SCENARIOS = {
     "training": training, "checkpoint": checkpoint, "device times": device_times, "numbers": numbers,
     "samples": samples, "look-ahead": look_ahead, "device collectives": collectives(True),
     "staged collectives": collectives(False), "device messages": device_messages,
-    "staged messages": staged, "peak": clocks(peak, rates), "timed": clocks(microbenchmarks, timed),
+    "staged messages": staged, "peak": clocks(metrics, rates), "timed": clocks(microbenchmarks, timed),
     "pairs": clocks(measure, pairs), "messages": messages}
 
 

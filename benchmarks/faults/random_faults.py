@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--by-command", type=float, default=0.05, help="share of starts by command rather than by fork")
     parser.add_argument("--elastic", type=float, default=0.4, help="share of runs that change their mesh as they go")
     given = parser.parse_args(argv)
-    for name in ("ranvier.train.loop", "ranvier.launch.supervision", "matplotlib.pyplot", "ranvier.train.pictures",
+    for name in ("ranvier.train.loop", "ranvier.launch.supervision", "matplotlib.pyplot", "ranvier.train.report",
                  "ranvier.pictures.timeline_picture", "rich.console", "tensorboardX", "tokenizers"):
         import_module(name)  # once here, rather than in every fork
     torch.set_num_threads(1)

@@ -30,7 +30,7 @@ from ranvier.data.sampler import Sampler
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.system.machine import available_memory_bytes
-from ranvier.train.peak import matrix_product_rate
+from ranvier.train.metrics import matrix_product_rate
 
 How = Literal["eager", "compiled"]
 

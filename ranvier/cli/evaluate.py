@@ -118,7 +118,7 @@ def _run(trained: Trained, flags: Mapping[str, str], reads_data: bool) -> Resolv
 def _runs(run: ResolvedRun, trained: Trained, named: Mapping[str, str]) -> dict[str, ResolvedRun]:
     """The run with each data set as its held-out data."""
     from ranvier.config.task_form import form_of
-    from ranvier.data.eval_sets import eval_set_runs
+    from ranvier.data.task import eval_set_runs
 
     if not named:
         return {"held-out": replace(run, data=replace(run.data, eval_sets=())), **eval_set_runs(run)}

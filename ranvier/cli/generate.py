@@ -18,7 +18,7 @@ from ranvier.system.untrusted_file import parse_json
 if TYPE_CHECKING:
     from ranvier.inference.generate import Text
     from ranvier.inference.prompts import ChatPrompts, TextPrompts
-    from ranvier.inference.weights import LanguageModel
+    from ranvier.inference.trained import LanguageModel
     from ranvier.mesh import Mesh
     from ranvier.models.generate import Sampling
     from ranvier.world import World
@@ -65,7 +65,7 @@ def generate(model: Path, prompts: tuple[str, ...], file: Path | None, chat: boo
     The mesh may be any, whatever the model was trained on. With --temperature 0 the texts are the same on every mesh.
     """
     from ranvier.config.run import Comm, Launch
-    from ranvier.inference.weights import open_model
+    from ranvier.inference.trained import open_model
     from ranvier.launch import start as launch
     from ranvier.mesh import Mesh
     from ranvier.models.generate import Sampling
@@ -126,10 +126,10 @@ def _write(model: LanguageModel, writer: Writer, asked: Sequence[Any], world: Wo
     """Collective; rank 0 prints."""
     from ranvier.config.run import TensorParallel
     from ranvier.inference.generate import generate as texts_of
-    from ranvier.inference.weights import build_engine
+    from ranvier.inference.trained import build_language_engine
     from ranvier.precision import DTYPES
 
-    engine = build_engine(model, world, mesh, tensor=TensorParallel(scheme=scheme),  # type: ignore[arg-type]  # a choice
+    engine = build_language_engine(model, world, mesh, tensor=TensorParallel(scheme=scheme),  # type: ignore[arg-type]  # a choice
                           dtype=DTYPES[precision])
     ranks = world.backend.group("generate", [tuple(range(world.size))])
     rounds = texts_of(engine, ranks, [writer.encode(prompt) for prompt in asked], sampling, max_tokens=max_tokens,

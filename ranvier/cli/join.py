@@ -45,8 +45,8 @@ def join(run: Path, ranks: int, data: int | None, pipe: int | None, row: int | N
                           remedy=f"Run ranvier join outside of {started.launcher}.")
 
     from ranvier.cli.ranks import work_as_rank
+    from ranvier.train.joining import join_run
     from ranvier.train.loop import train_as_newcomer
-    from ranvier.train.newcomer import join_run
 
     world, joined = join_run(run.absolute(), started, sizes, seconds=wait, stream=sys.stdout)
 
@@ -63,7 +63,7 @@ def _start(run: Path, ranks: int) -> int:
     from ranvier.launch.start import rank_variables, rerun_command
     from ranvier.launch.supervision import supervise
     from ranvier.mesh import Mesh
-    from ranvier.train.newcomer import run_to_join
+    from ranvier.train.joining import run_to_join
     from ranvier.train.resize import new_wish
 
     contact = read_contact(run)

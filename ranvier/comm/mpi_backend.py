@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from ranvier.comm.collectives import SAME_CALLS, ChainedWork, CheckedGroup, check_subset, locate_in_partition
-from ranvier.comm.mpi_polling import poll_rounds
-from ranvier.comm.mpi_transport import MPITransport
+from ranvier.comm.mpi_transport import MPITransport, poll_rounds
 from ranvier.comm.protocol import Reduction, Work
 from ranvier.comm.sum_algorithms import DIRECT_MEMBERS, Library
 from ranvier.errors import LaunchError, MessageTimeout, TransportError

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,6 @@ from torch import Tensor
 
 from ranvier.comm.edges import Edges, invalid_message
 from ranvier.comm.message import Message, decode, encode_head, encoded_bytes, pack, tensors_follow, total_bytes
-from ranvier.comm.mpi_polling import poll_rounds
 from ranvier.errors import TransportError
 
 if TYPE_CHECKING:
@@ -289,3 +289,30 @@ class MPITransport:
             request.Wait()
         self._receives, self._incoming = [], []
         self._unposted.clear()
+
+
+# --- polling ----------------------------------------------------------------------------------------------------------
+
+# Polling for MPI, whose blocking calls spin and take the core from the ranks that they wait for.
+
+
+_YIELD_SECONDS = 100e-6
+_SLEEP_SECONDS = 200e-6
+
+
+def poll_rounds(timeout_seconds: float, yield_seconds: float = _YIELD_SECONDS) -> Iterator[None]:
+    """Iterations of a polling loop until the time is over; at least one.
+
+    For the first `yield_seconds` the core is offered to other processes between iterations. After that each sleep is a
+    quarter of the time waited so far, at most 200 us: short waits end soon after they could, and long ones cost little.
+    """
+    started = time.monotonic()
+    while True:
+        yield
+        waited = time.monotonic() - started
+        if waited >= timeout_seconds:
+            return
+        if waited < yield_seconds:
+            os.sched_yield()
+        else:
+            time.sleep(min(timeout_seconds - waited, waited / 4, _SLEEP_SECONDS))

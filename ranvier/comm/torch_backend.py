@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import queue
+import socket
+import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Literal
 
@@ -21,7 +23,6 @@ from ranvier.comm.gloo_transport import GlooTransport
 from ranvier.comm.nccl_transport import NcclTransport
 from ranvier.comm.protocol import Transport
 from ranvier.comm.signed_store import clone_store
-from ranvier.comm.sockets import PeerSockets
 from ranvier.comm.torch_group import TorchGroup, WaitRegistry, error_cause
 from ranvier.errors import LaunchError, TransportError
 
@@ -266,3 +267,63 @@ class _TorchSubset(TorchBackend):
     def _destroy(self, process_group: ProcessGroup | None) -> None:
         if process_group is not None:
             process_group.shutdown()
+
+
+# --- connections ------------------------------------------------------------------------------------------------------
+
+# Ends the connections of Gloo from outside, so that threads that wait for a peer wake with an error.
+#
+# A rank that waits inside Gloo for a living peer does not notice that a third one has gone: it waits until its time
+# limit, up to minutes, and aborting, shutting down or destroying the process group does not wake it. A socket that is
+# shut down is at its end for both sides at once, so all of their waits fail. Gloo does not tell its sockets; those that
+# appear while a process group connects are its own. Pure bookkeeping until `sever`; without /dev/fd nothing is found.
+
+
+_FOLDER = "/dev/fd"
+
+
+class PeerSockets:
+    """The sockets of this process's process groups, and those over which these find each other."""
+
+    def __init__(self) -> None:
+        self._own: set[tuple[int, int]] = set()
+        self.severed = False
+        """Whether ranks are lost, and connections to be made among the others would wait for them."""
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """Connected sockets that appear inside belong to a process group."""
+        before = _connected()
+        yield
+        now = _connected()
+        self._own = (self._own & now) | (now - before)
+
+    def sever(self) -> int:
+        """Shut down those that are still open; their number. From any thread; each end sees the end of the other's
+        data."""
+        self.severed = True
+        own, self._own = self._own, set()
+        for descriptor, number in own:
+            with suppress(OSError):
+                if os.fstat(descriptor).st_ino == number:  # else another file has the descriptor by now
+                    with socket.socket(fileno=os.dup(descriptor)) as copy:
+                        copy.shutdown(socket.SHUT_RDWR)
+        return len(own)
+
+
+def _connected() -> set[tuple[int, int]]:
+    """Descriptor and number of each connected Internet socket of this process."""
+    found = set()
+    try:
+        names = os.listdir(_FOLDER)
+    except OSError:
+        return set()
+    for descriptor in map(int, filter(str.isdigit, names)):
+        with suppress(OSError):
+            about = os.fstat(descriptor)
+            if stat.S_ISSOCK(about.st_mode):
+                with socket.socket(fileno=os.dup(descriptor)) as copy:
+                    copy.getpeername()
+                    if copy.family in (socket.AF_INET, socket.AF_INET6):
+                        found.add((descriptor, about.st_ino))
+    return found

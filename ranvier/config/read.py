@@ -39,7 +39,7 @@ from ranvier.config.urls import has_user_information, without_user_information
 from ranvier.errors import ConfigError
 from ranvier.mesh import AXES, Mesh
 from ranvier.system.atomic_file import write_atomically
-from ranvier.system.untrusted_file import parse_toml, read_bytes, read_json, read_toml
+from ranvier.system.untrusted_file import json_object, parse_toml, read_bytes, read_toml
 
 _MAX_INT = 1 << 62  # no count of anything here, and no size of a tensor, is that large
 MOST_BYTES = 1 << 18
@@ -515,11 +515,8 @@ def load(recipe: str, *, keep_folder: bool = False, allow_code: bool = False) ->
 
 def _sequence_of(folder: Path) -> int:
     """The training sequence for a folder: a preset's, or all that the folder has positions for."""
-    try:
-        document: Any = read_json(folder / "config.json", MOST_BYTES)
-        positions = document.get("max_position_embeddings", document.get("n_positions"))
-    except (OSError, ValueError, AttributeError):  # who reads the model's sizes says what is wrong with it
-        positions = None
+    document = json_object(folder / "config.json", MOST_BYTES)  # who reads the sizes says what is wrong with it
+    positions = document.get("max_position_embeddings", document.get("n_positions"))
     return min(positions, presets.SEQUENCE) if type(positions) is int and positions > 0 else presets.SEQUENCE
 
 

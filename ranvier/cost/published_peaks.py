@@ -5,7 +5,7 @@ fp64. Data sheets of devices without fp64 tensor cores (A40, A10, L40, L4, T4, R
 fp32, 1/32 on T4.
 
 Utilisation is usually stated against these numbers, so it can be compared between programs. A product on the device
-itself reaches less (`ranvier.train.peak` measures that): power limits, and the format's real throughput.
+itself reaches less (`ranvier.train.metrics` measures that): power limits, and the format's real throughput.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from ranvier.data.cache import fingerprint
 from ranvier.data.tables import has_package
 from ranvier.data.template_renderer import Rendered, TemplateError, TemplateLimitError
 from ranvier.errors import DataError
-from ranvier.system.untrusted_file import member, read_bytes, read_json
+from ranvier.system.untrusted_file import json_object, member, read_bytes, read_json
 
 _TOKENIZER, _TEMPLATE = "tokenizer.json", "chat_template.jinja"
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
@@ -363,11 +363,7 @@ def missing_transformers() -> DataError:
 
 
 def _has_template(folder: Path) -> bool:
-    try:
-        document: Any = read_json(folder / "tokenizer_config.json", _MOST_BYTES)
-        return bool(document.get("chat_template"))
-    except (OSError, ValueError, AttributeError):
-        return False
+    return bool(json_object(folder / "tokenizer_config.json", _MOST_BYTES).get("chat_template"))
 
 
 def _no_template(folder: Path) -> DataError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ranvier.block import State
 from ranvier.config.run import Run
 from ranvier.data.cache import Progress, cache_folder, fingerprint
 from ranvier.data.offline.pretrained_models import folder_of
 from ranvier.data.subset import Subset
 from ranvier.data.task import Dataset, Prepared, Targets
 from ranvier.system.untrusted_file import member, read_json
+from ranvier.tensor.split.loss import IGNORED, last_logits
 
 _CONFIG_BYTES = 16 << 20
 _CLASSIFIERS = ("ForSequenceClassification", "ForImageClassification")
@@ -75,3 +78,34 @@ class Renumbered(Subset):
         """Targets as of `Subset.targets`: a tensor of classes, or a dict with one."""
         found = super().targets(samples, length)
         return self._numbers[found] if isinstance(found, Tensor) else found | {"class": self._numbers[found["class"]]}
+
+
+# --- accuracy ---------------------------------------------------------------------------------------------------------
+
+# Accuracy of a classifier: the share of samples whose class it finds.
+
+
+class Accuracy:
+    """The share of samples whose class has the largest logit. Counts stay on the device until `part`."""
+
+    def __init__(self) -> None:
+        self._right: list[Tensor] = []
+        self._count: list[Tensor] = []
+
+    def add(self, output: State, targets: Tensor | dict[str, Tensor], samples: Tensor) -> None:
+        """output: [b, classes], or a dict of this one tensor; targets: [b]. Or [b, S, classes] with the targets of
+        `LastTokenLoss`."""
+        logits = output if isinstance(output, Tensor) else next(iter(output.values()))
+        if isinstance(targets, dict):
+            logits, targets = last_logits(logits, targets)[0], targets["class"]
+        self._right.append((logits.argmax(-1) == targets).sum())
+        self._count.append((targets != IGNORED).sum())
+
+    def part(self) -> dict[str, int]:
+        """Samples whose class was found, and samples with a class, that this rank has seen."""
+        return {"right": sum(int(right) for right in self._right), "count": sum(int(count) for count in self._count)}
+
+    def total(self, parts: Sequence[dict[str, int]]) -> dict[str, float]:
+        """"eval_accuracy" over all ranks' samples (NaN without any) and "eval_count"."""
+        right, count = (sum(part[name] for part in parts) for name in ("right", "count"))
+        return {"eval_accuracy": right / count if count else math.nan, "eval_count": count}

@@ -24,10 +24,9 @@ from ranvier.block import State
 from ranvier.config.run import Run
 from ranvier.config.task_form import SHIPPED
 from ranvier.data import run_tokenizer as tokenizers
-from ranvier.data.accuracy import Accuracy
 from ranvier.data.arrays import Arrays, made_once, write_arrays
 from ranvier.data.cache import Progress, cache_folder, fingerprint
-from ranvier.data.class_numbers import with_labels_of_model
+from ranvier.data.class_numbers import Accuracy, with_labels_of_model
 from ranvier.data.named_files import first_looks, table_name_problems, text_only, training_name
 from ranvier.data.padding import padding_of
 from ranvier.data.run_tokenizer import run_tokenizer, sentence_tokenizer

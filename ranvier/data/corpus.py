@@ -23,29 +23,10 @@ from typing import Protocol
 
 from ranvier.config.named_code import names_corpus
 from ranvier.config.named_object import blamed, load_object
+from ranvier.data import tables
 from ranvier.data.cache import Progress, fingerprint
 from ranvier.data.named_files import readable_file
 from ranvier.data.offline.fetch import SOTU, fetch
-from ranvier.data.tables import (
-    ENDINGS,
-    INSTALL,
-    JSON,
-    JSON_LINES,
-    ROW_ENDINGS,
-    SEPARATED,
-    Row,
-    Table,
-    ending_of,
-    has_package,
-    holds_lines,
-    is_compressed,
-    is_saved,
-    json_rows,
-    open_bytes,
-    open_dataset,
-    open_file,
-    text_of,
-)
 from ranvier.errors import DataError
 
 TEXT_COLUMN = "text"
@@ -65,13 +46,13 @@ class Document:
 def is_rows(path: Path, column: str | None) -> bool:
     """Whether each row of a file is a document. A CSV or TSV file without a column of texts is one plain text, as any
     other file, and so is a JSON file that has neither an object a line nor an array of objects with texts."""
-    ending = ending_of(path)
-    if ending not in (*SEPARATED, JSON):
-        return ending in ENDINGS
+    ending = tables.ending_of(path)
+    if ending not in (*tables.SEPARATED, tables.JSON):
+        return ending in tables.ENDINGS
     try:
-        if ending == JSON and holds_lines(path):
+        if ending == tables.JSON and tables.holds_lines(path):
             return True
-        columns = open_file(path, str(path)).columns if column is None or ending == JSON else (column,)
+        columns = tables.open_file(path, str(path)).columns if column is None or ending == tables.JSON else (column,)
         return TEXT_COLUMN in columns if column is None else bool(columns)
     except (UnicodeDecodeError, DataError):  # whatever it is, it is not a table
         return False
@@ -81,35 +62,35 @@ def row_documents(path: Path, column: str | None) -> Iterator[Document]:
     """The text of each row of a table. column: data.text_column. DataError, with the place of the row, for one that has
     none; UnicodeDecodeError when the file is not UTF-8."""
     name = str(path)
-    if ending_of(path) in JSON_LINES:
-        texts = column or _column_of(next(json_rows(path, name), Row("", {})))
-        rows = json_rows(path, name)
+    if tables.ending_of(path) in tables.JSON_LINES:
+        texts = column or _column_of(next(tables.json_rows(path, name), tables.Row("", {})))
+        rows = tables.json_rows(path, name)
     else:
-        table = open_file(path, name)
+        table = tables.open_file(path, name)
         texts = text_column(table, column)
         rows = table.rows([texts])
     for row in rows:
-        yield Document(row.place.removeprefix(f"{path.parent}{os.sep}"), text_of(row, texts, TEXT_SETTING))
+        yield Document(row.place.removeprefix(f"{path.parent}{os.sep}"), tables.text_of(row, texts, TEXT_SETTING))
 
 
-def text_column(table: Table, column: str | None) -> str:
+def text_column(table: tables.Table, column: str | None) -> str:
     """The column of a data set's texts: `column`, else `text`, else its only column of text. DataError where it has
     none."""
     named = column is not None or TEXT_COLUMN in table.columns
-    default = TEXT_COLUMN if named else _column_of(next(table.rows(table.columns), Row("", {})))
+    default = TEXT_COLUMN if named else _column_of(next(table.rows(table.columns), tables.Row("", {})))
     return table.column(column, (TEXT_COLUMN, default), TEXT_SETTING)
 
 
-def _column_of(first: Row) -> str:
+def _column_of(first: tables.Row) -> str:
     """The column of texts, by the first row: its only text, if it has no `text`."""
     texts = [name for name, value in first.values.items() if isinstance(value, str)]
     return texts[0] if TEXT_COLUMN not in first.values and len(texts) == 1 else TEXT_COLUMN
 
 
-def column_documents(table: Table, column: str) -> Iterator[Document]:
+def column_documents(table: tables.Table, column: str) -> Iterator[Document]:
     """The text of each row in a column. DataError, with the place of the row, for one that has none."""
     for row in table.rows([column]):
-        yield Document(row.place, text_of(row, column, TEXT_SETTING))
+        yield Document(row.place, tables.text_of(row, column, TEXT_SETTING))
 
 
 HELD_OUT_EVERY = 20
@@ -231,7 +212,7 @@ def open_corpus(name: str, cache: Path, progress: Progress, column: str | None =
     found = _stat(path)
     if found is None:
         return _hugging_face(name, progress, column)
-    if is_saved(path):
+    if tables.is_saved(path):
         return _saved(name, column)
     if stat.S_ISDIR(found.st_mode):
         names = list(_walk(path, _is_visible, ""))
@@ -253,11 +234,11 @@ def plain_bytes(name: str, column: str | None) -> int:
     their texts, count nothing: how much text they have is known once they are read. column: of their texts."""
     path = Path(name).expanduser()
     there = _stat(path)
-    if there is None or is_saved(path):
+    if there is None or tables.is_saved(path):
         return 0
     files = (path / file for file in _walk(path, _is_visible, "")) if stat.S_ISDIR(there.st_mode) else [path]
     return sum(found.st_size for file in files if (found := _stat(file)) is not None and stat.S_ISREG(found.st_mode)
-               and not is_compressed(file) and not is_rows(file, column))
+               and not tables.is_compressed(file) and not is_rows(file, column))
 
 
 def _is_visible(folder: str) -> bool:
@@ -338,10 +319,11 @@ def _files(name: str, root: Path, names: list[str], progress: Progress, version:
                 told.add(text)
                 progress(text)
 
-    endings = {ending_of(Path(file)) for file in stats}
-    lines = ("rows", *([JSON] if JSON in endings else ())) if endings & {*JSON_LINES, JSON} else ()
-    columns = ("column", column) if endings & {*ROW_ENDINGS} and column else ()
-    packed = ("unpacked",) if any(is_compressed(file) and ending_of(file) not in (*ENDINGS, JSON)
+    endings = {tables.ending_of(Path(file)) for file in stats}
+    of_json = [tables.JSON] if tables.JSON in endings else []
+    lines = ("rows", *of_json) if of_json or endings & {*tables.JSON_LINES} else ()
+    columns = ("column", column) if endings & {*tables.ROW_ENDINGS} and column else ()
+    packed = ("unpacked",) if any(tables.is_compressed(file) and tables.ending_of(file) not in tables.ROW_ENDINGS
                                   for file in map(Path, stats)) else ()
     place = name if version else str(root.resolve())
     return OpenCorpus(name=name, fingerprint=fingerprint("files", place, version, state, *lines, *columns, *packed),
@@ -352,7 +334,7 @@ def look_at_columns(name: str, column: str | None) -> None:
     """Check that a corpus which is a table on this machine has its column of texts; its header or first row is read.
     DataError, with the columns that there are."""
     path = Path(name).expanduser()
-    if is_saved(path):
+    if tables.is_saved(path):
         _saved(name, column)
     elif path.is_file() and is_rows(path, column):
         next(row_documents(path, column), None)
@@ -360,7 +342,7 @@ def look_at_columns(name: str, column: str | None) -> None:
 
 def _saved(name: str, column: str | None) -> OpenCorpus:
     """A folder that `Dataset.save_to_disk` has written."""
-    table = open_dataset(name, "train", _SETTING, "a JSONL or Parquet file")
+    table = tables.open_dataset(name, "train", _SETTING, "a JSONL or Parquet file")
     texts = text_column(table, column)
     return OpenCorpus(name=name, fingerprint=fingerprint(table.fingerprint, texts), is_path=True,
                       read=lambda max_bytes: column_documents(table, texts))
@@ -369,14 +351,14 @@ def _saved(name: str, column: str | None) -> OpenCorpus:
 def _text(path: Path, max_bytes: int) -> str:
     """The file's first bytes as text; UnicodeDecodeError when it is not UTF-8 text. DataError where it is compressed
     and damaged, or has more than 4 GiB."""
-    limit = min(max_bytes, _MOST_UNPACKED_BYTES + 1) if is_compressed(path) else max_bytes
+    limit = min(max_bytes, _MOST_UNPACKED_BYTES + 1) if tables.is_compressed(path) else max_bytes
     data = bytearray()
-    with open_bytes(path) as file:  # in pieces: a limit far beyond the file's end would be allocated
+    with tables.open_bytes(path) as file:  # in pieces: a limit far beyond the file's end would be allocated
         while piece := file.read(min(_PIECE, limit - len(data))):
             if b"\0" in piece:  # before what is compressed and no text fills the memory
                 raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "binary file")
             data += piece
-    if len(data) > _MOST_UNPACKED_BYTES and is_compressed(path):
+    if len(data) > _MOST_UNPACKED_BYTES and tables.is_compressed(path):
         raise DataError("is longer than texts in compressed files may be", code="gzip-too-long", where=str(path),
                         value=f"more than {_MOST_UNPACKED_BYTES} bytes",
                         remedy="Unpack it, or limit what is read with `--data.max-bytes`.")
@@ -399,12 +381,12 @@ def missing_package(name: str) -> DataError | None:
     if name in ("python-stdlib", "sotu") or names_corpus(name) or missing_path(name) is not None:
         return None
     path = Path(name).expanduser()
-    if _stat(path) is not None and not is_saved(path):
+    if _stat(path) is not None and not tables.is_saved(path):
         return None
-    return None if has_package("datasets") else DataError(
+    return None if tables.has_package("datasets") else DataError(
         "is neither a file nor built in, and the package `datasets` is not installed",
         code="corpus-needs-datasets", where=_SETTING, value=name,
-        remedy=f"{INSTALL} to read it from the Hugging Face hub, or give {_INSTEAD}.")
+        remedy=f"{tables.INSTALL} to read it from the Hugging Face hub, or give {_INSTEAD}.")
 
 
 def _hugging_face(name: str, progress: Progress, column: str | None = None) -> OpenCorpus:
@@ -413,7 +395,7 @@ def _hugging_face(name: str, progress: Progress, column: str | None = None) -> O
 
     def read(max_bytes: int) -> Iterator[Document]:
         progress(f"reading {name} from the Hugging Face hub")
-        table = open_dataset(HUB.get(name, name), "train", _SETTING, _INSTEAD)
+        table = tables.open_dataset(HUB.get(name, name), "train", _SETTING, _INSTEAD)
         found = column_documents(table, text_column(table, column))
         yield from articles(document.text for document in found) if path.endswith("wikitext") else found
 

@@ -28,10 +28,9 @@ from torch.nn import functional
 from ranvier import keyed_random
 from ranvier.config.run import Run
 from ranvier.config.task_form import SHIPPED
-from ranvier.data.accuracy import Accuracy
 from ranvier.data.arrays import Arrays, Form, made_once, write_arrays, write_in_pieces
 from ranvier.data.cache import Progress, cache_folder, fingerprint
-from ranvier.data.class_numbers import with_labels_of_model
+from ranvier.data.class_numbers import Accuracy, with_labels_of_model
 from ranvier.data.named_files import first_looks, name_problems, training_name
 from ranvier.data.offline.fetch import Package, fetch
 from ranvier.data.subset import chosen, held_out, numbers_taken, taken

@@ -16,6 +16,7 @@ from ranvier.config.named_code import names_corpus
 from ranvier.config.run import Run
 from ranvier.config.task_form import SHIPPED
 from ranvier.data import tokenizer as tokenizers
+from ranvier.data.arrays import Ids, Tokens, exists, open_tokens, write_tokens
 from ranvier.data.cache import Progress, advance, cache_folder, fingerprint, make_once, processes_of
 from ranvier.data.corpus import (
     HELD_OUT_EVERY,
@@ -36,7 +37,6 @@ from ranvier.data.run_tokenizer import text_tokenizer, text_tokenizer_problems
 from ranvier.data.task import Prepared, Task
 from ranvier.data.token_samples import PackedSamples, TokenSamples, best_fit, runs
 from ranvier.data.tokenizer import Tokenizer
-from ranvier.data.tokens import Ids, Tokens, exists, open_tokens, write_tokens
 from ranvier.errors import DataError, RanvierError
 
 TOKENIZER_BYTES = 4_000_000

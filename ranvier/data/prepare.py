@@ -10,9 +10,8 @@ from ranvier.config.named_object import blamed, load_object
 from ranvier.config.run import Run
 from ranvier.config.task_form import SHIPPED, TASK_ATTRIBUTES, form_of
 from ranvier.data.cache import CacheOnly, NotInCache, Progress
-from ranvier.data.eval_sets import eval_set_runs
 from ranvier.data.named_files import is_data_set
-from ranvier.data.task import EvalSet, Prepared, Task
+from ranvier.data.task import EvalSet, Prepared, Task, eval_set_runs
 from ranvier.errors import ConfigError, DataError, RanvierError
 
 _MODULES = {"reward": "preference"}

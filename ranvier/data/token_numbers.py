@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 
 from ranvier.config.run import Run, Transformer
 from ranvier.errors import DataError
-from ranvier.system.untrusted_file import read_bytes, read_json
+from ranvier.system.untrusted_file import json_object, read_bytes
 
 TOKENIZER = "tokenizer.json"
 _MOST_TOKENIZER_BYTES, _MOST_CONFIG_BYTES = 1 << 30, 1 << 24
@@ -85,9 +84,5 @@ def _vocab_of(folder: Path | None, default: int) -> int:
     """The vocabulary of the model in this folder; how it is read otherwise is not the tokenizer's matter."""
     if folder is None:
         return default
-    try:
-        document: Any = read_json(folder / "config.json", _MOST_CONFIG_BYTES)
-        vocab = document["vocab_size"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return default
+    vocab = json_object(folder / "config.json", _MOST_CONFIG_BYTES).get("vocab_size")
     return vocab if type(vocab) is int else default

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ranvier.data.tokens import Tokens
+from ranvier.data.arrays import Tokens
 from ranvier.tensor.split.loss import IGNORED
 
 

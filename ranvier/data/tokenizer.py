@@ -27,7 +27,7 @@ from ranvier.data.cache import Progress
 from ranvier.data.offline.fetch import GPT2_TOKENIZER, Command, fetch, run_command
 from ranvier.data.text_samples import TextTokenizer
 from ranvier.errors import DataError
-from ranvier.system.untrusted_file import member, read_bytes, read_json
+from ranvier.system.untrusted_file import json_object, member, read_bytes, read_json
 
 END_OF_TEXT = "<|endoftext|>"
 """The separator between documents."""
@@ -271,10 +271,7 @@ def _texts_beside(path: Path) -> dict[str, str]:
 
 def _beside(path: Path, name: str) -> dict[str, Any]:
     """The content of a JSON file beside a tokenizer.json; empty where there is none that is an object."""
-    with suppress(OSError, ValueError, RecursionError):
-        document = read_json(path.parent / name, _MOST_CONFIG_BYTES)
-        return document if isinstance(document, dict) else {}
-    return {}
+    return json_object(path.parent / name, _MOST_CONFIG_BYTES)
 
 
 _MOST_TOKENS = 1 << 24

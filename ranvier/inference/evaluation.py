@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from ranvier.block import State
 from ranvier.comm.protocol import Group
 from ranvier.config.resolve import ResolvedRun
 from ranvier.data.loader import Loader
+from ranvier.data.preference_pairs import answer_log_p
 from ranvier.data.sampler import Sampler
 from ranvier.data.task import Dataset, Scoring, sample_lengths
+from ranvier.data.token_samples import TokenSamples
+from ranvier.data.tokenizer import Tokenizer
+from ranvier.errors import DataError
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.tensor.activations import layout_of
+from ranvier.tensor.split.loss import IGNORED
 
 SAMPLES_AT_ONCE = 256
 """Samples of a replica that are in memory at once in an evaluation."""
@@ -93,3 +101,140 @@ def length_multiple(run: ResolvedRun) -> int:
     """Number that must divide the length of a microbatch: the columns that share it, with sequence parallelism."""
     shares = layout_of(run.tensor) == "sequence"
     return run.mesh.feature_parts if shares else 1
+
+
+# --- likelihood -------------------------------------------------------------------------------------------------------
+
+# Log-likelihoods of continuations under a decoder, on any mesh, as lm-evaluation-harness asks for them; and of the
+# answers of pairs, the reference of preference tuning.
+#
+# A request is a context and a continuation, as tokens. Of log p(continuation | context) each rank of the last stage
+# computes those of its samples, so that logits never leave the rank that has them.
+
+
+Request = tuple[Sequence[int], Sequence[int]]
+"""Tokens of a context, at least one, and of its continuation."""
+
+
+def loglikelihoods(engine: Engine, ranks: Group, requests: Sequence[Request], *, longest: int,
+                   microbatch_size: int = 4) -> list[tuple[float, bool]]:
+    """(log-likelihood, whether greedy decoding writes it) of each continuation. Collective over `ranks`, those of the
+    engine; all of them get the same.
+
+    longest: tokens that the model sees at once. Of a longer request the first tokens of the context are left out.
+    microbatch_size: requests in one forward; a multiple of the mesh's rows.
+
+    DataError for a request without a context, or whose continuation alone is longer than `longest`.
+    """
+    for number, (context, continuation) in enumerate(requests):
+        if not context or len(continuation) > longest:
+            what = "has no context" if not context else f"is longer than the {longest} tokens that the model sees"
+            raise DataError(what, code="request-length", where=f"request {number + 1}",
+                            value=f"{len(continuation)} tokens",
+                            remedy="Give the separator of texts as the context of a whole text, and score long texts "
+                                   "in windows.")
+    found = [(0.0, True)] * len(requests)
+    scored = [number for number, (_, continuation) in enumerate(requests) if continuation]
+    if not scored:
+        return found
+    data = _dataset([requests[number] for number in scored], longest)
+    loader = Loader(data, Sampler(len(data), None), total=len(data), lengths=data.sample_lengths,
+                    global_size=min(len(data), SAMPLES_AT_ONCE * engine.mesh.num_replicas),
+                    **loader_options(engine, microbatch_size))
+    mine: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    _predict_all(engine, loader, lambda samples, logits, targets: mine.append(
+        (samples, *continuation_scores(logits, targets))))
+    counts = engine.coordinates.is_first_with_samples
+    part = [entry for scores in mine for entry in _entries(*scores)] if counts else []
+    for number, total, is_greedy in chain.from_iterable(ranks.gather_objects(part)):
+        found[scored[number]] = total, is_greedy
+    return found
+
+
+def _predict_all(engine: Engine, loader: Loader, see: Callable[[Tensor, Tensor, Any], None]) -> None:
+    """Go once through the samples of `loader`. see: takes (samples, logits, targets) of each microbatch."""
+    for step in range(-(-len(loader.data) // loader.global_size)):
+        batch = loader.microbatches(step)
+
+        def observe(place: int, output: State, batch: Sequence[Microbatch] = batch) -> None:
+            samples = batch[place].samples
+            assert isinstance(output, Tensor) and samples is not None  # of a decoder
+            see(samples, output, batch[place].targets)
+
+        engine.predict(batch, observe)
+
+
+def _dataset(requests: Sequence[Request], longest: int) -> TokenSamples:
+    """Requests as samples of different lengths, whose targets are the continuations."""
+    runs = [[*context, *continuation][-(longest + 1):] for context, continuation in requests]
+    stops = np.array(list(accumulate(map(len, runs))), dtype=np.int64)
+    lengths = np.array([len(run) for run in runs], dtype=np.int64)
+    is_target = np.concatenate([np.arange(len(run)) >= len(run) - len(continuation)
+                                for run, (_, continuation) in zip(runs, requests, strict=True)])
+    return TokenSamples(np.array(list(chain.from_iterable(runs)), dtype=np.int64), stops - lengths, stops,
+                        int(lengths.max()) - 1, is_target)
+
+
+def continuation_scores(logits_BSV: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """For each sample [B]: the sum of log p over its targets, in fp32 or the logits' wider format; the number of them;
+    and how many have the largest logit. The softmax is over the whole vocabulary of the model."""
+    counts_BS = targets_BS != IGNORED
+    rows = counts_BS.nonzero()[:, 0]
+    logits_NV = logits_BSV[counts_BS]
+    wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    targets_N = targets_BS[counts_BS]
+    log_p_N = wide_NV.log_softmax(-1).gather(1, targets_N[:, None])[:, 0]
+    total_B = log_p_N.new_zeros(len(targets_BS)).index_add(0, rows, log_p_N)
+    right_B = counts_BS.new_zeros(len(targets_BS), dtype=torch.int64).index_add(
+        0, rows, (logits_NV.argmax(-1) == targets_N).long())
+    return total_B, counts_BS.sum(1), right_B
+
+
+def _entries(samples: Tensor, total: Tensor, count: Tensor, right: Tensor) -> Iterator[tuple[int, float, bool]]:
+    """(sample, log-likelihood, whether it is greedy); samples without targets fill up a row."""
+    for sample, value, wanted, found in zip(samples.tolist(), total.tolist(), count.tolist(), right.tolist(),
+                                            strict=True):
+        if wanted:
+            yield sample, value, wanted == found
+
+
+def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Request:
+    """The tokens of a context and its continuation, cut where the context's own tokens end. Blanks at the end of the
+    context belong to the continuation, as they do in the tokens of words."""
+    stripped = context.rstrip()
+    if not stripped:
+        return list(tokenizer.nothing), tokenizer.encode(context + continuation)
+    continuation = context[len(stripped):] + continuation
+    first = tokenizer.encode_from_start(stripped)
+    return first, tokenizer.encode_from_start(stripped + continuation)[len(first):]
+
+
+def windows(tokens: Sequence[int], prefix: Sequence[int], longest: int) -> Iterator[Request]:
+    """A whole text as requests whose continuations are its tokens, each once, in disjoint windows of at most `longest`
+    tokens: the rolling log-likelihood of lm-evaluation-harness with a context of one token. prefix: the context of the
+    first token, `Tokenizer.nothing`."""
+    if not tokens:
+        return
+    first = min(longest, len(tokens))
+    yield list(prefix), tokens[:first]
+    for start in range(first, len(tokens), longest):
+        stop = min(start + longest, len(tokens))
+        end_context = tokens[max(stop - longest - 1, 0):start]
+        yield end_context, tokens[start:stop]
+
+
+def log_p_of_pairs(engine: Engine, ranks: Group, loader: Loader) -> np.ndarray:
+    """[pairs, 2] float64: log p of the chosen and the rejected answer of each pair, without dropout. Collective over
+    `ranks`, those of the engine; all of them get the same. loader: goes through all pairs once."""
+    assert loader.total == len(loader.data)
+    found = torch.zeros(len(loader.data), 2, dtype=torch.float64, device=engine.world.device)
+
+    def add(samples: Tensor, logits_BSV: Tensor, targets: dict[str, Tensor]) -> None:
+        is_pair_B1 = (targets["tokens"] != IGNORED).any(1, keepdim=True)  # the others fill up a row
+        log_p_B2 = answer_log_p(logits_BSV, targets).double().where(is_pair_B1, 0)
+        if engine.coordinates.is_first_with_samples:  # all columns have the same
+            found.index_add_(0, samples.to(found.device), log_p_B2)
+
+    _predict_all(engine, loader, add)
+    ranks.all_reduce(found).wait()  # each pair is one rank's
+    return found.cpu().numpy()

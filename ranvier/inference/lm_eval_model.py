@@ -14,7 +14,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 
 from ranvier.errors import ConfigError
-from ranvier.inference.likelihood import encode_pair, windows
+from ranvier.inference.evaluation import encode_pair, windows
 from ranvier.inference.shared_engine import SharedEngine
 
 _MAX_TOKENS = 256

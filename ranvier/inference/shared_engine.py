@@ -7,8 +7,8 @@ from typing import Any
 
 from ranvier.comm.protocol import Group
 from ranvier.data.tokenizer import Tokenizer
+from ranvier.inference.evaluation import Request, loglikelihoods
 from ranvier.inference.generate import generate
-from ranvier.inference.likelihood import Request, loglikelihoods
 from ranvier.models.generate import Sampling
 from ranvier.pipeline.engine import Engine
 
@@ -26,7 +26,7 @@ class SharedEngine:
         self._vocab = min(vocab, tokenizer.vocab)
 
     def loglikelihoods(self, requests: Sequence[Request]) -> list[tuple[float, bool]]:
-        """Result of `ranvier.inference.likelihood.loglikelihoods`. Called by rank 0."""
+        """Result of `ranvier.inference.evaluation.loglikelihoods`. Called by rank 0."""
         found: list[tuple[float, bool]] = self._all({"do": "score", "requests": [list(map(list, one))
                                                                                  for one in requests]})
         return found

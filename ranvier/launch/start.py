@@ -34,9 +34,8 @@ from ranvier.errors import ConfigError, LaunchError, RanvierError
 from ranvier.launch import failures as failure
 from ranvier.launch.cuda_environment import cuda_defaults
 from ranvier.launch.devices import choose_devices, exchange, visible_devices
-from ranvier.launch.heartbeat import exit_with_launcher
+from ranvier.launch.heartbeat import exit_with_launcher, mpi_start_watch
 from ranvier.launch.launchers import Setting, Started, detect
-from ranvier.launch.mpi_start_watch import mpi_start_watch
 from ranvier.launch.mpiexec import mpi_available
 from ranvier.launch.shared_store import open_store
 from ranvier.mesh import Mesh

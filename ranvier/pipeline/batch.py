@@ -19,13 +19,12 @@ from ranvier.mesh import Coordinates, StagePlacement
 from ranvier.optim.step import Updater
 from ranvier.pipeline.column_parts import whole_names
 from ranvier.pipeline.connections import Connections
+from ranvier.pipeline.device_timeline import LookAhead
 from ranvier.pipeline.inbox import call_number
-from ranvier.pipeline.look_ahead import LookAhead
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.pipeline.nominal_weight import NominalWeight
 from ranvier.pipeline.rank_stages import RankStages
 from ranvier.pipeline.stage import Stage
-from ranvier.pipeline.statistics import BatchStatistics
+from ranvier.pipeline.statistics import BatchStatistics, NominalWeight
 from ranvier.schedule.limits import Limits
 from ranvier.schedule.schedule import Action, Done, Policy, Product, RankSchedule, Wait, actions_text
 from ranvier.schedule.spans import Category, Timeline

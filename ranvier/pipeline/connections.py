@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from ranvier.comm.board import Board
 from ranvier.comm.closing import Closing
@@ -21,10 +23,11 @@ from ranvier.layout import Layout, TensorAxis
 from ranvier.pipeline.column_parts import ColumnParts
 from ranvier.pipeline.inbox import Inbox
 from ranvier.pipeline.replicas import Replicas
-from ranvier.pipeline.same_settings import check_same
+from ranvier.pipeline.same_on_ranks import check_same
 from ranvier.pipeline.sequencer import Sequencer
 from ranvier.schedule.spans import Timeline
 from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.quantized_weight import stored_tensors
 from ranvier.world import World
 
 
@@ -82,7 +85,7 @@ class Connections:
 
         peers: ranks of other stages that this one exchanges with, beside its neighbours. capacity_bytes: room for the
         largest message. other: takes messages that are no part of the pipeline's flow. settings: as
-        of `same_settings.check_same`, of this rank.
+        of `same_on_ranks.check_same`, of this rank.
         """
         world, mesh, rank = self._world, self._mesh, self._world.rank
         self.board = Board(world.store, rank, mesh, hang=world.hang and world.hang())
@@ -183,3 +186,35 @@ class Connections:
             replicas.close()
         self.all.close()
         self.board.close()
+
+
+# --- values of the start ----------------------------------------------------------------------------------------------
+
+# Ranks that hold the same start from the same values, whatever their builders have made.
+
+
+def share_start_values(layout: Layout, blocks: Sequence[tuple[int, str, nn.Module]],
+                       parameters: Mapping[str, nn.Parameter], connections: Connections) -> None:
+    """Replicas take replica 0's weights and buffers, and positions of the tensor mesh that hold the same elements those
+    of the first of them. Collective.
+
+    blocks: those of this rank. parameters: theirs, by key. Ends of ties are exchanged elsewhere.
+    """
+    groups: dict[Tensor, Group] = {stored: connections.data for _, _, module in blocks
+                                   for tensor in (*module.parameters(), *module.buffers())
+                                   for stored in stored_tensors(tensor)}
+    groups |= {stored: connections.sums[layout[name].summed] for name, parameter in parameters.items()
+               if layout[name].summed for stored in stored_tensors(parameter)}
+    tensors = {tensor: tensor.data.contiguous() for tensor in groups}  # itself, but for transposed ones and the like
+    for work in [group.broadcast(tensors[tensor]) for tensor, group in groups.items() if len(group.ranks) > 1]:
+        work.wait()
+    for tensor, value in tensors.items():
+        tensor.data.copy_(value)
+        if groups[tensor].index:
+            increment_version(tensor)  # `trained_elsewhere` sees by it that the values are new here
+    if connections.tensor_mesh is not None:
+        columns = {*layout.mesh.over(splits_features=True)}
+        copies = [stored for name, parameter in parameters.items() if columns & {*layout.copy_axes(name)}
+                  for stored in stored_tensors(parameter)]
+        for work in [connections.tensor_mesh.over_cols.broadcast(tensor.data) for tensor in copies]:
+            work.wait()

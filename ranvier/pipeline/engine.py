@@ -37,14 +37,8 @@ from ranvier.block import (
     ready_made,
 )
 from ranvier.comm.protocol import Group
+from ranvier.config import rules
 from ranvier.config.python_names import of_engine
-from ranvier.config.rules import (
-    float8_problems,
-    guard_problems,
-    idle_beside_torch_optimizer,
-    looks_before_update,
-    recompute_problems,
-)
 from ranvier.config.run import Guard, Memory, Optim, Pipeline, TensorParallel
 from ranvier.errors import ConfigError, ModelError, RanvierError
 from ranvier.mesh import Mesh
@@ -54,31 +48,25 @@ from ranvier.optim.step import GradientStatus, OptimizerFactory, Updater
 from ranvier.pipeline.autocast import refuse_outer_modes
 from ranvier.pipeline.batch import BatchRunner
 from ranvier.pipeline.build import build_stage, stage_parameters
-from ranvier.pipeline.connections import Connections
-from ranvier.pipeline.device_timeline import timeline_of
+from ranvier.pipeline.connections import Connections, share_start_values
+from ranvier.pipeline.device_timeline import LookAhead, timeline_of
 from ranvier.pipeline.examine import Cause, examine
 from ranvier.pipeline.full_state import gather_full_state
-from ranvier.pipeline.held_parameters import HeldParameters
+from ranvier.pipeline.held_parameters import HeldParameters, RankParameters
 from ranvier.pipeline.left_values import LeftValues, SameLeft
-from ranvier.pipeline.look_ahead import LookAhead
 from ranvier.pipeline.microbatch import Batch, Microbatch, as_microbatches, check_microbatches
 from ranvier.pipeline.modes import some_train
-from ranvier.pipeline.nominal_weight import NominalWeight
 from ranvier.pipeline.prepared_model import check_arguments, prepare
-from ranvier.pipeline.rank_parameters import RankParameters
 from ranvier.pipeline.rank_stages import RankStages
 from ranvier.pipeline.replica_randomness import ReplicaRandomness
 from ranvier.pipeline.replicas import Replicas
 from ranvier.pipeline.result import BatchResult, KeptOutputs
-from ranvier.pipeline.same_rates import SameRates
-from ranvier.pipeline.same_settings import settings_of
-from ranvier.pipeline.same_targets import SameTargets
+from ranvier.pipeline.same_on_ranks import SameRates, SameTargets, settings_of
 from ranvier.pipeline.shared_buffers import BufferSync, SharedBuffers, unused_buffer_sync
 from ranvier.pipeline.shared_objects import SharedBufferChanges, StageCopies
 from ranvier.pipeline.stage import Blocks, Stage
-from ranvier.pipeline.start_values import share_start_values
 from ranvier.pipeline.state_dict import StateDict, load_state, take_state
-from ranvier.pipeline.statistics import BatchStatistics
+from ranvier.pipeline.statistics import BatchStatistics, NominalWeight
 from ranvier.pipeline.ties import TiedParameters, TieMessages, gradient_specs, ties_of
 from ranvier.pipeline.trained_elsewhere import TrainedElsewhere
 from ranvier.plan.cut import split_model
@@ -202,9 +190,9 @@ class Engine:
                                    own_optimizer=own)
         else:
             plan.check(given.model, world.size, dtype, has_optimizer=optimizer is not None)
-        for problem in (*recompute_problems(plan.memory, plan.mesh, compile=compile, float8=float8),
-                        *(float8_problems(plan.mesh, is_fp64=dtype is torch.float64) if float8 else ()),
-                        *guard_problems(guard or Guard(bad_step="none"), plan.optim)):
+        for problem in (*rules.recompute_problems(plan.memory, plan.mesh, compile=compile, float8=float8),
+                        *(rules.float8_problems(plan.mesh, is_fp64=dtype is torch.float64) if float8 else ()),
+                        *rules.guard_problems(guard or Guard(bad_step="none"), plan.optim)):
             raise problem
         self.plan, self.mesh, self.layout, self.stages = plan, plan.mesh, plan.layout, plan.stages
         self.coordinates = plan.mesh.coordinates(world.rank)
@@ -266,7 +254,7 @@ class Engine:
                               where="optim.ema", value=optim.ema,
                               remedy="Give optim= without optimizer=, or use torch.optim.swa_utils.AveragedModel.")
         if optim is not None and not own_optimizer and self.world.rank == 0 and (
-                idle := idle_beside_torch_optimizer(optim)):
+                idle := rules.idle_beside_torch_optimizer(optim)):
             warnings.warn(f"Optim({', '.join(f'{name}=...' for name in idle)}) has no effect beside optimizer=: that "
                           "is Ranvier's own optimizer's", stacklevel=4)
         shape = None if sample is None or sample.inputs is None else (sample.inputs, sample.targets)
@@ -296,7 +284,7 @@ class Engine:
         plan, bad_loss = self.plan, partial(self._statistics.bad_loss, is_scaled=dtype is torch.float16)
         # Parts are given each other, never the engine: what a part refers to would live on in a circle after `close`.
         ties, board = self._ties, self._connections.board
-        judges = guard is not None and looks_before_update(guard, plan.optim)
+        judges = guard is not None and rules.looks_before_update(guard, plan.optim)
         return Updater(
             gradient_specs(self.layout, self.world.rank, self._parameters, self._connections.sums,
                            self._connections.splits, tables=tables),

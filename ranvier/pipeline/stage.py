@@ -24,14 +24,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ranvier import keyed_random
 from ranvier.block import Loss, State, carried, named, wrapping_hint
 from ranvier.errors import ModelError, RanvierError
-from ranvier.pipeline import hooked_states
+from ranvier.pipeline import carried_tensors
 from ranvier.pipeline.autocast import casting
 from ranvier.pipeline.left_values import LeftValues
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.result import KeptOutputs
 from ranvier.pipeline.segment import Segment
-from ranvier.pipeline.shared_memory import SharedMemory, sharing
-from ranvier.pipeline.state_notes import HOOKED, SHARED, notes_of, with_notes
 from ranvier.plan.block_costs import loss_parts
 from ranvier.plan.recomputation import runs_of
 from ranvier.schedule.schedule import Product
@@ -137,7 +135,7 @@ class Stage:
         self._weights = weight_gradients
         self._graphs: dict[int, _Graph] = {}
         self._uses: dict[str, list[WeightUse]] = {"forward": [], "backward": []}
-        self._shared = SharedMemory()
+        self._shared = carried_tensors.SharedMemory()
         self._last_backward = False
         self._open: list[tuple[int, list[SplitLinear]]] = []
         """Blocks that the last backward of the batch has not passed yet, and their layers."""
@@ -230,7 +228,7 @@ class Stage:
         """Forward of microbatch `number`. `inputs` is what arrived; `requires_grad` names what wants a gradient."""
         if self._left is not None:
             self._left.begin(first=number == 0)
-        inputs, notes = notes_of(inputs)
+        inputs, notes = carried_tensors.notes_of(inputs)
         wanted = training and (bool(requires_grad) or self._trains)
         leaves, entered = dict[str, Tensor](), dict[str, Tensor]()
         self._weights.forward_bytes = 0
@@ -239,10 +237,10 @@ class Stage:
                 entered[name] = leaf = tensor.detach()
                 if training and name in requires_grad:
                     leaves[name], entered[name] = leaf, _enter(leaf.requires_grad_())
-            self._shared = SharedMemory()
+            self._shared = carried_tensors.SharedMemory()
             if notes:
-                self._shared.watch(entered, notes.get(SHARED, ()))
-                hooked_states.refuse_outside(entered, notes.get(HOOKED, ()), self._weights.in_pass)
+                self._shared.watch(entered, notes.get(carried_tensors.SHARED, ()))
+                carried_tensors.refuse_outside(entered, notes.get(carried_tensors.HOOKED, ()), self._weights.in_pass)
             state = self._run_blocks(carried(with_layouts(entered, self._mesh)), step, microbatch, number)
             if self._loss is not None:
                 self._show(state, number, keep=keep_outputs)
@@ -251,8 +249,9 @@ class Stage:
             else:
                 outputs = named(state, f"block {self.blocks[-1][1]}")
                 outputs = outputs if self._mesh is None else detached_names(outputs)
-                notes = {SHARED: self._shared.names_in(outputs), HOOKED: hooked_states.hooked(outputs)}
-                outputs = with_notes(outputs, notes, self._device)
+                notes = {carried_tensors.SHARED: self._shared.names_in(outputs),
+                         carried_tensors.HOOKED: carried_tensors.hooked(outputs)}
+                outputs = carried_tensors.with_notes(outputs, notes, self._device)
         self._shared.check()
         if self._left is not None:
             self._left.check(last=number == self._last_number)
@@ -307,7 +306,7 @@ class Stage:
                 if reports:
                     self._watch_boundary(tensors, block + 1, last=last)
                 if not isinstance(state, Tensor):
-                    self._shared.watch(tensors, sharing(tensors))
+                    self._shared.watch(tensors, carried_tensors.sharing(tensors))
         return state
 
     def _cached(self, num_blocks: int, state: State, step: int, samples: Tensor, number: int) -> State:
@@ -370,7 +369,7 @@ class Stage:
                 if name == self.blocks[-1][1]:
                     break  # messages move before the next action
                 if not is_plain:
-                    hooked_states.between_blocks(plain(state), self._weights.in_pass)
+                    carried_tensors.refuse_between_blocks(plain(state), self._weights.in_pass)
                 if self._progress is not None:
                     self._progress()
         return state

@@ -65,11 +65,6 @@ _CANDIDATES = 4
 """Replicas with most elements of which the one with most bytes is taken."""
 
 
-def device_kind(run: ResolvedRun) -> str:
-    """cuda, or cpu where that is not said."""
-    return "cuda" if run.launch.device == "cuda" else "cpu"
-
-
 def laid_out(run: ResolvedRun, frozen: int = 0, frozen_above: Sequence[int] = (), *, cluster: Cluster | None = None
              ) -> tuple[StageTable, tuple[RankMemory, ...]]:
     """The cut of the run's model with its first `frozen` layers frozen, and the weights of those `frozen_above`, and
@@ -226,7 +221,7 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range],
 
     def gradients_of(member: int, members: int) -> Gradients:
         """Updater of one member of the largest group; in smaller groups it is the one that is as far in them."""
-        over = {axes: MetaGroup("data", size, member * size // members, device=device_kind(run))
+        over = {axes: MetaGroup("data", size, member * size // members, device=run.device_type)
                 for axes in {(), *(p.summed for p in held.values())}
                 for size in [run.mesh.num_replicas * run.mesh.count(axes)]}
         parameters = {key: nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"),
@@ -264,7 +259,7 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range],
         random_state_bytes=torch.get_rng_state().nbytes)
     if run.launch.survive_losses:
         host["copies"] = KEPT_STEPS * (own + sum(states) * (2 if optim.shard and run.mesh.num_replicas > 1 else 1))
-    if device_kind(run) == "cuda":
+    if run.device_type == "cuda":
         pinned = [tensor.nbytes for tensors in lasting["host"].values() for tensor in tensors]
         pinned += [host["checkpoint"]] if run.checkpoint.background else []
         host["rounding"] = sum(pinned_bytes(size) - size for size in pinned)
@@ -278,7 +273,7 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range],
 def _skipped_elements(run: ResolvedRun, gradients: Gradients, buckets: list[Bucket]) -> int:
     """Elements that an update copies at once where only the device knows whether it is one."""
     optim = run.optim
-    if device_kind(run) != "cuda" or optim.offload == "host" or not (
+    if run.device_type != "cuda" or optim.offload == "host" or not (
             looks_before_update(run.guard, optim) or run.precision == "fp16"):
         return 0
     largest, rules = max(map(len, buckets), default=0), rules_of(optim, DTYPES[run.precision])
@@ -326,7 +321,7 @@ def _tensor_mesh(run: ResolvedRun, model: Model, stages: StageTable, layout: Lay
     sums take while they are under way, where members add them, and weight gradients that are summed over rows once a
     batch; and block -> bytes that its forward keeps when it runs again, what it has gathered included. By the code
     that runs, on a microbatch without values, forward and backward through every block."""
-    mesh = meta_mesh(run.mesh, run.tensor, device_kind(run))
+    mesh = meta_mesh(run.mesh, run.tensor, run.device_type)
     part, kept_again = split_model(model, mesh), {}
     passing, gathered, unreduced = (dict.fromkeys(range(run.mesh.pipeline_size), 0) for _ in range(3))
     largest: list[dict[tuple[str, torch.dtype], int]] = [{} for _ in range(run.mesh.pipeline_size)]
@@ -409,7 +404,7 @@ def _block_needs(run: ResolvedRun, part: Model, mesh: TensorMesh, name: str, sta
             uses += layer.uses
             unreduced += layer.unreduced_bytes
     kept = KeptBytes(block.parameters())
-    has_scores = counting_of(run, device=device_kind(run), stage_size=run.mesh.stage_size).has_scores
+    has_scores = counting_of(run, device=run.device_type, stage_size=run.mesh.stage_size).has_scores
     with kept, nullcontext() if has_scores else FusedAttention():
         state = block(state)
         kept_bytes = kept.count
@@ -476,7 +471,7 @@ def _activations(run: ResolvedRun, costs: Sequence[BlockCost], layout: Layout, s
         inner = costs[not stage:len(costs) - (stage == num_stages - 1)]
         found["workspace"] += max((float8.working_bytes(*product, DTYPES[run.precision].itemsize) for cost in inner
                                    for product in cost.float8_products), default=0)
-    if device_kind(run) == "cuda":  # forwards arrive from the stage before, gradients of outputs from the next one
+    if run.device_type == "cuda":  # forwards arrive from the stage before, gradients of outputs from the next one
         found["messages"] += SLOTS * ((costs[0].input_bytes if stage else 0)
                                       + (costs[-1].output_bytes if stage < num_stages - 1 else 0))
     return found

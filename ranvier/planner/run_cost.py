@@ -34,7 +34,7 @@ from ranvier.optim.rules import rules_of, states_per_element, update_flops
 from ranvier.plan.block_costs import build_on_meta
 from ranvier.plan.cut import global_parameters
 from ranvier.plan.limits import Segments, run_limits
-from ranvier.planner.count import device_kind, recomputed_runs
+from ranvier.planner.count import recomputed_runs
 from ranvier.precision import DTYPES, is_half, reduce_dtype, sum_dtype, wide
 from ranvier.schedule.limits import Limits
 from ranvier.schedule.policies import policy_named
@@ -134,7 +134,7 @@ def element_bytes(run: ResolvedRun) -> ElementBytes:
     return ElementBytes(
         parameter=dtype.itemsize, state=state_bytes, reduced=reduce_dtype(optim, dtype).itemsize,
         gradient=state_bytes if optim.accumulate == "fp32" else dtype.itemsize,
-        summed=sum_dtype(run.tensor, dtype, device_kind(run)).itemsize)
+        summed=sum_dtype(run.tensor, dtype, run.device_type).itemsize)
 
 
 def states_per_parameter(run: ResolvedRun) -> float:

@@ -34,12 +34,16 @@ from ranvier.cost.step import Cost, Step
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.mesh import Mesh
 from ranvier.planner.candidates import (
+    NO_COST,
     SEARCHED,
     Candidate,
     Setting,
+    any_fits,
     chunk_variants,
+    does_not_fit,
     in_flight_variants,
     memory_saving_variants,
+    no_mesh,
     on_cluster,
     possible,
     stage_variants,
@@ -48,7 +52,6 @@ from ranvier.planner.candidates import (
 )
 from ranvier.planner.elastic_plan import course, elastic_variants
 from ranvier.planner.least_memory import least_bytes_of_any_cut, least_device_bytes
-from ranvier.planner.nothing_fits import NO_COST, any_fits, does_not_fit, no_mesh
 from ranvier.planner.problems import problems
 from ranvier.planner.run_cost import least_run_seconds, run_cost, sample_step
 from ranvier.planner.work import Work

@@ -26,7 +26,7 @@ from ranvier.plan.cut import Parts, meta_mesh, split_model
 from ranvier.plan.kernel_count import Counting, counting_of
 from ranvier.plan.known_costs import known_or_counted
 from ranvier.plan.partition import partition_for, uniform
-from ranvier.planner.count import Needs, device_bytes_of_stages, device_kind
+from ranvier.planner.count import Needs, device_bytes_of_stages
 from ranvier.planner.count import predict as predict_memory
 from ranvier.precision import DTYPES
 
@@ -95,7 +95,7 @@ class Work:
                 model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen)
                 self._models[whole] = model, build_on_meta(model)
             model, modules = self._models[whole]
-            self._parts[kind] = model, Parts(model, run.mesh, run.tensor, device_kind(run), modules)
+            self._parts[kind] = model, Parts(model, run.mesh, run.tensor, run.device_type, modules)
         model, parts = self._parts[kind]
         table, layout = parts.cut(run.mesh.shaped(num_replicas=1), self.blocks(run, frozen),
                                   boundaries=self.boundaries(run, frozen), how="cost", placement=run.placement)
@@ -119,7 +119,7 @@ class Work:
 def _kind(run: ResolvedRun) -> object:
     """Key of the facts that decide one rank's part of each block, without the microbatch."""
     sizes = tuple(run.mesh[axis] for axis in run.mesh.stage_axes)
-    return sizes, run.tensor, run.precision, run.model, run.lora, _data(run), device_kind(run)
+    return sizes, run.tensor, run.precision, run.model, run.lora, _data(run), run.device_type
 
 
 def _data(run: ResolvedRun) -> tuple[object, ...]:
@@ -134,7 +134,7 @@ def _cut(run: ResolvedRun, blocks: Sequence[BlockCost], freezes: bool) -> tuple[
         return check_boundaries(run.pipeline.boundaries, len(blocks), num_stages)
     if run.pipeline.partition == "uniform":
         return uniform(len(blocks), num_stages)
-    device = device_kind(run)
+    device = run.device_type
     begins = next((place for place, block in enumerate(blocks) if block.num_trainable), len(blocks)) if freezes else 0
     return partition_for([block.weight(device) / (3 if place < begins else 1) for place, block in enumerate(blocks)],
                          run.placement)
@@ -147,14 +147,14 @@ def _count(run: ResolvedRun, share: int, frozen: int) -> list[BlockCost]:
 
     def count() -> list[BlockCost]:
         split = model if run.mesh.stage_size == 1 else split_model(
-            model, meta_mesh(run.mesh, run.tensor, device_kind(run)))
+            model, meta_mesh(run.mesh, run.tensor, run.device_type))
         return block_costs(split, inputs, targets, DTYPES[run.precision], counting)
 
     return list(known_or_counted(model, (inputs, targets), (_kind(run), counting), count))
 
 
 def _counting(run: ResolvedRun) -> Counting:
-    return counting_of(run, device=device_kind(run), stage_size=run.mesh.stage_size)
+    return counting_of(run, device=run.device_type, stage_size=run.mesh.stage_size)
 
 
 _GROWING = ("flops", "written_bytes", "allocated_bytes", "kept_bytes", "operand_bytes", "input_bytes", "output_bytes")

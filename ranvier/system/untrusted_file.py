@@ -18,6 +18,7 @@ import re
 import stat
 import tomllib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -83,6 +84,14 @@ def read_json(path: Path, most_bytes: int, *, own: bool = False, unshared: bool 
         except UnicodeEncodeError:
             raise ValueError("has half of a surrogate pair") from None
     return found
+
+
+def json_object(path: Path, most_bytes: int) -> dict[str, Any]:
+    """The JSON object in a file that a reader can do without; empty where none can be read."""
+    with suppress(OSError, ValueError):
+        if isinstance(found := read_json(path, most_bytes), dict):
+            return found
+    return {}
 
 
 def read_toml(path: Path, most_bytes: int, *, own: bool = False) -> dict[str, Any]:

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ranvier.config.run import Run
-from ranvier.data.eval_sets import metric_name
-from ranvier.data.task import Prepared
+from ranvier.data.task import Prepared, metric_name
 from ranvier.errors import ConfigError
 
 LOSS = "eval_loss"

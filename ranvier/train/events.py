@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ranvier.data.eval_sets import metric_name
+from ranvier.data.task import metric_name
 from ranvier.elastic.freezing import FrozenLayers, layers_text
 from ranvier.mesh import Mesh
 

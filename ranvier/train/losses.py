@@ -21,8 +21,7 @@ from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.memory import KEPT_STEPS
 from ranvier.elastic.change import Change
 from ranvier.elastic.freezing import NONE_FROZEN
-from ranvier.elastic.neighbour_copy import with_states_of_neighbour
-from ranvier.elastic.transition import Held, take
+from ranvier.elastic.transition import Held, take, with_states_of_neighbour
 from ranvier.launch.losses import Agreement, Losses
 from ranvier.pipeline.engine import Engine
 from ranvier.train.commands import ChangeMesh, RunState

@@ -21,8 +21,7 @@ from ranvier.comm.protocol import Group
 from ranvier.data.preference_pairs import WithReference
 from ranvier.data.task import Prepared
 from ranvier.errors import CheckpointError, ConfigError, DataError, RanvierError
-from ranvier.inference.evaluation import SAMPLES_AT_ONCE, evaluation_loader
-from ranvier.inference.likelihood import log_p_of_pairs
+from ranvier.inference.evaluation import SAMPLES_AT_ONCE, evaluation_loader, log_p_of_pairs
 from ranvier.system.atomic_file import write_atomically
 from ranvier.system.untrusted_file import read_json
 from ranvier.train.logs import writing

@@ -30,8 +30,7 @@ from ranvier.train.joining import Membership, RunFacts, invite
 from ranvier.train.logs import writing
 from ranvier.train.measured_limits import MeasuredLimits
 from ranvier.train.memory import check_fits
-from ranvier.train.metrics import Meter
-from ranvier.train.peak import peak_rate
+from ranvier.train.metrics import Meter, peak_rate
 from ranvier.train.progress import Progress
 from ranvier.train.reference import fill_reference
 from ranvier.train.report_page import ReportPage

@@ -12,10 +12,10 @@ from pydantic import TypeAdapter, ValidationError
 from ranvier.checkpoint.manifest import MANIFEST, Manifest, encode
 from ranvier.checkpoint.saved import Saved
 from ranvier.config.run import Optim, TensorParallel, Transformer
+from ranvier.data.arrays import About, Tokens
 from ranvier.data.lm import Sequences
 from ranvier.data.loader import Loader
 from ranvier.data.sampler import Sampler
-from ranvier.data.tokens import About, Tokens
 from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
 from ranvier.pipeline.engine import Engine

@@ -22,8 +22,7 @@ from ranvier.config.resolve import resolve
 from ranvier.config.run import Data, Lora, Run, Transformer
 from ranvier.data.tokenizer import train as train_tokenizer
 from ranvier.errors import CheckpointError
-from ranvier.inference.trained import open_trained
-from ranvier.inference.weights import open_model
+from ranvier.inference.trained import open_model, open_trained
 from ranvier.models import families
 from ranvier.testing.ranks import run_ranks
 from ranvier.train.setup import prepare_run

@@ -23,7 +23,7 @@ OWN = '''
 import torch
 from torch import nn
 from ranvier.config.task_form import TaskForm
-from ranvier.data.accuracy import Accuracy
+from ranvier.data.class_numbers import Accuracy
 from ranvier.data.corpus import Document
 from ranvier.data.task import Prepared, Task
 from ranvier.errors import DataError

@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ranvier.comm.sockets import PeerSockets
-from ranvier.comm.torch_backend import TorchBackend, torch_generation
+from ranvier.comm.torch_backend import PeerSockets, TorchBackend, torch_generation
 from ranvier.errors import TransportError
 from ranvier.testing.ranks import run_processes
 from ranvier.world import World

@@ -30,7 +30,7 @@ from tests.config.test_effects import texts
 PACKAGE = Path(ranvier.__file__).parent
 BESIDE = {"config", "cost", "plan", "planner", "cli"}
 """Rooms that check, predict, plan and print settings, and act on none."""
-COMPARES = "pipeline/same_settings.py"
+COMPARES = "pipeline/same_on_ranks.py"
 """Whether all ranks have the same ones."""
 STATE = {"Batch.microbatch_size", "Batch.global_size"}
 """Where a run is: a transition changes the mesh and the sizes of the batch, so whatever describes a run reads them."""

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from ranvier.config.run import Data, Run, Transformer
 from ranvier.data import named_files, sentences, wordpiece
-from ranvier.data.accuracy import Accuracy
 from ranvier.data.arrays import open_arrays, write_arrays
+from ranvier.data.class_numbers import Accuracy
 from ranvier.data.loader import Loader
 from ranvier.data.prepare import prepare, problems
 from ranvier.data.sampler import Sampler

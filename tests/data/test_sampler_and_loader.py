@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ranvier.data.arrays import open_tokens, write_tokens
 from ranvier.data.lm import Sequences
 from ranvier.data.loader import Loader
 from ranvier.data.sampler import Sampler, at_home, microbatches, share
-from ranvier.data.tokens import open_tokens, write_tokens
 
 
 @given(st.integers(1, 50), st.integers(0, 5), st.integers(1, 60))

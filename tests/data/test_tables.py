@@ -130,7 +130,6 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     assert "needs the package `pyarrow`, which is not installed" in str(problem) and "ranvier[hub]" in str(problem)
     for module in (tables, named_files):
         monkeypatch.setattr(module, "has_package", lambda name: False)
-    monkeypatch.setattr("ranvier.data.corpus.has_package", lambda name: False)
     found = check.check(Run(data=Data(corpus="some/set"))).problems[0]
     assert "the package `datasets` is not installed" in str(found)
     found = problems(Run(data=Data(task="classification", train="some/set")))[0]

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from ranvier.config.run import Data, Run, Transformer
+from ranvier.data.arrays import exists, open_tokens, write_tokens
 from ranvier.data.cache import RunProgress, one_writer, published
 from ranvier.data.prepare import prepare, problems
 from ranvier.data.token_samples import TokenSamples
-from ranvier.data.tokens import exists, open_tokens, write_tokens
 from tests.errors import check, raises
 
 
@@ -111,7 +111,7 @@ def test_a_file_that_is_cut_while_it_is_open_is_named(tmp_path):
 
 def test_a_large_file_is_not_read_when_it_is_opened(tmp_path, monkeypatch):
     """But no number outside the vocabulary is given out."""
-    monkeypatch.setattr("ranvier.data.tokens.MOST_READ_BYTES", 39)
+    monkeypatch.setattr("ranvier.data.arrays.MOST_READ_BYTES", 39)
     write(tmp_path / "train", np.arange(20))
     damage_number(tmp_path)
     tokens = open_tokens(tmp_path / "train")

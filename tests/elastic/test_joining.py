@@ -31,9 +31,8 @@ from ranvier.launch.launchers import Started
 from ranvier.launch.stores import create_store
 from ranvier.mesh import Mesh
 from ranvier.planner.problems import problems
-from ranvier.train import newcomer
-from ranvier.train.joining import RUN, read_run, wanted_mesh, why_not
-from ranvier.train.newcomer import _said
+from ranvier.train import joining as joining_run
+from ranvier.train.joining import RUN, _said, read_run, wanted_mesh, why_not
 from ranvier.train.resize import leave, take_oldest
 from ranvier.world import JoinPoint, World
 from tests.elastic.processes import events, stopped, undisturbed
@@ -304,11 +303,12 @@ def test_data_that_is_not_the_runs(tmp_path):
     started = Started(launcher="local", rank=0, size=1, local_rank=0, local_size=1, master=("127.0.0.1", 1), secret="s")
     run = resolve(Run(launch=Launch(threads=torch.get_num_threads())))
     with mock.patch.multiple(
-            newcomer, exit_with_launcher=mock.DEFAULT, install_start_error_handlers=mock.DEFAULT, connect=mock.DEFAULT,
-            use_interface_towards=mock.DEFAULT, signed=lambda *_: (None, None), _said=lambda *_: {"data": "theirs"},
+            joining_run, exit_with_launcher=mock.DEFAULT, install_start_error_handlers=mock.DEFAULT,
+            connect=mock.DEFAULT, use_interface_towards=mock.DEFAULT,
+            signed=lambda *_: (None, None), _said=lambda *_: {"data": "theirs"},
             read_run=lambda *_: run, prepare_run=lambda *_: (None, None, None), fingerprint=lambda _: "ours"):
         with raises("join-other-data", "theirs", where="data", value="ours"):
-            newcomer.join_run(tmp_path, started, {}, seconds=1.0, stream=io.StringIO())
+            joining_run.join_run(tmp_path, started, {}, seconds=1.0, stream=io.StringIO())
 
 
 def test_newcomers_that_no_run_answers():

@@ -21,13 +21,11 @@ from torch.distributed import HashStore
 from ranvier.checkpoint.state import Piece
 from ranvier.comm.inprocess import InProcessWorld
 from ranvier.comm.signed_store import signed
-from ranvier.comm.sockets import PeerSockets
-from ranvier.comm.torch_backend import torch_generation
+from ranvier.comm.torch_backend import PeerSockets, torch_generation
 from ranvier.config import effects
 from ranvier.config.resolve import resolve
 from ranvier.config.run import Checkpoint, Comm, Elastic, Launch, Run, Train
-from ranvier.elastic.neighbour_copy import with_states_of_neighbour
-from ranvier.elastic.transition import Held
+from ranvier.elastic.transition import Held, with_states_of_neighbour
 from ranvier.errors import TransportError
 from ranvier.launch import contact, start
 from ranvier.launch import losses as launch_losses

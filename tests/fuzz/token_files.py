@@ -12,7 +12,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from ranvier.data import tokenizer as tokenizers
-from ranvier.data.tokens import open_tokens, write_tokens
+from ranvier.data.arrays import open_tokens, write_tokens
 from tests.fuzz.checkpoints import KINDS, put
 from tests.fuzz.inputs import BYTE_CHANGES, JSON_CHANGES, change_bytes, change_json, try_all
 

@@ -6,8 +6,8 @@ import torch
 from ranvier.config.run import TensorParallel
 from ranvier.data import tokenizer as tokenizers
 from ranvier.data.tokenizer import train
-from ranvier.inference.likelihood import encode_pair, loglikelihoods, windows
-from ranvier.inference.weights import build_engine, open_model
+from ranvier.inference.evaluation import encode_pair, loglikelihoods, windows
+from ranvier.inference.trained import build_language_engine, open_model
 from ranvier.mesh import Mesh
 from ranvier.testing.ranks import run_ranks
 from tests.covering import quick
@@ -60,7 +60,7 @@ def test_likelihoods_are_those_of_a_plain_loop(folder, theirs, mesh, scheme):
     model = open_model(folder, print)
 
     def on_rank(world):
-        engine = build_engine(model, world, mesh, tensor=TensorParallel(scheme=scheme), dtype=torch.float64)
+        engine = build_language_engine(model, world, mesh, tensor=TensorParallel(scheme=scheme), dtype=torch.float64)
         found = loglikelihoods(engine, world.backend.group("all", [tuple(range(world.size))]), requests, longest=48)
         engine.close()
         return found

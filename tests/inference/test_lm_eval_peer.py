@@ -10,9 +10,9 @@ import torch
 
 from ranvier.config.run import TensorParallel
 from ranvier.data.tokenizer import load
-from ranvier.inference.likelihood import encode_pair, loglikelihoods
+from ranvier.inference.evaluation import encode_pair, loglikelihoods
 from ranvier.inference.shared_engine import SharedEngine
-from ranvier.inference.weights import build_engine, open_model
+from ranvier.inference.trained import build_language_engine, open_model
 from ranvier.mesh import Mesh
 from ranvier.testing.ranks import run_ranks
 from tests.checkpoint.test_hf_llama import TEXT, published_tokenizer
@@ -77,7 +77,7 @@ def on_ranks(folder, work):
     """What `work` gives on rank 0 of two stages."""
     def rank(world):
         model = open_model(folder, lambda line: None)
-        engine = build_engine(model, world, Mesh(pipe=2), tensor=TensorParallel(), dtype=torch.float64)
+        engine = build_language_engine(model, world, Mesh(pipe=2), tensor=TensorParallel(), dtype=torch.float64)
         ranks = world.backend.group("asked", [(0, 1)])
         found = work(engine, ranks, load(folder / "tokenizer.json"))
         engine.close()

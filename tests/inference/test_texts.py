@@ -6,7 +6,7 @@ import torch
 
 from ranvier.config.run import TensorParallel, Transformer
 from ranvier.inference.generate import generate
-from ranvier.inference.weights import LanguageModel, build_engine
+from ranvier.inference.trained import LanguageModel, build_language_engine
 from ranvier.keyed_random import scope
 from ranvier.mesh import Mesh
 from ranvier.models.families import family_named
@@ -63,7 +63,7 @@ def model(request):
 def texts(model, mesh, sampling=GREEDY, scheme="stationary", prompts=PROMPTS, **options):
     """(tokens, reason) of each prompt, the same on all ranks."""
     def on_rank(world):
-        engine = build_engine(model, world, mesh, tensor=TensorParallel(scheme=scheme), dtype=torch.float64)
+        engine = build_language_engine(model, world, mesh, tensor=TensorParallel(scheme=scheme), dtype=torch.float64)
         ranks = world.backend.group("generate", [tuple(range(world.size))])
         found = {text.number: text for active in generate(
             engine, ranks, prompts, sampling, **{"max_tokens": 10, "longest": 24, "vocab": 36, **options})

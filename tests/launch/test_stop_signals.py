@@ -22,8 +22,7 @@ from ranvier.launch.stop import FINISHED_RUN, STOP_SIGNALS, StopRequest
 from ranvier.mesh import Mesh
 from ranvier.schedule.spans import Timeline
 from ranvier.testing.ranks import run_ranks
-from ranvier.train.metrics import Meter
-from ranvier.train.peak import PeakRate
+from ranvier.train.metrics import Meter, PeakRate
 from tests.covering import first, quick
 
 SCRIPT = str(Path(__file__).parent / "saving.py")

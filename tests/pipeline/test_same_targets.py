@@ -7,7 +7,7 @@ from ranvier.config.run import Optim, Pipeline
 from ranvier.errors import ModelError
 from ranvier.mesh import Mesh, StagePlacement
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.pipeline.same_targets import SameTargets
+from ranvier.pipeline.same_on_ranks import SameTargets
 from tests.covering import first
 from tests.errors import raises
 from tests.fake_cuda import FakeCuda

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from ranvier.checkpoint.hf.peft import AdapterFolder
-from ranvier.data.arrays import open_arrays, write_arrays
+from ranvier.data.arrays import open_arrays, open_tokens, write_arrays, write_tokens
 from ranvier.data.cache import one_writer
-from ranvier.data.tokens import open_tokens, write_tokens
 from ranvier.errors import CheckpointError, DataError, OwnershipError
 from ranvier.system.lease import Lease
 from ranvier.system.untrusted_file import (

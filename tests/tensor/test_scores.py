@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy, logsigmoid
 from ranvier.checkpoint.hf.form import tensor_here, tensors_there
 from ranvier.checkpoint.hf.forms import form_of
 from ranvier.config.run import Transformer
-from ranvier.data.accuracy import Accuracy
 from ranvier.data.arrays import Arrays
+from ranvier.data.class_numbers import Accuracy
 from ranvier.data.classification import LabelledAtEnd
 from ranvier.data.preference_pairs import PreferenceScoring, ScoredPairs
 from ranvier.data.token_samples import TokenSamples

@@ -11,7 +11,7 @@ from torch import nn
 from ranvier.block import Initial, Model
 from ranvier.config.run import Batch, Data, Elastic, Run, Transformer
 from ranvier.config.task_form import SHIPPED
-from ranvier.data.accuracy import Accuracy
+from ranvier.data.class_numbers import Accuracy
 from ranvier.data.corpus import Document, OpenCorpus, open_corpus
 from ranvier.data.prepare import task_of
 from ranvier.data.task import Prepared, Task

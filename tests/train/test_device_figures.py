@@ -17,9 +17,9 @@ from ranvier.mesh import Mesh
 from ranvier.planner.count import laid_out
 from ranvier.system import pinned_memory
 from ranvier.system.pinned_memory import pinned_bytes, pinned_zeros
-from ranvier.train import peak
+from ranvier.train import metrics
 from ranvier.train.determinism import deterministic_algorithms
-from ranvier.train.peak import PeakRate, matrix_product_rate, peak_rate
+from ranvier.train.metrics import PeakRate, matrix_product_rate, peak_rate
 from tests.errors import raises
 from tests.fake_cuda import FakeCuda
 
@@ -64,7 +64,7 @@ def test_a_devices_peak_is_measured_there(monkeypatch):
 
 
 def test_utilisation_is_of_the_published_peak_where_there_is_one(monkeypatch):
-    monkeypatch.setattr(peak, "matrix_product_rate", lambda device, dtype: 700e12)
+    monkeypatch.setattr(metrics, "matrix_product_rate", lambda device, dtype: 700e12)
     group = InProcessWorld(1).backend(0).group("all", [[0]])
     with FakeCuda(devices=2):
         found = peak_rate(group, DEVICE, "bf16")

@@ -9,9 +9,8 @@ import torch
 
 from ranvier.cli.main import run_command
 from ranvier.config.run import Data, Run
-from ranvier.data.eval_sets import eval_set_runs, metric_name
 from ranvier.data.prepare import _eval_set
-from ranvier.data.task import Prepared
+from ranvier.data.task import Prepared, eval_set_runs, metric_name
 from tests.errors import raises
 
 WORDS = ["good", "fine", "great", "bad", "poor", "awful", "day", "film", "book", "meal"]

@@ -23,10 +23,8 @@ from ranvier.testing.ranks import run_ranks
 from ranvier.testing.trackers import example_run, example_step
 from ranvier.train.events import StartEvent
 from ranvier.train.history import History
-from ranvier.train.metrics import KEPT_STEPS, Meter
-from ranvier.train.peak import PeakRate, matrix_product_rate
-from ranvier.train.pictures import draw_loss, smoothed
-from ranvier.train.report import steady, summarise, write_report, write_trace
+from ranvier.train.metrics import KEPT_STEPS, Meter, PeakRate, matrix_product_rate
+from ranvier.train.report import draw_loss, smoothed, steady, summarise, write_report, write_trace
 from tests.errors import raises
 
 pytestmark = pytest.mark.pictures

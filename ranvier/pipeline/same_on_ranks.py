@@ -1,4 +1,4 @@
-"""Whether the ranks of a replica were given the same targets.
+"""Whether ranks were given the same: targets those of a replica, learning rates and settings all of them.
 
 The first stage takes the inputs that its rank was given, the last one the targets that its own was given. Where each
 rank has drawn its samples with random numbers of its own, the two belong to different samples. So each of these ranks
@@ -9,13 +9,16 @@ updates nothing, and only ranks that read its loss would notice: it compares non
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ranvier.errors import ModelError
+from ranvier.config.run import Guard, Optim
+from ranvier.errors import ConfigError, ModelError
 from ranvier.mesh import Coordinates, StagePlacement
 from ranvier.pipeline.microbatch import Microbatch
 
@@ -116,3 +119,80 @@ def _some(leaf: Tensor) -> Tensor:
     flat = leaf.detach().reshape(-1)
     chosen = flat[::max(1, len(flat) // _MAX_ELEMENTS)]
     return chosen if leaf.is_floating_point() else chosen.to(torch.int64)
+
+
+# --- learning rates ---------------------------------------------------------------------------------------------------
+
+# Whether all replicas update by the same learning rates.
+#
+# One that depends on what a rank alone knows, such as its own loss, lets the parameters of replicas drift apart. So
+# each rank adds a number made of its rates to the sums of the batch (`pipeline/statistics`), with factors whose sum is
+# zero over ranks that must agree: all of them for Ranvier's optimizer, and the replicas of a stage for a user's, of
+# which stages may have groups of their own.
+
+
+class SameRates:
+    """The comparison on one rank. at: its place. own: whether Ranvier's optimizer updates, by one learning rate."""
+
+    def __init__(self, at: Coordinates, *, own: bool) -> None:
+        mesh = at.mesh
+        axes = tuple(mesh) if own else mesh.replica_axes
+        others = () if own else tuple(axis for axis in mesh if axis not in axes)
+        self._factor = (1 + at.index(others)) * (-1 if at.index(axes) else mesh.count(axes) - 1)
+        self._rates: tuple[float, ...] = ()
+
+    def begin(self, own: float | None, users: torch.optim.Optimizer | None) -> None:
+        """A training batch begins. own: the rate of Ranvier's optimizer. Those of a user's are in its groups; one that
+        a device has is not waited for."""
+        found = [own] if own is not None else [group.get("lr") for group in getattr(users, "param_groups", ())]
+        self._rates = tuple(float(rate) for rate in found if isinstance(rate, (int, float)) or (
+            isinstance(rate, Tensor) and rate.device.type == "cpu" and rate.numel() == 1))
+
+    def number(self) -> float:
+        """The number that this rank adds to the sums: of rates to six digits, since the last bits of a cosine differ
+        between machines, and sorted, since groups of parameters may be in any order."""
+        shown = " ".join(sorted(f"{rate:.6g}" for rate in self._rates))
+        return float(self._factor * (crc32(shown.encode()) >> 32 - _NUMBER_BITS))
+
+    def check(self, total: float) -> None:
+        """ConfigError where the sum over all ranks is that of different rates."""
+        if total:
+            raise ConfigError("is not the same on all ranks that update the same parameters; nothing was updated",
+                              code="learning-rates-differ", where="learning rate",
+                              value=_text(self._rates),
+                              remedy="Compute it from what is the same on every rank, such as the step or "
+                                     "BatchResult.loss (of the global batch), or send one rank's value to all with "
+                                     "world.broadcast.")
+
+
+def _text(rates: Sequence[float]) -> float | list[float] | None:
+    return rates[0] if len(rates) == 1 else list(rates) or None
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+# Whether all ranks were given the same settings, where others would go unnoticed: replicas whose optimizers differ
+# drift apart, and so do ranks that clip, freeze or judge differently.
+
+
+_OF_THE_RANK = frozenset({"offload", "offload_share", "buckets_in_flight"})
+"""Where a rank has its states, which changes no result."""
+
+
+def settings_of(optim: Optim, guard: Guard | None, **others: object) -> dict[str, str]:
+    """Setting -> value, as texts. others: further arguments of the engine."""
+    sections: dict[str, Optim | Guard] = {"optim": optim, "guard": guard or Guard(bad_step="none")}
+    found = {f"{section}.{one.name.replace('_', '-')}": repr(getattr(values, one.name))
+             for section, values in sections.items() for one in fields(values) if one.name not in _OF_THE_RANK}
+    return found | {f"Engine({name}=...)": repr(value) for name, value in others.items()}
+
+
+def check_same(of_ranks: Sequence[Mapping[str, str]], rank: int) -> None:
+    """ConfigError, on every rank, for the first setting that differs between ranks."""
+    for name, first in of_ranks[0].items():
+        others = [number for number, found in enumerate(of_ranks) if found.get(name) != first]
+        if others:
+            raise ConfigError(f"is not the same on all ranks: {first} on rank 0, and {of_ranks[others[0]].get(name)} "
+                              f"on rank {others[0]}", code="settings-differ", where=name,
+                              value=of_ranks[rank].get(name),
+                              remedy="Give all ranks the same value; world.broadcast gives them that of one rank.")

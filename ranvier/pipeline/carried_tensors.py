@@ -1,0 +1,157 @@
+"""Tensors of a carried state that share memory, such as {"hidden": y, "residual": y}, or have hooks; notes of both.
+
+Within a stage a change of one in place changes the others; the next stage has each by itself. So that the cut decides
+nothing, a block that changes such a tensor in place is refused, wherever the model is cut.
+
+    block 0 -> {"a": y, "b": y} -> | {"a": y, "b": y, a note of both} | -> block 1: a.add_(1)      refused
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ranvier.errors import ModelError
+
+
+def sharing(state: Mapping[str, Tensor]) -> list[str]:
+    """Names of the tensors whose memory, from the first to the last element, overlaps that of another."""
+    if len(state) < 2:
+        return []
+    places = {name: _Place.of(tensor) for name, tensor in state.items() if tensor.layout is torch.strided}
+    return [name for name, one in places.items()
+            if any(one.overlaps(two) for other, two in places.items() if other != name)]
+
+
+class _Place(NamedTuple):
+    """The bytes of a storage between which a tensor lies."""
+
+    storage: int
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Place:
+        steps = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        start, size = int(tensor.storage_offset()), tensor.element_size()
+        return cls(tensor.untyped_storage()._cdata, start * size,
+                   (start + 1 + int(steps)) * size if tensor.numel() else start * size)
+
+    def overlaps(self, other: _Place) -> bool:
+        return self.storage == other.storage and self.start < other.stop and other.start < self.stop
+
+
+class SharedMemory:
+    """Watches tensors that share memory while the blocks of a stage run on one microbatch."""
+
+    def __init__(self) -> None:
+        self._watched: list[tuple[str, Tensor, int]] = []
+
+    def watch(self, state: Mapping[str, Tensor], names: Sequence[str]) -> None:
+        """Notice changes in place of these."""
+        self._watched += [(name, state[name], state[name]._version) for name in names
+                          if not state[name].is_inference()]
+
+    def names_in(self, state: Mapping[str, Tensor]) -> list[str]:
+        """Names of the tensors of what leaves a stage that share memory, or have shared it before an earlier stage."""
+        if not self._watched:
+            return sharing(state)
+        watched = [_Place.of(tensor) for _, tensor, _ in self._watched]
+        return sorted({*sharing(state), *(name for name, tensor in state.items()
+                                          if any(map(_Place.of(tensor).overlaps, watched)))})
+
+    def check(self) -> None:
+        """ModelError where one has been changed; those watched so far are let go."""
+        watched, self._watched = self._watched, []
+        for name, tensor, version in watched:
+            if tensor._version != version:
+                raise ModelError("is changed in place, and shares its memory with another tensor of the carried state, "
+                                 "which a next stage has by itself", code="shared-state-changed",
+                                 where=f'tensor "{name}" of the carried state',
+                                 remedy="Write the operation out of place, or let the block before clone it.")
+
+
+# --- hooks ------------------------------------------------------------------------------------------------------------
+
+# Tensors of the carried state with a hook on their gradient, such as an implicit layer's, which solves for it.
+#
+#     y = f(x); y.register_hook(solve); return y                     block 0
+#     slope, = torch.autograd.grad(energy(y), y)                     block 1: solve(slope) in plain PyTorch
+#
+# A hook runs for every gradient of its tensor, also for one that a later block computes for itself. On another stage
+# that block has a tensor without the hook. So that the cut decides nothing, such a call is refused wherever the model
+# is cut; in the stage's own backward hooks run where they were put.
+
+
+class _Refusing:
+    """A hook that refuses gradients outside of the stage's own backward."""
+
+    def __init__(self, name: str, in_pass: Callable[[], bool]) -> None:
+        self._name, self._in_pass = name, in_pass
+
+    def __call__(self, gradient: Tensor) -> None:
+        if not self._in_pass():
+            what = f'tensor "{self._name}" of the carried state' if self._name else "the carried state"
+            raise ModelError("has a hook of an earlier block on its gradient, which a block computes for itself; on "
+                             "another stage the hook would not run", code="hook-on-earlier-state", where=what,
+                             remedy="Differentiate with respect to a tensor of the block's own, x = x.view_as(x), for "
+                                    "which the hook runs nowhere.")
+
+
+def hooked(state: Mapping[str, Tensor]) -> list[str]:
+    """Names of the tensors on which a block has put a hook, here or on an earlier stage."""
+    return [name for name, tensor in state.items() if tensor.requires_grad and tensor._backward_hooks and any(
+        isinstance(hook, _Refusing) or not str(getattr(hook, "__module__", "")).startswith("ranvier.")
+        for hook in tensor._backward_hooks.values())]
+
+
+def refuse_outside(state: Mapping[str, Tensor], names: Sequence[str], in_pass: Callable[[], bool]) -> None:
+    """Refuse gradients of these tensors outside of the stage's own backward, of which `in_pass` tells."""
+    for name in names:
+        if state[name].requires_grad:
+            state[name].register_hook(_Refusing(name, in_pass))
+
+
+def refuse_between_blocks(state: object, in_pass: Callable[[], bool]) -> None:
+    """Refuse so what the next block is given of tensors with hooks."""
+    tensors = {"": state} if isinstance(state, Tensor) else state if isinstance(state, dict) else dict(enumerate(
+        tree_leaves(state)))
+    found = {str(name): one for name, one in tensors.items() if isinstance(one, Tensor) and one._backward_hooks}
+    if found:
+        refuse_outside(found, hooked(found), in_pass)
+
+
+# --- notes for the next stage -----------------------------------------------------------------------------------------
+
+# Notes about tensors of a carried state that travel with it to the next stage, as names of empty tensors.
+#
+# {"a": y, "b": y}     ->  {"a": y, "b": y, NOTE + "shared" + "a" + "b": empty}     a and b share memory
+
+
+SHARED, HOOKED = "shared", "hooked"
+"""Kinds of notes: the tensors share memory with others, or have a hook on their gradient."""
+
+_NOTE = "\0"
+"""Prefix of a note's name, and separator of its words. No name of a tensor begins so."""
+
+
+def with_notes(state: dict[str, Tensor], notes: Mapping[str, Sequence[str]], device: torch.device) -> dict[str, Tensor]:
+    """The state that leaves a stage, with the notes on its tensors."""
+    if not any(notes.values()):
+        return state
+    return state | {_NOTE + _NOTE.join((what, *names)): torch.empty(0, dtype=torch.uint8, device=device)
+                    for what, names in notes.items() if names}
+
+
+def notes_of(tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], dict[str, list[str]]]:
+    """Separate the state that enters a stage from its notes."""
+    notes = [name for name in tensors if name.startswith(_NOTE)]
+    if not notes:
+        return tensors, {}
+    words = (note.removeprefix(_NOTE).split(_NOTE) for note in notes)
+    return {name: tensor for name, tensor in tensors.items() if name not in notes}, {
+        what: names for what, *names in words}
