@@ -78,6 +78,21 @@ def test_a_learning_rate_of_one_replica_is_refused(mesh, own, apart):
         run_ranks(work, mesh.size)
 
 
+@pytest.mark.parametrize(("setting", "value"), [("weight_decay", 0.1), ("betas", (0.8, 0.999))])
+def test_another_setting_of_one_replicas_optimizer_is_refused(setting, value):
+    def work(world):
+        engine = Engine([torch.nn.Linear(4, 4)], world, mesh=Mesh(data=2), loss=squared, dtype=torch.float64,
+                        timeout_seconds=5, optimizer=torch.optim.AdamW)
+        batch = points([[2, 2]] * 2)[engine.coordinates.data]
+        engine.train_batch(batch)
+        if engine.coordinates.data:
+            engine.optimizer.param_groups[0][setting] = value
+        engine.train_batch(batch)
+
+    with raises("learning-rates-differ"):
+        run_ranks(work, 2)
+
+
 @pytest.mark.parametrize("mesh", [Mesh(data=2, pipe=2)], ids=str)
 def test_stages_may_have_rates_of_their_own_in_a_users_optimizer(mesh):
     def work(world):
