@@ -210,7 +210,7 @@ class Schedule:
         self.history: list[Action] = []
         self._forwards_arrived = 0
         self._returns_arrived = 0
-        self._forward_due, self._return_due = self._next_due("F", 0), self._next_due("B", 0)
+        self._forward_due, self._return_due = self.due("F", 0), self.due("B", 0)
         """When those that follow are due, arrived or not."""
         self._expects_backward: dict[int, int] = {}  # microbatch with a graph -> bytes its products would keep alive
         self.queue: dict[Action, Product] = {}  # in the order in which they run
@@ -262,7 +262,7 @@ class Schedule:
         match kind:
             case "F":
                 self.forwards_done += 1
-                self._forward_due = self._next_due(kind, self.forwards_done)
+                self._forward_due = self.due(kind, self.forwards_done)
                 if expects_backward:
                     self._expects_backward[microbatch] = deferrable_bytes
                     self.budget.held += 1
@@ -287,7 +287,7 @@ class Schedule:
     def _return(self, microbatch: int) -> None:
         assert self.returns_done == microbatch < self._returns_arrived
         self.returns_done += 1
-        self._return_due = self._next_due("B", self.returns_done)
+        self._return_due = self.due("B", self.returns_done)
 
     # ------------------------------------------------------------------ what next
 
@@ -353,12 +353,11 @@ class Schedule:
     # ------------------------------------------------------------------ when it is due
 
     def due(self, kind: ActionKind, microbatch: int) -> Due:
-        """When its forward or return of a microbatch should run; see `due`."""
-        round_, place = divmod(microbatch, self._burst)
+        """When its forward or return of a microbatch should run, which is never after the last one; see `due`."""
+        if microbatch >= self.num_microbatches:
+            return _NEVER
+        round_, place = microbatch // self._burst, microbatch % self._burst
         return self._period * round_ + place + self._first_dues[kind != "F"], kind != "F"
-
-    def _next_due(self, kind: ActionKind, microbatch: int) -> Due:
-        return self.due(kind, microbatch) if microbatch < self.num_microbatches else _NEVER
 
     def next_due(self) -> Due:
         """The first due of its forwards and returns that have not run, arrived or not."""
