@@ -34,7 +34,7 @@ def page_of(plan: SearchResult, recipe: str, asked: Run, origins: Mapping[str, s
     return Page(
         title=f"{recipe} on {plan.ranks:,} of {plan.cluster.num_devices:,} devices of {plan.cluster.name}",
         subtitle=f"predicted, {report.numbers(plan)}; {plan.considered:,} configurations considered",
-        figures=[("mesh", " x ".join(axes)), ("seconds per step", f"{cost.seconds:.4g}"),
+        figures=[("mesh", " x ".join(axes)), ("seconds per step", report.four_digits(cost.seconds)),
                  ("tokens per second", f"{cost.tokens_per_second:,.0f}"),
                  ("MFU", f"{cost.model_utilisation:.1%}"), ("bubble", f"{cost.bubble_fraction:.1%}"),
                  ("GiB a device", f"{report.device_bytes(best) / 2**30:.2f}"),
@@ -66,7 +66,7 @@ def _timeline(shown: Simulated) -> StepTimeline:
 
 def _row(plan: SearchResult, number: int, found: Candidate, reason: str) -> tuple[str, ...]:
     cost = found.cost
-    return (str(number) if number else "", report.describe(found.run), f"{cost.seconds:.4g}",
+    return (str(number) if number else "", report.describe(found.run), report.four_digits(cost.seconds),
             f"{cost.tokens_per_second:,.0f}", f"{cost.model_utilisation:.1%}", f"{cost.bubble_fraction:.1%}",
             f"{report.device_bytes(found) / 2**30:.2f}" if found.memory else "", reason)
 

@@ -23,6 +23,11 @@ _ALIKE = 0.01
 """Share of a step below which times count as equal: far less than the errors of predictions."""
 
 
+def four_digits(seconds: float) -> str:
+    """Significant ones: 5.800, 1235."""
+    return f"{seconds:#.4g}".removesuffix(".")
+
+
 def table(plan: SearchResult, rows: int = 8, goal: Goal | None = None) -> TextTable:
     """The fastest configurations, one a line, with the settings in which they differ (`common_settings` has the
     others). Rates are as measured where anything was. goal: a training, of which each has its days and its cost."""
@@ -37,7 +42,7 @@ def table(plan: SearchResult, rows: int = 8, goal: Goal | None = None) -> TextTa
     for found in shown:
         cost = found.cost
         longer = found.expected_seconds(plan.measured_over_predicted) / cost.seconds
-        for name, cell in {"s a step": f"{cost.seconds:.4g}",
+        for name, cell in {"s a step": four_digits(cost.seconds),
                            "tokens/s": f"{cost.tokens_per_second / longer:,.0f}",
                            "MFU": f"{cost.model_utilisation / longer:.1%}",
                            "HFU": f"{cost.hardware_utilisation / longer:.1%}",
@@ -99,8 +104,8 @@ def _further(plan: SearchResult, shown: Sequence[Candidate]) -> dict[str, list[s
     return {"stages a rank": [_stages(found.run) for found in shown],
             "deferred": ["no" if found.run.pipeline.defer_bytes == 0 else "yes" for found in shown],
             "precision": [found.run.precision for found in shown], "scheme": [scheme(found.run) for found in shown],
-            "s the run": [f"{found.course.seconds:.4g}" if found.course else "" for found in shown],
-            "s measured": [f"{found.measured_seconds:.4g}" if found.measured_seconds else "" for found in shown]}
+            "s the run": [four_digits(found.course.seconds) if found.course else "" for found in shown],
+            "s measured": [four_digits(found.measured_seconds) if found.measured_seconds else "" for found in shown]}
 
 
 def _stages(run: ResolvedRun) -> str:
@@ -154,7 +159,7 @@ def explanation(plan: SearchResult) -> list[str]:
                       if part >= 0.005)
     factor = plan.measured_over_predicted
     seconds = best.expected_seconds(factor)
-    lines = [f"{describe(best.run)} takes {seconds:.4g} s a step: {named}."]
+    lines = [f"{describe(best.run)} takes {four_digits(seconds)} s a step: {named}."]
     lost = {name: part for name, part in parts.items() if name != "computing"}
     worst = max(lost, key=lambda name: lost[name])
     lines.append(("After computing, the" if 0.05 <= lost[worst] < parts["computing"] else "The")
