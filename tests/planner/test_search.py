@@ -361,7 +361,8 @@ def test_what_is_measured_orders_the_plan(monkeypatch):
         plan.best[2], measured_seconds=real[id(plan.best[2].run)])
     assert "s measured" in report.table(after).header
     said = " ".join(report.explanation(after))
-    assert f"takes {four_digits(after.best[0].measured_seconds)} s a step" in said and "% slower." in said and "-" not in (
+    measured = report.four_digits(after.best[0].measured_seconds)
+    assert f"takes {measured} s a step" in said and "% slower." in said and "-" not in (
         said.partition("Next is ")[2].partition("% slower")[0].rpartition(", ")[2])
     assert report.document(after, "x")["plans"][0]["measured_seconds"] == after.best[0].measured_seconds
 
