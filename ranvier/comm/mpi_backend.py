@@ -1,7 +1,7 @@
 """The backend over MPI (mpi4py): on CPU the fastest way to communicate between processes.
 
 Nothing here calls a blocking function of MPI, as these spin and take the core from the ranks that they wait for;
-see `comm.mpi_polling`. Whoever initialises MPI finalises it: this backend, unless the program (or its
+see `comm.mpi_transport`. Whoever initialises MPI finalises it: this backend, unless the program (or its
 `import mpi4py.MPI`) has initialised it before.
 """
 

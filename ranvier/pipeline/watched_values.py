@@ -216,7 +216,6 @@ class Watch:
         return found
 
 
-
 def _sample(value: Any) -> list[Any]:
     """The size of a container that holds data, its ends, and of a list a hundredth of its elements."""
     found = [size_of(value)]

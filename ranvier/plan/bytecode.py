@@ -25,7 +25,6 @@ _POPS = {"STORE_SUBSCR": 3, "DELETE_SUBSCR": 2, "BINARY_SUBSCR": 2, "STORE_ATTR"
 """Values that an operation takes from the stack; those of others are not known here."""
 
 
-
 class Bytecode:
     """own: the variable of the object whose method a function is."""
 

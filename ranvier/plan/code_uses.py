@@ -42,6 +42,7 @@ _COMPUTING = frozenset({
 _BUILTIN = frozenset({"abs", "float", "int", "max", "min", "round", "sum"})
 _EXTREMES = frozenset({"max", "min"})
 
+
 class ElementRead(NamedTuple):
     """One element is read of what has a name."""
 
