@@ -15,7 +15,7 @@ from inspect import CO_VARARGS, CO_VARKEYWORDS
 from types import CodeType
 
 VARIABLES = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FAST", "LOAD_FAST_CHECK"})
-ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
+ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"})
 STORES = frozenset({"STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "STORE_NAME"})
 JUMPS = frozenset({*dis.hasjrel, *dis.hasjabs})
 _POPS = {"STORE_SUBSCR": 3, "DELETE_SUBSCR": 2, "BINARY_SUBSCR": 2, "STORE_ATTR": 2, "BINARY_OP": 2, "COMPARE_OP": 2,
@@ -35,7 +35,8 @@ class Bytecode:
         self._own, self._may_be_interrupted = own, bool(code.co_exceptiontable)
         several = bool(code.co_flags & CO_VARARGS) + bool(code.co_flags & CO_VARKEYWORDS)
         self._arguments = code.co_varnames[:code.co_argcount + code.co_kwonlyargcount + several]
-        self._stored = Counter(one.argval for one in self._all if one.opname in ("STORE_FAST", "DELETE_FAST"))
+        self._stored = Counter(one.argval for one in self._all if one.opname in (
+            "STORE_FAST", "DELETE_FAST", "STORE_DEREF", "DELETE_DEREF"))
 
     def _path(self, place: int) -> tuple[str, ...]:
         """("ctx", "mask") where an operation loads or stores ctx.mask; empty where the object is computed."""

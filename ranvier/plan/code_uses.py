@@ -15,12 +15,15 @@ What is not exactly understood counts as a read. Objects are not told apart here
 from __future__ import annotations
 
 import dis
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from types import CodeType
 from typing import NamedTuple
+
+import torch
 
 from ranvier.plan.bytecode import ATTRIBUTES, JUMPS, STORES, VARIABLES
 from ranvier.plan.element_keys import Elements, Key
@@ -29,7 +32,7 @@ _DELETES = frozenset({"DELETE_ATTR", "DELETE_GLOBAL", "DELETE_DEREF", "DELETE_NA
 _CHANGES = frozenset({"append", "appendleft", "extend", "extendleft", "insert", "add", "update", "clear", "discard"})
 """Methods of lists, dicts, sets and deques that return nothing."""
 _READS_ANY = frozenset({"vars", "__dict__", "eval", "exec", "globals", "locals", "dir", "attrgetter", "asdict",
-                        "astuple", "deepcopy"})
+                        "astuple", "deepcopy", "__getattribute__"})
 _READS_NAMED = frozenset({"getattr", "hasattr"})
 _STORES_ANY = frozenset({"vars", "__dict__", "eval", "exec", "globals", "__setattr__", "__delattr__"})
 _STORES_NAMED = frozenset({"setattr", "delattr"})
@@ -39,7 +42,9 @@ _COMPUTING = frozenset({
     "item", "lerp", "lerp_", "max", "maximum", "mean", "min", "minimum", "mul", "mul_", "pow", "round", "sqrt",
     "square", "sub", "sub_", "sum", "to", "where"})
 """Functions and methods that leave what they are given nowhere but in their result and in their object."""
-_BUILTIN = frozenset({"abs", "float", "int", "max", "min", "round", "sum"})
+COMPUTING = {"torch": torch, "math": math, "abs": abs, "float": float, "int": int, "max": max, "min": min,
+             "round": round, "sum": sum}
+"""Modules with functions of these names, and functions."""
 _EXTREMES = frozenset({"max", "min"})
 
 
@@ -88,14 +93,19 @@ class Uses:
 
 
 @lru_cache(maxsize=1 << 14)
-def uses_of(code: CodeType, own: str | None = None) -> Uses:
-    """The uses of a function and of those inside it. own: its variable for the object whose method it is."""
+def uses_of(code: CodeType, own: str | None = None, *, trusts: bool = True) -> Uses:
+    """The uses of a function and of those inside it. own: its variable for the object whose method it is. trusts:
+    whether names of `COMPUTING` are what they are in Python and torch."""
     functions = (one for one in code.co_consts if isinstance(one, CodeType))
-    inside = (uses_of(one, own if own in one.co_freevars else None) for one in functions)
-    return Uses.of([_Function(code, own).uses(), *inside])
+    inside = (uses_of(one, own if own in one.co_freevars else None, trusts=trusts) for one in functions)
+    return Uses.of([_Function(code, own, trusts).uses(), *inside])
 
 
 class _Function(Elements):
+    def __init__(self, code: CodeType, own: str | None, trusts: bool) -> None:
+        super().__init__(code, own)
+        self._trusts = trusts
+
     def uses(self) -> Uses:
         own, others, arguments, called, whole, stores, accumulates = (set[str]() for _ in range(7))
         elements = set[ElementRead]()
@@ -104,6 +114,8 @@ class _Function(Elements):
             name = one.argval
             if one.opname in STORES or one.opname in _DELETES:
                 stores.add(name)
+            elif one.opname == "MATCH_CLASS":  # whose names of attributes are a constant
+                reads_any = True
             elif one.opname in VARIABLES or one.opname in ATTRIBUTES:
                 reads_any |= name in _READS_ANY
                 stores_any |= name in _STORES_ANY
@@ -287,9 +299,10 @@ class _Function(Elements):
     @cached_property
     def _functions(self) -> list[int]:
         """Where a function that only computes is loaded."""
-        return [place for place, one in enumerate(self._all) if one.argval in _COMPUTING and (
-            (one.opname == "LOAD_GLOBAL" and one.argval in _BUILTIN) or (
-                one.opname in ATTRIBUTES and self._path(place)[:-1] in (("torch",), ("math",))))]
+        return [place for place, one in enumerate(self._all) if one.argval in _COMPUTING and self._trusts and (
+            (one.opname == "LOAD_GLOBAL" and one.argval in COMPUTING) or (
+                one.opname in ATTRIBUTES and not one.argval.endswith("_")  # which change their first argument
+                and self._path(place)[:-1] in (("torch",), ("math",))))]
 
     def _has_default_set(self, place: int) -> bool:
         """Whether it is a dict of which an element is read, and made where there is none."""

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ranvier.plan.code_uses import ElementRead, Uses, uses_of
+from ranvier.plan.code_uses import COMPUTING, ElementRead, Uses, uses_of
 from ranvier.plan.element_keys import ANY, Key, names_own, with_values
 from ranvier.plan.object_contents import (
     OF_EVERY_MODULE,
@@ -142,7 +142,9 @@ class CodeReach:
                 self.found[id(value)] = Reached(link.path, value, False)
             if isinstance(value, FunctionType) and not is_foreign(value):
                 code = value.__code__
-                uses = uses_of(code, code.co_varnames[0] if link.bound is not None and code.co_argcount else None)
+                trusts = all(value.__globals__.get(name, one) is one for name, one in COMPUTING.items())
+                uses = uses_of(code, code.co_varnames[0] if link.bound is not None and code.co_argcount else None,
+                               trusts=trusts)
                 self._own[id(value)] = uses.own
                 for read in uses.elements:
                     self._elements.setdefault(read.name, set()).add((read, link.bound))
@@ -371,7 +373,7 @@ def _of_class(path: str, kind: type) -> Iterator[_Link]:
                 functions = (value,)
         for one in functions:
             if isinstance(one, FunctionType | _Cached):
-                yield _Link(path, one, None, name, None if isinstance(value, staticmethod) else kind)
+                yield _Link(path, one, None, name, None if isinstance(value, staticmethod | classmethod) else kind)
             elif not name.startswith("__"):
                 yield _Link(f"{path}.{name}", one, name)
 

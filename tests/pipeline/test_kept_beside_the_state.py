@@ -3,7 +3,7 @@ is taken; what looks alike, but is read by another stage, is refused."""
 
 import time
 from collections import defaultdict
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 
 import numpy
 import pytest
@@ -343,6 +343,41 @@ def in_much_data():
     return four(step)
 
 
+def by_the_number_of_the_class():
+    cache = {}
+
+    def lookup(cls):
+        return cache.get(cls.number, 1.0)
+
+    def step(self, x, y):
+        cache[self.number] = y.detach().mean()
+        return y * self.lookup() if self.number else y
+    return four(step, number=0, lookup=classmethod(lookup))
+
+
+def by_what_changes_its_argument():
+    notes = SimpleNamespace(high=1.0)
+
+    def step(self, x, y):
+        z = y.clone()
+        torch.clamp_(z, -1.0, notes.high)
+        if self.number == 0:
+            notes.high = 0.5 * float(y.detach().max())
+        return z
+    return four(step)
+
+
+def by_another_max():
+    def step(self, x, y):
+        z = y.clone()
+        max(z, notes.factor)  # noqa: F821
+        if self.number == 0:
+            notes.factor = float(y.detach().mean())  # noqa: F821
+        return z
+    names = {"__name__": __name__, "notes": SimpleNamespace(factor=1.0), "max": lambda z, factor: z.mul_(factor)}
+    return four(FunctionType(step.__code__, names))
+
+
 def by_a_backward_hook():
     context = SimpleNamespace(scale=1.0)
     blocks, loss = four(lambda self, x, y: y * context.scale if self.number == 0 else y)
@@ -368,6 +403,7 @@ def by_the_backward_of_a_function():
 
 
 @pytest.mark.parametrize("make", [
+    by_the_number_of_the_class, by_what_changes_its_argument, by_another_max,
     by_the_number_of_another, by_a_number_chosen, by_a_view_made_in_the_forward, by_a_function_with_another_self,
     by_a_default, from_the_end, another_key_after_its_own, the_greatest_of_all, the_greatest_on_its_way,
     decided_by_the_greatest, a_function, in_one_of_two_of_a_name, one_attribute_for_another, in_much_data,
