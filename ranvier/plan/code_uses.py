@@ -58,7 +58,8 @@ class ElementRead(NamedTuple):
 @dataclass(frozen=True)
 class Uses:
     """own: names that methods read of their own object. others: other attributes and variables that are read.
-    arguments: arguments and local variables that are. called: names of attributes that are called. whole, elements: of
+    arguments: arguments and local variables that are. called: names of attributes that are called. elsewhere: names of
+    attributes of other objects than a method's own. whole, elements: of
     names that are read, those of which more than an element is, and elements of others. stores: names that are written,
     or of which an element is. accumulates: names whose old value is read for the new one, or before it. reads_any,
     stores_any: whether it may be any name.
@@ -68,6 +69,7 @@ class Uses:
     others: frozenset[str] = frozenset()
     arguments: frozenset[str] = frozenset()
     called: frozenset[str] = frozenset()
+    elsewhere: frozenset[str] = frozenset()
     whole: frozenset[str] = frozenset()
     stores: frozenset[str] = frozenset()
     accumulates: frozenset[str] = frozenset()
@@ -107,7 +109,7 @@ class _Function(Elements):
         self._trusts = trusts
 
     def uses(self) -> Uses:
-        own, others, arguments, called, whole, stores, accumulates = (set[str]() for _ in range(7))
+        own, others, arguments, called, elsewhere, whole, stores, accumulates = (set[str]() for _ in range(8))
         elements = set[ElementRead]()
         reads_any = stores_any = False
         for place, one in enumerate(self._all):
@@ -117,6 +119,8 @@ class _Function(Elements):
             elif one.opname == "MATCH_CLASS":  # whose names of attributes are a constant
                 reads_any = True
             elif one.opname in VARIABLES or one.opname in ATTRIBUTES:
+                if one.opname in ATTRIBUTES and self._path(place)[:-1] != (self._own,):
+                    elsewhere.add(name)
                 reads_any |= name in _READS_ANY
                 stores_any |= name in _STORES_ANY
                 if name in _READS_NAMED or name in _STORES_NAMED:
@@ -144,8 +148,9 @@ class _Function(Elements):
                         name)
                     element = self._element(place)
                     (whole.add(name) if element is None else elements.add(ElementRead(name, element)))
-        return Uses(frozenset(own), frozenset(others), frozenset(arguments), frozenset(called), frozenset(whole),
-                    frozenset(stores), frozenset(accumulates), frozenset(elements), reads_any, stores_any)
+        return Uses(frozenset(own), frozenset(others), frozenset(arguments), frozenset(called),
+                    frozenset(elsewhere), frozenset(whole), frozenset(stores), frozenset(accumulates),
+                    frozenset(elements), reads_any, stores_any)
 
     def _is_called(self, one: dis.Instruction) -> bool:
         return one.opname in _CALLS or (one.opname == "LOAD_ATTR" and not _CALLS and bool((one.arg or 0) & 1))

@@ -103,8 +103,9 @@ class CodeReach:
         """Objects of which there are bound methods."""
         self._own: dict[int, frozenset[str]] = {}
         """Method -> names that it reads of its own object."""
-        self._elements: dict[str, set[tuple[ElementRead, type | None]]] = {}
-        """Name -> elements that functions read of what has it, with the class that a function is a method of."""
+        self._elements: dict[str, set[tuple[ElementRead, type | None, str | None]]] = {}
+        """Name -> elements that functions read of what has it, with the class that a function is a method of, and its
+        name there."""
         self._classes: dict[type, set[int]] = {}
         """Class -> methods that have objects of it as their own."""
         self._names: set[str] = set()
@@ -147,7 +148,7 @@ class CodeReach:
                                trusts=trusts)
                 self._own[id(value)] = uses.own
                 for read in uses.elements:
-                    self._elements.setdefault(read.name, set()).add((read, link.bound))
+                    self._elements.setdefault(read.name, set()).add((read, link.bound, link.method))
                 found.append(uses)
                 fresh = set(_names(code)) - self._names
                 self._names |= fresh
@@ -180,7 +181,9 @@ class CodeReach:
     def reads(self, value: Any, entry: str | None) -> bool:
         """Whether code may read an attribute of an object, the variable of a module, or (None) what is in a container,
         a tensor, an array or a variable of a closure, when another stage has left it there."""
-        return self._reads(id(value), entry, set())
+        # a container of the user's own class may read what there was where it is changed
+        return self._reads(id(value), entry, set()) or (
+            entry is None and not is_foreign(type(value)) and not self.uses.stores.isdisjoint(self.names_of(value)))
 
     def names_read(self, value: Any, names: frozenset[str]) -> frozenset[str]:
         """Those of `names` for which `reads` says so, but for what is only called."""
@@ -197,8 +200,8 @@ class CodeReach:
         for name in self._names_at(id(value)):
             if name is None or name in self.uses.whole:
                 return None
-            for read, kind in self._elements.get(name, ()):
-                found |= self._values_of(read.key, kind)
+            for read, kind, method in self._elements.get(name, ()):
+                found |= self._values_of(read.key, kind, method)
         is_from_end = any(key[0] == "is" and isinstance(key[1], int) and key[1] < 0 for key in found)
         return None if is_from_end and type(value) is list else found
 
@@ -210,10 +213,11 @@ class CodeReach:
             else:
                 yield None if is_argument else name
 
-    def _values_of(self, key: Key, kind: type | None) -> set[Key]:
+    def _values_of(self, key: Key, kind: type | None, method: str | None) -> set[Key]:
         if not names_own(key):
             return {with_values(key, {})}
-        if kind is None or not issubclass(kind, nn.Module) or self.uses.stores_any:  # which a forward may make
+        if kind is None or not issubclass(kind, nn.Module) or self.uses.stores_any or (  # which a forward may make
+                method in self.uses.elsewhere):  # perhaps with another object as its own
             return {ANY}
         return {with_values(key, {name: one for name, one in constants(value).items() if name not in self.uses.stores})
                 for value in list(self._seen.values()) if issubclass(type(value), kind) and self.is_own(value)}

@@ -378,6 +378,31 @@ def by_another_max():
     return four(FunctionType(step.__code__, names))
 
 
+class Mixed(dict):
+    """Half of what there was stays."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, 0.5 * (value + self.get(key, value)))
+
+
+def in_a_container_with_code():
+    cache = Mixed()
+
+    def step(self, x, y):
+        cache["mean"] = y.detach().mean()
+        return y * cache["mean"]
+    return four(step)
+
+
+def by_a_method_with_another_self():
+    cache = {}
+
+    def step(self, x, y):
+        cache[self.number] = y.detach().mean()
+        return y * type(self).look(SimpleNamespace(number=0)) if self.number else y
+    return four(step, look=lambda self: cache.get(self.number, 1.0))
+
+
 def by_a_backward_hook():
     context = SimpleNamespace(scale=1.0)
     blocks, loss = four(lambda self, x, y: y * context.scale if self.number == 0 else y)
@@ -403,7 +428,8 @@ def by_the_backward_of_a_function():
 
 
 @pytest.mark.parametrize("make", [
-    by_the_number_of_the_class, by_what_changes_its_argument, by_another_max,
+    by_the_number_of_the_class, by_what_changes_its_argument, by_another_max, in_a_container_with_code,
+    by_a_method_with_another_self,
     by_the_number_of_another, by_a_number_chosen, by_a_view_made_in_the_forward, by_a_function_with_another_self,
     by_a_default, from_the_end, another_key_after_its_own, the_greatest_of_all, the_greatest_on_its_way,
     decided_by_the_greatest, a_function, in_one_of_two_of_a_name, one_attribute_for_another, in_much_data,
