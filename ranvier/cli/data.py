@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 
 import click
@@ -38,6 +37,7 @@ def prepare(recipe: str, processes: int | None, quiet: bool, as_json: bool, allo
     from ranvier.data.prepare import prepare as prepare_data
     from ranvier.data.prepare import problems, warnings
     from ranvier.planner.auto import with_pretrained
+    from ranvier.system.machine import available_cores
 
     _, resolved = options.read_valid_recipe(recipe, flags, allow_code=allow_code)
     run, found = with_pretrained(resolved.run)
@@ -58,7 +58,7 @@ def prepare(recipe: str, processes: int | None, quiet: bool, as_json: bool, allo
             bar.update(tasks[what], completed=done)
 
         prepared = prepare_data(run, PreparationProgress(
-            tell=lambda line: bar.console.print(line), processes=processes or len(os.sched_getaffinity(0)),
+            tell=lambda line: bar.console.print(line), processes=processes or available_cores(),
             advance=advance))
     console.print(f"{prepared.about}\n{prepared.epoch_samples:,} samples in an epoch")
     print_warnings(prepared.warnings)

@@ -18,6 +18,7 @@ from typing import IO, Literal
 
 from ranvier.errors import LaunchError
 from ranvier.system import child
+from ranvier.system.machine import affinity
 
 Flavour = Literal["mpich", "open-mpi", "unknown"]
 """Implementation of MPI; those derived from MPICH, such as Intel's, count as it."""
@@ -86,7 +87,7 @@ def mpiexec_command(num_ranks: int, command: Sequence[str]) -> list[str]:
         arguments += ["--bind-to", "none"]
         if os.geteuid() == 0:
             arguments.append("--allow-run-as-root")
-        if num_ranks > len(os.sched_getaffinity(0)):
+        if num_ranks > len(affinity()):
             arguments.append("--oversubscribe")
     return [*arguments, *command]
 

@@ -37,7 +37,7 @@ from ranvier.optim.rules import AdamW
 from ranvier.plan.block_costs import block_costs
 from ranvier.planner.microbenchmarks import CLOCK_SECONDS, GPU, measured_device, timed
 from ranvier.precision import DTYPES
-from ranvier.system.machine import available_cores, memory_limit_bytes
+from ranvier.system.machine import affinity, available_cores, memory_limit_bytes
 from ranvier.tensor import float8
 from ranvier.world import World
 
@@ -145,7 +145,7 @@ def crowd_on_rank(world: World, cores: int) -> dict[str, Any]:
     computing, for those that have a partner."""
     torch.set_num_threads(1)
     if hasattr(os, "sched_setaffinity"):  # there may be more cores than are measured
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+        os.sched_setaffinity(0, affinity()[:cores])
     world.backend.group("control", [range(world.size)]).barrier()
     blocks = sum(seconds for *_, seconds in _blocks(_CROWD_SHAPE, "fp32", lambda step: timed(step, 1.0, fmean)))
     return {"blocks": blocks, "collective": _collective(world)}

@@ -209,7 +209,7 @@ def test_mpich_is_started_plainly(pretend):
 
 def test_open_mpi_is_told_what_it_may(pretend, monkeypatch):
     path = pretend("mpiexec (Open MPI) 5.0.11")
-    monkeypatch.setattr(mpiexec.os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(mpiexec, "affinity", lambda: [0, 1])
     monkeypatch.setattr(mpiexec.os, "geteuid", lambda: 1000)
     assert mpiexec.mpiexec_command(2, ["a"]) == [path, "-n", "2", "--bind-to", "none", "a"]
     monkeypatch.setattr(mpiexec.os, "geteuid", lambda: 0)
