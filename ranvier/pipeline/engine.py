@@ -56,6 +56,7 @@ from ranvier.pipeline.held_parameters import HeldParameters, RankParameters
 from ranvier.pipeline.left_values import LeftValues, SameLeft
 from ranvier.pipeline.microbatch import Batch, Microbatch, as_microbatches, check_microbatches
 from ranvier.pipeline.modes import some_train
+from ranvier.pipeline.others_parameters import OthersParameters, used_from_outside
 from ranvier.pipeline.prepared_model import check_arguments, prepare
 from ranvier.pipeline.rank_stages import RankStages
 from ranvier.pipeline.replica_randomness import ReplicaRandomness
@@ -227,7 +228,7 @@ class Engine:
         self._buffer_changes = SharedBufferChanges(self.stages.shared_buffers, blocks)
         self._connections.open_splits(self.layout)
         self._rates = SameRates(self.coordinates, own=own)
-        left = self._left_values(split, blocks)
+        left, self._others = self._left_values(split, blocks), self._others_parameters(blocks)
         self._statistics = BatchStatistics(
             self._connections.all, SameTargets(self.coordinates, self.layout.stages), self._rates,
             SameLeft(self.stages.shared_places, self.coordinates, self.layout.stages, list(left.values())), self._ties,
@@ -315,7 +316,7 @@ class Engine:
             autocast=autocast,
             in_float8=float8_layers(blocks, len(self.block_names), self.world.device) if float8 else (),
             weight_gradients=self._weight_gradients(),
-            left=left.get(stage))
+            left=left.get(stage), others=self._others.get(stage))
             for stage in placement.stages_of(self.coordinates.pipeline_rank)],
             eval_blocks=range(0 if frozen_dropout else self.frozen_blocks))
 
@@ -329,6 +330,15 @@ class Engine:
                                   is_alone=placement.per_rank == 1, only_here=here)
                 for stage in placement.stages_of(self.coordinates.pipeline_rank)
                 if any(place.stage == stage for place in places)}
+
+    def _others_parameters(self, blocks: Blocks) -> dict[int, OthersParameters]:
+        """Of each stage of this rank whose code reaches parameters of other stages."""
+        return {stage: OthersParameters(self._elsewhere.others, self.names_in_whole, {
+            name: one for number, block, module in blocks if number not in self.layout.blocks(stage)
+            for path, one in module.named_parameters()
+            if self.layout[name := f"{block}.{path}"].block not in self.layout.blocks(stage)})
+            for stage in self.layout.stages.stages_of(self.coordinates.pipeline_rank)
+            if stage in self.stages.with_others_parameters}
 
     def _build_runner(self, dtype: torch.dtype, nominal_weight: float | Literal["auto"]) -> BatchRunner:
         placement, pipeline = self.layout.stages, self.plan.pipeline
@@ -542,6 +552,7 @@ class Engine:
         missed_updates: parameter -> updates that left it alone, where there are any.
         """
         self._step, self._was_loaded = steps, True
+        self._let_others_be_old()
         self._elsewhere.loaded()
         self._stages.forget_weights()
         self._updater.restore_counters(optimizer_steps, loss_scale, last_norm, missed_updates or {})
@@ -733,6 +744,7 @@ class Engine:
         self._updater.begin(self._step, updates=updates, keep=self._statistics.continues_a_step)
         self._buffer_changes.begin()
         self._elsewhere.begin()
+        self._let_others_be_old()
         try:
             self._run(batch, training=True)
         except BaseException:
@@ -749,15 +761,14 @@ class Engine:
             self._buffers.start()  # after the reduction of every chunk has begun, so in one order on all replicas
         self._connections.board.action = "the average of gradients over data, and the optimizer"
 
+    def _let_others_be_old(self) -> None:
+        for others in self._others.values():
+            others.is_old = True
+
     def _check_gradients(self) -> None:
         """ModelError where the batch has given a parameter a gradient that is in no sum."""
         for name in (*self._elsewhere.reached(), *self._updater.gradients.late()):
-            raise ModelError("is used by a block, or by a loss, that does not have it: its gradient from there is lost",
-                             code="parameter-used-from-outside",
-                             where=f"parameter {self.names_in_whole.get(name, (name,))[0]}",
-                             remedy="Make it, or its layer, an attribute of each block that uses it (self.other = "
-                                    "layer, and no list, closure or bound method), or of a loss that is a module. "
-                                    "Ranvier ties parameters that several blocks have.")
+            raise used_from_outside(self.names_in_whole.get(name, (name,))[0])
 
     def _name_evaluation_mode(self) -> None:
         """Warn, once, where a whole model came in evaluation mode and trains so."""

@@ -159,6 +159,10 @@ class CodeReach:
             waiting.extend(self._linked(link.path, value))
         self.uses = Uses.of([self.uses, *found]) if found else self.uses
 
+    def has(self, identity: int) -> bool:
+        """Whether code reaches this very object, a parameter, too."""
+        return identity in self._seen or identity in self._links
+
     def places(self) -> dict[PlaceName, Any]:
         """What is found, by names that each stand for one object only."""
         places, namesakes = dict[PlaceName, Any](), Counter[tuple[str, str]]()

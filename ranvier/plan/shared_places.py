@@ -62,14 +62,34 @@ class SharedPlace:
     keys: frozenset[Key] | None = None
 
 
-def shared_places(stages: Mapping[str, int], modules: Mapping[str, nn.Module], loss: object) -> tuple[SharedPlace, ...]:
-    """All of a model. stages: block -> its stage. modules: blocks, in order."""
+def code_of_stages(stages: Mapping[str, int], modules: Mapping[str, nn.Module], loss: object) -> dict[int, CodeReach]:
+    """What the code of each stage reaches; nothing of one stage alone. stages: block -> its stage. modules: blocks, in
+    order."""
     reaches = {stage: CodeReach() for stage in dict.fromkeys(stages.values())}
     if len(reaches) < 2:
-        return ()
+        return {}
     for name, module in modules.items():
         reaches[stages[name]].add(name, module)
     reaches[max(reaches)].add("loss", loss)
+    return reaches
+
+
+def stages_with_others_parameters(reaches: Mapping[int, CodeReach], stages: Mapping[str, int],
+                                  modules: Mapping[str, nn.Module]) -> frozenset[int]:
+    """The stages whose code reaches parameters that blocks of other stages have, and its own do not, or their layers.
+    The others are as in `code_of_stages`."""
+    holders: dict[int, set[int]] = {}
+    for name, module in modules.items():
+        for part in module.modules():
+            own = [one for one in part._parameters.values() if one is not None]
+            for one in (*own, part) if own else ():
+                holders.setdefault(id(one), set()).add(stages[name])
+    return frozenset(stage for stage, reach in reaches.items()
+                     if any(stage not in here and reach.has(identity) for identity, here in holders.items()))
+
+
+def shared_places(reaches: Mapping[int, CodeReach]) -> tuple[SharedPlace, ...]:
+    """All of a model, by `code_of_stages`."""
     places: dict[int, list[int]] = {}
     for stage, reach in reaches.items():
         for identity in reach.found:
