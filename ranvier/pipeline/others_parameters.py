@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ranvier.errors import ModelError
+from ranvier.plan.shared_places import storage_of
 
 _NO_VALUES = frozenset({"new_empty", "new_full", "new_ones", "new_zeros", "empty_like", "full_like", "ones_like",
                         "rand_like", "randint_like", "randn_like", "zeros_like"})
@@ -46,10 +47,10 @@ class OthersParameters(TorchDispatchMode):
 
     def __enter__(self) -> OthersParameters:
         elsewhere = [(name, one) for name, held in self._elsewhere if (one := held()) is not None]
-        self._written = {_memory_of(one): name for name, one in (*elsewhere, *self._here.items())}
-        self._read = {_memory_of(one): name for name, one in elsewhere if self.is_old and one.requires_grad}
-        for nothing in (self._written, self._read):
-            nothing.pop(0, None)  # without elements, or on the meta device
+        self._written = {storage_of(one): name for name, one in (*elsewhere, *self._here.items())}
+        self._read = {storage_of(one): name for name, one in elsewhere if self.is_old and one.requires_grad}
+        for found in (self._written, self._read):
+            found.pop(0, None)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -63,7 +64,7 @@ class OthersParameters(TorchDispatchMode):
 
     def _look(self, names: Mapping[int, str], values: object) -> None:
         for one in tree_leaves(values) if names else ():
-            if isinstance(one, Tensor) and (name := names.get(_memory_of(one))) is not None:
+            if isinstance(one, Tensor) and (name := names.get(storage_of(one))) is not None:
                 raise used_from_outside(self._names_in_whole.get(name, (name,))[0])
 
 
@@ -77,7 +78,3 @@ def used_from_outside(name: str) -> ModelError:
                              "parameters that several blocks have. Or put the blocks on one stage "
                              "(Pipeline(boundaries=...)).")
 
-
-def _memory_of(tensor: Tensor) -> int:
-    """Where its storage begins; 0 where it has none."""
-    return tensor.untyped_storage().data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0

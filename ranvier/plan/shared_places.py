@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from ranvier.plan.element_keys import Key
 from ranvier.plan.object_contents import is_whole
@@ -31,6 +31,7 @@ class Element(NamedTuple):
     key: Any
 
 
+_RUNNING = frozenset({"running_mean", "running_var"})
 Entry = str | Element | None
 """An attribute or variable; None for what is in a container, a tensor, an array, or a variable of a closure."""
 
@@ -79,13 +80,25 @@ def stages_with_others_parameters(reaches: Mapping[int, CodeReach], stages: Mapp
     """The stages whose code reaches parameters that blocks of other stages have, and its own do not, or their layers.
     The others are as in `code_of_stages`."""
     holders: dict[int, set[int]] = {}
+    storages: dict[int, set[int]] = {}
     for name, module in modules.items():
         for part in module.modules():
             own = [one for one in part._parameters.values() if one is not None]
             for one in (*own, part) if own else ():
                 holders.setdefault(id(one), set()).add(stages[name])
-    return frozenset(stage for stage, reach in reaches.items()
-                     if any(stage not in here and reach.has(identity) for identity, here in holders.items()))
+            for one in own:
+                storages.setdefault(storage_of(one), set()).add(stages[name])
+    storages.pop(0, None)
+    return frozenset(
+        stage for stage, reach in reaches.items()
+        if any(stage not in here and reach.has(identity) for identity, here in holders.items())
+        or any(stage not in storages.get(storage_of(one.value), {stage}) for one in reach.found.values()
+               if isinstance(one.value, Tensor)))
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Where its storage begins; 0 where it has none, and for subclasses, which may have several."""
+    return tensor.untyped_storage().data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
 
 
 def shared_places(reaches: Mapping[int, CodeReach]) -> tuple[SharedPlace, ...]:
@@ -174,7 +187,10 @@ def _read(reach: CodeReach, one: Reached, names: frozenset[str]) -> Iterable[Ent
         return (None,) if reach.reads(one.value, None) else ()
     if one.is_part:
         return (reach.names_read(one.value, names) | names & reach.uses.called) - _buffers(one.value)
-    return reach.names_read(one.value, names | _buffers(one.value)) | names & reach.uses.called
+    read = reach.names_read(one.value, names | _buffers(one.value))
+    if not read.isdisjoint(_RUNNING):  # kernels that change these leave no trace, but for the count beside them
+        read |= _buffers(one.value) & {"num_batches_tracked"}
+    return read | names & reach.uses.called
 
 
 def _buffers(value: object) -> frozenset[str]:

@@ -192,5 +192,49 @@ def test_what_is_the_same_on_all_ranks_may_be_read(use, pipeline, options):
         torch.testing.assert_close(found[name], one, rtol=1e-10, atol=1e-12)
 
 
+class HasValues(nn.Module):
+    """Has the values of a layer's weight, and not the weight."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.values = [layer.weight.detach()[1:]]
+
+    def forward(self, x):
+        return x + self.values[0].sum()
+
+
+def test_values_over_the_memory_of_another_stages_parameter_are_refused():
+    blocks = [[linear(), linear(), linear()] for _ in range(2)]
+
+    def rank(world):
+        mine = blocks[world.rank]
+        engine = Engine([*mine, HasValues(mine[0])], world, mesh=Mesh(pipe=2), loss=squared)
+        engine.forward_backward(share(engine, points([[2]])))
+
+    with raises("parameter-used-from-outside", where="parameter 0.weight"):
+        run_ranks(rank, 2)
+
+
+def test_running_statistics_of_another_stage_are_refused():
+    """Their kernels leave no trace of a change: the count of batches beside them does."""
+    class Shifts(nn.Module):
+        def __init__(self, norm):
+            super().__init__()
+            self.own, self.norm = linear(), [norm]
+
+        def forward(self, x):
+            return self.own(x) - self.norm[0].running_mean
+
+    norms = [nn.BatchNorm1d(4, dtype=torch.float64) for _ in range(2)]
+
+    def rank(world):
+        norm = norms[world.rank]
+        engine = Engine([linear(), norm, linear(), Shifts(norm)], world, mesh=Mesh(pipe=2), loss=squared)
+        engine.forward_backward(share(engine, points([[2]])))
+
+    with raises("shared-container-changes", where="attribute 1.num_batches_tracked"):
+        run_ranks(rank, 2)
+
+
 def test_before_the_training_a_value_is_not_old():
     assert state_after(norm, evaluates=True)
