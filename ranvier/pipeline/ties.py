@@ -249,8 +249,8 @@ class TiedParameters:
                     gradient, trains = self._take(MessageKind.TIED_GRADIENT, what, move)
                     if trains != tie.parameter.requires_grad:
                         raise ModelError(
-                            "is frozen on one of the stages that have it, and trains on another",
-                            code="tied-frozen-on-one-stage", where=tie.text, value=f"requires_grad={trains}",
+                            "is frozen at one end of its tie, and trains at another",
+                            code="tied-end-frozen", where=tie.text, value=f"requires_grad={trains}",
                             remedy="Freeze it under all of its names, or let it train under all: all that "
                                    "engine.named_parameters() returns, on all ranks.")
                     tie.part(tie.gradient, move).add_(gradient.to(tie.parameter.device))
@@ -306,8 +306,8 @@ class TiedParameters:
         """ModelError where the sum over all ranks shows that ends have different values."""
         if int(total) % (1 << _NUMBER_BITS):
             places = dict.fromkeys([tie.text for tie in self.ties if self._is_written(tie)] or self._names)
-            raise ModelError("was written on one of the stages that have it, and has other values on another",
-                             code="tied-written-on-one-stage", where=" or ".join(places),
+            raise ModelError("was written at one end of its tie, and has other values at another",
+                             code="tied-end-written", where=" or ".join(places),
                              remedy="Write all that engine.named_parameters() returns, on all ranks and not in a "
                                     "forward. To update by engine.optimizer, call engine.step(result) in place of its "
                                     "step().")
