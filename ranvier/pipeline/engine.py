@@ -204,7 +204,7 @@ class Engine:
         self._learning_rate, self.timeline = learning_rate, timeline_of(world.device, plan.mesh, plan.policy)
         self._policy = policy or policy_named(plan.policy)
         self._step, self._closed, self._is_averaged = 0, False, False
-        self._was_loaded = self._users_update = False
+        self._was_loaded = self._has_trained = False
         self._failure: str | None = None
         self._replicas: Replicas | None = None
         self._refuses_bad_losses = guard is None
@@ -737,7 +737,7 @@ class Engine:
                                  code="parameter-unfrozen",
                                  where=f"parameter {self.names_in_whole.get(name, (name,))[0]}",
                                  remedy="Build a new engine to train more parameters.")
-        self._step += 1
+        self._step, self._has_trained = self._step + 1, True
         self._stages.set_loss_factor(self._updater.loss_factor)
         self._rates.begin(None if self._updater.flat is None else self.learning_rate, self._updater.users)
         self._statistics.begin_training(self._updater.gradients.were_zeroed, updates=updates)
@@ -948,7 +948,7 @@ class Engine:
             self._run(batch, training=False, keep_outputs=True)
         finally:
             self._stages.observe(None)
-        if self.is_last_stage and self.layout.has_separate_ends:
+        if self._has_trained and self.is_last_stage and self.layout.has_separate_ends:
             self._statistics.work.wait()  # which compares them
         return self._stages.outputs if self.is_last_stage else None
 
@@ -1042,8 +1042,8 @@ class Engine:
     def _let_ends_follow(self, *, training: bool) -> None:
         """Ends of ties take their owners' values where all ranks know that others than the engine may have written
         these. A batch begins."""
-        self._users_update = not self._updater.updates and (training or self._users_update)
-        if self._was_loaded or self._users_update:
+        users_update = not self._updater.updates and (training or self._has_trained)
+        if self._was_loaded or users_update:
             self._ties.send_values(self._call, trained=True, replaces=True)
             self._ties.receive_values()
             self._held.adopt()
