@@ -201,6 +201,11 @@ class Layout:
             found.setdefault(parameter.owner, {}).setdefault(place, parameter)
         return found
 
+    @cached_property
+    def has_separate_ends(self) -> bool:
+        """Whether ends of a tie are parameters of their own, on one rank or several."""
+        return any(len(ends) > 1 for ends in self.ends.values())
+
     def ends_on(self, pipe: int) -> dict[str, Parameter]:
         """Key -> an end on the ranks at that place in the pipeline. Ends of one key are cut alike; the owner, whose
         name the key may be, may be on other ranks and cut differently."""
@@ -323,16 +328,17 @@ class Layout:
                 continue
             if self.chunking is not None and self.chunking.shard and parameter.trainable and size:
                 owned += shared.get(parameter.name, []) if self.is_first_copy(parameter.name, at) else []
-            elif self._first_position(parameter, piece.box) == position:
+            elif self.is_first_holder(parameter, position):
                 share = -(-size // self.mesh.num_replicas)
                 start, stop = min(replica * share, size), min((replica + 1) * share, size)
                 if start < stop or (size == 0 and replica == 0):
                     owned.append(Slice(parameter.name, piece.box, (start, stop)))
         return owned
 
-    def _first_position(self, parameter: Parameter, box: Box) -> Position:
-        """The first position that holds this box of `parameter`."""
-        return next(position for position in self.mesh.positions if self.box(parameter, position) == box)
+    def is_first_holder(self, parameter: Parameter, position: Position) -> bool:
+        """Whether it is the first position that holds its box of `parameter`."""
+        box = self.box(parameter, position)
+        return next(other for other in self.mesh.positions if self.box(parameter, other) == box) == position
 
     def check(self) -> None:
         """ModelError unless the positions of the tensor mesh hold every element of every parameter, without overlap.

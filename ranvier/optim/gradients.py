@@ -331,11 +331,11 @@ class Gradients:
 
     def show_unreached(self) -> None:
         """Parameters that are frozen, or that no loss has reached, have no gradient until the next batch, as a plain
-        loop has it."""
+        loop has it; nor have those whose owner has the sum: who updates all that he finds leaves them alone."""
         left_alone = set[nn.Parameter]().union(*(self.left_alone(chunk) for chunk in self.reduced()))
         self.unreached = {spec.name for spec in self.owned() if spec.parameter in left_alone}
-        for spec in self.owned():
-            if spec.name in self.unreached:
+        for spec in self._specs:
+            if spec.name in self.unreached or spec.sent_to_owner:
                 spec.parameter.grad = None
 
     def take_edits(self) -> None:

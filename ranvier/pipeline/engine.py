@@ -56,6 +56,7 @@ from ranvier.pipeline.held_parameters import HeldParameters, RankParameters
 from ranvier.pipeline.left_values import LeftValues, SameLeft
 from ranvier.pipeline.microbatch import Batch, Microbatch, as_microbatches, check_microbatches
 from ranvier.pipeline.modes import some_train
+from ranvier.pipeline.others_parameters import OthersParameters, used_from_outside
 from ranvier.pipeline.prepared_model import check_arguments, prepare
 from ranvier.pipeline.rank_stages import RankStages
 from ranvier.pipeline.replica_randomness import ReplicaRandomness
@@ -67,7 +68,7 @@ from ranvier.pipeline.shared_objects import SharedBufferChanges, StageCopies
 from ranvier.pipeline.stage import Blocks, Stage
 from ranvier.pipeline.state_dict import StateDict, load_state, take_state
 from ranvier.pipeline.statistics import BatchStatistics, NominalWeight
-from ranvier.pipeline.ties import TiedParameters, TieMessages, gradient_specs, ties_of
+from ranvier.pipeline.ties import TiedParameters, TieMessages, gradient_specs, tied_parameters, ties_of
 from ranvier.pipeline.trained_elsewhere import TrainedElsewhere
 from ranvier.plan.cut import split_model
 from ranvier.plan.formats import told
@@ -203,6 +204,7 @@ class Engine:
         self._learning_rate, self.timeline = learning_rate, timeline_of(world.device, plan.mesh, plan.policy)
         self._policy = policy or policy_named(plan.policy)
         self._step, self._closed, self._is_averaged = 0, False, False
+        self._was_loaded = self._has_trained = False
         self._failure: str | None = None
         self._replicas: Replicas | None = None
         self._refuses_bad_losses = guard is None
@@ -219,8 +221,6 @@ class Engine:
         self._held = HeldParameters(blocks, model if isinstance(model, nn.Module) else None)
         self._elsewhere = TrainedElsewhere(ready_made(given.model), (name for _, name, _ in blocks),
                                            self._parameters.values())
-        self._training_of = [(name, one, self._parameters[self.layout[name].owner], self.layout[name].trainable)
-                             for name, one in self._parameters.items()]
         self._connect(blocks, timeout_seconds, settings_of(
             plan.optim, guard, dtype=dtype, autocast=autocast, float8=float8, nominal_weight=nominal_weight,
             frozen=frozen, frozen_above=self.frozen_above, buffers=buffers))
@@ -228,13 +228,14 @@ class Engine:
         self._buffer_changes = SharedBufferChanges(self.stages.shared_buffers, blocks)
         self._connections.open_splits(self.layout)
         self._rates = SameRates(self.coordinates, own=own)
-        left = self._left_values(split, blocks)
+        left, self._others = self._left_values(split, blocks), self._others_parameters(blocks)
         self._statistics = BatchStatistics(
             self._connections.all, SameTargets(self.coordinates, self.layout.stages), self._rates,
-            SameLeft(self.stages.shared_places, self.coordinates, self.layout.stages, list(left.values())),
+            SameLeft(self.stages.shared_places, self.coordinates, self.layout.stages, list(left.values())), self._ties,
             on_device=world.device.type == "cuda")
         tables = lookup_tables(module for _, _, module in blocks)
         self._updater = self._build_updater(optimizer, dtype, nominal_weight, guard, tables)
+        self._ties.send_values(self._call, trained=False)  # now that parameters have their places in memory
         self._stages = self._build_stages(split, blocks, seed=seed, compile=compile, autocast=autocast, float8=float8,
                                           frozen_dropout=frozen_dropout, tables=tables, left=left)
         self._runner = self._build_runner(dtype, nominal_weight)
@@ -315,7 +316,7 @@ class Engine:
             autocast=autocast,
             in_float8=float8_layers(blocks, len(self.block_names), self.world.device) if float8 else (),
             weight_gradients=self._weight_gradients(),
-            left=left.get(stage))
+            left=left.get(stage), others=self._others.get(stage))
             for stage in placement.stages_of(self.coordinates.pipeline_rank)],
             eval_blocks=range(0 if frozen_dropout else self.frozen_blocks))
 
@@ -329,6 +330,15 @@ class Engine:
                                   is_alone=placement.per_rank == 1, only_here=here)
                 for stage in placement.stages_of(self.coordinates.pipeline_rank)
                 if any(place.stage == stage for place in places)}
+
+    def _others_parameters(self, blocks: Blocks) -> dict[int, OthersParameters]:
+        """Of each stage of this rank whose code reaches parameters of other stages."""
+        return {stage: OthersParameters(self._elsewhere.others, self.names_in_whole, {
+            name: one for number, block, module in blocks if number not in self.layout.blocks(stage)
+            for path, one in module.named_parameters()
+            if self.layout[name := f"{block}.{path}"].block not in self.layout.blocks(stage)})
+            for stage in self.layout.stages.stages_of(self.coordinates.pipeline_rank)
+            if stage in self.stages.with_others_parameters}
 
     def _build_runner(self, dtype: torch.dtype, nominal_weight: float | Literal["auto"]) -> BatchRunner:
         placement, pipeline = self.layout.stages, self.plan.pipeline
@@ -365,9 +375,9 @@ class Engine:
                                timeline=self.timeline, timeout_seconds=timeout_seconds, other=arrived.put,
                                settings=settings)
         self.timeline.ranks = self._connections.all
-        self._ties = TiedParameters(ties, arrived, self._connections.send, self._connections.inbox.wait)
+        self._ties = TiedParameters(ties, arrived, self._connections.send, self._connections.inbox.wait,
+                                    tied_parameters(self.layout))
         share_start_values(self.layout, blocks, self._parameters, self._connections)
-        self._ties.send_values(self._call, trained=False)
 
     def _edge_capacity(self) -> int:
         """Room for the largest carried state that crosses a boundary, and its description; 1 MiB when unknown."""
@@ -481,7 +491,8 @@ class Engine:
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """All parameters of this rank's blocks by global name, up to date; a tied one by its owner's name, and by its
         own, too, where the rank's ends are on several stages, or are cut differently over rows and columns. A
-        program that writes one must write both."""
+        program that writes one, or freezes it, must do so with all, on all ranks. In an engine without an optimizer
+        other ends take what the owner's rank has written when the next batch begins."""
         self._finish_update()
         return dict(self._parameters)
 
@@ -540,7 +551,8 @@ class Engine:
 
         missed_updates: parameter -> updates that left it alone, where there are any.
         """
-        self._step = steps
+        self._step, self._was_loaded = steps, True
+        self._let_others_be_old()
         self._elsewhere.loaded()
         self._stages.forget_weights()
         self._updater.restore_counters(optimizer_steps, loss_scale, last_norm, missed_updates or {})
@@ -717,23 +729,22 @@ class Engine:
     def _accumulate(self, batch: Sequence[Microbatch], *, updates: bool) -> None:
         """Run forwards and backwards, and start every reduction. updates: whether a step follows."""
         self._finish_update()
+        self._let_ends_follow(training=True)
         self._name_evaluation_mode()
-        for name, parameter, owner, trainable in self._training_of:
-            # an end that `named_parameters` leaves out trains as the one that it shows
-            if parameter.requires_grad != owner.requires_grad:
-                parameter.requires_grad_(owner.requires_grad)
-            if parameter.requires_grad and not trainable:
+        for name, parameter in self._parameters.items():
+            if parameter.requires_grad and not self.layout[name].trainable:
                 raise ModelError("was frozen when the engine was built, and is trainable now",
                                  code="parameter-unfrozen",
                                  where=f"parameter {self.names_in_whole.get(name, (name,))[0]}",
                                  remedy="Build a new engine to train more parameters.")
-        self._step += 1
+        self._step, self._has_trained = self._step + 1, True
         self._stages.set_loss_factor(self._updater.loss_factor)
         self._rates.begin(None if self._updater.flat is None else self.learning_rate, self._updater.users)
         self._statistics.begin_training(self._updater.gradients.were_zeroed, updates=updates)
         self._updater.begin(self._step, updates=updates, keep=self._statistics.continues_a_step)
         self._buffer_changes.begin()
         self._elsewhere.begin()
+        self._let_others_be_old()
         try:
             self._run(batch, training=True)
         except BaseException:
@@ -750,15 +761,14 @@ class Engine:
             self._buffers.start()  # after the reduction of every chunk has begun, so in one order on all replicas
         self._connections.board.action = "the average of gradients over data, and the optimizer"
 
+    def _let_others_be_old(self) -> None:
+        for others in self._others.values():
+            others.is_old = True
+
     def _check_gradients(self) -> None:
         """ModelError where the batch has given a parameter a gradient that is in no sum."""
         for name in (*self._elsewhere.reached(), *self._updater.gradients.late()):
-            raise ModelError("is used by a block, or by a loss, that does not have it: its gradient from there is lost",
-                             code="parameter-used-from-outside",
-                             where=f"parameter {self.names_in_whole.get(name, (name,))[0]}",
-                             remedy="Make it, or its layer, an attribute of each block that uses it (self.other = "
-                                    "layer, and no list, closure or bound method), or of a loss that is a module. "
-                                    "Ranvier ties parameters that several blocks have.")
+            raise used_from_outside(self.names_in_whole.get(name, (name,))[0])
 
     def _name_evaluation_mode(self) -> None:
         """Warn, once, where a whole model came in evaluation mode and trains so."""
@@ -938,6 +948,8 @@ class Engine:
             self._run(batch, training=False, keep_outputs=True)
         finally:
             self._stages.observe(None)
+        if self._has_trained and self.is_last_stage and self.layout.has_separate_ends:
+            self._statistics.work.wait()  # which compares them
         return self._stages.outputs if self.is_last_stage else None
 
     @of_engine
@@ -990,6 +1002,7 @@ class Engine:
         self._connections.board.calls += 1
         if not training:
             self._finish_update()
+            self._let_ends_follow(training=False)
         with self._working(), self._randomness.batch():
             self._runner.run(batch, call=self._call, step=self._step, training=training, keep_outputs=keep_outputs)
         if not training:
@@ -1025,6 +1038,16 @@ class Engine:
         self._ties.receive_values()
         self._buffers.finish()
         self._held.adopt()
+
+    def _let_ends_follow(self, *, training: bool) -> None:
+        """Ends of ties take their owners' values where all ranks know that others than the engine may have written
+        these. A batch begins."""
+        users_update = not self._updater.updates and (training or self._has_trained)
+        if self._was_loaded or users_update:
+            self._ties.send_values(self._call, trained=True, replaces=True)
+            self._ties.receive_values()
+            self._held.adopt()
+        self._was_loaded = False
 
     @property
     def _call(self) -> int:

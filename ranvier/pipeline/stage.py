@@ -28,6 +28,7 @@ from ranvier.pipeline import carried_tensors
 from ranvier.pipeline.autocast import casting
 from ranvier.pipeline.left_values import LeftValues
 from ranvier.pipeline.microbatch import Microbatch
+from ranvier.pipeline.others_parameters import OthersParameters
 from ranvier.pipeline.result import KeptOutputs
 from ranvier.pipeline.segment import Segment
 from ranvier.plan.block_costs import loss_parts
@@ -111,6 +112,7 @@ class Stage:
         selective: whether outputs of their expensive operations are kept. Then no block is compiled, since a compiled
             one is a single operation.
         left: looks for what a forward leaves outside of the carried state; None for one stage alone.
+        others: looks for parameters of other stages; None where the stage's code reaches none.
     """
 
     def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], *, loss: Loss | None, seed: int,
@@ -120,8 +122,9 @@ class Stage:
                  selective: bool = False,
                  mesh: TensorMesh | None = None, compile: bool | Literal["auto"] = False,
                  in_float8: Collection[nn.Module] = (), may_wait: bool = True,
-                 autocast: torch.dtype | None = None, left: LeftValues | None = None) -> None:
-        self._left = left
+                 autocast: torch.dtype | None = None, left: LeftValues | None = None,
+                 others: OthersParameters | None = None) -> None:
+        self._left, self._others = left, others or _AS_THEY_ARE
         self.blocks, self._loss, self._seed, self._device = blocks, loss, seed, device
         self._autocast = autocast
         self.training = self._trains = False
@@ -232,7 +235,7 @@ class Stage:
         wanted = training and (bool(requires_grad) or self._trains)
         leaves, entered = dict[str, Tensor](), dict[str, Tensor]()
         self._weights.forward_bytes = 0
-        with torch.set_grad_enabled(wanted), self._surroundings():
+        with torch.set_grad_enabled(wanted), self._surroundings(), self._others:
             for name, tensor in inputs.items():
                 entered[name] = leaf = tensor.detach()
                 if training and name in requires_grad:
@@ -456,7 +459,7 @@ class Stage:
             self._block_passed(self.blocks[-1][0] + 1)
         arrived = [gradients[name] for name in names]
         try:
-            with _AS_THEY_ARE if self._mesh is None else self._mesh.one_pass(self._uses["backward"]):
+            with _AS_THEY_ARE if self._mesh is None else self._mesh.one_pass(self._uses["backward"]), self._others:
                 products = self._weights.backward_pass(number, roots, arrived, defer, last=last)
                 if last:
                     self._close(self.blocks[0][0])

@@ -17,6 +17,7 @@ from ranvier.errors import ModelError
 from ranvier.pipeline.left_values import SameLeft
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.same_on_ranks import SAME_TARGETS, SameRates, SameTargets
+from ranvier.pipeline.ties import TiedParameters
 from ranvier.system.pinned_memory import HostCopy
 
 
@@ -57,16 +58,16 @@ class BatchStatistics:
     whether all ranks compute on CUDA devices."""
 
     sums: Tensor
-    """[12] fp64: sum of losses, weight, how many ranks have found their gradients set to zero, how many train (ranks +
+    """[13] fp64: sum of losses, weight, how many ranks have found their gradients set to zero, how many train (ranks +
     1 times those that update by it), the numbers of `SameTargets`, how many add to an earlier batch, and the numbers of
-    `SameRates` and `SameLeft`."""
+    `SameRates`, `SameLeft` and `TiedParameters`."""
     work: Work
     """The reduction of `sums`."""
 
-    def __init__(self, ranks: Group, same_targets: SameTargets, same_rates: SameRates, same_left: SameLeft, *,
-                 on_device: bool = False) -> None:
+    def __init__(self, ranks: Group, same_targets: SameTargets, same_rates: SameRates, same_left: SameLeft,
+                 ties: TiedParameters, *, on_device: bool = False) -> None:
         self._ranks, self._same_targets, self._on_device = ranks, same_targets, on_device
-        self._same_rates, self._same_left = same_rates, same_left
+        self._same_rates, self._same_left, self._ties = same_rates, same_left, ties
         self._targets = torch.zeros(SAME_TARGETS, dtype=torch.float64)
         self._accumulated: Tensor | None = None  # losses and weights of batches since the last step
         self._earlier: Tensor | None = None  # the same, while another batch of that step runs
@@ -105,24 +106,27 @@ class BatchStatistics:
         """Start the sum over all ranks. mine: [2] fp64 of this rank, None where another rank counts the same.
         at_once: begin it now, also where the host waits for a device; otherwise the step asks for the weight before any
         other collective."""
-        earlier, sums = self._earlier, torch.zeros(7 + SAME_TARGETS, dtype=torch.float64)
+        earlier, sums = self._earlier, torch.zeros(8 + SAME_TARGETS, dtype=torch.float64)
         self.sums, same_targets, same_rates, same_left = sums, self._same_targets, self._same_rates, self._same_left
+        ties = self._ties
         size, of_targets = len(self._ranks.ranks), slice(4, 4 + SAME_TARGETS)
         sums[2], sums[3] = self._zeroed, self._training * (size + 1 if self._updates else 1)
         if self._training:
-            sums[-3], sums[-2], sums[-1] = earlier is not None, same_rates.number(), same_left.number()
+            sums[-4], sums[-3], sums[-2] = earlier is not None, same_rates.number(), same_left.number()
+        sums[-1] = ties.number()
 
         def add_earlier() -> None:
             updating, others = divmod(int(sums[3]), size + 1)
             if (updating, others) not in ((0, 0), (size, 0), (0, size)):
                 raise calls_differ(f"of {size} ranks {updating} are in train_batch, {others} in forward_backward, and "
                                    f"{size - updating - others} in others")
-            if 0 < (continuing := int(sums[-3])) < size:
+            if 0 < (continuing := int(sums[-4])) < size:
                 raise calls_differ(f"of {size} ranks {continuing} add to the gradients of the batch before, and "
                                    f"{size - continuing} have called step or zero_grad since")
             same_targets.check(sums[of_targets])
-            same_rates.check(float(sums[-2]))
-            same_left.check(float(sums[-1]))
+            same_rates.check(float(sums[-3]))
+            same_left.check(float(sums[-2]))
+            ties.check(float(sums[-1]))
             if sums[1] < 0 or sums[1].isinf():
                 raise ModelError("has a weight by which its gradient would be turned around, or lost",
                                  code="loss-weight-range", where="loss", value=f"{sums[1].item():.4g} in the batch",

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ranvier.comm.message import Message, MessageKind
 from ranvier.comm.protocol import Group
+from ranvier.errors import ModelError
 from ranvier.layout import Box, Layout, Move, Parameter, TensorAxis, index_of, intersection
 from ranvier.mesh import Position
 from ranvier.optim.chunks import GradientSpec
@@ -32,10 +33,12 @@ from ranvier.optim.tensor_update import TensorSplit
 class Tie:
     """An end of a tied parameter on a rank, under the key `name`.
 
-    box: what the rank holds of it.
-    trains: whether it did when the engine was built. If it is frozen later, its ends still exchange zeros, so that
-        they agree without a word.
+    text: the parameter in an error, with all of its names.
+    shape: of the whole parameter. box: what the rank holds of it.
+    trains: whether it did when the engine was built. If it is frozen later, its ends still exchange zeros, and whether
+        they are frozen.
     ends: of an owner, how many ends send it gradients; else 0.
+    is_compared: whether the rank is the first that has this box of this end, and sees whether somebody writes it.
     gradients: what comes in where this end owns, in the order in which it is added; else what goes out.
     values: what goes out where this end owns; else what comes in.
 
@@ -44,11 +47,14 @@ class Tie:
 
     rank: int
     name: str
+    text: str
     parameter: nn.Parameter
+    shape: tuple[int, ...]
     box: Box
     owns: bool
     trains: bool
     ends: int
+    is_compared: bool
     gradients: tuple[Move, ...]
     values: tuple[Move, ...]
 
@@ -88,10 +94,22 @@ def ties_of(layout: Layout, rank: int, parameters: dict[str, nn.Parameter]) -> t
                               if rank == (move.destination if owns else move.source)]
                 values += [move for move in _moves(layout, at.replica, other[1], ends[home], ends[other], sums=False)
                            if rank == (move.source if owns else move.destination)]
-            ties.append(Tie(rank=rank, name=place[1], parameter=parameters[place[1]], owns=owns,
-                            box=layout.box(parameter, at.position), trains=parameter.trainable,
-                            ends=len(others) if owns else 0, gradients=tuple(gradients), values=tuple(values)))
+            ties.append(Tie(rank=rank, name=place[1], text=_text(layout, owner), parameter=parameters[place[1]],
+                            shape=parameter.shape, box=layout.box(parameter, at.position), owns=owns,
+                            trains=parameter.trainable, ends=len(others) if owns else 0,
+                            gradients=tuple(gradients), values=tuple(values),
+                            is_compared=layout.is_first_holder(parameter, at.position) and not parameter.quantized))
     return tuple(ties)
+
+
+def tied_parameters(layout: Layout) -> tuple[str, ...]:
+    """All of the model that have several ends, as errors name them."""
+    return tuple(_text(layout, owner) for owner, ends in layout.ends.items() if len(ends) > 1)
+
+
+def _text(layout: Layout, owner: str) -> str:
+    others = [one.name for one in layout.parameters if one.owner == owner and not one.is_owner]
+    return f"parameter {owner}, tied as {', '.join(others)}"
 
 
 def _moves(layout: Layout, replica: int, name: str, source: Parameter, destination: Parameter, *,
@@ -154,15 +172,15 @@ class TieMessages:
     until they are asked for: a replica that has nothing to compute may be batches ahead."""
 
     def __init__(self) -> None:
-        self._arrived: dict[tuple[MessageKind, int, str], deque[Tensor]] = defaultdict(deque)
+        self._arrived: dict[tuple[MessageKind, int, str], deque[tuple[Tensor, bool]]] = defaultdict(deque)
 
     def put(self, message: Message) -> None:
         """A gradient or a value has come, maybe before anyone has asked for it."""
         (end, tensor), = message.tensors.items()
-        self._arrived[message.kind, message.source, end].append(tensor)
+        self._arrived[message.kind, message.source, end].append((tensor, bool(message.microbatch)))
 
-    def of(self, kind: MessageKind, source: int, end: str) -> deque[Tensor]:
-        """Tensors that have arrived and wait to be taken, the oldest first."""
+    def of(self, kind: MessageKind, source: int, end: str) -> deque[tuple[Tensor, bool]]:
+        """Tensors that have arrived and wait to be taken, the oldest first, with the flag of each message."""
         return self._arrived[kind, source, end]
 
 
@@ -172,31 +190,35 @@ class TiedParameters:
         owner   ... forwards, backwards, wait for all gradients, add, reduce, update, send the value
         end     wait for the value, forwards, backwards, send the gradient ...
 
+    A program that writes an end between batches, or freezes it, must do so at all ends. Whether it has frozen them goes
+    along with the gradients. Of what it has written each end makes a number (`number`), which the ranks sum up.
+
     arrived: what others have sent. send: (destination, message), without blocking. wait: (what for, from whom), returns
-    when a message has come.
+    when a message has come. names: `tied_parameters`, of which other ranks may have ends.
     """
 
     def __init__(self, ties: Sequence[Tie], arrived: TieMessages, send: Callable[[int, Message], None],
-                 wait: Callable[[str, int], None]) -> None:
-        self.ties, self._arrived, self._send, self._wait = tuple(ties), arrived, send, wait
+                 wait: Callable[[str, int], None], names: Sequence[str] = ()) -> None:
+        self.ties, self._arrived, self._send, self._wait, self._names = tuple(ties), arrived, send, wait, names
         self._due = dict.fromkeys((tie.name for tie in ties), 0)
         self._sent: dict[str, int] = {}
-        self._as_sent: dict[str, tuple[int, int]] = {}
+        self._known = {tie.name: _memory_of(tie.parameter) for tie in ties}
+        """Of an owner when it has last sent its value, of an end when that was sent, or has come."""
 
     @property
     def owns(self) -> bool:
         """Whether other ends wait for values from here after each step."""
         return any(tie.owns and tie.trains for tie in self.ties)
 
-    def _pass(self, kind: MessageKind, batch: int, move: Move, tensor: Tensor) -> None:
-        """Send `tensor`, or hand it over where its destination is this rank."""
+    def _pass(self, kind: MessageKind, batch: int, move: Move, tensor: Tensor, *, flag: bool) -> None:
+        """Send `tensor` with `flag`, or hand it over where its destination is this rank."""
         if move.source == move.destination:
-            self._arrived.put(Message(kind, batch, 0, {move.parameter: tensor}, source=move.source))
+            self._arrived.put(Message(kind, batch, int(flag), {move.parameter: tensor}, source=move.source))
         else:
-            self._send(move.destination, Message(kind, batch, 0, {move.parameter: tensor.contiguous()}))
+            self._send(move.destination, Message(kind, batch, int(flag), {move.parameter: tensor.contiguous()}))
 
-    def _take(self, kind: MessageKind, what: str, move: Move) -> Tensor:
-        """The tensor of this move; waits until it has arrived."""
+    def _take(self, kind: MessageKind, what: str, move: Move) -> tuple[Tensor, bool]:
+        """The tensor of this move and its flag; waits until it has arrived."""
         arrived = self._arrived.of(kind, move.source, move.parameter)
         while not arrived:
             self._wait(what, move.source)
@@ -208,13 +230,14 @@ class TiedParameters:
             if tie.name == name and self._sent.get(name) != batch:
                 self._sent[name] = batch
                 for move in tie.gradients:
-                    self._pass(MessageKind.TIED_GRADIENT, batch, move, tie.part(tie.gradient, move))
+                    self._pass(MessageKind.TIED_GRADIENT, batch, move, tie.part(tie.gradient, move),
+                               flag=tie.parameter.requires_grad)
 
     @torch.no_grad()
     def add_gradients(self, batch: int) -> list[Tie]:
         """Every backward has run: wait for the gradients of all other ends and add them to the owner's; a tie for each
         end that is added. Ends here that have not sent theirs do so first: their turn in the order of reductions may
-        come after that of an owner, which waits."""
+        come after that of an owner, which waits. ModelError where only one of two ends is frozen."""
         for tie in self.ties:
             if tie.trains and not tie.owns:
                 self.send_gradient(tie.name, batch)
@@ -222,38 +245,101 @@ class TiedParameters:
         for tie in self.ties:
             if tie.trains and tie.owns:
                 for move in tie.gradients:
-                    gradient = self._take(MessageKind.TIED_GRADIENT, f"the gradient of tied parameter {tie.name}", move)
+                    what = f"the gradient of tied parameter {tie.name}"
+                    gradient, trains = self._take(MessageKind.TIED_GRADIENT, what, move)
+                    if trains != tie.parameter.requires_grad:
+                        raise ModelError(
+                            "is frozen at one end of its tie, and trains at another",
+                            code="tied-end-frozen", where=tie.text, value=f"requires_grad={trains}",
+                            remedy="Freeze it under all of its names, or let it train under all: all that "
+                                   "engine.named_parameters() returns, on all ranks.")
                     tie.part(tie.gradient, move).add_(gradient.to(tie.parameter.device))
                 added += [tie] * tie.ends
         return added
 
-    def send_values(self, batch: int, *, trained: bool) -> None:
-        """Owners send their new values; other ends note that one more is due (it may have come already).
-        trained: only of parameters that train."""
+    def send_values(self, batch: int, *, trained: bool, replaces: bool = False) -> None:
+        """Owners send their values; other ends note that one more is due (it may have come already).
+        trained: only of parameters that train. replaces: an owner that somebody has written since it last sent its
+        value decides for all ends, also for those that somebody has written."""
         for tie in self.ties:
             if trained and not tie.trains:
                 continue
+            written = self._is_written(tie)
             if not tie.owns:
                 self._due[tie.name] += 1
-                self._as_sent[tie.name] = _memory_of(tie.parameter)
+                if not replaces:
+                    self._known[tie.name] = _memory_of(tie.parameter)
                 continue
             for move in tie.values:
-                self._pass(MessageKind.TIED_VALUE, batch, move, tie.part(tie.parameter.detach(), move))
+                self._pass(MessageKind.TIED_VALUE, batch, move, tie.part(tie.parameter.detach(), move),
+                           flag=replaces and written)
+            self._known[tie.name] = _memory_of(tie.parameter)
 
     @torch.no_grad()
     def receive_values(self) -> None:
-        """Wait until no value of an end held here is due. An end that someone has written since stays: whoever writes
-        one end writes the others too."""
+        """Wait until no value of an end held here is due. An end that someone has written since stays as it is, unless
+        its owner's value replaces it: whoever writes one end writes the others too."""
         for tie in self.ties:
             due, self._due[tie.name] = self._due[tie.name], 0
-            written = due and self._as_sent[tie.name] != _memory_of(tie.parameter)
             for _ in range(due):
-                for move in tie.values:
-                    value = self._take(MessageKind.TIED_VALUE, f"the value of tied parameter {tie.name}", move)
-                    if not written:
+                written = self._is_written(tie)
+                what = f"the value of tied parameter {tie.name}"
+                for value, replaces, move in [(*self._take(MessageKind.TIED_VALUE, what, move), move)
+                                              for move in tie.values]:
+                    if replaces or not written:
                         tie.part(tie.parameter, move).copy_(value)
+                        self._known[tie.name] = _memory_of(tie.parameter)
+
+    def _is_written(self, tie: Tie) -> bool:
+        return self._known[tie.name] != _memory_of(tie.parameter)
+
+    # ------------------------------------------------------------------ whether all ends were written alike
+
+    def number(self) -> float:
+        """The number that this rank adds to the sums of a batch, made of the values of ends that somebody has written
+        since they were exchanged, in this batch's forwards, too. An owner adds it once for each other end, which take
+        it away again if they have the same values."""
+        return float(sum((tie.ends if tie.owns else -1) * _number_of(tie) for tie in self.ties
+                         if tie.is_compared and self._is_written(tie)))
+
+    def check(self, total: float) -> None:
+        """ModelError where the sum over all ranks shows that ends have different values."""
+        if int(total) % (1 << _NUMBER_BITS):
+            places = dict.fromkeys([tie.text for tie in self.ties if self._is_written(tie)] or self._names)
+            raise ModelError("was written at one end of its tie, and has other values at another",
+                             code="tied-end-written", where=" or ".join(places),
+                             remedy="Write all that engine.named_parameters() returns, on all ranks and not in a "
+                                    "forward. To update by engine.optimizer, call engine.step(result) in place of its "
+                                    "step().")
 
 
 def _memory_of(tensor: Tensor) -> tuple[int, int]:
     """Changes when somebody writes `tensor`, or gives it other memory."""
     return tensor.data_ptr(), tensor._version
+
+
+# --- a number of a parameter's values ---------------------------------------------------------------------------------
+
+_NUMBER_BITS = 20
+"""So short are the numbers of ranks that their sums over thousands of ranks are exact in fp64."""
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+"""Its products with 1, 2, ... differ in all of their 64 bits, of which int64 keeps the lowest."""
+_ELEMENTS = 1 << 20
+"""Of a large parameter so many elements are looked at at once: each takes eight bytes, several times."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+"""By the bytes of an element: what its bits are read as."""
+
+
+def _number_of(tie: Tie) -> int:
+    """A number made of the values of an end. However a parameter is cut, the numbers of its boxes have one sum."""
+    values, total = tie.parameter.detach().contiguous(), 0
+    if not values.numel():
+        return 0
+    places = torch.zeros((), dtype=torch.int64, device=values.device)
+    for (start, stop), size in zip(tie.box, tie.shape, strict=True):
+        places = places.unsqueeze(-1) * size + torch.arange(start, stop, device=values.device)
+    bits = values.view(-1).view(_INTEGERS[values.itemsize]).view(values.numel(), -1)
+    for some, at in zip(bits.split(_ELEMENTS), places.view(-1).split(_ELEMENTS), strict=True):
+        mixed = (some.to(torch.int64) ^ (at * 2 + 1).unsqueeze(-1) * _ODD) * _ODD  # depends on value and place
+        total += int((mixed >> 64 - _NUMBER_BITS).sum())  # the highest bits, which depend on all others
+    return total % (1 << _NUMBER_BITS)

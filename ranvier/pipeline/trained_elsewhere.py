@@ -103,19 +103,20 @@ class TrainedElsewhere:
         the model, of which this rank needs a part only."""
         self._own = [(f"{block}.{path}".removesuffix("."), module) for block in given if block in mine
                      for path, module in given[block].named_modules()]
-        self._others = [(f"{block}.{name}", ref(one)) for block in given if block not in mine
+        self.others = [(f"{block}.{name}", ref(one)) for block in given if block not in mine
                         for name, one in given[block].named_parameters() if id(one) not in self._here]
+        """Name and parameter of each that this rank does not hold."""
         self._gradients: list[tuple[int, int] | None] = []
         """`_gradient` of each of these when the batch began."""
         self._has_begun = False
 
     def begin(self) -> None:
         """A training batch begins."""
-        self._gradients = [_gradient(one()) for _, one in self._others]
+        self._gradients = [_gradient(one()) for _, one in self.others]
 
     def reached(self) -> list[str]:
         """The parameters of other ranks that have got a gradient from the batch on this one."""
-        return [name for (name, one), before in zip(self._others, self._gradients, strict=True)
+        return [name for (name, one), before in zip(self.others, self._gradients, strict=True)
                 if _gradient(one()) != before]
 
     def check_start(self) -> None:

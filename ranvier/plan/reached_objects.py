@@ -121,7 +121,7 @@ class CodeReach:
             new = [(path, part) for path, part in parts if id(part) not in self._seen]
             self._seen |= {id(part): part for _, part in new}
             self.found |= {id(part): Reached(path, part, True) for path, part in parts
-                           if not is_foreign(type(part)) and not is_per_stage(part)}
+                           if (not is_foreign(type(part)) or _has_buffers(part)) and not is_per_stage(part)}
             for path, part in new:
                 waiting.extend(self._linked(path, part))
         else:
@@ -158,6 +158,10 @@ class CodeReach:
                 self._classes.setdefault(type(value.__self__), set()).add(id(value.__func__))
             waiting.extend(self._linked(link.path, value))
         self.uses = Uses.of([self.uses, *found]) if found else self.uses
+
+    def has(self, identity: int) -> bool:
+        """Whether code reaches this very object, a parameter, too."""
+        return identity in self._seen or identity in self._links
 
     def places(self) -> dict[PlaceName, Any]:
         """What is found, by names that each stand for one object only."""
@@ -281,9 +285,14 @@ def reached_from(name: str, root: object) -> Iterator[Reached]:
 
 
 def _may_change(value: object) -> bool:
-    return (is_whole(value) and not isinstance(value, tuple)) or _is_of_user(value) or (
+    return (is_whole(value) and not isinstance(value, tuple)) or _is_of_user(value) or _has_buffers(value) or (
         isinstance(value, type | ModuleType) and not is_foreign(value)) or (
         isinstance(value, FunctionType) and bool(vars(value)) and not is_foreign(value))
+
+
+def _has_buffers(value: object) -> bool:
+    """Whether it is a module with values of its own that a forward may change, as torch's BatchNorm does."""
+    return isinstance(value, nn.Module) and any(one is not None for one in value._buffers.values())
 
 
 def _next(path: str, value: Any) -> Iterator[_Link]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from ranvier.plan.element_keys import Key
 from ranvier.plan.object_contents import is_whole
@@ -31,6 +31,7 @@ class Element(NamedTuple):
     key: Any
 
 
+_RUNNING = frozenset({"running_mean", "running_var"})
 Entry = str | Element | None
 """An attribute or variable; None for what is in a container, a tensor, an array, or a variable of a closure."""
 
@@ -62,14 +63,46 @@ class SharedPlace:
     keys: frozenset[Key] | None = None
 
 
-def shared_places(stages: Mapping[str, int], modules: Mapping[str, nn.Module], loss: object) -> tuple[SharedPlace, ...]:
-    """All of a model. stages: block -> its stage. modules: blocks, in order."""
+def code_of_stages(stages: Mapping[str, int], modules: Mapping[str, nn.Module], loss: object) -> dict[int, CodeReach]:
+    """What the code of each stage reaches; nothing of one stage alone. stages: block -> its stage. modules: blocks, in
+    order."""
     reaches = {stage: CodeReach() for stage in dict.fromkeys(stages.values())}
     if len(reaches) < 2:
-        return ()
+        return {}
     for name, module in modules.items():
         reaches[stages[name]].add(name, module)
     reaches[max(reaches)].add("loss", loss)
+    return reaches
+
+
+def stages_with_others_parameters(reaches: Mapping[int, CodeReach], stages: Mapping[str, int],
+                                  modules: Mapping[str, nn.Module]) -> frozenset[int]:
+    """The stages whose code reaches parameters that blocks of other stages have, and its own do not, or their layers.
+    The others are as in `code_of_stages`."""
+    holders: dict[int, set[int]] = {}
+    storages: dict[int, set[int]] = {}
+    for name, module in modules.items():
+        for part in module.modules():
+            own = [one for one in part._parameters.values() if one is not None]
+            for one in (*own, part) if own else ():
+                holders.setdefault(id(one), set()).add(stages[name])
+            for one in own:
+                storages.setdefault(storage_of(one), set()).add(stages[name])
+    storages.pop(0, None)
+    return frozenset(
+        stage for stage, reach in reaches.items()
+        if any(stage not in here and reach.has(identity) for identity, here in holders.items())
+        or any(stage not in storages.get(storage_of(one.value), {stage}) for one in reach.found.values()
+               if isinstance(one.value, Tensor)))
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Where its storage begins; 0 where it has none, and for subclasses, which may have several."""
+    return tensor.untyped_storage().data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
+
+
+def shared_places(reaches: Mapping[int, CodeReach]) -> tuple[SharedPlace, ...]:
+    """All of a model, by `code_of_stages`."""
     places: dict[int, list[int]] = {}
     for stage, reach in reaches.items():
         for identity in reach.found:
@@ -154,7 +187,10 @@ def _read(reach: CodeReach, one: Reached, names: frozenset[str]) -> Iterable[Ent
         return (None,) if reach.reads(one.value, None) else ()
     if one.is_part:
         return (reach.names_read(one.value, names) | names & reach.uses.called) - _buffers(one.value)
-    return reach.names_read(one.value, names | _buffers(one.value)) | names & reach.uses.called
+    read = reach.names_read(one.value, names | _buffers(one.value))
+    if not read.isdisjoint(_RUNNING):  # kernels that change these leave no trace, but for the count beside them
+        read |= _buffers(one.value) & {"num_batches_tracked"}
+    return read | names & reach.uses.called
 
 
 def _buffers(value: object) -> frozenset[str]:

@@ -171,9 +171,19 @@ class Drawn:
         kinds = [type(block.layer) for block in self.blocks()]
         return any(Solved in kinds[:place] for place, kind in enumerate(kinds) if kind is DifferentiatesInside)
 
+    @property
+    def frozen_names(self) -> set[str]:
+        """`frozen`, of a shared parameter under all of its names or none: as the first of them says."""
+        names = set(self.frozen)
+        for first, *others in self.groups:
+            for part in ("weight",) if self.shares == "weights" else ("weight", "bias"):
+                ends = {f"{other}.layer.linear.{part}" for other in others}
+                names = names | ends if f"{first}.layer.linear.{part}" in names else names - ends
+        return names
+
     def before_step(self, step: int, parameters: Mapping[str, nn.Parameter], blocks: Mapping[str, nn.Module]) -> None:
         """What the user's program does before it. step: from 0."""
-        for name in self.frozen & parameters.keys():
+        for name in self.frozen_names & parameters.keys():
             parameters[name].requires_grad_(step > 0)
         for module in (module for block in blocks.values() for module in block.modules()):
             if isinstance(module, Reached):

@@ -403,7 +403,8 @@ def apart(layout, parameter):
 def test_an_engine_with_separate_ends_on_a_stage(group, mesh, monkeypatch):
     """One sum, shown under one name, and one value; what is frozen on the way stays as it is at all ends."""
     monkeypatch.setattr(Layout, "key", apart)
-    make, owner = partial(blocks, group, count=4), f"b{group[0]}.linear.weight"
+    make, ends = partial(blocks, group, count=4), [f"b{number}.linear.weight" for number in group]
+    owner = ends[0]
     batches = [points([[2, 1]] * mesh.data, seed=seed) for seed in range(4)]
     assert_parity(make, batches[0], mesh, optim=chunks_of(5))
 
@@ -418,14 +419,13 @@ def test_an_engine_with_separate_ends_on_a_stage(group, mesh, monkeypatch):
     def work(engine):
         for number, batch in enumerate(batches):
             for name, parameter in engine.named_parameters().items():
-                parameter.requires_grad_(number < 2 or name != owner)
+                parameter.requires_grad_(number < 2 or name not in ends)
             assert engine.train_batch(share(engine, batch)).grad_norm == pytest.approx(norms[number], rel=1e-9)
         return {f"{name}.linear.{kind}": getattr(module.linear, kind).detach().clone()
                 for _, name, module in engine._stages.blocks for kind in ("weight", "bias")}
 
     for found in on_mesh(make, mesh, work, optimizer=optimizer):
-        assert_close(found, {name: reference.parameters[owner if name in {f"b{end}.linear.weight" for end in group}
-                                                        else name] for name in found})
+        assert_close(found, {name: reference.parameters[owner if name in ends else name] for name in found})
 
 
 # ---------------------------------------------------------------------- ties that cannot be

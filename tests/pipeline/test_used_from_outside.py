@@ -98,3 +98,143 @@ def test_updates_in_the_backward_come_too_early_for_it():
 
     with raises("parameter-used-from-outside", where="parameter 3.weight"):
         run_ranks(rank, 1)
+
+
+# ---------------------------------------------------------------------- values, without a gradient
+
+class Uses(nn.Module):
+    """Does something with a layer that it has in a list, from its second forward on."""
+
+    def __init__(self, layer, use):
+        super().__init__()
+        self.own, self.held, self.use, self.forwards = linear(), [layer], use, 0
+
+    def forward(self, x):
+        self.forwards += 1
+        return torch.tanh(self.own(x)) * (1.0 if self.forwards == 1 else self.use(self.held[0]))
+
+
+def writes(layer):
+    with torch.no_grad():
+        layer.weight.mul_(0.99)
+    return 1.0
+
+
+def writes_data(layer):
+    layer.weight.data.clamp_(-0.1, 0.1)
+    return 1.0
+
+
+def form(layer):
+    """Nothing of its values."""
+    return layer.weight.shape[0] + torch.zeros_like(layer.weight).sum() + sum(one.numel() for one in layer.parameters())
+
+
+def norm(layer):
+    return layer.weight.detach().norm()
+
+
+def state_after(use, pipeline=None, plain=False, freeze=False, user=3, used=0, evaluates=False):
+    """All parameters after three steps of one microbatch; of plain PyTorch where `plain` says so."""
+    def make():
+        torch.manual_seed(0)
+        blocks = [linear() for _ in range(4)]
+        blocks[used].requires_grad_(not freeze)
+        blocks[user] = Uses(blocks[used], use)
+        return nn.Sequential(*blocks)
+
+    batches, sgd = [points([[2]], seed=seed) for seed in range(3)], lambda found: torch.optim.SGD(found, lr=0.1)
+    if plain:
+        model = make()
+        optimizer = sgd([one for one in model.parameters() if one.requires_grad])
+        for (one,), in batches:
+            optimizer.zero_grad()
+            loss, weight = squared(model(one.inputs), one.targets)
+            (loss / weight).backward()
+            optimizer.step()
+        return {name: one.detach() for name, one in model.named_parameters()}
+
+    models = [make() for _ in range(2)]
+
+    def rank(world):
+        engine = Engine(models[world.rank], world, mesh=Mesh(pipe=2), loss=squared, optimizer=sgd,
+                        pipeline=pipeline or Pipeline())
+        for batch in batches:
+            if evaluates:
+                engine.evaluate(share(engine, batch))
+            else:
+                engine.train_batch(share(engine, batch))
+        found = engine.full_state_dict()
+        engine.close()
+        return found
+
+    return run_ranks(rank, 2)[0]
+
+
+VIRTUAL = Pipeline(stages_per_rank=2)
+
+
+@pytest.mark.parametrize(("use", "pipeline", "options"), [
+    (norm, None, {}), (writes, None, {}), (writes_data, None, {}), (norm, VIRTUAL, {"user": 1}),
+    (writes, VIRTUAL, {}), (writes, None, {"freeze": True})])
+def test_a_value_of_another_stage_is_neither_read_nor_written(use, pipeline, options):
+    """Another rank's is old, at whatever forward it is read; one of this rank's is written when the schedule says."""
+    with raises("parameter-used-from-outside", where=f"parameter {options.get('used', 0)}.weight"):
+        state_after(use, pipeline, **options)
+
+
+@pytest.mark.parametrize(("use", "pipeline", "options"), [
+    (form, None, {}), (norm, None, {"freeze": True}), (norm, VIRTUAL, {})])
+def test_what_is_the_same_on_all_ranks_may_be_read(use, pipeline, options):
+    """A form, a frozen value, one of the same rank."""
+    found, expected = state_after(use, pipeline, **options), state_after(use, plain=True, **options)
+    for name, one in expected.items():
+        torch.testing.assert_close(found[name], one, rtol=1e-10, atol=1e-12)
+
+
+class HasValues(nn.Module):
+    """Has the values of a layer's weight, and not the weight."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.values = [layer.weight.detach()[1:]]
+
+    def forward(self, x):
+        return x + self.values[0].sum()
+
+
+def test_values_over_the_memory_of_another_stages_parameter_are_refused():
+    blocks = [[linear(), linear(), linear()] for _ in range(2)]
+
+    def rank(world):
+        mine = blocks[world.rank]
+        engine = Engine([*mine, HasValues(mine[0])], world, mesh=Mesh(pipe=2), loss=squared)
+        engine.forward_backward(share(engine, points([[2]])))
+
+    with raises("parameter-used-from-outside", where="parameter 0.weight"):
+        run_ranks(rank, 2)
+
+
+def test_running_statistics_of_another_stage_are_refused():
+    """Their kernels leave no trace of a change: the count of batches beside them does."""
+    class Shifts(nn.Module):
+        def __init__(self, norm):
+            super().__init__()
+            self.own, self.norm = linear(), [norm]
+
+        def forward(self, x):
+            return self.own(x) - self.norm[0].running_mean
+
+    norms = [nn.BatchNorm1d(4, dtype=torch.float64) for _ in range(2)]
+
+    def rank(world):
+        norm = norms[world.rank]
+        engine = Engine([linear(), norm, linear(), Shifts(norm)], world, mesh=Mesh(pipe=2), loss=squared)
+        engine.forward_backward(share(engine, points([[2]])))
+
+    with raises("shared-container-changes", where="attribute 1.num_batches_tracked"):
+        run_ranks(rank, 2)
+
+
+def test_before_the_training_a_value_is_not_old():
+    assert state_after(norm, evaluates=True)

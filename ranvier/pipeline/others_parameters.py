@@ -1,0 +1,80 @@
+"""Parameters of other stages that code of a stage reaches, by a list, a closure or a hook.
+
+    class Head(nn.Module):
+        def forward(self, x):
+            scale = self.first[0].weight.norm().item()       an old value, where another rank has the block
+            self.first[0].weight.mul_(0.99)                  lost there; on this rank, at a time of the schedule
+            return scale * self.body(x)
+
+A gradient that comes to them shows by itself (`pipeline/trained_elsewhere`). What is read or written without one, only
+the operations show: forwards and backwards of stages that may reach such parameters run under this mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+from weakref import ref
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ranvier.errors import ModelError
+from ranvier.plan.shared_places import storage_of
+
+_NO_VALUES = frozenset({"new_empty", "new_full", "new_ones", "new_zeros", "empty_like", "full_like", "ones_like",
+                        "rand_like", "randint_like", "randn_like", "zeros_like"})
+"""Operations that take a tensor's form alone."""
+
+
+class OthersParameters(TorchDispatchMode):
+    """Inside, ModelError where code of one stage of this rank reads a parameter that another rank trains, or writes one
+    of another stage.
+
+    elsewhere: names and parameters of other ranks. names_in_whole: name -> those in the user's module. here: name ->
+    those of other stages of this rank. is_old: whether other
+    ranks may have values by now that this one has not.
+    """
+
+    def __init__(self, elsewhere: Iterable[tuple[str, ref[nn.Parameter]]], names_in_whole: Mapping[str, Sequence[str]],
+                 here: Mapping[str, nn.Parameter]) -> None:
+        TorchDispatchMode.__init__(self)
+        self._elsewhere, self._names_in_whole, self._here = list(elsewhere), names_in_whole, here
+        self._read: dict[int, str] = {}
+        self._written: dict[int, str] = {}
+        self.is_old = False
+
+    def __enter__(self) -> OthersParameters:
+        elsewhere = [(name, one) for name, held in self._elsewhere if (one := held()) is not None]
+        self._written = {storage_of(one): name for name, one in (*elsewhere, *self._here.items())}
+        self._read = {storage_of(one): name for name, one in elsewhere if self.is_old and one.requires_grad}
+        for found in (self._written, self._read):
+            found.pop(0, None)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ not in _NO_VALUES:
+            self._look(self._read, (args, kwargs))
+        if func._schema.is_mutable:
+            self._look(self._written, [value for value, one in zip(args, func._schema.arguments, strict=False)
+                                       if one.alias_info is not None and one.alias_info.is_write])
+        return func(*args, **(kwargs or {}))
+
+    def _look(self, names: Mapping[int, str], values: object) -> None:
+        for one in tree_leaves(values) if names else ():
+            if isinstance(one, Tensor) and (name := names.get(storage_of(one))) is not None:
+                raise used_from_outside(self._names_in_whole.get(name, (name,))[0])
+
+
+def used_from_outside(name: str) -> ModelError:
+    """The error for a parameter that is in use where nobody has it."""
+    return ModelError("is used by a block, or by a loss, that does not have it, and another stage trains it: its value "
+                      "there is old, and its gradient from there, or what is written there, is lost",
+                      code="parameter-used-from-outside", where=f"parameter {name}",
+                      remedy="Make it, or its layer, an attribute of each block that uses it (self.other = layer, and "
+                             "no list, closure or bound method), or of a loss that is a module: Ranvier ties "
+                             "parameters that several blocks have. Or put the blocks on one stage "
+                             "(Pipeline(boundaries=...)).")
+
