@@ -29,17 +29,22 @@ specs in the same order, with groups along the same axes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from ranvier.comm.collectives import CompletedWork
 from ranvier.comm.protocol import Group
+from ranvier.errors import ConfigError
 from ranvier.layout import FlatOrder, flat_order
 from ranvier.optim.chunks import Chunk, GradientSpec
 from ranvier.optim.reduction import MAX_COLLECTIVES, Reductions
 from ranvier.optim.touched_rows import TouchedRows
+
+_MAKER = "ranvier_gradients"
+"""Attribute of a gradient that is a place in a buffer: the `Gradients` with that buffer, as a weak reference."""
 
 
 class Gradients:
@@ -108,6 +113,8 @@ class Gradients:
         """Versions of the gradients that have been handed on, when they were; None where their memory is another's."""
         self.unreached: set[str] = set()
         """Parameters that have no gradient since `show_unreached`."""
+        self.unapplied = False
+        """Whether there are gradients of a step that is not taken yet."""
         if allocate:
             self.allocate()
 
@@ -136,6 +143,7 @@ class Gradients:
                     spec.parameter.grad = None
                 spec.parameter.grad_dtype = self.flat.dtype
                 grad = spec.parameter.grad = place.view(spec.parameter.shape).data  # with a version count of its own
+                setattr(grad, _MAKER, ref(self))
                 self._versions[spec.name] = -1 if early else grad._version
 
     # ------------------------------------------------------------------ counting
@@ -149,6 +157,7 @@ class Gradients:
         self.flat.zero_()
         self._next = self._moving = 0
         self._passed = sys.maxsize
+        self.unapplied = False
         self._attach()
         self._unreached, self._removed, self.unreached = {}, set(), set()
         frozen = {spec.name for spec in self._specs if not spec.parameter.requires_grad}
@@ -300,7 +309,7 @@ class Gradients:
 
     def detach(self) -> None:
         """Parameters have no gradients any more, and take ones of their own format again."""
-        self.on_complete = None
+        self.on_complete, self.unapplied = None, False
         for spec in self._specs:
             spec.parameter.grad = None
             spec.parameter.grad_dtype = spec.parameter.dtype
@@ -358,7 +367,8 @@ class Gradients:
         return self.flat.clone()
 
     def note_values(self) -> None:
-        """Gradients are whole; see `were_zeroed`."""
+        """Gradients are whole, for a step that is to be taken; see `were_zeroed`."""
+        self.unapplied = True
         self._versions = {spec.name: spec.parameter.grad._version for spec in self._specs
                           if spec.parameter.grad is not None}
 
@@ -403,3 +413,18 @@ class Gradients:
     def owned(self) -> list[GradientSpec]:
         """The parameters that are updated here, in model order."""
         return [spec for spec in self._in_model_order if not spec.sent_to_owner]
+
+
+def refuse_others(parameters: Iterable[tuple[str, nn.Parameter]], mine: Gradients | None, *, applied: bool) -> None:
+    """ConfigError where a parameter has the gradient of another engine: in a step that is not taken yet, or, with
+    `applied`, in any."""
+    for name, parameter in parameters:
+        maker = getattr(parameter.grad, _MAKER, None)
+        other = None if maker is None else maker()
+        if other is not None and other is not mine and parameter in other.places and (
+                applied or (other.unapplied and not other.were_zeroed())):
+            raise ConfigError("has the gradient of another engine of its module", code="gradient-of-another-engine",
+                              where=f"parameter {name}",
+                              remedy="Engines of one module take turns: call step or zero_grad of the one whose "
+                                     "forward_backward came first, before another one computes gradients. Two losses "
+                                     "of one step are one loss, their sum.")

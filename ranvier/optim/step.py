@@ -333,7 +333,7 @@ class Updater:
         if self._optim.clip_norm and not self._clips_late:
             status = self._recount(status)
         self._apply(status, 1.0)
-        self._averaged, self._last = None, status
+        self._averaged, self._last, self.gradients.unapplied = None, status, False
 
     @property
     def has_averaged(self) -> bool:

@@ -42,6 +42,7 @@ from ranvier.config.python_names import of_engine
 from ranvier.config.run import Guard, Memory, Optim, Pipeline, TensorParallel
 from ranvier.errors import ConfigError, ModelError, RanvierError
 from ranvier.mesh import Mesh
+from ranvier.optim.gradients import refuse_others
 from ranvier.optim.guard import BadSteps
 from ranvier.optim.optimizer import storage_bytes
 from ranvier.optim.step import GradientStatus, OptimizerFactory, Updater
@@ -184,6 +185,8 @@ class Engine:
         given = prepare(model, loss, world=world, dtype=dtype, autocast=autocast, float8=float8, keep_fp32=keep_fp32,
                         frozen=frozen, frozen_above=frozen_above, optim=optim, own_optimizer=own)
         dtype = given.dtype
+        refuse_others(((f"{block}.{name}", one) for block, module in ready_made(given.model).items()
+                       for name, one in module.named_parameters()), None, applied=False)
         if plan is None:
             plan = self._make_plan(given.model, mesh or world.mesh or Mesh.of_replicas(world.size), sample, policy,
                                    dtype, pipeline=pipeline, tensor=tensor, memory=memory, optim=optim,
@@ -489,6 +492,7 @@ class Engine:
         """After `forward_backward`: the gradients that this rank owns, of the mean loss over the global batch. Where no
         loss has reached a parameter they are zeros here, and its `grad` is None, as in a plain loop."""
         mine = self._updater.gradients
+        self._refuse_others(applied=True)
         return {spec.name: torch.zeros_like(spec.parameter, dtype=mine.dtype) if grad is None else grad
                 for spec in mine.owned() if (grad := spec.parameter.grad) is not None or spec.name in mine.unreached}
 
@@ -596,6 +600,7 @@ class Engine:
         self.refuse_in_averages("load_state_dict")
         load_state(self, state)
         self._statistics.forget()
+        self._updater.gradients.unapplied = False
 
     def tensors(self) -> dict[str, dict[str, list[Tensor]]]:
         """Tensors of this rank that persist between steps: {"device": {category: tensors}, "host": {...}}. On a CPU as
@@ -685,6 +690,7 @@ class Engine:
             raise ConfigError("has no gradients that have not been applied", code="step-without-gradients",
                               where="Engine.step(result)",
                               remedy="Call forward_backward before each step; train_batch updates by itself.")
+        self._refuse_others(applied=True)
         self._held.adopt()
         self._connections.board.action = "the optimizer"
         self._updater.learning_rate = self.learning_rate
@@ -707,11 +713,13 @@ class Engine:
                               value=max_norm,
                               remedy="Call it between forward_backward and step; train_batch clips by "
                                      "`--optim.clip-norm`.")
+        self._refuse_others(applied=True)
         return self._updater.clip(max_norm)
 
     def zero_grad(self) -> None:
         """The next `forward_backward` begins with gradients of zero; for those who update by themselves."""
         self._statistics.forget()
+        self._updater.gradients.unapplied = False
         self._updater.gradients.flat.zero_()
 
     def _accumulate(self, batch: Sequence[Microbatch], *, updates: bool) -> None:
@@ -749,6 +757,11 @@ class Engine:
                 self._updater.gradients.added(tie.parameter)
             self._buffers.start()  # after the reduction of every chunk has begun, so in one order on all replicas
         self._connections.board.action = "the average of gradients over data, and the optimizer"
+
+    def _refuse_others(self, *, applied: bool) -> None:
+        mine = self._updater.gradients
+        refuse_others(((self.names_in_whole.get(spec.name, (spec.name,))[0], spec.parameter) for spec in mine.owned()),
+                      mine, applied=applied)
 
     def _check_gradients(self) -> None:
         """ModelError where the batch has given a parameter a gradient that is in no sum."""
@@ -972,6 +985,8 @@ class Engine:
     def _checked(self, microbatches: Batch, *, training: bool = True, has_loss: bool = True) -> list[Microbatch]:
         """The batch, which this rank can begin: what is refused here has changed nothing, and may be called again."""
         refuse_outer_modes(self.world.device, training=training)
+        if training:
+            self._refuse_others(applied=False)
         self._elsewhere.check_start()
         batch = as_microbatches(microbatches)
         check_microbatches(batch, needs_inputs=self.is_first_stage, needs_targets=self.is_last_stage and has_loss,
