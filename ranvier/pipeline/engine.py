@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -219,7 +219,9 @@ class Engine:
         if self.cast_buffers and self.coordinates.is_first_on_pipeline_rank:
             warnings.warn(told(self.cast_buffers, dtype), stacklevel=3)
         self._parameters = stage_parameters(self.layout, blocks)
-        self._held = HeldParameters(blocks, model if isinstance(model, nn.Module) else None)
+        self._held = HeldParameters(
+            blocks, model if isinstance(model, nn.Module) else None, replicas=1 if plan.optim.update_in_backward else
+            self.mesh.count(self.mesh.over(splits_samples=True)))
         self._elsewhere = TrainedElsewhere(ready_made(given.model), (name for _, name, _ in blocks),
                                            self._parameters.values())
         self._training_of = [(name, one, self._parameters[self.layout[name].owner], self.layout[name].trainable)
@@ -242,6 +244,11 @@ class Engine:
                                           frozen_dropout=frozen_dropout, tables=tables, left=left)
         self._runner = self._build_runner(dtype, nominal_weight)
         self._looks_at_shift = isinstance(split.loss, NextTokenLoss)
+
+    def __reduce__(self) -> NoReturn:
+        raise RanvierError("belongs to ranks that run now, and can be neither copied nor saved", code="engine-copied",
+                           where="engine", remedy="Copy or save engine.blocks or engine.state_dict(), or write a "
+                                                  "checkpoint (ranvier.Checkpoints).")
 
     # ------------------------------------------------------------------ start
 
@@ -343,7 +350,7 @@ class Engine:
             look_ahead=LookAhead(pipeline.look_ahead, device=self.world.device, num_stages=placement.num_stages),
             defer_bytes=0 if self._updater.in_backward else defer_bytes,  # a waiting product holds a block's gradients
             nominal_weight=NominalWeight(self._connections.all) if dtype is torch.float16 else None,
-            takes_nominal_weight=nominal_weight == "auto")
+            takes_nominal_weight=nominal_weight == "auto", forwards_ended=self._held.forwards_ended)
 
     def _loss(self, model: Model, blocks: Blocks) -> Loss:
         """The loss of the last stage: that of its last block, if it has one, else the model's."""
@@ -748,8 +755,7 @@ class Engine:
             self._statistics.forget()
             raise
         with self._working():
-            self._held.check_kept(replicas=1 if self._updater.in_backward else self.mesh.count(
-                self.mesh.over(splits_samples=True)))
+            self._held.check_kept()
             self._check_gradients()
             self._buffer_changes.check()
             self._updater.gradients.all_passed()

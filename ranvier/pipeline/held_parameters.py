@@ -26,10 +26,12 @@ from ranvier.originals.stand_in_tensors import StandInTensors
 
 class HeldParameters:
     """blocks: (number in the model, name, module) of each block of this rank, when all parameters are in place.
-    container: the module that the user has given them in; it is not kept in memory."""
+    container: the module that the user has given them in; it is not kept in memory. replicas: so many ranks compute the
+    same blocks for other samples, and update them together."""
 
-    def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], container: nn.Module | None = None) -> None:
-        self._blocks = blocks
+    def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], container: nn.Module | None = None, *,
+                 replicas: int = 1) -> None:
+        self._blocks, self._replicas = blocks, replicas
         self._container = None if container is None else ref(container)
         self._given = {name: ref(given) for _, name, _ in blocks
                        if container is not None and (given := container._modules.get(name)) is not None}
@@ -37,6 +39,8 @@ class HeldParameters:
         self._held = {(block, name): parameter for block, name, parameter, _ in self._in_blocks()}
         self._versions: list[int] = []
         """Version counters of the held parameters at the last `adopt`; each write in place changes them."""
+        self._after_forwards: list[int] = []
+        """The same when the last forward of the batch has run."""
         self._warned = False
         self._formats = [(block, name, held, (held.shape, held.dtype, held.device))
                          for (block, name), held in self._held.items()]
@@ -88,7 +92,7 @@ class HeldParameters:
                 raise _error("parameter-form-changed", block, name,
                              f"has become {_described(*now)}; the engine was built with {_described(*known)}",
                              "Write a value of the same shape, number format and device, or build a new engine.")
-        self._versions = [held._version for held in self._held.values()]
+        self._versions, self._after_forwards = [held._version for held in self._held.values()], []
 
     def _adopt_replaced(self) -> None:
         replaced: dict[nn.Parameter, tuple[str, nn.Parameter]] = {}
@@ -119,18 +123,29 @@ class HeldParameters:
                 raise _error("parameter-gone", block, name, "is gone from its block since the engine was built",
                              "Build a new engine.")
 
-    def check_kept(self, *, replicas: int) -> None:
+    def forwards_ended(self) -> None:
+        """The last forward of a training batch has run, and its backward has not."""
+        if self._replicas > 1:
+            self._after_forwards = [held._version for held in self._held.values()]
+
+    def check_kept(self) -> None:
         """ModelError where a parameter has been replaced since `adopt`: during the batch, in a forward. With several
-        replicas a warning, once, where one has been written to by a forward or a hook: each does that for itself."""
-        if replicas > 1 and not self._warned:
-            for ((block, name), held), version in zip(self._held.items(), self._versions, strict=True):
-                if held._version != version:
+        replicas also where one has been written to in a backward, by a hook that knows this replica's gradient alone,
+        and a warning, once, where it was written to before, as by a forward that may know nothing but the parameter."""
+        if self._replicas > 1:
+            written = zip(self._held.items(), self._versions, self._after_forwards or self._versions, strict=True)
+            for ((block, name), held), before, after_forwards in written:
+                if held._version != after_forwards:
+                    raise _error("parameter-changed-in-backward", block, name,
+                                 f"was changed in place in a backward, by each of {self._replicas} replicas for itself",
+                                 "Give the engine the optimizer, which updates from the gradients of all replicas: "
+                                 "Engine(optimizer=...), or Optim(update_in_backward=True) for its memory.")
+                if before != after_forwards and not self._warned:
                     self._warned = True
                     warnings.warn(
-                        f"parameter {block}.{name} was changed in place during the batch, by each of {replicas} "
+                        f"parameter {block}.{name} was changed in place during the batch, by each of {self._replicas} "
                         "replicas for itself: they diverge unless the change depends on nothing else than the "
                         "parameter, as a clamp does. The guard's compare_every compares them", stacklevel=5)
-                    break
         if self._as_they_were():
             return
         for block, name, parameter, _ in self._in_blocks():

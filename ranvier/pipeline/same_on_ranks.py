@@ -9,6 +9,8 @@ updates nothing, and only ranks that read its loss would notice: it compares non
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from zlib import crc32
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from ranvier.comm.protocol import Group
 from ranvier.config.run import Guard, Optim
 from ranvier.errors import ConfigError, ModelError
 from ranvier.mesh import Coordinates, StagePlacement
@@ -142,29 +145,50 @@ class SameRates:
         mesh = at.mesh
         axes = tuple(mesh) if own else mesh.replica_axes
         others = () if own else tuple(axis for axis in mesh if axis not in axes)
-        self._factor = (1 + at.index(others)) * (-1 if at.index(axes) else mesh.count(axes) - 1)
+        self._place = at.index(others)
+        self._factor = (1 + self._place) * (-1 if at.index(axes) else mesh.count(axes) - 1)
         self._groups: list[str] = []
 
     def begin(self, own: float | None, users: torch.optim.Optimizer | None) -> None:
         """A training batch begins. own: the rate of Ranvier's optimizer. Settings of a user's are in its groups, which
         may be in any order."""
         groups = [{"lr": own}] if own is not None else getattr(users, "param_groups", ())
-        self._groups = sorted(", ".join(f"{name} {_text(value)}" for name, value in sorted(group.items())
-                                        if name not in _NO_SETTINGS) for group in groups)
+        self._groups = sorted(json.dumps({name: _text(value) for name, value in sorted(group.items())
+                                          if name not in _NO_SETTINGS}) for group in groups)
 
     def number(self) -> float:
         """The number that this rank adds to the sums."""
         return float(self._factor * (crc32("; ".join(self._groups).encode()) >> 32 - _NUMBER_BITS))
 
-    def check(self, total: float) -> None:
-        """ConfigError where the sum over all ranks is that of different settings."""
+    def check(self, total: float, ranks: Group) -> None:
+        """ConfigError, with the first difference, where the sum over all `ranks` is that of different settings."""
         if total:
+            of_ranks = ranks.gather_objects([self._place, self._groups])
+            found = (_difference(of_ranks, rank) for rank in range(len(of_ranks)))
             raise ConfigError("are not the same on all ranks that update the same parameters; nothing was updated",
                               code="learning-rates-differ", where="learning rate and settings of the optimizer",
-                              value="; ".join(self._groups),
+                              value=next(filter(None, found), None),
                               remedy="Compute them from what is the same on every rank, such as the step or "
                                      "BatchResult.loss (of the global batch), or send one rank's value to all with "
                                      "world.broadcast.")
+
+
+def _difference(of_ranks: Sequence[tuple[int, list[str]]], rank: int) -> str | None:
+    """The first difference of a rank's groups from those of the first rank that must agree. of_ranks: (number of those
+    that must agree, groups) of each."""
+    place, groups = of_ranks[rank]
+    first = next(number for number, (other, _) in enumerate(of_ranks) if other == place)
+    theirs = of_ranks[first][1]
+    if len(theirs) != len(groups):
+        return f"{len(theirs)} groups of parameters on rank {first}, {len(groups)} on rank {rank}"
+    left, right = (sorted((Counter(one) - Counter(other)).elements()) for one, other in (
+        (theirs, groups), (groups, theirs)))
+    if not left:
+        return None
+    before, after = json.loads(left[0]), json.loads(right[0])
+    name = next(name for name in (*before, *after) if before.get(name) != after.get(name))
+    where = f", in {len(left)} of {len(groups)} groups of parameters" if len(groups) > 1 else ""
+    return f"{name} {before.get(name)} on rank {first}, {after.get(name)} on rank {rank}{where}"
 
 
 def _text(value: object) -> str:

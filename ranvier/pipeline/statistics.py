@@ -121,7 +121,7 @@ class BatchStatistics:
                 raise calls_differ(f"of {size} ranks {continuing} add to the gradients of the batch before, and "
                                    f"{size - continuing} have called step or zero_grad since")
             same_targets.check(sums[of_targets])
-            same_rates.check(float(sums[-2]))
+            same_rates.check(float(sums[-2]), self._ranks)
             same_left.check(float(sums[-1]))
             if sums[1] < 0 or sums[1].isinf():
                 raise ModelError("has a weight by which its gradient would be turned around, or lost",
