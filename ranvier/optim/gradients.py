@@ -361,6 +361,12 @@ class Gradients:
                 spec.parameter.grad = place.view(spec.parameter.shape).data
                 self._frozen.discard(spec.name)
 
+    def let_go(self) -> None:
+        """Parameters have no gradients until the next batch, as `zero_grad` of a plain loop leaves them."""
+        for spec in self._specs:
+            spec.parameter.grad = None
+        self.unreached, self.unapplied = {spec.name for spec in self.owned()}, False
+
     def snapshot(self) -> Tensor:
         """A copy of the buffer between batches, with what a user has put in the place of a parameter's gradient."""
         self.take_edits()

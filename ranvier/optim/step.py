@@ -324,9 +324,11 @@ class Updater:
         more."""
         return self._bad_loss() if self._bad_loss is not None and self._weight() else None
 
-    def apply(self, status: GradientStatus) -> None:
-        """Update from the gradients that `average` has left, and a user may have changed since. Collective where they
-        are clipped."""
+    def apply(self) -> GradientStatus:
+        """Update from the gradients that `average` has left, and a user may have changed since; what is known of them
+        all, whichever batch of the step told of which. Collective where they are clipped."""
+        assert self._averaged is not None, "there are no averaged gradients"
+        averaged = status = self._averaged
         self.gradients.take_edits()
         if self.flat is not None:
             self.flat.prefetch()
@@ -334,6 +336,7 @@ class Updater:
             status = self._recount(status)
         self._apply(status, 1.0)
         self._averaged, self._last, self.gradients.unapplied = None, status, False
+        return averaged
 
     @property
     def has_averaged(self) -> bool:

@@ -686,10 +686,14 @@ class Engine:
 
         Gradients may have been changed since, on all replicas alike: `parameter.grad` of the parameters that
         `parameters` returns, in place or replaced; one that is None leaves its parameter alone. `optim.clip_norm` clips
-        them as they are now.
+        them as they are now. result: of any of the calls that have added to them.
         """
         self.check_usable("step")
         self.refuse_in_averages("step")
+        if not isinstance(result, BatchResult):
+            raise ConfigError("is not what forward_backward has returned", code="argument-of-other-type",
+                              where="Engine.step(result)", value=type(result).__name__,
+                              remedy="Call engine.step(result) after result = engine.forward_backward(batch).")
         if result.status is None:
             raise ConfigError("is of an evaluation, which has no gradients", code="step-after-evaluation",
                               where="Engine.step(result)", remedy="Give the result of forward_backward.")
@@ -702,9 +706,9 @@ class Engine:
         self._connections.board.action = "the optimizer"
         self._updater.learning_rate = self.learning_rate
         with self._working():
-            self._updater.apply(result.status)
+            status = self._updater.apply()
         self._statistics.forget()
-        self._stepped(result.status)
+        self._stepped(status)
 
     @of_engine
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -724,10 +728,10 @@ class Engine:
         return self._updater.clip(max_norm)
 
     def zero_grad(self) -> None:
-        """The next `forward_backward` begins with gradients of zero; for those who update by themselves."""
+        """Parameters have no gradients, and the next `forward_backward` begins anew; for those who update by themselves
+        or leave out a step. A `step` before it changes nothing, as after `zero_grad` in a plain loop."""
         self._statistics.forget()
-        self._updater.gradients.unapplied = False
-        self._updater.gradients.flat.zero_()
+        self._updater.gradients.let_go()
 
     def _accumulate(self, batch: Sequence[Microbatch], *, updates: bool) -> None:
         """Run forwards and backwards, and start every reduction. updates: whether a step follows."""
