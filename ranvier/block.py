@@ -446,8 +446,8 @@ def named(state: object, where: str) -> dict[str, Tensor]:
             return packed
     except NotSent:
         pass
-    remedy = ("Return the carried state that the next block takes, such as a tuple or a dict; in place of a dataclass a "
-              "dict of its fields.")
+    remedy = ("Return the carried state that the next block takes, such as a tuple or a dict; in place of a dataclass "
+              "a dict of its fields.")
     if isinstance(state, Mapping) and (hint := wrapping_hint(state)) is not None:
         remedy = f"{hint}."
     raise ModelError(f"must return a tensor, or {SENT}, with at least one tensor{_odd(state)}",

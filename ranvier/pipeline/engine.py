@@ -719,6 +719,10 @@ class Engine:
         `optim.clip_norm` does the same in every step by itself.
         """
         self.check_usable("clip_grad_norm_")
+        if not isinstance(max_norm, (int, float, Tensor)) or not max_norm >= 0:
+            raise ConfigError("is no norm: a number of at least 0", code="clip-norm-range",
+                              where="Engine.clip_grad_norm_(max_norm)", value=max_norm,
+                              remedy="Give the largest norm that gradients may have, or leave out the call.")
         if not self._updater.has_averaged:
             raise ConfigError("has no gradients to clip", code="clip-without-gradients", where="Engine.clip_grad_norm_",
                               value=max_norm,

@@ -33,6 +33,7 @@ class HeldParameters:
                  replicas: int = 1) -> None:
         self._blocks, self._replicas = blocks, replicas
         self._container = None if container is None else ref(container)
+        self._names = frozenset(() if container is None else container._modules)
         self._given = {name: ref(given) for _, name, _ in blocks
                        if container is not None and (given := container._modules.get(name)) is not None}
         self._places: list[tuple[Mapping[str, object], tuple[tuple[str, object], ...]]] | None = None
@@ -42,6 +43,8 @@ class HeldParameters:
         self._after_forwards: list[int] = []
         """The same when the last forward of the batch has run."""
         self._warned = False
+        for _, block, module in blocks if replicas > 1 else ():
+            _refuse_renormalised(block, module, replicas)
         self._formats = [(block, name, held, (held.shape, held.dtype, held.device))
                          for (block, name), held in self._held.items()]
 
@@ -70,13 +73,14 @@ class HeldParameters:
 
     def adopt(self) -> None:
         """Take over the values of parameters that have been replaced. ModelError for one that cannot be: it is gone or
-        new, of another shape, number format or device, or has two new values; and for a block that was replaced."""
+        new, of another shape, number format or device, or has two new values; and where the model has other blocks."""
         container = None if self._container is None else self._container()
-        for name, given in self._given.items():
-            other = None if container is None else container._modules.get(name)
-            if other is not None and other is not given():
-                raise ModelError("was replaced in the model after the engine was built, and would not train",
-                                 code="block-replaced", where=f"block {name}", remedy="Build a new engine.")
+        if container is not None:
+            for name, given in self._given.items():
+                if container._modules.get(name) is not given():
+                    raise _changed(name, "was replaced in the model, or removed from it,")
+            for name in container._modules.keys() - self._names:
+                raise _changed(name, "was added to the model")
         stand_ins = [found for _, _, block in self._blocks
                      if isinstance(found := vars(block).get("stand_in_tensors"), StandInTensors)]
         for one in stand_ins:
@@ -155,8 +159,24 @@ class HeldParameters:
                              "Replace parameters between batches, or write into them: parameter.data.copy_(value).")
 
 
+def _refuse_renormalised(block: str, module: nn.Module, replicas: int) -> None:
+    """Such a table is changed by a forward, in the rows that this replica looks up."""
+    for path, one in module.named_modules():
+        if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.max_norm is not None:
+            raise ModelError(f"renormalises the rows that each of {replicas} replicas looks up for itself, so that "
+                             "their tables would differ", code="embedding-max-norm",
+                             where=f"module {block}.{path}".removesuffix("."), value=f"max_norm={one.max_norm}",
+                             remedy="Leave max_norm out, and after each step, inside torch.no_grad(), write "
+                                    "weight.copy_(weight.renorm(2, 0, max_norm)).")
+
+
 def _described(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
     return f"{dtype} {tuple(shape)} on {device}"
+
+
+def _changed(block: str, what: str) -> ModelError:
+    return ModelError(f"{what} after the engine was built, which trains the blocks of the start", code="block-replaced",
+                      where=f"block {block}", remedy="Build a new engine.")
 
 
 def _error(code: str, block: str, name: str, what: str, remedy: str) -> ModelError:

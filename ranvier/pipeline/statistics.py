@@ -107,7 +107,7 @@ class BatchStatistics:
         other collective."""
         earlier, sums = self._earlier, torch.zeros(7 + SAME_TARGETS, dtype=torch.float64)
         self.sums, same_targets, same_rates, same_left = sums, self._same_targets, self._same_rates, self._same_left
-        size, of_targets = len(self._ranks.ranks), slice(4, 4 + SAME_TARGETS)
+        ranks, size, of_targets = self._ranks, len(self._ranks.ranks), slice(4, 4 + SAME_TARGETS)
         sums[2], sums[3] = self._zeroed, self._training * (size + 1 if self._updates else 1)
         if self._training:
             sums[-3], sums[-2], sums[-1] = earlier is not None, same_rates.number(), same_left.number()
@@ -121,7 +121,7 @@ class BatchStatistics:
                 raise calls_differ(f"of {size} ranks {continuing} add to the gradients of the batch before, and "
                                    f"{size - continuing} have called step or zero_grad since")
             same_targets.check(sums[of_targets])
-            same_rates.check(float(sums[-2]), self._ranks)
+            same_rates.check(float(sums[-2]), ranks)
             same_left.check(float(sums[-1]))
             if sums[1] < 0 or sums[1].isinf():
                 raise ModelError("has a weight by which its gradient would be turned around, or lost",

@@ -301,7 +301,7 @@ def loss_parts(result: Any) -> tuple[Tensor, Tensor | float | int]:
                          remedy="Use reduction='sum' and return the count beside it, so that microbatches of different "
                                 "sizes add up to the same gradients.")
     total, weight = result
-    if total.is_complex() or isinstance(weight, Tensor) and weight.is_complex():
+    if total.is_complex() or (isinstance(weight, Tensor) and weight.is_complex()):
         raise ModelError("is complex, and has no least value", code="loss-complex", where="loss",
                          value=f"({', '.join(map(_kind, result))})",
                          remedy="Return a real sum of losses, such as outputs.abs().square().sum(), and a real weight.")

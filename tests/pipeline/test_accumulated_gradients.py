@@ -14,7 +14,18 @@ from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
 from tests.covering import covering
 from tests.errors import raises
-from tests.pipeline.parity import SEED, TOLERANCE, assert_close, chain, on_mesh, points, share, small_gpt, squared, tokens
+from tests.pipeline.parity import (
+    SEED,
+    TOLERANCE,
+    assert_close,
+    chain,
+    on_mesh,
+    points,
+    share,
+    small_gpt,
+    squared,
+    tokens,
+)
 from tests.pipeline.test_unreached_parameters import MODEL, SGD, expected, routed
 
 PARTS = [tokens([[2, 1], [1]], ignored=0.3, seed=1), tokens([[1], [3]], ignored=0.6, seed=2),

@@ -193,6 +193,10 @@ def test_nothing_to_clip_is_refused():
         with pytest.raises(ConfigError) as caught:
             engine.clip_grad_norm_(1.0)
         assert caught.value.where == "Engine.clip_grad_norm_" and caught.value.value == 1.0
+        for value in (None, "1", -1.0, float("nan")):
+            with pytest.raises(ConfigError) as caught:
+                engine.clip_grad_norm_(value)
+            assert caught.value.code == "clip-norm-range"
 
     on_mesh(make, Mesh(), work, optim=OWN)
 

@@ -57,8 +57,9 @@ def take_turns(one, two, batch, make):
 
 @pytest.mark.parametrize(("mesh", "how", "other"), [
     (Mesh(data=2), {}, {}), (Mesh(pipe=2), {}, {}),
-    (Mesh(pipe=2), {"optim": Optim(weight_decay=0.1), "learning_rate": 1e-2},
-     {"optim": Optim(algorithm="sgd", momentum=0.0, weight_decay=0.0), "learning_rate": 0.1})], ids=["replicas", "stages", "ranvier's optimizers"])
+    (Mesh(pipe=2), {"optim": Optim(weight_decay=0.1), "learning_rate": 1e-2}, {
+        "optim": Optim(algorithm="sgd", momentum=0.0, weight_decay=0.0), "learning_rate": 0.1})],
+    ids=["replicas", "stages", "ranvier's optimizers"])
 def test_in_turns_they_are_two_optimizers_of_a_plain_loop(mesh, how, other):
     found, *_ = on_two(mesh, take_turns, how=how, **other)
     model = plain()
@@ -103,13 +104,17 @@ def step_with_others_gradients(one, two, batch, make):
 
 def let_gradients_go(one, two, batch, make):
     """Whoever updates by hand ends a step as for one engine."""
-    first, last = one, two
-    for let_go in (lambda: first.zero_grad(), lambda: [parameter.grad.zero_() for parameter in first.parameters()],
-                   lambda: [setattr(parameter, "grad", None) for parameter in first.parameters()]):
-        first.forward_backward(batch)
-        let_go()
-        first, last = last, first
-    two.forward_backward(batch)
+    def none(parameters):
+        for parameter in parameters:
+            parameter.grad = None
+
+    def zero(parameters):
+        for parameter in parameters:
+            parameter.grad.zero_()
+
+    for engine, end in ((one, lambda _: one.zero_grad()), (two, none), (one, zero), (two, none)):
+        engine.forward_backward(batch)
+        end(engine.parameters())
 
 
 @pytest.mark.parametrize("work", [begin_another, make_another, step_with_others_gradients, let_gradients_go])
