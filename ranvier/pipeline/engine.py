@@ -691,7 +691,7 @@ class Engine:
         self.check_usable("step")
         self.refuse_in_averages("step")
         if not isinstance(result, BatchResult):
-            raise ConfigError("is not what forward_backward has returned", code="argument-of-other-type",
+            raise ConfigError("is not what forward_backward has returned", code="step-without-result",
                               where="Engine.step(result)", value=type(result).__name__,
                               remedy="Call engine.step(result) after result = engine.forward_backward(batch).")
         if result.status is None:

@@ -220,7 +220,7 @@ def test_a_step_is_refused_for_any_batch_of_it_whichever_result_it_is_given():
         first = engine.forward_backward(good)
         engine.forward_backward(bad)
         before = [parameter.clone() for parameter in engine.parameters()]
-        with raises("argument-of-other-type", value="float"):
+        with raises("step-without-result", value="float"):
             engine.step(first.loss)
         with raises("step-refused"):
             engine.step(first)
