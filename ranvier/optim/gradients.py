@@ -432,5 +432,5 @@ def refuse_others(parameters: Iterable[tuple[str, nn.Parameter]], mine: Gradient
             raise ConfigError("has the gradient of another engine of its module", code="gradient-of-another-engine",
                               where=f"parameter {name}",
                               remedy="Engines of one module take turns: call step or zero_grad of the one whose "
-                                     "forward_backward came first, before another one computes gradients. Two losses "
-                                     "of one step are one loss, their sum.")
+                                     "forward_backward came first, or close it, before another one computes gradients. "
+                                     "Two losses of one step are one loss, their sum.")

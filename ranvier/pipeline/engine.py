@@ -552,6 +552,7 @@ class Engine:
         missed_updates: parameter -> updates that left it alone, where there are any.
         """
         self._step = steps
+        self._statistics.num_updates = 0
         self._elsewhere.loaded()
         self._stages.forget_weights()
         self._updater.restore_counters(optimizer_steps, loss_scale, last_norm, missed_updates or {})
@@ -656,6 +657,7 @@ class Engine:
         with self._working():
             status = self._updater.finish()
         self._statistics.forget()
+        self._statistics.num_updates += status.may_update
         return self._stepped(status, batch, kept)
 
     @of_engine
@@ -705,9 +707,11 @@ class Engine:
         self._held.adopt()
         self._connections.board.action = "the optimizer"
         self._updater.learning_rate = self.learning_rate
+        updates = self._updater.gradients.unapplied  # unless they have been let go
         with self._working():
             status = self._updater.apply()
         self._statistics.forget()
+        self._statistics.num_updates += updates and status.may_update
         self._stepped(status)
 
     @of_engine

@@ -112,6 +112,9 @@ class HeldParameters:
                     raise _error("parameter-replaced-by-other-shape", block, name,
                                  f"was replaced by one of shape {tuple(parameter.shape)}, and has {tuple(held.shape)}",
                                  "Give a value of the same shape, or build a new engine.")
+                if parameter.is_meta:
+                    raise _error("parameter-without-values", block, name, "was replaced by one without values, on the "
+                                 "meta device", "Give it values, or build a new engine.")
                 other, first = replaced.setdefault(held, (f"{block}.{name}", parameter))
                 if first is not parameter and not torch.equal(first.to(parameter.device), parameter):
                     raise _error("tied-parameter-replaced", block, name,

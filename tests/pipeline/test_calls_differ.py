@@ -1,5 +1,7 @@
 """Ranks that are in different calls of the engine with one batch: refused before anything is updated."""
 
+import copy
+
 import pytest
 import torch
 
@@ -48,6 +50,32 @@ def test_one_replica_alone_ends_a_step(call):
 
     with raises("calls-differ"):
         run_ranks(work, 2)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(data=2), Mesh(pipe=2)], ids=str)
+def test_one_rank_alone_leaves_out_a_step(mesh):
+    """As by a look at its own gradients. Both calls end the step, so that only the number of updates tells."""
+    def work(world):
+        engine = Engine([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)], world, mesh=mesh, loss=squared,
+                        dtype=torch.float64, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3))
+        batch, state = points([[2, 2]] * mesh.data)[engine.coordinates.data], copy.deepcopy(engine.state_dict())
+        for loads in (True, False):
+            result = engine.forward_backward(batch)
+            if world.rank:
+                engine.step(result)
+            else:
+                engine.zero_grad()
+            if loads:  # what all ranks load is the same again
+                engine.load_state_dict(state)
+                engine.train_batch(batch)
+        before = [parameter.clone() for parameter in engine.parameters()]
+        try:
+            engine.train_batch(batch)
+        finally:
+            assert all(map(torch.equal, before, engine.parameters()))
+
+    with raises("calls-differ"):
+        run_ranks(work, mesh.size)
 
 
 @pytest.mark.parametrize(("mesh", "own", "apart"), pairwise(

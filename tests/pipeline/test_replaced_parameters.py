@@ -202,7 +202,8 @@ def two_values(block):
     (lambda block: block.float(), ("parameter-form-changed", 4)),
     (added, ("parameter-added",)),
     (gone, ("parameter-gone",)),
-    (two_values, ("tied-parameter-replaced",))])
+    (two_values, ("tied-parameter-replaced",)),
+    (lambda block: block.to("meta"), ("parameter-without-values",))])
 def test_what_cannot_be_adopted_is_named(change, error):
     def rank(world):
         block = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
