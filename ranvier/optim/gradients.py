@@ -29,6 +29,7 @@ specs in the same order, with groups along the same axes.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from weakref import ref
 
@@ -105,6 +106,8 @@ class Gradients:
         self._next = self._moving = 0
         self._passed = sys.maxsize
         self._versions: dict[str, int] = {}
+        self._left: dict[str, int] = {}
+        """Versions of the gradients when the last step or batch was over."""
         self._unreached: dict[str, bool] = {}
         self._removed: set[str] = set()
         self._frozen: set[str] = set()
@@ -142,9 +145,14 @@ class Gradients:
                     place.copy_(grad.reshape(-1))
                     spec.parameter.grad = None
                 spec.parameter.grad_dtype = self.flat.dtype
-                grad = spec.parameter.grad = place.view(spec.parameter.shape).data  # with a version count of its own
-                setattr(grad, _MAKER, ref(self))
+                grad = spec.parameter.grad = self._in_place(place, spec)
                 self._versions[spec.name] = -1 if early else grad._version
+
+    def _in_place(self, place: Tensor, spec: GradientSpec) -> Tensor:
+        """The gradient that a part of the buffer is, with a version count of its own."""
+        grad = place.view(spec.parameter.shape).data
+        setattr(grad, _MAKER, ref(self))
+        return grad
 
     # ------------------------------------------------------------------ counting
 
@@ -171,6 +179,27 @@ class Gradients:
             chunk.work, chunk.gather, chunk.entered = CompletedWork(), None, False
             chunk.blocks = set().union(*(spec.blocks for spec in chunk.specs))
             chunk.outstanding = sum(spec.remote_ends for spec in chunk.specs)
+
+    def note_left(self) -> None:
+        """A batch or a step is over: gradients are of no use, and whatever is added to them from here on is not of this
+        engine."""
+        self._left = {spec.name: spec.parameter.grad._version for spec in self._specs
+                      if spec.parameter.grad is not None}
+
+    def warn_of_lost(self) -> None:
+        """Warn, once, where somebody has computed gradients since `note_left`, which the batch begins without."""
+        for spec in self.owned() if self._left else ():
+            grad = spec.parameter.grad
+            maker = getattr(grad, _MAKER, None)
+            if grad is None or (maker is not None and (
+                    maker() is not self or grad._version == self._left.get(spec.name))) or not (
+                        grad.is_sparse or grad.any()):
+                continue
+            self._left = {}
+            warnings.warn(f"the gradient that parameter {spec.name} has before the batch is lost: a batch begins with "
+                          "none. Call backward() of your own between engine.forward_backward(batch) and "
+                          "engine.step(result), or zero_grad() where its gradients are of no use", stacklevel=6)
+            return
 
     def hold(self) -> None:
         """Until the next batch begins nothing is reduced or sent: gradients stay those of this rank alone."""
@@ -358,7 +387,7 @@ class Gradients:
                 self._removed.add(spec.name)
             elif grad.data_ptr() != place.data_ptr():
                 place.copy_(grad.to_dense().reshape(-1))
-                spec.parameter.grad = place.view(spec.parameter.shape).data
+                spec.parameter.grad = self._in_place(place, spec)
                 self._frozen.discard(spec.name)
 
     def let_go(self) -> None:

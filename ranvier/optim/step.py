@@ -282,6 +282,8 @@ class Updater:
         """A new batch, as step `step` (from 1). updates: whether `finish` follows, rather than `average`. keep: whether
         what `average` has left belongs to the same step."""
         self._kept, self._kept_status = (self.gradients.snapshot(), self._averaged) if keep else (None, None)
+        if not keep:
+            self.gradients.warn_of_lost()
         self._averaged = None
         self._step, self._squared, self._began = step, torch.zeros(()), False
         if self._by_block is not None:
@@ -304,6 +306,7 @@ class Updater:
             status = self._judge()
             self._apply(status, status.factor)
         self._kept, self._last, self.gradients.on_complete = None, status, None
+        self.gradients.note_left()
         return status
 
     def average(self) -> GradientStatus:
@@ -336,6 +339,7 @@ class Updater:
             status = self._recount(status)
         self._apply(status, 1.0)
         self._averaged, self._last, self.gradients.unapplied = None, status, False
+        self.gradients.note_left()
         return averaged
 
     @property

@@ -849,6 +849,7 @@ class Engine:
                         is_last_stage=self.is_last_stage, mesh=self.mesh, at=self.coordinates,
                         gradients=self._updater.gradients, judges_gradients=self.loss_scale is None,
                         ranks=self._connections.all, run=partial(self._run, training=True))
+        self._updater.gradients.let_go()
         self._connections.board.action = _OUTSIDE
         return cause
 
