@@ -187,15 +187,14 @@ class Gradients:
                       if spec.parameter.grad is not None}
 
     def warn_of_lost(self) -> None:
-        """Warn, once, where somebody has computed gradients since `note_left`, which the batch begins without."""
+        """Warn where somebody has computed gradients since `note_left`, which the batch begins without."""
         for spec in self.owned() if self._left else ():
             grad = spec.parameter.grad
             maker = getattr(grad, _MAKER, None)
-            if grad is None or (maker is not None and (
-                    maker() is not self or grad._version == self._left.get(spec.name))) or not (
-                        grad.is_sparse or grad.any()):
+            is_left = maker is not None and (maker() is not self or (
+                grad is not None and grad._version == self._left.get(spec.name)))
+            if grad is None or is_left or not (grad.is_sparse or grad.any()):
                 continue
-            self._left = {}
             warnings.warn(f"the gradient that parameter {spec.name} has before the batch is lost: a batch begins with "
                           "none. Call backward() of your own between engine.forward_backward(batch) and "
                           "engine.step(result), or zero_grad() where its gradients are of no use", stacklevel=6)
