@@ -35,7 +35,7 @@ KEPT_IN_FP32 = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")
 
 State = Tensor | dict[str, Tensor]
 """The carried state, which blocks hand on: one tensor, or a dict of named tensors. A block may also hand on a tuple,
-list or dict, nested too, with a tensor, and beside tensors None, sizes, whole numbers, devices and dtypes
+NamedTuple, list or dict, nested too, with a tensor, and beside tensors None, sizes, whole numbers, devices and dtypes
 (`sent_values`); anything else is refused."""
 
 Loss = Callable[[Any, Any], tuple[Tensor, Tensor | float | int]]
@@ -446,7 +446,8 @@ def named(state: object, where: str) -> dict[str, Tensor]:
             return packed
     except NotSent:
         pass
-    remedy = "Return the carried state that the next block takes."
+    remedy = ("Return the carried state that the next block takes, such as a tuple or a dict; in place of a dataclass "
+              "a dict of its fields.")
     if isinstance(state, Mapping) and (hint := wrapping_hint(state)) is not None:
         remedy = f"{hint}."
     raise ModelError(f"must return a tensor, or {SENT}, with at least one tensor{_odd(state)}",

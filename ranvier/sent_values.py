@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten, treespec_dumps, treespec_loads
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten, treespec_dumps, treespec_loads
 
 from ranvier.errors import ModelError
 
-SENT = "tensors, sizes, devices, dtypes, None, whole numbers, and tuples, lists and dicts of them"
-"""Types that can be packed."""
+SENT = ("tensors, sizes, devices, dtypes, None, whole numbers, and tuples, lists, dicts and NamedTuples (of a module's "
+        "top level) of them")
+"""Types that can be packed, and whatever else has a serialised name in torch's pytree, as a ModelOutput has."""
+_CLASS = "\0class "
+"""Prefix of the one key of the dict that a NamedTuple travels as: {"\0class module:name": its fields}."""
+_IN_JSON = "u0000class "
+"""What is seen of it in the text of a structure."""
 
 
 class NotSent(ModelError):
@@ -26,17 +32,88 @@ def pack(name: str, value: Any, others: Sequence[Any]) -> dict[str, Tensor]:
     if isinstance(value, Tensor):
         return {name: value}
     like = next((one for one in tree_leaves([value, list(others)]) if isinstance(one, Tensor) and one.dim()), None)
-    leaves, spec = tree_flatten(value, is_leaf=lambda one: isinstance(one, torch.Size))
     try:
-        structure = "" if spec.is_leaf() else treespec_dumps(spec)
-        if structure and _structure(structure) != spec:  # such as a dict whose keys are tuples
-            raise TypeError("another structure")
+        leaves, structure = _flattened(value)
         packed = [_as_tensor(leaf, like) for leaf in leaves]
     except (NotImplementedError, TypeError, ValueError) as error:
         raise NotSent(f"is used in a later block, and only {SENT} can be sent there", code="value-cannot-be-sent",
                       where=f"value {name}", value=type(value).__name__,
                       remedy="Cut elsewhere, or compute it in the block that uses it.") from error
     return {f"{name}|{number}{kind}|{structure}": tensor for number, (kind, tensor) in enumerate(packed)}
+
+
+def _flattened(value: Any) -> tuple[list[Any], str]:
+    """The leaves of a value, and its structure as text, which is empty for a leaf."""
+    leaves, spec = tree_flatten(value, is_leaf=_is_size)
+    if spec.is_leaf():
+        return leaves, ""
+    try:
+        structure = treespec_dumps(spec)
+    except NotImplementedError:  # a NamedTuple, of which torch writes no structure
+        leaves, spec = tree_flatten(_without_classes(value), is_leaf=_is_size)
+        structure = treespec_dumps(spec)
+    if _structure(structure) != spec:  # such as a dict whose keys are tuples
+        raise TypeError("another structure")
+    return leaves, structure
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, torch.Size)
+
+
+# --- NamedTuples ------------------------------------------------------------------------------------------------------
+
+
+def _is_named_tuple(value: object) -> bool:
+    """As torch's pytree has it, which takes those of derived classes for leaves."""
+    return type(value).__bases__ == (tuple,) and hasattr(value, "_fields")
+
+
+def _without_classes(value: Any) -> Any:
+    """A value with a dict, by the name of the class, in the place of each NamedTuple. TypeError for a class that is not
+    found by its name."""
+    def without(one: Any) -> Any:
+        if not _is_named_tuple(one):
+            return one
+        path = f"{type(one).__module__}:{type(one).__qualname__}"
+        if _class_at(path) is not type(one):
+            raise TypeError(path)
+        return {_CLASS + path: [_without_classes(field) for field in one]}
+
+    return tree_map(without, value, is_leaf=lambda one: _is_size(one) or _is_named_tuple(one))
+
+
+def _with_classes(value: Any) -> Any:
+    """The inverse of `_without_classes`. Of the text that has arrived only a NamedTuple is made, whose module this
+    program has imported."""
+    def path(one: object) -> str | None:
+        return next(iter(one)).removeprefix(_CLASS) if type(one) is dict and len(one) == 1 and str(
+            next(iter(one))).startswith(_CLASS) else None
+
+    def back(one: Any) -> Any:
+        name = path(one)
+        if name is None:
+            return one
+        found = _class_at(name)
+        if found is None:
+            raise ModelError("is a NamedTuple in another module on the ranks before this one", code="value-of-no-class",
+                             where="the carried state", value=name,
+                             remedy="Define it in a module that all ranks import, or return a tuple or a dict.")
+        return found._make(_with_classes(field) for field in one[_CLASS + name])
+
+    return tree_map(back, value, is_leaf=lambda one: _is_size(one) or path(one) is not None)
+
+
+def _class_at(path: str) -> Any:
+    """The class of NamedTuples of this name in a module that has been imported; None where there is none."""
+    module, _, names = path.partition(":")
+    found: Any = sys.modules.get(module)
+    for name in names.split("."):
+        found = getattr(found, name, None)
+    return found if isinstance(found, type) and found.__bases__ == (tuple,) and hasattr(found, "_make") else None
+
+
+# --- leaves -----------------------------------------------------------------------------------------------------------
 
 
 def _as_tensor(leaf: Any, like: Tensor | None) -> tuple[str, Tensor]:
@@ -82,7 +159,10 @@ def unpack(name: str, state: Mapping[str, Tensor], block: str) -> Any:
     found.sort(key=lambda one: one[0])
     leaves = [_LEAVES[kind](tensor) for _, kind, _, tensor in found]
     structure = found[0][2]
-    return tree_unflatten(leaves, _structure(structure)) if structure else leaves[0]
+    if not structure:
+        return leaves[0]
+    value = tree_unflatten(leaves, _structure(structure))
+    return _with_classes(value) if _IN_JSON in structure else value
 
 
 @functools.lru_cache

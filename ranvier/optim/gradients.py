@@ -29,17 +29,23 @@ specs in the same order, with groups along the same axes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from ranvier.comm.collectives import CompletedWork
 from ranvier.comm.protocol import Group
+from ranvier.errors import ConfigError
 from ranvier.layout import FlatOrder, flat_order
 from ranvier.optim.chunks import Chunk, GradientSpec
 from ranvier.optim.reduction import MAX_COLLECTIVES, Reductions
 from ranvier.optim.touched_rows import TouchedRows
+
+_MAKER = "ranvier_gradients"
+"""Attribute of a gradient that is a place in a buffer: the `Gradients` with that buffer, as a weak reference."""
 
 
 class Gradients:
@@ -100,6 +106,8 @@ class Gradients:
         self._next = self._moving = 0
         self._passed = sys.maxsize
         self._versions: dict[str, int] = {}
+        self._left: dict[str, int] = {}
+        """Versions of the gradients when the last step or batch was over."""
         self._unreached: dict[str, bool] = {}
         self._removed: set[str] = set()
         self._frozen: set[str] = set()
@@ -108,6 +116,8 @@ class Gradients:
         """Versions of the gradients that have been handed on, when they were; None where their memory is another's."""
         self.unreached: set[str] = set()
         """Parameters that have no gradient since `show_unreached`."""
+        self.unapplied = False
+        """Whether there are gradients of a step that is not taken yet."""
         if allocate:
             self.allocate()
 
@@ -135,8 +145,14 @@ class Gradients:
                     place.copy_(grad.reshape(-1))
                     spec.parameter.grad = None
                 spec.parameter.grad_dtype = self.flat.dtype
-                grad = spec.parameter.grad = place.view(spec.parameter.shape).data  # with a version count of its own
+                grad = spec.parameter.grad = self._in_place(place, spec)
                 self._versions[spec.name] = -1 if early else grad._version
+
+    def _in_place(self, place: Tensor, spec: GradientSpec) -> Tensor:
+        """The gradient that a part of the buffer is, with a version count of its own."""
+        grad = place.view(spec.parameter.shape).data
+        setattr(grad, _MAKER, ref(self))
+        return grad
 
     # ------------------------------------------------------------------ counting
 
@@ -149,6 +165,7 @@ class Gradients:
         self.flat.zero_()
         self._next = self._moving = 0
         self._passed = sys.maxsize
+        self.unapplied = False
         self._attach()
         self._unreached, self._removed, self.unreached = {}, set(), set()
         frozen = {spec.name for spec in self._specs if not spec.parameter.requires_grad}
@@ -162,6 +179,26 @@ class Gradients:
             chunk.work, chunk.gather, chunk.entered = CompletedWork(), None, False
             chunk.blocks = set().union(*(spec.blocks for spec in chunk.specs))
             chunk.outstanding = sum(spec.remote_ends for spec in chunk.specs)
+
+    def note_left(self) -> None:
+        """A batch or a step is over: gradients are of no use, and whatever is added to them from here on is not of this
+        engine."""
+        self._left = {spec.name: spec.parameter.grad._version for spec in self._specs
+                      if spec.parameter.grad is not None}
+
+    def warn_of_lost(self) -> None:
+        """Warn where somebody has computed gradients since `note_left`, which the batch begins without."""
+        for spec in self.owned() if self._left else ():
+            grad = spec.parameter.grad
+            maker = getattr(grad, _MAKER, None)
+            is_left = maker is not None and (maker() is not self or (
+                grad is not None and grad._version == self._left.get(spec.name)))
+            if grad is None or is_left or not (grad.is_sparse or grad.any()):
+                continue
+            warnings.warn(f"the gradient that parameter {spec.name} has before the batch is lost: a batch begins with "
+                          "none. Call backward() of your own between engine.forward_backward(batch) and "
+                          "engine.step(result), or zero_grad() where its gradients are of no use", stacklevel=6)
+            return
 
     def hold(self) -> None:
         """Until the next batch begins nothing is reduced or sent: gradients stay those of this rank alone."""
@@ -300,7 +337,7 @@ class Gradients:
 
     def detach(self) -> None:
         """Parameters have no gradients any more, and take ones of their own format again."""
-        self.on_complete = None
+        self.on_complete, self.unapplied = None, False
         for spec in self._specs:
             spec.parameter.grad = None
             spec.parameter.grad_dtype = spec.parameter.dtype
@@ -349,8 +386,14 @@ class Gradients:
                 self._removed.add(spec.name)
             elif grad.data_ptr() != place.data_ptr():
                 place.copy_(grad.to_dense().reshape(-1))
-                spec.parameter.grad = place.view(spec.parameter.shape).data
+                spec.parameter.grad = self._in_place(place, spec)
                 self._frozen.discard(spec.name)
+
+    def let_go(self) -> None:
+        """Parameters have no gradients until the next batch, as `zero_grad` of a plain loop leaves them."""
+        for spec in self._specs:
+            spec.parameter.grad = None
+        self.unreached, self.unapplied = {spec.name for spec in self.owned()}, False
 
     def snapshot(self) -> Tensor:
         """A copy of the buffer between batches, with what a user has put in the place of a parameter's gradient."""
@@ -358,7 +401,8 @@ class Gradients:
         return self.flat.clone()
 
     def note_values(self) -> None:
-        """Gradients are whole; see `were_zeroed`."""
+        """Gradients are whole, for a step that is to be taken; see `were_zeroed`."""
+        self.unapplied = True
         self._versions = {spec.name: spec.parameter.grad._version for spec in self._specs
                           if spec.parameter.grad is not None}
 
@@ -403,3 +447,18 @@ class Gradients:
     def owned(self) -> list[GradientSpec]:
         """The parameters that are updated here, in model order."""
         return [spec for spec in self._in_model_order if not spec.sent_to_owner]
+
+
+def refuse_others(parameters: Iterable[tuple[str, nn.Parameter]], mine: Gradients | None, *, applied: bool) -> None:
+    """ConfigError where a parameter has the gradient of another engine: in a step that is not taken yet, or, with
+    `applied`, in any."""
+    for name, parameter in parameters:
+        maker = getattr(parameter.grad, _MAKER, None)
+        other = None if maker is None else maker()
+        if other is not None and other is not mine and parameter in other.places and (
+                applied or (other.unapplied and not other.were_zeroed())):
+            raise ConfigError("has the gradient of another engine of its module", code="gradient-of-another-engine",
+                              where=f"parameter {name}",
+                              remedy="Engines of one module take turns: call step or zero_grad of the one whose "
+                                     "forward_backward came first, or close it, before another one computes gradients. "
+                                     "Two losses of one step are one loss, their sum.")

@@ -282,6 +282,8 @@ class Updater:
         """A new batch, as step `step` (from 1). updates: whether `finish` follows, rather than `average`. keep: whether
         what `average` has left belongs to the same step."""
         self._kept, self._kept_status = (self.gradients.snapshot(), self._averaged) if keep else (None, None)
+        if not keep:
+            self.gradients.warn_of_lost()
         self._averaged = None
         self._step, self._squared, self._began = step, torch.zeros(()), False
         if self._by_block is not None:
@@ -304,6 +306,7 @@ class Updater:
             status = self._judge()
             self._apply(status, status.factor)
         self._kept, self._last, self.gradients.on_complete = None, status, None
+        self.gradients.note_left()
         return status
 
     def average(self) -> GradientStatus:
@@ -324,16 +327,20 @@ class Updater:
         more."""
         return self._bad_loss() if self._bad_loss is not None and self._weight() else None
 
-    def apply(self, status: GradientStatus) -> None:
-        """Update from the gradients that `average` has left, and a user may have changed since. Collective where they
-        are clipped."""
+    def apply(self) -> GradientStatus:
+        """Update from the gradients that `average` has left, and a user may have changed since; what is known of them
+        all, whichever batch of the step told of which. Collective where they are clipped."""
+        assert self._averaged is not None, "there are no averaged gradients"
+        averaged = status = self._averaged
         self.gradients.take_edits()
         if self.flat is not None:
             self.flat.prefetch()
         if self._optim.clip_norm and not self._clips_late:
             status = self._recount(status)
         self._apply(status, 1.0)
-        self._averaged, self._last = None, status
+        self._averaged, self._last, self.gradients.unapplied = None, status, False
+        self.gradients.note_left()
+        return averaged
 
     @property
     def has_averaged(self) -> bool:

@@ -11,7 +11,7 @@ columns split cast the operands of their products themselves, weights before the
 
 Autocast around a call of the engine is refused: backward and update would be inside, and torch would go on using casts
 of weights that the update has changed. So are no_grad and inference_mode around one that trains, in which a plain loop
-fails at its backward.
+fails at its backward, and a cache of parametrizations, whose graph is gone with the first microbatch's backward.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch.nn.utils import parametrize
 
 from ranvier.errors import ConfigError
 
@@ -46,13 +47,19 @@ def casting(autocast: torch.dtype | None, device: torch.device) -> AbstractConte
 
 
 def refuse_outer_modes(device: torch.device, *, training: bool) -> None:
-    """ConfigError where the caller has switched autocast on, or gradients off for a call that trains."""
+    """ConfigError where the caller has switched autocast on, or for a call that trains gradients off, or a cache of
+    parametrizations on."""
     if training and (torch.is_inference_mode_enabled() or not torch.is_grad_enabled()):
         mode = "torch.inference_mode" if torch.is_inference_mode_enabled() else "torch.no_grad"
         raise ConfigError("is on around a call that trains, and gradients need it off", code="no-grad-around-engine",
                           where=f"{mode}()", value=True,
                           remedy="Call train_batch and forward_backward outside of it; evaluate and predict need no "
                                  "gradients, whatever is around them.")
+    if training and parametrize._cache_enabled:
+        raise ConfigError("is on around a call that trains, and each microbatch has a backward of its own, after which "
+                          "the graph of what is cached is gone", code="parametrizations-cached-around-engine",
+                          where="torch.nn.utils.parametrize.cached()", value=True,
+                          remedy="Leave it out, or switch it on within a block's forward.")
     if torch.is_autocast_enabled(device.type):
         raise ConfigError("is on around a call of the engine, so that backward and update would be inside",
                           code="autocast-around-engine", where=f"torch.autocast({device.type!r})",

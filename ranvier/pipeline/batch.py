@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypedDict
 
 from torch import Tensor
@@ -61,12 +61,14 @@ class BatchRunner:
             `limits` allows, as forwards show them.
         nominal_weight: agrees on the expected weight of a batch before its first backward; None where nobody asks.
         takes_nominal_weight: whether that becomes what losses are divided by.
+        forwards_ended: called when the last forward of a training batch has run here.
     """
 
     def __init__(self, *, placement: StagePlacement, at: Coordinates, stages: RankStages, connections: Connections,
                  updater: Updater, statistics: BatchStatistics, timeline: Timeline, policy: Policy,
                  limits: Limits, look_ahead: LookAhead, defer_bytes: int | None,
-                 nominal_weight: NominalWeight | None, takes_nominal_weight: bool) -> None:
+                 nominal_weight: NominalWeight | None, takes_nominal_weight: bool,
+                 forwards_ended: Callable[[], None]) -> None:
         self._at, self._stages, self._connections = at, stages, connections
         self._numbers, self._num_stages = placement.stages_of(at.pipeline_rank), placement.num_stages
         self._has_loss = self._numbers[-1] == self._num_stages - 1
@@ -74,7 +76,7 @@ class BatchRunner:
                                connections.rank_of(number + 1) if number < self._num_stages - 1 else None)
                         for turn, number in enumerate(self._numbers)]
         self._updater, self._statistics, self._timeline = updater, statistics, timeline
-        self._policy, self._look_ahead = policy, look_ahead
+        self._policy, self._look_ahead, self._forwards_ended = policy, look_ahead, forwards_ended
         self._deferrable = [0] * len(stages)
         """Per stage, the most bytes that one microbatch's deferred products would keep alive."""
         self._limits_follow = defer_bytes is None
@@ -125,6 +127,7 @@ class BatchRunner:
                     if training and self.nominal_weight is not None and self._has_loss and action.microbatch == 0:
                         self._estimate_weight(self.nominal_weight, len(batch))
                     if action.microbatch == len(batch) - 1:
+                        self._forwards_ended()
                         self._reduce_statistics(training)
                 ran.append(action)
             if self._connections.tensor_mesh is not None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,7 @@ from ranvier.config.python_names import of_engine
 from ranvier.config.run import Guard, Memory, Optim, Pipeline, TensorParallel
 from ranvier.errors import ConfigError, ModelError, RanvierError
 from ranvier.mesh import Mesh
+from ranvier.optim.gradients import refuse_others
 from ranvier.optim.guard import BadSteps
 from ranvier.optim.optimizer import storage_bytes
 from ranvier.optim.step import GradientStatus, OptimizerFactory, Updater
@@ -185,6 +186,8 @@ class Engine:
         given = prepare(model, loss, world=world, dtype=dtype, autocast=autocast, float8=float8, keep_fp32=keep_fp32,
                         frozen=frozen, frozen_above=frozen_above, optim=optim, own_optimizer=own)
         dtype = given.dtype
+        refuse_others(((f"{block}.{name}", one) for block, module in ready_made(given.model).items()
+                       for name, one in module.named_parameters()), None, applied=False)
         if plan is None:
             plan = self._make_plan(given.model, mesh or world.mesh or Mesh.of_replicas(world.size), sample, policy,
                                    dtype, pipeline=pipeline, tensor=tensor, memory=memory, optim=optim,
@@ -218,7 +221,9 @@ class Engine:
         if self.cast_buffers and self.coordinates.is_first_on_pipeline_rank:
             warnings.warn(told(self.cast_buffers, dtype), stacklevel=3)
         self._parameters = stage_parameters(self.layout, blocks)
-        self._held = HeldParameters(blocks, model if isinstance(model, nn.Module) else None)
+        self._held = HeldParameters(
+            blocks, model if isinstance(model, nn.Module) else None, replicas=1 if plan.optim.update_in_backward else
+            self.mesh.count(self.mesh.over(splits_samples=True)))
         self._elsewhere = TrainedElsewhere(ready_made(given.model), (name for _, name, _ in blocks),
                                            self._parameters.values())
         self._connect(blocks, timeout_seconds, settings_of(
@@ -240,6 +245,11 @@ class Engine:
                                           frozen_dropout=frozen_dropout, tables=tables, left=left)
         self._runner = self._build_runner(dtype, nominal_weight)
         self._looks_at_shift = isinstance(split.loss, NextTokenLoss)
+
+    def __reduce__(self) -> NoReturn:
+        raise RanvierError("belongs to ranks that run now, and can be neither copied nor saved", code="engine-copied",
+                           where="engine", remedy="Copy or save engine.blocks or engine.state_dict(), or write a "
+                                                  "checkpoint (ranvier.Checkpoints).")
 
     # ------------------------------------------------------------------ start
 
@@ -350,7 +360,7 @@ class Engine:
             look_ahead=LookAhead(pipeline.look_ahead, device=self.world.device, num_stages=placement.num_stages),
             defer_bytes=0 if self._updater.in_backward else defer_bytes,  # a waiting product holds a block's gradients
             nominal_weight=NominalWeight(self._connections.all) if dtype is torch.float16 else None,
-            takes_nominal_weight=nominal_weight == "auto")
+            takes_nominal_weight=nominal_weight == "auto", forwards_ended=self._held.forwards_ended)
 
     def _loss(self, model: Model, blocks: Blocks) -> Loss:
         """The loss of the last stage: that of its last block, if it has one, else the model's."""
@@ -500,6 +510,7 @@ class Engine:
         """After `forward_backward`: the gradients that this rank owns, of the mean loss over the global batch. Where no
         loss has reached a parameter they are zeros here, and its `grad` is None, as in a plain loop."""
         mine = self._updater.gradients
+        self._refuse_others(applied=True)
         return {spec.name: torch.zeros_like(spec.parameter, dtype=mine.dtype) if grad is None else grad
                 for spec in mine.owned() if (grad := spec.parameter.grad) is not None or spec.name in mine.unreached}
 
@@ -552,6 +563,7 @@ class Engine:
         missed_updates: parameter -> updates that left it alone, where there are any.
         """
         self._step, self._was_loaded = steps, True
+        self._statistics.num_updates = 0
         self._let_others_be_old()
         self._elsewhere.loaded()
         self._stages.forget_weights()
@@ -608,6 +620,7 @@ class Engine:
         self.refuse_in_averages("load_state_dict")
         load_state(self, state)
         self._statistics.forget()
+        self._updater.gradients.unapplied = False
 
     def tensors(self) -> dict[str, dict[str, list[Tensor]]]:
         """Tensors of this rank that persist between steps: {"device": {category: tensors}, "host": {...}}. On a CPU as
@@ -656,6 +669,7 @@ class Engine:
         with self._working():
             status = self._updater.finish()
         self._statistics.forget()
+        self._statistics.num_updates += status.may_update
         return self._stepped(status, batch, kept)
 
     @of_engine
@@ -686,10 +700,14 @@ class Engine:
 
         Gradients may have been changed since, on all replicas alike: `parameter.grad` of the parameters that
         `parameters` returns, in place or replaced; one that is None leaves its parameter alone. `optim.clip_norm` clips
-        them as they are now.
+        them as they are now. result: of any of the calls that have added to them.
         """
         self.check_usable("step")
         self.refuse_in_averages("step")
+        if not isinstance(result, BatchResult):
+            raise ConfigError("is not what forward_backward has returned", code="step-without-result",
+                              where="Engine.step(result)", value=type(result).__name__,
+                              remedy="Call engine.step(result) after result = engine.forward_backward(batch).")
         if result.status is None:
             raise ConfigError("is of an evaluation, which has no gradients", code="step-after-evaluation",
                               where="Engine.step(result)", remedy="Give the result of forward_backward.")
@@ -697,13 +715,16 @@ class Engine:
             raise ConfigError("has no gradients that have not been applied", code="step-without-gradients",
                               where="Engine.step(result)",
                               remedy="Call forward_backward before each step; train_batch updates by itself.")
+        self._refuse_others(applied=True)
         self._held.adopt()
         self._connections.board.action = "the optimizer"
         self._updater.learning_rate = self.learning_rate
+        updates = self._updater.gradients.unapplied  # unless they have been let go
         with self._working():
-            self._updater.apply(result.status)
+            status = self._updater.apply()
         self._statistics.forget()
-        self._stepped(result.status)
+        self._statistics.num_updates += updates and status.may_update
+        self._stepped(status)
 
     @of_engine
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -714,17 +735,23 @@ class Engine:
         `optim.clip_norm` does the same in every step by itself.
         """
         self.check_usable("clip_grad_norm_")
+        if not isinstance(max_norm, (int, float, Tensor)) or not max_norm >= 0:
+            raise ConfigError("is no norm: a number of at least 0", code="clip-norm-range",
+                              where="Engine.clip_grad_norm_(max_norm)", value=max_norm,
+                              remedy="Give the largest norm that gradients may have, or leave out the call.")
         if not self._updater.has_averaged:
             raise ConfigError("has no gradients to clip", code="clip-without-gradients", where="Engine.clip_grad_norm_",
                               value=max_norm,
                               remedy="Call it between forward_backward and step; train_batch clips by "
                                      "`--optim.clip-norm`.")
+        self._refuse_others(applied=True)
         return self._updater.clip(max_norm)
 
     def zero_grad(self) -> None:
-        """The next `forward_backward` begins with gradients of zero; for those who update by themselves."""
+        """Parameters have no gradients, and the next `forward_backward` begins anew; for those who update by themselves
+        or leave out a step. A `step` before it changes nothing, as after `zero_grad` in a plain loop."""
         self._statistics.forget()
-        self._updater.gradients.flat.zero_()
+        self._updater.gradients.let_go()
 
     def _accumulate(self, batch: Sequence[Microbatch], *, updates: bool) -> None:
         """Run forwards and backwards, and start every reduction. updates: whether a step follows."""
@@ -751,8 +778,7 @@ class Engine:
             self._statistics.forget()
             raise
         with self._working():
-            self._held.check_kept(replicas=1 if self._updater.in_backward else self.mesh.count(
-                self.mesh.over(splits_samples=True)))
+            self._held.check_kept()
             self._check_gradients()
             self._buffer_changes.check()
             self._updater.gradients.all_passed()
@@ -764,6 +790,11 @@ class Engine:
     def _let_others_be_old(self) -> None:
         for others in self._others.values():
             others.is_old = True
+
+    def _refuse_others(self, *, applied: bool) -> None:
+        mine = self._updater.gradients
+        refuse_others(((self.names_in_whole.get(spec.name, (spec.name,))[0], spec.parameter) for spec in mine.owned()),
+                      mine, applied=applied)
 
     def _check_gradients(self) -> None:
         """ModelError where the batch has given a parameter a gradient that is in no sum."""
@@ -828,6 +859,7 @@ class Engine:
                         is_last_stage=self.is_last_stage, mesh=self.mesh, at=self.coordinates,
                         gradients=self._updater.gradients, judges_gradients=self.loss_scale is None,
                         ranks=self._connections.all, run=partial(self._run, training=True))
+        self._updater.gradients.let_go()
         self._connections.board.action = _OUTSIDE
         return cause
 
@@ -984,6 +1016,8 @@ class Engine:
     def _checked(self, microbatches: Batch, *, training: bool = True, has_loss: bool = True) -> list[Microbatch]:
         """The batch, which this rank can begin: what is refused here has changed nothing, and may be called again."""
         refuse_outer_modes(self.world.device, training=training)
+        if training:
+            self._refuse_others(applied=False)
         self._elsewhere.check_start()
         batch = as_microbatches(microbatches)
         check_microbatches(batch, needs_inputs=self.is_first_stage, needs_targets=self.is_last_stage and has_loss,

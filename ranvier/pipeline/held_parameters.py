@@ -26,18 +26,25 @@ from ranvier.originals.stand_in_tensors import StandInTensors
 
 class HeldParameters:
     """blocks: (number in the model, name, module) of each block of this rank, when all parameters are in place.
-    container: the module that the user has given them in; it is not kept in memory."""
+    container: the module that the user has given them in; it is not kept in memory. replicas: so many ranks compute the
+    same blocks for other samples, and update them together."""
 
-    def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], container: nn.Module | None = None) -> None:
-        self._blocks = blocks
+    def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], container: nn.Module | None = None, *,
+                 replicas: int = 1) -> None:
+        self._blocks, self._replicas = blocks, replicas
         self._container = None if container is None else ref(container)
+        self._names = frozenset(() if container is None else container._modules)
         self._given = {name: ref(given) for _, name, _ in blocks
                        if container is not None and (given := container._modules.get(name)) is not None}
         self._places: list[tuple[Mapping[str, object], tuple[tuple[str, object], ...]]] | None = None
         self._held = {(block, name): parameter for block, name, parameter, _ in self._in_blocks()}
         self._versions: list[int] = []
         """Version counters of the held parameters at the last `adopt`; each write in place changes them."""
+        self._after_forwards: list[int] = []
+        """The same when the last forward of the batch has run."""
         self._warned = False
+        for _, block, module in blocks if replicas > 1 else ():
+            _refuse_renormalised(block, module, replicas)
         self._formats = [(block, name, held, (held.shape, held.dtype, held.device))
                          for (block, name), held in self._held.items()]
 
@@ -66,13 +73,14 @@ class HeldParameters:
 
     def adopt(self) -> None:
         """Take over the values of parameters that have been replaced. ModelError for one that cannot be: it is gone or
-        new, of another shape, number format or device, or has two new values; and for a block that was replaced."""
+        new, of another shape, number format or device, or has two new values; and where the model has other blocks."""
         container = None if self._container is None else self._container()
-        for name, given in self._given.items():
-            other = None if container is None else container._modules.get(name)
-            if other is not None and other is not given():
-                raise ModelError("was replaced in the model after the engine was built, and would not train",
-                                 code="block-replaced", where=f"block {name}", remedy="Build a new engine.")
+        if container is not None:
+            for name, given in self._given.items():
+                if container._modules.get(name) is not given():
+                    raise _changed(name, "was replaced in the model, or removed from it,")
+            for name in container._modules.keys() - self._names:
+                raise _changed(name, "was added to the model")
         stand_ins = [found for _, _, block in self._blocks
                      if isinstance(found := vars(block).get("stand_in_tensors"), StandInTensors)]
         for one in stand_ins:
@@ -88,7 +96,7 @@ class HeldParameters:
                 raise _error("parameter-form-changed", block, name,
                              f"has become {_described(*now)}; the engine was built with {_described(*known)}",
                              "Write a value of the same shape, number format and device, or build a new engine.")
-        self._versions = [held._version for held in self._held.values()]
+        self._versions, self._after_forwards = [held._version for held in self._held.values()], []
 
     def _adopt_replaced(self) -> None:
         replaced: dict[nn.Parameter, tuple[str, nn.Parameter]] = {}
@@ -104,6 +112,9 @@ class HeldParameters:
                     raise _error("parameter-replaced-by-other-shape", block, name,
                                  f"was replaced by one of shape {tuple(parameter.shape)}, and has {tuple(held.shape)}",
                                  "Give a value of the same shape, or build a new engine.")
+                if parameter.is_meta:
+                    raise _error("parameter-without-values", block, name, "was replaced by one without values, on the "
+                                 "meta device", "Give it values, or build a new engine.")
                 other, first = replaced.setdefault(held, (f"{block}.{name}", parameter))
                 if first is not parameter and not torch.equal(first.to(parameter.device), parameter):
                     raise _error("tied-parameter-replaced", block, name,
@@ -119,18 +130,29 @@ class HeldParameters:
                 raise _error("parameter-gone", block, name, "is gone from its block since the engine was built",
                              "Build a new engine.")
 
-    def check_kept(self, *, replicas: int) -> None:
+    def forwards_ended(self) -> None:
+        """The last forward of a training batch has run, and its backward has not."""
+        if self._replicas > 1:
+            self._after_forwards = [held._version for held in self._held.values()]
+
+    def check_kept(self) -> None:
         """ModelError where a parameter has been replaced since `adopt`: during the batch, in a forward. With several
-        replicas a warning, once, where one has been written to by a forward or a hook: each does that for itself."""
-        if replicas > 1 and not self._warned:
-            for ((block, name), held), version in zip(self._held.items(), self._versions, strict=True):
-                if held._version != version:
+        replicas also where one has been written to in a backward, by a hook that knows this replica's gradient alone,
+        and a warning, once, where it was written to before, as by a forward that may know nothing but the parameter."""
+        if self._replicas > 1:
+            written = zip(self._held.items(), self._versions, self._after_forwards or self._versions, strict=True)
+            for ((block, name), held), before, after_forwards in written:
+                if held._version != after_forwards:
+                    raise _error("parameter-changed-in-backward", block, name,
+                                 f"was changed in place in a backward, by each of {self._replicas} replicas for itself",
+                                 "Give the engine the optimizer, which updates from the gradients of all replicas: "
+                                 "Engine(optimizer=...), or Optim(update_in_backward=True) for its memory.")
+                if before != after_forwards and not self._warned:
                     self._warned = True
                     warnings.warn(
-                        f"parameter {block}.{name} was changed in place during the batch, by each of {replicas} "
+                        f"parameter {block}.{name} was changed in place during the batch, by each of {self._replicas} "
                         "replicas for itself: they diverge unless the change depends on nothing else than the "
                         "parameter, as a clamp does. The guard's compare_every compares them", stacklevel=5)
-                    break
         if self._as_they_were():
             return
         for block, name, parameter, _ in self._in_blocks():
@@ -140,8 +162,24 @@ class HeldParameters:
                              "Replace parameters between batches, or write into them: parameter.data.copy_(value).")
 
 
+def _refuse_renormalised(block: str, module: nn.Module, replicas: int) -> None:
+    """Such a table is changed by a forward, in the rows that this replica looks up."""
+    for path, one in module.named_modules():
+        if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.max_norm is not None:
+            raise ModelError(f"renormalises the rows that each of {replicas} replicas looks up for itself, so that "
+                             "their tables would differ", code="embedding-max-norm",
+                             where=f"module {block}.{path}".removesuffix("."), value=f"max_norm={one.max_norm}",
+                             remedy="Leave max_norm out, and after each step, inside torch.no_grad(), write "
+                                    "weight.copy_(weight.renorm(2, 0, max_norm)).")
+
+
 def _described(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
     return f"{dtype} {tuple(shape)} on {device}"
+
+
+def _changed(block: str, what: str) -> ModelError:
+    return ModelError(f"{what} after the engine was built, which trains the blocks of the start", code="block-replaced",
+                      where=f"block {block}", remedy="Build a new engine.")
 
 
 def _error(code: str, block: str, name: str, what: str, remedy: str) -> ModelError:

@@ -9,6 +9,7 @@ updates nothing, and only ranks that read its loss would notice: it compares non
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from zlib import crc32
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from ranvier.comm.protocol import Group
 from ranvier.config.run import Guard, Optim
 from ranvier.errors import ConfigError, ModelError
 from ranvier.mesh import Coordinates, StagePlacement
@@ -142,29 +144,52 @@ class SameRates:
         mesh = at.mesh
         axes = tuple(mesh) if own else mesh.replica_axes
         others = () if own else tuple(axis for axis in mesh if axis not in axes)
-        self._factor = (1 + at.index(others)) * (-1 if at.index(axes) else mesh.count(axes) - 1)
-        self._groups: list[str] = []
+        self._place = at.index(others)
+        self._factor = (1 + self._place) * (-1 if at.index(axes) else mesh.count(axes) - 1)
+        self._groups: list[list[tuple[str, str]]] = []
+        """Names and values of the settings of each group."""
 
     def begin(self, own: float | None, users: torch.optim.Optimizer | None) -> None:
         """A training batch begins. own: the rate of Ranvier's optimizer. Settings of a user's are in its groups, which
         may be in any order."""
         groups = [{"lr": own}] if own is not None else getattr(users, "param_groups", ())
-        self._groups = sorted(", ".join(f"{name} {_text(value)}" for name, value in sorted(group.items())
-                                        if name not in _NO_SETTINGS) for group in groups)
+        self._groups = sorted([(name, _text(value)) for name, value in sorted(group.items())
+                               if name not in _NO_SETTINGS] for group in groups)
 
     def number(self) -> float:
         """The number that this rank adds to the sums."""
-        return float(self._factor * (crc32("; ".join(self._groups).encode()) >> 32 - _NUMBER_BITS))
+        return float(self._factor * (crc32(repr(self._groups).encode()) >> 32 - _NUMBER_BITS))
 
-    def check(self, total: float) -> None:
-        """ConfigError where the sum over all ranks is that of different settings."""
+    def check(self, total: float, ranks: Group) -> None:
+        """ConfigError, with the first difference, where the sum over all `ranks` is that of different settings."""
         if total:
+            of_ranks = ranks.gather_objects([self._place, self._groups])
+            found = (_difference(of_ranks, rank) for rank in range(len(of_ranks)))
             raise ConfigError("are not the same on all ranks that update the same parameters; nothing was updated",
                               code="learning-rates-differ", where="learning rate and settings of the optimizer",
-                              value="; ".join(self._groups),
+                              value=next(filter(None, found), None),
                               remedy="Compute them from what is the same on every rank, such as the step or "
                                      "BatchResult.loss (of the global batch), or send one rank's value to all with "
                                      "world.broadcast.")
+
+
+def _difference(of_ranks: Sequence[tuple[int, list[list[list[str]]]]], rank: int) -> str | None:
+    """The first difference of a rank's groups from those of the first rank that must agree. of_ranks: (number of those
+    that must agree, settings of each group) of each rank."""
+    place, groups = of_ranks[rank]
+    first = next(number for number, (other, _) in enumerate(of_ranks) if other == place)
+    theirs = of_ranks[first][1]
+    if len(theirs) != len(groups):
+        return f"{len(theirs)} groups of parameters on rank {first}, {len(groups)} on rank {rank}"
+    before, after = (Counter(tuple((name, text) for name, text in group) for group in of_one)
+                     for of_one in (theirs, groups))
+    left, right = sorted((before - after).elements()), sorted((after - before).elements())
+    if not left:
+        return None
+    was, now = dict(left[0]), dict(right[0])
+    name = next(name for name in (*was, *now) if was.get(name) != now.get(name))
+    where = f", in {len(left)} of {len(groups)} groups of parameters" if len(groups) > 1 else ""
+    return f"{name} {was.get(name)} on rank {first}, {now.get(name)} on rank {rank}{where}"
 
 
 def _text(value: object) -> str:

@@ -58,9 +58,9 @@ class BatchStatistics:
     whether all ranks compute on CUDA devices."""
 
     sums: Tensor
-    """[13] fp64: sum of losses, weight, how many ranks have found their gradients set to zero, how many train (ranks +
-    1 times those that update by it), the numbers of `SameTargets`, how many add to an earlier batch, and the numbers of
-    `SameRates`, `SameLeft` and `TiedParameters`."""
+    """[14] fp64: sum of losses, weight, how many ranks have found their gradients set to zero, how many train (ranks +
+    1 times those that update by it), the numbers of `SameTargets`, 0 if all have updated equally often, how many add to
+    an earlier batch, and the numbers of `SameRates`, `SameLeft` and `TiedParameters`."""
     work: Work
     """The reduction of `sums`."""
 
@@ -72,6 +72,8 @@ class BatchStatistics:
         self._accumulated: Tensor | None = None  # losses and weights of batches since the last step
         self._earlier: Tensor | None = None  # the same, while another batch of that step runs
         self._zeroed = self._training = self._updates = False
+        self.num_updates = 0
+        """Updates of this rank since the start, or since parameters were loaded."""
 
     # ------------------------------------------------------------------ several batches of one step
 
@@ -106,12 +108,13 @@ class BatchStatistics:
         """Start the sum over all ranks. mine: [2] fp64 of this rank, None where another rank counts the same.
         at_once: begin it now, also where the host waits for a device; otherwise the step asks for the weight before any
         other collective."""
-        earlier, sums = self._earlier, torch.zeros(8 + SAME_TARGETS, dtype=torch.float64)
+        earlier, sums = self._earlier, torch.zeros(9 + SAME_TARGETS, dtype=torch.float64)
         self.sums, same_targets, same_rates, same_left = sums, self._same_targets, self._same_rates, self._same_left
-        ties = self._ties
-        size, of_targets = len(self._ranks.ranks), slice(4, 4 + SAME_TARGETS)
+        ranks, ties = self._ranks, self._ties
+        size, of_targets = len(ranks.ranks), slice(4, 4 + SAME_TARGETS)
         sums[2], sums[3] = self._zeroed, self._training * (size + 1 if self._updates else 1)
         if self._training:
+            sums[-5] = self.num_updates * (-1 if ranks.index else size - 1)
             sums[-4], sums[-3], sums[-2] = earlier is not None, same_rates.number(), same_left.number()
         sums[-1] = ties.number()
 
@@ -123,8 +126,11 @@ class BatchStatistics:
             if 0 < (continuing := int(sums[-4])) < size:
                 raise calls_differ(f"of {size} ranks {continuing} add to the gradients of the batch before, and "
                                    f"{size - continuing} have called step or zero_grad since")
+            if sums[-5]:
+                raise calls_differ(f"some of {size} ranks have updated their parameters and others have not, where one "
+                                   "has called step and another zero_grad")
             same_targets.check(sums[of_targets])
-            same_rates.check(float(sums[-3]))
+            same_rates.check(float(sums[-3]), ranks)
             same_left.check(float(sums[-2]))
             ties.check(float(sums[-1]))
             if sums[1] < 0 or sums[1].isinf():

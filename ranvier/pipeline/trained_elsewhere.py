@@ -2,7 +2,7 @@
 
 A model that is given as modules is whole on every rank, and an engine trains the blocks of the rank's own stages. Who
 computes with the others, or saves them, would get old values without an error. So these modules warn until new values
-are written into them, and an engine that would train on from them refuses its first batch. Code of this rank's blocks
+are written into them, and an engine that would compute with them refuses the batch. Code of this rank's blocks
 or loss that reaches one of them, say by a list or a closure, gives its parameters gradients, which go nowhere.
 """
 
@@ -108,7 +108,6 @@ class TrainedElsewhere:
         """Name and parameter of each that this rank does not hold."""
         self._gradients: list[tuple[int, int] | None] = []
         """`_gradient` of each of these when the batch began."""
-        self._has_begun = False
 
     def begin(self) -> None:
         """A training batch begins."""
@@ -121,8 +120,8 @@ class TrainedElsewhere:
 
     def check_start(self) -> None:
         """ModelError where this rank would begin with old values: another engine's, and neither loaded nor written."""
-        for path, module in () if self._has_begun else self._own:
-            for note in _notes(module):
+        for path, module in self._own:
+            for note in _notes(module) if module._forward_pre_hooks else ():
                 note.look(module)
                 for name in note.known:
                     raise ModelError("has its values from before the training here: another engine has trained it on "
@@ -132,7 +131,6 @@ class TrainedElsewhere:
                                             "(ranvier.Checkpoints), write the whole state into the model on all ranks "
                                             "(model.load_state_dict), or cut the model as there "
                                             "(Pipeline(boundaries=...)).")
-        self._has_begun = True
 
     def loaded(self) -> None:
         """All values of this rank are those that they are to be."""

@@ -301,6 +301,10 @@ def loss_parts(result: Any) -> tuple[Tensor, Tensor | float | int]:
                          remedy="Use reduction='sum' and return the count beside it, so that microbatches of different "
                                 "sizes add up to the same gradients.")
     total, weight = result
+    if total.is_complex() or (isinstance(weight, Tensor) and weight.is_complex()):
+        raise ModelError("is complex, and has no least value", code="loss-complex", where="loss",
+                         value=f"({', '.join(map(_kind, result))})",
+                         remedy="Return a real sum of losses, such as outputs.abs().square().sum(), and a real weight.")
     if isinstance(weight, Tensor) and weight.requires_grad:
         raise ModelError("depends on what trains, and counts as a constant in the gradient", code="loss-weight-trains",
                          where="loss", value=_kind(weight), remedy="Return a number of targets, or weight.detach().")
@@ -308,4 +312,6 @@ def loss_parts(result: Any) -> tuple[Tensor, Tensor | float | int]:
 
 
 def _kind(value: object) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"a {'complex ' if value.is_complex() else ''}tensor of shape {tuple(value.shape)}"

@@ -78,7 +78,7 @@ def train(world, mesh, optim, dtype, apart):
         status = updater.average() if apart else updater.finish()
         if apart:
             gradients.append({spec.name: spec.parameter.grad.clone() for spec in specs})
-            updater.apply(status)
+            updater.apply()
         norms.append(status.norm)
         updater.wait()
     return norms, gradients, {spec.name: spec.parameter.detach() for spec in specs}

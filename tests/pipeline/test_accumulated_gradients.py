@@ -1,9 +1,11 @@
 """Several calls of forward_backward are one batch, until a step or until gradients are set to zero."""
 
+import math
 from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 from ranvier.config.run import Optim
 from ranvier.mesh import Mesh
@@ -12,7 +14,18 @@ from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
 from tests.covering import covering
 from tests.errors import raises
-from tests.pipeline.parity import SEED, TOLERANCE, assert_close, on_mesh, share, small_gpt, tokens
+from tests.pipeline.parity import (
+    SEED,
+    TOLERANCE,
+    assert_close,
+    chain,
+    on_mesh,
+    points,
+    share,
+    small_gpt,
+    squared,
+    tokens,
+)
 from tests.pipeline.test_unreached_parameters import MODEL, SGD, expected, routed
 
 PARTS = [tokens([[2, 1], [1]], ignored=0.3, seed=1), tokens([[1], [3]], ignored=0.6, seed=2),
@@ -172,3 +185,46 @@ def test_a_step_with_the_result_of_an_evaluation_is_refused():
             engine.step(result)
 
     on_mesh(small_gpt, Mesh(data=2), work, learning_rate=1e-2, optim=Optim())
+
+
+@pytest.mark.parametrize("options", [{"optimizer": partial(torch.optim.AdamW, weight_decay=0.1)},
+                                     {"optim": Optim(weight_decay=0.1)}], ids=["torch", "ranvier"])
+def test_a_step_after_zero_grad_changes_nothing(options):
+    """As after a plain loop's, which leaves no gradients: neither decay nor momentum."""
+    def work(engine):
+        engine.train_batch(share(engine, PARTS[0]))
+        before = {name: value.detach().clone() for name, value in engine.named_parameters().items()}
+        result = engine.forward_backward(share(engine, PARTS[1]))
+        engine.zero_grad()
+        assert not any(gradient.any() for gradient in engine.gradients().values())
+        engine.step(result)
+        assert all(torch.equal(value, before[name]) for name, value in engine.named_parameters().items())
+        engine.train_batch(share(engine, PARTS[1]))
+        return {name: value.detach() for name, value in engine.named_parameters().items()}
+
+    def without(engine):
+        for part in PARTS[:2]:
+            engine.train_batch(share(engine, part))
+        return {name: value.detach() for name, value in engine.named_parameters().items()}
+
+    mesh = Mesh(data=2, pipe=2)
+    found, expected = on_mesh(small_gpt, mesh, work, **options), on_mesh(small_gpt, mesh, without, **options)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_close(mine, theirs)
+
+
+def test_a_step_is_refused_for_any_batch_of_it_whichever_result_it_is_given():
+    def work(engine):
+        good, bad = points([[2]])[0], points([[2]])[0]
+        bad[0].inputs.fill_(math.nan)
+        first = engine.forward_backward(good)
+        engine.forward_backward(bad)
+        before = [parameter.clone() for parameter in engine.parameters()]
+        with raises("step-without-result", value="float"):
+            engine.step(first.loss)
+        with raises("step-refused"):
+            engine.step(first)
+        assert all(map(torch.equal, before, engine.parameters()))
+
+    on_mesh(partial(chain, partial(nn.Linear, 4, 4), loss=squared), Mesh(), work,
+            optimizer=partial(torch.optim.SGD, lr=0.1))

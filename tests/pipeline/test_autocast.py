@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 
 from ranvier.config.run import Memory, Optim, Pipeline, TensorParallel, Transformer
 from ranvier.mesh import Mesh
@@ -270,6 +272,21 @@ def test_autocast_around_a_call_is_refused_before_it_begins():
             with torch.autocast("cpu", HALF), raises("autocast-around-engine", value=HALF):
                 call(batch)
             call(batch)
+        engine.close()
+
+    run_ranks(rank, 1)
+
+
+def test_a_cache_of_parametrizations_around_a_call_is_refused_where_it_trains():
+    def rank(world):
+        engine = Engine([weight_norm(nn.Linear(4, 4))], world, mesh=Mesh(), loss=squared, optim=Optim())
+        batch = [(torch.ones(2, 4), torch.zeros(2, 4))] * 2
+        with parametrize.cached():
+            for call in (engine.train_batch, engine.forward_backward):
+                with raises("parametrizations-cached-around-engine"):
+                    call(batch)
+            loss = engine.evaluate(batch).loss
+        assert engine.train_batch(batch).loss == loss
         engine.close()
 
     run_ranks(rank, 1)

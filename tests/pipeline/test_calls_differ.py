@@ -1,5 +1,7 @@
 """Ranks that are in different calls of the engine with one batch: refused before anything is updated."""
 
+import copy
+
 import pytest
 import torch
 
@@ -50,6 +52,32 @@ def test_one_replica_alone_ends_a_step(call):
         run_ranks(work, 2)
 
 
+@pytest.mark.parametrize("mesh", [Mesh(data=2), Mesh(pipe=2)], ids=str)
+def test_one_rank_alone_leaves_out_a_step(mesh):
+    """As by a look at its own gradients. Both calls end the step, so that only the number of updates tells."""
+    def work(world):
+        engine = Engine([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)], world, mesh=mesh, loss=squared,
+                        dtype=torch.float64, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3))
+        batch, state = points([[2, 2]] * mesh.data)[engine.coordinates.data], copy.deepcopy(engine.state_dict())
+        for loads in (True, False):
+            result = engine.forward_backward(batch)
+            if world.rank:
+                engine.step(result)
+            else:
+                engine.zero_grad()
+            if loads:  # what all ranks load is the same again
+                engine.load_state_dict(state)
+                engine.train_batch(batch)
+        before = [parameter.clone() for parameter in engine.parameters()]
+        try:
+            engine.train_batch(batch)
+        finally:
+            assert all(map(torch.equal, before, engine.parameters()))
+
+    with raises("calls-differ"):
+        run_ranks(work, mesh.size)
+
+
 @pytest.mark.parametrize(("mesh", "own", "apart"), pairwise(
     [Mesh(data=2), Mesh(data=3), Mesh(data=2, pipe=2)], [True, False], [True, False]), ids=str)
 def test_a_learning_rate_of_one_replica_is_refused(mesh, own, apart):
@@ -78,18 +106,37 @@ def test_a_learning_rate_of_one_replica_is_refused(mesh, own, apart):
         run_ranks(work, mesh.size)
 
 
-@pytest.mark.parametrize(("setting", "value"), [("weight_decay", 0.1), ("betas", (0.8, 0.999))])
-def test_another_setting_of_one_replicas_optimizer_is_refused(setting, value):
+@pytest.mark.parametrize(("setting", "value", "shown"), [
+    ("weight_decay", 0.1, ("0.01", "0.1")), ("betas", (0.8, 0.999), ("(0.9, 0.999)", "(0.8, 0.999)"))])
+def test_another_setting_of_one_replicas_optimizer_is_named_alone(setting, value, shown):
+    """Of one group among several, on the second stage."""
+    mesh = Mesh(data=2, pipe=2)
+
     def work(world):
-        engine = Engine([torch.nn.Linear(4, 4)], world, mesh=Mesh(data=2), loss=squared, dtype=torch.float64,
-                        timeout_seconds=5, optimizer=torch.optim.AdamW)
+        def optimizer(parameters):
+            return torch.optim.AdamW([{"params": [one], "lr": 1e-3 * (1 + place)}
+                                      for place, one in enumerate(parameters)])
+        engine = Engine([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)], world, mesh=mesh, loss=squared,
+                        dtype=torch.float64, timeout_seconds=5, optimizer=optimizer)
         batch = points([[2, 2]] * 2)[engine.coordinates.data]
         engine.train_batch(batch)
-        if engine.coordinates.data:
-            engine.optimizer.param_groups[0][setting] = value
+        if engine.coordinates.data and engine.coordinates.pipe:
+            engine.optimizer.param_groups[1][setting] = value
         engine.train_batch(batch)
 
-    with raises("learning-rates-differ"):
+    with raises("learning-rates-differ",
+                value=f"{setting} {shown[0]} on rank 1, {shown[1]} on rank 3, in 1 of 2 groups of parameters"):
+        run_ranks(work, mesh.size)
+
+
+def test_replicas_with_other_numbers_of_groups_are_refused():
+    def work(world):
+        engine = Engine([torch.nn.Linear(4, 4)], world, mesh=Mesh(data=2), loss=squared, dtype=torch.float64,
+                        timeout_seconds=5, optimizer=lambda parameters: torch.optim.SGD(
+                            [{"params": [one]} for one in parameters] if world.rank else parameters, lr=0.1))
+        engine.train_batch(points([[2, 2]] * 2)[engine.coordinates.data])
+
+    with raises("learning-rates-differ", 1, 2):
         run_ranks(work, 2)
 
 

@@ -3,6 +3,7 @@
 import sys
 from collections import OrderedDict
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from ranvier.config.run import Pipeline
 from ranvier.errors import ModelError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.microbatch import Microbatch
+from ranvier.sent_values import pack, unpack
 from tests.covering import covering, label
 from tests.errors import raises
 from tests.pipeline.parity import assert_parity, chain, generator, gradients_on, on_mesh, points, share
@@ -119,8 +121,22 @@ def partly_unused(linear, state):
     return linear(state["plain"])
 
 
+class Pair(NamedTuple):
+    one: object
+    rest: object
+
+
+def named_pair(linear, x):
+    return Pair(linear(x), [Pair(torch.sin(x), x.shape)])
+
+
+def join_named(linear, state):
+    (inner,) = state.rest
+    return linear(state.one * inner.one).reshape(inner.rest)
+
+
 @pytest.mark.parametrize(("first", "second", "policy"), covering([
-    (halves, join), (same_twice, join_same), (from_frozen_to_trained, use_plain),
+    (halves, join), (same_twice, join_same), (named_pair, join_named), (from_frozen_to_trained, use_plain),
     (from_frozen_to_trained, partly_unused)], POLICIES), ids=label)
 def test_pairs_of_outputs(first, second, policy):
     def plain(linear, x):
@@ -167,6 +183,23 @@ def test_a_block_that_returns_something_else(mesh, returned):
     with pytest.raises(ModelError) as refused:
         run(of(lambda linear, x: returned, torch.tanh), points([[2]]), mesh)
     assert refused.value.where == "block b0" and refused.value.value == type(returned).__name__
+
+
+def test_a_named_tuple_is_one_that_all_ranks_find_by_its_name(monkeypatch):
+    class Local(NamedTuple):
+        one: torch.Tensor
+
+    class Derived(Pair):
+        pass
+
+    for value in (Local(torch.ones(1)), {"a": [Derived(torch.ones(1), None)]}):
+        with raises("value-cannot-be-sent"):
+            pack("", value, ())
+    packed = pack("", Pair(torch.ones(1), None), ())
+    assert unpack("", packed, "") == Pair(torch.ones(1), None)
+    monkeypatch.delattr(sys.modules[__name__], "Pair")
+    with raises("value-of-no-class", value=f"{__name__}:Pair"):
+        unpack("", packed, "")
 
 
 class Output(OrderedDict):

@@ -193,6 +193,10 @@ def test_nothing_to_clip_is_refused():
         with pytest.raises(ConfigError) as caught:
             engine.clip_grad_norm_(1.0)
         assert caught.value.where == "Engine.clip_grad_norm_" and caught.value.value == 1.0
+        for value in (None, "1", -1.0, float("nan")):
+            with pytest.raises(ConfigError) as caught:
+                engine.clip_grad_norm_(value)
+            assert caught.value.code == "clip-norm-range"
 
     on_mesh(make, Mesh(), work, optim=OWN)
 
@@ -216,3 +220,32 @@ def test_clipping_a_stage_by_its_own_norm_warns(mesh, warns):
 
     found = on_mesh(make, mesh, rank)[0]
     assert bool(found) is warns and all("engine.clip_grad_norm_" in text for text in found)
+
+
+@pytest.mark.parametrize("options", [{"optimizer": ADAMW}, {"optim": OWN}], ids=["torch", "ranvier"])
+@pytest.mark.parametrize("call", ["train_batch", "forward_backward"])
+def test_gradients_of_a_backward_before_the_batch_are_lost_with_a_warning(call, options):
+    """In a plain loop the batch would add to them. Those after it count, and zeros are no loss."""
+    def work(engine: Engine):
+        batch = share(engine, points([[2]]))
+
+        def own_backward():
+            sum(parameter.square().sum() for parameter in engine.parameters()).backward()
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            engine.train_batch(batch)
+            result = engine.forward_backward(batch)
+            own_backward()
+            engine.step(result)
+            for parameter in engine.parameters():
+                parameter.grad.zero_()
+            engine.train_batch(batch)
+            own_backward()
+            engine.zero_grad()
+            engine.train_batch(batch)
+        own_backward()
+        with pytest.warns(UserWarning, match="before the batch is lost"):
+            getattr(engine, call)(batch)
+
+    on_mesh(make, Mesh(), work, **options)

@@ -181,6 +181,8 @@ def test_blocks_that_do_not_fit(blocks, error):
     (lambda outputs, targets: (1.0, 4), ("loss-result", "float", "int")),
     (lambda outputs, targets: outputs.sum().item(), ("loss-refuses-output",)),
     (lambda outputs: outputs.sum(), ("loss-refuses-output",)),
+    (lambda outputs, targets: (outputs.to(torch.complex64).sum(), 4), ("loss-complex",)),
+    (lambda outputs, targets: (outputs.sum(), outputs.to(torch.complex64).sum()), ("loss-complex",)),
 ])
 def test_losses_that_do_not_fit(loss, error):
     with raises(*error):

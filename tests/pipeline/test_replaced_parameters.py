@@ -202,7 +202,8 @@ def two_values(block):
     (lambda block: block.float(), ("parameter-form-changed", 4)),
     (added, ("parameter-added",)),
     (gone, ("parameter-gone",)),
-    (two_values, ("tied-parameter-replaced",))])
+    (two_values, ("tied-parameter-replaced",)),
+    (lambda block: block.to("meta"), ("parameter-without-values",))])
 def test_what_cannot_be_adopted_is_named(change, error):
     def rank(world):
         block = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -215,17 +216,31 @@ def test_what_cannot_be_adopted_is_named(change, error):
         run_ranks(rank, 1)
 
 
-@pytest.mark.parametrize("pipe", [1, 2])
-def test_a_block_that_is_replaced_in_the_users_container_is_refused(pipe):
-    """The engine has the first one, and would train that, without a word."""
+def replace_block(model):
+    model[1] = nn.Linear(4, 4)
+
+
+def remove_block(model):
+    del model[1]
+
+
+def append_block(model):
+    model.append(nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize(("change", "block", "pipe"), [
+    (replace_block, "block 1", 1), (replace_block, "block 1", 2), (remove_block, "block 1", 2),
+    (append_block, "block 2", 2)])
+def test_another_block_in_the_users_container_is_refused(change, block, pipe):
+    """The engine has those of the start, and would train them, without a word."""
     def rank(world):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         engine = Engine(model, world, loss=squared, dtype=torch.float64, optim=Optim(), mesh=Mesh(pipe=pipe))
         engine.train_batch(points([[2]])[0])
-        model[1] = nn.Linear(4, 4)
+        change(model)
         engine.train_batch(points([[2]])[0])
 
-    with raises("block-replaced", "block 1"):
+    with raises("block-replaced", where=block):
         run_ranks(rank, pipe)
 
 
@@ -272,5 +287,15 @@ def test_a_parameter_that_each_replica_changes_during_a_batch(how):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run_ranks(partial(work, Mesh()), 1)
-    with pytest.warns(UserWarning, match="parameter b0.bias .* 2 replicas"):
+    with raises("parameter-changed-in-backward", "b0.bias", 2) if how == "hook" else pytest.warns(
+            UserWarning, match="parameter b0.bias .* 2 replicas"):
         run_ranks(partial(work, Mesh(data=2)), 2)
+
+
+def test_a_table_that_a_forward_renormalises_is_refused_on_several_replicas():
+    def rank(mesh, world):
+        return Engine([nn.Embedding(9, 4, max_norm=0.5), nn.Linear(4, 4)], world, mesh=mesh, loss=squared).close()
+
+    run_ranks(partial(rank, Mesh(pipe=2)), 2)
+    with raises("embedding-max-norm", where="module 0", value="max_norm=0.5"):
+        run_ranks(partial(rank, Mesh(data=2)), 2)

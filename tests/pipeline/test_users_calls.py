@@ -1,5 +1,7 @@
 """What programs written for other libraries look for: outputs, whole states, metrics over ranks, named parameters."""
 
+import copy
+import pickle
 from functools import partial
 
 import pytest
@@ -35,6 +37,17 @@ def test_an_argument_of_another_type_is_named(argument, value):
 def test_packages_that_programs_name_need_no_import_of_their_own():
     assert ranvier.__getattr__("testing") is ranvier.testing
     assert ranvier.__getattr__("tensor") is ranvier.tensor
+
+
+@pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_engine_is_not_copied(take):
+    def work(world):
+        engine = Engine([nn.Linear(4, 4)], world, loss=squared, optimizer=SGD)
+        with raises("engine-copied"):
+            take({"engine": engine} if take is copy.deepcopy else engine)
+        engine.close()
+
+    run_ranks(work, 1)
 
 
 # ---------------------------------------------------------------------- outputs
