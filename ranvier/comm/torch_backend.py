@@ -120,7 +120,7 @@ class TorchBackend:
         TransportError if one of them does not answer.
         """
         try:
-            with self.sockets.opening():
+            with self.sockets.opening(), _unbound():
                 process_group: ProcessGroup = dist.new_group(list(members), timeout=timeout, backend=kinds)
         except RuntimeError as error:
             raise self._no_answer(purpose, error) from error
@@ -175,6 +175,19 @@ class TorchBackend:
             self._destroy(process_group)
         if self._owns and dist.is_initialized():
             dist.destroy_process_group()
+
+
+@contextmanager
+def _unbound() -> Iterator[None]:
+    """Process groups that are made inside are bound to no device, as that of the user's program may be (`device_id`).
+    All messages of a bound one share a communicator and a stream, so that edges would wait behind each other."""
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is initialised"
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 def torch_generation(name: str, rank: int, size: int, store: Store, device: torch.device, timeout_seconds: float, *,
