@@ -45,7 +45,7 @@ from ranvier.mesh import Mesh
 from ranvier.optim.guard import BadSteps
 from ranvier.optim.optimizer import storage_bytes
 from ranvier.optim.step import GradientStatus, OptimizerFactory, Updater
-from ranvier.pipeline.autocast import refuse_outer_modes
+from ranvier.pipeline.autocast import refuse_default_device, refuse_outer_modes
 from ranvier.pipeline.batch import BatchRunner
 from ranvier.pipeline.build import build_stage, stage_parameters
 from ranvier.pipeline.connections import Connections, share_start_values
@@ -173,6 +173,7 @@ class Engine:
                  buffers: BufferSync = "broadcast", timeout_seconds: float = 300.0, check_order: bool = False,
                  flags: bool = False, compile: bool | Literal["auto"] = "auto", float8: bool = False) -> None:
         self.world, self.flags = world, flags
+        refuse_default_device()
         if plan is not None:
             refuse_settings_beside(mesh=mesh, pipeline=pipeline, tensor=tensor, memory=memory, optim=optim,
                                    sample=sample)
