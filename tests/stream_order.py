@@ -425,8 +425,10 @@ class OrderedKernel(nccl.Kernel):
     clock: Clock
 
     def is_completed(self) -> bool:
-        if self.ended and self.cuda.waits(0):
-            join(self.cuda.host, self.clock)
+        if self.ended:
+            if self.cuda.waits(0):
+                join(self.cuda.host, self.clock)
+            self.payload = None  # whoever frees it then knows that it has ended
         return self.ended
 
     def wait(self) -> None:

@@ -110,7 +110,8 @@ def test_stages_whose_messages_travel_over_nccl(slot_bytes, monkeypatch):
         def train(world):
             world.device = SECOND
             make = world.backend.transport
-            world.backend.transport = lambda purpose: over_nccl(world) if purpose == "pipeline" else make(purpose)
+            world.backend.transport = lambda purpose, **more: (
+                over_nccl(world) if purpose == "pipeline" else make(purpose, **more))
             with cuda.thread():
                 return losses(world, asdict(program))
         assert run_ranks(train, 2) == expected

@@ -208,8 +208,8 @@ def stressed(world: World, row: dict[str, Any], stress: str) -> list[list[float]
         os.environ.update(one_device_environment(world.rank))
     make = world.backend.transport
 
-    def transport(purpose: str) -> Any:
-        made = make(purpose)
+    def transport(purpose: str, *, on_host: bool = False) -> Any:
+        made = make(purpose, on_host=on_host)
         send = made.send
 
         def send_and_wait(destination: int, message: Any) -> None:

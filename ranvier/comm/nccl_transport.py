@@ -63,7 +63,7 @@ _left_behind: list[object] = []
 def _shared(buffer: Tensor) -> Tensor:
     """The same memory as another library's, which keeps `buffer`. torch tells its allocator on which streams NCCL sends
     and receives (`record_stream`), except of memory that is not the allocator's own."""
-    return dlpack.from_dlpack(dlpack.to_dlpack(buffer))
+    return dlpack.from_dlpack(dlpack.to_dlpack(buffer))  # type: ignore[attr-defined]  # torch documents it
 
 
 @dataclass(eq=False)

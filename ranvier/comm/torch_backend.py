@@ -82,14 +82,14 @@ class TorchBackend:
         subset.waits, subset.sockets = self.waits, self.sockets
         return subset
 
-    def transport(self, purpose: str) -> Transport:
+    def transport(self, purpose: str, *, on_host: bool = False) -> Transport:
         """See `protocol.Backend`. TransportError if a rank does not answer, as for `group`."""
         everyone = range(self.size)
         # The limit is that of connecting: the transport's waits have their own.
         gloo_group = self._new_group(purpose, everyone, self._timeout, "gloo") if self.size > 1 else None
         host = GlooTransport(gloo_group, purpose, self.rank, self.size)
         self._transports.append(host)
-        if self._device.type != "cuda" or gloo_group is None:
+        if on_host or self._device.type != "cuda" or gloo_group is None:
             return host
         rising, falling = (self._new_group(purpose, everyone, self._timeout, "nccl") for _ in range(2))
         assert rising is not None and falling is not None, "all ranks are members"

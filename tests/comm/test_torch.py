@@ -12,10 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.gpu.programs import Program, engine_of
 from ranvier.comm import torch_backend
 from ranvier.comm.torch_backend import PeerSockets, TorchBackend, torch_generation
+from ranvier.comm.torch_group import WaitRegistry
 from ranvier.errors import TransportError
-from ranvier.testing.ranks import run_processes
+from ranvier.testing.ranks import run_processes, run_ranks
+from ranvier.train.commands import CommandChannel
 from ranvier.world import World
 from tests.comm import conformance
 from tests.comm.test_wire import OPERATIONS, over_sockets
@@ -161,6 +164,33 @@ def test_a_rank_that_does_not_answer_while_groups_are_made(monkeypatch):
     monkeypatch.setattr(torch_backend, "_unbound", nullcontext)
     with raises("group-not-connected", "checkpoint", 1, "8000ms"):
         backend.group("checkpoint", [[0, 1]])
+
+
+def test_messages_of_the_host_alone_connect_no_devices(monkeypatch):
+    kinds, backend = [], TorchBackend.__new__(TorchBackend)
+    backend.rank, backend.size, backend._timeout, backend.waits = 0, 2, timedelta(seconds=8), WaitRegistry(8.0)
+    backend._device, backend._transports, backend._nccl_groups = torch.device("cuda", 0), [], []
+    monkeypatch.setattr(backend, "_new_group", lambda purpose, members, timeout, kind: kinds.append(kind) or kinds)
+    backend.transport("orders", on_host=True)
+    assert kinds == ["gloo"]
+    backend.transport("pipeline")
+    assert kinds == ["gloo", "gloo", "nccl", "nccl"]
+
+
+def test_only_the_pipelines_messages_may_be_of_devices():
+    def rank(world):
+        asked, make = {}, world.backend.transport
+
+        def transport(purpose, *, on_host=False):
+            asked[purpose] = on_host
+            return make(purpose, on_host=on_host)
+
+        world.backend.transport = transport
+        with engine_of(Program(layers=1, mesh={"col": 2}), world):
+            CommandChannel(world).close()
+        return asked
+
+    assert run_ranks(rank, 2) == [{"pipeline": False, "stage order": True, "orders": True}] * 2
 
 
 def test_a_transport_whose_other_rank_does_not_come():
