@@ -159,6 +159,14 @@ def _storages(tree: object) -> Iterator[torch.UntypedStorage]:
                 yield storage
 
 
+def forget_trials(device: torch.device) -> None:
+    """What was only measured on a CUDA device is no memory of the run: peaks count from here, and what torch's
+    allocator keeps of it goes back to the driver, where communicators and other libraries take theirs."""
+    if device.type == "cuda" and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Peak memory: on CUDA of tensors on the device, elsewhere the process's largest resident size."""
     if device.type == "cuda":

@@ -55,6 +55,9 @@ def test_a_device_measures_the_kernels_that_it_has():
     with FakeCuda(devices=2) as cuda:
         found = kernel_seconds(run_of(), DEVICE)
         assert cuda.calls["synchronize", 1] and not cuda.calls["synchronize", 0]
+        used = torch.cuda.max_memory_allocated(DEVICE)
+        run_ranks(lambda world: choose_kernel(run_of(), world.backend.group("all", [(0,)]), DEVICE), 1)
+        assert torch.cuda.max_memory_allocated(DEVICE) == 0 < used  # which is none of the run's
     assert {"flash"} <= set(found) <= set(KERNELS) and all(seconds > 0 for seconds in found.values())
     assert kernel_seconds(run_of(family="somewhere:model"), DEVICE) == {}
 
