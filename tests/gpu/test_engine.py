@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.gpu.cases_correctness import COMPILED, MESHES, VARIANTS, furthest, host_waits
 from benchmarks.gpu.programs import (
@@ -18,9 +19,11 @@ from benchmarks.gpu.programs import (
     seconds_after_kill,
     world_of_one,
 )
+from ranvier.config.run import Memory
 from ranvier.data.loader import Loader
 from ranvier.data.sampler import Sampler
 from ranvier.mesh import Mesh
+from ranvier.pipeline.engine import Engine
 from ranvier.train.determinism import deterministic_algorithms
 from tests.checkpoint.anywhere import SAMPLES
 
@@ -46,6 +49,33 @@ def test_wide_products_and_padded_logits_agree_with_the_cpu():
     """bf16: sums of products in fp32 without rounding in between; the vocabulary is no multiple of 128."""
     program = replace(PROGRAM, precision="bf16", vocab=131)
     assert furthest(on_one_rank(program, CUDA), on_one_rank(program, CPU)) < 3e-2
+
+
+@pytest.mark.parametrize("recompute", ["none", 1, "selective"])
+def test_autocast_is_that_of_a_plain_loop(recompute):
+    """Three steps; a recomputed segment runs in a thread of autograd's, in which torch casts to fp16 by default."""
+    def blocks():
+        torch.manual_seed(0)
+        return [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.LayerNorm(64)).to(CUDA) for _ in range(3)]
+
+    def loss(output, target):
+        return ((output - target) ** 2).sum(), target.numel()
+
+    ours, theirs = blocks(), blocks()
+    x, y = torch.randn(2, 32, 64, device=CUDA)
+    engine = Engine(ours, world_of_one(CUDA), loss=loss, optimizer=lambda parameters: torch.optim.SGD(
+        parameters, lr=0.1), autocast=torch.bfloat16, memory=Memory(recompute=recompute))
+    plain = torch.optim.SGD([parameter for block in theirs for parameter in block.parameters()], lr=0.1)
+    for _ in range(3):
+        engine.train_batch([(x, y)])
+        with torch.autocast("cuda", torch.bfloat16):
+            total, weight = loss(nn.Sequential(*theirs)(x), y)
+        (total / weight).backward()
+        plain.step()
+        plain.zero_grad()
+    engine.close()
+    for one, two in zip(nn.ModuleList(ours).parameters(), nn.ModuleList(theirs).parameters(), strict=True):
+        assert float((one - two).detach().norm() / two.detach().norm()) < 1e-2
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
