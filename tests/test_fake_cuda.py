@@ -13,7 +13,9 @@ from benchmarks.gpu.models import nccl
 from benchmarks.gpu.programs import Program, losses, on_one_rank
 from ranvier.comm import nccl_transport
 from ranvier.comm.nccl_transport import NcclTransport
+from ranvier.config.run import Optim
 from ranvier.mesh import Mesh
+from ranvier.optim.optimizer import resolve_offload
 from ranvier.pipeline.device_timeline import DeviceTimeline, LookAhead
 from ranvier.tensor import deferred_linear
 from ranvier.tensor.deferred_linear import add_gradients
@@ -132,6 +134,15 @@ def test_resident_states_are_updated_in_few_pieces(monkeypatch):
     with FakeCuda(devices=2):
         found = on_one_rank(program, SECOND)
     assert found == expected and calls == on_cpu and max(calls) == 2000
+
+
+@pytest.mark.parametrize(("kept", "offload"), [(0, "stream"), (1 << 28, "none")])
+def test_what_the_allocator_keeps_of_tensors_that_are_gone_is_free(kept, offload):
+    """So the states of an engine after another one that was closed stay on the device."""
+    with FakeCuda(devices=2), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1 << 34))
+        patch.setattr(torch.cuda, "memory_reserved", lambda device: kept)
+        assert resolve_offload(Optim(), SimpleNamespace(size=1 << 20), SECOND)[1] == offload
 
 
 # ---------------------------------------------------------------------- device times

@@ -159,6 +159,13 @@ def _storages(tree: object) -> Iterator[torch.UntypedStorage]:
                 yield storage
 
 
+def free_bytes(device: torch.device) -> int:
+    """Bytes of a CUDA device that new tensors may take: what is free, and what torch's allocator keeps of tensors that
+    are gone, such as those of an engine that has been closed."""
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached
+
+
 def forget_trials(device: torch.device) -> None:
     """What was only measured on a CUDA device is no memory of the run: peaks count from here, and what torch's
     allocator keeps of it goes back to the driver, where communicators and other libraries take theirs."""
