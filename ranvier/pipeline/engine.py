@@ -77,6 +77,7 @@ from ranvier.schedule.limits import Limits
 from ranvier.schedule.policies import policy_named
 from ranvier.schedule.schedule import Policy
 from ranvier.system.machine import has_triton
+from ranvier.system.memory_tracker import give_back
 from ranvier.tensor.float8 import float8_layers
 from ranvier.tensor.lookups import lookup_tables
 from ranvier.tensor.mesh import TensorMesh
@@ -967,6 +968,14 @@ class Engine:
         self._closed = True
         self._updater.gradients.detach()
         self._connections.abandon()
+
+    def forget_states(self) -> None:
+        """After `close`: the memory of gradients and optimizer states is free for another engine, whoever still holds
+        this one. Parameters stay."""
+        self._updater.forget()
+        if self._connections.tensor_mesh is not None:
+            self._connections.tensor_mesh.workspace.clear()
+        give_back(self.world.device)
 
     # ------------------------------------------------------------------ one batch
 

@@ -166,11 +166,17 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + cached
 
 
-def forget_trials(device: torch.device) -> None:
-    """What was only measured on a CUDA device is no memory of the run: peaks count from here, and what torch's
-    allocator keeps of it goes back to the driver, where communicators and other libraries take theirs."""
+def give_back(device: torch.device) -> None:
+    """What torch's allocator keeps of tensors that are gone goes back to the driver of a CUDA device, where
+    communicators and other libraries take theirs."""
     if device.type == "cuda" and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def forget_trials(device: torch.device) -> None:
+    """What was only measured on a device is no memory of the run: it is given back, and peaks count from here."""
+    give_back(device)
+    if device.type == "cuda" and torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats(device)
 
 
