@@ -43,12 +43,16 @@ _CPU_DEVICE, _CPU_TO, _CPU_NUMPY = Tensor.device, Tensor.to, Tensor.numpy
 _TO_DLPACK, _FROM_DLPACK = dlpack.to_dlpack, dlpack.from_dlpack
 
 
-_WIDE = (torch.ops.aten.mm.dtype, torch.ops.aten.addmm.dtype_out)
+_UNROUNDED = (torch.ops.aten.mm.dtype_out, torch.ops.aten.bmm.dtype_out)
+"""Of split layers, which widen operands on the CPU."""
+_WIDE = (torch.ops.aten.mm.dtype, torch.ops.aten.addmm.dtype_out, *_UNROUNDED)
 """Products of half-precision operands that are fp32: CUDA has them, the CPU has not."""
 
 
 def _wide_product(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     *added, a, b, dtype = args
+    if function in _UNROUNDED:
+        return kwargs["out"].copy_(a.to(dtype) @ b.to(dtype))
     product = (a @ b).to(dtype)  # rounded as on the CPU, whose numbers tests compare with
     return kwargs["out"].copy_(added[0] + product) if added else product
 

@@ -1,6 +1,7 @@
 """A training step on a device that is not there: numbers, devices, device times, memory and host waits."""
 
 import queue
+from collections import Counter
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -87,6 +88,25 @@ def test_stages_on_devices_give_the_cpus_numbers():
                 return losses(world, asdict(program))
         assert run_ranks(train, 2) == expected
         assert cuda.calls["current_stream", 1] and not cuda.calls["current_stream", 0]
+
+
+@pytest.mark.parametrize("scheme", ["stationary", "summa"])
+def test_half_precision_on_rows_and_columns(scheme):
+    """A device multiplies it into fp32 sums; a CPU widens the operands before."""
+    program, wide = Program(mesh={"row": 2, "col": 2}, layers=1, steps=1, microbatches=1, precision="bf16",
+                            tensor={"scheme": scheme}), Counter()
+    expected = run_ranks(lambda world: losses(world, asdict(program)), 4)
+    with FakeCuda(devices=2) as cuda:
+        run = cuda.run
+        cuda.run = lambda function, args, kwargs: (wide.update([str(function)]), run(function, args, kwargs))[1]
+
+        def train(world):
+            world.device = SECOND
+            with cuda.thread():
+                return losses(world, asdict(program))
+        for found in run_ranks(train, 4):
+            assert furthest(found, expected[0]) < 2e-3
+    assert wide["aten.mm.dtype_out"] or wide["aten.bmm.dtype_out"], [name for name in wide if "mm" in name]
 
 
 @pytest.mark.parametrize("slot_bytes", [1 << 16, 64])
