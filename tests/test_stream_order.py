@@ -47,7 +47,7 @@ EXCEPTIONS = {
 OTHER = {
     ("optim/optimizer.py", "self.placement.synchronize()"), ("optim/placement.py", "self._streamed.synchronize()"),
     ("comm/torch_group.py", "return self._work.is_completed()"),
-    ("comm/nccl_transport.py", "if not all(work.is_completed() for work in works):")}
+    ("comm/nccl_transport.py", "return all(work.is_completed() for work in works)")}
 """What has the name of a wait: a call of one that is in a scenario, a poll that every transport's tests share, and one
 after which nothing runs."""
 

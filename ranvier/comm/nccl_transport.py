@@ -434,8 +434,15 @@ class NcclTransport:
         self._host.close()
         for thread in self._threads:
             thread.join(10 * _CLOSE_SECONDS)
-        works = [work for edge in self._destinations.values() for work, _, _ in edge.posted]
-        works += [part.work for source in self._sources.values() for incoming in source.incoming
-                  for part in incoming.parts]
-        if not all(work.is_completed() for work in works):
-            _left_behind.append((works, self._destinations, self._sources))
+        if not self._has_ended():
+            _left_behind.append((self._destinations, self._sources))
+
+    def _has_ended(self) -> bool:
+        """Whether NCCL is through with all that was posted; False where that cannot be said."""
+        try:
+            works = [work for edge in self._destinations.values() for work, _, _ in edge.posted]
+            works += [part.work for source in self._sources.values() for incoming in source.incoming
+                      for part in incoming.parts]
+            return all(work.is_completed() for work in works)
+        except RuntimeError:  # the device has failed, or a thread still posts
+            return False
