@@ -293,7 +293,7 @@ class Meddling:
         inner = self.inner.subset(count)
         return inner and Meddling(inner, self.change)
 
-    def transport(self, purpose, *, on_host):
+    def transport(self, purpose, *, on_host=False):
         transport = self.inner.transport(purpose, on_host=on_host)
         send, done = transport.send, []
 
