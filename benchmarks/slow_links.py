@@ -108,9 +108,9 @@ class _ThrottledBackend:
         self.name, self.rank, self.size = backend.name, backend.rank, backend.size
         self.abort, self.close = backend.abort, backend.close
 
-    def transport(self, purpose: str) -> Transport:
-        return cast(Transport, _ThrottledTransport(self._inner.transport(purpose), self._links, self._pause, self.rank,
-                                                   purpose))
+    def transport(self, purpose: str, *, on_host: bool = False) -> Transport:
+        return cast(Transport, _ThrottledTransport(self._inner.transport(purpose, on_host=on_host), self._links,
+                                                   self._pause, self.rank, purpose))
 
     def group(self, purpose: str, partition: Sequence[Sequence[int]]) -> Group:
         return cast(Group, _ThrottledGroup(self._inner.group(purpose, partition), self._links, self._pause, purpose))

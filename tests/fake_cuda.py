@@ -31,6 +31,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils import dlpack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -39,14 +40,19 @@ from ranvier.tensor.columns import plain
 _COPIES = ("aten::copy_", "aten::_to_copy", "aten::_foreach_copy_", "aten::set_")
 _HOST_INDEX = ("aten::index", "aten::_index_put_impl_", "aten::index_put_", "aten::index_put")
 _CPU_DEVICE, _CPU_TO, _CPU_NUMPY = Tensor.device, Tensor.to, Tensor.numpy
+_TO_DLPACK, _FROM_DLPACK = dlpack.to_dlpack, dlpack.from_dlpack
 
 
-_WIDE = (torch.ops.aten.mm.dtype, torch.ops.aten.addmm.dtype_out)
+_UNROUNDED = (torch.ops.aten.mm.dtype_out, torch.ops.aten.bmm.dtype_out)
+"""Of split layers, which widen operands on the CPU."""
+_WIDE = (torch.ops.aten.mm.dtype, torch.ops.aten.addmm.dtype_out, *_UNROUNDED)
 """Products of half-precision operands that are fp32: CUDA has them, the CPU has not."""
 
 
 def _wide_product(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     *added, a, b, dtype = args
+    if function in _UNROUNDED:
+        return kwargs["out"].copy_(a.to(dtype) @ b.to(dtype))
     product = (a @ b).to(dtype)  # rounded as on the CPU, whose numbers tests compare with
     return kwargs["out"].copy_(added[0] + product) if added else product
 
@@ -137,14 +143,14 @@ class FakeCuda:
             return None
         return self._places.get(weakref.ref(tensor.untyped_storage()))
 
-    def _put(self, tensor: Tensor, index: int) -> None:
+    def _put(self, tensor: Tensor, index: int, *, is_new: bool = True) -> None:
         if not 0 <= index < self.count:
             raise RuntimeError(f"CUDA error: invalid device ordinal {index}")
         storage = tensor.untyped_storage()
         with self._lock:
             if weakref.ref(storage) in self._places:
                 return
-            size = storage.nbytes()
+            size = storage.nbytes() if is_new else 0
             self._live += size
             self._peak = max(self._peak, self._live)
 
@@ -154,6 +160,14 @@ class FakeCuda:
                     self._live -= size
 
             self._places[weakref.ref(storage, freed)] = index
+
+    def shared(self, tensor: Tensor) -> Tensor:
+        """The memory of a tensor as another library's."""
+        made: Tensor = _FROM_DLPACK(_TO_DLPACK(tensor))
+        index = self.place(tensor)
+        if index is not None:
+            self._put(made, index, is_new=False)
+        return made
 
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation of the dispatcher."""
@@ -357,6 +371,8 @@ class FakeCuda:
                 stack.enter_context(mock.patch(f"{user}.has_triton", lambda: False))
             stack.enter_context(mock.patch.object(torch.cuda, "default_generators", tuple(
                 torch.Generator() for _ in range(self.count))))
+            stack.enter_context(mock.patch.object(dlpack, "to_dlpack", lambda tensor: tensor))
+            stack.enter_context(mock.patch.object(dlpack, "from_dlpack", self.shared))
             stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", lambda: (2, 28, 9)))
             # The classes that Python code asks; operations themselves go on with host memory.
             stack.enter_context(mock.patch.object(Tensor, "device", property(device_of), create=True))

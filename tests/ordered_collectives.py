@@ -111,8 +111,8 @@ class LoneBackend:
         ranks, index = locate_in_partition(partition, self.rank, self.size, purpose)
         return LoneGroup(self._cuda, purpose, ranks, index)
 
-    def transport(self, purpose: str) -> Any:
-        return self._world.transport(purpose)
+    def transport(self, purpose: str, *, on_host: bool = False) -> Any:
+        return self._world.transport(purpose, on_host=on_host)
 
     def abort(self, code: int) -> None:
         raise AssertionError(f"the rank aborts with {code}")

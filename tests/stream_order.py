@@ -165,8 +165,7 @@ class OrderedCuda(FakeCuda):
         """`agent` reads or writes this tensor now; its clock is `clock`."""
         if tensor.is_meta or tensor.is_sparse or not tensor.numel():
             return
-        storage = tensor.untyped_storage()
-        key = self._aliases.get(storage.data_ptr(), storage._cdata)  # from_numpy makes a storage of its own
+        key = self._key(tensor)
         if key not in self._makers and key not in self._pinned:
             return
         size = tensor.element_size()
@@ -186,9 +185,21 @@ class OrderedCuda(FakeCuda):
                     kept.append(old)
             self._accesses[key] = [*kept, new]
 
-    def _made(self, tensor: Tensor, stream: _Stream) -> None:
+    def _key(self, tensor: Tensor) -> int:
+        """Names the tensor's memory; from_numpy and DLPack make a storage of their own."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        return self._aliases.get(storage.data_ptr(), storage._cdata)
+
+    def shared(self, tensor: Tensor) -> Tensor:
+        made, key = super().shared(tensor), self._key(tensor)
+        storage = made.untyped_storage()
+        address = storage.data_ptr()
+        self._aliases[address] = key
+        weakref.finalize(storage, self._aliases.pop, address, None).atexit = False
+        return made
+
+    def _made(self, tensor: Tensor, stream: _Stream) -> None:
+        storage, key = tensor.untyped_storage(), self._key(tensor)
         with self._lock:
             if key in self._makers:
                 return
@@ -212,7 +223,7 @@ class OrderedCuda(FakeCuda):
 
     def keep_for(self, tensor: Tensor, stream: _Stream) -> None:
         """When this tensor is freed, its memory is not used again before `stream` is through with it."""
-        self._recorded.setdefault(tensor.untyped_storage()._cdata, set()).add(stream)
+        self._recorded.setdefault(self._key(tensor), set()).add(stream)
 
     def pinned(self, tensor: Tensor) -> Tensor:
         """This host tensor is in pinned memory, which copies use while the host goes on."""
@@ -414,8 +425,10 @@ class OrderedKernel(nccl.Kernel):
     clock: Clock
 
     def is_completed(self) -> bool:
-        if self.ended and self.cuda.waits(0):
-            join(self.cuda.host, self.clock)
+        if self.ended:
+            if self.cuda.waits(0):
+                join(self.cuda.host, self.clock)
+            self.payload = None  # whoever frees it then knows that it has ended
         return self.ended
 
     def wait(self) -> None:
@@ -439,7 +452,8 @@ class OrderedDevices(nccl.Devices):
         join(channel.clock, self._cuda.host)
         channel.clock[channel] = channel.clock.get(channel, 0) + 1
         self._cuda.access(tensor, channel, channel.clock, writes=kind == "receive")
-        self._cuda.keep_for(tensor, channel)  # torch keeps what NCCL works on
+        if tensor.untyped_storage().resizable():  # torch keeps what NCCL works on, of its allocator's own memory
+            self._cuda.keep_for(tensor, channel)
         with torch.utils._python_dispatch._disable_current_modes():
             kernel: Any = super()._launch(kind, rank, source, destination, tensor)
         kernel.__class__ = OrderedKernel

@@ -1,6 +1,7 @@
 """A training step on a device that is not there: numbers, devices, device times, memory and host waits."""
 
 import queue
+from collections import Counter
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -13,7 +14,9 @@ from benchmarks.gpu.models import nccl
 from benchmarks.gpu.programs import Program, losses, on_one_rank
 from ranvier.comm import nccl_transport
 from ranvier.comm.nccl_transport import NcclTransport
+from ranvier.config.run import Optim
 from ranvier.mesh import Mesh
+from ranvier.optim.optimizer import resolve_offload
 from ranvier.pipeline.device_timeline import DeviceTimeline, LookAhead
 from ranvier.tensor import deferred_linear
 from ranvier.tensor.deferred_linear import add_gradients
@@ -87,6 +90,25 @@ def test_stages_on_devices_give_the_cpus_numbers():
         assert cuda.calls["current_stream", 1] and not cuda.calls["current_stream", 0]
 
 
+@pytest.mark.parametrize("scheme", ["stationary", "summa"])
+def test_half_precision_on_rows_and_columns(scheme):
+    """A device multiplies it into fp32 sums; a CPU widens the operands before."""
+    program, wide = Program(mesh={"row": 2, "col": 2}, layers=1, steps=1, microbatches=1, precision="bf16",
+                            tensor={"scheme": scheme}), Counter()
+    expected = run_ranks(lambda world: losses(world, asdict(program)), 4)
+    with FakeCuda(devices=2) as cuda:
+        run = cuda.run
+        cuda.run = lambda function, args, kwargs: (wide.update([str(function)]), run(function, args, kwargs))[1]
+
+        def train(world):
+            world.device = SECOND
+            with cuda.thread():
+                return losses(world, asdict(program))
+        for found in run_ranks(train, 4):
+            assert furthest(found, expected[0]) < 2e-3
+    assert wide["aten.mm.dtype_out"] or wide["aten.bmm.dtype_out"], [name for name in wide if "mm" in name]
+
+
 @pytest.mark.parametrize("slot_bytes", [1 << 16, 64])
 def test_stages_whose_messages_travel_over_nccl(slot_bytes, monkeypatch):
     """`NcclTransport` itself, with a model of NCCL; messages larger than a slot travel in parts at first."""
@@ -110,7 +132,8 @@ def test_stages_whose_messages_travel_over_nccl(slot_bytes, monkeypatch):
         def train(world):
             world.device = SECOND
             make = world.backend.transport
-            world.backend.transport = lambda purpose: over_nccl(world) if purpose == "pipeline" else make(purpose)
+            world.backend.transport = lambda purpose, **more: (
+                over_nccl(world) if purpose == "pipeline" else make(purpose, **more))
             with cuda.thread():
                 return losses(world, asdict(program))
         assert run_ranks(train, 2) == expected
@@ -131,6 +154,15 @@ def test_resident_states_are_updated_in_few_pieces(monkeypatch):
     with FakeCuda(devices=2):
         found = on_one_rank(program, SECOND)
     assert found == expected and calls == on_cpu and max(calls) == 2000
+
+
+@pytest.mark.parametrize(("kept", "offload"), [(0, "stream"), (1 << 28, "none")])
+def test_what_the_allocator_keeps_of_tensors_that_are_gone_is_free(kept, offload):
+    """So the states of an engine after another one that was closed stay on the device."""
+    with FakeCuda(devices=2), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1 << 34))
+        patch.setattr(torch.cuda, "memory_reserved", lambda device: kept)
+        assert resolve_offload(Optim(), SimpleNamespace(size=1 << 20), SECOND)[1] == offload
 
 
 # ---------------------------------------------------------------------- device times

@@ -113,7 +113,7 @@ class InProcessBackend:
         self._calls = 0
         self._open: list[InProcessTransport | InProcessGroup] = []
 
-    def transport(self, purpose: str) -> InProcessTransport:
+    def transport(self, purpose: str, *, on_host: bool = False) -> InProcessTransport:
         """See `protocol.Backend`."""
         self._calls += 1
         transport = InProcessTransport(self.world, purpose, self.rank, self.world.inboxes(self._calls, purpose))

@@ -65,9 +65,9 @@ class MixedBackend:
         """The blocking waits of this process for collectives."""
         return self._collectives.waits
 
-    def transport(self, purpose: str) -> MPITransport:
+    def transport(self, purpose: str, *, on_host: bool = False) -> MPITransport:
         """See `protocol.Backend`."""
-        self._transports.append(self._messages.transport(purpose))
+        self._transports.append(self._messages.transport(purpose, on_host=on_host))
         return self._transports[-1]
 
     def group(self, purpose: str, partition: Sequence[Sequence[int]]) -> TorchGroup:

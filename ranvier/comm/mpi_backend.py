@@ -253,7 +253,7 @@ class MPIBackend:
         comm.Set_errhandler(self._mpi.ERRORS_RETURN)
         return comm
 
-    def transport(self, purpose: str) -> MPITransport:
+    def transport(self, purpose: str, *, on_host: bool = False) -> MPITransport:
         """See `protocol.Backend`. MessageTimeout if not all ranks call in time, as for `group` and `subset`."""
         self._await_all(f"transport {purpose!r}")
         comm = self._communicator(self._world.Dup())

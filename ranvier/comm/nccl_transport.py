@@ -15,7 +15,8 @@ posts nothing. So a deadlock is ruled out as follows (`benchmarks.gpu.models.ncc
   - a send is posted when its data and its slot are there, a receive when its send has been: neither ever waits for
     other work, such as a collective before it, and occupies the device for longer than the transfer
   - a receive is posted by a thread that only reacts to messages of Gloo, and a send by that thread or by one that waits
-    for its data. They neither allocate nor free device memory, for which they would wait behind a cudaFree
+    for its data. They never take the lock of torch's allocator, for which they would wait behind a cudaFree: they
+    neither allocate nor free device memory, and NCCL gets memory of which the allocator need not be told (`_shared`)
 
 Each directed edge has its own communicator and stream, so that no edge waits behind another. torch makes one
 communicator per pair of ranks and process group: one process group carries the edges to higher ranks, another those to
@@ -36,6 +37,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import dlpack
 
 from ranvier.comm.edges import invalid_message
 from ranvier.comm.message import Message, MessageKind, decode, encode_head, encoded_bytes, pack, total_bytes
@@ -54,6 +56,14 @@ _MIN_SLOT_BYTES = 1 << 16
 _HOST_BYTES = 1 << 16
 _POLL_SECONDS = 50e-6
 _CLOSE_SECONDS = 0.2
+_left_behind: list[object] = []
+"""What NCCL was still at work on when its transport was closed, after an error: nobody gets its memory again."""
+
+
+def _shared(buffer: Tensor) -> Tensor:
+    """The same memory as another library's, which keeps `buffer`. torch tells its allocator on which streams NCCL sends
+    and receives (`record_stream`), except of memory that is not the allocator's own."""
+    return dlpack.from_dlpack(dlpack.to_dlpack(buffer))  # type: ignore[attr-defined]  # torch documents it
 
 
 @dataclass(eq=False)
@@ -178,7 +188,7 @@ class NcclTransport:
                 self._destinations[destination] = _Destination(destination, channel, stream)
                 started(dist.isend(first, group_dst=destination, group=channel)).wait()
             else:
-                slots = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(SLOTS)]
+                slots = [self._slot(size) for _ in range(SLOTS)]
                 self._sources[source] = _Source(source, channel, stream, slots)
                 started(dist.irecv(first, group_src=source, group=channel)).wait()
         torch.cuda.synchronize(self._device)
@@ -190,6 +200,9 @@ class NcclTransport:
         for source in sorted(source for source, destination in new if destination == rank):
             for slot in range(SLOTS):
                 self._announce_slot(self._sources[source], slot)
+
+    def _slot(self, size: int) -> Tensor:
+        return _shared(torch.empty(size, dtype=torch.uint8, device=self._device))
 
     # ------------------------------------------------------------------ sending
 
@@ -204,7 +217,9 @@ class NcclTransport:
         if any(tensor.is_cuda and tensor.numel() for tensor in message.tensors.values()):
             outgoing = _Outgoing(Message(message.kind, message.step, message.microbatch), head=encode_head(message),
                                  total=encoded_bytes(message), is_ready=False)
-            outgoing.packed = pack(message, self._device, self._buffer(edge, outgoing.total))  # 2
+            buffer = self._buffer(edge, outgoing.total)
+            outgoing.packed = _shared(pack(message, self._device)) if buffer is None else pack(
+                message, self._device, buffer)  # 2
             event = torch.cuda.Event(blocking=True)
             event.record(torch.cuda.current_stream(self._device))
         with self._post:
@@ -360,7 +375,7 @@ class NcclTransport:
             incoming.whole[part.start:part.stop].copy_(source.slots[part.slot][:part.stop - part.start])
             if incoming.total > source.slots[part.slot].numel():
                 source.outgrown.append(source.slots[part.slot])
-                source.slots[part.slot] = torch.empty(incoming.total, dtype=torch.uint8, device=self._device)
+                source.slots[part.slot] = self._slot(incoming.total)
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._device))
             source.releasing.append((event, part.slot))
@@ -419,3 +434,15 @@ class NcclTransport:
         self._host.close()
         for thread in self._threads:
             thread.join(10 * _CLOSE_SECONDS)
+        if not self._has_ended():
+            _left_behind.append((self._destinations, self._sources))
+
+    def _has_ended(self) -> bool:
+        """Whether NCCL is through with all that was posted; False where that cannot be said."""
+        try:
+            works = [work for edge in self._destinations.values() for work, _, _ in edge.posted]
+            works += [part.work for source in self._sources.values() for incoming in source.incoming
+                      for part in incoming.parts]
+            return all(work.is_completed() for work in works)
+        except RuntimeError:  # the device has failed, or a thread still posts
+            return False

@@ -162,8 +162,11 @@ class Backend(Protocol):
     def size(self) -> int:
         """Number of ranks."""
 
-    def transport(self, purpose: str) -> Transport:
-        """A new transport for `purpose`. Collective: all ranks make the same calls in the same order."""
+    def transport(self, purpose: str, *, on_host: bool = False) -> Transport:
+        """A new transport for `purpose`. Collective: all ranks make the same calls in the same order.
+
+        on_host: no message has tensors of a device, so that devices need not be connected.
+        """
 
     def group(self, purpose: str, partition: Sequence[Sequence[int]]) -> Group:
         """The group with this rank of `partition` (disjoint, covering all ranks, each rising). Collective."""

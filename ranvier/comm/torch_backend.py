@@ -82,14 +82,14 @@ class TorchBackend:
         subset.waits, subset.sockets = self.waits, self.sockets
         return subset
 
-    def transport(self, purpose: str) -> Transport:
+    def transport(self, purpose: str, *, on_host: bool = False) -> Transport:
         """See `protocol.Backend`. TransportError if a rank does not answer, as for `group`."""
         everyone = range(self.size)
         # The limit is that of connecting: the transport's waits have their own.
         gloo_group = self._new_group(purpose, everyone, self._timeout, "gloo") if self.size > 1 else None
         host = GlooTransport(gloo_group, purpose, self.rank, self.size)
         self._transports.append(host)
-        if self._device.type != "cuda" or gloo_group is None:
+        if on_host or self._device.type != "cuda" or gloo_group is None:
             return host
         rising, falling = (self._new_group(purpose, everyone, self._timeout, "nccl") for _ in range(2))
         assert rising is not None and falling is not None, "all ranks are members"
@@ -120,7 +120,7 @@ class TorchBackend:
         TransportError if one of them does not answer.
         """
         try:
-            with self.sockets.opening():
+            with self.sockets.opening(), _unbound():
                 process_group: ProcessGroup = dist.new_group(list(members), timeout=timeout, backend=kinds)
         except RuntimeError as error:
             raise self._no_answer(purpose, error) from error
@@ -175,6 +175,19 @@ class TorchBackend:
             self._destroy(process_group)
         if self._owns and dist.is_initialized():
             dist.destroy_process_group()
+
+
+@contextmanager
+def _unbound() -> Iterator[None]:
+    """Process groups that are made inside are bound to no device, as that of the user's program may be (`device_id`).
+    All messages of a bound one share a communicator and a stream, so that edges would wait behind each other."""
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is initialised"
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 def torch_generation(name: str, rank: int, size: int, store: Store, device: torch.device, timeout_seconds: float, *,

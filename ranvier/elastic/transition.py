@@ -91,7 +91,7 @@ def hand_over(held: Held | None, engine: Engine | None, backend: Backend, *, tim
         state.fill(engine, source, freezes=False)  # what trains is for the new engine to say
     needs = ranks.gather_objects([(key, box) for key, reads in source.wanted.items() for box, _ in reads])
     travelling = list(source.moves(needs))
-    transport = whole.transport("transition")
+    transport = whole.transport("transition", on_host=True)  # as `take` has copied it
     _carry_out(travelling, source, transport, whole.rank, timeout_seconds)
     if engine is not None:
         state.restore_counters(engine, source.manifest)

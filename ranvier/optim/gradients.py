@@ -342,6 +342,13 @@ class Gradients:
             spec.parameter.grad = None
             spec.parameter.grad_dtype = spec.parameter.dtype
 
+    def forget(self) -> None:
+        """After `detach`: the buffer is gone, and what reductions have worked in."""
+        self.flat = self.reductions.flat = self.flat.new_empty(0)
+        self.reductions.forget_buffers()
+        for chunk in self.chunks:
+            chunk.work, chunk.gather = CompletedWork(), None
+
     @property
     def complete(self) -> bool:
         """Whether every chunk is on its way."""

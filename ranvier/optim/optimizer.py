@@ -33,6 +33,7 @@ from ranvier.optim.placement import Hybrid, OnHost, Placement, Resident, Streame
 from ranvier.optim.reduction import MAX_COLLECTIVES
 from ranvier.optim.rules import Rules, check_state_name, rules_of
 from ranvier.optim.state_places import StateOwner, StatePlaces
+from ranvier.system.memory_tracker import free_bytes
 from ranvier.tensor.quantized_weight import stored_tensors
 
 Offload = Literal["none", "stream", "host", "hybrid"]
@@ -324,13 +325,13 @@ def resolve_offload(optim: Optim, gradients: Gradients, device: torch.device) ->
     """`optim` with the share of hybrid resolved, and its offload with auto replaced: by the size of the states
     (`ranvier.config.resolve`), for an engine of which no memory is predicted. Half of what is free is left to
     activations."""
-    free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    free = free_bytes(device) if device.type == "cuda" else 0
     if optim.offload == "hybrid" and optim.offload_share == "auto":
         states = 12 * gradients.size
-        optim = replace(optim, offload_share=auto_offload_share(device.type, states, states, free_bytes // 2))
+        optim = replace(optim, offload_share=auto_offload_share(device.type, states, states, free // 2))
     if optim.offload != "auto":
         return optim, optim.offload
-    return optim, auto_offload(device.type, 2 * 12 * gradients.size, free_bytes)
+    return optim, auto_offload(device.type, 2 * 12 * gradients.size, free)
 
 
 def gather_bytes(gradients: Gradients, itemsize: int) -> int:

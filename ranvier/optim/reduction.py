@@ -191,6 +191,10 @@ class Reductions:
         passing = sorted((needs.get("passing", 0) for _, needs in needing), reverse=True)
         return slots * sum(_largest(needing).values()), sum(passing[:slots])
 
+    def forget_buffers(self) -> None:
+        """Give that memory back."""
+        self._memory.clear()
+
     @property
     def buffers(self) -> list[Tensor]:
         """Work buffers of reductions, which are reused."""

@@ -560,6 +560,11 @@ class Updater:
         if self._scale is not None and loss_scale is not None:
             self._scale = LossScale(**loss_scale)
 
+    def forget(self) -> None:
+        """The engine is closed: gradients, master copies and states of Ranvier's optimizer are gone."""
+        self.gradients.forget()
+        self.flat = self.masters = self._kept = None
+
     def tensors(self, parameters: Sequence[Tensor]) -> dict[str, dict[str, list[Tensor]]]:
         """Tensors that persist between steps: {"device": {category: tensors}, "host": {...}}."""
         found = tensors_by_category(parameters, self.gradients, self.flat)

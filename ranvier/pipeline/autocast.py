@@ -11,7 +11,8 @@ columns split cast the operands of their products themselves, weights before the
 
 Autocast around a call of the engine is refused: backward and update would be inside, and torch would go on using casts
 of weights that the update has changed. So are no_grad and inference_mode around one that trains, in which a plain loop
-fails at its backward, and a cache of parametrizations, whose graph is gone with the first microbatch's backward.
+fails at its backward, a cache of parametrizations, whose graph is gone with the first microbatch's backward, and an
+accelerator as the default device.
 """
 
 from __future__ import annotations
@@ -46,9 +47,21 @@ def casting(autocast: torch.dtype | None, device: torch.device) -> AbstractConte
     return nullcontext() if autocast is None else torch.autocast(device.type, autocast)
 
 
+def refuse_default_device() -> None:
+    """ConfigError where tensors that name no device are made on an accelerator: what ranks tell each other of batches
+    and settings would be there, and the host would wait for it, or read it too early."""
+    device = torch.get_default_device()
+    if device.type not in ("cpu", "meta"):
+        raise ConfigError("is the default device around a call of the engine, whose own numbers are the host's",
+                          code="default-device-around-engine", where="torch.set_default_device", value=str(device),
+                          remedy="Leave it out: the engine moves blocks and batches to its device. Blocks may be made "
+                                 f"under `with torch.device({str(device)!r}):`, which ends before the engine is built.")
+
+
 def refuse_outer_modes(device: torch.device, *, training: bool) -> None:
-    """ConfigError where the caller has switched autocast on, or for a call that trains gradients off, or a cache of
-    parametrizations on."""
+    """ConfigError where the caller has switched autocast or a default device on, or for a call that trains gradients
+    off, or a cache of parametrizations on."""
+    refuse_default_device()
     if training and (torch.is_inference_mode_enabled() or not torch.is_grad_enabled()):
         mode = "torch.inference_mode" if torch.is_inference_mode_enabled() else "torch.no_grad"
         raise ConfigError("is on around a call that trains, and gradients need it off", code="no-grad-around-engine",

@@ -46,7 +46,7 @@ from ranvier.optim.gradients import refuse_others
 from ranvier.optim.guard import BadSteps
 from ranvier.optim.optimizer import storage_bytes
 from ranvier.optim.step import GradientStatus, OptimizerFactory, Updater
-from ranvier.pipeline.autocast import refuse_outer_modes
+from ranvier.pipeline.autocast import refuse_default_device, refuse_outer_modes
 from ranvier.pipeline.batch import BatchRunner
 from ranvier.pipeline.build import build_stage, stage_parameters
 from ranvier.pipeline.connections import Connections, share_start_values
@@ -79,6 +79,7 @@ from ranvier.schedule.limits import Limits
 from ranvier.schedule.policies import policy_named
 from ranvier.schedule.schedule import Policy
 from ranvier.system.machine import has_triton
+from ranvier.system.memory_tracker import give_back
 from ranvier.tensor.float8 import float8_layers
 from ranvier.tensor.lookups import lookup_tables
 from ranvier.tensor.mesh import TensorMesh
@@ -175,6 +176,7 @@ class Engine:
                  buffers: BufferSync = "broadcast", timeout_seconds: float = 300.0, check_order: bool = False,
                  flags: bool = False, compile: bool | Literal["auto"] = "auto", float8: bool = False) -> None:
         self.world, self.flags = world, flags
+        refuse_default_device()
         if plan is not None:
             refuse_settings_beside(mesh=mesh, pipeline=pipeline, tensor=tensor, memory=memory, optim=optim,
                                    sample=sample)
@@ -1010,6 +1012,14 @@ class Engine:
         self._closed = True
         self._updater.gradients.detach()
         self._connections.abandon()
+
+    def forget_states(self) -> None:
+        """After `close`: the memory of gradients and optimizer states is free for another engine, whoever still holds
+        this one. Parameters stay."""
+        self._updater.forget()
+        if self._connections.tensor_mesh is not None:
+            self._connections.tensor_mesh.workspace.clear()
+        give_back(self.world.device)
 
     # ------------------------------------------------------------------ one batch
 

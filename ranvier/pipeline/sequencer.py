@@ -40,7 +40,7 @@ class Sequencer:
         """Announcements that this rank has sent, or got."""
         self._transport = self._group = None
         if mesh.stage_size > 1:
-            self._transport = backend.transport("stage order")
+            self._transport = backend.transport("stage order", on_host=True)
             sources = [] if self.leads else [self._leader]
             self._transport.connect(sources, list(self._peers) if self.leads else [], 4096)
             stages = sorted({mesh.stage_ranks(other) for other in range(mesh.size)})

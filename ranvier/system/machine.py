@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import socket
+import sysconfig
 from collections.abc import Sequence
+from functools import cache
 from math import ceil
 from pathlib import Path
 
@@ -17,9 +20,14 @@ import psutil
 _CGROUP = Path("/sys/fs/cgroup")
 
 
+@cache
 def has_triton() -> bool:
-    """Whether Triton is installed, which torch's builds for CUDA bring along: the compiler of kernels for a GPU."""
-    return importlib.util.find_spec("triton") is not None
+    """Whether Triton can make kernels for a GPU. torch's builds for CUDA bring it along; to launch kernels it compiles
+    C that includes Python's own headers, and many containers have neither a compiler nor those."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton asks, for Debian's own
+    headers = Path(sysconfig.get_path("include", scheme)) / "Python.h"
+    return importlib.util.find_spec("triton") is not None and compiler is not None and headers.exists()
 
 
 def available_cores(cgroup: Path = _CGROUP) -> int:

@@ -159,6 +159,27 @@ def _storages(tree: object) -> Iterator[torch.UntypedStorage]:
                 yield storage
 
 
+def free_bytes(device: torch.device) -> int:
+    """Bytes of a CUDA device that new tensors may take: what is free, and what torch's allocator keeps of tensors that
+    are gone, such as those of an engine that has been closed."""
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached
+
+
+def give_back(device: torch.device) -> None:
+    """What torch's allocator keeps of tensors that are gone goes back to the driver of a CUDA device, where
+    communicators and other libraries take theirs."""
+    if device.type == "cuda" and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def forget_trials(device: torch.device) -> None:
+    """What was only measured on a device is no memory of the run: it is given back, and peaks count from here."""
+    give_back(device)
+    if device.type == "cuda" and torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Peak memory: on CUDA of tensors on the device, elsewhere the process's largest resident size."""
     if device.type == "cuda":

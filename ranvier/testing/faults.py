@@ -268,8 +268,8 @@ class _FaultyBackend:
         self.name, self.rank, self.size = inner.name, inner.rank, inner.size
         self.abort, self.close = inner.abort, inner.close
 
-    def transport(self, purpose: str) -> Transport:
-        return cast(Transport, _FaultyTransport(self._inner.transport(purpose), self._plan))
+    def transport(self, purpose: str, *, on_host: bool = False) -> Transport:
+        return cast(Transport, _FaultyTransport(self._inner.transport(purpose, on_host=on_host), self._plan))
 
     def group(self, purpose: str, partition: Sequence[Sequence[int]]) -> Group:
         return cast(Group, _FaultyGroup(self._inner.group(purpose, partition), self._plan))

@@ -24,6 +24,7 @@ from ranvier.config.task_form import form_of
 from ranvier.errors import ConfigError
 from ranvier.models import families
 from ranvier.precision import DTYPES
+from ranvier.system.memory_tracker import forget_trials
 
 Kernel = Literal["auto", "flash", "cudnn", "efficient", "math"]
 KERNELS: Mapping[Kernel, SDPBackend] = {
@@ -76,7 +77,9 @@ def choose_kernel(run: ResolvedRun, ranks: Group, device: torch.device) -> tuple
     asked for and that a rank does not have.
     """
     asked = run.model.attention_kernel
-    everyone = ranks.gather_objects(kernel_seconds(run, device) if device.type == "cuda" else {})
+    mine = kernel_seconds(run, device) if device.type == "cuda" else {}
+    forget_trials(device)  # math's scores may have filled it
+    everyone = ranks.gather_objects(mine)
     if not all(everyone):
         return "auto", ""
     slowest = {name: max(one[name] for one in everyone) for name in KERNELS if all(name in one for one in everyone)}

@@ -80,7 +80,7 @@ class CommandChannel:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._transport = world.backend.transport("orders")
+        self._transport = world.backend.transport("orders", on_host=True)
         others = list(range(1, world.size)) if world.rank == 0 else []
         self._transport.connect([0] if world.rank else [], others, _CAPACITY_BYTES)
 

@@ -30,7 +30,7 @@ from ranvier.plan.fitting import first_that_fits, schedules
 from ranvier.planner.count import device_bytes_of_stages, laid_out
 from ranvier.planner.problems import problems
 from ranvier.system.machine import available_memory_bytes
-from ranvier.system.memory_tracker import MemoryPlace, MemoryTracker
+from ranvier.system.memory_tracker import MemoryPlace, MemoryTracker, free_bytes
 from ranvier.system.terminal import TextTable
 from ranvier.world import World
 
@@ -42,7 +42,7 @@ def check_fits(run: ResolvedRun, world: World, everyone: Group) -> ResolvedRun:
     machines. ConfigError when a rank of this machine needs more memory than is free now (the ranks themselves are there
     already). Collective."""
     on_cuda = world.device.type == "cuda"
-    free_bytes = torch.cuda.mem_get_info(world.device)[0] if on_cuda else 0
+    available_bytes = free_bytes(world.device) if on_cuda else 0
 
     def local_memory(run: ResolvedRun) -> list[RankMemory]:
         memory = laid_out(run)[1]
@@ -51,13 +51,13 @@ def check_fits(run: ResolvedRun, world: World, everyone: Group) -> ResolvedRun:
     run = resolve(run, Facts(device="cuda" if on_cuda else "cpu"))
     needed_bytes = max(with_overhead(entry).device_bytes if on_cuda else entry.device_bytes
                        for entry in local_memory(resolve(run, Facts(offload="none"))))
-    run = resolve(run, Facts(offload=auto_offload(world.device.type, needed_bytes, free_bytes)))
-    run = with_offload_share(run, lambda run: [with_overhead(entry) for entry in local_memory(run)], free_bytes)
+    run = resolve(run, Facts(offload=auto_offload(world.device.type, needed_bytes, available_bytes)))
+    run = with_offload_share(run, lambda run: [with_overhead(entry) for entry in local_memory(run)], available_bytes)
     host_bytes = available_memory_bytes()
 
     def problem_of(run: ResolvedRun, memory: Sequence[RankMemory]) -> ConfigError | None:
         problem = too_large([with_overhead(entry) for entry in memory], run=run, place="device", processes=1,
-                            available_bytes=free_bytes) if on_cuda else None
+                            available_bytes=available_bytes) if on_cuda else None
         return problem or too_large(memory, run=run, place="host" if on_cuda else "both", processes=len(memory),
                                     available_bytes=host_bytes)
 

@@ -32,7 +32,7 @@ from ranvier.optim.loss_scale import LossScale
 from ranvier.pipeline.result import BatchResult
 from ranvier.precision import DTYPES
 from ranvier.schedule.spans import StepWindow, Timeline
-from ranvier.system.memory_tracker import peak_memory_bytes
+from ranvier.system.memory_tracker import forget_trials, peak_memory_bytes
 from ranvier.train.events import StepEvent
 
 _OWN = frozenset({"forward", "backward", "weight", "data"})
@@ -234,7 +234,9 @@ class PeakRate:
 def peak_rate(ranks: Group, device: torch.device, precision: Literal["fp32", "bf16", "fp16", "fp64"]) -> PeakRate:
     """The rates of one of `ranks` when all of them do nothing but matrix products. Collective."""
     published = published_peak(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
-    return PeakRate(common_rate(ranks, device, DTYPES[precision]), published)
+    measured = common_rate(ranks, device, DTYPES[precision])
+    forget_trials(device)
+    return PeakRate(measured, published)
 
 
 def common_rate(ranks: Group, device: torch.device, dtype: torch.dtype) -> float:

@@ -56,6 +56,7 @@ class RankRuntime:
     def close(self) -> None:
         """Collective over its ranks: its communicators are freed, but for those of the world that was there before."""
         self.engine.close()
+        self.engine.forget_states()
         self.ranks.close()
         if self.own:
             self.world.backend.close()
@@ -85,6 +86,7 @@ def with_frozen(runtime: RankRuntime, data: Prepared, frozen: FrozenLayers) -> R
     """The same on the same mesh, with other frozen layers; parameters are about to be written. Collective
     over its ranks."""
     runtime.engine.close()
+    runtime.engine.forget_states()
     engine = build_engine(runtime.run, runtime.world, data.weight, frozen=frozen, fresh=False)
     train_data, eval_data = _loaders(runtime.run, engine, data)
     return replace(runtime, frozen=frozen, engine=engine, train_data=train_data, eval_data=eval_data,

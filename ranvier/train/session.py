@@ -157,7 +157,8 @@ class Session:
         change, state, old, before = command.change, command.state, self.place, self.run.mesh
         began, held, world, facts = time.monotonic_ns(), back_to, self.world, self.facts
 
-        # 1. No engine serves two meshes: its state is taken out, and the old one is gone before there is a new one.
+        # 1. No engine serves two meshes: its state is taken out, and its memory but for weights is free before there is
+        # a new one.
         if isinstance(old, Active):
             old.saving.checkpoints.close()
             held = take(old.engine)

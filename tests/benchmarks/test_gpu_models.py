@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from benchmarks.gpu.models import devices, launches, nccl, run_ahead, streams
-from ranvier.comm.message import Message, MessageKind
+from ranvier.comm import nccl_transport
+from ranvier.comm.message import Message, MessageKind, encode_head
 from ranvier.comm.nccl_transport import NcclTransport
 from ranvier.errors import TransportError
 from ranvier.schedule.policies import policy_named
@@ -123,6 +124,21 @@ def test_a_peer_that_is_lost_is_told_to_the_waiting_thread_and_beside_it():
         transport._threads[0].join(20.0)
         assert lost == [str(error)]
         transport.close()
+
+
+def test_memory_that_nccl_still_writes_is_not_given_back(monkeypatch):
+    """After an error a transport may be closed with a receive on the device, whose memory nobody else may get."""
+    kept, devices = [], nccl.Devices(2)
+    monkeypatch.setattr(nccl_transport, "_left_behind", kept)
+    with devices.installed(), devices.as_rank(0):
+        devices.isend(torch.zeros(1), group_dst=0, group=SimpleNamespace(rank=1))  # of the peer, for its communicator
+        transport = nccl._transport(0, [queue.SimpleQueue() for _ in range(2)], NcclTransport)
+        transport.connect([1], [], 1 << 16)
+        message = Message(MessageKind.FORWARD, 1, 0, {"": torch.ones(9)})
+        head = {nccl_transport._PART: torch.tensor([0, 0, 9]), nccl_transport._HEAD: encode_head(message)}
+        transport._hear(Message(MessageKind.FORWARD, 1, 0, head, source=1))
+        transport.close()
+        assert kept == [(transport._destinations, transport._sources)]
 
 
 def test_receives_that_only_the_host_loop_posts_block_both(monkeypatch):

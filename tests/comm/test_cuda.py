@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ranvier.comm.message import Message, MessageKind
+from ranvier.comm.nccl_transport import _shared
 from ranvier.launch import mpiexec
 from ranvier.testing.ranks import run_processes
 from ranvier.world import World
@@ -83,6 +84,23 @@ def overlap(world: World) -> bool:
         conformance.receive(transport)
     transport.flush()
     return True
+
+
+@devices(1)
+def test_the_allocator_is_not_told_what_nccl_does_with_shared_memory():
+    """Told of another stream, it gives memory to nobody before that has ended. Whoever tells it takes its lock."""
+    device = torch.device("cuda", 0)
+    side = torch.cuda.Stream(device)
+    for share, told in ((lambda tensor: tensor, True), (_shared, False)):
+        one = share(torch.empty(1 << 22, dtype=torch.uint8, device=device))
+        address = one.data_ptr()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(500_000_000)
+        one.record_stream(side)
+        del one
+        again = torch.empty(1 << 22, dtype=torch.uint8, device=device)
+        assert (again.data_ptr() != address) is told
+        side.synchronize()
 
 
 @devices(2)

@@ -54,7 +54,8 @@ def test_sends_advance_while_the_engines_thread_is_elsewhere():
     """Whether the message above needs that depends on MPI: within a machine a receiver may copy it by itself."""
     advanced = threading.Event()
     transport = SimpleNamespace(sends_in_flight=1, advance_sends=advanced.set)
-    backend = MixedBackend(SimpleNamespace(rank=0, size=1, transport=lambda purpose: transport, close=lambda: None),
+    backend = MixedBackend(SimpleNamespace(rank=0, size=1, transport=lambda purpose, on_host: transport,
+                                           close=lambda: None),
                            SimpleNamespace(rank=0, size=1, close=lambda: None))
     assert backend.transport("pipeline") is transport
     try:

@@ -5,15 +5,20 @@ import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.gpu.programs import Program, engine_of
+from ranvier.comm import torch_backend
 from ranvier.comm.torch_backend import PeerSockets, TorchBackend, torch_generation
+from ranvier.comm.torch_group import WaitRegistry
 from ranvier.errors import TransportError
-from ranvier.testing.ranks import run_processes
+from ranvier.testing.ranks import run_processes, run_ranks
+from ranvier.train.commands import CommandChannel
 from ranvier.world import World
 from tests.comm import conformance
 from tests.comm.test_wire import OPERATIONS, over_sockets
@@ -130,17 +135,20 @@ def test_orderly_shutdown(size):
 def use_the_users_own(world: World) -> list:
     from ranvier.comm.torch_backend import TorchBackend
 
+    bound, dist.group.WORLD.bound_device_id = torch.device("cuda", 1), torch.device("cuda", 1)
     second = TorchBackend(world.rank, world.size, world.store, world.device, 30.0)
     conformance.run_cases(dataclasses.replace(world, backend=second), ["edges_are_fifo", "objects_and_barriers"])
+    made = [*second._groups, second.transport("bound")]
+    devices = [dist.group.WORLD.bound_device_id, *{one._process_group.bound_device_id for one in made}]
     second.close()
-    still = dist.is_initialized()
+    still = dist.is_initialized() and devices == [bound, None]
     with raises("torch-distributed-other-rank"):
         TorchBackend((world.rank + 1) % world.size, world.size, world.store, world.device, 30.0)
     return [still, leave_messages_behind(world)]
 
 
 def test_a_process_group_that_is_there_is_used_and_left(two):
-    """And that of the ranks themselves ends with messages under way."""
+    """Its device binds no group of ours. And that of the ranks themselves ends with messages under way."""
     assert [told["own"] for told in two] == [[True, False]] * 2
 
 
@@ -153,8 +161,36 @@ def test_a_rank_that_does_not_answer_while_groups_are_made(monkeypatch):
     backend.rank, backend.size, backend._timeout, backend._kinds = 1, 2, timedelta(seconds=8), "gloo"
     backend.sockets = PeerSockets()
     monkeypatch.setattr(dist, "new_group", gone)
+    monkeypatch.setattr(torch_backend, "_unbound", nullcontext)
     with raises("group-not-connected", "checkpoint", 1, "8000ms"):
         backend.group("checkpoint", [[0, 1]])
+
+
+def test_messages_of_the_host_alone_connect_no_devices(monkeypatch):
+    kinds, backend = [], TorchBackend.__new__(TorchBackend)
+    backend.rank, backend.size, backend._timeout, backend.waits = 0, 2, timedelta(seconds=8), WaitRegistry(8.0)
+    backend._device, backend._transports, backend._nccl_groups = torch.device("cuda", 0), [], []
+    monkeypatch.setattr(backend, "_new_group", lambda purpose, members, timeout, kind: kinds.append(kind) or kinds)
+    backend.transport("orders", on_host=True)
+    assert kinds == ["gloo"]
+    backend.transport("pipeline")
+    assert kinds == ["gloo", "gloo", "nccl", "nccl"]
+
+
+def test_only_the_pipelines_messages_may_be_of_devices():
+    def rank(world):
+        asked, make = {}, world.backend.transport
+
+        def transport(purpose, *, on_host=False):
+            asked[purpose] = on_host
+            return make(purpose, on_host=on_host)
+
+        world.backend.transport = transport
+        with engine_of(Program(layers=1, mesh={"col": 2}), world):
+            CommandChannel(world).close()
+        return asked
+
+    assert run_ranks(rank, 2) == [{"pipeline": False, "stage order": True, "orders": True}] * 2
 
 
 def test_a_transport_whose_other_rank_does_not_come():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from ranvier.config.run import Batch, Data, Elastic, Launch, Memory, Optim, Pipe
 from ranvier.elastic.auto_pipe import CandidateStage
 from ranvier.elastic.change import Change
 from ranvier.elastic.freezing import NONE_FROZEN, FrozenLayers
+from ranvier.elastic.transition import take
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.plan.fitting import first_that_fits, schedules
@@ -37,6 +39,30 @@ def test_a_device_has_what_is_free_and_what_this_process_holds(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 << 30)
     assert device_bytes(torch.device("cuda", 0)) == 12 << 30
     assert device_bytes(torch.device("cpu")) is None
+
+
+def test_states_and_gradients_are_gone_before_there_is_another_engine(sentences, tmp_path, monkeypatch):
+    """A transition holds them once, whoever still knows the engine of before."""
+    always(monkeypatch)
+    of_rank, alive = {}, []
+
+    def taken(engine):
+        flat = engine.flat_optimizer
+        tensors = [engine._updater.gradients.flat, *(state for _, states in flat.placement.homes()
+                                                     for state in states.values())]
+        of_rank[engine.world.rank] = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+        return take(engine)
+
+    def built(run, whole, data, **options):
+        alive.append([storage() is not None for storage in of_rank.pop(whole.rank, ())])
+        return build_runtime(run, whole, data, **options)
+
+    monkeypatch.setattr(session, "take", taken)
+    monkeypatch.setattr(session, "build_runtime", built)
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), train=Train(steps=2), elastic=Elastic(
+        freeze="manual", manual=("1:2",), auto_pipe=True, auto_dp=True))
+    run_all(run)
+    assert len(transitions(run)) == 1 and alive == [[False] * 3] * 2
 
 
 def test_each_rank_must_fit_its_device_alone(sentences, monkeypatch):

@@ -293,8 +293,8 @@ class Meddling:
         inner = self.inner.subset(count)
         return inner and Meddling(inner, self.change)
 
-    def transport(self, purpose):
-        transport = self.inner.transport(purpose)
+    def transport(self, purpose, *, on_host=False):
+        transport = self.inner.transport(purpose, on_host=on_host)
         send, done = transport.send, []
 
         def meddled(destination, message):

@@ -7,6 +7,7 @@ from torch.distributed import HashStore
 
 from ranvier.launch import start as launch
 from ranvier.launch.launchers import Started
+from ranvier.system import machine
 from ranvier.system.machine import available_cores, cpu_quota, interface_towards, memory_limit_bytes, threads_per_rank
 
 
@@ -81,3 +82,15 @@ def test_the_interface_of_rank_0s_machine_leads_to_the_others(monkeypatch):
                                              master=("first", 1)), store)
             chosen[rank] = launch.os.environ.get("GLOO_SOCKET_IFNAME")
     assert chosen == {0: "eth0", 1: "eth0", 2: "eth1", 3: "eth1"}
+
+
+@pytest.mark.parametrize("lacks", ["triton", "compiler", "headers", None])
+def test_kernels_need_triton_a_compiler_and_pythons_headers(lacks, monkeypatch, tmp_path):
+    """Without one of them torch's operations compute."""
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None if lacks == "triton" else name)
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None if lacks == "compiler" else f"/bin/{name}")
+    monkeypatch.setattr(machine.sysconfig, "get_path", lambda name, scheme: str(tmp_path))
+    if lacks != "headers":
+        (tmp_path / "Python.h").touch()
+    assert machine.has_triton.__wrapped__() is (lacks is None)

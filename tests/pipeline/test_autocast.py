@@ -292,6 +292,23 @@ def test_a_cache_of_parametrizations_around_a_call_is_refused_where_it_trains():
     run_ranks(rank, 1)
 
 
+def test_a_default_device_around_a_call_is_refused_before_it_begins():
+    def rank(world):
+        layer = nn.Linear(4, 4)
+
+        def engine():
+            return Engine([layer], world, mesh=Mesh(), loss=squared, optim=Optim())
+
+        made, batch = engine(), [(torch.ones(2, 4), torch.zeros(2, 4))]
+        for call in (engine, lambda: made.train_batch(batch), lambda: made.evaluate(batch)):
+            with torch.device("cuda", 1), raises("default-device-around-engine", value="cuda:1"):
+                call()
+        made.train_batch(batch)
+        made.close()
+
+    run_ranks(rank, 1)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_gradients_switched_off_around_a_call_are_refused_where_it_trains(mode):
     """An evaluation needs none, and those that follow find nothing of it."""

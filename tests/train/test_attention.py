@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from ranvier.comm.inprocess import InProcessWorld
 from ranvier.config.resolve import resolve
 from ranvier.config.run import Run, Transformer
 from ranvier.testing.ranks import run_ranks
@@ -55,6 +56,9 @@ def test_a_device_measures_the_kernels_that_it_has():
     with FakeCuda(devices=2) as cuda:
         found = kernel_seconds(run_of(), DEVICE)
         assert cuda.calls["synchronize", 1] and not cuda.calls["synchronize", 0]
+        used = torch.cuda.max_memory_allocated(DEVICE)
+        choose_kernel(run_of(), InProcessWorld(1).backend(0).group("all", [(0,)]), DEVICE)
+        assert torch.cuda.max_memory_allocated(DEVICE) == 0 < used  # which is none of the run's
     assert {"flash"} <= set(found) <= set(KERNELS) and all(seconds > 0 for seconds in found.values())
     assert kernel_seconds(run_of(family="somewhere:model"), DEVICE) == {}
 

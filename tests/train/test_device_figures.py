@@ -64,10 +64,12 @@ def test_a_devices_peak_is_measured_there(monkeypatch):
 
 
 def test_utilisation_is_of_the_published_peak_where_there_is_one(monkeypatch):
-    monkeypatch.setattr(metrics, "matrix_product_rate", lambda device, dtype: 700e12)
+    monkeypatch.setattr(metrics, "matrix_product_rate", lambda device, dtype: torch.full(
+        (), 7e14, dtype=torch.float64, device=device).item())
     group = InProcessWorld(1).backend(0).group("all", [[0]])
     with FakeCuda(devices=2):
         found = peak_rate(group, DEVICE, "bf16")
+        assert torch.cuda.max_memory_allocated(DEVICE) == 0  # what was only measured is none of the run's
         assert found.reference == 989.4e12 and found.facts()["model_flops_utilisation_of"] == "published peak"
     with FakeCuda(devices=2, name="Unknown"):
         assert peak_rate(group, DEVICE, "bf16") == PeakRate(700e12, None)

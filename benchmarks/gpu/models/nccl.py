@@ -11,8 +11,8 @@ the process groups. The rules of the model:
   - a device-wide synchronization ends only when every kernel that this rank has launched has ended. It occurs in
     `torch.cuda.synchronize`, in cudaFree when the allocator gives memory back, and when a kernel's code is loaded at
     its first use (CUDA programming guide, "Lazy loading")
-  - only the main thread of a rank may allocate device memory: another one would wait for the allocator, which holds its
-    lock during a cudaFree
+  - only the main thread of a rank may allocate device memory, or send and receive memory of torch's allocator, which is
+    told so (`record_stream`): another one would wait for the allocator, which holds its lock during a cudaFree
 
 First both ranks of a pair send at the same time, one a forward and the other a backward, as neighbouring stages do in
 every step. Then each one either waits for its message or first synchronizes its device:
@@ -112,6 +112,8 @@ class Devices:
     # ------------------------------------------------------------------ kernels and streams
 
     def _launch(self, kind: str, rank: int, source: int, destination: int, tensor: Tensor) -> Kernel:
+        if not hasattr(self._local, "rank") and tensor.untyped_storage().resizable():  # as only an allocator's own is
+            self.violations.append(f"{threading.current_thread().name} tells the allocator of a {kind}")
         with self._changed:
             kernel = Kernel(rank, tensor)
             self._kernels[rank].append(kernel)
