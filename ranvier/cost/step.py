@@ -60,7 +60,7 @@ _MESSAGES = {"summa": (4, 8), "stationary": (4, 6), "megatron": (2, 2),
              "stationary-sequence": (4, 6), "megatron-sequence": (4, 6)}
 """Collectives of one layer along an axis, forward and backward; each is one message to every other member."""
 _ALIKE = 0.05
-"""Of a product's size: columns that a size does not divide by have parts that differ."""
+"""Of a column's part: where columns do not divide a size, parts differ by so much at most."""
 _NORM_MESSAGES = {"summa": 2, "stationary": 2}
 """Messages of a layer's two norms along col in the forward, and as many in the backward, where the hidden dimension is
 sharded."""
@@ -314,17 +314,28 @@ _Products = tuple[float, float, float]
 @lru_cache(maxsize=1024)
 def _layer_seconds(kernels: Same[tuple[Kernel, ...]], layers: Same[tuple[SplitLayer, ...]], col: int,
                    device: Same[Device], precision: Precision, bytes: ElementBytes) -> tuple[_Products, ...]:
-    """For each of these layers, the products of a block with weights that have its size on one of `col` columns. Layers
-    of one size share theirs evenly."""
-    sizes = [0 if layer.kind == "embedding" else layer.inputs * layer.outputs / col for layer in layers.it]
-    products = [kernel for kernel in kernels.it if kernel.kind == "product" and kernel.weight != "none"]
-    found = []
-    for size in sizes:
-        own = [each for each in products if abs(each.shape[2] * each.shape[3] - size) < _ALIKE * size]
-        y, dx, dw = (device.it.seconds([each for each in some if each.kind == "product"], precision) / sizes.count(size)
-                     for some in (own, backward_of(own), weight_gradients_of(own, bytes.gradient, None)))
-        found.append((y, dx, dw))
-    return tuple(found)
+    """For each of these layers its products, as the block computes them on one of `col` columns: of the whole of what an
+    output-stationary layer reads and an input-stationary one writes, and of a part of the other. A product is of the
+    layer whose size is nearest, and shared evenly by layers of one size."""
+    whole = [(layer.outputs, layer.inputs / col) if layer.kind == "input" else (layer.inputs, layer.outputs / col)
+             for layer in layers.it]
+    found = [[0.0, 0.0, 0.0] for _ in layers.it]
+    for kernel in kernels.it:
+        if kernel.kind != "product" or kernel.weight == "none":
+            continue
+        _, _, n, k = kernel.shape
+        near: dict[float, list[int]] = {}
+        for place, (layer, (size, part)) in enumerate(zip(layers.it, whole, strict=True)):
+            own, cut = (n, k) if layer.kind == "input" else (k, n)
+            if layer.kind != "embedding" and own == size and cut > (1.0 - _ALIKE) * part:
+                near.setdefault(abs(cut - part) * size, []).append(place)
+        shared = near[min(near)] if near else []
+        for place in shared:
+            for which, some in enumerate(([kernel], backward_of([kernel]), weight_gradients_of(
+                    [kernel], bytes.gradient, None))):
+                found[place][which] += device.it.seconds(
+                    [each for each in some if each.kind == "product"], precision) / len(shared)
+    return tuple((y, dx, dw) for y, dx, dw in found)
 
 
 @lru_cache(maxsize=64)  # a search has one sample for very many candidates

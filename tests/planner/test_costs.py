@@ -1,5 +1,6 @@
 """What a step costs: work is counted once, and what frozen, tied, uneven and badly placed parts change."""
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 
@@ -30,7 +31,7 @@ from ranvier.planner.candidates import predict
 from ranvier.planner.count import laid_out
 from ranvier.planner.elastic_plan import course, elastic_variants
 from ranvier.planner.plan import simulation
-from ranvier.planner.report import course_lines
+from ranvier.planner.report import course_dict, course_lines
 from ranvier.planner.run_cost import run_cost, run_pipeline
 from ranvier.planner.search import search
 from ranvier.planner.work import Work
@@ -308,6 +309,7 @@ def test_the_course_of_a_run_that_freezes(free_transitions):
     seconds = [period.step_seconds for period in periods]
     assert seconds == sorted(seconds, reverse=True) and {period.mesh for period in periods} == {Mesh(pipe=4)}
     whole = course(elastic(), CLUSTER, WORK)
+    assert json.loads(json.dumps(course_dict(whole)))["periods"][0]["mesh"]["pipe"] == 4
     assert whole.speedup > 1 and whole.seconds == sum(period.seconds for period in whole.periods)
 
 
