@@ -314,7 +314,7 @@ _Products = tuple[float, float, float]
 @lru_cache(maxsize=1024)
 def _layer_seconds(kernels: Same[tuple[Kernel, ...]], layers: Same[tuple[SplitLayer, ...]], col: int,
                    device: Same[Device], precision: Precision, bytes: ElementBytes) -> tuple[_Products, ...]:
-    """For each of these layers its products, as the block computes them on one of `col` columns: of the whole of what an
+    """For each of these layers its products, as the block computes them on one of `col` columns: of all that an
     output-stationary layer reads and an input-stationary one writes, and of a part of the other. A product is of the
     layer whose size is nearest, and shared evenly by layers of one size."""
     whole = [(layer.outputs, layer.inputs / col) if layer.kind == "input" else (layer.inputs, layer.outputs / col)
@@ -366,6 +366,7 @@ class _StepCost:
         self._of_kernels: dict[tuple[int, bool], _Seconds] = {}
         self._volumes: dict[tuple[int, bool], Volume] = {}
         self._sent_seconds: dict[object, tuple[float, float]] = {}
+        self._sent_apart_seconds: dict[object, tuple[float, float]] = {}
         self.held = [self.placement.stages_of(rank) for rank in range(mesh.pipeline_size)]
         """The stages of each rank of a pipeline."""
         self.trained = [sum(block.num_owned for stage in held for block in self.stages[stage]) for held in self.held]
@@ -459,12 +460,14 @@ class _StepCost:
         if self.as_published and (edges := self._edges()):
             ranks = [self.placement.rank_of(stage) for stage in range(len(rows))]
             held_up[1:-1] = [sum(edges[min(one, other)]) if one != other else 0.0 for one, other in pairwise(ranks)]
+        waiting = [self._waiting(row.stage) for row in rows]
         return [StageTimes(forward=row.forward_seconds + behind, backward=row.backward_seconds + before,
-                           weight=row.weight_seconds, products=PRODUCTS,
+                           weight=row.weight_seconds, products=PRODUCTS, longer_backward=longer,
+                           deferred_factor=1.0 + (later / row.weight_seconds if row.weight_seconds else 0.0),
                            alive_bytes=max(1, sum(block.kept_bytes for block in self.stages[row.stage])
                                            ) if row.weight_seconds else 0,
                            trains=self._first(row.stage) < len(self.stages[row.stage]))
-                for row, before, behind in zip(rows, held_up, held_up[1:], strict=False)]
+                for row, before, behind, (longer, later) in zip(rows, held_up, held_up[1:], waiting, strict=False)]
 
     # --- stages ------------------------------------------------------------------------------------------------------
 
@@ -576,6 +579,31 @@ class _StepCost:
                 for place, block in enumerate(self.stages[stage])]
         return sum(forward for forward, _ in sent), sum(backward for _, backward in sent)
 
+    def _waiting(self, stage: int) -> tuple[float, float]:
+        """Where weight gradients wait: seconds by which messages of the tensor mesh hold up a microbatch's backward
+        longer (or less, below 0) than where none does, and for which they hold up these gradients; together they are no
+        less."""
+        found = [self._sent_apart(block) for block in self._deferring(stage)] if self.size > 1 and self._hides else []
+        longer = sum(backward for backward, _ in found)
+        return longer, max(sum(weight for _, weight in found), -longer)
+
+    def _sent_apart(self, block: BlockCost) -> tuple[float, float]:
+        """The same of one block."""
+        key = id(self.step.split_layers[block.name]), id(block.kernels)
+        if key not in self._sent_apart_seconds:
+            volume, layers, own = self._block_volume(block.name, False), self._share_of_layer(block.name), self._seconds(
+                block)
+            trips = self._trips(block, False, waits=True)
+            later = Bytes(sum(trip.bytes for each, _ in trips for trip in each.weight),
+                          max(0.0, volume.backward.weights - volume.forward.weights))
+            first = Bytes(volume.backward.activations - later.activations, volume.backward.weights - later.weights)
+            backward = self._held_up(first, layers, 1, [(each.backward, seconds) for each, seconds in trips],
+                                     own.backward)
+            weight = self._held_up(later, layers, 1, [(each.weight, seconds) for each, seconds in trips], own.weight)
+            self._sent_apart_seconds[key] = (backward - self._sent(block, False, has_backward=True)[1],
+                                             weight - self._norms(layers))
+        return self._sent_apart_seconds[key]
+
     def _sent(self, block: BlockCost, recomputed: bool, *, has_backward: bool, ends: bool = False
               ) -> tuple[float, float]:
         """The same of one block. ends: as for `_repeated`."""
@@ -630,7 +658,7 @@ class _StepCost:
         return count * self.cluster.collective_seconds * (group.members > 1) + received_seconds(
             0.0, round(steps), group, self.cluster)
 
-    def _trips(self, block: BlockCost, recomputed: bool) -> list[tuple[Trips, _Products]]:
+    def _trips(self, block: BlockCost, recomputed: bool, *, waits: bool = False) -> list[tuple[Trips, _Products]]:
         """What the activations of each layer of a block receive, and its products."""
         layers, col = self.step.split_layers[block.name], self.mesh.col if self.part is None else 1
         seconds = _layer_seconds(Same(block.kernels), Same(layers), col, Same(self.cluster.device), self.run.precision,
@@ -641,7 +669,7 @@ class _StepCost:
         return [(layer_trips(layer, self.scheme, row=self.mesh.row, col=self.mesh.col, elements=elements,
                              itemsize=self.step.bytes.parameter, sum_itemsize=self.step.bytes.summed,
                              panel_bytes=self.run.tensor.panel_bytes, recomputed=recomputed,
-                             trains=block.num_trainable > 0), products)
+                             trains=block.num_trainable > 0, waits=waits), products)
                 for layer, products in zip(layers, seconds, strict=True)]
 
     def _share_of_layer(self, block: str) -> float:

@@ -100,7 +100,7 @@ def never_resting(stages: Sequence[StageTimes], num_microbatches: int, placement
 def _deferring(stages: Sequence[StageTimes], each: Sequence[float], num_microbatches: int, in_flight: int, way: Way
                 ) -> float:
     """The closed form where weight gradients may wait."""
-    waits = [stage.weight if stage.trains else 0.0 for stage in stages]
+    waits = [stage.weight - stage.longer_backward if stage.trains else 0.0 for stage in stages]
     others = [total - wait for total, wait in zip(each, waits, strict=True)]
     begins = accumulate((stage.forward for stage in stages), initial=0.0)
     hops = accumulate((latency + transfer for latency, transfer in zip(way.latency, way.transfer, strict=True)),
