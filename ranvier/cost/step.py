@@ -591,9 +591,8 @@ class _StepCost:
         """The same of one block."""
         key = id(self.step.split_layers[block.name]), id(block.kernels)
         if key not in self._sent_apart_seconds:
-            volume, layers, own = self._block_volume(block.name, False), self._share_of_layer(block.name), self._seconds(
-                block)
-            trips = self._trips(block, False, waits=True)
+            volume, layers = self._block_volume(block.name, False), self._share_of_layer(block.name)
+            own, trips = self._seconds(block), self._trips(block, False, waits=True)
             later = Bytes(sum(trip.bytes for each, _ in trips for trip in each.weight),
                           max(0.0, volume.backward.weights - volume.forward.weights))
             first = Bytes(volume.backward.activations - later.activations, volume.backward.weights - later.weights)

@@ -60,8 +60,6 @@ _WANTED = 12
 """Configurations that are simulated, at least, where so many fit."""
 _LOOKED_AT = 400
 """Configurations that do not fit, before the search ends where none does, if the most frugal ones do not fit either."""
-AT_LEAST = 0.9
-"""Part of the closed form's time within a schedule's limits that its simulation takes at least, where stages differ."""
 _REPORTED = 50
 """Configurations that are looked at between two lines of progress."""
 _NEAR = 2.0
@@ -251,8 +249,7 @@ class _Queue:
                     return known, found, is_first
         except RanvierError:
             return known, None, is_first
-        seconds = never_resting_seconds(run, found.cost) if known is _Known.BOUND else found.cost.seconds * (
-            AT_LEAST if known is _Known.COUNTED else 1.0)
+        seconds = never_resting_seconds(run, found.cost) if known is _Known.BOUND else found.cost.seconds
         heapq.heappush(self.waiting, (max(least, seconds), number, _Known(known + 1), found, is_first))
         return known, found if settled else None, is_first
 

@@ -1,16 +1,15 @@
-"""Time that one batch takes to pass through a pipeline: a closed form, and the engine's schedule where it does not
-hold.
+"""Time that one batch takes to pass through a pipeline: a lower bound in closed form, and the engine's schedule.
 
-    T = (m - 1) max_i t_i + sum_i t_i + 2 (p - 1) hop              m microbatches, stage i needs t_i for one
+    T = max_i (sum_j<i (t_j + 2 hop_j) + m t_i)         m microbatches, stage i needs t_i for one
 
-holds where every stage always has what it needs. With weight gradients w_i that may wait it is the longer of
+is reached by equal stages without messages. With weight gradients w_i that may wait it is the longer of
 
-    T = (m - 1) max_i (t_i - w_i) + sum_i (t_i - w_i) + w_0        nobody waits for one
-    T = max_i (sum_j<i f_j + m t_i)                                a stage begins, and then never rests
+    T = max_i (sum_j<i (t_j - w_j) + m (t_i - w_i)) + w_0        nobody waits for one
+    T = max_i (sum_j<i f_j + m t_i)                              a stage begins, and then never rests
 
-(f_i for a forward). Otherwise it is a lower bound: with an in-flight limit f that messages make too small (m / f round
-trips), and with fixed orders, delays and jitter. There the schedule itself is simulated, with few microbatches: once
-the pipeline is full, each further one takes about the same time, so that two short simulations give the long one. Pure.
+(f_i for a forward), and with at most f in flight (m - 1) / f round trips come first, whole ones, and the rest of the
+microbatches after them. The schedule itself is simulated, with few microbatches: once the pipeline is full, each
+further one takes about the same time, so that two short simulations give the long one. Pure.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, repeat
+from operator import add
 from typing import Literal
 
 from ranvier.mesh import StagePlacement
@@ -110,12 +110,18 @@ def _deferring(stages: Sequence[StageTimes], each: Sequence[float], num_microbat
 
 
 def closed_form(each: Sequence[float], num_microbatches: int, in_flight: int, way: Way = DIRECT) -> float:
-    """Seconds, from each stage's seconds for one microbatch."""
+    """Lower bound of the seconds, from each stage's for one microbatch: a stage waits for the forwards before it, has
+    all microbatches, and is followed by the backwards of the stages before it; an edge has all messages."""
+    trips = [2 * (latency + transfer) for latency, transfer in zip(way.latency, way.transfer, strict=True)]
+    before = list(accumulate(map(add, each, trips or repeat(0.0)), initial=0.0))
     once = sum(each) + way.round_trip
-    steady = max(max(each), max(way.transfer, default=0.0))
-    if in_flight < num_microbatches:
-        steady = max(steady, once / in_flight)
-    return (num_microbatches - 1) * steady + once
+
+    def passes(count: int) -> float:
+        busy = max(first + count * seconds for first, seconds in zip(before, each, strict=False))
+        return max(busy, once + (count - 1) * max(way.transfer, default=0.0))
+
+    rounds, rest = divmod(num_microbatches - 1, in_flight)  # one begins when that `in_flight` before it has returned
+    return max(passes(num_microbatches), rounds * once + passes(rest + 1))
 
 
 def _simulated(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy, in_flight: int, way: Way,
