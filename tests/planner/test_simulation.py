@@ -65,7 +65,7 @@ def test_the_dearest_stage_and_the_in_flight_limit_bound_the_closed_form():
     """The second stage waits for one forward and is followed by one backward."""
     assert closed_form([1.0, 3.0, 2.0], 10, 3) == 1 + 10 * 3
     slow = Way(transfer=(0.0, 0.0), latency=(5.0, 5.0))
-    assert closed_form([1.0, 3.0, 2.0], 10, 2, slow) == 4 * 26 + 26 + 3, "four whole rounds, and two that follow them"
+    assert closed_form([1.0, 3.0, 2.0], 10, 2, slow) == 4 * 26 + 24 + 2 * 2, "four whole rounds, and two that follow"
     busy = Way(transfer=(4.0, 0.0), latency=(0.0, 0.0))
     assert closed_form([1.0, 3.0, 2.0], 10, 10, busy) == 9 * 4 + 6 + 8
 
