@@ -113,7 +113,7 @@ def closed_form(each: Sequence[float], num_microbatches: int, in_flight: int, wa
     """Lower bound of the seconds, from each stage's for one microbatch: a stage waits for the forwards before it, has
     all microbatches, and is followed by the backwards of the stages before it; an edge has all messages."""
     trips = [2 * (latency + transfer) for latency, transfer in zip(way.latency, way.transfer, strict=True)]
-    before = list(accumulate(map(add, each, trips or repeat(0.0)), initial=0.0))
+    before: list[float] = list(accumulate(map(add, each, trips or repeat(0.0)), initial=0.0))
     once = sum(each) + way.round_trip
 
     def passes(count: int) -> float:
