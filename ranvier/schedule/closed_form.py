@@ -69,16 +69,16 @@ def passage(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy,
     each = [stage.microbatch_seconds for stage in stages]
     limit = policy.in_flight(in_flight, num_microbatches)
     placement = placement or StagePlacement(num_ranks=len(stages))
+    busy = num_microbatches * sum(each)
     if exact and len(stages) > 1:
-        seconds = _simulated(stages, num_microbatches, policy, limit, way, defer_bytes, cores, placement, defer_last,
-                             max_stored, alternating)
+        seconds, busy = _simulated(stages, num_microbatches, policy, limit, way, defer_bytes, cores, placement,
+                                   defer_last, max_stored, alternating)
     elif placement.per_rank > 1:
         seconds = never_resting(stages, num_microbatches, placement)
     else:
         seconds = closed_form(each, num_microbatches, limit, way)
         if policy.defers and defer_bytes and len(stages) > 1:
             seconds = min(seconds, _deferring(stages, each, num_microbatches, limit, way))
-    busy = num_microbatches * sum(each)
     idle = max(0.0, 1.0 - busy / (seconds * placement.num_ranks)) if seconds else 0.0
     return Passage(seconds=seconds, bubble_fraction=idle)
 
@@ -126,17 +126,20 @@ def closed_form(each: Sequence[float], num_microbatches: int, in_flight: int, wa
 
 def _simulated(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy, in_flight: int, way: Way,
                defer_bytes: int | Sequence[int] | Literal["auto"], cores: int | None, placement: StagePlacement,
-               defer_last: int | None, max_stored: int | None, alternating: bool) -> float:
-    def run(count: int) -> float:
-        return simulate(stages, count, policy, in_flight, hop=way.hop, transfer=way.busy,
+               defer_last: int | None, max_stored: int | None, alternating: bool) -> tuple[float, float]:
+    """Seconds, and for how many of them ranks are busy, all together."""
+    def run(count: int) -> tuple[float, float]:
+        made = simulate(stages, count, policy, in_flight, hop=way.hop, transfer=way.busy,
                         defer_bytes=defer_bytes, cores=cores, placement=placement, defer_last=defer_last,
-                        max_stored=max_stored, alternating=alternating).seconds
+                        max_stored=max_stored, alternating=alternating)
+        return made.seconds, sum(stop - start for rank in made.actions for _, start, stop in rank)
 
     full, more = _enough(len(stages), in_flight)
     if num_microbatches <= full + more:
         return run(num_microbatches)
-    first = run(full)
-    return first + (num_microbatches - full) * (run(full + more) - first) / more
+    first, longer = run(full), run(full + more)
+    times = (num_microbatches - full) / more
+    return first[0] + times * (longer[0] - first[0]), first[1] + times * (longer[1] - first[1])
 
 
 def _enough(num_stages: int, in_flight: int) -> tuple[int, int]:
