@@ -60,7 +60,7 @@ _MESSAGES = {"summa": (4, 8), "stationary": (4, 6), "megatron": (2, 2),
              "stationary-sequence": (4, 6), "megatron-sequence": (4, 6)}
 """Collectives of one layer along an axis, forward and backward; each is one message to every other member."""
 _ALIKE = 0.05
-"""Of a product's size: columns that a size does not divide by have parts that differ."""
+"""Of a column's part: where columns do not divide a size, parts differ by so much at most."""
 _NORM_MESSAGES = {"summa": 2, "stationary": 2}
 """Messages of a layer's two norms along col in the forward, and as many in the backward, where the hidden dimension is
 sharded."""
@@ -314,17 +314,28 @@ _Products = tuple[float, float, float]
 @lru_cache(maxsize=1024)
 def _layer_seconds(kernels: Same[tuple[Kernel, ...]], layers: Same[tuple[SplitLayer, ...]], col: int,
                    device: Same[Device], precision: Precision, bytes: ElementBytes) -> tuple[_Products, ...]:
-    """For each of these layers, the products of a block with weights that have its size on one of `col` columns. Layers
-    of one size share theirs evenly."""
-    sizes = [0 if layer.kind == "embedding" else layer.inputs * layer.outputs / col for layer in layers.it]
-    products = [kernel for kernel in kernels.it if kernel.kind == "product" and kernel.weight != "none"]
-    found = []
-    for size in sizes:
-        own = [each for each in products if abs(each.shape[2] * each.shape[3] - size) < _ALIKE * size]
-        y, dx, dw = (device.it.seconds([each for each in some if each.kind == "product"], precision) / sizes.count(size)
-                     for some in (own, backward_of(own), weight_gradients_of(own, bytes.gradient, None)))
-        found.append((y, dx, dw))
-    return tuple(found)
+    """For each of these layers its products, as the block computes them on one of `col` columns: of all that an
+    output-stationary layer reads and an input-stationary one writes, and of a part of the other. A product is of the
+    layer whose size is nearest, and shared evenly by layers of one size."""
+    whole = [(layer.outputs, layer.inputs / col) if layer.kind == "input" else (layer.inputs, layer.outputs / col)
+             for layer in layers.it]
+    found = [[0.0, 0.0, 0.0] for _ in layers.it]
+    for kernel in kernels.it:
+        if kernel.kind != "product" or kernel.weight == "none":
+            continue
+        _, _, n, k = kernel.shape
+        near: dict[float, list[int]] = {}
+        for place, (layer, (size, part)) in enumerate(zip(layers.it, whole, strict=True)):
+            own, cut = (n, k) if layer.kind == "input" else (k, n)
+            if layer.kind != "embedding" and own == size and cut > (1.0 - _ALIKE) * part:
+                near.setdefault(abs(cut - part) * size, []).append(place)
+        shared = near[min(near)] if near else []
+        for place in shared:
+            for which, some in enumerate(([kernel], backward_of([kernel]), weight_gradients_of(
+                    [kernel], bytes.gradient, None))):
+                found[place][which] += device.it.seconds(
+                    [each for each in some if each.kind == "product"], precision) / len(shared)
+    return tuple((y, dx, dw) for y, dx, dw in found)
 
 
 @lru_cache(maxsize=64)  # a search has one sample for very many candidates
@@ -355,6 +366,7 @@ class _StepCost:
         self._of_kernels: dict[tuple[int, bool], _Seconds] = {}
         self._volumes: dict[tuple[int, bool], Volume] = {}
         self._sent_seconds: dict[object, tuple[float, float]] = {}
+        self._sent_apart_seconds: dict[object, tuple[float, float]] = {}
         self.held = [self.placement.stages_of(rank) for rank in range(mesh.pipeline_size)]
         """The stages of each rank of a pipeline."""
         self.trained = [sum(block.num_owned for stage in held for block in self.stages[stage]) for held in self.held]
@@ -448,12 +460,14 @@ class _StepCost:
         if self.as_published and (edges := self._edges()):
             ranks = [self.placement.rank_of(stage) for stage in range(len(rows))]
             held_up[1:-1] = [sum(edges[min(one, other)]) if one != other else 0.0 for one, other in pairwise(ranks)]
+        waiting = [self._waiting(row.stage) for row in rows]
         return [StageTimes(forward=row.forward_seconds + behind, backward=row.backward_seconds + before,
-                           weight=row.weight_seconds, products=PRODUCTS,
+                           weight=row.weight_seconds, products=PRODUCTS, longer_backward=longer,
+                           deferred_factor=1.0 + (later / row.weight_seconds if row.weight_seconds else 0.0),
                            alive_bytes=max(1, sum(block.kept_bytes for block in self.stages[row.stage])
                                            ) if row.weight_seconds else 0,
                            trains=self._first(row.stage) < len(self.stages[row.stage]))
-                for row, before, behind in zip(rows, held_up, held_up[1:], strict=False)]
+                for row, before, behind, (longer, later) in zip(rows, held_up, held_up[1:], waiting, strict=False)]
 
     # --- stages ------------------------------------------------------------------------------------------------------
 
@@ -565,6 +579,30 @@ class _StepCost:
                 for place, block in enumerate(self.stages[stage])]
         return sum(forward for forward, _ in sent), sum(backward for _, backward in sent)
 
+    def _waiting(self, stage: int) -> tuple[float, float]:
+        """Where weight gradients wait: seconds by which messages of the tensor mesh hold up a microbatch's backward
+        longer (or less, below 0) than where none does, and for which they hold up these gradients; together they are no
+        less."""
+        found = [self._sent_apart(block) for block in self._deferring(stage)] if self.size > 1 and self._hides else []
+        longer = sum(backward for backward, _ in found)
+        return longer, max(sum(weight for _, weight in found), -longer)
+
+    def _sent_apart(self, block: BlockCost) -> tuple[float, float]:
+        """The same of one block."""
+        key = id(self.step.split_layers[block.name]), id(block.kernels)
+        if key not in self._sent_apart_seconds:
+            volume, layers = self._block_volume(block.name, False), self._share_of_layer(block.name)
+            own, trips = self._seconds(block), self._trips(block, False, waits=True)
+            later = Bytes(sum(trip.bytes for each, _ in trips for trip in each.weight),
+                          max(0.0, volume.backward.weights - volume.forward.weights))
+            first = Bytes(volume.backward.activations - later.activations, volume.backward.weights - later.weights)
+            backward = self._held_up(first, layers, 1, [(each.backward, seconds) for each, seconds in trips],
+                                     own.backward)
+            weight = self._held_up(later, layers, 1, [(each.weight, seconds) for each, seconds in trips], own.weight)
+            self._sent_apart_seconds[key] = (backward - self._sent(block, False, has_backward=True)[1],
+                                             weight - self._norms(layers))
+        return self._sent_apart_seconds[key]
+
     def _sent(self, block: BlockCost, recomputed: bool, *, has_backward: bool, ends: bool = False
               ) -> tuple[float, float]:
         """The same of one block. ends: as for `_repeated`."""
@@ -619,7 +657,7 @@ class _StepCost:
         return count * self.cluster.collective_seconds * (group.members > 1) + received_seconds(
             0.0, round(steps), group, self.cluster)
 
-    def _trips(self, block: BlockCost, recomputed: bool) -> list[tuple[Trips, _Products]]:
+    def _trips(self, block: BlockCost, recomputed: bool, *, waits: bool = False) -> list[tuple[Trips, _Products]]:
         """What the activations of each layer of a block receive, and its products."""
         layers, col = self.step.split_layers[block.name], self.mesh.col if self.part is None else 1
         seconds = _layer_seconds(Same(block.kernels), Same(layers), col, Same(self.cluster.device), self.run.precision,
@@ -630,7 +668,7 @@ class _StepCost:
         return [(layer_trips(layer, self.scheme, row=self.mesh.row, col=self.mesh.col, elements=elements,
                              itemsize=self.step.bytes.parameter, sum_itemsize=self.step.bytes.summed,
                              panel_bytes=self.run.tensor.panel_bytes, recomputed=recomputed,
-                             trains=block.num_trainable > 0), products)
+                             trains=block.num_trainable > 0, waits=waits), products)
                 for layer, products in zip(layers, seconds, strict=True)]
 
     def _share_of_layer(self, block: str) -> float:

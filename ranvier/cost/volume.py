@@ -243,10 +243,12 @@ class Trip(NamedTuple):
 
 
 class Trips(NamedTuple):
-    """Of one layer and microbatch, in its forward and its backward, recomputation included."""
+    """Of one layer and microbatch, in its forward and its backward, recomputation included; weight: in its weight's
+    gradient, where that waits."""
 
     forward: tuple[Trip, ...] = ()
     backward: tuple[Trip, ...] = ()
+    weight: tuple[Trip, ...] = ()
 
     @property
     def alone(self) -> float:
@@ -255,18 +257,20 @@ class Trips(NamedTuple):
 
 
 def layer_trips(layer: SplitLayer, scheme: Scheme, *, row: int, col: int, elements: int, itemsize: int,
-                sum_itemsize: int, panel_bytes: int | Literal["auto"], recomputed: bool, trains: bool = True) -> Trips:
+                sum_itemsize: int, panel_bytes: int | Literal["auto"], recomputed: bool, trains: bool = True,
+                waits: bool = False) -> Trips:
     """What a layer's activations receive, on devices that compute while they transfer.
 
     Of output-stationary products the forward gathers inputs, of input-stationary ones it sums outputs, and the backward
     gathers their gradients: the first panel of what a product gathers, or the last one of what it sums, has nothing
-    beside it. The backward of output-stationary ones gathers inputs beside dX, and sums dX beside dW. Embeddings have
-    no product. `benchmarks/tensor/exposed.py` counts the same by running layers.
+    beside it. The backward of output-stationary ones gathers inputs beside dX, and sums dX beside dW; where dW waits,
+    each product has panels of its own beside it. Embeddings have no product. `benchmarks/tensor/exposed.py` counts the
+    same by running layers.
 
     Args:
         elements: of one feature of the layer's, on all ranks together. itemsize, sum_itemsize: as for `layer_volume`.
             panel_bytes: as `tensor.panel_bytes`. recomputed: the backward repeats the forward, but for the sum that
-            ends a layer. trains: whether dW is computed.
+            ends a layer. trains: whether dW is computed; waits: after the backward.
     """
     if layer.kind == "embedding":
         whole = embedding_volume(scheme, row=row, col=col, batch=1, sequence=1, hidden=elements * layer.outputs,
@@ -287,7 +291,9 @@ def layer_trips(layer: SplitLayer, scheme: Scheme, *, row: int, col: int, elemen
     forward = trip(gathered if is_output else summed, 1.0, 0.0, 0.0)
     repeated = forward if recomputed and not layer.ends_layer else ()
     if not is_output:
-        return Trips(forward, repeated + trip(gathered, 0.0, 1.0, float(trains)))
+        return Trips(forward, repeated + trip(gathered, 0.0, 1.0, float(trains and not waits)))
+    if waits:
+        return Trips(forward, trip(summed, 0.0, 1.0, 0.0), trip(gathered, 0.0, 0.0, 1.0))
     again = gathered if trains and not recomputed else 0
     panels = panels_on_gpu(again, panel_bytes, hides=False)
     if panels > 1:  # all but the first panel of x travel after dX, beside dW of the one before

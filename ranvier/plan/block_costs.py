@@ -38,7 +38,6 @@ from ranvier.plan.kernel_count import (
 from ranvier.system.compilation import without_compiler
 from ranvier.tensor import float8
 from ranvier.tensor.columns import on_local, plain
-from ranvier.tensor.layers.rotary import tables_made
 from ranvier.tensor.split.linear import SplitLinear
 
 
@@ -167,21 +166,18 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
         tensors = _tensors_on_meta(module, BlockFormats.of(model, name, module, dtype))
         entered, arrived, arrived_trains = _state_bytes(state), state, trains
         trains |= any(tensor.requires_grad for tensor in tensors.values())
-        made = -1
         try:
-            while made != tables_made():  # counted again where it has made a table, which later forwards find
-                made = tables_made()
-                count, products = _count_of(module, tensors), _Float8Products()
-                kept, found = KeptBytes(tensors.values(), count.saved), count.kept_outputs
-                entered_state = _as_leaves(arrived, arrived_trains)  # which the block may change
-                with (torch.enable_grad(), kept, found.recorded(by_caller=True), count, FusedAttention(),
-                      products if counting.float8 else nullcontext(), count.chains(counting)):
-                    state = functional_call(module, tensors, (entered_state,), tie_weights=False)
-                memory = count
-                if counting.has_scores:
-                    memory, kept = _count_of(module, tensors), KeptBytes(tensors.values())
-                    with torch.enable_grad(), kept, memory:
-                        functional_call(module, tensors, (_as_leaves(arrived, arrived_trains),), tie_weights=False)
+            count, products = _count_of(module, tensors), _Float8Products()
+            kept, found = KeptBytes(tensors.values(), count.saved), count.kept_outputs
+            entered_state = _as_leaves(arrived, arrived_trains)  # which the block may change
+            with (torch.enable_grad(), kept, found.recorded(by_caller=True), count, FusedAttention(),
+                  products if counting.float8 else nullcontext(), count.chains(counting)):
+                state = functional_call(module, tensors, (entered_state,), tie_weights=False)
+            memory = count
+            if counting.has_scores:
+                memory, kept = _count_of(module, tensors), KeptBytes(tensors.values())
+                with torch.enable_grad(), kept, memory:
+                    functional_call(module, tensors, (_as_leaves(arrived, arrived_trains),), tie_weights=False)
         except ModelError:
             raise
         except Exception as error:

@@ -111,10 +111,10 @@ class KernelCount(TorchDispatchMode):
         kwargs = kwargs or {}
         before = len(self.kept_outputs)
         result = self.kept_outputs.first_run(func, args, kwargs)
-        if func.is_view:
+        given, returned = _tensors((args, kwargs)), _tensors(result)
+        if func.is_view or not self.counts(given or returned):
             return result
         is_kept = self.kept_outputs.is_inside or len(self.kept_outputs) > before
-        given, returned = _tensors((args, kwargs)), _tensors(result)
         storages = {self.storage_of(leaf) for leaf in given}
         new = [self.storage_of(leaf) not in storages for leaf in returned]
         self.allocated += sum(tensor_bytes(leaf) for leaf, is_new in zip(returned, new, strict=True) if is_new)
@@ -123,7 +123,7 @@ class KernelCount(TorchDispatchMode):
         writes_in_place = any(argument.alias_info is not None and argument.alias_info.is_write
                               for argument in func._schema.arguments)
         name = func.overloadpacket.__name__
-        if returned and name not in _MOVES_NOTHING and (any(new) or writes_in_place) and self.counts(given or returned):
+        if returned and name not in _MOVES_NOTHING and (any(new) or writes_in_place):
             kernel = self._kernel(func, args, kwargs, returned)
             self.kernels.append(replace(kernel, is_kept=True) if is_kept else kernel)
         return result

@@ -319,7 +319,8 @@ def course_dict(course: Course | None) -> dict[str, object] | None:
     if course is None:
         return None
     return {"seconds": course.seconds, "unfrozen_seconds": course.unfrozen_seconds, "speedup": course.speedup,
-            "periods": [{**asdict(period), "seconds": period.seconds} for period in course.periods]}
+            "periods": [{**asdict(period), "mesh": period.mesh.document(), "seconds": period.seconds}
+                        for period in course.periods]}
 
 
 def course_lines(found: Candidate) -> list[str]:

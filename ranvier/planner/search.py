@@ -23,14 +23,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from itertools import accumulate
 from typing import Literal
 
 from ranvier.config.resolve import Facts, ResolvedRun, resolve
 from ranvier.config.run import Memory, Run
 from ranvier.cost.device_overhead import usable_bytes
 from ranvier.cost.hardware import Cluster
-from ranvier.cost.step import Cost, Step
+from ranvier.cost.step import Step
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.mesh import Mesh
 from ranvier.planner.candidates import (
@@ -60,8 +59,6 @@ _WANTED = 12
 """Configurations that are simulated, at least, where so many fit."""
 _LOOKED_AT = 400
 """Configurations that do not fit, before the search ends where none does, if the most frugal ones do not fit either."""
-AT_LEAST = 0.9
-"""Part of the closed form's time within a schedule's limits that its simulation takes at least, where stages differ."""
 _REPORTED = 50
 """Configurations that are looked at between two lines of progress."""
 _NEAR = 2.0
@@ -214,7 +211,7 @@ class _Queue:
                 return
             else:
                 found = self._counted(run)
-                seconds = never_resting_seconds(run, found.cost)
+                seconds = found.cost.seconds
             heapq.heappush(self.waiting, (seconds, self.added, known, found, known is _Known.BOUND))
 
     def next(self) -> tuple[_Known, Candidate | None, bool]:
@@ -251,9 +248,7 @@ class _Queue:
                     return known, found, is_first
         except RanvierError:
             return known, None, is_first
-        seconds = never_resting_seconds(run, found.cost) if known is _Known.BOUND else found.cost.seconds * (
-            AT_LEAST if known is _Known.COUNTED else 1.0)
-        heapq.heappush(self.waiting, (max(least, seconds), number, _Known(known + 1), found, is_first))
+        heapq.heappush(self.waiting, (max(least, found.cost.seconds), number, _Known(known + 1), found, is_first))
         return known, found if settled else None, is_first
 
     def least_of_too_large(self) -> list[Candidate]:
@@ -312,19 +307,6 @@ class _Queue:
             f"a rank needs at least {least / 2**20:,.0f} MiB of its device, and there are {usable / 2**20:,.0f}")
 
 
-def never_resting_seconds(run: ResolvedRun, cost: Cost) -> float:
-    """Lower bound of the time of a step of this cost: each rank begins after the forwards before it, and then has
-    work."""
-    if run.placement.per_rank > 1:
-        return cost.seconds
-    count = run.num_microbatches
-    each = [sum(cost.stages[stage].microbatch_seconds for stage in run.placement.stages_of(rank))
-            for rank in range(run.mesh.pipeline_size)]
-    begins = accumulate((stage.forward_seconds for stage in cost.stages), initial=0.0)
-    least = max(begin + count * seconds for begin, seconds in zip(begins, each, strict=False)) - cost.partial_seconds
-    return cost.seconds - cost.pipeline_seconds + max(least, cost.cores_seconds)
-
-
 def _simulated(found: Candidate, cluster: Cluster, work: Work) -> Candidate:
     return replace(found, cost=run_cost(found.run, cluster, work.stages(found.run)))
 
@@ -346,8 +328,7 @@ def _with_more_stages(fitting: Sequence[Candidate], cluster: Cluster, work: Work
         best = min(each.cost.seconds for each in found)
         for runs in stage_variants(one.run) if key not in groups else ():
             tried = [with_memory(_simulated(replace(one, run=run), cluster, work), cluster, work) for run in runs
-                     if never_resting_seconds(run, run_cost(run, cluster, work.stages(run), exact=False,
-                                                            unlimited=True)) < _WORTH * best]
+                     if run_cost(run, cluster, work.stages(run), exact=False, unlimited=True).seconds < _WORTH * best]
             faster = [other for other in tried if other.fits and other.cost.seconds < one.cost.seconds]
             if tried and not faster:
                 break

@@ -1,16 +1,15 @@
-"""Time that one batch takes to pass through a pipeline: a closed form, and the engine's schedule where it does not
-hold.
+"""Time that one batch takes to pass through a pipeline: a lower bound in closed form, and the engine's schedule.
 
-    T = (m - 1) max_i t_i + sum_i t_i + 2 (p - 1) hop              m microbatches, stage i needs t_i for one
+    T = max_i (sum_j<i (t_j + 2 hop_j) + m t_i)         m microbatches, stage i needs t_i for one
 
-holds where every stage always has what it needs. With weight gradients w_i that may wait it is the longer of
+is reached by equal stages without messages. With weight gradients w_i that may wait it is the longer of
 
-    T = (m - 1) max_i (t_i - w_i) + sum_i (t_i - w_i) + w_0        nobody waits for one
-    T = max_i (sum_j<i f_j + m t_i)                                a stage begins, and then never rests
+    T = max_i (sum_j<i (t_j - w_j) + m (t_i - w_i)) + w_0        nobody waits for one
+    T = max_i (sum_j<i f_j + m t_i)                              a stage begins, and then never rests
 
-(f_i for a forward). Otherwise it is a lower bound: with an in-flight limit f that messages make too small (m / f round
-trips), and with fixed orders, delays and jitter. There the schedule itself is simulated, with few microbatches: once
-the pipeline is full, each further one takes about the same time, so that two short simulations give the long one. Pure.
+(f_i for a forward), and with at most f in flight (m - 1) / f round trips come first, whole ones, and the rest of the
+microbatches after them. The schedule itself is simulated, with few microbatches: once the pipeline is full, each
+further one takes about the same time, so that two short simulations give the long one. Pure.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, repeat
+from operator import add
 from typing import Literal
 
 from ranvier.mesh import StagePlacement
@@ -69,16 +69,16 @@ def passage(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy,
     each = [stage.microbatch_seconds for stage in stages]
     limit = policy.in_flight(in_flight, num_microbatches)
     placement = placement or StagePlacement(num_ranks=len(stages))
+    busy = num_microbatches * sum(each)
     if exact and len(stages) > 1:
-        seconds = _simulated(stages, num_microbatches, policy, limit, way, defer_bytes, cores, placement, defer_last,
-                             max_stored, alternating)
+        seconds, busy = _simulated(stages, num_microbatches, policy, limit, way, defer_bytes, cores, placement,
+                                   defer_last, max_stored, alternating)
     elif placement.per_rank > 1:
         seconds = never_resting(stages, num_microbatches, placement)
     else:
         seconds = closed_form(each, num_microbatches, limit, way)
         if policy.defers and defer_bytes and len(stages) > 1:
             seconds = min(seconds, _deferring(stages, each, num_microbatches, limit, way))
-    busy = num_microbatches * sum(each)
     idle = max(0.0, 1.0 - busy / (seconds * placement.num_ranks)) if seconds else 0.0
     return Passage(seconds=seconds, bubble_fraction=idle)
 
@@ -100,7 +100,7 @@ def never_resting(stages: Sequence[StageTimes], num_microbatches: int, placement
 def _deferring(stages: Sequence[StageTimes], each: Sequence[float], num_microbatches: int, in_flight: int, way: Way
                 ) -> float:
     """The closed form where weight gradients may wait."""
-    waits = [stage.weight if stage.trains else 0.0 for stage in stages]
+    waits = [stage.weight - stage.longer_backward if stage.trains else 0.0 for stage in stages]
     others = [total - wait for total, wait in zip(each, waits, strict=True)]
     begins = accumulate((stage.forward for stage in stages), initial=0.0)
     hops = accumulate((latency + transfer for latency, transfer in zip(way.latency, way.transfer, strict=True)),
@@ -110,27 +110,36 @@ def _deferring(stages: Sequence[StageTimes], each: Sequence[float], num_microbat
 
 
 def closed_form(each: Sequence[float], num_microbatches: int, in_flight: int, way: Way = DIRECT) -> float:
-    """Seconds, from each stage's seconds for one microbatch."""
+    """Lower bound of the seconds, from each stage's for one microbatch: a stage waits for the forwards before it, has
+    all microbatches, and is followed by the backwards of the stages before it; an edge has all messages."""
+    trips = [2 * (latency + transfer) for latency, transfer in zip(way.latency, way.transfer, strict=True)]
+    before: list[float] = list(accumulate(map(add, each, trips or repeat(0.0)), initial=0.0))
     once = sum(each) + way.round_trip
-    steady = max(max(each), max(way.transfer, default=0.0))
-    if in_flight < num_microbatches:
-        steady = max(steady, once / in_flight)
-    return (num_microbatches - 1) * steady + once
+
+    def passes(count: int) -> float:
+        busy = max(first + count * seconds for first, seconds in zip(before, each, strict=False))
+        return max(busy, once + (count - 1) * max(way.transfer, default=0.0))
+
+    rounds, rest = divmod(num_microbatches - 1, in_flight)  # one begins when that `in_flight` before it has returned
+    return max(passes(num_microbatches), rounds * once + passes(rest + 1))
 
 
 def _simulated(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy, in_flight: int, way: Way,
                defer_bytes: int | Sequence[int] | Literal["auto"], cores: int | None, placement: StagePlacement,
-               defer_last: int | None, max_stored: int | None, alternating: bool) -> float:
-    def run(count: int) -> float:
-        return simulate(stages, count, policy, in_flight, hop=way.hop, transfer=way.busy,
+               defer_last: int | None, max_stored: int | None, alternating: bool) -> tuple[float, float]:
+    """Seconds, and for how many of them ranks are busy, all together."""
+    def run(count: int) -> tuple[float, float]:
+        made = simulate(stages, count, policy, in_flight, hop=way.hop, transfer=way.busy,
                         defer_bytes=defer_bytes, cores=cores, placement=placement, defer_last=defer_last,
-                        max_stored=max_stored, alternating=alternating).seconds
+                        max_stored=max_stored, alternating=alternating)
+        return made.seconds, sum(stop - start for rank in made.actions for _, start, stop in rank)
 
     full, more = _enough(len(stages), in_flight)
     if num_microbatches <= full + more:
         return run(num_microbatches)
-    first = run(full)
-    return first + (num_microbatches - full) * (run(full + more) - first) / more
+    first, longer = run(full), run(full + more)
+    times = (num_microbatches - full) / more
+    return first[0] + times * (longer[0] - first[0]), first[1] + times * (longer[1] - first[1])
 
 
 def _enough(num_stages: int, in_flight: int) -> tuple[int, int]:

@@ -273,9 +273,8 @@ def _best(case: _Case, memory: float, rule: Limits, given: int | None) -> Limits
         made = _outcome(case, rule)
         found.insert(0, _Candidate(limits=rule, seconds=made.seconds, needs=max(made.needs(case, rule))))
     first = found[0]
-    candidates = _cached_candidates if isinstance(case.policy, Hashable) else _candidates
     for less, budget in pairwise((0.0, *_BUDGETS[:bisect_left(_BUDGETS, memory) + 1])):
-        found += [replace(each, needs=max(each.needs, less * whole)) for each in candidates(case, budget, given)]
+        found += [replace(each, needs=max(each.needs, less * whole)) for each in _candidates(case, budget, given)]
     within = [each for each in found if each.needs <= memory * whole]
     bound = min((1 + _GAIN) * min((each.seconds for each in within), default=inf), first.seconds)
     return min((each for each in within if each.seconds <= bound), key=lambda each: (each.needs, each.seconds),
@@ -338,9 +337,6 @@ def _candidate(case: _Case, limits: Limits, made: _Outcome) -> _Candidate:
     most = limits.deferred if limits.last is None else [min(each, limits.last) for each in limits.deferred]
     limits = replace(limits, deferred=tuple(map(min, most, (used + 1 for used in made.used))))
     return _Candidate(limits=limits, seconds=made.seconds, needs=max(made.needs(case, limits)))
-
-
-_cached_candidates = lru_cache(maxsize=1024)(_candidates)
 
 
 def _outcome(case: _Case, limits: Limits) -> _Outcome:

@@ -40,6 +40,8 @@ class StageTimes:
     products: int = 1
     deferred_factor: float = 1.0
     """Factor by which a weight gradient takes longer if it was deferred."""
+    longer_backward: float = 0.0
+    """Seconds by which a backward that defers takes longer than `backward`, or less where they are below 0."""
     alive_bytes: int = 1
     """Bytes that the deferred products of one microbatch keep alive together."""
     kept_bytes: float = 1.0
@@ -159,8 +161,8 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
     held = [placement.stages_of(rank) for rank in ranks]
     rank_of = [placement.rank_of(stage) for stage in range(depth)]
     queued = [[Product(times.product_bytes, 0)] * times.products for times in stages]
-    seconds_of = [{("F", False): times.forward, ("B", True): times.backward, ("C", False): 0.0,
-                   ("B", False): times.backward + (times.weight if times.trains else 0.0),
+    seconds_of = [{("F", False): times.forward, ("B", True): times.backward + times.longer_backward,
+                   ("B", False): times.backward + (times.weight if times.trains else 0.0), ("C", False): 0.0,
                    ("W", False): times.deferred_factor * times.weight / times.products} for times in stages]
     schedules = [RankSchedule(stages=held[rank], num_stages=depth, num_microbatches=num_microbatches, policy=policy,
                               in_flight=in_flight, training=training, defer_bytes=budgets[rank],

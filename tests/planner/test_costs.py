@@ -1,5 +1,6 @@
 """What a step costs: work is counted once, and what frozen, tied, uneven and badly placed parts change."""
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 
@@ -30,7 +31,7 @@ from ranvier.planner.candidates import predict
 from ranvier.planner.count import laid_out
 from ranvier.planner.elastic_plan import course, elastic_variants
 from ranvier.planner.plan import simulation
-from ranvier.planner.report import course_lines
+from ranvier.planner.report import course_dict, course_lines
 from ranvier.planner.run_cost import run_cost, run_pipeline
 from ranvier.planner.search import search
 from ranvier.planner.work import Work
@@ -239,23 +240,41 @@ def test_interleaved_stages_as_published_are_held_up_by_every_message():
     assert min(held_up[:3]) > 0 and held_up[3] == 0.0
 
 
-@pytest.mark.parametrize(("sequences", "recompute"), [(1, "none"), (4, "none"), (4, 1)])
-def test_a_layer_waits_for_messages_as_the_engine_does(sequences, recompute):
+@pytest.mark.parametrize(("sequences", "recompute", "deferred"), [(1, "none", False), (4, "none", False), (4, 1, False),
+                                                                  (1, "none", True), (4, "none", True)])
+def test_a_layer_waits_for_messages_as_the_engine_does(sequences, recompute, deferred):
     """Which is counted by running layers of a GPT on eight columns; attention hides nothing. Times of products alone,
-    and of bytes alone."""
+    and of bytes alone. Of a backward that defers its weight gradients, together with these."""
     device = replace(CLUSTER.device, multiprocessors=None, message_multiprocessors=0, operation_seconds=1e-12)
     cluster = replace(CLUSTER, device=device, collective_seconds=0.0, inside=replace(CLUSTER.inside, latency_seconds=0))
     case = exposed.Case(scheme="megatron-sequence", row=1, col=8, sequences=sequences, sequence=4096, hidden=4096,
-                        recomputed=recompute == 1)
+                        recomputed=recompute == 1, deferred=deferred)
     waited = sum(one.waited_seconds for one in exposed.transfers(case, cluster)) / exposed.LAYERS
     run = replace(TINY, mesh=Mesh(col=8), tensor=TensorParallel(scheme="megatron", sequence_sharding=True),
                   model=replace(TINY.model, num_layers=1, hidden=4096, heads=32, sequence=4096,
                                 attention_kernel="flash"),
                   batch=Batch(global_size=sequences, microbatch_size=sequences), memory=Memory(recompute=recompute),
                   launch=replace(TINY.launch, device="cuda"))
-    one, two = (found(replace(run, model=replace(run.model, num_layers=count)), cluster).stages[0].exchange_seconds
-                for count in (1, 2))
-    assert two - one == pytest.approx(waited, rel=0.07)
+
+    def held_up(count):
+        own = replace(run, model=replace(run.model, num_layers=count))
+        (times,) = run_pipeline(own, cluster, WORK.stages(own)).times
+        longer = times.longer_backward + (times.deferred_factor - 1.0) * times.weight
+        return found(own, cluster).stages[0].exchange_seconds + deferred * longer
+
+    assert held_up(2) - held_up(1) == pytest.approx(waited, rel=0.07)
+
+
+def test_a_backward_that_defers_takes_as_long_with_its_weight_gradients_at_least():
+    """Whatever the links; on cores that copy, and on one rank, exactly as long."""
+    run = replace(TINY, mesh=Mesh(pipe=2, row=2, col=2), launch=Launch(device="cuda"))
+    for bandwidth in (1e12, 1e10, 1e8, 1e6):
+        slow = replace(CLUSTER, inside=Link(bandwidth=bandwidth))
+        for each, cluster in ((run, slow), (run, replace(slow, device=replace(slow.device, cores=8))),
+                              (replace(run, mesh=Mesh(pipe=2)), slow)):
+            times = run_pipeline(each, cluster, WORK.stages(each)).times
+            longer = [one.longer_backward + (one.deferred_factor - 1.0) * one.weight for one in times]
+            assert min(longer) >= 0.0 and (max(longer) > 0.0) is (each is run and cluster is slow)
 
 
 def test_weights_that_stay_gathered_cost_messages_once():
@@ -308,6 +327,7 @@ def test_the_course_of_a_run_that_freezes(free_transitions):
     seconds = [period.step_seconds for period in periods]
     assert seconds == sorted(seconds, reverse=True) and {period.mesh for period in periods} == {Mesh(pipe=4)}
     whole = course(elastic(), CLUSTER, WORK)
+    assert json.loads(json.dumps(course_dict(whole)))["periods"][0]["mesh"]["pipe"] == 4
     assert whole.speedup > 1 and whole.seconds == sum(period.seconds for period in whole.periods)
 
 

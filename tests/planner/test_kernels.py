@@ -31,10 +31,12 @@ from ranvier.mesh import Mesh
 from ranvier.models import families
 from ranvier.pipeline.segment import Segment
 from ranvier.plan.block_costs import block_costs
+from ranvier.plan.cut import meta_mesh, split_model
 from ranvier.plan.kernel_count import Counting, KernelCount
 from ranvier.planner import work
 from ranvier.planner.run_cost import run_cost
 from ranvier.planner.work import Work
+from ranvier.tensor.layers.rotary import _tables
 
 X, W, Y, Z = (Access(number, size, size) for number, size in enumerate((70, 30, 42, 42)))
 PRODUCT = Kernel(kind="product", flops=2 * 7 * 3 * 5, shape=(1, 7, 3, 5), reads=(X, W), writes=(Y,), weight="trains",
@@ -317,6 +319,20 @@ def test_a_split_block_moves_no_more_than_its_tensors(tensor):
     whole, split = (sum(moved(block.kernels) for block in Work().blocks(each))
                     for each in (replace(run, mesh=Mesh()), run))
     assert split < 1.5 * whole
+
+
+def test_a_count_does_not_depend_on_those_before():
+    """Whether a table of angles is there already, that all layers share: it is no part of a block."""
+    run = llama_run(mesh=Mesh(col=2))
+    with torch.device("meta"):
+        inputs, _ = families.sample_of(run, 2)
+
+    def counted():
+        model = split_model(families.model_of(run), meta_mesh(run.mesh, run.tensor, "cpu"))
+        return block_costs(model, inputs)
+
+    _tables.cache_clear()
+    assert counted() == counted()
 
 
 @pytest.mark.parametrize("family, share", [("gpt", 2 / 3), ("llama", 3 / 4)])

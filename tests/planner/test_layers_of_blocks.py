@@ -9,12 +9,15 @@ from torch import Tensor, nn
 from ranvier.block import Model
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Batch, Data, Transformer
+from ranvier.cost.blocks import Same
 from ranvier.cost.cluster_files import load_cluster
+from ranvier.cost.kernels import Access, Kernel
+from ranvier.cost.step import _layer_seconds
 from ranvier.cost.volume import SplitLayer, block_volume, layer_volume
 from ranvier.mesh import Mesh
 from ranvier.models import families
 from ranvier.models.family import ModelFacts, ModelFamily
-from ranvier.planner.run_cost import run_cost, split_layers
+from ranvier.planner.run_cost import element_bytes, run_cost, split_layers
 from ranvier.planner.work import Work
 from ranvier.tensor import layers as tensor
 from ranvier.tensor.split.loss import NextTokenLoss
@@ -121,3 +124,16 @@ def test_heads_of_few_classes_and_patches_send_nothing_that_counts():
                   data=Data(task="images"))
     assert families.config_of(run).family == "vit"
     assert split_layers(run)["embedding"] == split_layers(run)["head"] == ()
+
+
+def test_each_product_hides_messages_of_one_layer():
+    """Of two layers whose sizes differ by 4 %, of one with the keys and values of all heads on each column, and of two
+    squares that are output- and input-stationary."""
+    layers = (SplitLayer("output", 1000, 1000), SplitLayer("output", 1000, 1040), SplitLayer("output", 500, 600),
+              SplitLayer("output", 800, 800), SplitLayer("input", 800, 800), SplitLayer("embedding", 50, 1000))
+    sizes = [(500, 1000), (520, 1000), (400, 500), (400, 800), (800, 400), (8, 1000)]
+    kernels = tuple(Kernel(kind="product", flops=2 * 64 * n * k, shape=(1, 64, n, k), weight="trains",
+                           reads=(Access(0, 0, 1), Access(1, 0, 1)), writes=(Access(2, 0, 1),)) for n, k in sizes)
+    device = load_cluster("h100").device
+    found = _layer_seconds(Same(kernels), Same(layers), 2, Same(device), "bf16", element_bytes(RUN))
+    assert [y for y, _, _ in found] == pytest.approx([device.kernel_seconds(one, "bf16") for one in kernels[:5]] + [0])

@@ -62,11 +62,33 @@ def test_short_simulations_give_the_long_one(data):
 
 
 def test_the_dearest_stage_and_the_in_flight_limit_bound_the_closed_form():
-    assert closed_form([1.0, 3.0, 2.0], 10, 3) == 9 * 3 + 6
+    """The second stage waits for one forward and is followed by one backward."""
+    assert closed_form([1.0, 3.0, 2.0], 10, 3) == 1 + 10 * 3
     slow = Way(transfer=(0.0, 0.0), latency=(5.0, 5.0))
-    assert closed_form([1.0, 3.0, 2.0], 10, 2, slow) == 9 * (6 + 20) / 2 + 26
+    assert closed_form([1.0, 3.0, 2.0], 10, 2, slow) == 4 * 26 + 24 + 2 * 2, "four whole rounds, and two that follow"
     busy = Way(transfer=(4.0, 0.0), latency=(0.0, 0.0))
     assert closed_form([1.0, 3.0, 2.0], 10, 10, busy) == 9 * 4 + 6 + 8
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_no_schedule_is_faster_than_the_closed_form(data):
+    """Of few microbatches on uneven stages, too, with messages, few in flight, and backwards that take longer where
+    they defer."""
+    pipe, count = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 12))
+    seconds, stages = st.sampled_from([0.0, 0.1, 1.0, 3.0]), list[StageTimes]()
+    policy = data.draw(st.sampled_from(POLICIES))
+    for _ in range(pipe):
+        weight = data.draw(seconds) if policy.defers else 0.0
+        longer = weight * data.draw(st.sampled_from([-0.3, 0.0, 0.9]))
+        stages.append(StageTimes(forward=data.draw(seconds), backward=data.draw(seconds) + 0.9, weight=weight,
+                                 longer_backward=longer, deferred_factor=1.3, alive_bytes=1 if weight else 0))
+    way = Way(transfer=tuple(data.draw(seconds) for _ in range(pipe - 1)),
+              latency=tuple(data.draw(seconds) for _ in range(pipe - 1)))
+    in_flight, deferred = data.draw(st.integers(1, 6)), data.draw(st.sampled_from([0, 2, 100]))
+    least = passage(stages, count, policy, in_flight, way=way, defer_bytes=deferred, exact=False).seconds
+    assert least <= simulate(stages, count, policy, policy.in_flight(in_flight, count), hop=way.hop, transfer=way.busy,
+                             defer_bytes=deferred).seconds * (1 + 1e-9)
 
 
 def test_messages_of_an_edge_wait_for_each_other():

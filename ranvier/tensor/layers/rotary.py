@@ -131,11 +131,6 @@ def _tables(rotary: Rotary, length: int, dtype: torch.dtype, device: torch.devic
         return cosine, sine
 
 
-def tables_made() -> int:
-    """Number of tables made so far. A block that makes one computes more than it will in every later forward."""
-    return _tables.cache_info().misses
-
-
 class _Rotated(Function):
     """The gradient turns back by the same angles. The tables live in the cache, so they are not saved."""
 
