@@ -21,7 +21,7 @@ from zlib import crc32
 
 from torch import Tensor, nn
 
-from ranvier.plan.element_keys import is_key
+from ranvier.plan.code_uses import is_key
 from ranvier.plan.object_contents import (
     attributes_of,
     contents,

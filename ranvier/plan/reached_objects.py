@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ranvier.plan.code_uses import COMPUTING, ElementRead, Uses, uses_of
-from ranvier.plan.element_keys import ANY, Key, names_own, with_values
+from ranvier.plan.code_uses import ANY, COMPUTING, ElementRead, Key, Uses, names_own, uses_of, with_values
 from ranvier.plan.object_contents import (
     OF_EVERY_MODULE,
     attributes,

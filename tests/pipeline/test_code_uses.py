@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from ranvier.plan.code_uses import uses_of
-from ranvier.plan.element_keys import is_key, with_values
+from ranvier.plan.code_uses import is_key, uses_of, with_values
 
 context = log = table = other = None
 
