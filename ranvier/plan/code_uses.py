@@ -19,7 +19,6 @@ from __future__ import annotations
 import ast
 import dis
 import linecache
-import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -27,8 +26,6 @@ from functools import lru_cache
 from inspect import CO_VARARGS, CO_VARKEYWORDS
 from types import CodeType
 from typing import Any, NamedTuple
-
-import torch
 
 _CHANGES = frozenset({"append", "appendleft", "extend", "extendleft", "insert", "add", "update", "clear", "discard"})
 """Methods of lists, dicts, sets and deques that return nothing."""
@@ -40,11 +37,8 @@ _BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr"})
 _COMPUTING = frozenset({
     "abs", "add", "add_", "clamp", "clamp_", "clone", "cpu", "detach", "div", "div_", "double", "float", "get", "int",
     "item", "lerp", "lerp_", "max", "maximum", "mean", "min", "minimum", "mul", "mul_", "pow", "round", "sqrt",
-    "square", "sub", "sub_", "sum", "to", "where"})
-"""Functions and methods that leave what they are given nowhere but in their result and in their object."""
-COMPUTING = {"torch": torch, "math": math, "abs": abs, "float": float, "int": int, "max": max, "min": min,
-             "round": round, "sum": sum}
-"""Modules with functions of these names, and functions."""
+    "square", "sub", "sub_", "sum", "to"})
+"""Methods that leave their object nowhere but in their result and in itself."""
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try, ast.TryStar, ast.Match, ast.IfExp, ast.BoolOp)
 _PARSES = threading.Lock()
@@ -67,7 +61,7 @@ class ElementRead(NamedTuple):
 @dataclass(frozen=True)
 class Uses:
     """own: names that methods read of their own object. others: other attributes and variables that are read.
-    arguments: local variables that are. called: names of attributes that are called. elsewhere: names of attributes of
+    called: names of attributes that are called. elsewhere: names of attributes of
     other objects than a method's own. whole, elements: of names that are read, those of which more than an element is,
     and elements of others. stores: names that are written, or of which an element is. accumulates: names whose old
     value is read for the new one, or before it. imports: modules. reads_any, stores_any: whether it may be any name.
@@ -75,7 +69,6 @@ class Uses:
 
     own: frozenset[str] = frozenset()
     others: frozenset[str] = frozenset()
-    arguments: frozenset[str] = frozenset()
     called: frozenset[str] = frozenset()
     elsewhere: frozenset[str] = frozenset()
     whole: frozenset[str] = frozenset()
@@ -89,8 +82,9 @@ class Uses:
     @classmethod
     def of(cls, several: Sequence[Uses]) -> Uses:
         """Those of several functions."""
-        return cls(**{one.name: any(found) if one.type == "bool" else frozenset().union(*found) for one in fields(cls)
-                      for found in [[getattr(uses, one.name) for uses in several]]})
+        found: dict[str, Any] = {one.name: [getattr(uses, one.name) for uses in several] for one in fields(cls)}
+        return cls(**{name: any(all_) if name.endswith("_any") else frozenset().union(*all_)
+                      for name, all_ in found.items()})
 
     def reads(self, name: str) -> bool:
         """Whether some attribute, global or closure variable of this name is read, and not only called."""
@@ -98,25 +92,24 @@ class Uses:
 
 
 @lru_cache(maxsize=1 << 14)
-def uses_of(code: CodeType, own: str | None = None, *, trusts: bool = True) -> Uses:
-    """The uses of a function and of those inside it. own: its variable for the object whose method it is. trusts:
-    whether names of `COMPUTING` are what they are in Python and torch."""
-    return Uses.of(list(_uses_of_all(code, own, trusts, _source_of(code))))
+def uses_of(code: CodeType, own: str | None = None) -> Uses:
+    """The uses of a function and of those inside it. own: its variable for the object whose method it is."""
+    return Uses.of(list(_uses_of_all(code, own, _source_of(code))))
 
 
-def _uses_of_all(code: CodeType, own: str | None, trusts: bool, source: Mapping[Any, list[Any]]) -> Iterator[Uses]:
+def _uses_of_all(code: CodeType, own: str | None, source: Mapping[Any, list[Any]]) -> Iterator[Uses]:
     node = _node_of(code, source)
-    yield _all_names(code) if node is None else _Function(code, node, own, trusts).uses()
+    yield _all_names(code) if node is None else _Function(code, node, own).uses()
     for one in code.co_consts:
         if isinstance(one, CodeType) and (node is None or one.co_name not in _INLINE):
-            yield from _uses_of_all(one, own if own in one.co_freevars else None, trusts, source)
+            yield from _uses_of_all(one, own if own in one.co_freevars else None, source)
 
 
 def _all_names(code: CodeType) -> Uses:
     """Every name of a function is read, and what it stores comes of what there was."""
     names = frozenset((*code.co_names, *code.co_freevars, *code.co_cellvars))
     stores = names & {one.argval for one in dis.get_instructions(code) if one.opname.startswith(("STORE", "DELETE"))}
-    return Uses(own=names, others=names, arguments=frozenset(code.co_varnames), elsewhere=names, whole=names,
+    return Uses(own=names, others=names, elsewhere=names, whole=names,
                 stores=stores, accumulates=names, imports=names, reads_any=not (_READS_ANY | _BY_NAME).isdisjoint(
                     names), stores_any=not (_STORES_ANY | _BY_NAME).isdisjoint(names))
 
@@ -184,8 +177,8 @@ class _Store(NamedTuple):
 class _Function:
     """One function as a tree: what is done with a value is seen by what its node is a part of."""
 
-    def __init__(self, code: CodeType, node: Any, own: str | None, trusts: bool) -> None:
-        self._code, self._trusts = code, trusts
+    def __init__(self, code: CodeType, node: Any, own: str | None) -> None:
+        self._code = code
         self._parents: dict[Any, Any] = {}
         self._numbers: dict[Any, int] = {}
         """The order in which nodes run, loops left aside."""
@@ -232,20 +225,16 @@ class _Function:
             if isinstance(node, ast.Attribute) and not is_own:
                 found["elsewhere"].add(name)
             if isinstance(node.ctx, ast.Load):
-                how = self._change(node) or ("accumulates" if self._flows_back(node) else "guards" if
-                                             self._guards_itself(node) else None)
-                if how is None and not self._is_fresh(node):
-                    is_local = isinstance(node, ast.Name) and name in self._locals
-                    found["arguments" if is_local else "called" if self._call(node) else "own" if is_own else
-                          "others"].add(name)
-                    key = self._element(node)
-                    found["whole" if key is None else "elements"].update(
-                        [] if is_local else [name] if key is None else [ElementRead(name, key)])
-                if self._is_stored_later(node) or (how == "accumulates" and not self._is_extreme(node)):
-                    found["accumulates"].add(name)
-                if how in ("stores", "accumulates"):
+                how = self._change(node) or ("accumulates" if self._flows_back(node) else None)
+                if how is not None:
                     found["stores"].add(name)
-            if isinstance(self._parents[node], ast.AugAssign) and not isinstance(node.ctx, ast.Load):
+                elif not self._is_fresh(node) and not (isinstance(node, ast.Name) and name in self._locals):
+                    found["called" if self._call(node) else "own" if is_own else "others"].add(name)
+                    key = self._element(node)
+                    found["whole" if key is None else "elements"].add(name if key is None else ElementRead(name, key))
+                if how == "accumulates" or self._is_stored_later(node):
+                    found["accumulates"].add(name)
+            elif isinstance(self._parents[node], ast.AugAssign):
                 found["accumulates"].add(name)
         found["stores"].update(one.name for one in self._stores if one.name not in self._locals)
         for node in self._numbers:
@@ -307,12 +296,9 @@ class _Function:
         """The place that a node stores in, as a variable or attribute, or that has the element."""
         if isinstance(node, ast.Name | ast.Attribute) and not isinstance(node.ctx, ast.Load):
             yield node
-        elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load) and isinstance(
-                node.value, ast.Name | ast.Attribute):
-            yield node.value
-        elif isinstance(node, ast.Attribute) and node.attr == "setdefault" and self._call(node) and isinstance(
-                node.value, ast.Name | ast.Attribute):
-            yield node.value
+        elif (isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)) or (
+                isinstance(node, ast.Attribute) and node.attr == "setdefault"):
+            yield from [node.value] if isinstance(node.value, ast.Name | ast.Attribute) else []
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield ast.Name(node.name, ast.Store())
 
@@ -331,8 +317,7 @@ class _Function:
         return "stores" if is_dropped and call.func.attr in _CHANGES else None
 
     def _flows_back(self, node: Any) -> bool:
-        """Whether the value goes nowhere but, computed with, to where it came from: x.n = x.n + 1, a[k] = max(a[k], n).
-        """
+        """Whether the value goes nowhere but, computed with, to where it came from: x.n = x.n + 1, a[k] = a[k] + 1."""
         at, key, is_computed = node, None, False
         while True:
             parent, call = self._parents[at], self._call_on(at)
@@ -344,8 +329,6 @@ class _Function:
                 case ast.Attribute() if call is not None and parent.attr in _COMPUTING:
                     key = call.args[0] if parent.attr == "get" and call.args else key
                     at, is_computed = call, True
-                case ast.Call(keywords=[]) if at in parent.args and self._is_computing(parent):
-                    at, is_computed = parent, True
                 case ast.Expr():
                     return is_computed
                 case ast.Assign(targets=[ast.Subscript(value=place, slice=other)]) if key is not None:
@@ -354,31 +337,6 @@ class _Function:
                     return is_computed and _text(place) == _text(node)
                 case _:
                     return False
-
-    def _is_computing(self, call: Any) -> bool:
-        """max(...), torch.maximum(...) and their like, which leave their arguments nowhere else."""
-        match call.func:
-            case ast.Name(id=name):
-                return self._trusts and name in COMPUTING
-            case ast.Attribute(value=ast.Name(id="torch" | "math"), attr=name):
-                return self._trusts and name in _COMPUTING and not name.endswith("_")
-        return False
-
-    def _is_extreme(self, node: Any) -> bool:
-        """Whether it becomes max(x.n, n) or min(x.n, n) where a look at x.n has decided so: that comes out alike,
-        however often it is done."""
-        call = self._parents[node]
-        return isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in ("max", "min") and any(
-            isinstance(one, ast.If) and _text(node) in {_text(part) for test in ast.walk(one.test) if isinstance(
-                test, ast.Compare) for part in (test.left, *test.comparators)} for one in self._around(node))
-
-    def _guards_itself(self, node: Any) -> bool:
-        """Whether the value decides nothing but whether itself is written: if n > x.n: x.n = n."""
-        test = self._parents[node]
-        branch = self._parents.get(test)
-        return isinstance(test, ast.Compare) and isinstance(branch, ast.If) and not branch.orelse and all(
-            isinstance(one, ast.Assign) and [_text(place) for place in one.targets] == [_text(node)] and isinstance(
-                one.value, ast.Name | ast.Constant | ast.Attribute) for one in branch.body)
 
     def _is_fresh(self, node: Any) -> bool:
         """Whether the function has stored a value of its own there before, whatever way it took, and read none."""

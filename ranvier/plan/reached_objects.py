@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ranvier.plan.code_uses import ANY, COMPUTING, ElementRead, Key, Uses, names_own, uses_of, with_values
+from ranvier.plan.code_uses import ANY, ElementRead, Key, Uses, names_own, uses_of, with_values
 from ranvier.plan.object_contents import (
     OF_EVERY_MODULE,
     attributes,
@@ -74,15 +74,13 @@ class PlaceName(NamedTuple):
 
 class _Link(NamedTuple):
     """A step of the walk. name: of the attribute or variable; None where the value is reached whenever what has it is.
-    method: its name in a class. bound: the class, where its first argument is the object. is_argument: whether the name
-    is that of an argument, with a default."""
+    method: its name in a class. bound: the class, where its first argument is the object."""
 
     path: str
     value: Any
     name: str | None = None
     method: str | None = None
     bound: type | None = None
-    is_argument: bool = False
 
 
 class CodeReach:
@@ -95,9 +93,8 @@ class CodeReach:
         """Identities of what its user has said to be each stage's own (`is_per_stage`)."""
         self.uses = Uses()
         self._seen: dict[int, Any] = {}
-        self._links: dict[int, set[tuple[int | None, str | None, bool]]] = {}
-        """Identity of a value -> the holders of it, None for a function, its name there, and whether it is that of an
-        argument."""
+        self._links: dict[int, set[tuple[int | None, str | None]]] = {}
+        """Identity of a value -> the holders of it, None for a function, and its name there."""
         self._bound: set[int] = set()
         """Objects of which there are bound methods."""
         self._own: dict[int, frozenset[str]] = {}
@@ -142,9 +139,7 @@ class CodeReach:
                 self.found[id(value)] = Reached(link.path, value, False)
             if isinstance(value, FunctionType) and not is_foreign(value):
                 code = value.__code__
-                trusts = all(value.__globals__.get(name, one) is one for name, one in COMPUTING.items())
-                uses = uses_of(code, code.co_varnames[0] if link.bound is not None and code.co_argcount else None,
-                               trusts=trusts)
+                uses = uses_of(code, code.co_varnames[0] if link.bound is not None and code.co_argcount else None)
                 self._own[id(value)] = uses.own
                 for read in uses.elements:
                     self._elements.setdefault(read.name, set()).add((read, link.bound, link.method))
@@ -174,7 +169,7 @@ class CodeReach:
     def _linked(self, path: str, value: Any) -> Iterator[_Link]:
         holder = None if isinstance(value, FunctionType) else id(value)
         for link in _next(path, value):
-            self._links.setdefault(id(link.value), set()).add((holder, link.name, link.is_argument))
+            self._links.setdefault(id(link.value), set()).add((holder, link.name))
             yield link
 
     def reads(self, value: Any, entry: str | None) -> bool:
@@ -206,11 +201,11 @@ class CodeReach:
 
     def _names_at(self, identity: int) -> Iterator[str | None]:
         """Names of the variables and attributes in which a value itself is; None where it is in something else."""
-        for holder, name, is_argument in self._links.get(identity, ()):
+        for holder, name in self._links.get(identity, ()):
             if name is None and holder is not None and isinstance(self._seen.get(holder), CellType):
                 yield from self._names_at(holder)
             else:
-                yield None if is_argument else name
+                yield name
 
     def _values_of(self, key: Key, kind: type | None, method: str | None) -> set[Key]:
         if not names_own(key):
@@ -234,7 +229,7 @@ class CodeReach:
         found: set[str] = set()
         waiting, seen = [id(value)], {id(value)}
         while waiting:
-            for holder, name, _ in self._links.get(waiting.pop(), ()):
+            for holder, name in self._links.get(waiting.pop(), ()):
                 if name is not None:
                     found.add(name)
                 elif holder is not None and holder not in seen:
@@ -251,8 +246,7 @@ class CodeReach:
                 self.names_read(self._seen[identity], frozenset({entry})))
         is_called = len(asked) > 1  # of the value itself, a container or a tensor, nothing is read by a call
         return any(self._reads(holder, name, asked) if holder is not None else name is None or self.uses.reads(name)
-                   or (is_called and name in self.uses.called) or (is_argument and name in self.uses.arguments)
-                   for holder, name, is_argument in self._links.get(identity, ()))
+                   or (is_called and name in self.uses.called) for holder, name in self._links.get(identity, ()))
 
     def is_own(self, value: Any) -> bool:
         """Whether methods that code may call have the value as their own object."""
@@ -326,11 +320,8 @@ def _of_function(path: str, function: FunctionType) -> Iterator[_Link]:
     code = function.__code__
     yield from (_Link(f"{path}.{variable}", cell, variable)
                 for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True))
-    arguments = code.co_varnames[:code.co_argcount]
-    given = function.__defaults__ or ()
-    yield from (_Link(f"{path}.{name}", one, name, is_argument=True)
-                for name, one in (*zip(arguments[len(arguments) - len(given):], given, strict=True),
-                                  *(function.__kwdefaults__ or {}).items()))
+    given = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
+    yield from (_Link(f"{path}.default", one) for one in given)
     if function.__module__ is None or is_foreign(function):
         return
     yield from (_Link(f"{path}.{name}", one, name) for name, one in vars(function).items())
