@@ -64,7 +64,7 @@ class Uses:
     called: names of attributes that are called. elsewhere: names of attributes of
     other objects than a method's own. whole, elements: of names that are read, those of which more than an element is,
     and elements of others. stores: names that are written, or of which an element is. accumulates: names whose old
-    value is read for the new one, or before it. imports: modules. reads_any, stores_any: whether it may be any name.
+    value is read for the new one, or before it.  reads_any, stores_any: whether it may be any name.
     """
 
     own: frozenset[str] = frozenset()
@@ -74,7 +74,6 @@ class Uses:
     whole: frozenset[str] = frozenset()
     stores: frozenset[str] = frozenset()
     accumulates: frozenset[str] = frozenset()
-    imports: frozenset[str] = frozenset()
     elements: frozenset[ElementRead] = frozenset()
     reads_any: bool = False
     stores_any: bool = False
@@ -83,8 +82,9 @@ class Uses:
     def of(cls, several: Sequence[Uses]) -> Uses:
         """Those of several functions."""
         found: dict[str, Any] = {one.name: [getattr(uses, one.name) for uses in several] for one in fields(cls)}
-        return cls(**{name: any(all_) if name.endswith("_any") else frozenset().union(*all_)
-                      for name, all_ in found.items()})
+        merged: dict[str, Any] = {name: any(each) if name.endswith("_any") else frozenset().union(*each)
+                                  for name, each in found.items()}
+        return cls(**merged)
 
     def reads(self, name: str) -> bool:
         """Whether some attribute, global or closure variable of this name is read, and not only called."""
@@ -110,7 +110,7 @@ def _all_names(code: CodeType) -> Uses:
     names = frozenset((*code.co_names, *code.co_freevars, *code.co_cellvars))
     stores = names & {one.argval for one in dis.get_instructions(code) if one.opname.startswith(("STORE", "DELETE"))}
     return Uses(own=names, others=names, elsewhere=names, whole=names,
-                stores=stores, accumulates=names, imports=names, reads_any=not (_READS_ANY | _BY_NAME).isdisjoint(
+                stores=stores, accumulates=names, reads_any=not (_READS_ANY | _BY_NAME).isdisjoint(
                     names), stores_any=not (_STORES_ANY | _BY_NAME).isdisjoint(names))
 
 
@@ -206,8 +206,7 @@ class _Function:
 
     def _add(self, node: Any, parent: Any) -> None:
         self._parents[node] = parent
-        inside = [one for name, value in ast.iter_fields(node) for one in (value if isinstance(value, list) else [value])
-                  if isinstance(one, ast.AST) and not isinstance(one, ast.expr_context | ast.operator)]
+        inside = [one for one in ast.iter_child_nodes(node) if not isinstance(one, ast.expr_context | ast.operator)]
         if isinstance(node, _FUNCTIONS):  # whose bodies are functions of their own
             inside = [one for one in inside if one not in (node.body if isinstance(node.body, list) else [node.body])]
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr | ast.For):
@@ -241,19 +240,17 @@ class _Function:
             match node:
                 case ast.Call(func=ast.Name(id=by), args=[value, ast.Constant(value=str(name)), *_]) if by in _BY_NAME:
                     of_own = isinstance(value, ast.Name) and value.id == self._own
-                    for kind in ["stores"] if by in ("setattr", "delattr") else ["own" if of_own else "others", "whole"]:
+                    kinds = ["stores"] if by in ("setattr", "delattr") else ["own" if of_own else "others", "whole"]
+                    for kind in kinds:
                         found[kind].add(name)
                 case ast.Name(id=by) if by in _BY_NAME:
                     call = self._parents[node]
                     if not (isinstance(call, ast.Call) and node is call.func and len(call.args) > 1 and isinstance(
                             call.args[1], ast.Constant)):
                         found["stores_any" if by in ("setattr", "delattr") else "reads_any"].add(by)
-                case ast.Import() | ast.ImportFrom():
-                    names = [one.name for one in node.names]
-                    module = getattr(node, "module", None)
-                    found["imports"].update([module] if module else names)
-                    for kind in ("others", "whole", "elsewhere") if module else ():
-                        found[kind].update(names)
+                case ast.ImportFrom():
+                    for kind in ("others", "whole", "elsewhere"):
+                        found[kind].update(one.name for one in node.names)
                 case ast.MatchClass():
                     found["reads_any"].add(node)
         return Uses(**{name: bool(one) if name.endswith("_any") else frozenset(one)  # type: ignore[arg-type]
@@ -314,7 +311,9 @@ class _Function:
         if call is not None and call.func.attr == "setdefault":
             return self._change(call)
         is_dropped = call is not None and isinstance(self._parents[call], ast.Expr)
-        return "stores" if is_dropped and call.func.attr in _CHANGES else None
+        if not is_dropped or call.func.attr not in _CHANGES:
+            return None
+        return "stores" if call.func.attr in ("add", "clear", "discard") else "accumulates"
 
     def _flows_back(self, node: Any) -> bool:
         """Whether the value goes nowhere but, computed with, to where it came from: x.n = x.n + 1, a[k] = a[k] + 1."""

@@ -15,16 +15,17 @@ from __future__ import annotations
 import dis
 import functools
 import sys
-import threading
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import suppress
-from enum import Enum
+from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from queue import Queue
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from torch import Tensor, nn
+from torch import nn
 
 from ranvier.plan.code_uses import ANY, ElementRead, Key, Uses, names_own, uses_of, with_values
 from ranvier.plan.object_contents import (
@@ -32,17 +33,18 @@ from ranvier.plan.object_contents import (
     attributes,
     constants,
     container,
-    dict_of,
     elements_with_keys,
     is_foreign,
+    is_of_user,
     is_per_stage,
     is_whole,
-    slots_of,
 )
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOLD_NOTHING = frozenset({type(None), bool, int, float, complex, str, bytes, nn.Parameter})
 _KEYED = frozenset({list, dict, OrderedDict, defaultdict, Counter})
+_WRAPPERS = (UserDict, UserList, ChainMap, Queue, WeakKeyDictionary, WeakValueDictionary)
+"""Classes of Python that have their elements in a container of their own."""
 _Cached = type(functools.lru_cache(len))
 _NOT_IN_A_FORWARD = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__repr__", "__str__",
                                "__eq__", "__hash__", "__del__", "__reduce__", "__reduce_ex__", "__getstate__",
@@ -274,7 +276,7 @@ def reached_from(name: str, root: object) -> Iterator[Reached]:
 
 
 def _may_change(value: object) -> bool:
-    return (is_whole(value) and not isinstance(value, tuple)) or _is_of_user(value) or (
+    return (is_whole(value) and not isinstance(value, tuple)) or is_of_user(value) or (
         isinstance(value, type | ModuleType) and not is_foreign(value)) or (
         isinstance(value, FunctionType) and bool(vars(value)) and not is_foreign(value))
 
@@ -298,6 +300,14 @@ def _next(path: str, value: Any) -> Iterator[_Link]:
         if not _HOLD_NOTHING.issuperset(type(one) for _, one in inside):
             yield from (_Link(f"{path}[{key!r}]" if type(key) in (int, str) else f"{path}[{type(key).__name__}]", one)
                         for key, one in inside)
+        if isinstance(value, defaultdict):
+            yield _Link(path, value.default_factory)
+        if is_of_user(value):
+            yield from _of_object(path, value)
+    elif isinstance(value, _WRAPPERS):
+        yield from (_Link(path, one) for one in attributes(value).values() if container(one) is not None)
+    elif isinstance(value, ContextVar):
+        yield _Link(path, value.get(None))
     elif isinstance(value, partial):
         yield from (_Link(path, one) for one in (value.func, *value.args, *value.keywords.values()))
     elif isinstance(value, MethodType):
@@ -311,9 +321,13 @@ def _next(path: str, value: Any) -> Iterator[_Link]:
         yield _Link(path, value.__wrapped__)
     elif isinstance(value, type):
         yield from _of_class(path, value)
-    elif _is_of_user(value):
-        yield from (_Link(f"{path}.{name}", one, name) for name, one in attributes(value).items())
-        yield _Link(path, type(value))
+    elif is_of_user(value):
+        yield from _of_object(path, value)
+
+
+def _of_object(path: str, value: Any) -> Iterator[_Link]:
+    yield from (_Link(f"{path}.{name}", one, name) for name, one in attributes(value).items())
+    yield _Link(path, type(value))
 
 
 def _of_function(path: str, function: FunctionType) -> Iterator[_Link]:
@@ -322,19 +336,26 @@ def _of_function(path: str, function: FunctionType) -> Iterator[_Link]:
                 for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True))
     given = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
     yield from (_Link(f"{path}.default", one) for one in given)
-    if function.__module__ is None or is_foreign(function):
+    if is_foreign(function):
         return
     yield from (_Link(f"{path}.{name}", one, name) for name, one in vars(function).items())
     variables, names = function.__globals__, _names(code)
-    module = sys.modules.get(function.__module__)
+    module = sys.modules.get(variables.get("__name__", ""))
     if module is not None and vars(module) is variables:
-        yield _Link(function.__module__, module)
+        yield _Link(module.__name__, module)
+    modules = dict[str, ModuleType]()
+    for name in names:  # that the function may import itself
+        for full in (name, f"{variables.get('__package__')}.{name}"):
+            if isinstance(found := sys.modules.get(full), ModuleType) and not is_foreign(found):
+                modules[full] = found
     for name in _variables(code):
         if name in variables:
             yield _Link(f"{path}.{name}", one := variables[name], name)
             if isinstance(one, ModuleType) and not is_foreign(one):
-                yield from (_Link(f"{path}.{name}.{other}", vars(one)[other], other)
-                            for other in names if other in vars(one))
+                modules[f"{path}.{name}"] = one
+    for name, module in modules.items():
+        yield _Link(name, module)
+        yield from (_Link(f"{name}.{other}", vars(module)[other], other) for other in names if other in vars(module))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -371,11 +392,3 @@ def _of_class(path: str, kind: type) -> Iterator[_Link]:
             elif not name.startswith("__"):
                 yield _Link(f"{path}.{name}", one, name)
 
-
-def _is_of_user(value: Any) -> bool:
-    """Whether it is an object of a class of the user's, or one that takes any attributes."""
-    kind: Any = type(value)
-    if issubclass(kind, type | ModuleType | Tensor | Enum):
-        return False
-    return kind in (SimpleNamespace, threading.local) or (not is_foreign(kind) and (
-        dict_of(value) is not None or bool(slots_of(kind))))
