@@ -12,10 +12,11 @@ another one goes. Of more than 10,000 elements, and of arrays beyond 1 MiB, a sa
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextvars import ContextVar
+from functools import partial
 from itertools import chain
-from operator import attrgetter, getitem, is_
+from operator import attrgetter, call, getitem, is_
 from types import CellType, ModuleType
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -44,7 +45,7 @@ _MOST_DEPTH = 4
 _MOST_BYTES = 1 << 20
 _SAMPLED = 1 << 14
 """Of larger arrays so many elements are compared, evenly spread, and of containers that hold data a hundredth."""
-_contents_of, _version_of = attrgetter("cell_contents"), attrgetter("_version")
+_version_of = attrgetter("_version")
 
 
 class Mark:
@@ -102,15 +103,15 @@ class Mark:
 class Identities:
     """Values of attributes, variables and elements, to be compared with what they are later."""
 
-    __slots__ = ("cells", "elements", "in_cells", "mappings", "names", "sized", "sizes", "tensors", "values",
+    __slots__ = ("contents", "elements", "getters", "mappings", "names", "sized", "sizes", "tensors", "values",
                  "versions", "views")
 
     def __init__(self) -> None:
         self.mappings: list[Any] = []
         self.names: list[str] = []
         self.values: list[Any] = []
-        self.cells: list[CellType] = []
-        self.in_cells: list[Any] = []
+        self.getters: list[Callable[[], Any]] = []
+        self.contents: list[Any] = []
         self.views: list[Any] = []
         self.elements: list[Any] = []
         self.sized: list[Any] = []
@@ -122,7 +123,7 @@ class Identities:
         try:
             return (list(map(len, self.sized)) == self.sizes
                     and all(map(is_, map(getitem, self.mappings, self.names), self.values))
-                    and all(map(is_, map(_contents_of, self.cells), self.in_cells))
+                    and all(map(is_, map(call, self.getters), self.contents))
                     and all(map(is_, chain.from_iterable(self.views), self.elements))
                     and list(map(_version_of, self.tensors)) == self.versions)
         except (KeyError, ValueError, RuntimeError):  # it is no more, or another thread changes it
@@ -201,12 +202,12 @@ class Watch:
         found, marks = Identities(), self.marks
         if any(mark.is_sampled for mark in marks.values()):
             return None
-        if isinstance(self.value, CellType):
+        if isinstance(self.value, CellType | ContextVar):
             if not marks:
                 return None
-            found.cells, found.in_cells = [self.value], [mark.kept[0] for mark in marks.values()]
-        elif isinstance(self.value, ContextVar):
-            return None
+            found.getters = [partial(self.value.get, None) if isinstance(self.value, ContextVar) else partial(
+                getattr, self.value, "cell_contents")]
+            found.contents = [mark.kept[0] for mark in marks.values()]
         elif not is_whole(self.value):
             if (mappings := attributes_of(self.value)) is None:
                 return None

@@ -198,7 +198,7 @@ class _Function:
         """Local variables with one value."""
         inner = {one.id for node in nodes if isinstance(node, ast.comprehension) for one in ast.walk(node.target)
                  if isinstance(one, ast.Name)}
-        self._locals = {*code.co_varnames, *inner}.difference(code.co_names, code.co_freevars, code.co_cellvars)
+        self._locals = {*code.co_varnames, *inner.difference(code.co_names, code.co_freevars)} - {*code.co_cellvars}
         self._own = own if own not in stored else None
         self._stores = [_Store(_text(place), self._name(place), one, statement := self._statement(one), tuple(
             map(_text, statement.targets)) if isinstance(statement, ast.Assign) else (), self._numbers[one])

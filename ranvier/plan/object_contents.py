@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from contextvars import ContextVar
+from enum import Enum
 from functools import lru_cache
 from io import IOBase
 from pathlib import Path
@@ -26,6 +27,7 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _FOREIGN = frozenset({"torch", "ranvier", "numpy", "pytest", "_pytest", *sys.stdlib_module_names} - {"__main__"})
 """Packages whose functions and objects hold nothing for others."""
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
+_OF_ENUMS = frozenset({"_value_", "_name_", "__objclass__", "_sort_order_"})
 _CONTAINERS = (list, tuple, set, deque, dict)
 _MOST_ELEMENTS = 10_000
 _PER_STAGE = "ranvier_per_stage"
@@ -113,7 +115,7 @@ def is_opaque(value: object) -> bool:
 def is_of_user(value: Any) -> bool:
     """Whether it is an object of a class of the user's, or one that takes any attributes."""
     kind: Any = type(value)
-    if issubclass(kind, type | ModuleType | Tensor):
+    if issubclass(kind, type | ModuleType | Tensor) or (issubclass(kind, Enum) and vars(value).keys() <= _OF_ENUMS):
         return False
     return kind in (SimpleNamespace, threading.local) or (not is_foreign(kind) and (
         dict_of(value) is not None or bool(slots_of(kind))))

@@ -344,11 +344,11 @@ def _of_function(path: str, function: FunctionType) -> Iterator[_Link]:
     if module is not None and vars(module) is variables:
         yield _Link(module.__name__, module)
     modules = dict[str, ModuleType]()
-    for name in names:  # that the function may import itself
+    for name in _variables(code, "IMPORT_NAME"):  # which the function imports itself
         for full in (name, f"{variables.get('__package__')}.{name}"):
             if isinstance(found := sys.modules.get(full), ModuleType) and not is_foreign(found):
                 modules[full] = found
-    for name in _variables(code):
+    for name in _variables(code, "_GLOBAL", "_NAME"):
         if name in variables:
             yield _Link(f"{path}.{name}", one := variables[name], name)
             if isinstance(one, ModuleType) and not is_foreign(one):
@@ -359,10 +359,10 @@ def _of_function(path: str, function: FunctionType) -> Iterator[_Link]:
 
 
 @lru_cache(maxsize=1 << 14)
-def _variables(code: CodeType) -> tuple[str, ...]:
-    """Global variables that a function names."""
-    own = [one.argval for one in dis.get_instructions(code) if one.opname.endswith(("_GLOBAL", "_NAME"))]
-    return *own, *(name for one in code.co_consts if isinstance(one, CodeType) for name in _variables(one))
+def _variables(code: CodeType, *kinds: str) -> tuple[str, ...]:
+    """What operations of these kinds name in a function: global variables, or modules."""
+    own = [one.argval for one in dis.get_instructions(code) if one.opname.endswith(kinds)]
+    return *own, *(name for one in code.co_consts if isinstance(one, CodeType) for name in _variables(one, *kinds))
 
 
 @lru_cache(maxsize=1 << 14)

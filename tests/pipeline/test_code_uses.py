@@ -60,6 +60,18 @@ def test_an_attribute(function, own, others, stores, accumulates):
     assert not found.reads_any and not found.stores_any
 
 
+def test_two_lambdas_on_one_line_are_told_apart():
+    first, second = lambda: context.kept, lambda: table.other
+    assert uses(first).others == {"context", "kept"} and uses(second).others == {"table", "other"}
+
+
+def test_without_source_every_name_is_read_and_comes_of_an_old_value():
+    names = {}
+    exec("def changed(self):\n    context.kept = self.other", names)
+    found = uses(names["changed"])
+    assert found.others & found.accumulates >= {"context", "kept", "other"} and found.stores == {"kept"}
+
+
 def test_a_computed_name_is_any():
     assert uses(computes_the_name).reads_any
 
