@@ -235,7 +235,7 @@ class _Function:
                     found["accumulates"].add(name)
             elif isinstance(self._parents[node], ast.AugAssign):
                 found["accumulates"].add(name)
-        found["stores"].update(one.name for one in self._stores if one.name not in self._locals)
+        found["stores"].update(one.name for one in self._stores if one.place not in self._locals)
         for node in self._numbers:
             match node:
                 case ast.Call(func=ast.Name(id=by), args=[value, ast.Constant(value=str(name)), *_]) if by in _BY_NAME:
@@ -370,7 +370,7 @@ class _Function:
         at = parent if isinstance(parent, ast.Subscript) and parent.value is node else node
         is_used = isinstance(self._parents[at], ast.BinOp) and not self._flows_back(node)
         for store in self._stores:
-            if store.place != text or store.number <= self._numbers[node] or store.name in self._locals or (
+            if store.place != text or store.number <= self._numbers[node] or store.place in self._locals or (
                     store.node is parent or store.node is node):
                 continue
             branches = [one for one in self._around(store.node) if isinstance(one, _BRANCHES)]
