@@ -11,9 +11,8 @@ replica that have the place.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Sequence
-from dataclasses import fields, is_dataclass
+from types import FunctionType, ModuleType
 from typing import Any
 from zlib import crc32
 
@@ -22,8 +21,8 @@ from torch import Tensor, nn
 
 from ranvier.errors import ModelError
 from ranvier.mesh import Coordinates, StagePlacement
-from ranvier.pipeline.watched_values import PLAIN, Change, Identities, Mark, Watch
-from ranvier.plan.object_contents import contents, elements, elements_with_keys
+from ranvier.pipeline.watched_values import Change, Identities, Mark, Watch
+from ranvier.plan.object_contents import contents, elements, elements_with_keys, is_array, own_dict
 from ranvier.plan.reached_objects import CodeReach, PlaceName
 from ranvier.plan.shared_places import Element, Entry, SharedPlace
 
@@ -40,7 +39,7 @@ _OR_SAY_SO = ("If no block needs what another one has left there, as in a logger
 class LeftValues:
     """The places of one stage on this rank. blocks: (number in the model, name, module). loss: None where the stage has
     none. is_alone: whether no other stage of this rank runs in between. only_here: numbers of places that no other rank
-    has, so that none can tell whether its stages make the same of it: there they make it once."""
+    has, so that none can tell whether its stages make the same of it."""
 
     def __init__(self, places: Sequence[SharedPlace], blocks: Sequence[tuple[int, str, nn.Module]], loss: object, *,
                  is_alone: bool, only_here: Collection[int] = ()) -> None:
@@ -81,8 +80,7 @@ class LeftValues:
                 continue
             of_place = None if isinstance(entry, Element) else entry
             is_agreed = of_place in place.agreed if of_place in place.read else place.any_agreed
-            made_again = place.number in self._only_here and (place.number, entry) in self._made
-            if not is_agreed or made_again or _has_gradient(change.now):
+            if not is_agreed or place.number in self._only_here or change.now.has_gradient:
                 raise _left(place, entry)
             self._made[place.number, entry] = place
             self._values[place.number] = change.watch.value
@@ -156,16 +154,6 @@ class SameLeft:
             raise _differs(next(filter(None, (stage.first_made() for stage in self._stages)), None))
 
 
-def _has_gradient(value: Any, depth: int = _MOST_DEPTH) -> bool:
-    """Whether gradients flow through a tensor that is there, in lists, dicts and dataclasses, too."""
-    if isinstance(value, Tensor):
-        return value.requires_grad and not isinstance(value, nn.Parameter)
-    inside = elements(value)
-    if inside is None and is_dataclass(value) and not isinstance(value, type):
-        inside = [getattr(value, one.name, None) for one in fields(value)]
-    return bool(depth) and any(_has_gradient(one, depth - 1) for one in inside or ())
-
-
 def _number(value: Any, found: Collection[int], depth: int = _MOST_DEPTH) -> int:
     """A number of a value, the same on all ranks for equal values. found: what is left out."""
     if id(value) in found:
@@ -175,16 +163,19 @@ def _number(value: Any, found: Collection[int], depth: int = _MOST_DEPTH) -> int
         return crc32(plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b"",
                      crc32(f"{plain.dtype} {tuple(plain.shape)}".encode()))
     inside = elements(value)
+    is_code = isinstance(value, type | FunctionType | ModuleType)
+    if inside is None and not is_code and (own := own_dict(value)) is not None:
+        return crc32(f"{type(value).__name__} {_number(own, found, depth - 1)}".encode()) if depth else 0
     if isinstance(value, dict) and inside is not None:  # in whatever order
         return sum(crc32(f"{key!r} {_number(one, found, depth - 1)}".encode()) if depth else 0
                    for key, one in zip(dict.keys(value), inside, strict=False))
     if inside is not None:
         numbers = [_number(one, found, depth - 1) for one in inside] if depth else []
         return crc32(repr(sorted(numbers) if isinstance(value, set) else numbers).encode())
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.ndarray):
-        return crc32(value.tobytes(), crc32(f"{value.dtype} {value.shape}".encode()))
-    return crc32((repr(value) if type(value) in PLAIN else type(value).__name__).encode())
+    if is_array(value):
+        shape = f"{getattr(value, 'dtype', type(value).__name__)} {getattr(value, 'shape', len(value))}"
+        return crc32(value if isinstance(value, bytearray) else value.tobytes(), crc32(shape.encode()))
+    return crc32((value.__name__ if is_code else repr(value)).encode())
 
 
 def _end(entry: Entry) -> str:

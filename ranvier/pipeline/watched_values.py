@@ -4,32 +4,38 @@
     watch.is_same()                         some comparisons by identity, in C: for each forward of each batch
     watch.changes()                         exactly: numbers and texts are the same if they are equal
 
-Many are compared at once by `Identities.of(watches).is_same()`. Not seen is what is as it was when somebody looks
+Many are compared at once by `Identities.of(watches).is_same()`. What cannot be looked into, such as a generator, is
+never the same. Not seen is what is as it was when somebody looks
 again, what C code changes in a tensor's memory, and an attribute of a class or variable of a module that comes while
 another one goes. Of more than 10,000 elements, and of arrays beyond 1 MiB, a sample is compared.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextvars import ContextVar
+from functools import partial
 from itertools import chain
-from operator import attrgetter, getitem, is_
+from operator import attrgetter, call, getitem, is_
 from types import CellType, ModuleType
 from typing import Any, NamedTuple
 from zlib import crc32
 
 from torch import Tensor, nn
 
-from ranvier.plan.element_keys import is_key
+from ranvier.plan.code_uses import is_key
 from ranvier.plan.object_contents import (
     attributes_of,
     contents,
     elements,
     elements_with_keys,
     entries_of,
+    is_array,
     is_data,
+    is_of_user,
+    is_opaque,
     is_whole,
+    own_dict,
     size_of,
 )
 from ranvier.plan.shared_places import Element, Entry, SharedPlace
@@ -39,14 +45,14 @@ _MOST_DEPTH = 4
 _MOST_BYTES = 1 << 20
 _SAMPLED = 1 << 14
 """Of larger arrays so many elements are compared, evenly spread, and of containers that hold data a hundredth."""
-_contents_of, _version_of = attrgetter("cell_contents"), attrgetter("_version")
+_version_of = attrgetter("_version")
 
 
 class Mark:
     """What there was: the value, or the elements of a container, which this keeps alive, and how often tensors among
     them have been changed in place."""
 
-    __slots__ = ("containers", "is_sampled", "kept", "tensors", "versions")
+    __slots__ = ("containers", "is_opaque", "is_sampled", "kept", "tensors", "versions")
 
     def __init__(self, value: object, found: Collection[int] = (), *, is_found: bool = True) -> None:
         self.kept: list[Any] = [value]
@@ -55,12 +61,25 @@ class Mark:
         """Whether its elements, or those of an array, are compared by themselves, and not by identity."""
         self._add(value, found if is_found else (), found, _MOST_DEPTH)
         self.tensors = [] if PLAIN.issuperset(map(type, self.kept)) else [
-            one for one in self.kept if isinstance(one, Tensor) or _is_array(one)]
+            one for one in self.kept if isinstance(one, Tensor) or is_array(one)]
         self.versions = [_version(one) for one in self.tensors]
-        self.is_sampled |= any(_is_array(one) for one in self.tensors)
+        self.is_opaque = any(type(one) not in PLAIN and is_opaque(one) for one in self.kept)
+        """Whether nobody can tell that it is as it was."""
+        self.is_sampled |= self.is_opaque or any(map(is_array, self.tensors))
+
+    @property
+    def has_gradient(self) -> bool:
+        return any(isinstance(one, Tensor) and one.requires_grad and not isinstance(one, nn.Parameter)
+                   for one in self.tensors)
 
     def _add(self, value: object, left_out: Collection[int], found: Collection[int], depth: int) -> None:
-        inside = None if type(value) in PLAIN or id(value) in left_out else elements(value)
+        if type(value) in PLAIN or id(value) in left_out:
+            return
+        inside = elements(value)
+        if is_of_user(value) and depth:  # made by a forward, or a container
+            if (own := own_dict(value)) is not None:
+                self._add(own, (), found, depth - 1)
+            self.is_sampled |= own is None
         if inside is None:
             return
         if is_data(value):
@@ -77,22 +96,22 @@ class Mark:
 
     def is_same(self, other: Mark) -> bool:
         """Whether it is the same value, with the same elements: numbers and texts are, if they are equal."""
-        return len(self.kept) == len(other.kept) and self.versions == other.versions and (
+        return not self.is_opaque and len(self.kept) == len(other.kept) and self.versions == other.versions and (
             all(map(is_, self.kept, other.kept)) or all(map(_is_same, self.kept, other.kept)))
 
 
 class Identities:
     """Values of attributes, variables and elements, to be compared with what they are later."""
 
-    __slots__ = ("cells", "elements", "in_cells", "mappings", "names", "sized", "sizes", "tensors", "values",
+    __slots__ = ("contents", "elements", "getters", "mappings", "names", "sized", "sizes", "tensors", "values",
                  "versions", "views")
 
     def __init__(self) -> None:
         self.mappings: list[Any] = []
         self.names: list[str] = []
         self.values: list[Any] = []
-        self.cells: list[CellType] = []
-        self.in_cells: list[Any] = []
+        self.getters: list[Callable[[], Any]] = []
+        self.contents: list[Any] = []
         self.views: list[Any] = []
         self.elements: list[Any] = []
         self.sized: list[Any] = []
@@ -104,7 +123,7 @@ class Identities:
         try:
             return (list(map(len, self.sized)) == self.sizes
                     and all(map(is_, map(getitem, self.mappings, self.names), self.values))
-                    and all(map(is_, map(_contents_of, self.cells), self.in_cells))
+                    and all(map(is_, map(call, self.getters), self.contents))
                     and all(map(is_, chain.from_iterable(self.views), self.elements))
                     and list(map(_version_of, self.tensors)) == self.versions)
         except (KeyError, ValueError, RuntimeError):  # it is no more, or another thread changes it
@@ -121,12 +140,12 @@ class Identities:
 
 
 class Change(NamedTuple):
-    """An entry of a watched place, and its value before and after."""
+    """An entry of a watched place, before and after."""
 
     watch: Watch
     entry: Entry
-    before: Any
-    now: Any
+    before: Mark
+    now: Mark
 
     @property
     def is_read(self) -> bool:
@@ -134,7 +153,7 @@ class Change(NamedTuple):
         place = self.watch.place
         if isinstance(self.entry, Element):
             return any(is_key(self.entry.key, key) for key in place.keys or ())
-        return self.entry not in place.called or callable(self.before) or callable(self.now)
+        return self.entry not in place.called or callable(self.before.kept[0]) or callable(self.now.kept[0])
 
 
 class Watch:
@@ -173,7 +192,7 @@ class Watch:
             then, now = before.get(entry, _NOTHING), self.marks.get(entry, _NOTHING)
             if not now.is_same(then):
                 self.has_changed = True
-                yield Change(self, entry, then.kept[0], now.kept[0])
+                yield Change(self, entry, then, now)
 
     def is_same(self) -> bool:
         """Whether nothing has changed, by identity."""
@@ -183,10 +202,12 @@ class Watch:
         found, marks = Identities(), self.marks
         if any(mark.is_sampled for mark in marks.values()):
             return None
-        if isinstance(self.value, CellType):
+        if isinstance(self.value, CellType | ContextVar):
             if not marks:
                 return None
-            found.cells, found.in_cells = [self.value], [mark.kept[0] for mark in marks.values()]
+            found.getters = [partial(self.value.get, None) if isinstance(self.value, ContextVar) else partial(
+                getattr, self.value, "cell_contents")]
+            found.contents = [mark.kept[0] for mark in marks.values()]
         elif not is_whole(self.value):
             if (mappings := attributes_of(self.value)) is None:
                 return None
@@ -229,10 +250,6 @@ def _sample(value: Any) -> list[Any]:
     return found
 
 
-def _is_array(value: object) -> bool:
-    return (numpy := sys.modules.get("numpy")) is not None and type(value) is numpy.ndarray
-
-
 def _is_trained(value: object) -> bool:
     """Whether an optimizer may change it during a backward."""
     return isinstance(value, nn.Parameter) and value.requires_grad
@@ -241,8 +258,8 @@ def _is_trained(value: object) -> bool:
 def _version(value: Any) -> object:
     if isinstance(value, Tensor):
         return 0 if value.is_inference() or _is_trained(value) else value._version
-    if value.nbytes <= _MOST_BYTES:
-        return crc32(value.tobytes())
+    if getattr(value, "nbytes", 0) <= _MOST_BYTES:
+        return crc32(value if isinstance(value, bytearray) else value.tobytes())
     return crc32(value.flat[::max(value.size // _SAMPLED, 1)].tobytes())
 
 

@@ -1,4 +1,4 @@
-"""Names that a function reads and writes: attributes, global and closure variables, by its bytecode.
+"""Names that a function reads and writes: attributes, global and closure variables, by its syntax tree.
 
     y = x * ctx.mask            reads mask
     ctx.mask = x > 0            writes mask
@@ -6,46 +6,49 @@
     t[k] = t.get(k, 0) + 1      accumulates t
     log.append(y)               reads nothing of log: the result is dropped
     ctx.h = x; y = 2 * ctx.h    reads no h that others have left: its own comes first on every way
-    cache[self.number]          reads of the cache what has this key
+    cache[self.number]          reads of the cache what has this key (`Key`)
     y.mean()                    calls mean, which reads nothing of a number that has this name
 
-What is not exactly understood counts as a read. Objects are not told apart here, but for a method's own (`self`).
+What is not exactly understood counts as a read, and so does every name of a function whose source is not found. Objects
+are not told apart here, but for a method's own (`self`). To let another harmless form through, say in `_Function.uses`
+what becomes of a value that is a part of it.
 """
 
 from __future__ import annotations
 
+import ast
 import dis
-import math
-import sys
-from collections.abc import Sequence
+import linecache
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache
+from functools import lru_cache
+from inspect import CO_VARARGS, CO_VARKEYWORDS
 from types import CodeType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
-
-from ranvier.plan.bytecode import ATTRIBUTES, JUMPS, STORES, VARIABLES
-from ranvier.plan.element_keys import Elements, Key
-
-_DELETES = frozenset({"DELETE_ATTR", "DELETE_GLOBAL", "DELETE_DEREF", "DELETE_NAME"})
 _CHANGES = frozenset({"append", "appendleft", "extend", "extendleft", "insert", "add", "update", "clear", "discard"})
 """Methods of lists, dicts, sets and deques that return nothing."""
+_OF_ELEMENTS = frozenset({"get", "pop", "setdefault"})
 _READS_ANY = frozenset({"vars", "__dict__", "eval", "exec", "globals", "locals", "dir", "attrgetter", "asdict",
                         "astuple", "deepcopy", "__getattribute__"})
-_READS_NAMED = frozenset({"getattr", "hasattr"})
 _STORES_ANY = frozenset({"vars", "__dict__", "eval", "exec", "globals", "__setattr__", "__delattr__"})
-_STORES_NAMED = frozenset({"setattr", "delattr"})
-_CALLS = frozenset({"LOAD_METHOD"} if sys.version_info < (3, 12) else ())
+_BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr"})
 _COMPUTING = frozenset({
     "abs", "add", "add_", "clamp", "clamp_", "clone", "cpu", "detach", "div", "div_", "double", "float", "get", "int",
     "item", "lerp", "lerp_", "max", "maximum", "mean", "min", "minimum", "mul", "mul_", "pow", "round", "sqrt",
-    "square", "sub", "sub_", "sum", "to", "where"})
-"""Functions and methods that leave what they are given nowhere but in their result and in their object."""
-COMPUTING = {"torch": torch, "math": math, "abs": abs, "float": float, "int": int, "max": max, "min": min,
-             "round": round, "sum": sum}
-"""Modules with functions of these names, and functions."""
-_EXTREMES = frozenset({"max", "min"})
+    "square", "sub", "sub_", "sum", "to"})
+"""Methods that leave their object nowhere but in their result and in itself."""
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+_BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try, ast.TryStar, ast.Match, ast.IfExp, ast.BoolOp)
+_PARSES = threading.Lock()
+"""CPython 3.11 counts the depth of a tree wrongly where threads parse at once, and raises SystemError."""
+_INLINE = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})
+
+Key = tuple[Any, ...]
+"""What a key may be: ("is", value), ("own", name) for an attribute of a method's own object, ("tuple", keys), ("text",
+keys), ("any",)."""
+ANY: Key = ("any",)
 
 
 class ElementRead(NamedTuple):
@@ -58,16 +61,14 @@ class ElementRead(NamedTuple):
 @dataclass(frozen=True)
 class Uses:
     """own: names that methods read of their own object. others: other attributes and variables that are read.
-    arguments: arguments and local variables that are. called: names of attributes that are called. elsewhere: names of
-    attributes of other objects than a method's own. whole, elements: of
-    names that are read, those of which more than an element is, and elements of others. stores: names that are written,
-    or of which an element is. accumulates: names whose old value is read for the new one, or before it. reads_any,
-    stores_any: whether it may be any name.
+    called: names of attributes that are called. elsewhere: names of attributes of
+    other objects than a method's own. whole, elements: of names that are read, those of which more than an element is,
+    and elements of others. stores: names that are written, or of which an element is. accumulates: names whose old
+    value is read for the new one, or before it.  reads_any, stores_any: whether it may be any name.
     """
 
     own: frozenset[str] = frozenset()
     others: frozenset[str] = frozenset()
-    arguments: frozenset[str] = frozenset()
     called: frozenset[str] = frozenset()
     elsewhere: frozenset[str] = frozenset()
     whole: frozenset[str] = frozenset()
@@ -80,252 +81,377 @@ class Uses:
     @classmethod
     def of(cls, several: Sequence[Uses]) -> Uses:
         """Those of several functions."""
-        names = [one.name for one in fields(cls) if one.type == "frozenset[str]"]
-        return cls(**{name: frozenset[str]().union(*(getattr(one, name) for one in several)) for name in names},
-                   elements=frozenset[ElementRead]().union(*(one.elements for one in several)),
-                   reads_any=any(one.reads_any for one in several), stores_any=any(one.stores_any for one in several))
+        found: dict[str, Any] = {one.name: [getattr(uses, one.name) for uses in several] for one in fields(cls)}
+        merged: dict[str, Any] = {name: any(each) if name.endswith("_any") else frozenset().union(*each)
+                                  for name, each in found.items()}
+        return cls(**merged)
 
     def reads(self, name: str) -> bool:
         """Whether some attribute, global or closure variable of this name is read, and not only called."""
         return self.reads_any or name in self.own or name in self.others
 
-    def writes(self, name: str) -> bool:
-        """Whether some object's attribute, or a variable, of this name is written."""
-        return self.stores_any or name in self.stores
-
 
 @lru_cache(maxsize=1 << 14)
-def uses_of(code: CodeType, own: str | None = None, *, trusts: bool = True) -> Uses:
-    """The uses of a function and of those inside it. own: its variable for the object whose method it is. trusts:
-    whether names of `COMPUTING` are what they are in Python and torch."""
-    functions = (one for one in code.co_consts if isinstance(one, CodeType))
-    inside = (uses_of(one, own if own in one.co_freevars else None, trusts=trusts) for one in functions)
-    return Uses.of([_Function(code, own, trusts).uses(), *inside])
+def uses_of(code: CodeType, own: str | None = None) -> Uses:
+    """The uses of a function and of those inside it. own: its variable for the object whose method it is."""
+    return Uses.of(list(_uses_of_all(code, own, _source_of(code))))
 
 
-class _Function(Elements):
-    def __init__(self, code: CodeType, own: str | None, trusts: bool) -> None:
-        super().__init__(code, own)
-        self._trusts = trusts
+def _uses_of_all(code: CodeType, own: str | None, source: Mapping[Any, list[Any]]) -> Iterator[Uses]:
+    node = _node_of(code, source)
+    yield _all_names(code) if node is None else _Function(code, node, own).uses()
+    for one in code.co_consts:
+        if isinstance(one, CodeType) and (node is None or one.co_name not in _INLINE):
+            yield from _uses_of_all(one, own if own in one.co_freevars else None, source)
+
+
+def _all_names(code: CodeType) -> Uses:
+    """Every name of a function is read, and what it stores comes of what there was."""
+    names = frozenset((*code.co_names, *code.co_freevars, *code.co_cellvars))
+    stores = names & {one.argval for one in dis.get_instructions(code) if one.opname.startswith(("STORE", "DELETE"))}
+    return Uses(own=names, others=names, elsewhere=names, whole=names,
+                stores=stores, accumulates=names, reads_any=not (_READS_ANY | _BY_NAME).isdisjoint(
+                    names), stores_any=not (_STORES_ANY | _BY_NAME).isdisjoint(names))
+
+
+def _source_of(code: CodeType) -> Mapping[tuple[str, int], list[Any]]:
+    """Functions, lambdas and classes in the source of a function, by name and first line: its own lines, or the whole
+    file for a lambda, which may stand in the midst of anything."""
+    lines, first = linecache.getlines(code.co_filename), code.co_firstlineno - 1
+    codes = list(_codes_in(code))
+    here = "".join(lines[first:max(line or 0 for one in codes for _, line, _, _ in one.co_positions())])
+    names = {name[name.find("__", 1):] if "__" in name[1:] else name for one in codes for name in one.co_names}
+    if not all(part in here or part.startswith(("@", "__")) for name in names for part in name.split(".")):
+        return {}  # the file has changed since
+    if code.co_name == "<lambda>":
+        return _functions_in("".join(lines))
+    is_inside = here[:1].isspace() and first > 0
+    return _functions_in("\n" * (first - is_inside) + "if 1:\n" * is_inside + here)
+
+
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            yield from _codes_in(one)
+
+
+@lru_cache(maxsize=1 << 6)
+def _functions_in(source: str) -> Mapping[tuple[str, int], list[Any]]:
+    found: dict[tuple[str, int], list[Any]] = {}
+    try:
+        with _PARSES:
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            first = min(one.lineno for one in (node, *node.decorator_list))
+            found.setdefault((node.name, first), []).append(node)
+        elif isinstance(node, ast.Lambda):
+            found.setdefault(("<lambda>", node.lineno), []).append(node)
+    return found
+
+
+def _node_of(code: CodeType, source: Mapping[tuple[str, int], list[Any]]) -> Any:
+    """The tree of a function; None where there is no source, or it is another one now."""
+    nodes = source.get((code.co_name, code.co_firstlineno), [])
+    if code.co_name == "<lambda>":
+        places = set(code.co_positions())
+        nodes = [one for one in nodes if (one.body.lineno, one.body.end_lineno, one.body.col_offset,
+                                          one.body.end_col_offset) in places]
+    return nodes[0] if len(nodes) == 1 else None
+
+
+class _Store(NamedTuple):
+    """A place gets a value. place, targets: as texts; number: in the order of the function."""
+
+    place: str
+    name: str
+    node: Any
+    statement: Any
+    targets: tuple[str, ...]
+    number: int
+
+
+class _Function:
+    """One function as a tree: what is done with a value is seen by what its node is a part of."""
+
+    def __init__(self, code: CodeType, node: Any, own: str | None) -> None:
+        self._code = code
+        self._parents: dict[Any, Any] = {}
+        self._numbers: dict[Any, int] = {}
+        """The order in which nodes run, loops left aside."""
+        for one in node.body if isinstance(node.body, list) else [node.body]:
+            self._add(one, node)
+        nodes = list(self._numbers)
+        self._places = [one for one in nodes if isinstance(one, ast.Name | ast.Attribute)]
+        self._reads: dict[str, list[Any]] = {}
+        for one in self._places:
+            self._reads.setdefault(self._name(one), []).extend([one] if isinstance(one.ctx, ast.Load) else [])
+        stored = [one.id for one in self._places if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)]
+        self._once = {one.targets[0].id: one.value for one in nodes if isinstance(one, ast.Assign) and isinstance(
+            one.targets[0], ast.Name) and len(one.targets) == 1 and stored.count(one.targets[0].id) == 1}
+        flags = bool(code.co_flags & CO_VARARGS) + bool(code.co_flags & CO_VARKEYWORDS)
+        self._once = {name: one for name, one in self._once.items() if name not in code.co_varnames[
+            :code.co_argcount + code.co_kwonlyargcount + flags]}
+        """Local variables with one value."""
+        inner = {one.id for node in nodes if isinstance(node, ast.comprehension) for one in ast.walk(node.target)
+                 if isinstance(one, ast.Name)}
+        self._locals = {*code.co_varnames, *inner.difference(code.co_names, code.co_freevars)} - {*code.co_cellvars}
+        self._own = own if own not in stored else None
+        self._stores = [_Store(_text(place), self._name(place), one, statement := self._statement(one), tuple(
+            map(_text, statement.targets)) if isinstance(statement, ast.Assign) else (), self._numbers[one])
+            for one in nodes for place in self._stored_by(one)]
+
+    def _add(self, node: Any, parent: Any) -> None:
+        self._parents[node] = parent
+        inside = [one for one in ast.iter_child_nodes(node) if not isinstance(one, ast.expr_context | ast.operator)]
+        if isinstance(node, _FUNCTIONS):  # whose bodies are functions of their own
+            inside = [one for one in inside if one not in (node.body if isinstance(node.body, list) else [node.body])]
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr | ast.For):
+            inside.sort(key=lambda one: one in getattr(node, "targets", [getattr(node, "target", None)]))
+        for one in inside:
+            self._add(one, node)
+        self._numbers[node] = len(self._numbers)
 
     def uses(self) -> Uses:
-        own, others, arguments, called, elsewhere, whole, stores, accumulates = (set[str]() for _ in range(8))
-        elements = set[ElementRead]()
-        reads_any = stores_any = False
-        for place, one in enumerate(self._all):
-            name = one.argval
-            if one.opname in STORES or one.opname in _DELETES:
-                stores.add(name)
-            elif one.opname == "MATCH_CLASS":  # whose names of attributes are a constant
-                reads_any = True
-            elif one.opname in VARIABLES or one.opname in ATTRIBUTES:
-                if one.opname in ATTRIBUTES and self._path(place)[:-1] != (self._own,):
-                    elsewhere.add(name)
-                reads_any |= name in _READS_ANY
-                stores_any |= name in _STORES_ANY
-                if name in _READS_NAMED or name in _STORES_NAMED:
-                    constant = self._second_argument(place)
-                    if name in _STORES_NAMED:
-                        stores_any |= constant is None
-                        stores.update([] if constant is None else [constant])
-                    else:
-                        reads_any |= constant is None
-                        of_own = self._path(place + 1) == (self._own,)
-                        (own if of_own else others).update([] if constant is None else [constant])
-                        whole.update([] if constant is None else [constant])
-                adds_up = not self._is_extreme(place)
-                if (adds_up and self._is_accumulated(place)) or self._is_stored_later(place):
-                    accumulates.add(name)
-                if (how := self._changed_by(place)) is not None:
-                    stores.update([name] if how != "STORE_ATTR" else [])
-                    accumulates.update([name] if how == "COPY" and adds_up else [])
-                elif not self._is_stored_first(place) and not self._is_element_stored_first(place):
-                    stores.update([name] if self._has_default_set(place) else [])
-                    if one.opname in ("LOAD_FAST", "LOAD_FAST_CHECK"):
-                        arguments.add(name)
-                        continue
-                    (called if self._is_called(one) else own if self._path(place)[:-1] == (self._own,) else others).add(
-                        name)
-                    element = self._element(place)
-                    (whole.add(name) if element is None else elements.add(ElementRead(name, element)))
-        return Uses(frozenset(own), frozenset(others), frozenset(arguments), frozenset(called),
-                    frozenset(elsewhere), frozenset(whole), frozenset(stores), frozenset(accumulates),
-                    frozenset(elements), reads_any, stores_any)
+        found: dict[str, set[Any]] = {one.name: set() for one in fields(Uses)}
+        for node in self._places:
+            name, is_own = self._name(node), self._is_own(node)
+            found["reads_any"] |= {name} & _READS_ANY
+            found["stores_any"] |= {name} & _STORES_ANY
+            if isinstance(node, ast.Attribute) and not is_own:
+                found["elsewhere"].add(name)
+            if isinstance(node.ctx, ast.Load):
+                how = self._change(node) or ("accumulates" if self._flows_back(node) else None)
+                if how is not None:
+                    found["stores"].add(name)
+                elif not self._is_fresh(node) and not (isinstance(node, ast.Name) and name in self._locals):
+                    found["called" if self._call(node) else "own" if is_own else "others"].add(name)
+                    key = self._element(node)
+                    found["whole" if key is None else "elements"].add(name if key is None else ElementRead(name, key))
+                if how == "accumulates" or self._is_stored_later(node):
+                    found["accumulates"].add(name)
+            elif isinstance(self._parents[node], ast.AugAssign):
+                found["accumulates"].add(name)
+        found["stores"].update(one.name for one in self._stores if one.place not in self._locals)
+        for node in self._numbers:
+            match node:
+                case ast.Call(func=ast.Name(id=by), args=[value, ast.Constant(value=str(name)), *_]) if by in _BY_NAME:
+                    of_own = isinstance(value, ast.Name) and value.id == self._own
+                    kinds = ["stores"] if by in ("setattr", "delattr") else ["own" if of_own else "others", "whole"]
+                    for kind in kinds:
+                        found[kind].add(name)
+                case ast.Name(id=by) if by in _BY_NAME:
+                    call = self._parents[node]
+                    if not (isinstance(call, ast.Call) and node is call.func and len(call.args) > 1 and isinstance(
+                            call.args[1], ast.Constant)):
+                        found["stores_any" if by in ("setattr", "delattr") else "reads_any"].add(by)
+                case ast.ImportFrom():
+                    for kind in ("others", "whole", "elsewhere"):
+                        found[kind].update(one.name for one in node.names)
+                case ast.MatchClass():
+                    found["reads_any"].add(node)
+        return Uses(**{name: bool(one) if name.endswith("_any") else frozenset(one)  # type: ignore[arg-type]
+                       for name, one in found.items()})
 
-    def _is_called(self, one: dis.Instruction) -> bool:
-        return one.opname in _CALLS or (one.opname == "LOAD_ATTR" and not _CALLS and bool((one.arg or 0) & 1))
+    # ------------------------------------------------------------------ what a node is
 
-    def _is_accumulated(self, place: int) -> bool:
-        """Whether the value goes, computed with, to where it came from: x.n += 1, x.n = f(x.n), a[k] = a[k] + 1."""
-        path, name, before = self._path(place), self._all[place].argval, self._all[place - 1]
-        is_loaded_again = False
-        for number in range(place + 1, len(self._all)):
-            one = self._all[number]
-            if one.opname == "STORE_SUBSCR":
-                return is_loaded_again
-            if one.opname in STORES or one.opname == "STORE_FAST":
-                return bool(one.argval == name and ((before.opname, before.arg) == ("COPY", 1) or (
-                    path and self._path(number) == path)))
-            if one.opname.startswith("RETURN") or one.opcode in JUMPS:
-                return False
-            is_loaded_again |= bool(path) and self._path(number) == path
-        return False
+    def _name(self, node: Any) -> str:
+        """Private ones with their class."""
+        name: str = node.id if isinstance(node, ast.Name) else node.attr
+        return next((one for one in self._code.co_names if one.endswith(name)), name) if name.startswith("__") else name
 
-    def _changed_by(self, place: int) -> str | None:
-        """The operation that changes the value which is read here, of which nothing reaches other code; None where
-        something does. COPY: the new value comes of the old one."""
-        if (found := self._changed_in_place(place)) is not None:
-            return found
-        return "COPY" if self._returns(place) else "COMPARE_OP" if self._guards_itself(place) else None
+    def _is_own(self, node: Any) -> bool:
+        """Whether it is an attribute of the method's own object."""
+        return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self._own
 
-    def _changed_in_place(self, place: int) -> str | None:
-        one, before = self._all[place], self._all[place - 1]
-        if one.opname in ATTRIBUTES and (before.opname, before.arg) == ("COPY", 1) and self._is_accumulated(place):
-            return "COPY"
-        taken = self._consumer(place)
-        if taken is None:
+    def _call(self, node: Any) -> Any:
+        """The call of a method."""
+        call = self._parents[node]
+        return call if isinstance(node, ast.Attribute) and isinstance(call, ast.Call) and call.func is node else None
+
+    def _call_on(self, node: Any) -> Any:
+        """The call of a method of what a node has."""
+        method = self._parents[node]
+        return self._call(method) if isinstance(method, ast.Attribute) else None
+
+    def _statement(self, node: Any) -> Any:
+        while not isinstance(node, ast.stmt):
+            node = self._parents.get(node)
+            if node is None:
+                break
+        return node
+
+    def _around(self, node: Any) -> Iterator[Any]:
+        """What a node is a part of, inside of the function."""
+        while (node := self._parents.get(node)) in self._parents:
+            yield node
+
+    def _stored_by(self, node: Any) -> Iterator[Any]:
+        """The place that a node stores in, as a variable or attribute, or that has the element."""
+        if isinstance(node, ast.Name | ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            yield node
+        elif (isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)) or (
+                isinstance(node, ast.Attribute) and node.attr == "setdefault"):
+            yield from [node.value] if isinstance(node.value, ast.Name | ast.Attribute) else []
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield ast.Name(node.name, ast.Store())
+
+    # ------------------------------------------------------------------ what is done with a value
+
+    def _change(self, node: Any) -> str | None:
+        """How a container is changed, of which nothing is read for it; None where it is not."""
+        parent, call = self._parents[node], self._call_on(node)
+        if isinstance(parent, ast.Subscript) and parent.value is node:
+            if not isinstance(parent.ctx, ast.Load):
+                return "accumulates" if isinstance(self._parents[parent], ast.AugAssign) else "stores"
+            return self._change(parent)
+        if call is not None and call.func.attr == "setdefault":
+            return self._change(call)
+        is_dropped = call is not None and isinstance(self._parents[call], ast.Expr)
+        if not is_dropped or call.func.attr not in _CHANGES:
             return None
-        number, height = taken
-        then = self._all[number:number + 3]
-        match then[0].opname:
-            case "COPY":  # container[key] += value
-                is_addition = height == 1 and [(other.opname, other.arg) for other in then[:2]] == [("COPY", 2)] * 2
-                return "COPY" if is_addition and then[2].opname == "BINARY_SUBSCR" else None
-            case "STORE_SUBSCR" | "DELETE_SUBSCR":
-                return "STORE_SUBSCR" if height == 1 else None
-            case "STORE_ATTR":
-                return "STORE_ATTR" if height == 0 else None
-            case "BINARY_SUBSCR":
-                return self._changed_in_place(number) if height == 1 else None
-            case "LOAD_ATTR" | "LOAD_METHOD":
-                if then[0].argval == "setdefault" and (call := self._call_of(number)) is not None:
-                    return self._changed_in_place(call)
-                return "LOAD_METHOD" if then[0].argval in _CHANGES and self._is_dropped(number) else None
-        return None
+        return "stores" if call.func.attr in ("add", "clear", "discard") else "accumulates"
 
-    def _returns(self, place: int) -> bool:
-        """Whether the value goes nowhere but, computed with, to where it came from: x.n = x.n + 1, a[k] = max(a[k], n).
-        """
-        path, at, is_computed = self._path(place), place, False
-        while path and (taken := self._consumer(at)) is not None:
-            at, height = taken
-            one = self._all[at]
-            match one.opname:
-                case "BINARY_OP" | "UNARY_NEGATIVE":
-                    is_computed = True
-                case "BINARY_SUBSCR" if height == 1:
-                    pass
-                case "LOAD_ATTR" | "LOAD_METHOD" if one.argval in _COMPUTING:
-                    if (call := self._call_of(at)) is None:
-                        return False
+    def _flows_back(self, node: Any) -> bool:
+        """Whether the value goes nowhere but, computed with, to where it came from: x.n = x.n + 1, a[k] = a[k] + 1."""
+        at, key, is_computed = node, None, False
+        while True:
+            parent, call = self._parents[at], self._call_on(at)
+            match parent:
+                case ast.BinOp() | ast.UnaryOp(op=ast.USub()):
+                    at, is_computed = parent, True
+                case ast.Subscript() if at is parent.value and at is node:
+                    at, key = parent, parent.slice
+                case ast.Attribute() if call is not None and parent.attr in _COMPUTING:
+                    key = call.args[0] if parent.attr == "get" and call.args else key
                     at, is_computed = call, True
-                case "CALL" if self._is_computing(at, height):
-                    is_computed = True
-                case "POP_TOP":
+                case ast.Expr():
                     return is_computed
-                case "STORE_SUBSCR":
-                    return is_computed and height == 2 and any(
-                        self._path(other) == path and self._consumer(other) == (at, 1) for other in range(place, at))
-                case name if name in STORES:
-                    return is_computed and height == (name == "STORE_ATTR") and self._path(at) == path
+                case ast.Assign(targets=[ast.Subscript(value=place, slice=other)]) if key is not None:
+                    return is_computed and (_text(place), _text(other)) == (_text(node), _text(key))
+                case ast.Assign(targets=[place]) if key is None:
+                    return is_computed and _text(place) == _text(node)
                 case _:
                     return False
-        return False
 
-    def _guards_itself(self, place: int) -> bool:
-        """Whether the value decides nothing but whether itself is written: if n > x.n: x.n = n."""
-        path, taken = self._path(place), self._consumer(place)
-        if not path or taken is None or self._all[taken[0]].opname != "COMPARE_OP":
-            return False
-        jump, inside = self._all[taken[0] + 1], list[int]()
-        if not jump.opname.startswith("POP_JUMP"):
-            return False
-        for number in range(taken[0] + 2, len(self._all)):
-            one = self._all[number]
-            if one.offset == jump.argval:
-                return bool(inside)
-            if not (one.opname in VARIABLES | {"LOAD_CONST", "LOAD_ATTR"} or (
-                    one.opname in STORES and self._path(number) == path)):
-                return False
-            inside.append(number)
-        return False
-
-    def _is_stored_later(self, place: int) -> bool:
-        """Whether the function stores there afterwards, so that an old value is read here: whatever way it takes, or on
-        some way if the value is computed with."""
-        path = self._path(place) if self._places_stored else ()
-        taken = self._consumer(place) if path else None
-        is_used = taken is not None and self._all[taken[0]].opname == "BINARY_OP" and not self._returns(place)
-        return bool(path) and any(
-            stored == path and place < number and (is_sure or is_used) and taken not in ((number, 0), (number, 1))
-            for number, stored, is_sure in self._places_stored)
-
-    @cached_property
-    def _places_stored(self) -> list[tuple[int, tuple[str, ...], bool]]:
-        """Where an attribute or variable is stored, or an element of it, and whether a function always comes there."""
-        found = list[tuple[int, tuple[str, ...], bool]]()
-        for number, one in enumerate(self._all):
-            path: tuple[str, ...] = ()
-            if one.opname in STORES:
-                path = self._path(number)
-            elif one.opname in ATTRIBUTES and one.argval == "setdefault":
-                path = self._path(number)[:-1]
-            elif one.opname == "STORE_SUBSCR" and (start := self._start(number)):
-                path = self._path(start - 1)
-            if path:
-                found.append((number, path, not any(
-                    jump < number and target > one.offset for jump, target in self._jumps)))
-        return found
-
-    def _is_extreme(self, place: int) -> bool:
-        """Whether it becomes max(x.n, n) or min(x.n, n) where a look at x.n has decided so: that comes out alike,
-        however often it is done."""
-        taken, path = self._consumer(place), self._path(place)
-        if taken is None or self._all[taken[0]].opname != "CALL" or not self._is_computing(*taken, _EXTREMES):
-            return False
-        looks = [look for look in range(place) if self._path(look) == path]
-        return self._returns(place) and any(self._decides(look, place) for look in looks)
-
-    def _decides(self, look: int, place: int) -> bool:
-        """Whether what is read at `look` decides by a comparison whether the function comes to `place`."""
-        taken = self._consumer(look)
-        if taken is None or self._all[taken[0]].opname not in ("COMPARE_OP", "IS_OP"):
-            return False
-        jump = self._all[taken[0] + 1]
-        return jump.opname.startswith("POP_JUMP") and jump.argval > self._all[place].offset
-
-    def _is_computing(self, call: int, height: int, names: frozenset[str] = _COMPUTING) -> bool:
-        """Whether an argument is given to max(...), torch.maximum(...) and their like."""
-        number = self._all[call].arg or 0
-        has_names = any(one.opname == "KW_NAMES" for one in self._all[call - 2:call])  # out=, say
-        return height < number and not has_names and any(
-            self._all[place].argval in names and self._consumer(place) == (call, number) for place in self._functions)
-
-    @cached_property
-    def _functions(self) -> list[int]:
-        """Where a function that only computes is loaded."""
-        return [place for place, one in enumerate(self._all) if one.argval in _COMPUTING and self._trusts and (
-            (one.opname == "LOAD_GLOBAL" and one.argval in COMPUTING) or (
-                one.opname in ATTRIBUTES and not one.argval.endswith("_")  # which change their first argument
-                and self._path(place)[:-1] in (("torch",), ("math",))))]
-
-    def _has_default_set(self, place: int) -> bool:
-        """Whether it is a dict of which an element is read, and made where there is none."""
-        taken = self._consumer(place)
-        return taken is not None and self._all[taken[0]].argval == "setdefault"
-
-    def _is_stored_first(self, place: int) -> bool:
+    def _is_fresh(self, node: Any) -> bool:
         """Whether the function has stored a value of its own there before, whatever way it took, and read none."""
-        path = self._path(place)
-        if not path or self._may_be_interrupted or (len(path) == 1 and self._all[place].opname in (
-                "LOAD_FAST", "LOAD_FAST_CHECK")):
-            return False
-        for earlier in range(place):
-            one = self._all[earlier]
-            if one.opname in VARIABLES | ATTRIBUTES and one.argval == path[-1]:
-                return False  # the new value may come of the old one
-            if one.opname in STORES and self._path(earlier) == path and not any(
-                    jump < earlier and target > one.offset for jump, target in self._jumps):
-                return not any(self._rebinds(number, path) for number in range(earlier + 1, place))
+        parent = self._parents[node]
+        place = parent if isinstance(parent, ast.Subscript) and parent.value is node else node
+        number, text = self._numbers[node], _text(place) if self._stores else ""
+        for store in (one for one in self._stores if one.number < number and text in one.targets):
+            names, around = _names(place), [node, *self._around(node)]
+            loops = {one for one in around if isinstance(one, ast.For | ast.While | ast.AsyncFor)}.difference(
+                self._around(store.node))
+            others = [one for one in self._stores if one.name in names and (
+                one.place != text or one.name in names[:-1])]
+            if self._precedes(store.statement, around) and not any(
+                    store.number < one.number < number or loops.intersection(self._around(one.node))
+                    for one in others) and not any(
+                    self._numbers[one] < store.number and one is not getattr(store.node, "value", None)
+                    for one in self._reads[self._name(node)]):  # the new value may come of the old one
+                return True
         return False
 
+    def _precedes(self, statement: Any, around: Sequence[Any]) -> bool:
+        """Whether it comes before another one, on each way to that: in the same list of statements."""
+        bodies = [body for _, body in ast.iter_fields(self._parents[statement]) if isinstance(body, list)]
+        return any(one in around for body in bodies if statement in body for one in body[body.index(statement) + 1:])
+
+    def _is_stored_later(self, node: Any) -> bool:
+        """Whether the function stores there afterwards, so that an old value is read here: whatever way it takes; on
+        some way where the value is computed with, or where a mark is set by which it goes on in another way."""
+        if not self._stores:
+            return False
+        text, parent = _text(node), self._parents[node]
+        at = parent if isinstance(parent, ast.Subscript) and parent.value is node else node
+        is_used = isinstance(self._parents[at], ast.BinOp) and not self._flows_back(node)
+        for store in self._stores:
+            if store.place != text or store.number <= self._numbers[node] or store.place in self._locals or (
+                    store.node is parent or store.node is node):
+                continue
+            branches = [one for one in self._around(store.node) if isinstance(one, _BRANCHES)]
+            if not branches or is_used or (isinstance(getattr(store.statement, "value", None), ast.Constant)
+                                           and self._has_effects(branches[0])):
+                return True
+        return False
+
+    def _has_effects(self, branch: Any) -> bool:
+        """Whether the function goes on in another way where it has taken one of the branches."""
+        inside = set(ast.walk(branch))
+        stored = {one.id for one in inside if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)}
+        return any(isinstance(one, ast.Return | ast.Yield | ast.Break | ast.Continue) for one in inside) or any(
+            isinstance(one, ast.Name) and one.id in stored and one not in inside for one in self._places)
+
+    # ------------------------------------------------------------------ keys
+
+    def _element(self, node: Any) -> Key | None:
+        """The key of the one element that is read of a container; None where more is."""
+        parent, call = self._parents[node], self._call_on(node)
+        match parent:
+            case ast.Subscript() if parent.value is node:
+                return self._key(parent.slice)
+            case ast.Compare(ops=[ast.In() | ast.NotIn()]) if parent.left is not node:
+                return self._key(parent.left)
+        return self._key(call.args[0]) if call is not None and call.func.attr in _OF_ELEMENTS and call.args else None
+
+    def _key(self, node: Any, depth: int = 4) -> Key:
+        match node:
+            case ast.Constant(value=str() | int()):
+                return "is", node.value
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int(number))):
+                return "is", -number
+            case ast.Attribute() if self._is_own(node):
+                return "own", self._name(node)
+            case ast.FormattedValue(conversion=-1, format_spec=None):
+                return self._key(node.value, depth)
+            case ast.Name(id=name) if depth and name in self._locals and name in self._once:
+                return self._key(self._once[name], depth - 1)
+            case ast.Tuple(elts=parts) | ast.JoinedStr(values=parts) if depth:
+                kind = "tuple" if isinstance(node, ast.Tuple) else "text"
+                return kind, tuple(self._key(one, depth - 1) for one in parts)
+        return ANY
+
+
+def _text(node: Any) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    return f"{_text(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ast.unparse(node)
+
+
+def _names(node: Any) -> list[str]:
+    """Names of variables and attributes, the last one of a path last."""
+    found = [one.id if isinstance(one, ast.Name) else one.attr for one in ast.walk(node)
+             if isinstance(one, ast.Name | ast.Attribute)]
+    return found[::-1]
+
+
+def with_values(key: Key, values: Mapping[str, Any]) -> Key:
+    """The key with these attributes of an object."""
+    match key:
+        case "own", name:
+            return ("is", values[name]) if name in values else ANY
+        case "tuple" | "text", parts:
+            found = tuple(with_values(one, values) for one in parts)
+            is_whole_text = key[0] == "text" and all(one[0] == "is" for one in found)
+            return ("is", "".join(str(one[1]) for one in found)) if is_whole_text else (key[0], found)
+    return key
+
+
+def is_key(value: Any, key: Key) -> bool:
+    """Whether a key may be this value."""
+    match key:
+        case "is", other:
+            return bool(type(value) in (type(None), bool, int, float, complex, str, bytes) and value == other)
+        case "tuple", parts:
+            return type(value) is tuple and len(value) == len(parts) and all(map(is_key, value, parts))
+        case "text", _:
+            return type(value) is str
+    return True
+
+
+def names_own(key: Key) -> bool:
+    return key[0] == "own" or (key[0] in ("tuple", "text") and any(map(names_own, key[1])))

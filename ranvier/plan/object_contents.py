@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import sys
 import threading
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from contextvars import ContextVar
+from enum import Enum
 from functools import lru_cache
+from io import IOBase
 from pathlib import Path
-from types import CellType, FunctionType, MemberDescriptorType, ModuleType
+from queue import SimpleQueue
+from types import CellType, FunctionType, MemberDescriptorType, ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,6 +27,7 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _FOREIGN = frozenset({"torch", "ranvier", "numpy", "pytest", "_pytest", *sys.stdlib_module_names} - {"__main__"})
 """Packages whose functions and objects hold nothing for others."""
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
+_OF_ENUMS = frozenset({"_value_", "_name_", "__objclass__", "_sort_order_"})
 _CONTAINERS = (list, tuple, set, deque, dict)
 _MOST_ELEMENTS = 10_000
 _PER_STAGE = "ranvier_per_stage"
@@ -36,6 +42,8 @@ def contents(value: Any) -> Iterable[tuple[str | None, Any]]:
         with suppress(ValueError):  # not assigned yet
             return [(None, value.cell_contents)]
         return ()
+    if isinstance(value, ContextVar):
+        return [(None, value.get(None))]
     if is_whole(value):
         return [(None, value)]
     own = attributes(value)
@@ -87,12 +95,30 @@ def size_of(value: Any) -> int:
 
 
 def is_whole(value: object) -> bool:
-    """Whether it changes as a whole, and not by attributes: a container, a tensor, an array, a closure's variable."""
-    return isinstance(value, CellType) or container(value) is not None or type(value) is Tensor or is_array(value)
+    """Whether it changes as a whole, and not by attributes: a container, a tensor, an array, an iterator, the variable
+    of a closure or context."""
+    return isinstance(value, CellType | ContextVar) or container(value) is not None or type(value) is Tensor or (
+        is_array(value) or is_opaque(value))
 
 
 def is_array(value: object) -> bool:
-    return (numpy := sys.modules.get("numpy")) is not None and type(value) is numpy.ndarray
+    numpy = sys.modules.get("numpy")
+    return type(value) in (array, bytearray) or (numpy is not None and type(value) is numpy.ndarray)
+
+
+def is_opaque(value: object) -> bool:
+    """Whether it may be at another place than before without showing that: a generator, itertools.count()."""
+    kind: Any = type(value)
+    return kind is SimpleQueue or (hasattr(kind, "__next__") and is_foreign(kind) and not issubclass(kind, IOBase))
+
+
+def is_of_user(value: Any) -> bool:
+    """Whether it is an object of a class of the user's, or one that takes any attributes."""
+    kind: Any = type(value)
+    if issubclass(kind, type | ModuleType | Tensor) or (issubclass(kind, Enum) and vars(value).keys() <= _OF_ENUMS):
+        return False
+    return kind in (SimpleNamespace, threading.local) or (not is_foreign(kind) and (
+        dict_of(value) is not None or bool(slots_of(kind))))
 
 
 def attributes(value: object) -> dict[str, Any]:
@@ -173,7 +199,9 @@ def is_per_stage(value: object) -> bool:
 
 
 def is_foreign(one: Any) -> bool:
-    name = vars(one).get("__name__", "") if isinstance(one, ModuleType) else getattr(one, "__module__", "")
+    """Of a function this is said by the module that it runs in: `functools.wraps` gives it another one's name."""
+    of = vars(one) if isinstance(one, ModuleType) else one.__globals__ if isinstance(one, FunctionType) else None
+    name = getattr(one, "__module__", "") if of is None else of.get("__name__", "")
     package = str(name).partition(".")[0]
     return package in _FOREIGN or _is_without_torch(package, len(sys.modules))
 

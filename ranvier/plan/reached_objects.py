@@ -15,35 +15,36 @@ from __future__ import annotations
 import dis
 import functools
 import sys
-import threading
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import suppress
-from enum import Enum
+from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from queue import Queue
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from torch import Tensor, nn
+from torch import nn
 
-from ranvier.plan.code_uses import COMPUTING, ElementRead, Uses, uses_of
-from ranvier.plan.element_keys import ANY, Key, names_own, with_values
+from ranvier.plan.code_uses import ANY, ElementRead, Key, Uses, names_own, uses_of, with_values
 from ranvier.plan.object_contents import (
     OF_EVERY_MODULE,
     attributes,
     constants,
     container,
-    dict_of,
     elements_with_keys,
     is_foreign,
+    is_of_user,
     is_per_stage,
     is_whole,
-    slots_of,
 )
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOLD_NOTHING = frozenset({type(None), bool, int, float, complex, str, bytes, nn.Parameter})
 _KEYED = frozenset({list, dict, OrderedDict, defaultdict, Counter})
+_WRAPPERS = (UserDict, UserList, ChainMap, Queue, WeakKeyDictionary, WeakValueDictionary)
+"""Classes of Python that have their elements in a container of their own."""
 _Cached = type(functools.lru_cache(len))
 _NOT_IN_A_FORWARD = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__repr__", "__str__",
                                "__eq__", "__hash__", "__del__", "__reduce__", "__reduce_ex__", "__getstate__",
@@ -75,15 +76,13 @@ class PlaceName(NamedTuple):
 
 class _Link(NamedTuple):
     """A step of the walk. name: of the attribute or variable; None where the value is reached whenever what has it is.
-    method: its name in a class. bound: the class, where its first argument is the object. is_argument: whether the name
-    is that of an argument, with a default."""
+    method: its name in a class. bound: the class, where its first argument is the object."""
 
     path: str
     value: Any
     name: str | None = None
     method: str | None = None
     bound: type | None = None
-    is_argument: bool = False
 
 
 class CodeReach:
@@ -96,9 +95,8 @@ class CodeReach:
         """Identities of what its user has said to be each stage's own (`is_per_stage`)."""
         self.uses = Uses()
         self._seen: dict[int, Any] = {}
-        self._links: dict[int, set[tuple[int | None, str | None, bool]]] = {}
-        """Identity of a value -> the holders of it, None for a function, its name there, and whether it is that of an
-        argument."""
+        self._links: dict[int, set[tuple[int | None, str | None]]] = {}
+        """Identity of a value -> the holders of it, None for a function, and its name there."""
         self._bound: set[int] = set()
         """Objects of which there are bound methods."""
         self._own: dict[int, frozenset[str]] = {}
@@ -143,9 +141,7 @@ class CodeReach:
                 self.found[id(value)] = Reached(link.path, value, False)
             if isinstance(value, FunctionType) and not is_foreign(value):
                 code = value.__code__
-                trusts = all(value.__globals__.get(name, one) is one for name, one in COMPUTING.items())
-                uses = uses_of(code, code.co_varnames[0] if link.bound is not None and code.co_argcount else None,
-                               trusts=trusts)
+                uses = uses_of(code, code.co_varnames[0] if link.bound is not None and code.co_argcount else None)
                 self._own[id(value)] = uses.own
                 for read in uses.elements:
                     self._elements.setdefault(read.name, set()).add((read, link.bound, link.method))
@@ -179,7 +175,7 @@ class CodeReach:
     def _linked(self, path: str, value: Any) -> Iterator[_Link]:
         holder = None if isinstance(value, FunctionType) else id(value)
         for link in _next(path, value):
-            self._links.setdefault(id(link.value), set()).add((holder, link.name, link.is_argument))
+            self._links.setdefault(id(link.value), set()).add((holder, link.name))
             yield link
 
     def reads(self, value: Any, entry: str | None) -> bool:
@@ -211,11 +207,11 @@ class CodeReach:
 
     def _names_at(self, identity: int) -> Iterator[str | None]:
         """Names of the variables and attributes in which a value itself is; None where it is in something else."""
-        for holder, name, is_argument in self._links.get(identity, ()):
+        for holder, name in self._links.get(identity, ()):
             if name is None and holder is not None and isinstance(self._seen.get(holder), CellType):
                 yield from self._names_at(holder)
             else:
-                yield None if is_argument else name
+                yield name
 
     def _values_of(self, key: Key, kind: type | None, method: str | None) -> set[Key]:
         if not names_own(key):
@@ -239,7 +235,7 @@ class CodeReach:
         found: set[str] = set()
         waiting, seen = [id(value)], {id(value)}
         while waiting:
-            for holder, name, _ in self._links.get(waiting.pop(), ()):
+            for holder, name in self._links.get(waiting.pop(), ()):
                 if name is not None:
                     found.add(name)
                 elif holder is not None and holder not in seen:
@@ -256,8 +252,7 @@ class CodeReach:
                 self.names_read(self._seen[identity], frozenset({entry})))
         is_called = len(asked) > 1  # of the value itself, a container or a tensor, nothing is read by a call
         return any(self._reads(holder, name, asked) if holder is not None else name is None or self.uses.reads(name)
-                   or (is_called and name in self.uses.called) or (is_argument and name in self.uses.arguments)
-                   for holder, name, is_argument in self._links.get(identity, ()))
+                   or (is_called and name in self.uses.called) for holder, name in self._links.get(identity, ()))
 
     def is_own(self, value: Any) -> bool:
         """Whether methods that code may call have the value as their own object."""
@@ -285,7 +280,7 @@ def reached_from(name: str, root: object) -> Iterator[Reached]:
 
 
 def _may_change(value: object) -> bool:
-    return (is_whole(value) and not isinstance(value, tuple)) or _is_of_user(value) or _has_buffers(value) or (
+    return (is_whole(value) and not isinstance(value, tuple)) or is_of_user(value) or _has_buffers(value) or (
         isinstance(value, type | ModuleType) and not is_foreign(value)) or (
         isinstance(value, FunctionType) and bool(vars(value)) and not is_foreign(value))
 
@@ -314,6 +309,14 @@ def _next(path: str, value: Any) -> Iterator[_Link]:
         if not _HOLD_NOTHING.issuperset(type(one) for _, one in inside):
             yield from (_Link(f"{path}[{key!r}]" if type(key) in (int, str) else f"{path}[{type(key).__name__}]", one)
                         for key, one in inside)
+        if isinstance(value, defaultdict):
+            yield _Link(path, value.default_factory)
+        if is_of_user(value):
+            yield from _of_object(path, value)
+    elif isinstance(value, _WRAPPERS):
+        yield from (_Link(path, one) for one in attributes(value).values() if container(one) is not None)
+    elif isinstance(value, ContextVar):
+        yield _Link(path, value.get(None))
     elif isinstance(value, partial):
         yield from (_Link(path, one) for one in (value.func, *value.args, *value.keywords.values()))
     elif isinstance(value, MethodType):
@@ -327,40 +330,48 @@ def _next(path: str, value: Any) -> Iterator[_Link]:
         yield _Link(path, value.__wrapped__)
     elif isinstance(value, type):
         yield from _of_class(path, value)
-    elif _is_of_user(value):
-        yield from (_Link(f"{path}.{name}", one, name) for name, one in attributes(value).items())
-        yield _Link(path, type(value))
+    elif is_of_user(value):
+        yield from _of_object(path, value)
+
+
+def _of_object(path: str, value: Any) -> Iterator[_Link]:
+    yield from (_Link(f"{path}.{name}", one, name) for name, one in attributes(value).items())
+    yield _Link(path, type(value))
 
 
 def _of_function(path: str, function: FunctionType) -> Iterator[_Link]:
     code = function.__code__
     yield from (_Link(f"{path}.{variable}", cell, variable)
                 for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True))
-    arguments = code.co_varnames[:code.co_argcount]
-    given = function.__defaults__ or ()
-    yield from (_Link(f"{path}.{name}", one, name, is_argument=True)
-                for name, one in (*zip(arguments[len(arguments) - len(given):], given, strict=True),
-                                  *(function.__kwdefaults__ or {}).items()))
-    if function.__module__ is None or is_foreign(function):
+    given = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
+    yield from (_Link(f"{path}.default", one) for one in given)
+    if is_foreign(function):
         return
     yield from (_Link(f"{path}.{name}", one, name) for name, one in vars(function).items())
     variables, names = function.__globals__, _names(code)
-    module = sys.modules.get(function.__module__)
+    module = sys.modules.get(variables.get("__name__", ""))
     if module is not None and vars(module) is variables:
-        yield _Link(function.__module__, module)
-    for name in _variables(code):
+        yield _Link(module.__name__, module)
+    modules = dict[str, ModuleType]()
+    for name in _variables(code, "IMPORT_NAME"):  # which the function imports itself
+        for full in (name, f"{variables.get('__package__')}.{name}"):
+            if isinstance(found := sys.modules.get(full), ModuleType) and not is_foreign(found):
+                modules[full] = found
+    for name in _variables(code, "_GLOBAL", "_NAME"):
         if name in variables:
             yield _Link(f"{path}.{name}", one := variables[name], name)
             if isinstance(one, ModuleType) and not is_foreign(one):
-                yield from (_Link(f"{path}.{name}.{other}", vars(one)[other], other)
-                            for other in names if other in vars(one))
+                modules[f"{path}.{name}"] = one
+    for name, module in modules.items():
+        yield _Link(name, module)
+        yield from (_Link(f"{name}.{other}", vars(module)[other], other) for other in names if other in vars(module))
 
 
 @lru_cache(maxsize=1 << 14)
-def _variables(code: CodeType) -> tuple[str, ...]:
-    """Global variables that a function names."""
-    own = [one.argval for one in dis.get_instructions(code) if one.opname.endswith(("_GLOBAL", "_NAME"))]
-    return *own, *(name for one in code.co_consts if isinstance(one, CodeType) for name in _variables(one))
+def _variables(code: CodeType, *kinds: str) -> tuple[str, ...]:
+    """What operations of these kinds name in a function: global variables, or modules."""
+    own = [one.argval for one in dis.get_instructions(code) if one.opname.endswith(kinds)]
+    return *own, *(name for one in code.co_consts if isinstance(one, CodeType) for name in _variables(one, *kinds))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -390,11 +401,3 @@ def _of_class(path: str, kind: type) -> Iterator[_Link]:
             elif not name.startswith("__"):
                 yield _Link(f"{path}.{name}", one, name)
 
-
-def _is_of_user(value: Any) -> bool:
-    """Whether it is an object of a class of the user's, or one that takes any attributes."""
-    kind: Any = type(value)
-    if issubclass(kind, type | ModuleType | Tensor | Enum):
-        return False
-    return kind in (SimpleNamespace, threading.local) or (not is_foreign(kind) and (
-        dict_of(value) is not None or bool(slots_of(kind))))

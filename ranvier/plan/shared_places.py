@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ranvier.plan.element_keys import Key
+from ranvier.plan.code_uses import Key
 from ranvier.plan.object_contents import is_whole
 from ranvier.plan.reached_objects import CodeReach, Reached
 

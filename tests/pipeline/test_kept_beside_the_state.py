@@ -1,9 +1,13 @@
 """What blocks keep beside the carried state without reading what other blocks have left, as logs, timers and caches do,
 is taken; what looks alike, but is read by another stage, is refused."""
 
+import itertools
 import time
+from array import array
 from collections import defaultdict
+from contextvars import ContextVar
 from types import FunctionType, SimpleNamespace
+from weakref import WeakKeyDictionary
 
 import numpy
 import pytest
@@ -113,7 +117,7 @@ def in_a_list_and_a_cache_object():
 
 
 def of_logs_and_timers():
-    times, stats, table, calls = {}, SimpleNamespace(mean=0.0, var=torch.zeros(4), most=0.0), {"most": 0.0}, 0
+    times, stats, table, calls = {}, SimpleNamespace(mean=0.0, var=torch.zeros(4)), {"sum": 0.0}, 0
 
     def step(self, x, y):
         nonlocal calls
@@ -121,9 +125,7 @@ def of_logs_and_timers():
         calls += 1
         stats.mean = 0.9 * stats.mean + 0.1 * size
         stats.var.mul_(0.9).add_(y.detach().var(0, unbiased=False))
-        table["most"] = max(table["most"], size)
-        if size > stats.most:
-            stats.most = size
+        table["sum"] = table["sum"] + size
         times[name] = times.get(name, 0.0) + time.perf_counter() - begun
         return y + 0 * y.mean()
     return four(step)
@@ -403,6 +405,113 @@ def by_a_method_with_another_self():
     return four(step, look=lambda self: cache.get(self.number, 1.0))
 
 
+def by_an_iterator():
+    numbers = itertools.count(1)
+    return four(lambda self, x, y: y / next(numbers))
+
+
+def by_a_factory_of_defaults():
+    made = []
+
+    def new():
+        made.append(1)
+        return float(len(made))
+
+    table = defaultdict(new)
+    return four(lambda self, x, y: y / table[self.number])
+
+
+def by_a_mark():
+    context = SimpleNamespace(done=False)
+
+    def step(self, x, y):
+        if not context.done:
+            context.done = True
+            y = y * 3
+        return y
+    return four(step)
+
+
+def in_an_object_that_a_forward_makes():
+    context = SimpleNamespace(size=None)
+
+    def step(self, x, y):
+        if context.size is None:
+            context.size = SimpleNamespace(mean=float(x.detach().abs().mean()))
+        return y * context.size.mean
+    return four(step)
+
+
+def by_the_key_before():
+    table = {}
+
+    def step(self, x, y):
+        table[self.number] = table.get(self.number - 1, 1.0) * 1.5
+        return y * table[self.number]
+    return four(step)
+
+
+def by_a_key_that_a_loop_changes():
+    table = dict.fromkeys(range(4), 1.0)
+
+    def step(self, x, y):
+        key = self.number
+        table[key] = float(x.detach().abs().mean())
+        for _ in range(2):
+            y = y * table[key]
+            key = 0
+        return y
+    return four(step)
+
+
+def by_code_without_source():
+    names = {"context": SimpleNamespace(calls=0)}
+    exec("def step(self, x, y):\n    context.calls += 1\n    return y / context.calls", names)
+    return four(names["step"])
+
+
+def read_by_another_self():
+    class Keeps(Layer):
+        last = 1.0
+
+        def forward(self, x):
+            self.last = float(x.detach().abs().mean())
+            return super().forward(x)
+
+    first = Keeps(0)
+
+    class Reads(Layer):
+        def forward(self, x):
+            y = super().forward(x)
+            self = first
+            return y * self.last
+
+    return [first, Layer(1), Layer(2), Reads(3)], squared
+
+
+def by_the_first(write, read):
+    def step(self, x, y):
+        if self.number == 0:
+            write(1 + float(x.detach().abs().mean()))
+        return y * read()
+    return four(step)
+
+
+def in_a_context_variable():
+    scale = ContextVar("scale", default=1.0)
+    return by_the_first(lambda value: scale.set(value), lambda: scale.get())
+
+
+def in_a_weak_dict():
+    table = WeakKeyDictionary()
+    return by_the_first(lambda value: table.update({nn.Module: value}), lambda: table.get(nn.Module, 1.0))
+
+
+def in_an_array_of_python():
+    values = array("d", [1.0])
+    return by_the_first(lambda value: values.__setitem__(0, value), lambda: values[0])
+
+
 def by_a_backward_hook():
     context = SimpleNamespace(scale=1.0)
     blocks, loss = four(lambda self, x, y: y * context.scale if self.number == 0 else y)
@@ -428,8 +537,10 @@ def by_the_backward_of_a_function():
 
 
 @pytest.mark.parametrize("make", [
-    by_the_number_of_the_class, by_what_changes_its_argument, by_another_max, in_a_container_with_code,
-    by_a_method_with_another_self,
+    by_an_iterator, by_a_factory_of_defaults, by_a_mark, in_an_object_that_a_forward_makes, by_the_key_before,
+    by_a_key_that_a_loop_changes, by_code_without_source, read_by_another_self, in_a_context_variable, in_a_weak_dict,
+    in_an_array_of_python, by_the_number_of_the_class, by_what_changes_its_argument, by_another_max,
+    in_a_container_with_code, by_a_method_with_another_self,
     by_the_number_of_another, by_a_number_chosen, by_a_view_made_in_the_forward, by_a_function_with_another_self,
     by_a_default, from_the_end, another_key_after_its_own, the_greatest_of_all, the_greatest_on_its_way,
     decided_by_the_greatest, a_function, in_one_of_two_of_a_name, one_attribute_for_another, in_much_data,

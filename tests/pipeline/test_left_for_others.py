@@ -406,6 +406,18 @@ def test_of_installed_packages_those_that_use_torch_are_followed(uses_torch, mon
     assert any(one is package.found for one in reached) == uses_torch
 
 
+def test_modules_that_a_function_imports_are_followed(monkeypatch):
+    module = ModuleType("settings_of_a_test")
+    module.sizes = [1]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def loss(y, t):
+        import settings_of_a_test
+        return y * len(settings_of_a_test.sizes)
+
+    assert any(one.value is module.sizes for one in reached_from("loss", loss))
+
+
 # ---------------------------------------------------------------------- what has no parameters of its own
 
 def tied_by_memory():
