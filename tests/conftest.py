@@ -10,15 +10,13 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported: threads that wait leave their core
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import hypothesis
 import pytest
-import torch
 
 os.environ.pop("COLUMNS", None)  # of the terminal that tests are started in
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
 hypothesis.settings.register_profile("random", deadline=None)
 hypothesis.settings.register_profile("ranvier", deadline=None, derandomize=True, database=None)
@@ -28,15 +26,19 @@ hypothesis.settings.load_profile("ranvier")
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
     """For each file anew: `ranvier.start` in the tests' own process sets what its ranks use."""
+    import torch
+
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_pictures(request):
-    """Drawing takes longer than training: runs leave pictures in files that are marked so."""
-    from ranvier.train import report  # not before the variables above are set
+def short_measurements(request):
+    """Drawing takes longer than training: runs leave pictures in files that are marked so. A run on CPUs multiplies
+    matrices for a tenth of a second on each rank to find their rate: here once."""
+    from ranvier.train import metrics, report  # not before the variables above are set
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metrics, "matrix_product_rate", partial(metrics.matrix_product_rate, seconds=0.0))
         if request.node.get_closest_marker("pictures") is None:
             for draw in ("draw_course", "draw_loss", "timeline_picture"):
                 patch.setattr(report, draw, lambda *args: None)
@@ -56,8 +58,14 @@ single long test last."""
 
 def pytest_configure(config):
     """Each worker reads the files from another place on: rewriting the asserts of all files takes 40 CPU seconds, and a
-    worker loads what another has written."""
+    worker loads what another has written. The process that starts the workers loads no torch: they wait for it."""
     worker = getattr(config, "workerinput", None)
+    if worker is None and config.getoption("numprocesses", None):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
     leaves_out = config.getoption("ignore") or config.getoption("ignore_glob")  # folders, which files would not be in
     if worker is not None and not leaves_out and all(Path(argument).is_dir() for argument in config.args):
         files = sorted({str(path) for argument in config.args for path in Path(argument).rglob("test_*.py")})
