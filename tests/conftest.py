@@ -7,6 +7,7 @@ of those with several do not spin. Times of hypothesis' examples say nothing on 
 import gc
 import os
 
+gc.disable()  # until all tests are collected: what modules and tests allocate stays
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported: threads that wait leave their core
 
 from collections import Counter
@@ -84,3 +85,4 @@ def pytest_collection_finish():
     20,000 new objects rather than 700 save a fifteenth of the CPU time."""
     gc.freeze()
     gc.set_threshold(20_000)
+    gc.enable()
