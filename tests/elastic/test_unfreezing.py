@@ -153,8 +153,9 @@ def sets_in_one_process(few, tmp_path_factory):
 def test_sets_of_layers_on_a_mesh_that_changes(few, tmp_path, sets_in_one_process, monkeypatch):
     """tests/elastic/test_freezing_ties.py compares with plain PyTorch. The run goes on from a checkpoint, too."""
     always(monkeypatch)
-    run = tiny(few, tmp_path / "run", mesh=Mesh(pipe=2), train=SETS_TRAIN, batch=IN_TWO, checkpoint=Checkpoint(every=5, keep=3),
-               elastic=replace(CACHED, freeze="none", manual=(), every=3, cache_dir=tmp_path / "cache"))
+    run = tiny(few, tmp_path / "run", mesh=Mesh(pipe=2), train=SETS_TRAIN, batch=IN_TWO,
+               checkpoint=Checkpoint(every=5, keep=3), elastic=replace(
+                   CACHED, freeze="none", manual=(), every=3, cache_dir=tmp_path / "cache"))
     results, text = run_all(run, freezing=Sets())
     assert losses(run) == pytest.approx(sets_in_one_process, rel=1e-9)
     assert [line["frozen_layers"] for line in transitions(run)] == [2, 3, 2, 2]
