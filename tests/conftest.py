@@ -7,7 +7,6 @@ of those with several do not spin. Times of hypothesis' examples say nothing on 
 import gc
 import os
 
-gc.disable()  # until all tests are collected: what modules and tests allocate stays
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported: threads that wait leave their core
 
 from collections import Counter
@@ -18,6 +17,7 @@ import hypothesis
 import pytest
 
 os.environ.pop("COLUMNS", None)  # of the terminal that tests are started in
+gc.disable()  # until all tests are collected: what modules and tests allocate stays
 
 hypothesis.settings.register_profile("random", deadline=None)
 hypothesis.settings.register_profile("ranvier", deadline=None, derandomize=True, database=None)
@@ -50,7 +50,10 @@ LONGEST = ("test_closed_memory.py", "test_real_starts.py", "test_torch.py", "tes
            "test_resized_rows.py", "test_elastic_run.py", "test_elastic_decoders.py", "test_search.py", "test_costs.py",
            "test_readme.py", "test_golden_runs.py", "test_losses.py", "test_stop_signals.py", "test_stopped_ranks.py",
            "test_launcher_dies.py", "test_run_function.py", "test_start_trial.py", "test_bad_settings.py",
-           "test_compiled_blocks.py", "test_real_processes.py", "test_autocast.py", "test_types.py")
+           "test_compiled_blocks.py", "test_real_processes.py", "test_autocast.py", "test_types.py",
+           "test_transition.py", "test_elastic_settings.py", "test_float8.py", "test_papers.py",
+           "test_decoder_classes_run.py", "test_reward_run.py", "test_best_first.py", "test_preference_run.py",
+           "test_plan_and_run.py", "test_elastic_corners.py")
 """A file runs in one process: those that take longest begin first, so that no process ends long after the others.
 Before them is the one that watches each operation: that takes four times as long once torch's compiler is imported. The
 rest follows by the number of tests. `make test` says --no-loadscope-reorder: pytest-xdist's own order has files with a
